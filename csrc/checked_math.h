@@ -5,10 +5,10 @@
 
 namespace torch_ckpt {
 
-// The only place that adds, multiplies or compares offsets that came from outside. A range check
-// subtracts and never adds, so that it cannot overflow.
+// All arithmetic and range checks of untrusted offsets. A range check subtracts and never adds, so
+// that it cannot overflow.
 
-/// Whether [offset, offset + length) lies within [0, size).
+/// Returns true if [offset, offset + length) lies within [0, size).
 constexpr bool inside(std::uint64_t offset, std::uint64_t length, std::uint64_t size) {
   return offset <= size && length <= size - offset;
 }
@@ -25,7 +25,7 @@ inline std::optional<std::uint64_t> checked_mul(std::uint64_t a, std::uint64_t b
   return product;
 }
 
-// For values that are already known to be far from the limits; `unit` is a power of two.
+// Unchecked: for values that are known to be far from the limits. `unit` is a power of two.
 constexpr std::uint64_t align_down(std::uint64_t value, std::uint64_t unit) {
   return value & ~(unit - 1);
 }

@@ -12,20 +12,20 @@
 
 namespace torch_ckpt {
 
-// One code per defect, so that a caller can tell them apart without reading the text.
-// docs/design.md maps each to the Python class that the edge raises.
+// One code per kind of failure, so that callers need not parse the text. docs/design.md maps each
+// to the Python exception that the bindings raise.
 enum class Errc {
-  // The system refused an operation; Error::sys_errno says why.
+  // A system call failed with Error::sys_errno.
   system,
-  // Options that contradict each other or are out of range.
+  // Options contradict each other or are out of range.
   invalid_argument,
   // Another part of the same save failed first; this part stopped.
   cancelled,
-  // A file's name, or a link in its place, leads out of the checkpoint's directory.
+  // A file's name, or a link, leads out of the checkpoint's directory.
   outside_directory,
-  // The path of the checkpoint's directory leads elsewhere than when it was opened.
+  // The path of the checkpoint's directory no longer leads to the opened directory.
   directory_moved,
-  // A data file ends before the range that the metadata promises.
+  // A data file ends before the range that the metadata gives.
   range_past_end,
   // The bytes are not a torch.save archive of one plain tensor.
   not_a_zip,
@@ -33,46 +33,46 @@ enum class Errc {
   zip_inconsistent,
   record_missing,
   pickle_unknown,
-  // A known record of a tensor other than the metadata says.
+  // The record's tensor differs from the metadata.
   tensor_mismatch,
-  // The stored checksum and the bytes disagree.
+  // The bytes do not match the stored checksum.
   checksum_mismatch,
-  // Intact, but not a checksum table that this version reads.
+  // The checksum table is intact, but this version cannot read it.
   table_inconsistent,
-  // The pickle of the metadata is not a program that makes metadata. Each has a code of its own:
-  // it ends before STOP, or within an opcode,
+  // The pickle of the metadata is refused:
+  // it ends before STOP, or within an opcode;
   pickle_truncated,
-  // an opcode that metadata does not need,
+  // it has an opcode that metadata does not need;
   pickle_opcode,
-  // values other than an opcode takes, or none,
+  // the stack lacks the operands of an opcode, or they have wrong types;
   pickle_stack,
-  // a name that is not on the list of what metadata may contain,
+  // it refers to a name that is not allow-listed;
   pickle_forbidden,
-  // a call of something that is not a function, or not with these arguments,
+  // it calls a value that is not a function, or with unsupported arguments;
   pickle_call,
-  // a state for what takes none, or not of this form,
+  // it sets the state of an object that accepts none, or a state of unsupported form;
   pickle_state,
-  // a key that no dict of metadata has,
+  // a dict has a key that metadata does not use;
   pickle_key,
-  // a change of what others may hold already,
+  // it changes a value to which other values may already refer;
   pickle_shared,
-  // values within values without end,
+  // its values are nested too deeply;
   pickle_too_deep,
-  // more than a limit allows.
+  // it exceeds a limit.
   pickle_too_large,
-  // The metadata is a program that makes metadata, and what it says cannot be.
+  // The pickle is valid metadata, but its content contradicts itself.
   metadata_inconsistent,
-  // A message from another process was cut short or changed on its way.
+  // A message from another process is truncated or damaged.
   frame_damaged,
-  // A process ended, or had no memory, before it sent its result.
+  // A process ended, or ran out of memory, before it sent its result.
   result_missing,
-  // Something that must not happen by construction; a bug here.
+  // A bug in this library.
   internal,
 };
 
 std::string_view name(Errc code);
 
-// Words of an error. Copies share them, so that an error can be told where there is no memory.
+// Text of an error. Copies share the characters, so that copying an error needs no memory.
 class Text {
  public:
   Text() = default;
@@ -104,15 +104,16 @@ class Text {
   std::shared_ptr<const std::string> text_;
 };
 
-/// What failed, on which object, at which byte, and the system's reason. The core never throws it.
+/// Describes a failure: the operation, the file, the offset and the system's reason. The core
+/// returns errors and never throws them.
 struct Error {
   Errc code = Errc::internal;
   int sys_errno = 0;
-  Text operation = {};  // the system call, or the step that failed
+  Text operation = {};  // the system call or step that failed
   Text path = {};
   std::uint64_t offset = kNoOffset;
-  Text detail = {};   // one clause for the reader; empty where errno says it all
-  Text subject = {};  // the item that it happened to, where it is one
+  Text detail = {};   // one clause for the reader; empty if errno is sufficient
+  Text subject = {};  // the affected item; may be empty
 
   static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
 
@@ -124,14 +125,14 @@ Error system_error(int sys_errno, std::string_view operation, std::string_view p
                    std::uint64_t offset = Error::kNoOffset);
 Error format_error(Errc code, std::string detail, std::uint64_t offset = Error::kNoOffset);
 
-/// What an exception says, as an error of `operation`; ENOMEM where there is no memory to say it.
+/// Converts an exception to an error of `operation`; to ENOMEM if there is no memory for its text.
 Error exception_error(const std::exception_ptr& exception, std::string_view operation) noexcept;
 
 template <class T = void>
 using Result = boost::system::result<T, Error>;
 
-/// An Error where ATen throws as well: csrc/torch and csrc/python take results by value(), and
-/// csrc/python turns it into Python's exception.
+/// An Error as an exception, for code that also handles exceptions of ATen: csrc/torch and
+/// csrc/python call value() on results, and csrc/python converts a Failure to a Python exception.
 class Failure : public std::logic_error {
  public:
   explicit Failure(Error error) : std::logic_error(error.message()), error_(std::move(error)) {}
@@ -142,7 +143,7 @@ class Failure : public std::logic_error {
   Error error_;
 };
 
-// What boost::system::result::value() calls; throws Failure.
+// Throws Failure. Called by boost::system::result::value().
 [[noreturn]] void throw_exception_from_error(const Error& error, const boost::source_location&);
 
 }  // namespace torch_ckpt

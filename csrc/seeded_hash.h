@@ -8,8 +8,8 @@
 
 namespace torch_ckpt {
 
-/// Hashes for tables of what comes from others. The seed is another one in each process, so that
-/// nobody can make names which all have the same hash.
+/// Hashes for tables of untrusted keys. Each process has a random seed, so that an attacker cannot
+/// choose names with equal hashes.
 class SeededHash {
  public:
   std::uint64_t operator()(std::string_view bytes) const {
@@ -30,8 +30,8 @@ class SeededHash {
   std::uint64_t operator()(std::uint64_t number) const { return mixed(kSeed ^ number); }
 
  private:
-  // Made when the library is loaded. A fork while a thread makes it at its first use would leave a
-  // child that waits for that thread forever.
+  // Initialized when the library is loaded. With lazy initialization, a child that is forked while
+  // a thread initializes it would wait for that thread forever.
   static inline const std::uint64_t kSeed = [] {
     std::random_device device;
     return (std::uint64_t{device()} << 32) | device();

@@ -20,7 +20,7 @@ bool remove_end(std::string_view& text, std::string_view end) {
   return true;
 }
 
-/// The digits at the end of `text`, which loses them.
+/// Removes the digits at the end of `text` and returns them.
 std::string_view take_number(std::string_view& text) {
   std::size_t begin = text.size();
   while (begin > 0 && is_digit(text[begin - 1])) --begin;
@@ -29,13 +29,13 @@ std::string_view take_number(std::string_view& text) {
   return number;
 }
 
-/// The rank at the end of what ends in "__{rank}"; empty where that is not so.
+/// Returns the rank of a text that ends in "__{rank}", or an empty text.
 std::string_view rank_at_end(std::string_view text) {
   const std::string_view rank = take_number(text);
   return text.ends_with("__") ? rank : std::string_view();
 }
 
-/// The rank of what ends in "__{rank}_" or "__{rank}_{tag}_".
+/// Returns the rank of a prefix that ends in "__{rank}_" or "__{rank}_{tag}_".
 std::string_view rank_of_prefix(std::string_view prefix) {
   if (!remove_end(prefix, "_")) return {};
   if (const auto rank = rank_at_end(prefix); !rank.empty()) return rank;
@@ -92,7 +92,7 @@ Result<std::string> choose_prefix(const os::Directory& directory, const std::str
         return file.kind == FileKind::metadata ||
                (file.kind == FileKind::data && file.rank == rank);
       });
-  // A tag of its own also where there is one: a plan may be an earlier save's.
+  // Replaces an existing tag, too: a reused plan has the tag of an earlier save.
   return is_taken ? "__" + rank + "_" + random_hex(kTagDigits) + "_" : prefix;
 }
 

@@ -11,36 +11,37 @@
 
 namespace torch_ckpt::directory {
 
-/// What a file of a checkpoint's directory is, by its name.
+/// Kinds of files in a checkpoint's directory, by their names.
 enum class FileKind {
-  data,       // "__3_0.distcp", "__3_5f0c19ab_0.distcp": rank, tag where there is one, bucket; a
-              // separation hint may stand before it
-  metadata,   // ".metadata"; "__3.metadata" of a rank that saves on its own
-  temporary,  // metadata that is being written
+  data,       // "__3_0.distcp" (rank, bucket), "__3_5f0c19ab_0.distcp" (rank, tag, bucket); may
+              // begin with a separation hint
+  metadata,   // ".metadata"; "__3.metadata" if rank 3 saves independently
+  temporary,  // metadata under its temporary name
   other,
 };
 
 struct FileName {
   FileKind kind = FileKind::other;
-  std::string_view rank;  // its digits, in the name that was looked at; empty where it has none
+  std::string_view rank;  // points into the parsed name; empty if the name has no rank
 };
 
-/// Hexadecimal digits of a save's tag, and at the end of a temporary name.
+/// Hexadecimal digits of a save's tag, and of a temporary name's suffix.
 inline constexpr std::size_t kTagDigits = 8;
 inline constexpr std::size_t kSuffixDigits = 32;
 
 FileName parse_file_name(std::string_view name);
 
-/// The metadata's file name; of one rank's own where ranks save on their own.
+/// Returns the name of the metadata file. Pass a rank if ranks save independently.
 std::string metadata_name(std::optional<int> rank);
 
-/// `digits` hexadecimal digits that nobody can guess.
+/// Returns unpredictable hexadecimal digits.
 std::string random_hex(std::size_t digits);
 
-/// The prefix of one rank's data files: `prefix`, tagged where files of this kind are there.
+/// Chooses the prefix of one rank's data files. It is `prefix`, with a new tag if the directory has
+/// metadata or data files of the rank, or if `taken` contains `prefix`.
 ///
-/// `prefix` is "__{rank}_", and the tag of the save where it has one; any other one is returned.
-/// `taken` are those of other saves of this process that may not have made their files yet.
+/// `prefix` is "__{rank}_" or "__{rank}_{tag}_"; any other prefix is returned unchanged. `taken`
+/// has the prefixes of other saves of this process, which may not have created their files yet.
 Result<std::string> choose_prefix(const os::Directory& directory, const std::string& prefix,
                                   const std::set<std::string>& taken);
 

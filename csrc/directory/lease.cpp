@@ -15,13 +15,13 @@
 namespace torch_ckpt::directory {
 namespace {
 
-constexpr std::chrono::milliseconds kLookAgain{5};
-constexpr double kMostPatienceForFiles = 5.0;
+constexpr std::chrono::milliseconds kPollInterval{5};
+constexpr double kMaxPatienceForFiles = 5.0;
 
-/// Data files and temporary ones that no metadata names, sorted.
+/// Returns data files and temporary files that no metadata names, sorted.
 ///
-/// `rank`: whose; nullopt: all ranks'. `used`: what the metadata of `rank` names; null: look into
-/// it.
+/// `rank`: only files of this rank; nullopt: of all ranks. `used`: the files that the metadata of
+/// `rank` names; null: read that metadata.
 Result<std::vector<std::string>> unnamed_files(const os::Directory& directory,
                                                std::optional<int> rank,
                                                const std::set<std::string>* used,
@@ -32,9 +32,10 @@ Result<std::vector<std::string>> unnamed_files(const os::Directory& directory,
   std::vector<std::string> unnamed;
   for (const std::string& name : *names) {
     const FileName file = parse_file_name(name);
-    const bool may_go = file.kind == FileKind::data || file.kind == FileKind::temporary;
+    const bool is_removable = file.kind == FileKind::data || file.kind == FileKind::temporary;
     const bool is_of_rank = !rank || file.rank == std::to_string(*rank);
-    if (may_go && is_of_rank && (used == nullptr || !used->contains(name))) unnamed.push_back(name);
+    if (is_removable && is_of_rank && (used == nullptr || !used->contains(name)))
+      unnamed.push_back(name);
   }
   if (unnamed.empty()) return unnamed;
   for (const std::string& name : *names) {
@@ -47,7 +48,7 @@ Result<std::vector<std::string>> unnamed_files(const os::Directory& directory,
   return unnamed;
 }
 
-/// Whether a file is there with these contents.
+/// Returns true if the file has these contents.
 Result<bool> holds(const os::Directory& directory, const std::string& name,
                    std::span<const std::byte> contents) {
   auto file = directory.open_for_read(name);
@@ -64,13 +65,13 @@ void warn_of_unused(const os::Directory& directory, const Error& error, Warnings
   warnings.push_back("unused files are left in " + directory.path() + ": " + error.message());
 }
 
-/// Runs what removes files. Nothing that is needed is lost, whatever fails.
+/// Calls `remove`, which removes unused files. A failure only leaves files, so it is a warning.
 template <class Remove>
 void warn_unless_done(const os::Directory& directory, Warnings& warnings, Remove remove) {
   try {
     if (const Result<> done = remove(); !done) warn_of_unused(directory, done.error(), warnings);
   } catch (const std::exception&) {
-    warn_of_unused(directory, exception_error(std::current_exception(), "sweep"), warnings);
+    warn_of_unused(directory, exception_error(std::current_exception(), "removing them"), warnings);
   }
 }
 
@@ -83,7 +84,7 @@ Result<bool> share(os::Directory& directory, double patience_s, const Between& b
     auto shared = directory.try_share();
     if (!shared || *shared) return shared;
     if (Clock::now() >= until) return false;
-    std::this_thread::sleep_for(kLookAgain);
+    std::this_thread::sleep_for(kPollInterval);
     if (auto goes_on = between(); !goes_on) return goes_on.error();
   }
 }
@@ -92,15 +93,15 @@ Lease::Lease(os::Directory directory, std::optional<int> rank, std::string tag, 
     : directory_(std::move(directory)),
       rank_(rank),
       tag_(std::move(tag)),
-      patience_s_(std::min(patience_s, kMostPatienceForFiles)) {}
+      patience_s_(std::min(patience_s, kMaxPatienceForFiles)) {}
 
 Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> rank,
                           double patience_s, const Between& between) {
   auto opened = directory.reopen();
   if (!opened) return opened.error();
-  // Of two that begin at the same time one is alone.
-  auto is_alone = opened->try_lock_exclusive();
-  if (!is_alone) return is_alone.error();
+  // If two saves start at the same time, only one gets the exclusive lock and omits the tag.
+  auto is_exclusive = opened->try_lock_exclusive();
+  if (!is_exclusive) return is_exclusive.error();
   auto names = opened->names();
   if (!names) return names.error();
   const bool is_empty = std::none_of(names->begin(), names->end(), [](const std::string& name) {
@@ -110,25 +111,25 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
   auto shared = share(*opened, patience_s, between);
   if (!shared) return shared.error();
   if (!*shared) {
-    // Going on without a share, this save's files could be removed before its commit.
+    // Without the shared lock, another process could remove this save's files before its commit.
     std::ostringstream text;
-    text << directory.path() << ": another process has had the directory for itself for "
-         << patience_s
-         << " s, to remove files that no metadata names; look whether it is stopped (/proc/locks "
-            "has its number), and save again";
+    text << directory.path() << ": another process has held the exclusive lock for " << patience_s
+         << " s, to remove files that no metadata names; check that it is not stopped (/proc/locks "
+            "has its process id), and save again";
     return format_error(Errc::system, text.str());
   }
   return Lease(std::move(*opened), rank,
-               *is_alone && is_empty ? std::string() : random_hex(kTagDigits) + "_", patience_s);
+               *is_exclusive && is_empty ? std::string() : random_hex(kTagDigits) + "_",
+               patience_s);
 }
 
-/// Checks that all files are in the directory; waits a little for a missing file.
+/// Checks that all files are in the directory. Waits up to patience_s_ for a missing file, because
+/// a network file system may remember for some time that a name did not exist.
 Result<> Lease::require(const std::set<std::string>& files) const {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience_s_);
   while (true) {
-    // A listing, because a look at each of thousands of files takes seconds on a network file
-    // system.
+    // One listing: a stat of each of thousands of files takes seconds on a network file system.
     auto listed = directory_.names();
     if (!listed) return listed.error();
     const std::unordered_set<std::string> there(listed->begin(), listed->end());
@@ -136,7 +137,7 @@ Result<> Lease::require(const std::set<std::string>& files) const {
       return file.find('/') == std::string::npos && !there.contains(file);
     });
     if (missing == files.end()) {
-      // Files in directories below are looked at.
+      // The listing does not have files in subdirectories.
       for (auto at = files.begin(); at != files.end() && missing == files.end(); ++at) {
         if (at->find('/') == std::string::npos) continue;
         auto found = directory_.identity_of(*at);
@@ -145,15 +146,14 @@ Result<> Lease::require(const std::set<std::string>& files) const {
       }
     }
     if (missing == files.end()) return {};
-    // Network file systems remember for some time which names were not there.
     if (Clock::now() >= until) {
       Error error = system_error(ENOENT, "commit", directory_.path_of(*missing));
       error.detail =
-          "the metadata names this file, and it has been removed since it was written; nothing was "
+          "the metadata names this file, but it was removed after it was written; nothing was "
           "published. Save again, and keep other processes from removing files of the directory";
       return error;
     }
-    std::this_thread::sleep_for(kLookAgain);
+    std::this_thread::sleep_for(kPollInterval);
   }
 }
 
@@ -169,7 +169,7 @@ PublishOutcome Lease::commit(std::span<const std::byte> contents,
       break;
     }
     case PublishState::not_published:
-      // Their names are this save's alone.
+      // Rule a: no other save has files of these names.
       remove_files(directory_, {files.begin(), files.end()}, warnings);
       sweep(nullptr, named, warnings);
       break;
@@ -186,9 +186,9 @@ void Lease::abandon(const NamedFiles& named, Warnings& warnings) {
 
 void Lease::sweep(const Committed* committed, const NamedFiles& named, Warnings& warnings) {
   warn_unless_done(directory_, warnings, [&]() -> Result<> {
-    const auto is_alone = directory_.try_lock_exclusive();
-    if (!is_alone) return is_alone.error();
-    return *is_alone ? remove_unnamed(committed, named, warnings) : Result<>();
+    const auto is_exclusive = directory_.try_lock_exclusive();
+    if (!is_exclusive) return is_exclusive.error();
+    return *is_exclusive ? remove_unnamed(committed, named, warnings) : Result<>();
   });
   close();
 }
@@ -196,7 +196,7 @@ void Lease::sweep(const Committed* committed, const NamedFiles& named, Warnings&
 Result<> Lease::remove_unnamed(const Committed* committed, const NamedFiles& named,
                                Warnings& warnings) {
   if (committed != nullptr && !rank_) {
-    // The metadata of single ranks, which a common one has superseded.
+    // The metadata of ranks that saved independently is superseded.
     auto names = directory_.names();
     if (!names) return names.error();
     std::erase_if(*names, [](const std::string& name) {
@@ -205,7 +205,7 @@ Result<> Lease::remove_unnamed(const Committed* committed, const NamedFiles& nam
     });
     remove_files(directory_, *names, warnings);
     if (!names->empty()) {
-      // A power cut must not bring them back after their data files have gone.
+      // A power cut must not bring the metadata back after its data files were removed.
       if (auto synced = directory_.sync(); !synced) return synced;
     }
   }
@@ -213,17 +213,17 @@ Result<> Lease::remove_unnamed(const Committed* committed, const NamedFiles& nam
       unnamed_files(directory_, rank_, committed != nullptr ? &committed->files : nullptr, named);
   if (!unnamed) return unnamed.error();
   if (!unnamed->empty() && committed != nullptr) {
-    auto counts = holds(directory_, metadata_name(rank_), committed->contents);
-    if (!counts) return counts.error();
-    if (!*counts) {
-      // Another save has committed since, and has ended.
+    auto is_current = holds(directory_, metadata_name(rank_), committed->contents);
+    if (!is_current) return is_current.error();
+    if (!*is_current) {
+      // Another save has replaced the metadata.
       committed = nullptr;
       unnamed = unnamed_files(directory_, rank_, nullptr, named);
       if (!unnamed) return unnamed.error();
     }
   }
   if (!unnamed->empty() && committed == nullptr) {
-    // The metadata may be that of a save whose last fsync failed, or never was.
+    // The metadata may be from a save whose last fsync failed or did not take place.
     if (auto synced = directory_.sync(); !synced) return synced;
   }
   remove_files(directory_, *unnamed, warnings);
@@ -244,8 +244,8 @@ void remove_own(const os::Directory& directory, const std::set<std::string>& nam
   warn_unless_done(directory, warnings, [&]() -> Result<> {
     auto opened = directory.reopen();
     if (!opened) return opened.error();
-    auto is_alone = opened->try_lock_exclusive();
-    if (!is_alone || !*is_alone) return is_alone ? Result<>() : is_alone.error();
+    auto is_exclusive = opened->try_lock_exclusive();
+    if (!is_exclusive || !*is_exclusive) return is_exclusive ? Result<>() : is_exclusive.error();
     auto unnamed = unnamed_files(*opened, std::nullopt, nullptr, named);
     if (!unnamed) return unnamed.error();
     std::erase_if(*unnamed, [&](const std::string& name) { return !names.contains(name); });
@@ -256,9 +256,9 @@ void remove_own(const os::Directory& directory, const std::set<std::string>& nam
 
 Result<std::optional<std::vector<std::string>>> remove_leftovers(os::Directory& directory,
                                                                  const NamedFiles& named) {
-  auto is_alone = directory.try_lock_exclusive();
-  if (!is_alone) return is_alone.error();
-  if (!*is_alone) return std::optional<std::vector<std::string>>();
+  auto is_exclusive = directory.try_lock_exclusive();
+  if (!is_exclusive) return is_exclusive.error();
+  if (!*is_exclusive) return std::optional<std::vector<std::string>>();
   if (auto synced = directory.sync(); !synced) return synced.error();
   auto unnamed = unnamed_files(directory, std::nullopt, nullptr, named);
   if (!unnamed) return unnamed.error();

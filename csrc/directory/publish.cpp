@@ -10,14 +10,14 @@
 namespace torch_ckpt::directory {
 namespace {
 
-/// Which file it is; nullopt where the system does not say.
+/// Identity of a file; nullopt if the system does not report it.
 using MaybeIdentity = std::optional<os::FileIdentity>;
 
 MaybeIdentity known(const Result<os::FileIdentity>& found) {
   return found ? MaybeIdentity(*found) : std::nullopt;
 }
 
-/// A file that this call has made, perhaps not whole.
+/// A file that this call has created, perhaps incomplete.
 struct Created {
   MaybeIdentity identity;
 };
@@ -41,14 +41,14 @@ Error moved(const os::Directory& directory) {
       Errc::directory_moved,
       "the path no longer leads to the directory that was opened by it: the directory was "
       "renamed or removed, or a link in the path was changed. The opened directory " +
-          (now.empty() ? "is gone" : "is now " + now) +
-          ". Nothing was published in either; try again");
+          (now.empty() ? "no longer exists" : "is now " + now) +
+          ". Nothing was published in either; save again");
   error.operation = "commit";
   error.path = directory.path();
   return error;
 }
 
-/// What lies beneath the directory will be found under its path, also after a power cut.
+/// Checks that the directory is found by its path, and ensures that it is after a power cut.
 Result<> require_at_path(const os::Directory& directory, PublishMode mode) {
   if (mode.sync && mode.sync_above) {
     if (auto synced = directory.sync_ancestors(); !synced) return synced;
@@ -59,41 +59,42 @@ Result<> require_at_path(const os::Directory& directory, PublishMode mode) {
   return {};
 }
 
-/// That `name` is what has the identity, if that is given.
+/// Checks that `name` has the identity, if one is given.
 Result<> require_named(const os::Directory& directory, const std::string& name,
                        const MaybeIdentity& identity) {
   if (!identity) return {};
   auto found = directory.identity_of(name);
   if (found && *found == *identity) return {};
   if (!found && found.error().sys_errno != ENOENT) return found.error();
-  Error error =
-      format_error(Errc::directory_moved,
-                   "somebody has renamed what was to be published; nothing was published");
+  Error error = format_error(
+      Errc::directory_moved,
+      "another process renamed or replaced it before it was published; nothing was published");
   error.operation = "commit";
   error.path = directory.path_of(name);
   return error;
 }
 
-/// What is known of a rename after it has returned.
-enum class Renamed { yes, no, perhaps };
+/// Outcome of a rename; unknown after some errors.
+enum class Renamed { yes, no, unknown };
 
-/// A file system of another machine's may say that a rename has failed that was carried out (its
-/// answer was lost), or that will be yet: what has the name now tells more than the errno.
-Renamed look_after_rename(const os::Directory& directory, const std::string& to,
-                          const MaybeIdentity& identity, const Result<>& renamed) {
+/// Determines if a rename was carried out, from the identity of the file that has the name. After
+/// an error, a network file system may have carried it out (the reply was lost), or may do so
+/// later.
+Renamed check_rename(const os::Directory& directory, const std::string& to,
+                     const MaybeIdentity& identity, const Result<>& renamed) {
   if (renamed) return Renamed::yes;
   auto found = directory.identity_of(to);
   if (found && identity && *found == *identity) return Renamed::yes;
-  const bool is_looked_up = found ? identity.has_value() : found.error().sys_errno == ENOENT;
-  if (!is_looked_up) return Renamed::perhaps;
+  const bool is_known = found ? identity.has_value() : found.error().sys_errno == ENOENT;
+  if (!is_known) return Renamed::unknown;
   const int failed = renamed.error().sys_errno;
-  const bool tells_nothing = failed == EIO || failed == ETIMEDOUT || failed == EINTR;
-  return tells_nothing ? Renamed::perhaps : Renamed::no;
+  const bool is_ambiguous = failed == EIO || failed == ETIMEDOUT || failed == EINTR;
+  return is_ambiguous ? Renamed::unknown : Renamed::no;
 }
 
 PublishOutcome uncertain(Error error) {
   error.detail += error.detail.empty() ? "" : ", and ";
-  error.detail += "whether the rename was carried out is not known";
+  error.detail += "it is unknown whether the rename was carried out";
   return {PublishState::durability_uncertain, std::move(error)};
 }
 
@@ -106,7 +107,7 @@ PublishOutcome made_durable(const os::Directory& directory, PublishMode mode) {
   return {PublishState::published, {}};
 }
 
-/// A name beside `name` that nobody can guess.
+/// Returns an unpredictable temporary name.
 std::string temporary_name(const std::string& name) {
   return name + ".tmp-" + random_hex(kSuffixDigits);
 }
@@ -124,67 +125,71 @@ PublishOutcome publish_contents(const os::Directory& directory, const std::strin
   if (done && check) done = check();
   if (done) {
     done = directory.rename(temporary, name, mode.replace);
-    is_renamed = look_after_rename(directory, name, created->identity, done);
+    is_renamed = check_rename(directory, name, created->identity, done);
   }
   switch (is_renamed) {
     case Renamed::yes:
       return made_durable(directory, mode);
-    case Renamed::perhaps:
+    case Renamed::unknown:
       return uncertain(done.error());
     case Renamed::no:
       break;
   }
-  // The first cause is what matters; a left-over temporary file is named by nothing.
+  // Only the first error is reported. No metadata names a temporary file that stays.
   if (created) static_cast<void>(directory.remove(temporary));
   return {PublishState::not_published, done.error()};
 }
 
-PublishOutcome publish(const os::Directory& directory, const Publication& of, PublishMode mode) {
-  if (!of.aside.empty() && !mode.replace) {
+PublishOutcome publish(const os::Directory& directory, const Publication& publication,
+                       PublishMode mode) {
+  if (!publication.aside.empty() && !mode.replace) {
     Error error =
-        format_error(Errc::invalid_argument, "what may not be replaced cannot be put aside either");
+        format_error(Errc::invalid_argument, "`aside` was given although nothing may be replaced");
     error.operation = "publish";
-    error.path = directory.path_of(of.name);
+    error.path = directory.path_of(publication.name);
     return {PublishState::not_published, std::move(error)};
   }
   bool is_aside = false;
   Renamed is_renamed = Renamed::no;
   const Result<> done = [&]() -> Result<> {
     if (auto ready = require_at_path(directory, mode); !ready) return ready;
-    if (auto same = require_named(directory, of.temporary, of.identity); !same) return same;
-    if (!of.aside.empty()) {
-      auto there = directory.identity_of(of.name);
+    if (auto same = require_named(directory, publication.temporary, publication.identity); !same)
+      return same;
+    if (!publication.aside.empty()) {
+      auto there = directory.identity_of(publication.name);
       if (!there && there.error().sys_errno != ENOENT) return there.error();
       if (there) {
-        auto put = directory.rename(of.name, of.aside, false);
-        is_aside = look_after_rename(directory, of.aside, *there, put) == Renamed::yes;
+        auto put = directory.rename(publication.name, publication.aside, false);
+        is_aside = check_rename(directory, publication.aside, *there, put) == Renamed::yes;
         if (!is_aside) return put;
       }
     }
-    const MaybeIdentity written =
-        of.identity ? of.identity : known(directory.identity_of(of.temporary));
-    auto renamed = directory.rename(of.temporary, of.name, mode.replace && of.aside.empty());
-    is_renamed = look_after_rename(directory, of.name, written, renamed);
+    const MaybeIdentity written = publication.identity
+                                      ? publication.identity
+                                      : known(directory.identity_of(publication.temporary));
+    auto renamed = directory.rename(publication.temporary, publication.name,
+                                    mode.replace && publication.aside.empty());
+    is_renamed = check_rename(directory, publication.name, written, renamed);
     if (is_renamed != Renamed::yes) return renamed;
-    auto same = require_named(directory, of.name, of.identity);
+    auto same = require_named(directory, publication.name, publication.identity);
     if (!same) {
       is_renamed = Renamed::no;
-      static_cast<void>(directory.rename(of.name, of.temporary, false));
+      static_cast<void>(directory.rename(publication.name, publication.temporary, false));
     }
     return same;
   }();
   if (done) return made_durable(directory, mode);
   Error error = done.error();
   if (is_aside) {
-    if (auto back = directory.rename(of.aside, of.name, false); back) {
-      // With the name taken a rename that comes late fails.
+    if (auto back = directory.rename(publication.aside, publication.name, false); back) {
+      // Now that the name is taken, a delayed rename fails.
       is_renamed = Renamed::no;
     } else {
-      error.detail += (error.detail.empty() ? "" : ", and ") + of.name + " is now named " +
-                      of.aside + " (" + back.error().message() + ")";
+      error.detail += (error.detail.empty() ? "" : ", and ") + publication.name + " is now named " +
+                      publication.aside + " (" + back.error().message() + ")";
     }
   }
-  if (is_renamed == Renamed::perhaps) return uncertain(std::move(error));
+  if (is_renamed == Renamed::unknown) return uncertain(std::move(error));
   return {PublishState::not_published, std::move(error)};
 }
 

@@ -9,62 +9,62 @@
 #include "error.h"
 #include "os/directory.h"
 
-// How a name comes to stand for new contents, be it a file's or a directory's. Steps 4 to 8 of the
-// commit of a checkpoint, whose protocol is in lease.h.
+// Gives a name to a new file or directory. This is steps 4 to 8 of a checkpoint's commit; lease.h
+// has the protocol.
 //
-// It is one rename, and a crash leaves what had the name or what was published. Only where
-// something is put aside there are two, and a crash between them leaves nothing under the name:
-// what was published is complete under its temporary name, and what had the name is whole under
-// `aside`. The sweep of a root names a step that a crash has left so (torch_ckpt/steps/local.py).
-// After a conversion nothing does: what had the name stays under its temporary one.
+// Publishing is one rename: after a crash the name belongs to the old contents or to the new ones.
+// If the old directory is moved to `aside` first, there are two renames. After a crash between them
+// nothing has the name: the new directory is complete under its temporary name, and the old one
+// under `aside`. For a step, the sweep of its root repairs this (torch_ckpt/steps/local.py). For a
+// converted checkpoint nothing does: the old one keeps its temporary name.
 //
-// What a rename says of its failure is not believed alone: a file system of another machine's may
-// have carried it out. What has the name then tells.
+// A network file system may report an error for a rename that it has carried out. So after an error
+// the identity of the file that has the name decides.
 
 namespace torch_ckpt::directory {
 
-/// How an attempt left the directory.
+/// State of the directory after an attempt to publish.
 enum class PublishState {
   published,
-  not_published,  // the old state, untouched
-  // Visible now, but a power cut may undo it; or a rename has failed in a way that does not tell
-  // whether it was, or yet will be, carried out. Nothing was removed.
+  not_published,  // the old contents are unchanged
+  // The new contents are visible, but a power cut may undo that; or a rename failed, and it is
+  // unknown whether it was carried out or still will be. Nothing was removed.
   durability_uncertain,
 };
 
 struct [[nodiscard]] PublishOutcome {
   PublishState state = PublishState::not_published;
-  Error error;  // where state is not published
+  Error error;  // valid unless state is published
 };
 
 struct PublishMode {
-  bool sync = true;        // false: nothing is fsynced, and a power cut may lose what is published
-  bool replace = true;     // false: not published, with EEXIST, where something has the name
-  bool sync_above = true;  // false: the directories above are durable already
+  bool sync = true;        // false: nothing is fsynced; a power cut may lose the new contents
+  bool replace = true;     // false: fails with EEXIST if the name is taken
+  bool sync_above = true;  // false: the directories above are already durable
 };
 
-/// Makes `contents` appear as `name`, which a file had, if any.
-/// Not published, with Errc::directory_moved, where the directory's path leads elsewhere by now, or
-/// with the error of `check`, the last call before the rename.
+/// Publishes a file with these contents as `name`; replaces a file of that name. `check` is called
+/// last before the rename, and its error prevents the rename. Fails with Errc::directory_moved if
+/// the directory's path now leads to another directory.
 PublishOutcome publish_contents(const os::Directory& directory, const std::string& name,
                                 std::span<const std::byte> contents, PublishMode mode,
                                 const std::function<Result<>()>& check = {});
 
-/// A file or a directory, durable itself, that is to have another name in its directory.
+/// A durable file or directory to rename within its directory.
 struct Publication {
   std::string temporary;
   std::string name;
-  /// What has the name gets this one before, and its own back where the rest fails: a directory is
-  /// replaced so. Only with PublishMode::replace. Empty: a rename replaces a file, or a directory
-  /// that is empty.
+  /// The directory that has `name` is first renamed to this, and back if publishing fails. Requires
+  /// PublishMode::replace. If this is empty, a file or an empty directory can be replaced.
   std::string aside;
-  /// What it must be, where anybody may rename it meanwhile.
+  /// The expected identity of `temporary`, if another process may rename it meanwhile.
   std::optional<os::FileIdentity> identity;
 };
 
-/// Not published, with Errc::directory_moved, where the directory's path leads elsewhere by now, or
-/// something else has the temporary name. With Errc::invalid_argument where `aside` is given and
-/// nothing may be replaced.
-PublishOutcome publish(const os::Directory& directory, const Publication& of, PublishMode mode);
+/// Renames `publication.temporary` to its name. Fails with Errc::directory_moved if the directory's
+/// path now leads to another directory, or if `temporary` does not have the expected identity; with
+/// Errc::invalid_argument if `aside` is given but `mode` forbids replacing.
+PublishOutcome publish(const os::Directory& directory, const Publication& publication,
+                       PublishMode mode);
 
 }  // namespace torch_ckpt::directory

@@ -26,8 +26,8 @@ Error outside(const std::string& path, std::string detail) {
 
 Error is_link(const std::string& path) {
   return outside(path,
-                 "it is a link or lies behind one, and a checkpoint's files are not read through "
-                 "links; copy the files themselves into the directory");
+                 "it is a link or its path contains one, and a checkpoint's files are not read "
+                 "through links; copy the files themselves into the directory");
 }
 
 std::vector<std::string> components_of(std::string_view name) {
@@ -53,8 +53,8 @@ Result<int> by_openat2(int directory_fd, const std::string& name, int flags,
   return fd;
 }
 
-// The same by system calls that every kernel has. A directory that is moved elsewhere meanwhile is
-// still the one that lay beneath.
+// Opens the path component by component, for kernels without openat2. If another process moves a
+// directory of the path meanwhile, the file is still opened in that directory.
 Result<int> step_by_step(int directory_fd, const std::string& name, int flags,
                          const std::string& path) {
   TC_FAULT("openat", path);
@@ -62,54 +62,56 @@ Result<int> step_by_step(int directory_fd, const std::string& name, int flags,
   const std::string last = std::move(steps.back());
   steps.pop_back();
   int at = directory_fd;
-  const auto leave = [&] {
+  const auto close_current = [&] {
     if (at != directory_fd) ::close(at);
   };
   for (const std::string& step : steps) {
     const int next = uninterrupted(
         [&] { return ::openat(at, step.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); });
     if (next < 0) {
-      // The kernel says of a link here only that it is not a directory.
+      // The kernel reports ENOTDIR for a link, too.
       const int failed = errno;
       struct stat status {};
       const bool link = failed == ENOTDIR &&
                         ::fstatat(at, step.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0 &&
                         S_ISLNK(status.st_mode);
-      leave();
+      close_current();
       return system_error(link ? ELOOP : failed, "open", path);
     }
-    leave();
+    close_current();
     at = next;
   }
   const int fd = uninterrupted([&] { return ::openat(at, last.c_str(), flags | O_NOFOLLOW); });
   const int failed = errno;
-  leave();
+  close_current();
   if (fd < 0) return system_error(failed, "open", path);
   return fd;
 }
 
-// What a kernel without openat2 says, or a sandbox that does not know it.
-bool is_not_offered(int sys_errno) {
+// The errors of kernels without openat2, and of sandboxes that do not know it.
+bool is_unsupported(int sys_errno) {
   return sys_errno == ENOSYS || sys_errno == EPERM || sys_errno == EINVAL;
 }
 
 Result<int> open_descriptor(int directory_fd, const std::string& name, int flags,
                             const std::string& path) {
   auto fd = by_openat2(directory_fd, name, flags, path);
-  if (!fd && is_not_offered(fd.error().sys_errno)) {
+  if (!fd && is_unsupported(fd.error().sys_errno)) {
     fd = step_by_step(directory_fd, name, flags, path);
   }
   if (fd) return fd;
   if (fd.error().sys_errno == ELOOP) return is_link(path);
-  if (fd.error().sys_errno == EXDEV) return outside(path, "it leads out of the directory");
+  if (fd.error().sys_errno == EXDEV)
+    return outside(path, "it leads out of the checkpoint's directory");
   return fd;
 }
 
 }  // namespace
 
 bool names_file_beneath(std::string_view name) {
-  constexpr std::string_view kNever("\0\\", 2);
-  if (name.empty() || name.front() == '/' || name.find_first_of(kNever) != name.npos) return false;
+  constexpr std::string_view kForbidden("\0\\", 2);
+  if (name.empty() || name.front() == '/' || name.find_first_of(kForbidden) != name.npos)
+    return false;
   const auto slash = name.rfind('/');
   const std::string_view last = slash == name.npos ? name : name.substr(slash + 1);
   if (last.empty() || last == ".") return false;
@@ -126,8 +128,7 @@ Result<File> open_beneath(int directory_fd, const std::string& directory_path,
     return outside(path, "it is not the name of a file in the checkpoint's directory");
   }
   TC_FAULT("open", path);
-  // O_NONBLOCK so that a FIFO instead of a data file cannot hang the load before it is
-  // refused.
+  // O_NONBLOCK, so that opening a FIFO in place of a data file does not block.
   const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
   bool direct = mode == IoMode::direct;
   auto fd = open_descriptor(directory_fd, name, direct ? flags | O_DIRECT : flags, path);

@@ -8,23 +8,24 @@
 
 namespace torch_ckpt::os {
 
-// Opening files beneath a directory, by names that may come from anybody.
+// Opens files beneath a directory, by untrusted names.
 //
-// 1. A name is refused by its text where it could not be that of a file beneath the directory:
-//    empty, absolute, with a NUL, a backslash or a component "..", or naming no file.
-// 2. The kernel opens it beneath the descriptor and follows no link at all, not of directories on
-//    the way either (openat2). Where that is not to be had, old kernels and sandboxes, the
-//    components are opened one by one.
-// 3. What was opened is looked at by its descriptor, never by its path: only a regular file is one.
+// 1. A name is refused if its text cannot name a file beneath the directory: if it is empty or
+//    absolute, contains a NUL, a backslash or a component "..", or names no file.
+// 2. The kernel opens the name relative to the descriptor and follows no link in any component
+//    (openat2). On old kernels and in sandboxes without openat2, the components are opened one by
+//    one.
+// 3. The type of the opened file is checked by its descriptor, never by its path: it must be a
+//    regular file.
 //
-// So nothing that is exchanged meanwhile leads elsewhere.
+// So another process that replaces files or directories meanwhile cannot redirect the open.
 
-/// Whether `name` may be the name of a file beneath a directory, as far as its text can tell.
+/// Returns false if the text of `name` shows that it cannot name a file beneath a directory.
 bool names_file_beneath(std::string_view name);
 
 /// Opens an existing regular file for reading beneath `directory_fd`. `directory_path` is for
-/// messages. Errc::outside_directory where the name, or a link, leads elsewhere;
-/// Errc::invalid_argument where it is a FIFO, a device or a directory.
+/// messages. Fails with Errc::outside_directory if the name or a link leads out of the directory,
+/// and with Errc::invalid_argument for a FIFO, a device or a directory.
 Result<File> open_beneath(int directory_fd, const std::string& directory_path,
                           const std::string& name, IoMode mode = IoMode::buffered);
 

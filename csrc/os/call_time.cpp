@@ -5,7 +5,7 @@
 namespace torch_ckpt::os {
 namespace {
 
-// Between begin() and end() it lacks the processor time at begin().
+// From begin() to end(), the processor time at begin() is subtracted.
 thread_local double seconds_in_calls = 0;
 
 double processor_time() {

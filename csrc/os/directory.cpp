@@ -29,13 +29,13 @@ bool is_directory(const std::string& path) {
   return ::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
 }
 
-bool may_not(int failed) { return failed == EACCES || failed == EPERM; }
+bool is_permission_error(int failed) { return failed == EACCES || failed == EPERM; }
 
 int open_at(int directory, const char* path, int access) {
   return uninterrupted([&] { return ::openat(directory, path, access | O_DIRECTORY | O_CLOEXEC); });
 }
 
-// Of a directory, or none.
+// Closes the descriptor of a directory. -1: has none.
 struct Descriptor {
   explicit Descriptor(int given = -1) : fd(given) {}
   Descriptor(const Descriptor&) = delete;
@@ -48,7 +48,7 @@ struct Descriptor {
 
 Result<> sync_by(int fd, const std::string& path) {
   TC_FAULT("fsync_directory", path);
-  // Some network file systems have no fsync of directories; their creations are synchronous.
+  // Some network file systems cannot fsync directories; they create files synchronously.
   if (::fsync(fd) != 0 && errno != EINVAL) return system_error(errno, "fsync", path);
   return {};
 }
@@ -65,7 +65,7 @@ Result<> make_directories(const std::string& given) {
   }
   TC_FAULT("mkdir", path);
   if (::mkdir(path.c_str(), 0777) != 0) {
-    // Another rank may have made it meanwhile.
+    // Another rank may have created it meanwhile.
     if (errno == EEXIST && is_directory(path)) return {};
     return system_error(errno, "mkdir", path);
   }
@@ -118,12 +118,12 @@ Directory& Directory::operator=(Directory&& other) noexcept {
 
 Directory::~Directory() { close(); }
 
-// Nothing is written through the descriptor, so what close() says does not matter.
+// Nothing is written through the descriptor, so errors of close() do not matter.
 void Directory::close() {
   const int fd = std::exchange(fd_, -1);
   if (fd < 0) return;
-  // A child that was forked meanwhile has the same lock and would keep it, were it not released
-  // explicitly; but it is not the child's to release.
+  // Unlocks explicitly: a child that was forked meanwhile shares the lock, and closing the
+  // descriptor here would not release it. The child itself must not release it.
   if (std::exchange(locked_by_, 0) == ::getpid()) ::flock(fd, LOCK_UN);
   ::close(fd);
 }
@@ -154,7 +154,7 @@ Result<> Directory::rename(const std::string& from, const std::string& to, bool 
   if (!replace) {
     if (::renameat2(fd_, from.c_str(), fd_, to.c_str(), RENAME_NOREPLACE) == 0) return {};
     if (errno != EINVAL && errno != ENOSYS) return system_error(errno, "rename", path);
-    // A file system without it: somebody may make `to` between the look and the rename.
+    // The file system lacks the flag. Another process may create `to` between check and rename.
     struct stat status {};
     if (::fstatat(fd_, to.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0) {
       return system_error(EEXIST, "rename", path);
@@ -171,11 +171,12 @@ Result<> Directory::sync() const { return sync_by(fd_, path_); }
 Result<> Directory::sync_ancestors() const {
   struct stat below {};
   if (::fstat(fd_, &below) != 0) return system_error(errno, "stat", path_);
-  // To go up takes only the right to search, to sync also that to read.
+  // Going up needs only search permission; fsync needs read permission, too.
   Descriptor at;
   for (std::string path = path_ + "/..";; path += "/..") {
     Descriptor above(open_at(at.fd >= 0 ? at.fd : fd_, "..", O_PATH));
-    if (above.fd < 0) return may_not(errno) ? Result<>() : system_error(errno, "open", path);
+    if (above.fd < 0)
+      return is_permission_error(errno) ? Result<>() : system_error(errno, "open", path);
     struct stat status {};
     if (::fstat(above.fd, &status) != 0) return system_error(errno, "stat", path);
     const bool is_root = status.st_dev != below.st_dev || status.st_ino == below.st_ino;
@@ -183,8 +184,8 @@ Result<> Directory::sync_ancestors() const {
     const Descriptor readable(open_at(above.fd, ".", O_RDONLY));
     if (readable.fd >= 0) {
       auto synced = sync_by(readable.fd, path);
-      if (!synced && !may_not(synced.error().sys_errno)) return synced;
-    } else if (!may_not(errno)) {
+      if (!synced && !is_permission_error(synced.error().sys_errno)) return synced;
+    } else if (!is_permission_error(errno)) {
       return system_error(errno, "open", path);
     }
     std::swap(at.fd, above.fd);
@@ -194,7 +195,7 @@ Result<> Directory::sync_ancestors() const {
 
 Result<std::vector<std::string>> Directory::names() const {
   TC_FAULT("readdir", path_);
-  // A description of its own, whose position is nobody else's.
+  // A separate open file description, so that no other call moves its position.
   const int fd = open_at(fd_, ".", O_RDONLY);
   if (fd < 0) return system_error(errno, "open", path_);
   const std::unique_ptr<DIR, int (*)(DIR*)> stream(::fdopendir(fd), ::closedir);
@@ -231,7 +232,7 @@ Result<bool> Directory::is_at_path() const {
   auto found = identity_at(AT_FDCWD, path_.c_str(), 0, path_);
   if (found) return *found == *own;
   const int failed = found.error().sys_errno;
-  // Links in the path may have been changed, too.
+  // Links in the path may have changed, too.
   if (failed == ENOENT || failed == ENOTDIR || failed == ELOOP) return false;
   return found.error();
 }
@@ -264,7 +265,7 @@ Result<bool> Directory::lock(int kind) {
     case EOPNOTSUPP:
     case EINVAL:
       has_locks_ = false;
-      // Another process may work here without a lock. Its files would be removed.
+      // No exclusive lock: the files of a process that works without a lock would be removed.
       return kind == LOCK_SH;
     case ENOLCK:
       return kind == LOCK_SH;

@@ -12,26 +12,27 @@
 
 namespace torch_ckpt::os {
 
-/// mkdir -p. Not durable before Directory::sync_ancestors.
+/// Creates a directory and its parents, like mkdir -p. Call Directory::sync_ancestors() to make
+/// them durable.
 Result<> make_directories(const std::string& path);
 
-/// fsync of the directory at `path`: makes the creations, renames and removals in it survive a
-/// power cut.
+/// Fsyncs the directory at `path`, so that creations, renames and removals in it survive a power
+/// cut.
 Result<> sync_directory(const std::string& path);
 
-// A directory that is held open. A path may lead to another directory at any time: somebody renames
-// it, retargets a link in it, or changes the working directory. So a path is used once, by open();
-// everything after that goes by the descriptor.
+// An open directory. A path may lead to another directory at any time, because a directory is
+// renamed, a link is changed or the working directory changes. So only open() uses the path; all
+// other calls use the descriptor.
 //
-// Names are those of entries of the directory, never paths. Owns the descriptor.
+// Names are names of entries in the directory, never paths. Owns the descriptor.
 // Safe for concurrent use by multiple threads, except close(), the locks and moves.
 class Directory {
  public:
-  /// Links on the way to it are followed: the caller chose the path.
+  /// Opens a directory. Follows links in the path, because the caller chose it.
   static Result<Directory> open(const std::string& path);
-  /// A second descriptor, which shares this one's lock.
+  /// Returns a second descriptor, which shares this one's lock.
   Result<Directory> duplicate() const;
-  /// A second descriptor of the same directory, with a lock of its own.
+  /// Returns a second descriptor of the same directory, with a lock of its own.
   Result<Directory> reopen() const;
 
   Directory(Directory&& other) noexcept;
@@ -40,57 +41,58 @@ class Directory {
   Directory& operator=(const Directory&) = delete;
   ~Directory();
 
-  /// Lets go of the lock, unless this is a forked child's copy of it. Later calls fail with EBADF.
+  /// Closes the descriptor and releases the lock, unless this is a forked child's copy. Later calls
+  /// fail with EBADF.
   void close();
 
   int fd() const { return fd_; }
-  /// As given to open(); for messages.
+  /// The path that was given to open(); for messages.
   const std::string& path() const { return path_; }
-  /// Of a file in it; for messages.
+  /// The path of a file in the directory; for messages.
   std::string path_of(std::string_view name) const { return path_ + "/" + std::string(name); }
 
   Result<File> open_for_read(const std::string& name, IoMode mode = IoMode::buffered) const {
     return open_beneath(fd_, path_, name, mode);
   }
-  /// As File::create.
+  /// Like File::create(), in the directory.
   Result<File> create(const std::string& name, IoMode mode) const;
 
-  /// Removes a file; a file that is not there is not an error.
+  /// Removes a file. A missing file is not an error.
   Result<> remove(const std::string& name) const;
-  /// Removes a file if it is that one; no error where it is another or none.
+  /// Removes a file if it has this identity. A different or missing file is not an error.
   Result<> remove(const std::string& name, const FileIdentity& identity) const;
 
-  /// Atomic; with `replace` false it fails with EEXIST where there is a `to`. Not durable before
-  /// sync().
+  /// Renames a file atomically. If `replace` is false and `to` exists, fails with EEXIST. Call
+  /// sync() to make the rename durable.
   Result<> rename(const std::string& from, const std::string& to, bool replace = true) const;
 
-  /// fsync: makes the creations, renames and removals in it survive a power cut.
+  /// Fsyncs the directory, so that creations, renames and removals in it survive a power cut.
   Result<> sync() const;
 
-  /// fsync of the directories above this one, by "..", up to the root of its file system: a power
-  /// cut cannot take away one that was made lately, by whomever. Those that we may not open were
-  /// there before us.
+  /// Fsyncs the directories above this one, by "..", up to the root of the file system, so that
+  /// recently created ones survive a power cut. Skips directories without permission: this process
+  /// cannot have created them.
   Result<> sync_ancestors() const;
 
-  /// What is in it, in no order, without "." and "..".
+  /// Returns the names of all entries but "." and "..", in no particular order.
   Result<std::vector<std::string>> names() const;
 
   Result<FileIdentity> identity() const;
-  /// Of what has the name; of a link itself.
+  /// Identity of the entry with this name; of a link itself, not of its target.
   Result<FileIdentity> identity_of(const std::string& name) const;
-  /// Whether path() leads to this directory now.
+  /// Returns true if path() leads to this directory now.
   Result<bool> is_at_path() const;
-  /// Where the directory is now; empty where it is not known, or the directory has been removed.
+  /// The directory's present path; empty if it is unknown or the directory was removed.
   std::string current_path() const;
 
-  /// Without waiting; false if another descriptor has the directory exclusively. A file system that
-  /// has no locks, or none left (ENOLCK), grants a share.
+  /// Tries to take the shared lock, without waiting. Returns false if another descriptor has the
+  /// exclusive lock. Returns true if the file system has no locks, or none left (ENOLCK).
   Result<bool> try_share();
-  /// Without waiting; false if another descriptor shares the directory, or may share it: a file
-  /// system without locks, or with none left (ENOLCK), does not tell. This descriptor's share is
-  /// released.
+  /// Tries to take the exclusive lock, without waiting; releases this descriptor's shared lock.
+  /// Returns false if another descriptor has a lock, or if the file system has no locks, or none
+  /// left (ENOLCK).
   Result<bool> try_lock_exclusive();
-  /// False if the last attempt to lock has found a file system without locks.
+  /// False if the last attempt to lock found that the file system has no locks.
   bool has_locks() const { return has_locks_; }
 
  private:
@@ -98,7 +100,7 @@ class Directory {
   Result<bool> lock(int kind);
 
   int fd_ = -1;
-  pid_t locked_by_ = 0;  // the process that has locked by this descriptor
+  pid_t locked_by_ = 0;  // the process that took the lock
   bool has_locks_ = true;
   std::string path_;
 };

@@ -6,7 +6,7 @@
 
 namespace torch_ckpt::os {
 namespace {
-// Shared while a hook runs, so that a hook may wait for another thread's call.
+// Shared while a hook runs, so that a hook may wait for another thread's hook.
 SharedMutex hook_mutex;
 FaultHook current_hook TC_GUARDED_BY(hook_mutex);
 }  // namespace

@@ -1,9 +1,9 @@
 #pragma once
 
-// Named fault points: the first line of every function in csrc/os that calls the system, and the
-// moments that Python names (csrc/python/fault.cpp). A test installs a hook that looks, waits, or
-// returns the errno that the call fails with before the system is asked. Without a hook a point
-// costs one load.
+// Named fault points: the first line of every function in csrc/os that makes a system call, and the
+// moments that Python names (csrc/python/fault.cpp). A test installs a hook that observes, waits,
+// or makes the call fail with an errno before the system call. Without a hook a point costs one
+// load.
 
 #include <atomic>
 #include <functional>
@@ -11,12 +11,12 @@
 
 namespace torch_ckpt::os {
 
-/// Returns 0 to let the operation run, or the errno that it fails with. Called from any thread, and
-/// from several at once; it may block, which makes it a point to synchronize with.
+/// Returns 0 to let the operation run, or an errno to make it fail. It may be called from several
+/// threads at once, and may block, so that a test can synchronize with the operation.
 using FaultHook = std::function<int(std::string_view operation, std::string_view path)>;
 
-/// Installs `hook` for its lifetime; the destructor waits for calls of it that are under way. One
-/// at a time per process.
+/// Installs `hook` for its lifetime. The destructor waits until no thread runs the hook. A process
+/// can have one hook at a time.
 class ScopedFaultHook {
  public:
   explicit ScopedFaultHook(FaultHook hook);
@@ -24,14 +24,13 @@ class ScopedFaultHook {
   ScopedFaultHook(const ScopedFaultHook&) = delete;
   ScopedFaultHook& operator=(const ScopedFaultHook&) = delete;
 
-  /// Whether there is one.
   static bool is_installed() { return installed_.load(std::memory_order_relaxed); }
 
  private:
   static std::atomic<bool> installed_;
 };
 
-/// What the hook says; 0 without one.
+/// Calls the hook; returns 0 without one.
 int injected_fault(std::string_view operation, std::string_view path);
 
 }  // namespace torch_ckpt::os

@@ -71,13 +71,13 @@ Result<File> File::create_at(int directory, const std::string& name, const std::
     return uninterrupted(
         [&] { return ::openat(directory, name.c_str(), flags | more, kFileMode); });
   };
-  // What needs memory comes before there is a file, which would be left behind.
+  // Allocates before the file exists: if memory runs out, no file is left.
   File file(-1, path, mode == IoMode::direct);
   if (mode == IoMode::direct) {
     file.fd_ = open_with(O_DIRECT);
     if (file.fd_ >= 0) return file;
     if (errno != EINVAL) return system_error(errno, "open", path);
-    // Some kernels create the file before they find that O_DIRECT is not to be had.
+    // Some kernels create the file before they refuse O_DIRECT.
     ::unlinkat(directory, name.c_str(), 0);
     file.direct_ = false;
   }
@@ -131,7 +131,7 @@ Result<> File::write_at(std::span<const std::byte> data, std::uint64_t offset) {
       }
       return system_error(errno, "pwrite", path_, offset);
     }
-    // POSIX allows 0 for a full device; without this the loop would never end.
+    // POSIX allows 0 for a full device, which would make this loop endless.
     if (wrote == 0) return system_error(ENOSPC, "pwrite", path_, offset);
     const auto count = static_cast<std::size_t>(wrote);
     // The remainder of a short direct write is no longer aligned.
@@ -154,7 +154,7 @@ Result<std::size_t> File::read_some_at(std::span<std::byte> out, std::uint64_t o
     }
     if (got == 0) break;
     total += static_cast<std::size_t>(got);
-    // A direct read that stops inside a block has met the end of the file.
+    // A direct read that stops inside a block has reached the end of the file.
     if (direct_ && total % kDirectAlignment != 0) break;
   }
   return total;
@@ -177,15 +177,15 @@ Result<> File::read_at(std::span<std::byte> out, std::uint64_t offset) const {
 
 double File::cached_fraction(std::uint64_t offset, std::size_t length) const {
   if (length == 0) return 1.0;
-  // mincore and not preadv2(RWF_NOWAIT): that one starts read-ahead of what it does not find.
+  // mincore, because preadv2(RWF_NOWAIT) starts read-ahead of pages that are not cached.
   const std::uint64_t begin = align_down(offset, kPageBytes);
   const std::size_t span = align_up(offset - begin + length, kPageBytes);
   void* mapped = ::mmap(nullptr, span, PROT_READ, MAP_SHARED, fd_, static_cast<off_t>(begin));
   if (mapped == MAP_FAILED) return 1.0;
   std::vector<unsigned char> resident(span / kPageBytes);
-  const bool told = ::mincore(mapped, span, resident.data()) == 0;
+  const bool is_known = ::mincore(mapped, span, resident.data()) == 0;
   ::munmap(mapped, span);
-  if (!told) return 1.0;
+  if (!is_known) return 1.0;
   const auto cached = std::count_if(resident.begin(), resident.end(),
                                     [](unsigned char page) { return (page & 1) != 0; });
   return static_cast<double>(cached) / static_cast<double>(resident.size());
@@ -217,14 +217,14 @@ void File::start_writeback(std::uint64_t offset, std::uint64_t length) const {
 
 Result<> File::sync() {
   TC_FAULT("fsync", path_);
-  // No retry on any error, EINTR included: see the header.
+  // Never retried, not even after EINTR: see the header.
   if (::fsync(fd_) != 0) return system_error(errno, "fsync", path_);
   return {};
 }
 
 Result<> File::close() && {
   const int fd = std::exchange(fd_, -1);
-  // Linux has released the descriptor even when close fails, so it is never closed again.
+  // Linux releases the descriptor even if close fails, so it is never closed again.
   const int failed = ::close(fd) != 0 ? errno : 0;
   TC_FAULT("close", path_);
   if (failed != 0 && failed != EINTR) return system_error(failed, "close", path_);

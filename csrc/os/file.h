@@ -12,30 +12,31 @@ namespace torch_ckpt::os {
 
 enum class IoMode { buffered, direct };
 
-/// Which file it is, beyond its name: another one that has the name by now differs in it, also
-/// where it was given the number of one that is gone.
+/// Identity of a file, independent of its name. The time of creation distinguishes it from a later
+/// file with the same inode number.
 struct FileIdentity {
   std::uint64_t device = 0;
   std::uint64_t number = 0;
-  std::int64_t born_s = 0;  // 0 where the file system does not keep it
+  std::int64_t born_s = 0;  // 0 if the file system does not store it
   std::uint32_t born_ns = 0;
 
   bool operator==(const FileIdentity&) const = default;
 };
 
-// One open regular file with its path, for error messages. Owns the descriptor.
+// An open regular file, with its path for messages. Owns the descriptor.
 // Positioned calls may run concurrently on one File; close() and moves may not.
-// The destructor closes silently and is for the error path; the success path calls close().
+// The destructor ignores errors of closing and is for the error path; the success path calls
+// close().
 class File {
  public:
   /// Creates `path`, which must not exist; never follows a link. Mode 0666 & ~umask.
-  /// With IoMode::direct on a file system without direct I/O the file is opened buffered.
+  /// If the file system has no direct I/O, IoMode::direct opens the file buffered.
   static Result<File> create(const std::string& path, IoMode mode);
-  /// The same, of a name in the directory that is open as `directory`; `path` is for messages.
+  /// Creates `name` in the directory with the descriptor `directory`; `path` is for messages.
   static Result<File> create_at(int directory, const std::string& name, const std::string& path,
                                 IoMode mode);
-  /// Takes a descriptor over that was opened for reading (os/beneath.h). One of anything but a
-  /// regular file (FIFO, device, directory) is closed and refused.
+  /// Takes ownership of a descriptor that was opened for reading (os/beneath.h). Closes and refuses
+  /// anything but a regular file (FIFO, device, directory).
   static Result<File> adopt(int fd, std::string path, bool direct);
 
   File(File&& other) noexcept;
@@ -47,40 +48,41 @@ class File {
   const std::string& path() const { return path_; }
   bool is_direct() const { return direct_; }
 
-  /// Bytes in the file, from fstat.
   Result<std::uint64_t> size() const;
   Result<FileIdentity> identity() const;
 
-  /// Writes all of `data` at `offset`; short writes and EINTR are continued. In direct mode the
-  /// address, size and offset must be multiples of kDirectAlignment; where the kernel refuses
-  /// direct writes after all, or stops in the middle of a block, the rest is written buffered.
+  /// Writes all of `data` at `offset`; continues after short writes and EINTR. In direct mode the
+  /// address, size and offset must be multiples of kDirectAlignment. If the kernel refuses a direct
+  /// write, or stops in the middle of a block, the remaining data is written buffered.
   Result<> write_at(std::span<const std::byte> data, std::uint64_t offset);
 
-  /// Reads exactly `out.size()` bytes at `offset`. Errc::range_past_end when the file is shorter.
+  /// Reads exactly `out.size()` bytes at `offset`. Fails with Errc::range_past_end if the file is
+  /// shorter.
   Result<> read_at(std::span<std::byte> out, std::uint64_t offset) const;
 
   /// Reads up to `out.size()` bytes; fewer only at the end of the file.
   Result<std::size_t> read_some_at(std::span<std::byte> out, std::uint64_t offset) const;
 
-  /// How much of [offset, offset + length) the page cache holds, from 0 to 1; 1 where the kernel
-  /// does not say (it tells only who may write the file). Reads nothing and starts no read-ahead.
+  /// The fraction of [offset, offset + length) that is in the page cache, from 0 to 1. Returns 1 if
+  /// the kernel does not report it: it does only if this user may write the file. Reads nothing and
+  /// starts no read-ahead.
   double cached_fraction(std::uint64_t offset, std::size_t length) const;
 
-  /// Reserves `bytes` on disk so that a full disk is found before the data moves. File systems
-  /// without the operation are not an error.
+  /// Reserves `bytes` on disk, so that a full disk is found before data is written. Succeeds on
+  /// file systems without the operation.
   Result<> reserve(std::uint64_t bytes);
   Result<> truncate(std::uint64_t bytes);
 
-  /// Asks the kernel to start writing [offset, offset + length) back; a hint, so errors are left
-  /// for sync() to report.
+  /// Asks the kernel to start writing back [offset, offset + length). A hint: sync() reports
+  /// errors.
   void start_writeback(std::uint64_t offset, std::uint64_t length) const;
 
-  /// fsync. After an error the file is dead: the kernel may have dropped the dirty pages and a
-  /// second fsync would report success (PostgreSQL's fsyncgate), so never call it again.
+  /// Fsyncs the file. After an error never call it again: the kernel may have dropped the dirty
+  /// pages, and a second fsync would report success (PostgreSQL's fsyncgate).
   Result<> sync();
   Result<> close() &&;
 
-  /// Gives the descriptor away; the file is closed for this object.
+  /// Returns the descriptor; the caller then owns it.
   int release() && { return std::exchange(fd_, -1); }
 
  private:
@@ -92,12 +94,12 @@ class File {
   bool direct_ = false;
 };
 
-/// Of what `name` is in the directory that is open as `directory`; flags are those of statx.
+/// Returns the identity of `name` in the directory with the descriptor `directory`. `flags` are
+/// flags of statx.
 Result<FileIdentity> identity_at(int directory, const char* name, int flags,
                                  const std::string& path);
 
-/// What address, length and offset of direct I/O are aligned to. Larger than what most devices ask
-/// for (512), so that one constant serves all.
+/// Alignment of address, length and offset for direct I/O. Most devices need 512; this serves all.
 inline constexpr std::size_t kDirectAlignment = 4096;
 
 }  // namespace torch_ckpt::os

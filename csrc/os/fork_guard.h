@@ -8,10 +8,10 @@
 
 namespace torch_ckpt::os {
 
-// One lazily made T per process, made anew in a forked child: a child must never wait on a thread
-// or a lock of its parent. The parent's T is leaked in the child, since its destructor would join
-// threads that do not exist there.
-// Thread-safe. T is default-constructible; the object lives until the process ends.
+// One lazily constructed T per process. A forked child constructs a new one, because it must never
+// wait for a thread or a lock of its parent. The child leaks its copy of the parent's T, because
+// the destructor would join threads that do not exist in the child. Thread-safe. T is
+// default-constructible; the object lives until the process ends.
 template <class T>
 class ForkLocal {
  public:
@@ -24,7 +24,7 @@ class ForkLocal {
     return *instance_;
   }
 
-  /// The object if there is one; for clean-up at exit.
+  /// The object, or nullptr if there is none; for clean-up at exit.
   static T* existing() {
     const MutexLock lock(mutex_);
     return instance_;
@@ -32,12 +32,12 @@ class ForkLocal {
 
  private:
   static void register_fork_handler() {
-    // Held across fork so that the child never inherits the mutex locked by a thread it lacks.
-    static const int registered = ::pthread_atfork(hold, let_go, begin_child);
+    // The lock is held across fork, so that no other thread can hold it in the child's copy.
+    static const int registered = ::pthread_atfork(lock, unlock, begin_child);
     static_cast<void>(registered);
   }
-  static void hold() TC_NOT_ANALYZED { mutex_.lock(); }
-  static void let_go() TC_NOT_ANALYZED { mutex_.unlock(); }
+  static void lock() TC_NOT_ANALYZED { mutex_.lock(); }
+  static void unlock() TC_NOT_ANALYZED { mutex_.unlock(); }
   static void begin_child() TC_NOT_ANALYZED {
     instance_ = nullptr;
     mutex_.unlock();
@@ -47,14 +47,14 @@ class ForkLocal {
   static inline T* instance_ TC_GUARDED_BY(mutex_) = nullptr;
 };
 
-// Made part of an object that threads of this process work on: tells a forked child, which has a
-// copy of the object and none of the threads, that it must not wait for them.
+// A member of objects that threads work on. In a forked child, which has a copy of the object but
+// none of the threads, inherited() is true, and the child must not wait for the threads.
 class ProcessMark {
  public:
-  bool inherited() const { return ::getpid() != made_in_; }
+  bool inherited() const { return ::getpid() != creator_; }
 
  private:
-  pid_t made_in_ = ::getpid();
+  pid_t creator_ = ::getpid();
 };
 
 }  // namespace torch_ckpt::os

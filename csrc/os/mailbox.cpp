@@ -23,23 +23,23 @@ namespace {
 constexpr const char* kName = "torch_ckpt results";
 
 struct Head {
-  std::uint64_t end = sizeof(Head);  // of what is complete
+  std::uint64_t end = sizeof(Head);  // end of the complete messages
   std::uint64_t lost = 0;
 };
 
-// Without waiting for anything, should a number be another file's by now. Of a pipe both ends, so
-// that writing to one that nobody reads is no signal.
+// O_NONBLOCK and O_NOCTTY, because the descriptor number may belong to another file by now. O_RDWR
+// opens both ends of a pipe, so that writing to a pipe without a reader raises no SIGPIPE.
 constexpr int kOpenFlags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
 
-// How often it is looked whether a sender lives, where the kernel does not tell of its end.
-constexpr std::chrono::milliseconds kLook{1000};
+// Interval of checks that senders are alive, if the kernel cannot report their end.
+constexpr std::chrono::milliseconds kAliveInterval{1000};
 
 Error failed(const char* operation, const std::string& path) {
   return system_error(errno, operation, path);
 }
 
-// A lock on an open file. Closing the file is not enough to give it back: a child that another
-// thread forks meanwhile has the descriptor, too, and would wait for its own lock.
+// A lock on an open file. Closing the file does not release it if another thread forks meanwhile:
+// the child has the descriptor, too, and would wait for its own lock.
 class Lock {
  public:
   explicit Lock(int fd) : fd_(fd) {}
@@ -55,8 +55,8 @@ class Lock {
 
 }  // namespace
 
-// The file in memory, opened once more: so the lock is this one's alone, whoever shares the
-// descriptors.
+// The locked memory file, with a descriptor of its own: processes that share the mailbox's
+// descriptor would share its lock, too.
 class Mailbox::Locked {
  public:
   static Result<Locked> open(const Mailbox& mailbox) {
@@ -81,7 +81,7 @@ class Mailbox::Locked {
 
   File file;
   Head head;
-  Lock lock;  // given back while the file is open
+  Lock lock;  // declared last, so that it is released before the file is closed
 };
 
 Result<Mailbox> Mailbox::create() {
@@ -120,7 +120,7 @@ Mailbox::~Mailbox() {
   }
 }
 
-// A forked child has the descriptors itself, also when the owner has gone.
+// A forked child uses its own copies of the descriptors, which outlive the owner.
 std::string Mailbox::path(int fd) const {
   const std::string process = memory_ >= 0 ? "self" : std::to_string(address_.process);
   return "/proc/" + process + "/fd/" + std::to_string(fd);
@@ -130,8 +130,8 @@ Result<> Mailbox::put(std::span<const std::byte> message, bool wakes) {
   auto locked = Locked::open(*this);
   if (!locked) return locked.error();
   if (auto put = locked->file.write_at(message, locked->head.end); !put) return put;
-  // First, so that a sender that dies in between has not put a message that wakes nobody. Who is
-  // woken waits for the lock.
+  // Wakes before the message is complete, so that no message is complete without a wake-up if this
+  // process dies in between. The woken process waits for the lock.
   if (wakes) {
     if (auto woken = wake(); !woken) return woken;
   }
@@ -157,7 +157,8 @@ Result<Mailbox::Contents> Mailbox::contents(bool takes) {
   auto size = file.size();
   if (!size) return size.error();
   if (!inside(sizeof(Head), 0, head.end) || !inside(head.end, 0, *size)) {
-    return format_error(Errc::frame_damaged, "the memory of results between processes was changed");
+    return format_error(Errc::frame_damaged,
+                        "another process changed the memory through which results are sent");
   }
   Contents contents;
   contents.is_lost = head.lost != 0;
@@ -165,13 +166,13 @@ Result<Mailbox::Contents> Mailbox::contents(bool takes) {
   auto read = file.read_at(std::as_writable_bytes(std::span(contents.messages)), sizeof(Head));
   if (!read) return read.error();
   if (!takes) return contents;
-  // Whoever puts after this holds the lock after this, and so his byte is not read here.
+  // Under the lock, so this removes no byte of a later message.
   std::array<char, 256> bytes{};
   while (::read(wake_read_, bytes.data(), bytes.size()) > 0) {
   }
   head = Head{};
   if (auto emptied = locked->write_head(); !emptied) return emptied.error();
-  // Memory that is not given back is not a reason to lose the messages.
+  // Failing to free the memory is no reason to lose the messages.
   static_cast<void>(file.truncate(sizeof(Head)));
   return contents;
 }
@@ -189,12 +190,12 @@ Result<> Mailbox::wake() {
   if (::fstat(fd, &status) != 0) {
     sys_errno = errno;
   } else if (!S_ISFIFO(status.st_mode) || status.st_ino != address_.wake_pipe) {
-    sys_errno = ENOENT;  // the number is another file's by now
+    sys_errno = ENOENT;  // the descriptor number belongs to another file by now
   } else if (uninterrupted([&] { return static_cast<int>(::write(fd, &byte, 1)); }) < 0) {
     sys_errno = errno;
   }
   if (wake_write_ < 0) ::close(fd);
-  // A full pipe wakes as well.
+  // A full pipe wakes the reader, too.
   if (sys_errno != 0 && sys_errno != EAGAIN) return system_error(sys_errno, "write", other);
   return {};
 }
@@ -208,7 +209,7 @@ Result<> Mailbox::wait(std::chrono::milliseconds timeout, std::span<const Proces
     if (ends.back().fd() >= 0) {
       fds.push_back({ends.back().fd(), POLLIN, 0});
     } else {
-      timeout = std::min(timeout, kLook);
+      timeout = std::min(timeout, kAliveInterval);
     }
   }
   constexpr std::chrono::milliseconds kLongest{std::chrono::hours{24}};

@@ -13,33 +13,34 @@ namespace torch_ckpt::os {
 
 // Messages between processes of one user, in memory.
 //
-//   1. A mailbox is a file in memory and a pipe. The file begins with the number of bytes that are
-//      complete; messages lie behind each other after that.
-//   2. Whoever puts a message locks the file, writes the message behind what is complete, a byte
-//      into the pipe, and then the new number. One that dies before leaves nothing but bytes that
-//      the next one overwrites. The lock ends with its owner.
-//   3. The byte in the pipe wakes who waits. It stays until the messages have been taken: as long
-//      as there is a message the pipe can be read.
-//   4. Forked children inherit the descriptors. Others open them through /proc, where the kernel
-//      lets only the same user do so, and compare what they have opened with the address.
+//   1. A mailbox is a memory file and a pipe. The file begins with the number of complete bytes,
+//      followed by the messages, one after another.
+//   2. A sender locks the file, appends the message, writes a byte into the pipe, and then writes
+//      the new number. If it dies before that, the next sender overwrites the incomplete message.
+//      The kernel releases the lock of a dead process.
+//   3. The byte in the pipe wakes waiting processes. It stays there until the messages are taken:
+//      the pipe is readable as long as there is a message.
+//   4. Forked children inherit the descriptors. Other processes open them through /proc, which the
+//      kernel permits only to the same user, and compare the opened files with the address.
 //
-// Nobody has to read for a put to end, and what was put outlives its sender. Nothing outlives the
-// owner and his forked children.
-// Owns the descriptors, or has an address alone. Safe for concurrent use by multiple threads.
+// A put never waits for a reader, and a message outlives its sender. The mailbox lives as long as
+// its owner or a forked child of the owner.
+// Owns the descriptors, or has only an address. Safe for concurrent use by multiple threads.
 class Mailbox {
  public:
-  /// Where other processes find it.
+  /// The descriptors of the owning process, for other processes.
   struct Address {
     std::int64_t process = 0;
     int memory = -1;
     int wake = -1;
-    // What is found there must be these: a number of a descriptor may be another file's by now.
+    // The expected files, since a descriptor number may belong to another file by now.
     FileIdentity memory_file;
-    std::uint64_t wake_pipe = 0;  // its inode's number
+    std::uint64_t wake_pipe = 0;  // inode number
   };
 
   static Result<Mailbox> create();
-  /// That of another process, which the methods look for each time. For put() alone.
+  /// Refers to the mailbox of another process. Only put() may be called; it opens the mailbox each
+  /// time.
   explicit Mailbox(const Address& address) : address_(address) {}
 
   Mailbox(Mailbox&& other) noexcept;
@@ -49,24 +50,24 @@ class Mailbox {
 
   const Address& address() const { return address_; }
 
-  /// With `wakes` false only a later message wakes who waits.
+  /// Appends a message. If `wakes` is false, it does not wake a process that waits.
   Result<> put(std::span<const std::byte> message, bool wakes = true);
-  /// Tells that a message was lost, where there is no memory for it.
+  /// Marks that a message was lost, because there is no memory for it.
   Result<> put_lost();
 
   struct Contents {
-    std::string messages;  // one behind the other
+    std::string messages;  // one after another
     bool is_lost = false;  // a message was lost
   };
-  /// All that was put and has not been taken.
+  /// Returns all messages and removes them.
   Result<Contents> take();
-  /// The same, and leaves it there.
+  /// Returns all messages and leaves them in the mailbox.
   Result<Contents> read();
 
-  /// Wakes who waits, without a message.
+  /// Wakes waiting processes, without a message.
   Result<> wake();
-  /// Waits until there is a message, somebody wakes, one of `senders` has ended, `timeout` has
-  /// passed or a signal has come. May return earlier.
+  /// Waits for a message, a call of wake(), the end of one of `senders` or a signal, for up to
+  /// `timeout`. May return earlier.
   Result<> wait(std::chrono::milliseconds timeout, std::span<const ProcessId> senders);
 
  private:

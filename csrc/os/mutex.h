@@ -5,8 +5,8 @@
 #include <mutex>
 #include <shared_mutex>
 
-// Locks that clang's thread safety analysis follows in `make lint`; those of the standard library
-// carry no annotations. What a mutex guards says so where it is declared.
+// Locks with the annotations of clang's thread safety analysis (`make lint`), which the standard
+// library's locks lack. Declare the members that a mutex guards with TC_GUARDED_BY.
 
 #ifdef __clang__
 #define TC_ANNOTATE(attribute) __attribute__((attribute))
@@ -69,7 +69,7 @@ class TC_ANNOTATE(scoped_lockable) SharedLock {
   SharedMutex& mutex_;
 };
 
-// May wake without a reason, so that who waits looks again.
+// Has spurious wake-ups: check the condition again after each wait.
 class CondVar {
  public:
   void notify_all() { waiting_.notify_all(); }
@@ -78,7 +78,7 @@ class CondVar {
     waiting_.wait(lock);
     lock.release();
   }
-  /// False when `deadline` has passed.
+  /// Returns false if `deadline` has passed.
   bool wait_until(Mutex& mutex, std::chrono::steady_clock::time_point deadline) TC_REQUIRES(mutex) {
     std::unique_lock lock(mutex.mutex_, std::adopt_lock);
     const bool in_time = waiting_.wait_until(lock, deadline) == std::cv_status::no_timeout;

@@ -17,7 +17,8 @@ constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
 Error out_of_memory(std::size_t bytes) {
   Error error = system_error(errno, "mmap", "");
-  error.detail = "no " + std::to_string(bytes) + " bytes of host memory for a staging chunk";
+  error.detail =
+      "could not allocate " + std::to_string(bytes) + " bytes of host memory for a staging chunk";
   return error;
 }
 
@@ -25,8 +26,7 @@ Error out_of_memory(std::size_t bytes) {
 
 Result<Pages> Pages::allocate(std::size_t bytes) {
   TC_FAULT("mmap", "");
-  // Huge pages where the size allows: a direct write then pins two pages of a chunk, not a
-  // thousand.
+  // Huge pages if the size permits: a direct write then pins two pages of a chunk, not a thousand.
   const std::size_t alignment = bytes % kHugePageBytes == 0 ? kHugePageBytes : kPageBytes;
   const std::size_t reserved = bytes + alignment - kPageBytes;
   void* mapped =
@@ -38,13 +38,13 @@ Result<Pages> Pages::allocate(std::size_t bytes) {
   if (before > 0) ::munmap(begin, before);
   if (reserved > before + bytes) ::munmap(address + bytes, reserved - before - bytes);
   Pages pages(address, bytes);
-  // A page that a fork makes copy-on-write amid a direct transfer may get the transfer's other half
-  // (open(2), O_DIRECT); a child has no use for chunks.
+  // No copies in forked children: a fork during a direct transfer makes the pages copy-on-write,
+  // and parts of the transfer may be lost (open(2), O_DIRECT). Children do not use chunks.
   ::madvise(address, bytes, MADV_DONTFORK);
   ::madvise(address, bytes, MADV_HUGEPAGE);
   if (::madvise(address, bytes, MADV_POPULATE_WRITE) != 0) {
     if (errno != EINVAL) return out_of_memory(bytes);
-    // Linux before 5.14.
+    // Linux before 5.14 lacks MADV_POPULATE_WRITE.
     for (std::size_t at = 0; at < bytes; at += kPageBytes) address[at] = std::byte{0};
   }
   return pages;

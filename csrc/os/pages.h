@@ -8,9 +8,9 @@
 
 namespace torch_ckpt::os {
 
-// Page-aligned anonymous memory whose pages are already there: a first touch inside the pipeline
-// would cost three times a warm copy. Move-only; unmapped by the destructor, but not in a forked
-// child, which does not have the memory and may have other memory in its place.
+// Page-aligned anonymous memory with all pages populated: copying into unpopulated pages takes
+// three times as long. Move-only. The destructor unmaps it, but not in a forked child: the child
+// does not have the memory and may have mapped other memory at its address.
 class Pages {
  public:
   /// `bytes` must be a positive multiple of 4096.

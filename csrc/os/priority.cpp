@@ -9,14 +9,14 @@
 namespace torch_ckpt::os {
 namespace {
 
-// linux/ioprio.h, which is not in every distribution's headers.
+// From linux/ioprio.h, which some distributions' headers lack.
 constexpr int kWhoProcess = 1;
 constexpr int kIdleClass = 3 << 13;
 
 }  // namespace
 
 void lower_priority(const Priority& priority) {
-  // On Linux both calls mean the one thread with this id, and 0 is the calling one.
+  // On Linux both calls apply to one thread; 0 is the calling thread.
   const int before = ::getpriority(PRIO_PROCESS, 0);
   ::setpriority(PRIO_PROCESS, 0, std::max(before, priority.nice));
   if (priority.idle_io) ::syscall(SYS_ioprio_set, kWhoProcess, 0, kIdleClass);

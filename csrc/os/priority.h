@@ -2,16 +2,16 @@
 
 namespace torch_ckpt::os {
 
-/// How much a thread asks of the machine beside others.
+/// Scheduling priority of a thread.
 struct Priority {
-  int nice = 0;          // 0 to 19; 19 asks least of the processors
-  bool idle_io = false;  // its reads and writes wait for everybody else's
+  int nice = 0;          // 0 to 19; 19 is the lowest priority
+  bool idle_io = false;  // the idle class: its disk I/O waits for all other processes
 
   bool operator==(const Priority&) const = default;
 };
 
-/// Gives the calling thread this priority. Only ever lowers it: raising needs privileges. What the
-/// system refuses is left as it was, since a save that competes is better than none.
+/// Lowers the calling thread to this priority; never raises it, which would need privileges.
+/// Ignores refusals of the system: a save that competes with other processes is better than none.
 void lower_priority(const Priority& priority);
 
 }  // namespace torch_ckpt::os

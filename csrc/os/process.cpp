@@ -24,7 +24,7 @@ struct Status {
   std::uint64_t start = 0;
 };
 
-// Where there is no /proc nothing is known, and nobody is taken for dead.
+// Returns nullopt if there is no such process, or no /proc.
 std::optional<Status> status_of(std::int64_t number) {
   const std::string path = "/proc/" + std::to_string(number) + "/stat";
   const int fd = uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
@@ -34,8 +34,8 @@ std::optional<Status> status_of(std::int64_t number) {
   ::close(fd);
   if (bytes <= 0) return std::nullopt;
   const std::string text(buffer, static_cast<std::size_t>(bytes));
-  // Behind the program's name, which may hold anything: the state is the third field of all, the
-  // start the twenty-second.
+  // Parses behind the program's name, which may contain any characters. The state is the third
+  // field of the line, the start time the twenty-second.
   const std::size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return std::nullopt;
   std::istringstream fields(text.substr(name_end + 1));
@@ -58,13 +58,13 @@ ProcessId own_process() {
 bool is_alive(const ProcessId& process) {
   const auto status = status_of(process.number);
   if (!status) return process.start == 0;
-  const bool is_other = process.start != 0 && status->start != process.start;
-  return !is_other && status->state != 'Z' && status->state != 'X';
+  const bool is_different = process.start != 0 && status->start != process.start;
+  return !is_different && status->state != 'Z' && status->state != 'X';
 }
 
 ProcessEnd::ProcessEnd(const ProcessId& process)
     : fd_(static_cast<int>(::syscall(SYS_pidfd_open, process.number, 0))) {
-  // Looked at afterwards, so that the descriptor is the right one's.
+  // Checked after opening, so that the descriptor belongs to the right process.
   if (fd_ >= 0 && !is_alive(process)) {
     ::close(fd_);
     fd_ = -1;

@@ -4,21 +4,21 @@
 
 namespace torch_ckpt::os {
 
-/// A process of this machine, told apart from later ones that get its number.
+/// Identity of a process of this machine, unlike the process id also over time.
 struct ProcessId {
   std::int64_t number = 0;
-  std::uint64_t start = 0;  // in ticks since the system's start; 0: not known
+  std::uint64_t start = 0;  // in ticks since the system's start; 0: unknown
 
   bool operator==(const ProcessId&) const = default;
 };
 
 ProcessId own_process();
 
-/// Whether it has not ended; a process that nobody has waited for yet has ended.
+/// Returns false if the process has ended; a zombie has ended.
 bool is_alive(const ProcessId& process);
 
-// Becomes readable for poll() when a process ends. Owns the descriptor.
-// Not to be had on kernels before 5.3 and in some sandboxes: fd() is then -1.
+// A descriptor that becomes readable for poll() when a process ends. Owns the descriptor.
+// fd() is -1 on kernels before 5.3, in some sandboxes, and if the process has already ended.
 class ProcessEnd {
  public:
   explicit ProcessEnd(const ProcessId& process);

@@ -20,7 +20,7 @@ std::string limit(int resource) {
 
 Error refused(int sys_errno) {
   Error error = system_error(sys_errno, "pthread_create", "");
-  error.detail = "the system allows no further thread; raise " + thread_limits();
+  error.detail = "the system refused to start a thread; raise " + thread_limits();
   return error;
 }
 
@@ -33,8 +33,8 @@ Result<> injected() {
 
 std::string thread_limits() {
   return "the limit on the user's processes and threads (ulimit -u: " + limit(RLIMIT_NPROC) +
-         "), the container's (pids.max of its cgroup) or that on address space (bytes, ulimit "
-         "-v: " +
+         "), on those of the container (pids.max of its cgroup), or on address space (ulimit -v, "
+         "in bytes: " +
          limit(RLIMIT_AS) + ")";
 }
 

@@ -8,11 +8,11 @@
 
 namespace torch_ckpt::os {
 
-/// Lets `thread`, which is none so far, be one that runs `body`. Where the system refuses it, the
-/// error says which limits may be the reason.
+/// Starts a thread that runs `body` and assigns it to `thread`, which must not be joinable. If the
+/// system refuses, the error names the limits that may be the reason.
 Result<> start_thread(std::thread& thread, std::function<void()> body);
 
-/// The limits on threads that this process has, for people.
+/// Describes the limits on threads of this process, for messages.
 std::string thread_limits();
 
 }  // namespace torch_ckpt::os

@@ -4,9 +4,9 @@
 
 namespace torch_ckpt::os {
 
-/// The result of a call like open, made again while a signal interrupts it: on slow devices and
-/// network file systems one may. Not for close, whose descriptor has gone, nor for fsync, whose
-/// error may never come twice.
+/// Repeats a system call like open while signals interrupt it, which happens on slow devices and
+/// network file systems. Not for close, which releases the descriptor anyway, nor for fsync, which
+/// may report an error only once.
 template <typename Call>
 int uninterrupted(Call call) {
   int result = call();

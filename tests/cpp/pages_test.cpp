@@ -47,7 +47,7 @@ TEST(Pages, MoreThanThereIsIsAnErrorThatSaysHowMany) {
   const auto pages = Pages::allocate(std::size_t{1} << 62);
   ASSERT_FALSE(pages.has_value());
   EXPECT_TRUE(test::is_system_error(pages.error(), ENOMEM, "mmap", ""));
-  EXPECT_NE(pages.error().message().find("no 4611686018427387904 bytes"), std::string::npos);
+  EXPECT_NE(pages.error().message().find("allocate 4611686018427387904 bytes"), std::string::npos);
 }
 
 TEST(Pages, OfTwoMebibytesAreAlignedForHugePages) {

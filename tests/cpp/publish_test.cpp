@@ -254,7 +254,7 @@ TEST(Publish, ARenameThatMayStillBeCarriedOutIsUncertainAndNothingIsRemoved) {
     const auto outcome = commit(directory, "new");
     EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
     EXPECT_EQ(outcome.error.sys_errno, failed);
-    EXPECT_EQ(outcome.error.detail, "whether the rename was carried out is not known");
+    EXPECT_EQ(outcome.error.detail, "it is unknown whether the rename was carried out");
     EXPECT_EQ(directory.names().size(), 2) << "the temporary file has gone";
     EXPECT_EQ(read_file(directory.file(".metadata")), "old");
   }

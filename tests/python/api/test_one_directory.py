@@ -210,7 +210,7 @@ def test_a_save_that_cannot_protect_its_files_does_not_start(
 ) -> None:
     remover = OpenDirectory(tmp_path)
     assert remover.try_lock_exclusive()
-    with pytest.raises(CheckpointError, match="had the directory for itself") as raised:
+    with pytest.raises(CheckpointError, match="held the exclusive lock") as raised:
         DirectoryLease(OpenDirectory(tmp_path), None, patience=0.0)
     assert str(tmp_path) in str(raised.value)
     remover.close()

@@ -70,7 +70,7 @@ def test_a_step_whose_marker_rename_is_uncertain_is_removed_and_not_committed(
         with pytest.raises(CheckpointException) as caught:
             made.wait_until_finished()
     said = str(cause_of(caught.value))
-    assert "whether the rename was carried out is not known" in said
+    assert "it is unknown whether the rename was carried out" in said
     assert "may be visible" not in said
     assert isinstance(cause_of(caught.value), NotCommitted)
     assert made.all_steps() == []
