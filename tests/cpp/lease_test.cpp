@@ -93,8 +93,7 @@ TEST_F(LeaseTest, IsNotToBeHadWhileAnotherHasTheDirectoryAlone) {
   ASSERT_TRUE(*other.try_lock_exclusive());
   const auto lease = Lease::take(open_directory(directory_), {}, 0.0, goes_on);
   ASSERT_TRUE(fails(lease, Errc::system));
-  EXPECT_NE(lease.error().detail.str().find("held the exclusive lock for 0 s"),
-            std::string::npos);
+  EXPECT_NE(lease.error().detail.str().find("held the exclusive lock for 0 s"), std::string::npos);
 }
 
 TEST_F(LeaseTest, WaitsForWhoHasTheDirectoryAlone) {
@@ -324,8 +323,8 @@ TEST_F(LeaseTest, AnExceptionAmidTheRemovalIsTold) {
   };
   remove_own(open_directory(directory_), {"__0_0.distcp"}, throws, warnings_);
   take().abandon(throws, warnings_);
-  EXPECT_EQ(warnings_,
-            (Warnings(2, "unused files are left in " + directory_.path() + ": removing them: thrown")));
+  EXPECT_EQ(warnings_, (Warnings(2, "unused files are left in " + directory_.path() +
+                                        ": removing them: thrown")));
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
   EXPECT_TRUE(is_free());
 }
