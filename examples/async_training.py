@@ -1,9 +1,9 @@
-"""Trains a small model and saves it meanwhile: with stock DCP, and with torch_ckpt's two ways.
+"""Trains a small model with background saves: by stock DCP, and by torch_ckpt's two stagings.
 
     python examples/async_training.py --save all
     torchrun --standalone --nproc-per-node 2 examples/async_training.py --save overlapped
 
-Prints how long each step took, how long training stood still for each save, and after how long the
+Prints the duration of each step, the time that each save blocked training, and the time until each
 save was durable. Needs no GPU and no data, and takes some seconds.
 """
 
@@ -30,7 +30,7 @@ MODES = ("stock", "blocking", "overlapped")
 
 
 def build(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A stack of layers and its optimizer; sharded by FSDP2 where there are several processes."""
+    """Builds a stack of layers and its optimizer; several ranks shard them by FSDP2."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)))
     if dist.is_initialized():
@@ -42,7 +42,12 @@ def build(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Save:
-    """One save under way, in one of the three ways."""
+    """A running save.
+
+    Attributes:
+        call_s: seconds in the call that started the save.
+        durable_s: seconds from the call until the save was durable; 0 while it is running.
+    """
 
     def __init__(
         self,
@@ -54,7 +59,7 @@ class Save:
     ) -> None:
         self.durable_s = 0.0
         self.handle: torch_ckpt.AsyncSave | None = None
-        self.begun = time.perf_counter()
+        self.started_at = time.perf_counter()
         if mode == "stock":
             self.done: Future[Any] = dcp.async_save(
                 state,
@@ -65,25 +70,25 @@ class Save:
         else:
             self.handle = torch_ckpt.async_save(state, path, staging=mode)
             if mode == "overlapped":
-                # The state is copied while the next forward and backward run. The next step of the
-                # optimizer, which changes it, first waits for what is left of that.
+                # The state is copied while the next forward and backward passes run. The next
+                # optimizer step, which changes the state, first waits for the end of the copy.
                 self.handle.guard(optimizer)
             self.done = self.handle.committed
-        self.call_s = time.perf_counter() - self.begun
+        self.call_s = time.perf_counter() - self.started_at
         self.done.add_done_callback(self._note_end)
 
     def stall_s(self) -> float:
-        """How long training stood still: in the call and, where it overlaps, in the guard."""
+        """Returns the seconds for which the save blocked training: in the call and in the guard."""
         return self.handle.metrics().blocked_s if self.handle is not None else self.call_s
 
     def _note_end(self, _: Future[Any]) -> None:
-        self.durable_s = time.perf_counter() - self.begun
+        self.durable_s = time.perf_counter() - self.started_at
 
 
 def train(mode: str, arguments: argparse.Namespace, *, verbose: bool) -> str:
-    """Trains with saves of one kind; returns what there is to say about them, in a line."""
-    # Stock DCP coordinates a save over a process group, in a thread: it needs one that training
-    # does not use. torch_ckpt uses none.
+    """Trains with saves of one mode; returns a line that summarizes them."""
+    # Stock DCP coordinates a save in a thread, over a process group that training must not use.
+    # torch_ckpt needs no process group.
     group = dist.new_group(backend="gloo") if dist.is_initialized() and mode == "stock" else None
     model, optimizer = build(arguments.width)
     saves: list[Save] = []
@@ -97,12 +102,12 @@ def train(mode: str, arguments: argparse.Namespace, *, verbose: bool) -> str:
         line = f"  step {step:3d}  {steps[-1] * 1e3:6.1f} ms"
         if step % arguments.save_every == 0:
             if saves:
-                saves[-1].done.result()  # raises where it failed; it has ended long since
+                saves[-1].done.result()  # raises the error of the save before, which ended long ago
             parts = get_state_dict(model, optimizer)
             state = {"model": parts[0], "optimizer": parts[1], "step": step}
             path = arguments.checkpoints / mode / f"step_{step}"
             saves.append(Save(mode, state, path, optimizer, group))
-            line += f"   save begun, {saves[-1].call_s * 1e3:.1f} ms in the call"
+            line += f"   save started, {saves[-1].call_s * 1e3:.1f} ms in the call"
         if verbose:
             print(line, flush=True)
     if saves:
@@ -111,22 +116,23 @@ def train(mode: str, arguments: argparse.Namespace, *, verbose: bool) -> str:
     after = [f"{s * 1e3:.0f}" for s in steps[arguments.save_every :: arguments.save_every]]
     durable = ", ".join(f"{save.durable_s:.2f}" for save in saves)
     return (
-        f"{mode + ':':11s} stood still for {stalls} ms; durable after {durable} s; the step after "
-        f"a save {', '.join(after)} ms, the median step {statistics.median(steps) * 1e3:.0f} ms"
+        f"{mode + ':':11s} blocked training for {stalls} ms; durable after {durable} s; "
+        f"the step after a save {', '.join(after)} ms, "
+        f"the median step {statistics.median(steps) * 1e3:.0f} ms"
     )
 
 
 def main() -> None:
     """Runs one process."""
-    parser = argparse.ArgumentParser(description="Save beside training, in up to three ways.")
+    parser = argparse.ArgumentParser(description="Save in the background in up to three modes.")
     parser.add_argument("--save", choices=[*MODES, "all"], default="all")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--save-every", type=int, default=8)
-    parser.add_argument("--width", type=int, default=1024, help="of the layers, eight of them")
+    parser.add_argument("--width", type=int, default=1024, help="width of the eight layers")
     parser.add_argument("--checkpoints", type=Path, default=Path("build/async_training"))
-    parser.add_argument("--keep", action="store_true", help="do not remove them at the end")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints at the end")
     arguments = parser.parse_args()
-    # What stock DCP says at each save of a process alone.
+    # Stock DCP warns at each save of a single process.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")

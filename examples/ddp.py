@@ -1,10 +1,10 @@
-"""DistributedDataParallel: train, save, go on where the last run ended.
+"""DistributedDataParallel: train, save, resume where the last run ended.
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
 Kill it and start it again: it resumes, and ends with the weights of a run that was never killed.
-The dropout's random numbers are part of that: each rank has its own, saved with the rest. On GPUs
-(NCCL) the same script runs one rank on each.
+The state includes each rank's random number generators, on which dropout depends. On GPUs (NCCL)
+the script runs one rank on each.
 """
 
 import argparse
@@ -21,20 +21,20 @@ import torch_ckpt
 
 
 def batch_of(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's part of a step's samples: inputs (16, 32) and targets (16, 1)."""
+    """Returns this rank's part of a step's samples: inputs (16, 32) and targets (16, 1)."""
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     inputs = torch.randn(16, 32, generator=generator).to(device)
     return inputs, inputs.sin().sum(1, keepdim=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train with DDP; run me by torchrun.")
+    parser = argparse.ArgumentParser(description="Train with DDP; start with torchrun.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--checkpoints", default="build/ddp")
     arguments = parser.parse_args()
 
-    # Rank 0 tells what is restored and saved.
+    # Show the log lines of rank 0 about restores and saves.
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
@@ -73,7 +73,7 @@ def main() -> None:
             manager.save(step + 1, state)
             if manager.should_stop:
                 break
-    # Ranks that end at once may take each other's connections down.
+    # Without a barrier, a rank that exits first may close connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
 

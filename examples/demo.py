@@ -1,13 +1,13 @@
-"""Shows the main job of torch_ckpt: training that survives a kill and goes on somewhere else.
+"""Shows the main job of torch_ckpt: training survives a kill and resumes on other ranks.
 
     python examples/demo.py
 
-A small transformer learns real English text on two CPU processes, is killed in the middle of a
-save, and goes on from its last whole checkpoint on three processes. The demo then holds its losses
-against those of a run that nothing happened to, and fails when they are not the same. It takes
-about a minute and a half, writes below build/demo in the current directory and removes that again.
+A small transformer trains on real English text on two CPU processes, is killed during a save, and
+resumes from its newest complete checkpoint on three processes. The demo then compares the losses
+with the losses of an uninterrupted run, and fails if they differ. It takes about a minute and a
+half, and writes into a directory beneath build/demo, which it removes at the end.
 
-Exit code 0 when all of that went well, 1 when not.
+The exit code is 0 if the losses are equal, and 1 if they differ or a step of the demo failed.
 """
 
 import contextlib
@@ -37,21 +37,22 @@ from torch_ckpt import FileSystemWriter, cli
 STEPS = 50
 SAVE_EVERY = 10
 RANKS = 2
-RANKS_AFTER = 3  # shards of other sizes, some of them uneven
+RANKS_AFTER = 3  # the shards have other sizes, and some are uneven
 KILL_IN_SAVE_OF = 40
 
-# What a resumed loss may differ by, relative to the uninterrupted one. Not 0: three ranks add up a
-# batch's losses and gradients in another order than two, and each float64 addition rounds at 1e-16.
-# Over 20 steps 3e-16 was measured. A wrong state is off by far more: with the first moments of one
-# LayerNorm of 256 weights zeroed on resume, the next losses differ by 1e-6.
+# Allowed relative difference between a resumed and an uninterrupted loss. It is not 0, because
+# three ranks add the losses and gradients of a batch in another order than two ranks, and each
+# float64 addition rounds at 1e-16. Over 20 steps 3e-16 was measured. A wrong state differs by far
+# more: if the first moments of one LayerNorm of 256 weights are zeroed on resume, the next losses
+# differ by 1e-6.
 TOLERANCE = 1e-12
 
-ROUNDS = 7  # of the timing; each saves about 310 MB three times
-RUN_LIMIT = 120.0  # seconds for one training run, all of which take 10 to 25 on two cores
+ROUNDS = 7  # rounds of the timing; each saves about 310 MB three times
+RUN_LIMIT = 120.0  # seconds for one training run, which takes 10 to 25 s on two cores
 
 
 class DemoError(Exception):
-    """The demo did not get to its end; the message says why, to be printed as it is."""
+    """A step of the demo failed. The message is printed without a traceback."""
 
 
 def processes_below(root: int) -> list[int]:
@@ -59,8 +60,8 @@ def processes_below(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it may end while we look
-                # "id (name) state parent ...": the name may hold blanks and parentheses itself.
+            with contextlib.suppress(OSError):  # the process may exit meanwhile
+                # "id (name) state parent ...": the name may contain blanks and parentheses.
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
     found = [root]
@@ -70,9 +71,9 @@ def processes_below(root: int) -> list[int]:
 
 
 class TrainingRun:
-    """train_transformer.py under torchrun, in the background; prints what it prints, indented.
+    """Runs train_transformer.py under torchrun in the background and prints its output, indented.
 
-    A context manager: whatever is left of the run when the block ends is killed.
+    A context manager that kills the remaining processes of the run when the block ends.
     """
 
     def __init__(self, ranks: int, arguments: Sequence[str | Path]) -> None:
@@ -82,12 +83,11 @@ class TrainingRun:
         self._begin = time.monotonic()
         self._process = subprocess.Popen(
             command,
-            # More threads than cores only slow one another down, and torchrun warns when it has to
-            # set this itself.
+            # More threads than cores slow each other down, and torchrun warns if this is not set.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the demo, which ends the run in its own way
+            start_new_session=True,  # Ctrl-C reaches only the demo, which then ends the run
         )
         self._printer = threading.Thread(target=self._print_output, daemon=True)
         self._printer.start()
@@ -101,21 +101,21 @@ class TrainingRun:
     def _print_output(self) -> None:
         assert self._process.stdout is not None
         for raw in self._process.stdout:
-            # A progress bar rewrites its line after each carriage return: show how the line ended.
+            # A progress bar rewrites its line after each carriage return. Print its last state.
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
             print(f"   | {line}", flush=True)
 
     def _check(self) -> None:
-        """Raises DemoError when the run takes too long or has ended badly."""
+        """Raises DemoError if the run takes too long or has failed."""
         code = self._process.poll()
         if code is None and time.monotonic() - self._begin > RUN_LIMIT:
-            raise DemoError(f"the training run is not done after {RUN_LIMIT:.0f} s")
+            raise DemoError(f"the training run did not end within {RUN_LIMIT:.0f} s")
         if code not in (None, 0):
             self._printer.join()
-            raise DemoError(f"the training run ended with exit code {code}, see its output above")
+            raise DemoError(f"the training run exited with code {code}; see its output above")
 
     def finish(self) -> float:
-        """Waits for the end and returns the run's seconds. Raises DemoError when it failed."""
+        """Waits for the end of the run and returns its seconds. Raises DemoError if it failed."""
         while self._process.poll() is None:
             self._check()
             time.sleep(0.05)
@@ -124,7 +124,7 @@ class TrainingRun:
         return time.monotonic() - self._begin
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Looks at `condition` every half millisecond. Raises DemoError when the run ends first."""
+        """Checks `condition` every half millisecond. Raises DemoError if the run ends first."""
         while not condition():
             self._check()
             if self._process.poll() is not None:
@@ -132,17 +132,17 @@ class TrainingRun:
             time.sleep(0.0005)
 
     def processes(self) -> list[int]:
-        """Returns the ids of torchrun and all its workers; none when the run has ended."""
+        """Returns the ids of torchrun and all its workers; none if the run has ended."""
         return [] if self._process.poll() is not None else processes_below(self._process.pid)
 
     def kill(self, victims: Sequence[int] | None = None) -> None:
         """Sends SIGKILL to `victims`, by default the run's processes, and waits for their end."""
-        # One signal to a process group would not do: torchrun gives each worker its own session.
+        # A signal to the process group is not enough: torchrun gives each worker its own session.
         for victim in self.processes() if victims is None else victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
         self._process.wait()
-        self._printer.join()  # ends when the last worker is gone: the pipe has no writer any more
+        self._printer.join()  # ends when the last worker has closed the pipe
 
 
 def step(number: int, title: str) -> None:
@@ -151,7 +151,7 @@ def step(number: int, title: str) -> None:
 
 
 def read_losses(path: Path) -> dict[int, float]:
-    """Reads a run's JSON lines into step -> loss; leaves out a last line that a kill cut short."""
+    """Reads a run's JSON lines into step -> loss, without a last line that a kill truncated."""
     losses = {}
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
@@ -161,29 +161,29 @@ def read_losses(path: Path) -> dict[int, float]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """A checkpoint is there exactly when its .metadata is: that is written last."""
+    """True if the checkpoint has a .metadata file, which is written last."""
     return (checkpoint / ".metadata").exists()
 
 
 def interrupt(work: Path) -> Path:
-    """Trains with checkpoints, kills the run within a save; returns the newest whole checkpoint."""
+    """Trains, kills the run during a save, and returns the newest complete checkpoint."""
     checkpoints = work / "checkpoints"
-    torn = checkpoints / checkpoint_name(KILL_IN_SAVE_OF)
+    interrupted = checkpoints / checkpoint_name(KILL_IN_SAVE_OF)
     arguments = ["--steps", str(STEPS), "--checkpoints", checkpoints]
     arguments += ["--save-every", str(SAVE_EVERY), "--losses", work / "killed.jsonl"]
     with TrainingRun(RANKS, arguments) as run:
         run.wait_until(lambda: is_complete(checkpoints / checkpoint_name(SAVE_EVERY)))
-        # Looked up beforehand: a save takes some hundredths of a second, the search a part of that.
+        # Find the processes before the save, which takes only some hundredths of a second.
         victims = run.processes()
-        run.wait_until(lambda: torn.is_dir() and any(torn.iterdir()))
+        run.wait_until(lambda: interrupted.is_dir() and any(interrupted.iterdir()))
         run.kill(victims)
     reached = max(read_losses(work / "killed.jsonl"))
     print(f"   SIGKILL to {len(victims)} processes after step {reached}; on disk:")
     complete = []
     for checkpoint in sorted(checkpoints.iterdir()):
-        whole = is_complete(checkpoint)
-        print(f"   {checkpoint.name}  {'complete' if whole else 'torn: it has no .metadata'}")
-        if whole:
+        has_metadata = is_complete(checkpoint)
+        print(f"   {checkpoint.name}  {'complete' if has_metadata else 'incomplete: no .metadata'}")
+        if has_metadata:
             complete.append(checkpoint)
     if not complete:
         raise DemoError("no complete checkpoint is left to resume from")
@@ -191,13 +191,13 @@ def interrupt(work: Path) -> Path:
 
 
 def compare_losses(expected: dict[int, float], resumed: dict[int, float], first: int) -> None:
-    """Holds the resumed run's losses against the uninterrupted run's; raises DemoError."""
+    """Compares the losses of both runs. Raises DemoError if they differ."""
     steps = range(first, STEPS + 1)
     if list(resumed) != list(steps):
         raise DemoError(
-            f"the resumed run has the losses of steps {list(resumed)}, not of {first} to {STEPS}"
+            f"the resumed run has losses of steps {list(resumed)} instead of {first} to {STEPS}"
         )
-    print(f"   step  never interrupted   resumed on {RANKS_AFTER} ranks")
+    print(f"   step  uninterrupted       resumed on {RANKS_AFTER} ranks")
     for number in (first, (first + STEPS) // 2, STEPS):
         print(f"   {number:4d}  {expected[number]:.15f}   {resumed[number]:.15f}")
     differences = [abs(resumed[n] - expected[n]) / abs(expected[n]) for n in steps]
@@ -206,13 +206,13 @@ def compare_losses(expected: dict[int, float], resumed: dict[int, float], first:
         end="",
     )
     print(f" (allowed: {TOLERANCE:.0e})")
-    # Not by the maximum, which passes over a NaN.
+    # The maximum ignores a NaN.
     if not all(difference <= TOLERANCE for difference in differences):
-        raise DemoError("the resumed run did not go on where the killed run was")
+        raise DemoError("the losses of the resumed run differ from those of the uninterrupted run")
 
 
 def list_checkpoint(checkpoint: Path, lines: int = 12) -> None:
-    """Prints the first lines of ``torch-ckpt ls`` and its total. Raises DemoError when ls fails."""
+    """Prints the first lines of ``torch-ckpt ls`` and its total. Raises DemoError if ls fails."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         code = cli.main(["ls", str(checkpoint)])
@@ -227,8 +227,8 @@ def list_checkpoint(checkpoint: Path, lines: int = 12) -> None:
 def large_state() -> tuple[dict[str, Any], str]:
     """Builds the training state of a larger model of the same kind; returns it and its description.
 
-    The optimizer's moments are filled with random numbers: untouched zeros would all lie in one
-    page of memory and cost less to read than a real state does.
+    The optimizer's moments are filled with random numbers, because untouched zeros share one page
+    of memory and are cheaper to read than a real state.
     """
     model = Transformer(ModelConfig(width=512, layers=4)).double()
     model_state, optimizer_state = get_state_dict(model, torch.optim.AdamW(model.parameters()))
@@ -242,7 +242,7 @@ def large_state() -> tuple[dict[str, Any], str]:
 
 
 def seconds_to_save(state: dict[str, Any], directory: Path, writer: dcp.StorageWriter) -> float:
-    """Saves into a fresh directory, removes it, and returns the seconds of the save alone."""
+    """Saves into a fresh directory, removes it, and returns the seconds of the save."""
     begin = time.perf_counter()
     dcp.save(state, checkpoint_id=directory, storage_writer=writer, no_dist=True)
     seconds = time.perf_counter() - begin
@@ -251,11 +251,11 @@ def seconds_to_save(state: dict[str, Any], directory: Path, writer: dcp.StorageW
 
 
 def time_saves(work: Path) -> None:
-    """Prints one line: how long a save takes with torch_ckpt and with the stock writer.
+    """Prints the seconds of a save by torch_ckpt and by the stock writer, in one line.
 
-    All writers fsync (their default). The stock writer runs as it comes, which is with one thread,
-    and with a thread per core, up to 8. A round has one save with each; the order changes from
-    round to round, so that none always meets the disk in the state the same other one left it in.
+    All writers fsync (their default). The stock writer runs with its default, one thread, and with
+    one thread for each core, up to 8. Each round has one save by each writer. The order changes
+    from round to round, because a save changes the state of the disk for the next one.
     """
     state, description = large_state()
     directory = work / "timing"
@@ -266,7 +266,7 @@ def time_saves(work: Path) -> None:
         "threaded": lambda: dcp.FileSystemWriter(directory, thread_count=threads),
     }
     seconds_to_save(state, directory, FileSystemWriter(directory, progress=True))
-    names = list(contenders)  # the save above was to warm up, and to show the progress bar
+    names = list(contenders)  # the save above warmed up, and showed the progress bar
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(ROUNDS):
         start = turn % len(names)
@@ -279,14 +279,14 @@ def time_saves(work: Path) -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(
         f"   {description}: torch_ckpt {medians['ours']:.2f} s; "
-        f"stock {medians['stock']:.2f} s as it comes ({ratio('stock'):.2f} times ours), "
+        f"stock {medians['stock']:.2f} s by default ({ratio('stock'):.2f} times ours), "
         f"{medians['threaded']:.2f} s with {threads} threads ({ratio('threaded'):.2f} times ours); "
         f"fsync on, medians of {ROUNDS} alternating rounds"
     )
 
 
 def demo(work: Path) -> None:
-    """Runs all steps in `work`. Raises DemoError at the first that goes wrong."""
+    """Runs all steps in the directory `work`. Raises DemoError if one fails."""
     text = training_text()
     print("torch_ckpt demo: train, kill, resume on other ranks, compare")
     print(
@@ -299,14 +299,14 @@ def demo(work: Path) -> None:
         "float64, AdamW,\n       sharded over CPU processes by FSDP2 (fully_shard, gloo)"
     )
 
-    step(1, f"Train {STEPS} steps on {RANKS} ranks; nothing happens to this run.")
+    step(1, f"Train {STEPS} steps on {RANKS} ranks without an interruption.")
     arguments = ["--steps", str(STEPS), "--losses", work / "uninterrupted.jsonl"]
     with TrainingRun(RANKS, arguments) as run:
         print(f"   {run.finish():.0f} s")
 
     step(
         2,
-        f"Train again with a checkpoint every {SAVE_EVERY} steps; kill it hard while it saves step "
+        f"Train again with a checkpoint every {SAVE_EVERY} steps; kill the run while it saves step "
         f"{KILL_IN_SAVE_OF}.",
     )
     checkpoint = interrupt(work)
@@ -323,16 +323,16 @@ def demo(work: Path) -> None:
         first=int(checkpoint.name.rpartition("_")[2]) + 1,
     )
 
-    step(5, f"Look into the checkpoint: torch-ckpt ls {checkpoint.name}")
+    step(5, f"List the checkpoint: torch-ckpt ls {checkpoint.name}")
     list_checkpoint(checkpoint)
 
-    step(6, "Time a larger save beside the stock writer.")
+    step(6, "Compare the time of a larger save with the stock writer.")
     time_saves(work)
 
 
 @contextlib.contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """Makes a directory below build/demo, on the disk one works on; removes it at the end."""
+    """Makes a directory beneath build/demo, on the current disk; removes it at the end."""
     parent = Path("build", "demo")
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent) as directory:
@@ -341,9 +341,9 @@ def temporary_directory() -> Iterator[Path]:
 
 def main() -> int:
     """Runs the demo and returns its exit code."""
-    # A polite kill must end the training run and remove the directory, as Ctrl-C does.
+    # SIGTERM must end the training run and remove the directory, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # Saving from a single process without a process group is what the timing means to do.
+    # The timing saves from a single process without a process group on purpose.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     begin = time.monotonic()
     try:
@@ -355,7 +355,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 1
-    print(f"\nAll well, in {time.monotonic() - begin:.0f} s.")
+    print(f"\nDone in {time.monotonic() - begin:.0f} s.")
     return 0
 
 

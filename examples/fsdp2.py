@@ -1,11 +1,11 @@
-"""FSDP2: every rank has a shard; saved by some number of ranks, resumed by any other.
+"""FSDP2: save on some number of ranks, resume on any other.
 
     torchrun --nproc-per-node 4 examples/fsdp2.py --steps 100
     torchrun --nproc-per-node 2 examples/fsdp2.py --steps 200
 
-The second command goes on where the first one ended: each rank reads the rows that its shards need.
-A step's samples depend on the step alone and are split over the ranks there are, so that the run on
-fewer ranks is the same but for the order in which floating-point numbers are added.
+The second command resumes where the first one ended: each rank reads the rows of its shards. The
+samples of a step depend only on the step and are split over all ranks. So the losses on two ranks
+differ from those on four only by the order of floating-point additions.
 """
 
 import argparse
@@ -21,24 +21,24 @@ from torch.distributed.fsdp import fully_shard
 
 import torch_ckpt
 
-SAMPLES = 48  # of a step, over all ranks
+SAMPLES = 48  # in a step, over all ranks
 
 
 def batch_of(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's part of a step's samples: inputs (n, 32) and targets (n, 1)."""
+    """Returns this rank's part of a step's samples: inputs (n, 32) and targets (n, 1)."""
     inputs = torch.randn(SAMPLES, 32, generator=torch.Generator().manual_seed(step))
     mine = inputs.chunk(dist.get_world_size())[dist.get_rank()].to(device)
     return mine, mine.sin().sum(1, keepdim=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train with FSDP2; run me by torchrun.")
+    parser = argparse.ArgumentParser(description="Train with FSDP2; start with torchrun.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--checkpoints", default="build/fsdp2")
     arguments = parser.parse_args()
 
-    # Rank 0 tells what is restored and saved.
+    # Show the log lines of rank 0 about restores and saves.
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
@@ -70,14 +70,14 @@ def main() -> None:
             inputs, targets = batch_of(step, device)
             loss = nn.functional.mse_loss(model(inputs), targets)
             optimizer.zero_grad()
-            loss.backward()  # FSDP averages over ranks: equal parts make that the mean of the step
+            loss.backward()  # FSDP averages over ranks: the mean of equal parts
             optimizer.step()
             if (step + 1) % arguments.save_every == 0 and dist.get_rank() == 0:
                 print(f"step {step + 1:4d}  loss {loss.item():.4f}", flush=True)
             manager.save(step + 1, state)
             if manager.should_stop:
                 break
-    # Ranks that end at once may take each other's connections down.
+    # Without a barrier, a rank that exits first may close connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,12 +1,13 @@
-"""Trains a small model in Megatron's shape and saves it beside the training, through the queue.
+"""Trains a small model parallelized like Megatron's, with background saves through the queue.
 
     torchrun --standalone --nproc-per-node 4 examples/megatron_training.py
     torchrun --standalone --nproc-per-node 4 examples/megatron_training.py --kill-after 5
-    torchrun --standalone --nproc-per-node 4 examples/megatron_training.py    # goes on
+    torchrun --standalone --nproc-per-node 4 examples/megatron_training.py    # resumes
 
-Two ranks split every layer (tensor parallel); as many pairs as there are see different data (data
-parallel) and share the optimizer's state. Every N steps a save is planned, staged and scheduled;
-each step polls the queue, and what all ranks have written is committed. Needs no GPU and no data.
+Two ranks split every layer (tensor parallel). The pairs of ranks train on different data (data
+parallel) and shard the optimizer's state. Every N steps a save is planned, staged and scheduled.
+Each step polls the queue, which commits a save when all ranks have written it. Needs no GPU and no
+data.
 """
 
 import argparse
@@ -41,7 +42,7 @@ WIDTH, HIDDEN, BATCH = 64, 256, 16
 
 
 class SumOfGradients(Function):
-    """Before a layer that is split by columns: each rank has a part of the gradient."""
+    """Sums the gradients of all ranks, before a layer that is split by columns."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -56,7 +57,7 @@ class SumOfGradients(Function):
 
 
 class SumOfParts(Function):
-    """Behind a layer that is split by rows: each rank has a part of the output."""
+    """Sums the outputs of all ranks, after a layer that is split by rows."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -72,8 +73,9 @@ class SumOfParts(Function):
 class Block:
     """Two layers on a mesh of (tensor parallel, data parallel) ranks, and Adam.
 
-    Every rank has its part of a weight, and of that part, by rows, its share of Adam's moments:
-    what data parallel ranks have in common each of them updates in part, and they tell each other.
+    The ranks of a tensor parallel group split each weight. The ranks of a data parallel group have
+    equal weights; each updates a share of the rows, keeps Adam's moments of these rows, and gathers
+    the other rows.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -83,7 +85,7 @@ class Block:
         generator = torch.Generator().manual_seed(0)
         up = torch.randn(HIDDEN, WIDTH, generator=generator) / WIDTH**0.5
         down = torch.randn(WIDTH, HIDDEN, generator=generator) / HIDDEN**0.5
-        # The dimension that each weight is split in.
+        # The dimension in which each weight is split.
         self.split = {"up": 0, "down": 1}
         self.weights = {
             "up": up.chunk(parts, 0)[part].clone().requires_grad_(),
@@ -95,7 +97,7 @@ class Block:
         }
 
     def share_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows that this rank updates."""
+        """Returns the rows that this rank updates."""
         return tensor.detach().chunk(self.mesh.size(1), 0)[self.mesh.get_local_rank("data")]
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +130,7 @@ class Block:
         return total.item() / self.mesh.size(1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved: tensors that know which part of a whole they are. No copies."""
+        """Returns the state to save: DTensors that share memory with the weights and moments."""
         state: dict[str, Any] = {}
         for name, weight in self.weights.items():
             split = Shard(self.split[name])
@@ -142,7 +144,7 @@ class Block:
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """Each rank finds out by itself what it writes, as Megatron's planner does."""
+    """Each rank plans independently which items it writes, as Megatron's planner does."""
 
     can_run_decentralized_global_plan = True
 
@@ -153,10 +155,10 @@ class Planner(dcp.DefaultSavePlanner):
         def is_mine(name: str) -> bool:
             value = self.state_dict[name]
             if isinstance(value, DTensor):
-                # Of replicas the first one.
-                here = value.device_mesh.get_coordinate() or ()
-                places = zip(value.placements, here, strict=True)
-                return all(place == 0 for kind, place in places if kind.is_replicate())
+                # The first replica writes.
+                coordinate = value.device_mesh.get_coordinate() or ()
+                pairs = zip(value.placements, coordinate, strict=True)
+                return all(index == 0 for placement, index in pairs if placement.is_replicate())
             return zlib.crc32(name.encode()) % size == rank
 
         items = [item for item in plan.items if is_mine(item.index.fqn)]
@@ -168,12 +170,12 @@ class Planner(dcp.DefaultSavePlanner):
 
 
 class Checkpoints:
-    """Saves into a directory for each step; a file beside them says which was the last one."""
+    """Saves each step into its own directory; the file latest.json names the newest step."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.queue = AsyncCallsQueue(persistent=True)
-        # Plans of the save before. Two that were equal are not exchanged again.
+        # Plans of the last save. If the plan did not change, the ranks do not exchange it again.
         self.central: SavePlan | None = None
         self.local: SavePlan | None = None
         self.is_as_cached = False
@@ -181,7 +183,7 @@ class Checkpoints:
         self.loaded_plans: list[SavePlan] | None = None
 
     def load(self, block: Block) -> int:
-        """Loads the last checkpoint, if there is one; its step, or 0."""
+        """Loads the newest checkpoint and returns its step; returns 0 if there is none."""
         latest = self.directory / "latest.json"
         if not latest.exists():
             return 0
@@ -195,7 +197,7 @@ class Checkpoints:
         return step
 
     def save(self, block: Block, step: int) -> None:
-        """Returns when the block may change."""
+        """Schedules a save. The block may change after the call."""
         writer = FileSystemWriterAsync(self.directory / f"step_{step}", thread_count=2)
         finalizing, self.central, self.local, self.is_as_cached, is_as_loaded = (
             save_state_dict_async_plan(
@@ -208,30 +210,32 @@ class Checkpoints:
         )
         writer, metadata, wrapper = finalizing
         if dist.get_rank() == 0:
-            # None: that of the save before, or of the checkpoint that was loaded, is still right.
+            # None means that the metadata of the last save or load is still valid.
             self.metadata = metadata = metadata or self.metadata
         function, preload, arguments = writer.get_save_function_and_args()
         commit = partial(save_state_dict_async_finalize, writer, metadata, wrapper)
         request = AsyncRequest(function, arguments, [commit], preload_fn=preload)
-        how = "as in the checkpoint that was loaded" if is_as_loaded else "anew"
-        how = "as the one before" if self.is_as_cached else how
-        request.add_finalize_fn(partial(self.say_latest, step, how))
+        plan = "with the plan of the loaded checkpoint" if is_as_loaded else "with a new plan"
+        plan = "with the plan of the last save" if self.is_as_cached else plan
+        request.add_finalize_fn(partial(self.mark_as_latest, step, plan))
         self.queue.schedule_async_request(request)
 
-    def say_latest(self, step: int, how: str) -> None:
+    def mark_as_latest(self, step: int, plan: str) -> None:
         if dist.get_rank() == 0:
-            part = self.directory / "latest.json.part"
-            part.write_text(json.dumps({"step": step}))
-            os.replace(part, self.directory / "latest.json")
-            print(f"step {step:3d}  is saved, planned {how}", flush=True)
+            temporary = self.directory / "latest.json.part"
+            temporary.write_text(json.dumps({"step": step}))
+            os.replace(temporary, self.directory / "latest.json")
+            print(f"step {step:3d}  saved {plan}", flush=True)
 
 
 def main() -> None:
     """Runs one rank."""
-    parser = argparse.ArgumentParser(description="Train and save in Megatron's shape.")
+    parser = argparse.ArgumentParser(description="Train and save like Megatron.")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save-every", type=int, default=2)
-    parser.add_argument("--kill-after", type=int, default=0, help="kill a rank after this step")
+    parser.add_argument(
+        "--kill-after", type=int, default=0, help="kill the last rank after this step"
+    )
     parser.add_argument("--checkpoints", type=Path, default=Path("build/megatron_training"))
     parser.add_argument("--losses", type=Path, help="append each step's loss to this file")
     parser.add_argument("--remove", action="store_true", help="remove the checkpoints at the end")
@@ -239,14 +243,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     if size % 2:
-        raise SystemExit(f"an even number of ranks is needed, there are {size}")
+        raise SystemExit(f"the number of ranks must be even, got {size}")
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("tensor", "data"))
     block, checkpoints = Block(mesh), Checkpoints(arguments.checkpoints)
-    begun = checkpoints.load(block)
+    resumed_at = checkpoints.load(block)
     is_first = dist.get_rank() == 0
-    if is_first and begun:
-        print(f"goes on after step {begun}", flush=True)
-    for step in range(begun + 1, arguments.steps + 1):
+    if is_first and resumed_at:
+        print(f"resumes after step {resumed_at}", flush=True)
+    for step in range(resumed_at + 1, arguments.steps + 1):
         loss = block.train_one_step(step)
         if is_first:
             print(f"step {step:3d}  loss {loss:.6f}", flush=True)

@@ -1,10 +1,10 @@
-"""Preemption: a notice to any rank makes all of them save the same step and end.
+"""Preemption: after a notice to any rank, all ranks save the same step and exit.
 
     torchrun --nproc-per-node 2 examples/preemption.py; echo $?
     kill -TERM {process id of any rank, or of torchrun}
 
-The ranks agree on a step, save it and exit with 75 (EX_TEMPFAIL: try again), by which a scheduler
-tells a run to start again from one that is done. A batch script with Slurm, with a
+The ranks agree on a step, save it and exit with code 75 (EX_TEMPFAIL: try again). A finished run
+exits with 0, so a scheduler can restart only the preempted one. A batch script for Slurm, with one
 task for each rank:
 
     #SBATCH --signal=TERM@120 --requeue
@@ -13,7 +13,7 @@ task for each rank:
         export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
         exec python examples/preemption.py' || { [ $? -eq 75 ] && scontrol requeue $SLURM_JOB_ID; }
 
-A notice may also be a file that somebody makes: --notice FILE.
+With --notice FILE, the appearance of this file is a notice, too.
 """
 
 import argparse
@@ -32,14 +32,16 @@ TRY_AGAIN = 75
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train until told to stop; run me by torchrun.")
+    parser = argparse.ArgumentParser(
+        description="Train until a preemption notice; start with torchrun."
+    )
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--save-every", type=int, default=1000)
     parser.add_argument("--checkpoints", default="build/preemption")
     parser.add_argument("--notice", help="a file whose appearance is a notice, too")
     arguments = parser.parse_args()
 
-    # Rank 0 tells what is restored and saved.
+    # Show the log lines of rank 0 about restores and saves.
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
@@ -70,14 +72,14 @@ def main() -> int:
             optimizer.step()
             if (step + 1) % arguments.save_every == 0 and dist.get_rank() == 0:
                 print(f"step {step + 1:4d}  loss {loss.item():.4f}", flush=True)
-            manager.save(step + 1, state)  # saves also where it has been agreed to stop
+            manager.save(step + 1, state)  # also saves the step on which all ranks agreed to stop
             if manager.should_stop:
                 break
         stopped = manager.should_stop
-    # The manager is closed: what it saved is durable.
+    # The manager is closed, so its saves are durable.
     if stopped and dist.get_rank() == 0:
         print(f"stopped after step {step + 1}", flush=True)
-    # Ranks that end at once may take each other's connections down.
+    # Without a barrier, a rank that exits first may close connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
     return TRY_AGAIN if stopped else 0

@@ -1,11 +1,11 @@
-"""Tensor parallelism beside FSDP2: saved in one layout, resumed in another.
+"""Tensor parallelism with FSDP2: save in one layout, resume in another.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --tensor 2 --steps 100
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --tensor 1 --steps 200
 
-The ranks make a mesh (data, tensor). In the first run each matrix is split over both ranks, by
-columns or by rows; in the second each rank has rows of all, as FSDP2 shards them. The checkpoint
-has whole tensors by name, whoever wrote which part: nothing is converted in between.
+The ranks form a mesh (data, tensor). In the first run each matrix is split over both ranks, by
+columns or by rows. In the second run FSDP2 shards each matrix by rows. A checkpoint stores tensors
+by name and location, so nothing is converted in between.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_ckpt
 
-SAMPLES = 48  # of a step, over all groups of ranks that have the whole model together
+SAMPLES = 48  # in a step, over all groups of ranks that hold a complete model together
 
 
 class Block(nn.Module):
@@ -43,14 +43,14 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train with TP and FSDP2; run me by torchrun.")
+    parser = argparse.ArgumentParser(description="Train with TP and FSDP2; start with torchrun.")
     parser.add_argument("--tensor", type=int, default=2, help="ranks that split each matrix")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--checkpoints", default="build/tensor_parallel")
     arguments = parser.parse_args()
 
-    # Rank 0 tells what is restored and saved.
+    # Show the log lines of rank 0 about restores and saves.
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
@@ -96,7 +96,7 @@ def main() -> None:
             manager.save(step + 1, state)
             if manager.should_stop:
                 break
-    # Ranks that end at once may take each other's connections down.
+    # Without a barrier, a rank that exits first may close connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,10 +1,10 @@
-"""A trainer in torchtitan's manner: a config, a parallelised model, stateful parts, a loop.
+"""A trainer like torchtitan's: a config, a parallelized model, stateful parts, a loop.
 
     torchrun --nproc-per-node 2 examples/titan_loop.py --checkpoint.folder build/titan \\
         --checkpoint.interval 50 --checkpoint.async_mode overlapped
 
-What belongs to the run is in one dict: model, optimizer, LR schedule, data loader and counters,
-each with state_dict and load_state_dict. The manager saves and restores the dict as a whole.
+One dict holds the state of the run: model, optimizer, LR schedule, data loader and counters, each
+with state_dict and load_state_dict. The manager saves and restores this dict.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class CheckpointConfig:
         default="async", metadata={"choices": ("disabled", "async", "overlapped")}
     )
     keep_latest_k: int = 3
-    load_step: int = -1  # the newest
+    load_step: int = -1  # -1: the newest
 
     def manager(self) -> torch_ckpt.CheckpointManager:
         return torch_ckpt.CheckpointManager(
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Loader:
-    """Batches of tokens, (samples, length + 1), of this rank's part of an endless text."""
+    """Yields batches of tokens, (samples, length + 1), from this rank's part of an endless text."""
 
     def __init__(self, samples: int, length: int, vocabulary: int) -> None:
         self.samples, self.length, self.vocabulary = samples, length, vocabulary
@@ -92,7 +92,7 @@ class Loader:
 
 @dataclass
 class TrainState:
-    """What the loop counts."""
+    """Counters of the training loop."""
 
     step: int = 0
     tokens_seen: int = 0
@@ -105,7 +105,7 @@ class TrainState:
 
 
 class Trainer:
-    """Everything that a run has on this rank."""
+    """Model, optimizer, schedule, data loader and counters of this rank."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self.steps, self.device = steps, device
@@ -159,28 +159,31 @@ class Trainer:
             while self.counts.step < self.steps and not manager.should_stop:
                 loss = self.train_step(next(batches))
                 if manager.save(self.counts.step, state):
-                    # What is still being copied must not change: the next step waits for it.
+                    # The state must not change while it is copied: the next step waits.
                     manager.guard(self.optimizer)
                 if self.counts.step % 10 == 0 and dist.get_rank() == 0:
                     print(f"step {self.counts.step:4d}  loss {loss.item():.4f}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train in torchtitan's manner, by torchrun.")
+    parser = argparse.ArgumentParser(description="Train like torchtitan; start with torchrun.")
     parser.add_argument("--steps", type=int, default=200)
-    for of in fields(CheckpointConfig):
+    for option in fields(CheckpointConfig):
         parser.add_argument(
-            f"--checkpoint.{of.name}",
-            type=type(of.default),
-            default=of.default,
-            choices=of.metadata.get("choices"),
+            f"--checkpoint.{option.name}",
+            type=type(option.default),
+            default=option.default,
+            choices=option.metadata.get("choices"),
         )
     arguments = vars(parser.parse_args())
     config = CheckpointConfig(
-        **{of.name: arguments[f"checkpoint.{of.name}"] for of in fields(CheckpointConfig)}
+        **{
+            option.name: arguments[f"checkpoint.{option.name}"]
+            for option in fields(CheckpointConfig)
+        }
     )
 
-    # Rank 0 tells what is restored and saved.
+    # Show the log lines of rank 0 about restores and saves.
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
@@ -189,7 +192,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     Trainer(arguments["steps"], device).train(config)
-    # Ranks that end at once may take each other's connections down.
+    # Without a barrier, a rank that exits first may close connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
 

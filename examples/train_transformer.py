@@ -1,23 +1,23 @@
 """Trains a small decoder-only transformer with FSDP2, saves checkpoints with torch_ckpt, resumes.
 
-An ordinary training script, to be started by torchrun; it needs no GPU and no data set:
+An ordinary training script, started by torchrun. It needs no GPU and no data set:
 
     torchrun --standalone --nproc-per-node 2 examples/train_transformer.py \\
         --checkpoints checkpoints --save-every 10
     torchrun --standalone --nproc-per-node 3 examples/train_transformer.py \\
         --resume checkpoints/step_0000000010
 
-What torch_ckpt takes part in is the two functions ``save_checkpoint`` and ``load_checkpoint``:
-torch.distributed.checkpoint as everybody uses it, with another storage writer and reader.
+Only ``save_checkpoint`` and ``load_checkpoint`` use torch_ckpt: they pass its storage writer and
+reader to torch.distributed.checkpoint.
 
 Note [Losses that can be compared]
-A run that goes on after a crash is right when its losses are those of a run that never crashed,
-also on another number of ranks. Hence:
-- the batch of a step is drawn from the step's number alone and is split over the ranks there are,
-  so every number of ranks that divides it trains on the same batch;
-- there is no dropout: its random numbers would depend on which rank handles which sample;
-- everything is float64. What is left between numbers of ranks is the order of floating-point
-  additions, some 1e-15 of a value in each of them.
+A run that resumed after a crash is correct if its losses equal the losses of a run that never
+crashed, also on another number of ranks. Hence:
+- the batch of a step depends only on the step's number and is split over all ranks, so every number
+  of ranks that divides it trains on the same batch;
+- there is no dropout, because its random numbers would depend on the split over ranks;
+- everything is float64. Then runs on different numbers of ranks differ only by the order of
+  floating-point additions, about 1e-15 of a value for each addition.
 """
 
 import argparse
@@ -93,12 +93,12 @@ class Transformer(nn.Module):
 
 
 def training_text() -> str:
-    """Returns real English text that every CPython carries: the topics behind ``help()``."""
+    """Returns real English text that every CPython contains: the topics of ``help()``."""
     return "\n".join(pydoc_data.topics.topics.values())
 
 
 def global_batch(text: Tensor, step: int, samples: int, context: int, seed: int) -> Tensor:
-    """Returns the tokens of one step, (samples, context + 1): the same on every rank of any run."""
+    """Returns the tokens of one step, (samples, context + 1), equal on every rank of every run."""
     generator = torch.Generator().manual_seed(seed + step)
     starts = torch.randint(len(text) - context, (samples,), generator=generator)
     return text[starts[:, None] + torch.arange(context + 1)].long()
@@ -107,8 +107,8 @@ def global_batch(text: Tensor, step: int, samples: int, context: int, seed: int)
 def build(config: ModelConfig, seed: int) -> tuple[Transformer, torch.optim.AdamW]:
     """Builds the model, sharded over all ranks by FSDP2, and its optimizer.
 
-    Every rank draws the same initial weights and keeps its shard of them, so that the start does
-    not depend on the number of ranks.
+    Every rank draws the same initial weights and keeps its shard, so the initial weights do not
+    depend on the number of ranks.
     """
     torch.manual_seed(seed)
     model = Transformer(config)
@@ -125,7 +125,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Collects all that a run needs to go on: tensors sharded over ranks, and what they share."""
+    """Collects the state from which a run can resume: sharded tensors and replicated values."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {
         "model": model_state,
@@ -140,7 +140,7 @@ def save_checkpoint(
 ) -> None:
     """Saves the state after `step` steps into `directory`; collective.
 
-    Raises CheckpointException when any rank failed; then there is no checkpoint in `directory`.
+    Raises CheckpointException if a rank failed; then `directory` has no checkpoint.
     """
     dcp.save(
         training_state(model, optimizer, step),
@@ -150,10 +150,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads `directory` into the model and the optimizer and returns its step; collective.
+    """Loads a checkpoint into the model and the optimizer and returns its step; collective.
 
-    Any number of ranks may have saved it: each rank reads the parts that its own shards need.
-    Raises CheckpointException when any rank could not read its part.
+    Any number of ranks may have saved the checkpoint: each rank reads the parts of its shards.
+    Raises CheckpointException if a rank could not read its part.
     """
     state = training_state(model, optimizer, step=0)
     dcp.load(state, checkpoint_id=directory, storage_reader=FileSystemReader(directory))
@@ -185,7 +185,7 @@ def train(
         logits = model(batch[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()  # FSDP averages gradients: equal shares make that the mean of the batch
+        loss.backward()  # FSDP averages over ranks; with equal shares this is the batch's mean
         optimizer.step()
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
@@ -193,21 +193,21 @@ def train(
 
 
 def log_loss(log: TextIO, step: int, loss: float) -> None:
-    """Appends one JSON line and hands it to the system at once: a killed run keeps its lines."""
-    # json writes the shortest decimal that reads back as the same float64: no digit is lost here.
+    """Appends one JSON line and flushes it, so that a killed run keeps its lines."""
+    # json writes the shortest decimal that reads back as an equal float64.
     log.write(json.dumps({"step": step, "loss": loss}) + "\n")
     log.flush()
 
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Train a small transformer; run me by torchrun.")
+    parser = argparse.ArgumentParser(description="Train a small transformer; start with torchrun.")
+    parser.add_argument("--steps", type=int, default=40, help="train up to this step")
     parser.add_argument(
-        "--steps", type=int, default=40, help="train until this many steps are done"
+        "--checkpoints", type=Path, help="save beneath this directory (default: do not save)"
     )
-    parser.add_argument("--checkpoints", type=Path, help="save below this directory (default: no)")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--resume", type=Path, help="go on from this checkpoint directory")
+    parser.add_argument("--resume", type=Path, help="resume from this checkpoint directory")
     parser.add_argument(
         "--losses", type=Path, help="append each step's loss to this file (JSON lines)"
     )
@@ -259,9 +259,9 @@ def main() -> None:
                 print(f"saved {checkpoint_name(step)} in {seconds:.2f} s", flush=True)
     if log is not None:
         log.close()
-    # Gloo's thread drops the last all_reduce's tensor some time after the wait for it, and takes
-    # the GIL for that; should Python be shutting down by then, the process aborts (seen with torch
-    # 2.15). A barrier waits without the GIL and carries no tensor.
+    # Gloo's thread releases the tensor of the last all_reduce some time after the wait for it, and
+    # takes the GIL to do so. If Python is shutting down by then, the process aborts (seen with
+    # torch 2.15). A barrier waits without the GIL and has no tensor.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -25,16 +25,16 @@ def step_in(checkpoint: Path) -> int:
     return loaded["step"]
 
 
-def test_all_ways_to_save_are_compared_line_by_line(tmp_path: Path) -> None:
+def test_one_line_for_each_mode_summarizes_its_saves(tmp_path: Path) -> None:
     lines = run("--save", "all", "--checkpoints", tmp_path).splitlines()
     for mode, line in zip(("stock", "blocking", "overlapped"), lines[-3:], strict=True):
         assert line.startswith(f"{mode}: ")
-        assert "stood still for" in line
+        assert "blocked training for" in line
         assert "durable after" in line
         assert [step_in(tmp_path / mode / f"step_{step}") for step in (2, 4)] == [2, 4]
 
 
-def test_several_ranks_save_beside_training(tmp_path: Path) -> None:
+def test_several_ranks_save_in_the_background(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run("--save", "overlapped", "--checkpoints", tmp_path, launcher=launcher)
     assert [step_in(tmp_path / "overlapped" / f"step_{step}") for step in (2, 4)] == [2, 4]

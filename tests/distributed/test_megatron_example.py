@@ -28,7 +28,7 @@ def losses(path: Path) -> dict[int, set[float]]:
 
 
 @pytest.mark.timeout(800)
-def test_a_training_that_is_killed_while_it_saves_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_training_killed_during_a_save_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = train("--steps", "10", "--checkpoints", tmp_path / "a", "--losses", tmp_path / "a.l")
     assert straight.returncode == 0, straight.stdout
     again = ("--checkpoints", tmp_path / "b", "--losses", tmp_path / "b.l")
@@ -36,12 +36,12 @@ def test_a_training_that_is_killed_while_it_saves_goes_on_bit_for_bit(tmp_path: 
     assert first.returncode == 0, first.stdout
     killed = train("--steps", "10", "--kill-after", "6", *again)
     assert killed.returncode != 0
-    assert "goes on after step 4" in killed.stdout
+    assert "resumes after step 4" in killed.stdout
     resumed = train("--steps", "10", *again)
     assert resumed.returncode == 0, resumed.stdout
     # The save of step 6 was under way.
-    assert "goes on after step 4" in resumed.stdout or "goes on after step 6" in resumed.stdout
-    assert "planned as in the checkpoint that was loaded" in resumed.stdout
+    assert "resumes after step 4" in resumed.stdout or "resumes after step 6" in resumed.stdout
+    assert "with the plan of the loaded checkpoint" in resumed.stdout
     assert losses(tmp_path / "b.l") == losses(tmp_path / "a.l")
     assert set(losses(tmp_path / "a.l")) == set(range(1, 11))
     states = []

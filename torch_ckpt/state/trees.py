@@ -32,7 +32,8 @@ _MISSING: Any = object()
 
 def python_number(value: Any) -> Any:
     """Converts a NumPy scalar to a Python number; returns other values unchanged."""
-    if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
         number = value.item()
         return number if type(number) in PLAIN else value
     return value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from errno import EACCES
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,6 +31,7 @@ from tests.managers import (
     training_of,
 )
 from tests.support import assert_equal, cause_of, data_files, flip_bit
+from torch_ckpt.checkpoint import safe_types
 from torch_ckpt.errors import CheckpointError, LoadMismatch, Unsafe
 from torch_ckpt.saving.events import Event
 from torch_ckpt.steps import MARKER_NAME
@@ -208,6 +211,20 @@ def test_an_unreadable_step_is_an_error_and_not_damage(make: Make, root: Path) -
     ):
         restored(made)
     assert isinstance(cause_of(caught.value), PermissionError)
+
+
+def test_a_step_that_needs_an_uninstalled_numpy_is_an_error_and_not_damage(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    for step in (1, 2):
+        made.save(step, {"counts": numpy.arange(3)})
+        made.wait_until_finished()
+    safe_types._numpy_names.cache_clear()
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(CheckpointException) as caught:
+        made.restore({"counts": None})
+    assert "numpy is not installed" in str(cause_of(caught.value))
 
 
 # --- steps without a marker -----------------------------------------------------------------------
