@@ -24,7 +24,7 @@ def calls_queue(gate: Gate) -> Iterator[AsyncCallsQueue]:
 
 
 def wait_for_end(calls_queue: AsyncCallsQueue, number: int = 0) -> None:
-    """Until the function of an unfinalized call has run; polls of a rank alone do not wait."""
+    """Waits until the function of an unfinalized call has run. A poll on one rank does not wait."""
     assert calls_queue._calls[number].ended.wait(LIMIT)
 
 
@@ -43,7 +43,7 @@ def assert_saved(path: Path, seed: int = 0) -> None:
 
 
 def schedule(calls_queue: AsyncCallsQueue, path: Path, seed: int = 0, **options: Any) -> None:
-    """A save that only the queue knows of."""
+    """Saves so that only the queue has a reference to the call."""
     writer = FileSystemWriterAsync(path, **options)
     calls_queue.schedule_async_request(request_of(planned(small_state(seed), writer)))
 

@@ -1,4 +1,4 @@
-"""Saves in Megatron's shape for tests: planned, run by callers of several kinds, finalized."""
+"""Saves through the Megatron interface: plan, run in several kinds of caller, finalize."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Caller = Callable[[FileSystemWriterAsync], None]
 
 
 class DecentralizedPlanner(DefaultSavePlanner):
-    """A planner in the manner of Megatron-core's: ranks make their part of the global plan."""
+    """Planner like Megatron-core's: each rank makes its part of the global plan."""
 
     can_run_decentralized_global_plan = True
 
@@ -52,7 +52,7 @@ class DecentralizedPlanner(DefaultSavePlanner):
 
 
 def state_of(seed: int = 0) -> StateDict:
-    """Tensors, views, a parameter, containers, objects; the same at each call."""
+    """Makes tensors, views, a parameter, containers and objects; equal for equal seeds."""
     base = random_tensor((40, 10), torch.float32, 10 * seed + 1).nan_to_num()
     return {
         "model": {
@@ -77,26 +77,27 @@ def state_of(seed: int = 0) -> StateDict:
 
 
 def small_state(seed: int = 0, count: int = 4) -> StateDict:
-    """So many tensors of one size, which go to as many files at most."""
+    """Makes ``count`` tensors of one size, which are written to at most that many files."""
     return {f"t{n}": random_tensor((100, 8), torch.float32, 10 * seed + n) for n in range(count)}
 
 
 def planned(
     state: StateDict, writer: FileSystemWriterAsync, planner: SavePlanner | None = None
 ) -> Any:
-    """What the finalizing function takes."""
+    """Plans a save and returns the arguments of the finalizing function."""
     return save_state_dict_async_plan(state, writer, planner=planner)[0]
 
 
 def request_of(finalizing: Any) -> AsyncRequest:
-    """For an asynchronous queue, as Megatron makes it of a plan."""
+    """Makes the request for an asynchronous queue from a plan, as Megatron does."""
     function, preload, arguments = finalizing[0].get_save_function_and_args()
     finalize = [lambda: save_state_dict_async_finalize(*finalizing)]
     return AsyncRequest(function, arguments, finalize, preload_fn=preload)
 
 
 def begun(state: StateDict, path: Path, **options: Any) -> tuple[Any, Callable[[], None]]:
-    """A save that is staged; what finalizes it, and its function."""
+    """Stages a save. Returns the arguments of the finalizing function, and the function that
+    writes."""
     writer = FileSystemWriterAsync(path, **options)
     finalizing = planned(state, writer)
     function, preload, arguments = writer.get_save_function_and_args()
@@ -110,12 +111,13 @@ def begun(state: StateDict, path: Path, **options: Any) -> tuple[Any, Callable[[
 
 
 def here(writer: FileSystemWriterAsync) -> None:
-    """All in this process, one after the other."""
+    """Runs all functions of a save in this process."""
     _run_all(*writer.get_save_function_and_args())
 
 
 def in_fork_after_preload(writer: FileSystemWriterAsync) -> None:
-    """What Megatron's temporal caller does: the preload function here, the rest in a child."""
+    """Runs the preload function in this process and the rest in a child, as Megatron's temporal
+    caller."""
     function, preload, arguments = writer.get_save_function_and_args()
     assert function is not None
     assert preload is not None
@@ -128,7 +130,7 @@ def in_fork(writer: FileSystemWriterAsync) -> None:
 
 
 class Worker:
-    """What Megatron's persistent caller does: a spawned process gets requests through a queue."""
+    """Sends requests through a queue to a spawned process, as Megatron's persistent caller does."""
 
     def __init__(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
@@ -190,7 +192,7 @@ def caller(request: pytest.FixtureRequest) -> Caller:
 
 @pytest.fixture
 def held_after_staging(gate: Gate) -> Iterator[Gate]:
-    """Saves have staged and written, and no data file is fsynced until it is opened."""
+    """Saves stage and write, but fsync no data file until the gate is opened."""
 
     def hook(operation: str, path: str) -> None:
         if operation == "fsync" and path.endswith(".distcp"):
@@ -202,7 +204,8 @@ def held_after_staging(gate: Gate) -> Iterator[Gate]:
 
 
 class Priority(NamedTuple):
-    """How a thread behaves beside others; ``is_idle`` of I/O is None where nobody can tell."""
+    """Scheduling of a thread. ``is_idle`` is its I/O class, or None if ``ionice`` is not
+    installed."""
 
     nice: int
     is_idle: bool | None
@@ -210,9 +213,9 @@ class Priority(NamedTuple):
 
 @contextmanager
 def priorities_of_writers(gate: Gate) -> Iterator[list[Priority]]:
-    """Those of the threads that fsync data files; nothing is written until the gate is opened.
+    """Yields the priorities of the threads that fsync data files. Writes wait for the gate.
 
-    Before a save is staged its files may be written by threads that are not quiet.
+    Until a save is staged, threads of normal priority may write its files.
     """
     told: list[Priority] = []
 
@@ -235,14 +238,15 @@ def priorities_of_writers(gate: Gate) -> Iterator[list[Priority]]:
 
 
 def assert_priorities(told: list[Priority], nice: int, is_idle: bool = True) -> None:
-    """Fails unless the threads are as nice, or as nice as the process where that is nicer."""
+    """Checks that the threads have this niceness, or the niceness of the process if that is
+    higher."""
     expected = Priority(max(nice, os.getpriority(os.PRIO_PROCESS, 0)), is_idle)
     assert told
     for each in told:
         assert each._replace(is_idle=is_idle if each.is_idle is None else each.is_idle) == expected
 
 
-# --- whole saves ---------------------------------------------------------------------------------
+# --- saves ---------------------------------------------------------------------------------------
 
 
 def save(
@@ -252,7 +256,7 @@ def save(
     planner: SavePlanner | None = None,
     **options: Any,
 ) -> Metadata:
-    """Plans, runs and commits a save; its metadata."""
+    """Plans, runs and commits a save. Returns its metadata."""
     finalizing = planned(state, FileSystemWriterAsync(path, **options), planner)
     caller(finalizing[0])
     save_state_dict_async_finalize(*finalizing)
@@ -262,7 +266,7 @@ def save(
 
 
 def save_to(path: str, threads: int) -> None:
-    """For children whose system calls fail, and that leave nothing elsewhere; imported by name."""
+    """Saves with temporary files beside ``path``, for children whose system calls fail."""
     tempfile.tempdir = os.path.dirname(path)
     save(small_state(), path, thread_count=threads)
 
@@ -276,7 +280,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def assert_checkpoint(path: Path, state: StateDict) -> None:
-    """Fails where the checkpoint is not the state's, to us or to stock torch."""
+    """Checks that torch_ckpt and stock torch load ``state`` from the checkpoint."""
     for loader in (load, stock_load):
         loaded = emptied(state)
         loader(loaded, path)
@@ -292,7 +296,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def failure_of(writer: FileSystemWriterAsync) -> BaseException:
-    """What ``retrieve_write_results`` returns instead of results."""
+    """Returns the error that ``retrieve_write_results`` returns instead of results."""
     outcome = writer.retrieve_write_results()
     assert isinstance(outcome, tuple), outcome
     assert isinstance(outcome[0], RuntimeError)

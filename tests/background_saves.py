@@ -1,4 +1,4 @@
-"""States and moments of saves in the background, for tests of torch_ckpt.async_save."""
+"""States, and fixtures that pause saves, for tests of torch_ckpt.async_save."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STAGINGS = ["blocking", "overlapped"]
 
 @pytest.fixture
 def no_save_after() -> Iterator[None]:
-    """The test leaves no save under way to the next one, and no error that nobody has seen."""
+    """Waits for saves that the test has left running, and fails if one has an unseen error."""
     yield
     running_saves.join_saves()
     has_error = True
@@ -47,7 +47,7 @@ def no_save_after() -> Iterator[None]:
 
 @pytest.fixture
 def held(gate: Gate) -> Iterator[Gate]:
-    """Saves do nothing beyond the call itself until it is opened."""
+    """Saves only stage until the gate is opened."""
     with calling({"background save begins": gate}):
         yield gate
         gate.open()
@@ -55,7 +55,7 @@ def held(gate: Gate) -> Iterator[Gate]:
 
 @pytest.fixture
 def opened_by_a_step(gate: Gate) -> Iterator[Gate]:
-    """Saves begin when a guarded optimizer's step waits: where it does not, it is late."""
+    """Saves start when a guarded optimizer's step waits for them."""
     with calling({"background save begins": gate, "wait until staged": gate.open}):
         yield gate
         gate.open()
@@ -63,7 +63,7 @@ def opened_by_a_step(gate: Gate) -> Iterator[Gate]:
 
 @pytest.fixture
 def opened_by_waiting(gate: Gate) -> Iterator[Gate]:
-    """It opens when somebody waits for a save; who does not wait finds it shut."""
+    """Opens the gate when a save waits for the save before it."""
     with calling({"wait for the save before": gate.open}):
         yield gate
         gate.open()
@@ -80,7 +80,7 @@ def pool_bytes() -> int:
     return torch_ckpt._core.pool_bytes()
 
 
-#: Ways to see how a save ends.
+#: Functions that return the outcome of a save.
 SEEN: dict[str, Callable[[AsyncSave], object]] = {
     "result": lambda handle: handle.result(),
     "wait_staged": lambda handle: handle.wait_staged(),
@@ -90,12 +90,12 @@ SEEN: dict[str, Callable[[AsyncSave], object]] = {
 
 
 def large(seed: int = 0, chunks: int = 3) -> torch.Tensor:
-    """So many chunks of staging memory."""
+    """Makes a tensor that needs ``chunks`` chunks of staging memory."""
     return random_tensor((chunks, CHUNK_BYTES), torch.uint8, seed)
 
 
 def unwritable(tmp_path: Path) -> Path:
-    """Where not even root can save."""
+    """Makes a path that even root cannot create."""
     (tmp_path / "file").touch()
     return tmp_path / "file" / "checkpoint"
 
@@ -105,8 +105,8 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def assert_checkpoint(path: Path, state: StateDict) -> None:
-    """Fails where the checkpoint is not the state's, to us or to stock torch."""
-    # Some have an object of a class of their own.
+    """Checks that torch_ckpt and stock torch load ``state`` from the checkpoint."""
+    # Stock torch needs an allow-list for the classes that some states contain.
     trusting = partial(torch_ckpt.load, allow_pickle=True)
     for loader in (trusting, stock_load):
         loaded = emptied(state)
@@ -116,14 +116,14 @@ def assert_checkpoint(path: Path, state: StateDict) -> None:
 
 @dataclass
 class Settings:
-    """An object that pickles and can change."""
+    """Mutable object that can be pickled."""
 
     rate: float = 0.5
     names: list[str] = field(default_factory=lambda: ["a", "b"])
 
 
 def everything() -> StateDict:
-    """One of everything that a state dict may hold; the same at each call."""
+    """Makes a state with one value of each kind that a state dict may hold; equal at each call."""
     complex_numbers = random_tensor((6, 4), torch.complex64, seed=6).nan_to_num()
     weight = torch.nn.Parameter(random_tensor((33, 17), torch.float32, seed=1))
     return {
@@ -155,7 +155,7 @@ def everything() -> StateDict:
 
 
 def spoil(value: Any) -> None:
-    """Changes all that a caller may change of a state, in place."""
+    """Changes in place all that a caller can change in a state."""
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
         storage.copy_(random_tensor((storage.size(),), torch.uint8, seed=99).untyped_storage())
@@ -174,7 +174,7 @@ def spoil(value: Any) -> None:
 
 
 def trained(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[Any, Any]:
-    """A model that has been trained one step, and its optimizer."""
+    """Makes a model that has been trained for one step, and its optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     made = optimizer(model.parameters(), lr=0.1, **options)
@@ -193,12 +193,12 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def copied(state: StateDict) -> StateDict:
-    """A copy of a model's state."""
+    """Copies a model's state."""
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 class OwnMapping(MutableMapping[str, Any]):
-    """A mapping of somebody's own, of which copy.copy() makes one with the same items."""
+    """User-defined mapping; copy.copy() returns a mapping with the same items."""
 
     def __init__(self, **items: Any) -> None:
         self._items = items

@@ -1,4 +1,4 @@
-"""Drives a headless Chromium over its debugging pipe, without further packages."""
+"""Drives a headless Chromium over its debugging pipe. Needs no other packages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-#: Debian's names and that of Chrome.
+#: The executable's names in Debian, and Chrome's.
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 _TIMEOUT_S = 60
 
 
 def find_chromium() -> str | None:
-    """Returns the path of the installed browser, if there is one."""
+    """Returns the path of the installed browser, or None."""
     return next(filter(None, map(shutil.which, _PROGRAMS)), None)
 
 
@@ -50,14 +50,14 @@ class Browser:
         self._answers.close()
 
     def set_width(self, width: int) -> None:
-        """Sets the width of the window in CSS pixels, as of a phone."""
+        """Sets the width of the window in CSS pixels, with the viewport of a phone."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             **{"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600},
         )
 
     def set_color_scheme(self, scheme: str) -> None:
-        """Sets what the system prefers: "light" or "dark"."""
+        """Sets the preferred color scheme: "light" or "dark"."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self._call("Emulation.setEmulatedMedia", features=[feature])
 
@@ -102,7 +102,7 @@ class Browser:
 
 @contextmanager
 def open_browser(program: str, profile: Path) -> Iterator[Browser]:
-    """Starts the browser with a new profile in this directory, and ends it."""
+    """Starts the browser with a new profile in this directory, and ends it after the block."""
     command_end, commands = os.pipe()
     answers, answer_end = os.pipe()
     options = "--headless --disable-gpu --no-first-run --disable-dev-shm-usage"

@@ -1,4 +1,4 @@
-"""Children that are forked from a test, so that torch is imported, and process groups for them."""
+"""Children forked from the test process, with torch already imported, and their process groups."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 
 P = ParamSpec("P")
 
-#: No child here is meant to take long, in seconds. One that does is killed.
+#: Time limit of a child, in seconds. A slower child is killed.
 LIMIT = 60
 
-#: What ranks share: events, barriers, counters.
+#: Factory of what ranks share: events, barriers, counters.
 context = multiprocessing.get_context("fork")
 
 
 def fork(work: Callable[[], object]) -> int:
-    """The number of a child that does ``work``, and ends with 0 where it raises nothing."""
+    """Forks a child that runs ``work``. Returns its pid; the child exits with 0 unless ``work``
+    raises."""
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Since Python 3.12: that there are threads, which some tests are about.
+        # Python 3.12 and newer warn if the process has threads. Some tests are about threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         code = 1
         try:
-            # The parent's garbage may have threads, as servers of stores do; they are not here.
+            # The parent's garbage may own threads, such as a store's server, which the child does
+            # not have.
             gc.freeze()
             signal.alarm(LIMIT)
             work()
             code = 0
         except BaseException:
-            # Past pytest, which would show it nowhere.
+            # Bypasses pytest's capture, which would never show it.
             os.write(2, f"in the child: {traceback.format_exc()}".encode())
         finally:
             os._exit(code)
@@ -53,17 +55,18 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def end_of(child: int) -> int:
-    """The exit code, or the negative signal, of a child."""
+    """Waits for a child. Returns its exit code, or the negative number of the signal that ended
+    it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def in_fork(work: Callable[[], object]) -> None:
-    """Does ``work`` in a forked child; fails where it raises."""
+    """Runs ``work`` in a forked child, and fails if ``work`` raises."""
     assert end_of(fork(work)) == 0
 
 
 def forked(test: Callable[P, None]) -> Callable[P, None]:
-    """A test that needs a process without traces of others, and leaves some."""
+    """Decorates a test that needs a fresh process, or changes state of the process."""
 
     @wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -73,10 +76,10 @@ def forked(test: Callable[P, None]) -> Callable[P, None]:
 
 
 class Answering:
-    """A forked child that sends what ``work`` returns, and perhaps goes on then.
+    """Forked child that sends what ``work`` returns.
 
     Args:
-        work: what it does; gets a function that sends something before its end.
+        work: function of the child; its argument is a function that sends a value before the end.
     """
 
     def __init__(self, work: Callable[[Callable[[Any], None]], Any]) -> None:
@@ -95,14 +98,14 @@ class Answering:
         self._reading = reading
 
     def answer(self) -> Any:
-        """Waits for what it sends."""
+        """Waits for the next value from the child."""
         with os.fdopen(self._reading, "rb") as stream:
             answer = stream.read()
         return pickle.loads(answer) if answer else None
 
 
 def answer_of(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a forked child."""
+    """Runs ``work`` in a forked child, and returns its result."""
     child = Answering(lambda _send: work())
     answer = child.answer()
     assert end_of(child.pid) == 0
@@ -110,14 +113,15 @@ def answer_of(work: Callable[[], Any]) -> Any:
 
 
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """By rank what ``work(rank)`` returns, or the CheckpointException that it raises.
+    """Runs ``work(rank)`` in a forked child for each rank. Returns by rank its result, or the
+    CheckpointException that it raised.
 
-    Each rank is a forked child. Their process group has a store and no collectives.
+    The process group of the ranks has a store and no collectives.
     """
     with tempfile.TemporaryDirectory() as directory:
 
         def of_rank(rank: int, _send: object) -> Any:
-            # Clients of a TCPStore, and gloo, take seconds to connect where names do not resolve.
+            # Clients of a TCPStore, and gloo, need seconds to connect if host names do not resolve.
             store = dist.FileStore(os.path.join(directory, "store"), size)
             dist.init_process_group("fake", store=store, rank=rank, world_size=size)
             try:
@@ -133,7 +137,7 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 @pytest.fixture
 def default_group() -> Iterator[None]:
-    """Of one rank, which hosts its store."""
+    """Makes a process group with one rank, which hosts its store."""
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     yield
     if dist.is_initialized():

@@ -1,4 +1,5 @@
-"""What all tests share: marks, a limit for hangs, and temporary directories of several kinds."""
+"""Fixtures and settings of all tests: marks, a time limit, temporary directories of several
+kinds."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported. OpenMP's threads spin while they wait for each other: where other
-# processes keep the cores busy, work on small tensors takes ten times as long with two as with one.
+# Must be set before torch is imported. OpenMP's threads spin while they wait for each other. If
+# other processes use the cores, work on small tensors is ten times slower with two threads than
+# with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Who imports another one comes after it, or its assertions would not be rewritten.
+# An importing module comes after the imported ones, or their assertions would not be rewritten.
 pytest_plugins = [
     "tests.gates",
     "tests.async_saves",
@@ -30,12 +32,12 @@ pytest_plugins = [
     "tests.sweeps",
 ]
 
-# A hang is a failure. The slowest test here takes well under a minute, and machines differ.
+# A longer test hangs. The slowest test takes well under a minute, but machines differ.
 TIMEOUT_SECONDS = 300
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # torch logs a dozen lines for each save and load, and a failure would show them all.
+    # torch logs a dozen lines for each save and load, and pytest would print all for each failure.
     config.option.log_level = config.option.log_level or "WARNING"
     config.addinivalue_line("markers", "large: needs several GiB of disk and memory")
     config.addinivalue_line("markers", "torture: run by make torture alone")
@@ -44,14 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
         "alone: measures memory, bandwidth or time, or uses what the machine has once; "
         "make py-test runs nothing beside it",
     )
-    # torch says so at each save and load that runs without a process group.
+    # torch warns of this at each save and load without a process group.
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")
     config.addinivalue_line("filterwarnings", "ignore:.*support is experimental")
 
 
-@pytest.hookimpl(tryfirst=True)  # Before -m chooses by the marks.
+@pytest.hookimpl(tryfirst=True)  # Before -m selects by mark.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # What pytest_plugins names is to be imported by pytest.
+    # pytest must import the modules in pytest_plugins.
     from tests.sweeps import TORTURE
 
     has_timeouts = config.pluginmanager.hasplugin("timeout")
@@ -69,7 +71,7 @@ def _directory_of(nodeid: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Seconds by directory, where the slowest tests are asked for."""
+    """Prints the seconds for each directory if --durations is given."""
     if not terminalreporter.config.option.durations:
         return
     seconds: Counter[str] = Counter()
@@ -84,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def control_c() -> Iterator[None]:
-    """Shells start jobs in the background with SIGINT ignored, and Python then leaves it so."""
+    """Restores the SIGINT handler: shells start background jobs with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -92,21 +94,21 @@ def control_c() -> Iterator[None]:
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A temporary directory that does not outlive its test: for those who fill it with GiBs."""
+    """Temporary directory that is deleted after its test, for tests that write GiBs."""
     yield tmp_path
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
+    """File system of 8 MiB."""
     with _mounted(tmp_path / "small", "tmpfs", "-o", "size=8m") as mount_point:
         yield mount_point
 
 
 @pytest.fixture
 def ram_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that has no direct I/O, and does not say how many bytes are free."""
+    """File system without direct I/O that does not report its free space."""
     with _mounted(tmp_path / "ram", "ramfs") as mount_point:
         yield mount_point
 

@@ -1,4 +1,4 @@
-"""What tests of ``convert`` share: states, and how a refusal looks."""
+"""Helpers for tests of ``convert``: states, and checks of refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ TENSORS = {"b": random_tensor((2, 3), torch.float16), "a.b": torch.ones(4), "c":
 
 
 class Foreign:
-    """A type that nobody has declared safe."""
+    """Class that is not on torch's allow-list."""
 
 
 def loaded(path: Path) -> Any:
@@ -42,7 +42,7 @@ def names_in(directory: Path) -> list[str]:
 def refused(
     directory: Path, error: type[Exception], match: str, *names: str, **options: Any
 ) -> None:
-    """Converts and expects the error; nothing may have changed in the directory."""
+    """Expects that the conversion fails and leaves the directory unchanged."""
     before = names_in(directory)
     with pytest.raises(error, match=match):
         convert(directory / names[0], directory / names[1], **options)

@@ -1,4 +1,4 @@
-"""What tests of failing saves save, and how they look at what is left."""
+"""Helpers for tests of failing saves: states to save, and checks of the remaining files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LARGE = 4 * (1 << 20) + (64 << 10)
 
 
 def state_of(seed: int = 0, bytes_in_all: int = LARGE) -> StateDict:
-    """Four tensors of one size, of which each of up to four files gets one or more, and more."""
+    """Makes four tensors of one size, so that each of up to four files gets data, and more
+    items."""
     rows = bytes_in_all // (4 * 4 * 100)
     state: StateDict = {
         f"t{i}": random_tensor((rows, 100), torch.float32, seed + i) for i in range(4)
@@ -30,7 +31,7 @@ def state_of(seed: int = 0, bytes_in_all: int = LARGE) -> StateDict:
 
 
 def assert_is_checkpoint(path: Path, state: StateDict) -> None:
-    """Fails where the checkpoint is not the state's, to us or to stock torch."""
+    """Checks that torch_ckpt and stock torch load ``state`` from the checkpoint."""
     for loader in (load, stock_load):
         loaded = emptied(state)
         loader(loaded, path)
@@ -46,7 +47,7 @@ class Refused(Exception):
 
 
 class FailingAt(dcp.DefaultSavePlanner):
-    """Refuses to give one item's data."""
+    """Planner that fails to return the data of one item."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class FailingAt(dcp.DefaultSavePlanner):
 
 
 class StopsBeforeCommit(torch_ckpt.FileSystemWriter):
-    """Dies when all data is written and nothing committed."""
+    """Writer that fails after all data is written and before the commit."""
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         raise Refused("finish")

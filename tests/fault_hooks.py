@@ -1,8 +1,8 @@
-"""Hooks at the fault points of the product (csrc/os/fault.h): to look, to wait, or to fail a call.
+"""Hooks at the fault points of the product (csrc/os/fault.h), which observe, delay or fail a call.
 
-A point has an operation and a path. The operation is that of a system call (``rename``, ``fsync``),
-or a moment in words that Python reaches; docs/testing.md lists them. Where a path is asked for, it
-may be a pattern (``*/.metadata``); an empty one is any path.
+A fault point has an operation and a path. The operation is the name of a system call (``rename``,
+``fsync``), or words for a moment in Python code; docs/testing.md lists them. A ``path`` argument
+may be a pattern (``*/.metadata``); an empty one matches any path.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from tests.gates import Gate
 from torch_ckpt import _core
 
-#: Gets operation and path. Returns None or 0, or the errno that the call fails with.
+#: Is called with operation and path. Returns None or 0, or the errno that the call fails with.
 Hook = Callable[[str, str], "int | None"]
 
-# Those that are in force; the outermost, which the product calls, calls them all.
+# The active hooks. The product calls the outermost one, which calls all of them.
 _hooks: tuple[Hook, ...] = ()
 
 
 @contextmanager
 def at_fault_points(hook: Hook) -> Iterator[None]:
-    """Calls ``hook`` at each point, from any thread; hooks can be nested.
+    """Calls ``hook`` at each point, from any thread. Hooks can be nested.
 
-    What the hook raises is raised at the end of the ``with``, if nothing else is. The outermost
-    ``with`` waits for calls of its hook that are under way.
+    An exception of the hook is raised at the end of the ``with``, unless another is raised. The
+    outermost ``with`` waits for running calls of its hook.
     """
     global _hooks
     raised: list[BaseException] = []
@@ -58,7 +58,7 @@ def at_fault_points(hook: Hook) -> Iterator[None]:
 
 @contextmanager
 def before(operation: str, act: Callable[[], object], path: str | Path = "") -> Iterator[None]:
-    """Calls ``act`` before the first such operation; it must come."""
+    """Calls ``act`` before the first such operation. Fails if there is none."""
     has_come: list[bool] = []
 
     def hook(at: str, where: str) -> None:
@@ -73,7 +73,7 @@ def before(operation: str, act: Callable[[], object], path: str | Path = "") -> 
 
 @contextmanager
 def calling(actions: Mapping[str, Callable[[], object]]) -> Iterator[None]:
-    """Calls the action of an operation each time before it, on any path."""
+    """Calls an operation's action before each such operation on any path."""
 
     def hook(operation: str, _path: str) -> None:
         if operation in actions:
@@ -85,7 +85,7 @@ def calling(actions: Mapping[str, Callable[[], object]]) -> Iterator[None]:
 
 @contextmanager
 def failing(operation: str, error: int, path: str | Path = "") -> Iterator[None]:
-    """Every such operation fails with the errno; one must come."""
+    """Fails every such operation with the errno. Fails if there is none."""
     has_come: list[bool] = []
 
     def hook(at: str, where: str) -> int:
@@ -101,7 +101,8 @@ def failing(operation: str, error: int, path: str | Path = "") -> Iterator[None]
 
 @contextmanager
 def held(operation: str, path: str | Path = "") -> Iterator[Gate]:
-    """Who comes to such an operation waits until the gate is opened, or until the end."""
+    """Blocks threads at such an operation until the gate is opened, or until the end of the
+    block."""
     gate = Gate()
     with at_fault_points(lambda at, where: gate() if at == operation and _fits(where, path) else 0):
         try:

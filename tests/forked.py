@@ -1,12 +1,13 @@
-"""Children forked from a process that has torch imported and no threads, so that a child costs tens
-of milliseconds instead of an import of torch.
+"""Children forked from a process that has imported torch and has no threads. Such a child costs
+tens of milliseconds instead of an import of torch.
 
-1. A :class:`Server` is such a process. For each child it gets two descriptors: an end of a
+1. A :class:`Server` is that process. For each child it gets two descriptors: one end of a
    connection, and a pipe for the exit code.
-2. It forks. The child reads from the connection what to do, so the server imports nothing by it.
-3. The child does its work as a program of its own: in a process group of its own, with its own
-   output and environment, up to the interpreter's own end.
-4. When the tests end, the server's children are killed and it ends.
+2. It forks. The child reads its work from the connection, so the work imports nothing in the
+   server.
+3. The child runs as a program: in its own process group, with its own output and environment, until
+   the interpreter ends.
+4. When the tests end, the server kills its children and exits.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 
-#: Of all children. Tests have more ranks than a machine may have GPUs. The compiler would start a
-#: process that imports torch for each.
+#: Environment of all children. Tests have more ranks than a machine may have GPUs. torch's compiler
+#: would start a process that imports torch for each child.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -39,7 +40,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(REPOSITORY),
 }
 
-#: What nearly all children need. Optimizers import the compiler.
+#: Modules that nearly all children need. Optimizers import the compiler.
 MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     *("torch_ckpt.api", "torch_ckpt.manager.async_checkpoint", "torch_ckpt.manager.manager"),
@@ -47,17 +48,17 @@ MODULES = (
     *("torch_ckpt.megatron", "pytest", "tests.support", "tests.distributed.launcher"),
 )
 
-#: Nothing here takes long. What takes longer hangs.
+#: A child that is slower than this hangs.
 PATIENCE_SECONDS = 60.0
 
 
 class Child:
-    """A child of a server. One thread uses it.
+    """Child of a server. Not thread-safe.
 
     Attributes:
-        pid: also the number of its process group.
-        connection: to its work.
-        output: the file with what it has written to its standard output and error, if any.
+        pid: process id, and process group id.
+        connection: connection to its work.
+        output: file with its standard output and error, or None.
     """
 
     def __init__(self, connection: Connection, status: int, output: Path | None) -> None:
@@ -68,11 +69,11 @@ class Child:
         self.pid: int = self.receive()
 
     def receive(self, timeout: float = PATIENCE_SECONDS) -> Any:
-        """The next thing that it sends.
+        """Waits for the next value that the child sends.
 
         Raises:
-            TimeoutError: nothing came in so many seconds.
-            EOFError: it has ended.
+            TimeoutError: nothing arrived within ``timeout`` seconds.
+            EOFError: the child has ended.
         """
         if not self.connection.poll(timeout):
             raise TimeoutError(f"the child hangs: nothing came for {timeout:g} s")
@@ -82,10 +83,10 @@ class Child:
             raise EOFError from None
 
     def wait(self, timeout: float = PATIENCE_SECONDS) -> int:
-        """Its exit code, or the negative number of the signal that ended it.
+        """Returns the exit code, or the negative number of the signal that ended the child.
 
         Raises:
-            TimeoutError: it has not ended in so many seconds.
+            TimeoutError: the child has not ended within ``timeout`` seconds.
         """
         if self._code is None:
             if not wait([self], timeout):
@@ -96,7 +97,7 @@ class Child:
         return self._code
 
     def fileno(self) -> int:
-        """A descriptor that can be read when it has ended."""
+        """Returns a descriptor that becomes readable when the child has ended."""
         return self._status.fileno()
 
     @property
@@ -104,12 +105,13 @@ class Child:
         return self._code is None and not wait([self], 0)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to it alone, if it lives."""
+        """Sends a signal to the child, and not to its process group, if the child lives."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it and the processes that it has started, and forgets it. Again it does nothing."""
+        """Kills the child and the processes that it has started, and closes the connection.
+        Idempotent."""
         if self._status.closed:
             return
         with suppress(ProcessLookupError):
@@ -119,16 +121,16 @@ class Child:
         self._status.close()
 
     def said(self) -> str:
-        """Its output up to now."""
+        """Returns the output up to now."""
         return self.output.read_text(errors="replace") if self.output is not None else ""
 
 
 class Server:
-    """Forks children. Threads may share it.
+    """Forks children. Thread-safe.
 
     Args:
-        modules: that it imports before it forks.
-        environment: of the server alone.
+        modules: modules to import before forking.
+        environment: additional variables for the server.
     """
 
     def __init__(
@@ -152,14 +154,13 @@ class Server:
         environment: Mapping[str, str] | None = None,
         output: Path | None = None,
     ) -> Child:
-        """Forks a child that does ``work(connection, *arguments)``, and ends as a program does.
+        """Forks a child that runs ``work(connection, *arguments)`` and ends as a program does.
 
         Args:
             work: a function that a fresh process can import.
-            arguments: that can be pickled.
-            environment: beside that of this process.
-            output: a file for what it writes to its standard output and error, which are the
-                tests' where it is None.
+            arguments: values that can be pickled.
+            environment: variables in addition to those of this process.
+            output: file for standard output and error; None: those of the tests.
         """
         if output is not None:
             output.touch()
@@ -173,8 +174,7 @@ class Server:
         return Child(ours, reading, output)
 
     def imports(self, modules: Sequence[str]) -> None:
-        """Lets the server import modules; those that cannot be imported by their names are passed
-        over."""
+        """Imports modules in the server. Names that cannot be imported are skipped."""
         ours, theirs = Pipe()
         socket.send_fds(self._socket, [b"import"], [theirs.fileno()])
         theirs.close()
@@ -185,8 +185,10 @@ class Server:
         assert threads == 1, "children forked from several threads may hang"
 
     def imports_as(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Lets the server import what a child has imported after it has done the work once, in a
-        directory that is gone afterwards, its first argument."""
+        """Imports in the server all modules that a child has imported after running the work once.
+
+        The first argument of the work is a temporary directory.
+        """
         with tempfile.TemporaryDirectory() as elsewhere:
             child = self.start(_modules_after, work, elsewhere, *arguments)
             try:
@@ -196,7 +198,7 @@ class Server:
         self.imports(modules)
 
     def close(self) -> None:
-        """Ends it and what is left of its children."""
+        """Ends the server and its remaining children."""
         self._socket.close()
         try:
             self._process.wait(PATIENCE_SECONDS)
@@ -210,10 +212,10 @@ _starting = threading.Lock()
 
 
 def server(*modules: str) -> Server:
-    """The one of this process, which all tests share.
+    """Returns the server that all tests of this process share.
 
     Args:
-        modules: where children need more than the usual: a server that has imported them, too.
+        modules: modules that the children need in addition; a separate server imports them.
     """
     with _starting:
         if modules not in _servers:
@@ -232,8 +234,8 @@ def _modules_after(connection: Connection, work: Callable[..., object], *argumen
 
 
 def _serve(requests: socket.socket) -> Connection | None:
-    """Forks until the tests end; None then, and in each child its connection."""
-    # By the descriptor that tells the end of a child.
+    """Forks until the tests end, then returns None. In each child, returns its connection."""
+    # Keyed by the pidfd, which becomes readable when the child ends.
     children: dict[int, tuple[int, int]] = {}
     while True:
         for ready in wait([requests, *children]):
@@ -242,7 +244,7 @@ def _serve(requests: socket.socket) -> Connection | None:
                 pid, status = children.pop(ready)
                 os.close(ready)
                 _, code = os.waitpid(pid, 0)
-                # Of a child that was forgotten nobody wants to know.
+                # Nothing reads the pipe of a child that was forgotten.
                 with suppress(OSError), open(status, "wb", buffering=0) as stream:
                     stream.write(str(os.waitstatus_to_exitcode(code)).encode())
                 continue
@@ -272,15 +274,15 @@ def _serve(requests: socket.socket) -> Connection | None:
 
 def _import(modules: Sequence[str]) -> None:
     for name in modules:
-        # Some names in sys.modules are no modules that can be imported by it.
+        # Some keys of sys.modules cannot be imported by their names.
         with suppress(ImportError):
             importlib.import_module(name)
-    # What is there stays, and collections in children need not copy it.
+    # Frozen objects are not traversed by collections in children, which would copy their pages.
     gc.freeze()
 
 
 def _work(connection: Connection) -> None:
-    """The child's."""
+    """Runs the work of the child."""
     os.setpgid(0, 0)
     connection.send(os.getpid())
     environment, sys.path, output = connection.recv()
@@ -301,11 +303,11 @@ def _main(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as requests:
         connection = _serve(requests)
     if connection is None:
-        # Taking torch apart takes a second.
+        # Finalizing torch takes a second.
         os._exit(0)
     _work(connection)
 
 
 if __name__ == "__main__":
-    # By its name and not as __main__, so that pickles of both sides mean the same functions.
+    # Imports by name instead of using __main__, so that both sides pickle the same functions.
     importlib.import_module("tests.forked")._main(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Work in a process of its own, which has torch imported and has done nothing yet."""
+"""Work in a fresh process that has only imported torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tests.forked import server
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Seconds. What takes so long has failed.
+#: Time limit in seconds.
 LIMIT = 120.0
 
 
 def in_fresh_process(work: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
-    """What a function of a module returns or raises there."""
+    """Runs a function of a module in a fresh process. Returns its result or raises its
+    exception."""
     child = server().start(_answer, work, arguments, options)
     try:
         result, error = child.receive(LIMIT)
@@ -42,11 +43,11 @@ def _answer(
 
 
 def memory_of_process(field: str) -> int:
-    """Bytes of this process, as the kernel counts them: "VmRSS" now, "VmHWM" at most."""
+    """Returns bytes of this process as the kernel counts them: "VmRSS" now, "VmHWM" at peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def forget_peak_of_memory() -> None:
-    """From now on "VmHWM" counts anew."""
+    """Resets the peak that "VmHWM" reports."""
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""Threads that wait for each other, and fail where that takes too long."""
+"""Synchronization of threads in tests, with a time limit on each wait."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
-#: No wait here is meant to be long, in seconds. What waits so long has failed.
+#: Time limit of each wait, in seconds.
 LIMIT = 60.0
 
 
 class Gate:
-    """Stops a thread that calls it until it is opened."""
+    """Blocks threads that call it until it is opened."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -23,11 +23,11 @@ class Gate:
 
     def __call__(self, *_: object) -> None:
         self.reached.set()
-        assert self._opened.wait(LIMIT), "nobody has opened the gate"
+        assert self._opened.wait(LIMIT), "the gate was not opened"
 
     def wait(self) -> None:
-        """Until somebody stands before it."""
-        assert self.reached.wait(LIMIT), "nobody has come to the gate"
+        """Waits until a thread is blocked at the gate."""
+        assert self.reached.wait(LIMIT), "no thread has reached the gate"
 
     def open(self) -> None:
         self._opened.set()
@@ -41,16 +41,16 @@ def gate() -> Iterator[Gate]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """For what other threads do in their own time and tell nobody."""
+    """Waits for a condition that other threads make true without a notification."""
     deadline = time.monotonic() + LIMIT
     while not condition():
-        assert time.monotonic() < deadline, "it has not come true"
+        assert time.monotonic() < deadline, "the condition has not become true"
         os.sched_yield()
 
 
 @contextmanager
 def in_thread(work: Callable[[], None]) -> Iterator[None]:
-    """Runs ``work`` in a thread beside the block, and raises what it raises."""
+    """Runs ``work`` in a thread during the block, and raises its exception."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -65,6 +65,6 @@ def in_thread(work: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         thread.join(LIMIT)
-    assert not thread.is_alive(), "it does not end"
+    assert not thread.is_alive(), "the thread does not end"
     if raised:
         raise raised[0]

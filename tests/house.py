@@ -1,6 +1,7 @@
-"""The packages of torch_ckpt and the folders of csrc: which may use which, and which does.
+"""Checks which packages of torch_ckpt and folders of csrc use which others, against the allowed
+order.
 
-``python -m tests.house`` writes the picture in docs/design.md anew.
+``python -m tests.house`` updates the picture in docs/design.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ REPOSITORY = Path(__file__).parents[1]
 DESIGN = REPOSITORY / "docs" / "design.md"
 BEGIN, END = "<!-- the house: begin -->\n", "<!-- the house: end -->\n"
 
-#: Packages and modules of torch_ckpt, from the top down. Each uses those of lower floors alone. ""
-#: is torch_ckpt itself, whose names are the public ones.
+#: Packages and modules of torch_ckpt, from the top down. Each may use only those of lower floors.
+#: "" is torch_ckpt itself, which has the public names.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("",),
@@ -33,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_base", "errors"),
 )
 
-#: Folders of csrc and files beside them, likewise.
+#: Folders of csrc and the files beside them, from the top down.
 CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
     ("torch_python",),
     ("torch",),
@@ -53,8 +54,8 @@ Graph = dict[str, set[str]]
 
 
 def imports(package: Path) -> Graph:
-    """By module of a package which of its modules that imports, also within functions and by a
-    string that ``import_module`` gets."""
+    """Maps each module of a package to the modules of the package that it imports. Includes imports
+    within functions and by ``import_module`` with a string."""
     root = package.name
     files = {_module_of(path, package.parent): path for path in package.rglob("*.py")}
     extensions = tuple(f"{root}.{name}" for name in EXTENSIONS)
@@ -63,7 +64,7 @@ def imports(package: Path) -> Graph:
         tree = ast.parse(path.read_text())
         within = name if path.name == "__init__.py" else name.rpartition(".")[0]
         found = {_file_of(used, files) for used in _used(tree, within)}
-        # The extension modules, and what they have, are not modules here.
+        # Extension modules and their contents are left out.
         graph[name] = {
             used
             for used in found - {name}
@@ -77,7 +78,7 @@ def _module_of(path: Path, above: Path) -> str:
 
 
 def _file_of(used: str, files: Mapping[str, Path]) -> str:
-    """The module of a name that may be a module or a name within one."""
+    """Returns the module for a dotted name, which may name a module or a name within one."""
     parent = used.rpartition(".")[0]
     name = used.rpartition(".")[2]
     return parent if used not in files and parent in files and name not in EXTENSIONS else used
@@ -99,7 +100,7 @@ def _used(tree: ast.AST, within: str) -> Iterator[str]:
 
 
 def includes(folder: Path) -> Graph:
-    """By source or header of csrc, without its ending, which of them that includes."""
+    """Maps each source or header of csrc, without suffix, to those that it includes."""
     graph: Graph = defaultdict(set)
     for path in (*folder.rglob("*.h"), *folder.rglob("*.cpp")):
         name = str(path.relative_to(folder).with_suffix(""))
@@ -110,13 +111,13 @@ def includes(folder: Path) -> Graph:
 
 
 def part_of(module: str) -> str:
-    """The package or folder of a module, or the module itself where it is in none."""
+    """Returns the package or folder of a module, or the module itself if it is in none."""
     names = module.removeprefix("torch_ckpt.").replace("/", ".").split(".")
     return "" if names[0] == "torch_ckpt" else names[0]
 
 
 def upward(graph: Graph, floors: tuple[tuple[str, ...], ...]) -> list[str]:
-    """What uses something that is not on a lower floor, and not in the same package."""
+    """Lists uses of a part that is not on a lower floor. Uses within one part are allowed."""
     floor_of = {part: floor for floor, parts in enumerate(floors) for part in parts}
     return [
         f"{name} uses {used}"
@@ -127,7 +128,7 @@ def upward(graph: Graph, floors: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 def circles(graph: Graph) -> list[str]:
-    """One for each module at which a walk comes back to where it is."""
+    """Lists the import cycles."""
     found: list[str] = []
     ended: set[str] = set()
 
@@ -145,7 +146,7 @@ def circles(graph: Graph) -> list[str]:
 
 
 def picture() -> str:
-    """The floors from the top down: what is in each part, and which parts it uses."""
+    """Draws the floors from the top down: a sentence for each part, and the parts that it uses."""
     lines = ["```"]
     graph = imports(REPOSITORY / "torch_ckpt")
     for floor in FLOORS:
@@ -168,15 +169,15 @@ CSRC = {
     "python": "The extension module _core: bindings that parse, release the GIL, call, translate.",
     "torch": "Tensors as sources and targets, load waves, conversions by ATen; no pybind11.",
     "engine": "File images, the sessions of saves, loads and verifications, results, thread pools.",
-    "directory": "A directory's protocol, numbered: leases, the commit, what may go.",
+    "directory": "Numbered steps of a save in its directory: leases, the commit, deletions.",
     "staging": "Sources, copies from host and device, the pool of chunks.",
-    "index": "What a checkpoint holds: its metadata in arrays, decoded and checked.",
-    "format": "What the bytes are: records, pickles, checksum tables, CRC-32.",
+    "index": "A checkpoint's metadata in arrays, decoded and checked.",
+    "format": "File formats: records, pickles, checksum tables, CRC-32.",
     "os": "The only folder with system calls, and the fault points for tests.",
-    "planning": "Who goes where: templates of states, owners, buckets, regions, read units.",
+    "planning": "Assignment of data: templates of states, owners, buckets, regions, read units.",
     "checked_math": "The only place that adds or compares offsets from outside.",
     "error": "One code for each defect, and Result<T>.",
-    "seeded_hash": "Hashes for tables of what comes from others.",
+    "seeded_hash": "Seeded hashes for tables with untrusted keys.",
 }
 
 
@@ -195,7 +196,7 @@ def _parts(graph: Graph, part: str) -> list[str]:
 
 
 def _sentence(part: str) -> str:
-    """The first of a package's or module's docstring."""
+    """Returns the first sentence of a package's or module's docstring."""
     package = REPOSITORY / "torch_ckpt" / part
     file = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
@@ -203,7 +204,7 @@ def _sentence(part: str) -> str:
 
 
 def drawn(text: str) -> str:
-    """A document with the picture of now between its marks."""
+    """Replaces the picture between the marks of a document by the current one."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + picture() + END + rest.split(END)[1]
 

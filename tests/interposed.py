@@ -1,9 +1,9 @@
-"""Saves in forked children whose calls of libc are counted, fail or are their last.
+"""Saves in forked children, with each libc call counted, made to fail, or followed by a kill.
 
-``faults/shim.c`` stands between the children and libc, ours and torch's code alike, and the
-extension is the one that is released. A server of forked children has it preloaded. What a save
-imports late is imported before, by the example of a child that is let go ahead. The tests and the
-children share the memory of the orders and of the log.
+``faults/shim.c`` is preloaded into a server of forked children. It intercepts calls of torch_ckpt
+and of torch; the extension is the released one. Modules that a save imports late are imported by
+the server first: an example child reports them. Tests and children share the memory with the orders
+and the log.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOURCE = Path(__file__).parent / "faults" / "shim.c"
 
 TIMEOUT_SECONDS = 60
 
-#: Of calls, in the order of the shim's ``enum kind``.
+#: Kinds of calls, in the order of the shim's ``enum kind``.
 KINDS = (
     *("open", "read", "write", "fsync", "sync_file_range", "syncfs", "fallocate", "ftruncate"),
     *("rename", "link", "unlink", "rmdir", "mkdir", "close", "flock", "stat", "opendir", "dup"),
@@ -44,19 +44,19 @@ _LOG_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Order:
-    """What the shim shall do.
+    """Instruction to the shim.
 
     Attributes:
-        action: "pass" counts; "fail" lets calls fail with ``errors[kind]`` (kinds that are not
-            there succeed); "short" lets reads and writes come back early; "kill" ends the process
-            before the call; "exchange" lets two paths name each other's files or directories from
-            just before the call, and "chdir" goes to another directory then.
-        first: the number of the first call to act upon, from 1; 0: none.
-        times: to how many calls.
-        kinds: what is numbered.
+        action: "pass" counts; "fail" fails calls with ``errors[kind]`` (kinds without an errno
+            succeed); "short" makes reads and writes return early; "kill" ends the process before
+            the call; "exchange" swaps the files or directories at two paths just before the call;
+            "chdir" changes the working directory just before the call.
+        first: number of the first affected call, from 1; 0: none.
+        times: number of affected calls.
+        kinds: kinds of calls that are numbered.
         errors: errno by kind.
-        count: bytes of calls that come back early; 0: half of those asked for.
-        paths: "exchange": both; "chdir": the directory, and nothing.
+        count: bytes that a short call transfers; 0: half of the requested bytes.
+        paths: "exchange": both paths; "chdir": the directory, and an empty string.
     """
 
     action: str = "pass"
@@ -74,10 +74,10 @@ class Call:
 
     kind: str
     path: str
-    number: int  # among those that are numbered, from 1; 0: of another kind
-    action: str  # what was done to it
+    number: int  # among the numbered calls, from 1; 0: of another kind
+    action: str  # the shim's action
     result: int
-    errno: int  # 0: it succeeded
+    errno: int  # 0: success
 
     def __str__(self) -> str:
         said = os.strerror(self.errno) if self.errno else str(self.result)
@@ -86,16 +86,16 @@ class Call:
 
 @dataclass
 class Run:
-    """What became of a child's work."""
+    """Outcome of a child's work."""
 
-    error: BaseException | None  # what it raised
+    error: BaseException | None  # the exception of the work
     killed: bool
     calls: list[Call]
-    numbered: int  # calls of the kinds that the order names
+    numbered: int  # calls of the kinds in the order
 
     @property
     def hit(self) -> Call | None:
-        """The first call that was acted upon; None where the run did not get so far."""
+        """Returns the first affected call, or None if the run ended before it."""
         return next((call for call in self.calls if call.action != "pass"), None)
 
     def of(self, kind: str) -> list[Call]:
@@ -134,7 +134,7 @@ class _Block(ctypes.Structure):
 
 
 def built_shim(directory: Path) -> Path:
-    """The library, compiled; skips the test where there is no compiler."""
+    """Compiles the shim. Skips the test if there is no compiler."""
     compiler = next(
         (found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None
     )
@@ -154,8 +154,8 @@ class Server:
 
     Args:
         library: the shim.
-        examples: work that is done once elsewhere so that what it imports late is imported by the
-            server, and each of its arguments after the directory.
+        examples: functions, each with its arguments after the directory. Each runs once elsewhere,
+            and the server then imports the modules that it imported late.
     """
 
     def __init__(self, library: Path, examples: Sequence[tuple[Callable[..., None], Any]]) -> None:
@@ -163,7 +163,7 @@ class Server:
         os.truncate(memory, ctypes.sizeof(_Block))
         self._block = _Block.from_buffer(mmap.mmap(memory, ctypes.sizeof(_Block)))
         block = f"/proc/{os.getpid()}/fd/{memory}"
-        # No more than saves need: a larger process takes longer to fork.
+        # Only what saves need: a larger process takes longer to fork.
         modules = ("torch", "torch.distributed.checkpoint", "torch_ckpt.api")
         environment = {"LD_PRELOAD": str(library), "SHIM_BLOCK": block}
         self._server = forked.Server(modules, environment)
@@ -175,15 +175,15 @@ class Server:
         """Runs ``work(*arguments)`` in a child, and waits for it.
 
         Args:
-            order: what to do to its calls.
-            root: the tree that they must concern.
+            order: instruction to the shim.
+            root: the tree whose calls are counted.
             work: a function that the server can import.
         """
         self.start(order, root, work, *arguments)
         return self.finish()
 
     def start(self, order: Order, root: Path, work: Callable[..., None], *arguments: Any) -> None:
-        """Begins a run; :meth:`finish` comes next."""
+        """Starts a run; :meth:`finish` returns its outcome."""
         block = self._block
         block.armed = 0
         block.mask = sum(1 << KINDS.index(kind) for kind in order.kinds)
@@ -198,7 +198,7 @@ class Server:
         self._child = self._server.start(_work, work, arguments)
 
     def finish(self) -> Run:
-        """What became of the run that was started."""
+        """Waits for the run and returns its outcome."""
         error, hangs = b"", False
         try:
             error = self._child.receive(TIMEOUT_SECONDS)
@@ -221,7 +221,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that is preloaded."""
+    """Compiled shim, to be preloaded."""
     return built_shim(tmp_path_factory.mktemp("shim"))
 
 
@@ -234,7 +234,8 @@ def _work(connection: Connection, work: Callable[..., None], arguments: tuple[An
     block: _Block = library.shim_block().contents
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # What torch and threads of it write there is told by the error, or is the loss that is counted.
+    # torch and its threads may print there. Failures are seen in the error or in the counted
+    # losses.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     error: BaseException | None = None
     block.armed = 1
@@ -246,7 +247,7 @@ def _work(connection: Connection, work: Callable[..., None], arguments: tuple[An
     try:
         connection.send(_pickled(error) if error is not None else b"")
     finally:
-        # Taking torch apart takes a second.
+        # Finalizing torch takes a second.
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Scripts that run to the very end of an interpreter of their own, which has torch imported."""
+"""Scripts that run until the end of their own interpreter, which has imported torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OUTPUTS = ("stdout", "stderr")
 
 
 def run_script(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script with arguments, without warnings; fails where it takes a minute."""
+    """Runs a script with arguments and without warnings. Fails after a minute."""
     with tempfile.TemporaryDirectory() as directory:
         child = server().start(_run, script, list(map(os.fspath, arguments)), directory)
         try:
@@ -23,7 +23,7 @@ def run_script(script: str, *arguments: str | Path) -> subprocess.CompletedProce
         finally:
             child.kill()
         stdout, stderr = (Path(directory, name).read_text() for name in _OUTPUTS)
-    # What triton's bindings say last, where torch's compiler has imported them.
+    # Last output of triton's bindings if torch's compiler has imported them.
     stderr = stderr.partition("nanobind: leaked")[0]
     return subprocess.CompletedProcess(script, code, stdout, stderr)
 
@@ -34,5 +34,5 @@ def _run(_connection: Connection, script: str, arguments: list[str], directory: 
         file = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
-    # What the script makes lives to the end.
+    # The script's objects live until the interpreter ends.
     exec(script, vars(sys.modules["__main__"]))

@@ -1,4 +1,4 @@
-"""Loads by our function and by torch's with our reader, for tests of either."""
+"""Loads by torch_ckpt.load and by dcp.load with torch_ckpt's reader, for tests of both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAVERS = [save, stock_save]
 
 
 def refusal(work: Callable[[], Any]) -> BaseException:
-    """The cause of the CheckpointException that it must raise."""
+    """Expects a CheckpointException and returns its cause."""
     with pytest.raises(dcp.CheckpointException) as error:
         work()
     return cause_of(error.value)
@@ -57,7 +57,7 @@ def mismatch(work: Callable[[], Any]) -> LoadMismatch:
 
 
 class Boxes(dcp.DefaultLoadPlanner):
-    """Fills each target with the box at an offset of the stored tensor of its name."""
+    """Planner that fills each target with the box at an offset of the stored tensor."""
 
     def __init__(self, offsets: dict[str, Shape]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Boxes(dcp.DefaultLoadPlanner):
 
 
 def quantized(rows: int, end: float = 3) -> torch.Tensor:
-    """Only torch reads it."""
+    """Makes a quantized tensor, which only torch can read."""
     values = torch.linspace(-3, end, rows * 6).reshape(rows, 6)
     return torch.quantize_per_tensor(values, 0.05, 3, torch.quint8)
 

@@ -1,4 +1,4 @@
-"""Steps beneath a local root for tests: saved, damaged, listed."""
+"""Steps in a local root for tests: saved, damaged, listed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 
 def saved(store: LocalSteps, step: int, value: float = 1.0, **options: Any) -> Path:
-    """Saves a step; its directory."""
+    """Saves a step and returns its directory."""
     torch_ckpt.save(
         state(value),
         storage_writer=store.writer(step, **{"attempt": ATTEMPT, **options}),
@@ -32,14 +32,14 @@ def saved(store: LocalSteps, step: int, value: float = 1.0, **options: Any) -> P
 
 
 def failure(store: LocalSteps, step: int, **options: Any) -> BaseException:
-    """Why a save of a step fails."""
+    """Returns the cause for which saving a step fails."""
     with pytest.raises(CheckpointException) as caught:
         saved(store, step, **options)
     return cause_of(caught.value)
 
 
 def value_of(path: Path) -> float:
-    """The value that the step in a directory was saved with."""
+    """Returns the value that was saved in a step's directory."""
     found = state(0.0)
     load(found, path)
     value: float = found["w"][0, 0].item()
@@ -57,7 +57,7 @@ def listed(store: LocalSteps) -> list[tuple[int, str]]:
 
 
 def unfinished(store: LocalSteps, step: int, *, marker: str | None = None) -> Path:
-    """What is left of a save that a crash has interrupted just before its rename, or earlier."""
+    """Makes the directory that a crash leaves before the rename of a save."""
     path = saved(store, step, 7.0)
     left = path.with_name(f"{path.name}.tmp-ffffffff")
     path.rename(left)

@@ -1,4 +1,4 @@
-"""Threads as ranks that meet through a store of this process."""
+"""Threads as ranks that communicate through a store of this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 
-#: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.
+#: Timeout in seconds of ranks in tests in which a rank is declared dead. Other tests do not wait
+#: for it.
 SHORT = 0.4
 
-#: For what nothing should be waiting.
+#: Limit of waits that should not block, in seconds.
 PATIENCE_SECONDS = 60.0
 
 
@@ -27,14 +28,14 @@ def ranks_of(store: dist.Store, size: int, timeout: float = PATIENCE_SECONDS) ->
 
 
 def together(ranks: list[Ranks], work: Callable[[Ranks], Any]) -> dict[int, Any]:
-    """By rank what each one's work returned or raised."""
+    """Runs the work of each rank in a thread. Returns by rank its result or exception."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = {one.rank: pool.submit(work, one) for one in ranks}
         return {r: f.exception(PATIENCE_SECONDS) or f.result() for r, f in futures.items()}
 
 
 def causes_of(outcome: Any) -> dict[int, str]:
-    """By rank the causes of the CheckpointException that a rank must have raised."""
+    """Returns by rank the causes of the CheckpointException that each rank must have raised."""
     assert isinstance(outcome, CheckpointException), repr(outcome)
     return {rank: repr(cause) for rank, (cause, _stack) in outcome.failures.items()}
 

@@ -1,4 +1,4 @@
-"""Programs that train, and what a checkpoint keeps of them."""
+"""Training programs, and the state of them that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def restore(state: State, path: Path, **load_options: Any) -> None:
 
 
 def kept(state: State, path: Path, fresh: State) -> State:
-    """A fresh state with what a checkpoint of the other one gives it."""
+    """Saves one state, restores it into a fresh one, and returns the latter."""
     save(state, path)
     restore(fresh, path)
     return fresh
@@ -62,7 +62,7 @@ def train(state: State, steps: int) -> None:
 
 
 def outcome(state: State) -> State:
-    """All that training has brought forth."""
+    """Returns all results of training."""
     parts = {key: state[key].state_dict() for key in ("model", "optimizer", "scheduler", "rng")}
     numpy_state = parts["rng"].pop("numpy", None)
     return parts | {"steps": state["steps"], "numpy": repr(numpy_state)}

@@ -23,14 +23,14 @@ Row = tuple[str, str, str, str]
 
 
 def gathered(directory: Path) -> dict[str, Any]:
-    """The files of one session of tests, as one document."""
+    """Joins the files of one test session into one document."""
     from benchmarks.machine import describe
 
     parts = {name: json.loads((directory / f"{name}.json").read_text()) for name in PARTS}
     for name in ("powercut", "crash_states", "manager_kills"):
-        del parts[name]["rows"]  # what became of each is counted beside them
+        del parts[name]["rows"]  # the judged outcomes are counted separately
     for name in ("kills", "faults", "early"):
-        del parts[name]["notes"]  # which points, for who looks for the cause
+        del parts[name]["notes"]  # the points that failed, for debugging
     return {"machine": vars(describe(Path.cwd())), "parts": parts}
 
 
@@ -45,7 +45,7 @@ def _share(counts: tuple[int, int]) -> str:
 
 
 def _swept(part: dict[str, Any], bad: tuple[str, ...]) -> tuple[str, str]:
-    """The counts of torch_ckpt, and of stock for each of its settings."""
+    """Returns the counts of torch_ckpt, and of stock for each of its settings."""
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for row, columns in part["rows"].items():
         is_stock = row.startswith("stock")
@@ -59,7 +59,7 @@ def _swept(part: dict[str, Any], bad: tuple[str, ...]) -> tuple[str, str]:
 
 
 def rows_of(parts: dict[str, Any]) -> list[Row]:
-    """The rows of the full table: fault, outcome, counts of torch_ckpt, counts of stock."""
+    """Returns the rows of the full table: fault, outcome, counts of torch_ckpt, counts of stock."""
     cuts, states = parts["powercut"], parts["crash_states"]
     kills, faults, attacks = parts["kills"], parts["faults"], parts["attacks"]
     tried, stopped, stock = attacked(attacks)
@@ -106,12 +106,12 @@ def rows_of(parts: dict[str, Any]) -> list[Row]:
     ]
 
 
-#: The rows of the full table that the README shows.
+#: Indexes of the rows that the README shows.
 SHORT = (0, 1, 4, 6)
 
 
 def attacked(part: dict[str, Any]) -> tuple[int, int, str]:
-    """The number of attacks, the number stopped, and the outcomes with stock in words."""
+    """Returns the number of attacks, the number stopped, and the outcomes with stock in words."""
     table = part["attacks"]
     stopped = sum(row["ours"].startswith("stopped") for row in table)
     stock = Counter(row["stock"].split()[0] for row in table if "stock" in row)
@@ -121,7 +121,7 @@ def attacked(part: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def block_of(document: dict[str, Any], rows: list[Row]) -> str:
-    """The table and its source, in markdown."""
+    """Makes the table and its source in Markdown."""
     machine = document["machine"]
     seed = document["parts"]["kills"]["seed"]
     return "\n".join(
@@ -140,7 +140,7 @@ def block_of(document: dict[str, Any], rows: list[Row]) -> str:
 
 
 def filled(text: str, document: dict[str, Any]) -> str:
-    """The text with its blocks of counts made anew."""
+    """Replaces the block of counts in a text."""
     rows = rows_of(document["parts"])
     for marker, chosen in (("promises", [rows[index] for index in SHORT]), ("promises-all", rows)):
         begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"

@@ -1,4 +1,4 @@
-"""Ranks: forked processes that know their places as torchrun's do, and of which any may die."""
+"""Ranks: forked processes with torchrun's environment, which tests may kill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forked import PATIENCE_SECONDS, Child, server
 
 ADDRESS = "127.0.0.1"
 
-#: What a rank is asked for before it is killed: where each of its threads stands.
+#: Makes a rank print the stacks of its threads, before it is killed.
 WHERE_SIGNAL = signal.SIGQUIT
 
 _LOG_CHARACTERS = 3000
@@ -31,14 +31,14 @@ def free_port() -> int:
 
 
 class Ranks:
-    """Processes that each do ``work(connection, *arguments)``, with the environment of a rank.
-    This process hosts their store, as torchrun's agent does. One thread uses them.
+    """Processes that each run ``work(connection, *arguments)`` with the environment of a rank. This
+    process hosts their store, as torchrun's agent does. Not thread-safe.
 
     Args:
-        size: how many.
+        size: number of ranks.
         work: a function that a fresh process can import.
-        rank_0_hosts_store: instead, as where ranks are started by hand.
-        modules: that the server which forks them has imported, beside the usual.
+        rank_0_hosts_store: rank 0 hosts the store, as if the ranks were started by hand.
+        modules: additional modules that the forking server has imported.
 
     Attributes:
         children: by rank.
@@ -72,7 +72,7 @@ class Ranks:
             self.children.append(child)
 
     def answer(self, rank: int, timeout: float = PATIENCE_SECONDS) -> Any:
-        """The next thing that a rank sends; fails where nothing comes in so many seconds."""
+        """Waits for the next value that a rank sends. Fails after ``timeout`` seconds."""
         try:
             return self.children[rank].receive(timeout)
         except TimeoutError:
@@ -82,8 +82,7 @@ class Ranks:
             raise AssertionError(f"rank {rank} {self.end_of(rank)}\n{self.said()}") from None
 
     def codes(self, timeout: float = PATIENCE_SECONDS) -> list[int]:
-        """The exit codes of all, as soon as they have ended; fails where one has not in so many
-        seconds."""
+        """Waits for all ranks and returns their exit codes. Fails after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         try:
             return [child.wait(max(0.0, deadline - time.monotonic())) for child in self.children]
@@ -92,14 +91,14 @@ class Ranks:
             raise AssertionError(f"a rank does not end\n{self.said()}") from None
 
     def end_of(self, rank: int) -> str:
-        """How a rank, whose connection has ended, has ended."""
+        """Describes the end of a rank whose connection has ended."""
         return f"ended with code {self.children[rank].wait()}"
 
     def said(self, since: list[int] | None = None) -> str:
-        """What each rank has written to its standard output and error.
+        """Returns the standard output and error of all ranks.
 
         Args:
-            since: by rank, from which character on.
+            since: by rank, the number of characters to skip.
         """
         parts = []
         for rank, child in enumerate(self.children):
@@ -108,7 +107,7 @@ class Ranks:
         return "\n".join(parts)
 
     def where(self, ranks: list[int]) -> None:
-        """Has ranks write where their threads stand, if they still can."""
+        """Makes ranks print the stacks of their threads, if they still can."""
         for rank in ranks:
             child = self.children[rank]
             before = len(child.said())
@@ -118,7 +117,7 @@ class Ranks:
                 time.sleep(0.1)
 
     def kill(self) -> None:
-        """Ends what is left of them, and what they have started."""
+        """Kills the remaining ranks and the processes that they have started."""
         for child in self.children:
             child.kill()
         self._store = None
@@ -129,7 +128,7 @@ class Ranks:
 def ranks(
     size: int, work: Callable[..., object], *arguments: Any, **options: Any
 ) -> Iterator[Ranks]:
-    """:class:`Ranks` for the time of a block."""
+    """Starts :class:`Ranks` for the duration of a block."""
     started = Ranks(size, work, *arguments, **options)
     try:
         yield started
@@ -138,7 +137,8 @@ def ranks(
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank on a single machine, as far as torch and programs look at it."""
+    """Returns torchrun's environment for a rank on a single machine, as far as torch and programs
+    use it."""
     return {
         "MASTER_ADDR": ADDRESS,
         "MASTER_PORT": str(port),
@@ -151,7 +151,7 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "none",
-        # The store is not rank 0's to make.
+        # Rank 0 must not make the store.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 

@@ -1,4 +1,4 @@
-"""Steps beneath URLs for tests: the fixtures that give them, and what is done with them."""
+"""Steps at URLs for tests: fixtures, saves, loads and checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
 
 ATTEMPT = "0123abcd"
 
-# For what nothing should be waiting.
+# Limit of waits that should not block, in seconds.
 PATIENCE = 60.0
 
 KINDS = ["memory", "file", "s3"]
@@ -48,7 +48,7 @@ def steps(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> RemoteSteps:
-    """On each kind of file system, with nothing there."""
+    """Empty root on each kind of file system."""
     name = uuid.uuid4().hex
     if request.param == "s3":
         settings = request.getfixturevalue("s3")
@@ -60,13 +60,13 @@ def steps(
 
 @pytest.fixture
 def flaky(staging: Path) -> RemoteSteps:
-    """On a file system that can fail; see ``hooked``."""
+    """Root on a file system that can fail; see ``hooked``."""
     return RemoteSteps(hooked_url(), staging)
 
 
 @pytest.fixture
 def unanswered(flaky: RemoteSteps, staging: Path) -> RemoteSteps:
-    """The same steps, where the first request for each marker is carried out and then fails."""
+    """Root of ``flaky``, but the first request for each marker is carried out and then fails."""
     return RemoteSteps(flaky.root.replace("hooked", "unanswered"), staging)
 
 
@@ -122,7 +122,7 @@ def fail_at(kind: str, part: str, error: Exception | None = None) -> Any:
 
 
 def failing_at_the_end(kind: str, name: str) -> Any:
-    """A hook by which requests of a kind fail for paths that end in this name."""
+    """Makes a hook that fails requests of a kind for paths that end in this name."""
 
     def hook(of: str, path: str) -> None:
         if of == kind and path.rstrip("/").endswith(f"/{name}"):
@@ -132,7 +132,7 @@ def failing_at_the_end(kind: str, name: str) -> Any:
 
 
 def which(steps: RemoteSteps) -> str:
-    """The save that step 1 is of, by all of its values; "none" where it is no complete step."""
+    """Identifies the save in step 1 by all of its values; "none" if the step is not complete."""
     if kinds_of(steps) != {1: "complete"}:
         with pytest.raises(dcp.CheckpointException, match=f"{MARKER_NAME} is missing"):
             loaded(steps, 1)
@@ -144,7 +144,7 @@ def which(steps: RemoteSteps) -> str:
 
 
 def make_old(flaky: RemoteSteps) -> None:
-    """As if all that is there had been written before the oldest save that may still live."""
+    """Backdates all files to before the oldest save that may still be running."""
     written = datetime.now(timezone.utc) - timedelta(seconds=LEFTOVER_SECONDS + 1)
     place = Hooked._strip_protocol(flaky.root)
     for path, file in Hooked.store.items():

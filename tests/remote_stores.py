@@ -1,4 +1,4 @@
-"""File systems for tests of remote checkpoints: a server that speaks S3, and one that fails."""
+"""File systems for tests of remote checkpoints: an S3 server, and file systems that can fail."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ BUCKET = "checkpoints"
 
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
-    """A server of this process on a free port of loopback; the settings to reach it by.
+    """Runs an S3 server in this process on a free port of loopback. Yields the settings for
+    clients.
 
-    Skips the test where s3fs or moto is not there.
+    Skips the test if s3fs or moto is not installed.
     """
     reason = "needs s3fs and moto[server], an S3 server in Python"
     pytest.importorskip("s3fs", reason=reason)
@@ -33,7 +34,7 @@ def s3_server() -> Iterator[dict[str, str]]:
     try:
         host, port = server.get_host_and_port()
         url = f"http://{host}:{port}"
-        # All servers of a process have the same buckets.
+        # All servers of a process share their buckets.
         urlopen(f"{url}/moto-api/reset", data=b"").close()
         settings = {"endpoint_url": url, "key": "k", "secret": "s"}
         fsspec.filesystem("s3", **settings).mkdir(BUCKET)
@@ -43,16 +44,16 @@ def s3_server() -> Iterator[dict[str, str]]:
 
 
 class Hooked(MemoryFileSystem):  # type: ignore[misc]
-    """In memory, and calls ``hook`` before each request, with its kind and path.
+    """In-memory file system that calls ``hook`` with the kind and path before each request.
 
-    Streams of one file have positions of their own, as files of all other file systems.
+    Streams of one file have separate positions, as in all other file systems.
     """
 
     protocol = "hooked"
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     hook: ClassVar[Callable[[str, str], None]] = staticmethod(lambda kind, path: None)
-    #: Ranges that were read: path, number of bytes.
+    #: Read ranges: path, number of bytes.
     reads: ClassVar[list[tuple[str, int]]] = []
 
     @classmethod
@@ -87,7 +88,8 @@ class Hooked(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Walked(Hooked):
-    """The same, found by fsspec's walk from directory to directory, as sftp and HDFS are."""
+    """``Hooked`` with fsspec's walk from directory to directory for ``find``, like sftp and
+    HDFS."""
 
     protocol = "walked"
     find = fsspec.AbstractFileSystem.find
@@ -98,7 +100,7 @@ class Walked(Hooked):
 
 
 class Unanswered(Hooked):
-    """The same files, where the first request for each marker is carried out and then fails."""
+    """``Hooked``, but the first request for each marker is carried out and then fails."""
 
     protocol = "unanswered"
     markers: ClassVar[set[str]] = set()
@@ -116,7 +118,7 @@ for kind in (Hooked, Walked, Unanswered):
 
 @contextmanager
 def hooked(hook: Callable[[str, str], None]) -> Iterator[None]:
-    """A block in which requests to ``hooked://`` call this first."""
+    """Calls ``hook`` before each request to ``hooked://`` during the block."""
     before, Hooked.hook = Hooked.hook, staticmethod(hook)
     try:
         yield
@@ -125,6 +127,6 @@ def hooked(hook: Callable[[str, str], None]) -> Iterator[None]:
 
 
 def hooked_url() -> str:
-    """One that nobody else has."""
+    """Makes a unique URL."""
     Hooked.reads.clear()
     return f"hooked://{uuid.uuid4().hex}/run"

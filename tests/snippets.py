@@ -3,11 +3,11 @@
     python -m tests.snippets DOCUMENT...
 
 torch is imported once. Each document runs in a forked process of its own, in an empty directory:
-its blocks one after the other, in one namespace, as somebody who reads on would run them. What is
-installed here and is not required by torch_ckpt, directly or not, cannot be imported. Buckets
-(``s3://``, ``gs://``) are memory. A block behind ``<!-- not run: REASON -->`` is left out.
+its blocks run in order and share a namespace. Modules of distributions that torch_ckpt does not
+require, directly or not, cannot be imported. Buckets (``s3://``, ``gs://``) are in memory. A block
+behind ``<!-- not run: REASON -->`` is skipped.
 
-Prints a JSON document: of each document the error and the line of the block that failed, or null.
+Prints a JSON document: for each document the error and the line of the failed block, or null.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 _INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 
-# As of torchrun.
+# As torchrun sets it.
 _ENVIRONMENT_OF_ONE_RANK = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -52,10 +52,10 @@ class Snippet:
     """A block of a document.
 
     Attributes:
-        line: of its first line of code, from 1.
-        language: as the document says it; empty where it says none.
+        line: line number of its first line of code, from 1.
+        language: language of the fence; may be empty.
         code: its text.
-        reason: why it is not run; None where it is.
+        reason: why it is not run; None if it is run.
     """
 
     line: int
@@ -65,7 +65,7 @@ class Snippet:
 
 
 def snippets_of(document: Path) -> list[Snippet]:
-    """All blocks of a document."""
+    """Returns all blocks of a document."""
     text = document.read_text()
     return [
         Snippet(
@@ -79,7 +79,7 @@ def snippets_of(document: Path) -> list[Snippet]:
 
 
 def commands_of(code: str) -> Iterator[list[str]]:
-    """The commands of a block: those behind ``$``, or all lines where there is none."""
+    """Yields the commands of a block: those behind ``$``, or all lines if no line has a ``$``."""
     lines = code.splitlines()
     if any(line.startswith("$ ") for line in lines):
         lines = [line[2:] for line in lines if line.startswith("$ ")]
@@ -95,7 +95,7 @@ class _PlainInstall(PathFinder):
 
     @classmethod
     def install(cls) -> None:
-        """Takes the place of Python's own finder."""
+        """Replaces Python's own finder."""
         required = _required("torch")
         cls._hidden = frozenset(
             module
@@ -109,13 +109,13 @@ class _PlainInstall(PathFinder):
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if path is None and fullname in cls._hidden:
-            # It may be vendored: setuptools puts what it has so on the path.
+            # It may be vendored: setuptools puts vendored packages on the path.
             path = [directory for directory in sys.path if directory not in _INSTALLED]
         return super().find_spec(fullname, path, target)
 
 
 def _required(distribution: str) -> set[str]:
-    """A distribution and all that it requires without extras, by normalized name."""
+    """Returns a distribution and all that it requires without extras, by normalized name."""
     found: set[str] = set()
     left = [distribution]
     while left:
@@ -157,7 +157,7 @@ def _make_buckets_memory() -> None:
 
 
 def run(document: Path) -> str | None:
-    """Runs a document's blocks in this process; what failed, or None."""
+    """Runs a document's blocks in this process. Returns the failure, or None."""
     from torch_ckpt import cli
 
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -167,7 +167,7 @@ def run(document: Path) -> str | None:
         place = f"{document.name}:{snippet.line}"
         try:
             if snippet.language == "python":
-                # So that a traceback has the document's lines.
+                # Makes tracebacks show the document's lines.
                 code = "\n" * (snippet.line - 1) + snippet.code
                 exec(compile(code, str(document), "exec"), namespace)
             elif snippet.language == "console":
@@ -193,7 +193,7 @@ def _run_in_child(document: Path) -> str | None:
         status = 1
         try:
             os.close(reader)
-            # The report is on standard output.
+            # Standard output carries the report.
             os.dup2(2, 1)
             with tempfile.TemporaryDirectory() as directory:
                 os.chdir(directory)
@@ -216,7 +216,7 @@ def _run_in_child(document: Path) -> str | None:
 
 def main(documents: Sequence[str]) -> None:
     _PlainInstall.install()
-    # Before the forks, once; optimizers import the compiler.
+    # Imported once, before the forks. Optimizers import the compiler.
     importlib.import_module("torch._dynamo")
 
     import torch_ckpt.cli  # noqa: F401

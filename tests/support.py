@@ -1,4 +1,4 @@
-"""What several test files need: records as torch writes them, states, comparisons."""
+"""Helpers of several test files: records as torch writes them, states, comparisons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch_ckpt.checkpoint.metadata import checksum_tables
 
 StateDict = dict[str, Any]
 
-#: What dcp.load says of a directory without a checkpoint: older torch drops the reader's reason.
+#: Error of dcp.load for a directory without a checkpoint. Older torch drops the reader's reason.
 NO_CHECKPOINT = (
     "no committed checkpoint"
     if "global metadata read failed" in inspect.getsource(state_dict_loader)
@@ -41,14 +41,14 @@ uint16 uint32 uint64 complex32 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e
 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
 """
 
-#: The dtypes of this torch that DCP can save (it cannot tell the size of the others).
+#: The dtypes of this torch that DCP can save. It cannot determine the size of the others.
 DTYPES = [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]
 
 
 def pairwise(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Some of the cases: any two values that one of them has together, one of these has together.
+    """Selects cases so that each pair of values that occurs in one case occurs in a selected case.
 
-    For tests whose defects show with two values, whatever the rest is. Values are hashable.
+    For tests whose defects show with two values, whatever the others are. Values must be hashable.
     """
     left = [(case, set(itertools.combinations(enumerate(case), 2))) for case in cases]
     wanted = set().union(*(pairs for _, pairs in left))
@@ -61,7 +61,7 @@ def pairwise(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """A contiguous tensor of random bytes (random truth values for bool)."""
+    """Makes a contiguous tensor of random bytes (random truth values for bool)."""
     count = torch.Size(shape).numel()
     random = torch.Generator().manual_seed(seed)
     limit = 2 if dtype == torch.bool else 256
@@ -75,7 +75,7 @@ def f32(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def nested_state(seed: int = 0) -> StateDict:
-    """Nested dicts and lists of tensors and objects."""
+    """Makes nested dicts and lists of tensors and objects."""
     return {
         "model": {
             "weight": f32(30, 7, seed=seed),
@@ -93,13 +93,14 @@ def nested_state(seed: int = 0) -> StateDict:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """As torch.zeros, which not every dtype has."""
+    """Makes zeros of any dtype; torch.zeros does not support every dtype."""
     count = torch.Size(shape).numel()
     return torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def as_torch_stores(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that DCP's writer hands to torch.save: a clone where the storage is larger."""
+    """Returns the tensor that DCP's writer passes to torch.save: a clone if the storage is
+    larger."""
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().size() != tensor.nbytes:
         tensor = tensor.clone()
@@ -107,19 +108,19 @@ def as_torch_stores(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record_of(tensor: torch.Tensor) -> bytes:
-    """The record that DCP's writer stores."""
+    """Makes the record that DCP's writer stores."""
     stream = io.BytesIO()
     torch.save(as_torch_stores(tensor), stream)
     return stream.getvalue()
 
 
 def save(state: StateDict, path: str | Path, **options: Any) -> Metadata:
-    """``dcp.save`` with our writer, quietly over what is there."""
+    """``dcp.save`` with torch_ckpt's writer, replacing a checkpoint without a warning."""
     return save_with(torch_ckpt.FileSystemWriter(path, **options), state)
 
 
 def stock_save(state: StateDict, path: str | Path, **options: Any) -> Metadata:
-    """``dcp.save`` with torch's own writer."""
+    """``dcp.save`` with torch's writer."""
     return save_with(dcp.FileSystemWriter(path, **options), state)
 
 
@@ -130,7 +131,8 @@ def save_with(
     planner: dcp.SavePlanner | None = None,
     checkpoint_id: Any = None,
 ) -> Metadata:
-    """``dcp.save`` in this process alone, without the warning that a checkpoint is replaced."""
+    """``dcp.save`` without a process group, and without the warning that a checkpoint is
+    replaced."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
         return dcp.save(
@@ -145,25 +147,25 @@ def save_with(
 def load(
     state: StateDict, path: str | Path, *, planner: dcp.LoadPlanner | None = None, **options: Any
 ) -> None:
-    """``dcp.load`` with our reader."""
+    """``dcp.load`` with torch_ckpt's reader."""
     reader = torch_ckpt.FileSystemReader(path, **options)
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
 
 
 def stock_load(state: StateDict, path: str | Path) -> None:
-    """``dcp.load`` with torch's own reader."""
+    """``dcp.load`` with torch's reader."""
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
 
 
 def stock_restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Restores both by torch's own reader, ``get_state_dict`` and ``set_state_dict``."""
+    """Restores model and optimizer by torch's reader, ``get_state_dict`` and ``set_state_dict``."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     stock_load({"model": of_model, "optimizer": of_optimizer}, path)
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
 
 class Terminal(io.StringIO):
-    """Standard error that somebody looks at."""
+    """Standard error that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -171,7 +173,7 @@ class Terminal(io.StringIO):
 
 @contextmanager
 def files_limited_to(count: int) -> Iterator[None]:
-    """Lets every write of this process beyond ``count`` bytes of a file fail, as a quota does."""
+    """Fails every write of this process beyond ``count`` bytes of a file, as a quota does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
     try:
@@ -181,13 +183,13 @@ def files_limited_to(count: int) -> Iterator[None]:
 
 
 def cause_of(error: dcp.CheckpointException) -> BaseException:
-    """What failed on the only rank that failed."""
+    """Returns the error of the only rank that failed."""
     ((cause, _traceback),) = error.failures.values()
     return cause
 
 
 def data_files(path: str | Path) -> list[Path]:
-    """The data files of a checkpoint, by name."""
+    """Lists the data files of a checkpoint, by name."""
     return sorted(Path(path).glob("*.distcp"))
 
 
@@ -200,7 +202,7 @@ def flip_bit(file: Path, byte: int, bit: int) -> None:
 
 
 def place_of(metadata: Metadata, name: str) -> _StorageInfo:
-    """Where the only stored item of a name lies."""
+    """Returns the location of the only stored item of a name."""
     (place,) = (info for index, info in metadata.storage_data.items() if index.fqn == name)
     return place
 
@@ -210,7 +212,7 @@ RecordSums = tuple[int, int, list[int]]
 
 
 def parsed_table(table: bytes) -> dict[int, RecordSums]:
-    """A checksum table by offset, as the grammar in docs/format.md has it."""
+    """Parses a checksum table by the grammar in docs/format.md. Returns the entries by offset."""
     magic, count = struct.unpack_from("<4sI", table)
     assert magic == b"TCS1"
     (seal,) = struct.unpack("<I", table[-4:])
@@ -227,7 +229,7 @@ def parsed_table(table: bytes) -> dict[int, RecordSums]:
 
 
 def assert_tables_match(path: str | Path, metadata: Metadata) -> None:
-    """Fails unless the metadata's tables say of all bytes in the checkpoint what zlib says."""
+    """Checks the metadata's checksums against zlib for all bytes in the checkpoint."""
     tables = {name: parsed_table(table) for name, table in checksum_tables(metadata).items()}
     assert set(tables) == {info.relative_path for info in metadata.storage_data.values()}
     for index, info in metadata.storage_data.items():
@@ -255,14 +257,14 @@ def assert_tables_match(path: str | Path, metadata: Metadata) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """A tensor's elements in logical order, NaNs and padding bits included."""
+    """Returns a tensor's elements in logical order, with NaNs and padding bits."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = plain.clone(memory_format=torch.contiguous_format)
     return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def assert_equal(actual: Any, expected: Any, name: str = "state") -> None:
-    """Fails where two states differ in one bit, dtype, shape or type, and says where."""
+    """Fails with the path if two states differ in a bit, dtype, shape or type."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(actual, torch.Tensor), f"{name}: {type(actual)}"
         assert actual.dtype == expected.dtype, name
@@ -281,7 +283,7 @@ def assert_equal(actual: Any, expected: Any, name: str = "state") -> None:
 
 
 def emptied(state: Any) -> Any:
-    """The same structure with nothing of the values: zeroed tensors, None for the rest."""
+    """Makes the structure of a state without its values: zeroed tensors, None for other values."""
     if isinstance(state, torch.Tensor):
         return zeros(state.shape, state.dtype)
     if isinstance(state, dict):

@@ -1,8 +1,8 @@
-"""Sweeps over all system calls of a save: what is saved and how, what is left, and the counts.
+"""Sweeps over all system calls of a save: ways to save, checks of what is left, and counts.
 
 Environment variables:
-    TORCH_CKPT_TORTURE: anything; every point is swept. Unset: a sample of the points.
-    TORCH_CKPT_SEED: of the sample; printed at the end.
+    TORCH_CKPT_TORTURE: if set, every point is swept, otherwise a sample of the points.
+    TORCH_CKPT_SEED: seed of the sample; printed at the end.
     TORCH_CKPT_RESULTS: a directory for the counts, as JSON.
 """
 
@@ -38,14 +38,14 @@ from tests.support import (
 TORTURE = bool(os.environ.get("TORCH_CKPT_TORTURE"))
 SEED = int(os.environ.get("TORCH_CKPT_SEED") or 1)
 
-#: Of sweeps: time for all points, and no word of what torch and we say of saves over older ones.
+#: Marks of sweeps: a limit for all points, and no warnings about replaced checkpoints.
 SWEEPING = [
     pytest.mark.timeout(3600 if TORTURE else 300),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
     pytest.mark.filterwarnings("ignore:an unused file could not be removed"),
 ]
 
-# Each of four files is large enough for direct I/O, and one file for all takes two chunks.
+# Each of four files is large enough for direct I/O, and a single file needs two chunks.
 _BYTES_OF_A_TENSOR = (1 << 20) + (64 << 10)
 
 OLD, NEW, NEXT = 1, 2, 3
@@ -53,7 +53,7 @@ OLD, NEW, NEXT = 1, 2, 3
 
 @functools.cache
 def state_of(seed: int) -> StateDict:
-    """Four tensors of one size, of which each of up to four files gets one, and more."""
+    """Makes four tensors of one size, so that each of up to four files gets one, and more items."""
     state: StateDict = {
         f"t{i}": random_tensor((_BYTES_OF_A_TENSOR // 4 // 100, 100), torch.float32, 10 * seed + i)
         for i in range(4)
@@ -85,7 +85,7 @@ def save_by_stock(path: str, seed: int, threads: int) -> None:
     stock_save(state_of(seed), path, thread_count=threads, sync_files=True)
 
 
-#: By name, as the tables have it.
+#: Imported by name, as the tables refer to it.
 SAVES = {
     "torch_ckpt.save": save_alone,
     "torch_ckpt.save direct_io=False": save_through_page_cache,
@@ -102,7 +102,7 @@ class Scenario:
     Attributes:
         how: a key of SAVES.
         threads: the writer's ``thread_count``.
-        overwrites: whether an older checkpoint is there.
+        overwrites: True if the directory has an older checkpoint.
     """
 
     how: str
@@ -114,7 +114,7 @@ class Scenario:
 
     @property
     def before(self) -> str:
-        """What is in the directory, in the words of :func:`found_in`."""
+        """Names the contents of the directory before the save, in the words of :func:`found_in`."""
         return "old" if self.overwrites else "none"
 
 
@@ -124,7 +124,7 @@ OURS = [
     for threads in (1, 4)
     for overwrites in (False, True)
 ] + [Scenario("torch_ckpt.save direct_io=False", 4, True)]
-#: Nothing is asserted of them: one shows that a sweep sees what it looks for.
+#: Control runs without assertions; one shows that a sweep detects failures.
 STOCK = [
     Scenario("stock dcp.save", threads, overwrites)
     for threads in (1, 4)
@@ -133,10 +133,10 @@ STOCK = [
 
 
 class Bench:
-    """Directories for one save after another, each in the state that its scenario asks for.
+    """Directories for consecutive saves, each in the initial state of its scenario.
 
     Args:
-        workdir: for all of them.
+        workdir: parent directory of all of them.
     """
 
     def __init__(self, workdir: Path) -> None:
@@ -146,7 +146,7 @@ class Bench:
 
     @contextmanager
     def directory(self, scenario: Scenario) -> Iterator[tuple[Path, Path]]:
-        """A tree of its own, and the checkpoint's directory in it, for the time of a block."""
+        """Makes a tree and the checkpoint's directory in it for the duration of a block."""
         self._made += 1
         tree = self.workdir / f"tree-{self._made}"
         path = tree / "runs" / "step"
@@ -155,12 +155,12 @@ class Bench:
             path.parent.mkdir()
             shutil.copytree(self._older_of(scenario), path)
         yield tree, path
-        # Not where the block has failed: what is there then tells why.
+        # Not deleted if the block has failed: the files show the cause.
         shutil.rmtree(tree)
 
     @contextmanager
     def two_directories(self) -> Iterator[tuple[Path, Path, Path]]:
-        """A tree, and two directories of one name in it that each hold the old checkpoint."""
+        """Makes a tree with two directories of one name, each with the old checkpoint."""
         scenario = Scenario("torch_ckpt.save", 4, True)
         with self.directory(scenario) as (tree, path):
             other = tree / "others" / path.name
@@ -168,7 +168,7 @@ class Bench:
             yield tree, path, other
 
     def _older_of(self, scenario: Scenario) -> Path:
-        # Stock writes over files of the same names, so its older one has as many of them.
+        # Stock writes over files of the same names, so its older checkpoint has as many files.
         name = f"{scenario.how} {scenario.threads}" if scenario in STOCK else "ours"
         if name not in self._older:
             path = self._older[name] = self.workdir / f"older {name}"
@@ -180,9 +180,9 @@ class Bench:
 
 
 def found_in(path: Path, *, stock: bool = False) -> str:
-    """Which of the states a directory loads as: "none", "old", "new" or "next".
+    """Identifies the state that a directory loads as: "none", "old", "new" or "next".
 
-    Where it is none of them: "a mix", or "unreadable" where loading it fails.
+    Returns "a mix" for any other state, or "unreadable" if loading fails.
     """
     if not os.path.lexists(path / ".metadata"):
         return "none"
@@ -210,7 +210,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def unnamed_in(path: Path) -> set[str]:
-    """The files of a checkpoint's directory that its metadata does not name."""
+    """Lists the files of a checkpoint's directory that its metadata does not name."""
     metadata = torch_ckpt.FileSystemReader(path).read_metadata()
     named = {info.relative_path for info in metadata.storage_data.values()}
     return names_in(path) - named - {".metadata"}
@@ -220,13 +220,14 @@ def unnamed_in(path: Path) -> set[str]:
 
 
 def points(count: int, wanted: int, *what: Any) -> Iterator[int]:
-    """Numbers of calls, at regular distances, the first by the seed; every number when torturing.
+    """Yields numbers of calls at regular distances, the first by the seed; every number in torture
+    runs.
 
     Args:
-        count: calls of a sound run. Every number means on and on, until the caller has met a run
-            that did not get so far: threads take turns in another order each time.
-        wanted: about how many.
-        what: is swept, so that different sweeps get different samples.
+        count: calls of a successful run. "Every number" has no end: the caller stops after a run
+            with fewer calls, because the order of threads varies.
+        wanted: approximate number of points.
+        what: name of the sweep, so that sweeps have different samples.
     """
     if TORTURE or wanted >= count:
         yield from range(1, 1000)
@@ -240,11 +241,11 @@ def points(count: int, wanted: int, *what: Any) -> Iterator[int]:
 
 
 class Counts:
-    """Counts of one kind of sweep, by how was saved; printed at the end of the session.
+    """Counts of one kind of sweep by way to save, printed at the end of the session.
 
     Args:
-        name: of the kind, and of the JSON file.
-        columns: all that is counted, in their order.
+        name: name of the kind and of the JSON file.
+        columns: names of all counts, in order.
     """
 
     of: ClassVar[dict[str, Counts]] = {}
@@ -263,7 +264,7 @@ class Counts:
             of_row[column] += 1
 
     def note(self, what: Any) -> None:
-        """Keeps what is to be found in the JSON file: a point that ended badly."""
+        """Adds a note to the JSON file: a point that ended badly."""
         self.notes.append(str(what))
 
     def lines(self) -> Iterator[str]:
@@ -300,7 +301,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def server(shim: Path) -> Iterator[Server]:
-    """Forks the children of all sweeps."""
+    """Server that forks the children of all sweeps."""
     started = Server(shim, [(work, (NEW, 4)) for work in SAVES.values()])
     yield started
     started.close()

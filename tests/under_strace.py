@@ -1,7 +1,7 @@
-"""Saves and loads in forked children whose system calls strace lets fail.
+"""Saves and loads in forked children whose system calls fail by strace.
 
-The child first does its work once elsewhere, which imports what is imported late.
-Then strace attaches, and only then it does what the test looks at.
+The child first runs its work once in another directory, which imports what is imported late. Then
+strace attaches, and the child runs the work under test.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TIMEOUT_SECONDS = 60
 
 @dataclass
 class Outcome:
-    """What became of the child's work."""
+    """Outcome of the child's work."""
 
     error: BaseException | None  # unpickled
-    calls: list[Call]  # what strace saw, in its order
+    calls: list[Call]  # strace's log, in order
 
     def calls_of(self, name: str) -> list[Call]:
         return [call for call in self.calls if call.name == name]
@@ -44,7 +44,7 @@ class Call:
 
     name: str
     arguments: str
-    result: str  # with what strace says of it
+    result: str  # with strace's explanation
     nth: int  # among the calls of this name, counting from 1
 
 
@@ -61,10 +61,10 @@ def run(
     Args:
         work: a function that a fresh process can import.
         arguments: its arguments.
-        trace: names of system calls to look at, separated by commas.
-        inject: what strace shall do to them, as its ``-e inject=`` takes it.
-        paths: look only at calls on these paths and on what they opened.
-        main_thread_only: look only at the calling thread, where commits happen.
+        trace: names of system calls to trace, separated by commas.
+        inject: fault to inject, in the syntax of strace's ``-e inject=``.
+        paths: trace only calls on these paths and on the files opened from them.
+        main_thread_only: trace only the calling thread, which commits.
     """
     strace = shutil.which("strace")
     if strace is None:
@@ -111,13 +111,14 @@ def _child(
     except BaseException as caught:
         error = caught
     connection.send(pickle.dumps(error))
-    # Taking torch apart takes a second, and calls.
+    # Finalizing torch takes a second, and makes system calls.
     os._exit(0)
 
 
 @contextmanager
 def _attached(command: list[str]) -> Iterator[list[str]]:
-    """Runs strace for the time of a block; its lines are in the list after the block."""
+    """Runs strace for the duration of a block, and fills the list with its lines after the
+    block."""
     lines: list[str] = []
     with tempfile.NamedTemporaryFile("r") as log:
         tracer = subprocess.Popen([*command, "-o", log.name], stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""A state whose checkpoints tests damage, and where its records lie."""
+"""A state whose checkpoints tests damage, and the locations of its records."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ STATE: StateDict = {
 
 
 def place(path: Path, name: str) -> tuple[Path, int, int]:
-    """The file of a record, its offset and its length."""
+    """Returns the file of a record, its offset and its length."""
     info = place_of(read_metadata(path), name)
     return path / info.relative_path, info.offset, info.length
 
 
 def payload_offset(path: Path, name: str) -> int:
-    """Of a contiguous tensor, in its file."""
+    """Returns the offset of a contiguous tensor's data in its file."""
     file, offset, length = place(path, name)
     payload = STATE[name].reshape(-1).view(torch.uint8).numpy().tobytes()
     at = file.read_bytes().index(payload, offset)

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[1]
 COUNTS = REPOSITORY / "tests" / "python" / "project" / "word_counts.json"
-#: The kinds of passages that users see.
+#: Kinds of passages that users see.
 VISIBLE = ("message", "public docstring", "document")
-#: The folders whose strings reach users.
+#: Folders whose strings reach users.
 PRODUCT = ("torch_ckpt/", "csrc/")
 
 
@@ -88,8 +88,8 @@ _LOCATIONS = re.compile(
 
 
 def breaches(passage: Passage) -> list[str]:
-    """The words of a passage that break a rule: how a docstring begins, "where" for a condition, an
-    actor without a name, a term that is not the one of this field."""
+    """Lists the words of a passage that break a rule: a docstring's opening, "where" for a
+    condition, an actor without a name, a term that this field does not use."""
     # Names in code are not prose.
     text = re.sub(r"(`+)[^`]+\1", "``", passage.text) if passage.kind != "message" else passage.text
     found = [match[0] for match in _ANYWHERE.finditer(text)]
@@ -102,7 +102,7 @@ def breaches(passage: Passage) -> list[str]:
 
 
 def advice(word: str) -> str:
-    """The word with the term that replaces it, if TERMS has one."""
+    """Returns the word, with the term that replaces it if TERMS has one."""
     matching = (term for pattern, term in TERMS.items() if re.fullmatch(pattern, word, re.I))
     return f"{word} -> {term}" if (term := next(matching, None)) else word
 
@@ -111,7 +111,7 @@ def advice(word: str) -> str:
 
 
 def files(paths: Sequence[str] = ()) -> list[str]:
-    """The files with passages under ``paths``, relative to the repository."""
+    """Lists the files with passages under ``paths``, relative to the repository."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "--", *paths]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return sorted(
@@ -120,7 +120,7 @@ def files(paths: Sequence[str] = ()) -> list[str]:
 
 
 def passages(file: str) -> Iterator[Passage]:
-    """The passages of one file."""
+    """Yields the passages of one file."""
     text = (REPOSITORY / file).read_text()
     if file.endswith(".md"):
         found = _document(text)
@@ -136,7 +136,7 @@ def passages(file: str) -> Iterator[Passage]:
 
 
 def _public_names(names: set[str] = set()) -> set[str]:  # noqa: B006  (computed once)
-    """The names that the packages of torch_ckpt list in ``__all__``."""
+    """Returns the names that the packages of torch_ckpt list in ``__all__``."""
     for path in (REPOSITORY / "torch_ckpt").glob("**/__init__.py") if not names else ():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
@@ -212,7 +212,7 @@ def _cpp(text: str, is_header: bool) -> Iterator[tuple[int, str, str]]:
 def _blocks(
     comments: list[tuple[int, int, str]], kind: str = "comment"
 ) -> Iterator[tuple[int, str, str]]:
-    """Comments of consecutive lines and one column as one passage."""
+    """Joins comments of consecutive lines and one column into one passage."""
     block: list[tuple[int, int, str]] = []
     for comment in [*comments, (0, 0, "")]:
         if block and (comment[0] != block[-1][0] + 1 or comment[1] != block[0][1]):
@@ -231,7 +231,8 @@ def _document(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def count() -> dict[str, dict[str, int]]:
-    """The breaches of each folder, by kind; a folder or a kind without a breach is absent."""
+    """Counts the breaches of each folder, by kind. A folder or a kind without a breach is
+    absent."""
     counts: dict[str, Counter[str]] = {}
     for file in files():
         for passage in passages(file):
