@@ -29,32 +29,33 @@ namespace {
 
 using os::Directory;
 
-// As an argument it is what os.fsencode makes of it.
+// Arguments of this type are converted as by os.fsencode.
 using Path = std::filesystem::path;
 
-/// What an exception of Python's says, as os.fsencode makes it: a path in it may have any bytes.
-std::string said(const py::error_already_set& raised) {
+/// Returns str() of a Python exception, encoded as by os.fsencode: it may contain a path of any
+/// bytes.
+std::string message_of(const py::error_already_set& raised) {
   const py::object value = raised.value();
   const auto text = py::reinterpret_steal<py::object>(PyObject_Str(value.ptr()));
   const auto bytes =
       py::reinterpret_steal<py::object>(text ? PyUnicode_EncodeFSDefault(text.ptr()) : nullptr);
   if (bytes && PyBytes_Size(bytes.ptr()) > 0) return PyBytes_AsString(bytes.ptr());
-  // It has no text, its own __str__ has failed, or no file system could have the text.
+  // The text is empty, __str__ failed, or the text cannot be encoded.
   PyErr_Clear();
   return Py_TYPE(value.ptr())->tp_name;
 }
 
-/// Python's part in what the engine does without the GIL, and what that has raised there. Made,
-/// asked and dropped with the GIL.
-class Asked {
+/// Python callbacks for engine calls that run without the GIL. Keeps the exception that a callback
+/// raised. Hold the GIL to construct, use and destroy it.
+class Callbacks {
  public:
-  explicit Asked(py::function named = {}) : named_(std::move(named)) {}
+  explicit Callbacks(py::function named = {}) : named_(std::move(named)) {}
 
   directory::NamedFiles named() {
     return [this](const Directory& opened, const std::string& name) {
       std::set<std::string> found;
-      auto done = ask([&] {
-        // One of its own: whoever keeps the frames of an exception keeps it.
+      auto done = call([&] {
+        // A duplicate: a kept exception keeps its frames, and so this object, alive.
         const py::object directory = py::cast(unwrap(opened.duplicate()));
         const py::object text = os_text(name);
         const auto files = owned([&] {
@@ -68,13 +69,13 @@ class Asked {
   }
   directory::Between between() {
     return [this] {
-      return ask([] {
+      return call([] {
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       });
     };
   }
 
-  /// The value of `function`, which is called without the GIL; raises what Python has raised in it.
+  /// Calls `function` without the GIL and returns its value. Raises the exception of a callback.
   template <class Function>
   auto run(Function function) {
     auto result = [&] {
@@ -84,18 +85,18 @@ class Asked {
     if (!result && raised_) throw std::move(*raised_);
     return unwrap(std::move(result));
   }
-  /// Raises an interrupt, amid the handling of `failed` where that is given; any other error has
-  /// become a warning.
+  /// Raises the exception of a callback if it is not an Exception (KeyboardInterrupt), with
+  /// `failed` as its context. Other exceptions have already become warnings.
   void raise_interrupt(const py::object& failed = {}) {
     if (!raised_ || raised_->matches(PyExc_Exception)) return;
-    // The reference is taken.
+    // PyException_SetContext steals the reference.
     if (failed) PyException_SetContext(raised_->value().ptr(), py::object(failed).release().ptr());
     throw std::move(*raised_);
   }
 
  private:
   template <class Function>
-  Result<> ask(Function function) {
+  Result<> call(Function function) {
     const TakenGil taken;
     return outlasting_python([&]() -> Result<> {
       try {
@@ -103,18 +104,19 @@ class Asked {
         return {};
       } catch (py::error_already_set& error) {
         raised_.emplace(std::move(error));
-        return format_error(Errc::system, said(*raised_));
+        return format_error(Errc::system, message_of(*raised_));
       } catch (const Failure& failure) {
         return failure.error();
       } catch (const std::exception&) {
-        return exception_error(std::current_exception(), "look which files metadata names");
+        return exception_error(std::current_exception(), "read which files the metadata names");
       }
     });
   }
-  /// The object that `call` makes by Python code, which a thread may not come back from.
-  template <class Call>
-  static py::object owned(Call call) {
-    PyObject* const made = outlasting_python(call);
+  /// Returns the new reference that `make` returns. If the interpreter ends meanwhile, does not
+  /// return.
+  template <class Make>
+  static py::object owned(Make make) {
+    PyObject* const made = outlasting_python(make);
     if (made == nullptr) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(made);
   }
@@ -143,8 +145,8 @@ py::list texts(const std::vector<std::string>& names) {
 }
 
 bool share(Directory& directory, double patience) {
-  Asked asked;
-  return asked.run([&] { return directory::share(directory, patience, asked.between()); });
+  Callbacks callbacks;
+  return callbacks.run([&] { return directory::share(directory, patience, callbacks.between()); });
 }
 
 py::tuple identity(const Directory& directory) {
@@ -158,8 +160,8 @@ Result<std::uint64_t> length_of(const Directory& directory, const Path& name) {
   return file->size();
 }
 
-// To be the opener of io.open: no bytecode runs between here and the file that owns the descriptor,
-// and so no signal handler.
+// For `opener=` of io.open: no bytecode runs before the file object owns the descriptor, so no
+// signal handler can leak it.
 Result<int> open_for_read(const Directory& directory, const Path& name, int) {
   auto file = directory.open_for_read(name.native());
   if (!file) return file.error();
@@ -167,51 +169,53 @@ Result<int> open_for_read(const Directory& directory, const Path& name, int) {
 }
 
 directory::Lease take_lease(const Directory& opened, std::optional<int> rank, double patience) {
-  Asked asked;
-  return asked.run([&] { return directory::Lease::take(opened, rank, patience, asked.between()); });
+  Callbacks callbacks;
+  return callbacks.run(
+      [&] { return directory::Lease::take(opened, rank, patience, callbacks.between()); });
 }
 
 void commit(directory::Lease& lease, std::span<const std::byte> metadata,
             const std::vector<Path>& files, bool sync, bool replace, py::function named) {
   const auto names = native(files);
-  Asked asked(std::move(named));
+  Callbacks callbacks(std::move(named));
   directory::Warnings warnings;
   directory::PublishOutcome outcome;
   {
     const ReleasedGil released;
     outcome = lease.commit(metadata, {names.begin(), names.end()},
-                           {.sync = sync, .replace = replace}, asked.named(), warnings);
+                           {.sync = sync, .replace = replace}, callbacks.named(), warnings);
   }
   warn(warnings);
   try {
     if (outcome.state != directory::PublishState::published) raise(outcome);
   } catch (const py::error_already_set& failed) {
-    asked.raise_interrupt(failed.value());
+    callbacks.raise_interrupt(failed.value());
     throw;
   }
-  asked.raise_interrupt();
+  callbacks.raise_interrupt();
 }
 
-/// Runs what removes files and never fails, and warns of what stays.
+/// Calls a function that removes files and never fails, and issues its warnings.
 template <class Function>
 void run_and_warn(py::function named, Function function) {
-  Asked asked(std::move(named));
+  Callbacks callbacks(std::move(named));
   directory::Warnings warnings;
   {
     const ReleasedGil released;
-    function(asked.named(), warnings);
+    function(callbacks.named(), warnings);
   }
   warn(warnings);
-  asked.raise_interrupt();
+  callbacks.raise_interrupt();
 }
 
 std::optional<py::list> remove_leftovers(Directory& opened, py::function named) {
-  Asked asked(std::move(named));
-  const auto gone = asked.run([&] { return directory::remove_leftovers(opened, asked.named()); });
-  return gone ? std::optional(texts(*gone)) : std::nullopt;
+  Callbacks callbacks(std::move(named));
+  const auto removed =
+      callbacks.run([&] { return directory::remove_leftovers(opened, callbacks.named()); });
+  return removed ? std::optional(texts(*removed)) : std::nullopt;
 }
 
-/// What is not published is an error of the system, as of os.rename.
+/// Raises OSError if nothing was published, as os.rename does.
 void raise_unpublished(const directory::PublishOutcome& outcome) {
   if (outcome.state == directory::PublishState::not_published) throw Failure(outcome.error);
   if (outcome.state == directory::PublishState::durability_uncertain) raise(outcome);

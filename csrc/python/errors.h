@@ -10,14 +10,14 @@
 
 namespace torch_ckpt::python {
 
-/// Makes Failure the Python exception that stands for its error (the table is in docs/design.md).
+/// Registers the translation of Failure to Python exceptions (the table is in docs/design.md).
 void bind_errors();
 [[noreturn]] void raise(const directory::PublishOutcome& outcome);
 
-/// A path or a text with paths in it, whose bytes need not be UTF-8; as os.fsdecode.
+/// Decodes a path, or a text with paths, as os.fsdecode does: the bytes need not be UTF-8.
 pybind11::str os_text(const std::string& bytes);
 
-/// Tells what the engine warns of.
+/// Issues the engine's warnings in Python.
 void pass_on_warnings();
 
 template <class T>
@@ -31,7 +31,7 @@ T unwrap(T value) {
 
 }  // namespace torch_ckpt::python
 
-/// A function that returns a Result returns its value in Python, or raises its error.
+/// Converts a returned Result: its value is returned to Python, its error is raised.
 template <class T>
 struct pybind11::detail::type_caster<torch_ckpt::Result<T>> {
   using Value = make_caster<std::conditional_t<std::is_void_v<T>, void_type, T>>;

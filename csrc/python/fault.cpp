@@ -21,7 +21,7 @@ namespace {
 
 using os::ScopedFaultHook;
 
-/// A hook in Python, installed from the beginning of a `with` to its end.
+/// A Python hook that is installed while a `with` block runs.
 class FaultHook {
  public:
   explicit FaultHook(py::function hook) : hook_(std::move(hook)) {}
@@ -35,7 +35,7 @@ class FaultHook {
   }
 
   void exit(const py::args&) {
-    // Calls under way need the GIL to end.
+    // The destructor waits for running hooks, which need the GIL.
     const ReleasedGil released;
     installed_.reset();
   }

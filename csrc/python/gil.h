@@ -9,8 +9,8 @@
 
 namespace torch_ckpt::python {
 
-/// For functions that are called without the GIL. The disk may take seconds (unlink frees the
-/// blocks of a large file), and other threads run meanwhile.
+/// Call guard for functions that run without the GIL: disk operations may take seconds (unlink
+/// frees the blocks of a large file).
 using NoGil = pybind11::call_guard<ReleasedGil>;
 
 /// Calls `function` without the GIL and returns its value; raises the error if it returns a Result.

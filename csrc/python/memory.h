@@ -8,8 +8,8 @@
 
 namespace torch_ckpt::python {
 
-/// The memory of an object, which stays where it is as long as this lives. Strided memory is
-/// refused unless the flags ask for it.
+/// The buffer of an object, which stays valid and in place for the lifetime of this. Strided memory
+/// is refused unless `flags` request it.
 class Memory {
  public:
   explicit Memory(pybind11::handle object, int flags = PyBUF_SIMPLE) {
@@ -30,7 +30,7 @@ class Memory {
 
 }  // namespace torch_ckpt::python
 
-/// An argument that is bytes in one piece; they stay where they are during the call.
+/// Converts an argument with contiguous bytes, without a copy.
 template <>
 struct pybind11::detail::type_caster<std::span<const std::byte>> {
   template <class>

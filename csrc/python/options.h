@@ -11,7 +11,7 @@
 
 namespace torch_ckpt::python {
 
-/// True, False or "auto", as the public options spell it.
+/// Converts the public option: True, False or "auto".
 inline engine::DirectIo direct_io_option(const pybind11::object& value) {
   if (pybind11::isinstance<pybind11::bool_>(value)) {
     return value.cast<bool>() ? engine::DirectIo::on : engine::DirectIo::off;
@@ -32,7 +32,7 @@ inline engine::PoolSpec threads_of(const pybind11::handle& background) {
   return spec;
 }
 
-/// (CUDA device, event handle) of each.
+/// CUDA device and event handle of each event.
 using Events = std::vector<std::pair<int, std::uintptr_t>>;
 inline std::vector<staging::ReadyEvent> ready_events(const Events& events) {
   std::vector<staging::ReadyEvent> ready;
@@ -42,7 +42,7 @@ inline std::vector<staging::ReadyEvent> ready_events(const Events& events) {
   return ready;
 }
 
-/// (name, checksum table) of each.
+/// Name and checksum table of each file.
 using FileRows = std::vector<std::pair<std::string, std::string>>;
 inline std::vector<engine::LoadFile> files_of(FileRows& rows) {
   std::vector<engine::LoadFile> files;
@@ -51,7 +51,9 @@ inline std::vector<engine::LoadFile> files_of(FileRows& rows) {
 }
 
 inline void check_file(std::size_t number, const std::vector<engine::LoadFile>& files) {
-  if (number >= files.size()) throw pybind11::index_error("no file of that number");
+  if (number >= files.size()) {
+    throw pybind11::index_error("there is no file number " + std::to_string(number));
+  }
 }
 
 }  // namespace torch_ckpt::python

@@ -28,17 +28,18 @@ using planning::GlobalPlan;
 using planning::RankState;
 using planning::StateTemplate;
 
-// A plan, and the metadata of its saves, which come one after the other.
-struct SavePlan {
-  explicit SavePlan(GlobalPlan made) : plan(std::move(made)), metadata(plan) {}
+// A plan with the encoder of its metadata, which encodes one save at a time.
+struct PlanWithMetadata {
+  explicit PlanWithMetadata(GlobalPlan made) : plan(std::move(made)), metadata(plan) {}
 
   const GlobalPlan plan;
   planning::PlanMetadata metadata;
 };
 
-std::unique_ptr<SavePlan> plan_of(const std::vector<std::pair<py::bytes, py::bytes>>& told) {
-  std::vector<std::pair<std::string_view, std::string_view>> texts(told.begin(), told.end());
-  return std::make_unique<SavePlan>(without_gil([&]() -> Result<GlobalPlan> {
+std::unique_ptr<PlanWithMetadata> plan_of(
+    const std::vector<std::pair<py::bytes, py::bytes>>& encoded) {
+  std::vector<std::pair<std::string_view, std::string_view>> texts(encoded.begin(), encoded.end());
+  return std::make_unique<PlanWithMetadata>(without_gil([&]() -> Result<GlobalPlan> {
     std::unordered_map<std::string_view, std::shared_ptr<const StateTemplate>> templates;
     std::vector<RankState> states;
     for (const auto& [of_template, of_rank] : texts) {
@@ -58,13 +59,18 @@ std::unique_ptr<SavePlan> plan_of(const std::vector<std::pair<py::bytes, py::byt
 
 using Written = std::vector<const WrittenFiles*>;
 
+py::index_error no_such_rank(std::size_t rank) {
+  return py::index_error("the plan has no rank " + std::to_string(rank));
+}
+
 std::vector<planning::WrittenFiles> files_of(const Written& written) {
   std::vector<planning::WrittenFiles> files;
   for (const WrittenFiles* of_rank : written) files.emplace_back(of_rank->files);
   return files;
 }
 
-py::bytes encoded(SavePlan& save, const Written& written, const index::CheckpointIndex* rest,
+py::bytes encoded(PlanWithMetadata& save, const Written& written,
+                  const index::CheckpointIndex* rest,
                   const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
                   const std::string& version, const std::string& phases) {
   index::MetadataExtras extras;
@@ -86,7 +92,7 @@ py::bytes encoded(SavePlan& save, const Written& written, const index::Checkpoin
   return whole;
 }
 
-py::tuple changes_of(const SavePlan& save, const Written& before, const Written& now,
+py::tuple changes_of(const PlanWithMetadata& save, const Written& before, const Written& now,
                      const py::str& counter) {
   const std::string ignored = bytes_of(counter);
   const planning::Changes changes = without_gil([&] {
@@ -105,8 +111,8 @@ py::tuple changes_of(const SavePlan& save, const Written& before, const Written&
   return py::make_tuple(moved, changed, unchanged);
 }
 
-/// The path of each name in the nested state dict.
-py::dict paths_of(const SavePlan& save) {
+/// Returns the path of each name in the nested state dict.
+py::dict paths_of(const PlanWithMetadata& save) {
   const GlobalPlan& plan = save.plan;
   py::dict paths;
   for (std::size_t i = 0; i < plan.names(); ++i) {
@@ -127,10 +133,10 @@ py::dict paths_of(const SavePlan& save) {
   return paths;
 }
 
-/// The names of what a rank is taken to have in common with others: plain tensors, then objects.
-py::list replicated_names(const SavePlan& save, std::size_t rank) {
+/// Returns the names of items that are assumed to be replicated: plain tensors, then objects.
+py::list replicated_names(const PlanWithMetadata& save, std::size_t rank) {
   const GlobalPlan& plan = save.plan;
-  if (rank >= plan.ranks()) throw py::index_error("no rank of that number");
+  if (rank >= plan.ranks()) throw no_such_rank(rank);
   py::list names;
   const StateTemplate& here = plan.of_rank(rank).state();
   for (const auto kind : {StateTemplate::Kind::tensor, StateTemplate::Kind::object}) {
@@ -144,25 +150,27 @@ py::list replicated_names(const SavePlan& save, std::size_t rank) {
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::class_<SavePlan>(module, "GlobalPlan")
+  py::class_<PlanWithMetadata>(module, "GlobalPlan")
       .def(py::init(&plan_of), py::arg("told"))
       .def(
           "owned",
-          [](const SavePlan& save, std::size_t rank) {
-            if (rank >= save.plan.ranks()) throw py::index_error("no rank of that number");
+          [](const PlanWithMetadata& save, std::size_t rank) {
+            if (rank >= save.plan.ranks()) throw no_such_rank(rank);
             const auto rows = save.plan.owned(rank);
             return std::vector<std::uint32_t>(rows.begin(), rows.end());
           },
           py::arg("rank"))
       .def(
           "plans",
-          [](const SavePlan& save, const py::str& name) { return save.plan.plans(bytes_of(name)); },
+          [](const PlanWithMetadata& save, const py::str& name) {
+            return save.plan.plans(bytes_of(name));
+          },
           py::arg("name"))
       .def("replicated_names", &replicated_names, py::arg("rank"))
       .def("paths", &paths_of)
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
       .def(
-          "describe", [](SavePlan& save) { save.metadata.describe(); }, NoGil())
+          "describe", [](PlanWithMetadata& save) { save.metadata.describe(); }, NoGil())
       .def("encode", &encoded, py::arg("written"), py::arg("rest"), py::arg("storage_meta"),
            py::arg("version"), py::arg("phases"));
 }

@@ -10,8 +10,8 @@
 
 namespace torch_ckpt::python {
 
-/// Returns what `call` returns, which takes the GIL or runs Python code. If the interpreter ends
-/// meanwhile, the thread sleeps until the process has ended.
+/// Calls `call`, which takes the GIL or runs Python code, and returns its value. If the interpreter
+/// ends meanwhile, the thread sleeps until the process has ended.
 template <class Call>
 auto outlasting_python(Call call) {
   try {
@@ -30,7 +30,7 @@ inline void take_gil(PyThreadState* state) {
   outlasting_python([state] { PyEval_RestoreThread(state); });
 }
 
-/// Releases the GIL for its lifetime. os::CallTime counts the processor time of that.
+/// Releases the GIL for its lifetime. os::CallTime counts the processor time of this period.
 class ReleasedGil {
  public:
   ReleasedGil() : state_(PyEval_SaveThread()) { os::CallTime::begin(); }

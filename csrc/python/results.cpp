@@ -27,7 +27,7 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
       static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1000.0));
 }
 
-// As Python has an address.
+// The fields of an address, in the order of Python's tuple.
 auto fields(auto& address) {
   return std::tie(address.process, address.memory, address.wake, address.wake_pipe,
                   address.memory_file.device, address.memory_file.number,
@@ -54,7 +54,7 @@ Result<> wait(ProcessChannel& channel, double seconds) {
   return channel.wait(milliseconds_of(seconds));
 }
 
-/// None where the time passed; the results, or the object that says why there are none.
+/// Returns the results, or the object that was sent in their place, or None after `seconds`.
 py::object wait_for_files(ProcessChannel& channel, double seconds) {
   const auto outcome =
       without_gil([&] { return channel.wait_for_files(milliseconds_of(seconds)); });
@@ -79,17 +79,17 @@ WrittenFiles written_files(const std::vector<FileOfPython>& given) {
   return WrittenFiles(std::move(files));
 }
 
-/// Of each item from `first` on (file name, offset, length, payload CRC-32).
-py::list places_of(const WrittenFiles& written, std::size_t first) {
-  py::list places(written.items - std::min(first, written.items));
+/// Returns (file name, offset, length, payload CRC-32) for each item from `first` on.
+py::list locations_of(const WrittenFiles& written, std::size_t first) {
+  py::list locations(written.items - std::min(first, written.items));
   for (const format::FileResult& file : written.files) {
     const py::str name(file.name);
     for (const format::ItemResult& item : file.items) {
       if (item.item < first) continue;
-      places[item.item - first] = py::make_tuple(name, item.offset, item.length, item.crc);
+      locations[item.item - first] = py::make_tuple(name, item.offset, item.length, item.crc);
     }
   }
-  return places;
+  return locations;
 }
 
 py::list names_of(const WrittenFiles& written) {
@@ -98,7 +98,7 @@ py::list names_of(const WrittenFiles& written) {
   return names;
 }
 
-/// By the name of the file.
+/// Returns the checksum tables by file name.
 py::dict tables_of(const WrittenFiles& written) {
   py::dict tables;
   for (const format::FileResult& file : written.files) {
@@ -131,7 +131,9 @@ WrittenFiles::WrittenFiles(std::vector<format::FileResult> results) : files(std:
   std::vector<bool> seen(items);
   for (const format::FileResult& file : files) {
     for (const format::ItemResult& item : file.items) {
-      if (item.item >= items || seen[item.item]) throw py::index_error("not the items of a plan");
+      if (item.item >= items || seen[item.item]) {
+        throw py::index_error("expected one result for each item, numbered from 0");
+      }
       seen[item.item] = true;
     }
   }
@@ -147,7 +149,7 @@ void bind_results(py::module_& module) {
       .def(py::init(&written_files), py::arg("files"))
       .def_property_readonly("names", &names_of)
       .def_property_readonly("tables", &tables_of)
-      .def("places", &places_of, py::arg("first") = 0)
+      .def("places", &locations_of, py::arg("first") = 0)
       .def("__len__", [](const WrittenFiles& written) { return written.items; })
       .def(py::pickle(&frames_of, &from_frames));
   py::class_<ProcessChannel, std::shared_ptr<ProcessChannel>>(module, "ProcessChannel")

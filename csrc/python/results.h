@@ -10,16 +10,16 @@
 
 namespace torch_ckpt::python {
 
-/// What one rank has written in one save. Ranks tell each other of it as frames
+/// The files that one rank has written in one save. Ranks send them to each other as frames
 /// (format/result_frame.h).
 struct WrittenFiles {
   explicit WrittenFiles(std::vector<format::FileResult> results);
 
   std::vector<format::FileResult> files;
-  std::size_t items = 0;  // all of them, by numbers below this one
+  std::size_t items = 0;  // items of all files; their numbers are 0 to items - 1
 };
 
-/// From a ProcessChannel or None.
+/// Converts a ProcessChannel or None.
 std::shared_ptr<engine::ProcessChannel> channel_of(const pybind11::object& channel);
 
 }  // namespace torch_ckpt::python

@@ -9,7 +9,7 @@
 
 namespace torch_ckpt::python {
 
-/// A name, which may have surrogates.
+/// Decodes a name, which may contain surrogates.
 inline pybind11::str text_of(std::string_view bytes) {
   PyObject* text =
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogatepass");

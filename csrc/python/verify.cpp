@@ -22,10 +22,10 @@ namespace py = pybind11;
 namespace torch_ckpt::python {
 namespace {
 
-// File, offset, length, name of the dtype, sizes; the last two are None for bytes.
+// File, offset, length, name of the dtype, sizes. The last two are None for objects.
 using RecordRow = std::tuple<std::size_t, std::uint64_t, std::uint64_t, std::optional<std::string>,
                              std::optional<std::vector<std::uint64_t>>>;
-// File, row or None, offset or None, damaged bytes, what, errno or 0.
+// File, row or None, offset or None, damaged bytes, message, errno or 0.
 using FindingRow = std::tuple<std::size_t, std::optional<std::size_t>, std::optional<std::uint64_t>,
                               std::uint64_t, std::string, int>;
 
@@ -34,14 +34,14 @@ FindingRow row_of(engine::Finding& finding) {
   if (finding.record != engine::Finding::kWholeFile) row = finding.record;
   std::optional<std::uint64_t> offset;
   if (finding.error.offset != Error::kNoOffset) offset = finding.error.offset;
-  // What is left of the message: file and offset are told beside it.
+  // The message omits the file and the offset, which have fields of their own.
   finding.error.path = {};
   finding.error.offset = Error::kNoOffset;
   return {finding.file,           row, offset, finding.bytes, finding.error.message(),
           finding.error.sys_errno};
 }
 
-/// What is wrong, and the rows without checksums.
+/// Returns the findings, and the rows that have bytes without a checksum.
 std::pair<std::vector<FindingRow>, std::vector<std::size_t>> verify_records(
     FileRows file_rows, const std::vector<RecordRow>& rows, const os::Directory& directory,
     std::size_t threads, std::uint64_t max_inflight_bytes, const py::object& direct_io,

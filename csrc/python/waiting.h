@@ -11,8 +11,8 @@
 
 namespace torch_ckpt::python {
 
-/// Waits for the end of a session that reads, without the GIL; takes it now and then for Ctrl-C and
-/// to report progress, where `progress` is not None.
+/// Waits, without the GIL, for the end of a session that reads. Every 100 ms it takes the GIL,
+/// handles signals (Ctrl-C) and calls `progress`, unless that is None.
 template <class Session>
 void wait_for(Session& session, const pybind11::object& progress, std::uint64_t done_before = 0) {
   try {
@@ -24,7 +24,7 @@ void wait_for(Session& session, const pybind11::object& progress, std::uint64_t 
       if (done) pass_on_warnings();
     }
   } catch (...) {
-    // The session's threads write into memory that would go.
+    // Ends the session first, because its threads write into memory that unwinding releases.
     engine::end_session(session);
     throw;
   }

@@ -100,7 +100,7 @@ def test_bytes_that_do_not_lie_one_behind_the_other_are_refused(tmp_path: Path) 
 
 def test_a_row_of_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     row = ("t", 1, 0, 8, torch.uint8, (8,), (), (), torch.zeros(8, dtype=torch.uint8))
-    with pytest.raises(IndexError, match="no file of that number"):
+    with pytest.raises(IndexError, match="there is no file number"):
         _C.load_tensors(
             [("f", b"")],
             [row],
