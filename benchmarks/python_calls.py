@@ -1,0 +1,125 @@
+"""Counts the Python functions of torch_ckpt that a save and a load enter on rank 0 of two ranks.
+
+    python -m benchmarks.python_calls [--list] [--out FILE]
+
+The state has 20 DTensors, a tensor and a number. Each operation runs once before it is counted, so
+imports and caches are not part of it. Counted are distinct functions on all threads; comprehensions,
+lambdas and module bodies are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torch_ckpt
+
+from . import fresh_process
+
+_PACKAGE = f"{Path(torch_ckpt.__file__).parent}{os.sep}"
+_RANKS = 2
+
+
+class Recorder:
+    """Records the code of each function of torch_ckpt that a thread enters while it is active."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._entered: set[CodeType] = set()
+        # Threads that start later inherit the hook.
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+
+    def _on_event(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if self.active and event == "call":
+            self._entered.add(frame.f_code)
+
+    def functions(self, operation: Callable[[], object]) -> list[str]:
+        """Runs an operation and returns the functions that it entered, sorted."""
+        self._entered.clear()
+        dist.barrier()
+        self.active = True
+        try:
+            operation()
+        finally:
+            self.active = False
+        dist.barrier()
+        return sorted(
+            f"{code.co_filename.removeprefix(_PACKAGE)}:{code.co_qualname}"
+            for code in self._entered
+            if code.co_filename.startswith(_PACKAGE) and not code.co_name.startswith("<")
+        )
+
+
+def state_with(names: list[str]) -> dict[str, Any]:
+    """Builds a state of one DTensor for each name, a tensor and a number."""
+    mesh = init_device_mesh("cpu", (_RANKS,))
+    state: dict[str, Any] = {
+        name: distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]) for name in names
+    }
+    return state | {"tensor": torch.ones(4), "step": 1}
+
+
+def count_on_rank(root: Path) -> dict[str, list[str]]:
+    """Counts each operation in this process, a rank of two."""
+    recorder = Recorder()
+    dist.init_process_group("gloo")
+    names = [f"layer{number}.weight" for number in range(20)]
+    state, renamed = state_with(names), state_with([*names[1:], "renamed.weight"])
+
+    def in_background(path: Path) -> None:
+        torch_ckpt.async_save(state, path).committed.result()
+
+    torch_ckpt.save(renamed, root / "a")
+    torch_ckpt.save(state, root / "b")
+    in_background(root / "c")
+    torch_ckpt.load(state, root / "c")
+    found = {
+        "save, unchanged plan": recorder.functions(lambda: torch_ckpt.save(state, root / "d")),
+        "save, new name": recorder.functions(lambda: torch_ckpt.save(renamed, root / "e")),
+        "async_save": recorder.functions(lambda: in_background(root / "f")),
+        "load": recorder.functions(lambda: torch_ckpt.load(state, root / "f")),
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    """Starts two ranks and prints the counts of rank 0, or writes them with the names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--list", action="store_true", help="print the names of the functions")
+    parser.add_argument("--out", type=Path, help="JSON file for the names of the functions")
+    parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_in is not None:
+        print(json.dumps(count_on_rank(arguments.rank_in)))
+        return
+    root = tempfile.mkdtemp()
+    try:
+        found = fresh_process.run_ranks("python_calls", ["--rank-in", root], _RANKS)[0]
+    finally:
+        shutil.rmtree(root)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    for operation, functions in found.items():
+        print(f"{len(functions):4d}  {operation}")
+        if arguments.list:
+            print("".join(f"      {name}\n" for name in functions), end="")
+
+
+if __name__ == "__main__":
+    main()
