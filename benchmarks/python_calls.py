@@ -3,8 +3,8 @@
     python -m benchmarks.python_calls [--list] [--out FILE]
 
 The state has 20 DTensors, a tensor and a number. Each operation runs once before it is counted, so
-imports and caches are not part of it. Counted are distinct functions on all threads; comprehensions,
-lambdas and module bodies are left out.
+imports and caches are not part of it. The count is the number of distinct functions on all threads,
+without comprehensions, lambdas and module bodies.
 """
 
 from __future__ import annotations
