@@ -1,6 +1,6 @@
 """The part of the engine that accepts and returns tensors; see csrc/torch_python.
 
-It makes no decisions. It needs torch's libraries: import torch before it.
+It makes no decisions. Import torch first, because it needs torch's libraries.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,36 +11,44 @@ import torch
 from torch_ckpt._core import CheckpointIndex, Directory, WrittenFiles
 from torch_ckpt.saving.background import EngineOptions
 
-#: Whether this build can stage from CUDA devices.
+#: True if this build can stage from CUDA devices.
 has_cuda: bool
 
 class Save:
-    """A save under way. Keeps the sources alive; dropping it unfinished cancels it and waits."""
+    """A running save. Keeps the sources alive. Dropping it cancels it and waits for its end."""
 
     def wait(self, seconds: float) -> bool:
-        """True once every file is done; False when the time passed before. Raises its failure."""
+        """Waits until all files are written; returns False after ``seconds``. Raises the save's
+        error."""
     def wait_staged(self, seconds: float) -> bool:
-        """The same, once no source is needed any more."""
+        """Waits as ``wait``, until no source is needed any more."""
     def wait_submitted(self, seconds: float) -> bool:
-        """The same, once all copies from devices have been started."""
+        """Waits as ``wait``, until all copies from devices have been started."""
     def make_stream_wait(self, device: int, stream: int) -> None:
-        """After wait_submitted(): what is queued on the stream waits for the device's copies."""
+        """Makes later work on the stream wait for the copies from the device.
+
+        Call it after ``wait_submitted`` has returned True.
+        """
     def release_sources(self) -> None:
-        """Lets go of the values; after wait_staged()."""
+        """Releases the sources. Call it after ``wait_staged`` has returned True."""
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the start of the save."""
     def timing(self) -> tuple[float, float, float, float, float, float]:
-        """Seconds until staged and until the end; thread seconds of staging, checksums, writes,
-        fsyncs."""
+        """Seconds until staged and until the end; seconds of all threads in staging, checksums,
+        writes and fsyncs."""
     def trace(self) -> list[tuple[str, int, float, float]]:
-        """Activity, file number, begin and end in seconds since the start."""
+        """Activity, file number, begin and end of each interval of work.
+
+        Times are in seconds since the start of the save.
+        """
     def progress(self) -> tuple[int, int, int, int, int]:
         """Bytes planned, staged and written; files planned and done."""
     def unfinished(self) -> list[tuple[str, str, int, int]]:
         """Name, phase, bytes written and bytes of each file that has not sent its result.
 
-        Phases: "waiting" for other files, "staging" (for sources, or memory to copy them to),
-        "writing" and "fsync" (for the disk). From any thread, at any time; none in a forked child.
+        The phases are "waiting" (for other files), "staging" (waiting for sources or memory),
+        "writing" and "fsync" (waiting for the disk). Any thread may call it at any time. A forked
+        child gets an empty list.
         """
     def cancel(self) -> None: ...
     def results(self) -> WrittenFiles: ...
@@ -48,18 +56,21 @@ class Save:
     def file_names(self) -> list[str]: ...
 
 def is_plain(value: object) -> bool:
-    """Whether the engine can write the value itself: a plain strided tensor."""
+    """True if the engine can write the value: a plain strided tensor."""
 
 def is_dense(tensor: object) -> bool:
-    """Whether a tensor has no gaps, no overlap and no pending conjugation or negation."""
+    """True if a tensor has no gaps, no overlap and no pending conjugation or negation."""
 
 def checksums_of_samples(tensors: list[Any], most_bytes: int, stripes: int) -> list[int | None]:
-    """The CRC-32 of each tensor up to ``most_bytes``, of a larger one that of as many bytes: so
-    many ``stripes`` of equal length, evenly spread over it. None for a tensor that is not plain, or
-    not in one piece in the host's memory."""
+    """The CRC-32 of each tensor, or of a sample of it if it has more than ``most_bytes``.
+
+    A sample has ``most_bytes``, in ``stripes`` of equal length that are evenly spread over the
+    tensor. The result is None for a tensor that is not plain, or not contiguous in host memory.
+    """
 
 def copy_to_pool(tensors: list[Any]) -> list[Any]:
-    """Copies of dense CPU tensors, in memory that returns to the pool with the last of them."""
+    """Copies dense CPU tensors into chunks of the pool, which get them back after the last copy is
+    deleted."""
 
 def start_save(
     directory: Directory,
@@ -71,7 +82,7 @@ def start_save(
     bytes_per_bucket: int = 0,
     file_per_item: bool,
     separation_hint: str,
-    chunk_bytes: int = 0,  # 0: chosen by where most bytes come from, and by the budget
+    chunk_bytes: int = 0,  # 0: chosen by the device of most bytes and by the budget
     max_host_bytes: int,
     direct_io: bool | str,
     sync: bool,
@@ -89,21 +100,24 @@ def load_tensors(
     progress: Callable[[int], None] | None,
     ready: list[tuple[int, int]],
 ) -> list[int]:
-    """Fills the rows' targets; returns the rows whose records only torch.load knows.
+    """Fills the targets of the rows. Returns the rows whose records only torch.load can read.
 
-    ``files`` are names beneath the directory and their checksum tables; ``ready`` are devices and
-    events, after which targets there may be written.
+    ``files`` are names relative to the directory, with their checksum tables. ``ready`` are devices
+    and events; targets on a device are written after its events.
     """
 
 def told_of(state: FlatState) -> tuple[bytes, bytes]:
-    """What a plan of a save depends on in a state dict: what ranks have alike (names, kinds, dtypes
-    and sizes), and which parts of the DTensors are here.
+    """Encodes the parts of a state dict on which the plan of a save depends.
+
+    The first part is usually identical on several ranks: names, kinds, dtypes and sizes. The second
+    part has the offsets and sizes of this rank's shards of DTensors.
     """
 
 def sources_of(state: FlatState, rows: Sequence[int]) -> tuple[list[str], list[Any], list[int]]:
-    """Names and values of rows, and the places of those that the engine does not write as they are.
+    """Names and values of rows, and the positions of values that the engine cannot write as they
+    are.
 
-    Of DTensors the local tensor.
+    The value of a DTensor is its local tensor.
     """
 
 def load_matched(
@@ -117,13 +131,14 @@ def load_matched(
     progress: Callable[[int], None] | None,
     ready: list[tuple[int, int]],
 ) -> list[int]:
-    """The same of what a match has planned; returns numbers of its targets."""
+    """Fills the targets that a match has planned. Returns the numbers of the targets whose records
+    only torch.load can read."""
 
 class FlatState:
     """A state dict as rows, one for each value, with the names that torch's planners give them.
 
-    ``chunks_here`` gives the ChunkStorageMetadata that this rank has of a DTensor. Raises
-    ValueError where two values have the same name.
+    ``chunks_here`` returns the ChunkStorageMetadata of this rank's shards of a DTensor. Raises
+    ValueError if two values have the same name.
     """
 
     def __init__(self, state_dict: Any, chunks_here: Callable[[Any], list[Any]]) -> None: ...
@@ -133,25 +148,26 @@ class FlatState:
     def value(self, row: int) -> Any: ...
     def path(self, row: int) -> tuple[str | int, ...]: ...
     def others(self) -> list[int]:
-        """The rows that are neither plain tensors nor DTensors."""
+        """Rows that are neither plain tensors nor DTensors."""
 
     def plain(self) -> list[torch.Tensor]: ...
     def on_meta(self) -> list[int]:
-        """The rows of plain tensors and DTensors without memory."""
+        """Rows of plain tensors and DTensors on the meta device."""
 
     def is_object(self, row: int) -> bool:
-        """Whether it is neither a tensor nor what torch's planner asks for its parts."""
+        """True if the row is neither a tensor nor a value that torch's planner asks for its
+        parts."""
 
     def add(self, name: str, path: tuple[Any, ...], value: Any) -> None: ...
     def remove(self, row: int) -> None: ...
     def replace(self, row: int, value: Any) -> None: ...
 
 class LoadMatch:
-    """A state dict beside a checkpoint.
+    """The rows of a state dict, compared with the entries of a checkpoint.
 
-    ``rule`` is "same", "growing" or "any": which sizes a stored tensor goes with. ``chosen`` says
-    of each row whether to look at it; empty: all. The status of a row is "loaded", "missing",
-    "shape", "kind" or "skipped", or pending until the caller sets it.
+    ``rule`` is the rule for differing sizes: ``"same"``, ``"growing"`` or ``"any"``. ``chosen`` has
+    a flag for each row that selects it; an empty list selects all rows. The status of a row is
+    "loaded", "missing", "shape", "kind" or "skipped". The caller sets it for pending rows.
     """
 
     def __init__(
@@ -162,24 +178,24 @@ class LoadMatch:
     def rows_with(self, status: str) -> list[int]: ...
     def names_with(self, status: str) -> list[str]: ...
     def other_sizes(self, status: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Names, stored and wanted sizes of tensors that differ in them."""
+        """Names, stored and wanted sizes of the tensors with this status."""
 
     def other_dtypes(self) -> list[tuple[str, torch.dtype, torch.dtype]]: ...
     def absent(self) -> list[str]:
-        """Keys at the top with values of which none is loaded."""
+        """Top-level keys that contain values, none of which is loaded."""
 
     def unexpected(self) -> list[str]: ...
     def keys(self) -> list[str]:
-        """Keys at the top of which something is loaded."""
+        """Top-level keys that contain or are a loaded value."""
 
     def plan(self) -> list[int]:
-        """Finds the records to read, and returns the loaded rows that are left to the caller."""
+        """Finds the records to read. Returns the loaded rows that are left to the caller."""
 
     def files(self) -> list[str]:
-        """Those of the index, which the rows' numbers count."""
+        """Files of the index that are read. File numbers in rows are positions in this list."""
 
     def row(self, target: int) -> Any:
-        """A torch_ckpt.loading.reading.Row."""
+        """A target as a torch_ckpt.loading.reading.Row."""
 
     def rows(self) -> list[Any]: ...
     def conversions(self) -> list[tuple[str, torch.dtype, torch.dtype]]: ...
@@ -188,5 +204,5 @@ class LoadMatch:
     def bytes(self) -> int: ...
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """Numbers that change whenever torch writes to the tensors; -1 of inference tensors, which have
-    none."""
+    """Version counters of tensors, which torch increases at each write; -1 for inference tensors,
+    which have none."""

@@ -9,20 +9,20 @@ from typing import Any
 
 from torch_ckpt.saving.background import Background
 
-#: Scratch memory in bytes that each thread of a load takes, where it may.
+#: Scratch memory in bytes that each thread of a load uses, if the budget permits.
 load_chunk_bytes: int
 
-#: Bytes of a save's chunk, for sources on the host and for sources on CUDA devices.
+#: Bytes of a staging chunk, for sources on the host and on CUDA devices.
 host_chunk_bytes: int
 device_chunk_bytes: int
-#: Scratch memory in bytes that a load always takes.
+#: Scratch memory in bytes that every load needs.
 least_scratch_bytes: int
 
 class FaultHook:
-    """Tells tests of each fault point that is reached (csrc/os/fault.h) while a ``with`` lasts.
+    """Calls ``hook`` at each fault point (csrc/os/fault.h) while a ``with`` block runs.
 
-    ``hook(operation, path)`` returns 0, or the errno that the call fails with. It is called from
-    any thread, from several at once, and must not raise. One at a time per process.
+    ``hook(operation, path)`` returns 0, or an errno to make the call fail. It may be called from
+    several threads at once, and must not raise. A process can have one hook at a time.
     """
 
     def __init__(self, hook: Callable[[str, str], int]) -> None: ...
@@ -30,163 +30,171 @@ class FaultHook:
     def __exit__(self, *error: object) -> None: ...
 
 def fault_point(operation: str, path: str | os.PathLike[str] = "") -> None:
-    """A point that only Python reaches; raises the OSError that a hook asks for.
+    """Reaches a fault point of Python code. Raises OSError if the hook returns an errno.
 
-    ``operation`` is the call that comes next, or the moment in words.
+    ``operation`` names the next call, or describes the moment.
     """
 
 class Directory:
-    """A directory that is held open; see csrc/os/directory.h. It is closed when it is dropped.
+    """An open directory; see csrc/os/directory.h. Dropping it closes it.
 
-    Every call may raise OSError; its ``filename`` is the path of the directory or of the file.
+    Every call may raise OSError with the path of the directory or file as ``filename``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Links on the way to it are followed, since the caller chose it."""
+        """Follows links in the path, because the caller chose it."""
     @property
     def path(self) -> str:
-        """As given."""
+        """The path that was given."""
     @property
     def fd(self) -> int:
         """The descriptor; -1 after ``close``."""
     def reopen(self) -> Directory:
-        """The same directory, with a lock of its own."""
+        """Opens the same directory again, with a lock of its own."""
     def share(self, patience: float = 10.0) -> bool:
-        """Keeps others from removing files that no metadata names any more.
+        """Takes the shared lock, so that no other process removes files.
 
-        ``patience`` are seconds to wait for somebody who has the directory alone, which takes
-        milliseconds unless that process is stopped. False where that was too short; nothing is
-        kept from anybody then.
+        Waits up to ``patience`` seconds for a process that has the exclusive lock. That takes
+        milliseconds, unless that process is stopped. Returns False, without a lock, after
+        ``patience``.
         """
     def try_lock_exclusive(self) -> bool:
-        """Lock the directory if no other descriptor shares it; this descriptor's share is released.
+        """Takes the exclusive lock if no other descriptor has a lock; releases the shared lock.
 
-        False, too, on a file system without locks.
+        Returns False on a file system without locks.
         """
     @property
     def has_locks(self) -> bool:
-        """False if the last attempt to lock has found a file system without locks."""
+        """False if the last attempt to lock found that the file system has no locks."""
     def identity(self) -> tuple[int, int, int, int]:
-        """Device, inode, and seconds and nanoseconds of birth where the file system keeps it."""
+        """Device, inode, and seconds and nanoseconds of creation, or 0 if they are not stored."""
     def is_at_path(self) -> bool:
-        """Whether the path leads to this directory now."""
+        """True if the path leads to this directory now."""
     def names(self) -> list[str]:
-        """What is in the directory, in no order."""
+        """Names of all entries, in no particular order."""
     def length_of(self, name: str) -> int:
-        """The length in bytes of a regular file in it.
+        """The length in bytes of a regular file in the directory.
 
         Raises ValueError for another kind of file, Unsafe for a link.
         """
     def open_for_read(self, name: str, flags: int = 0) -> int:
-        """A descriptor of a regular file beneath it; no link is followed. For ``opener=`` of open.
+        """Opens a regular file beneath the directory. Use it as ``opener=`` of ``open``.
 
-        Raises ValueError for another kind of file, Unsafe for a link. ``flags`` are not used.
+        Returns a descriptor. Raises ValueError for another kind of file, Unsafe for a link.
+        ``flags`` are ignored.
         """
     def rename(self, source: str, target: str) -> None:
-        """Renames a file in it; one that has the new name is replaced."""
+        """Renames a file in the directory. Replaces an existing target."""
     def remove(self, name: str) -> None:
-        """Removes a file; one that is not there is not an error."""
+        """Removes a file. A missing file is not an error."""
     def sync(self) -> None:
-        """fsync of the directory."""
+        """Fsyncs the directory."""
     def close(self) -> None:
-        """Closes the descriptor and lets go of the lock; once, further calls do nothing."""
+        """Closes the descriptor and releases the lock. Further calls do nothing."""
 
-#: Where another process finds a channel. Opaque; can be pickled.
+#: Address of a channel for other processes. Opaque; can be pickled.
 ChannelAddress = tuple[int, ...]
 
 class ProcessChannel:
-    """Results on their way between processes, in memory. No method but the waits waits for anybody.
+    """A results channel between processes, in memory. Only the wait methods wait.
 
-    Methods raise OSError where a system call fails: the owner is gone, has no memory or no
-    descriptors left.
+    Methods raise OSError if a system call fails: the owner has ended, or there is no memory or no
+    free descriptor.
     """
 
     def __init__(self) -> None: ...
     @staticmethod
     def at(address: ChannelAddress) -> ProcessChannel:
-        """That of another process, to send to."""
+        """The channel of another process, to send to."""
     @property
     def address(self) -> ChannelAddress: ...
     def begin(self, what: str) -> None:
-        """Tells that this process is going to send an object; ``what`` it does, for a message."""
+        """Announces that this process will send an object. ``what`` describes it for messages."""
     def send_object(self, pickled: bytes) -> None: ...
     def take_objects(self) -> list[bytes]:
-        """What was sent and has not been taken, oldest first."""
+        """Objects that were sent since the last call, oldest first."""
     def take_missed(self) -> list[tuple[int, str]]:
-        """Processes that have begun and have ended without an object, each once; what they did."""
+        """Process id and ``what`` of each process that ended between ``begin`` and ``send_object``.
+
+        Each is returned once.
+        """
     def wait(self, seconds: float) -> None:
-        """Waits for an object, a call of ``wake``, or the end of a process that has begun."""
+        """Waits for an object, a call of ``wake``, or the end of a process after its ``begin``."""
     def wake(self) -> None: ...
     def wait_for_files(self, seconds: float) -> WrittenFiles | bytes | None:
-        """In a forked child: the results that a save of the parent's has sent.
+        """Waits, in a forked child, for the results of a save of the parent.
 
-        Bytes are an object that was sent in their place; None: the time passed before. Raises the
-        save's failure, and CheckpointError where the parent has died.
+        Returns the object that was sent in their place as bytes, or None after ``seconds``. Raises
+        the save's error, and CheckpointError if the parent has died.
         """
 
 class WrittenFiles:
-    """What one rank has written in one save; its length is the number of values.
+    """The files that one rank has written in one save; its length is the number of items.
 
-    It can be pickled. ``files`` are names, checksum tables, and of each value its number, offset,
-    length and CRC-32.
+    It can be pickled. ``files`` has the name and checksum table of each file, and the number,
+    offset, length and CRC-32 of each item in it.
     """
 
     def __init__(self, files: list[tuple[str, bytes, list[tuple[int, int, int, int]]]]) -> None: ...
     @property
     def names(self) -> list[str]:
-        """Of the files."""
+        """Names of the files."""
 
     @property
     def tables(self) -> dict[str, bytes]:
-        """The checksum table of each file, by its name."""
+        """Checksum tables by file name."""
 
     def places(self, first: int = 0) -> list[tuple[str, int, int, int]]:
-        """Of each value from ``first`` on the file's name, offset and length in bytes there, and
-        its CRC-32.
-        """
+        """File name, offset, length in bytes, and CRC-32 of each item from ``first`` on."""
 
     def __len__(self) -> int: ...
 
-#: Of a seal.
+#: Length of a seal.
 SEAL_BYTES: int
 
 def seal_of(pickled: bytes) -> bytes:
-    """What comes behind the pickle in a ``.metadata`` file."""
+    """The bytes that follow the pickle in a ``.metadata`` file."""
 
 def bytes_sealed(file: bytes) -> int | None:
-    """How many bytes the seal at the end of a ``.metadata`` file covers; None without a seal.
+    """The number of bytes that the seal at the end of a ``.metadata`` file covers; None without a
+    seal.
 
-    Raises Corrupt where they are not those that were sealed.
+    Raises Corrupt if these bytes do not match the seal.
     """
 
 class GlobalPlan:
-    """Which rank writes what, of what all ranks tell (``told_of``).
+    """Assigns the values of all ranks to the ranks that write them.
 
-    Raises ValueError where ranks have different things under one name, or the shards of a tensor do
-    not make it up. What ranks have written is by rank: the rows that each owns, by their order, and
-    behind them what torch plans.
+    ``told`` has the results of ``torch_ckpt._C.told_of``, by rank. Raises ValueError if the values
+    of a name differ in kind, dtype or size between ranks, or if the shards of a tensor do not
+    cover it. ``before``, ``now`` and ``written`` are by rank; the items of a rank are the rows that
+    it owns, in order, and after them the items planned by torch.
     """
 
     def __init__(self, told: list[tuple[bytes, bytes]]) -> None: ...
     def owned(self, rank: int) -> list[int]:
-        """The rows of its template that a rank writes."""
+        """The rows of a rank's template that this rank writes."""
 
     def plans(self, name: str) -> bool: ...
     def replicated_names(self, rank: int) -> list[str]:
-        """Names of a rank's plain tensors, then names of its objects."""
+        """Names of a rank's plain tensors, followed by names of its objects."""
 
     def paths(self) -> dict[str, tuple[str | int, ...]]: ...
     def changes(
         self, before: list[WrittenFiles], now: list[WrittenFiles], counter: str
     ) -> tuple[str | None, list[str], dict[str, list[str]]]:
-        """The first number beside the ``counter`` that has changed, the groups of tensors of which
-        something has changed, and the names of each other group.
+        """Compares two saves: changed number, changed groups, unchanged groups with their names.
 
-        The two are empty where no number has changed.
+        The number is the first object or one-element tensor that has changed, except ``counter``.
+        A group is all tensors under one top-level key. Both results for groups are empty if no
+        number has changed.
         """
 
     def describe(self) -> None:
-        """Encodes what metadata says of the plan alone; ``encode`` does it where this was not."""
+        """Encodes the part of the metadata that depends only on the plan.
+
+        If it was not called, ``encode`` does it.
+        """
 
     def encode(
         self,
@@ -196,9 +204,9 @@ class GlobalPlan:
         version: str,
         phases: str,
     ) -> bytes:
-        """The contents of ``.metadata``, with the entries of names that torch plans from ``rest``.
+        """The contents of ``.metadata``. ``rest`` has the entries of items planned by torch.
 
-        Raises CheckpointError where a rank has not told of each of its rows where it lies.
+        Raises Corrupt if a rank has not reported one location for each of its rows.
         """
 
 def load_bytes(
@@ -221,63 +229,68 @@ def verify_records(
     direct_io: bool | str,
     progress: Callable[[int], None] | None,
 ) -> tuple[list[tuple[int, int | None, int | None, int, str, int]], list[int]]:
-    """What is wrong with records, and the rows of those that have bytes without a checksum.
+    """Verifies records. Returns findings, and the rows with bytes that no checksum covers.
 
-    A row: file number, offset, length in bytes; name of the dtype and shape of a tensor, None for
-    an object. A finding: file number, row (None: the whole file), offset in the file, damaged bytes
-    (0: not known), what, the errno of a system call that failed (0: none did).
+    A row has file number, offset, length in bytes, and the name of the dtype and the shape of a
+    tensor (None for an object). A finding has file number, row (None: the whole file), offset in
+    the file, damaged bytes (0: unknown), a message, and the errno of a failed system call (0:
+    none failed).
     """
 
 def names_file_beneath(name: str) -> bool:
-    """Whether it may be the name of a file beneath a directory, as far as its text can tell."""
+    """False if the text of the name shows that it cannot name a file beneath a directory."""
 
 class DirectoryLease:
-    """A save's part in a directory; csrc/directory/lease.h has the protocol.
+    """A save's hold on a checkpoint's directory; csrc/directory/lease.h has the protocol.
 
-    ``named`` gives the data files that metadata names. It gets the directory and the metadata's
-    name; what it raises keeps every file, with a warning. What cannot be removed is warned of.
+    ``named(directory, metadata_name)`` returns the data files that a metadata file names. If it
+    raises, no file is removed, with a warning. A file that cannot be removed is a warning, too.
     """
 
     def __init__(self, directory: Directory, rank: int | None, patience: float) -> None:
-        """``rank``: whose metadata it will be; None: that of all ranks. ``patience``: in seconds.
+        """Takes the shared lock and chooses a tag.
 
-        Raises OSError, and CheckpointError where somebody has had the directory alone for so long.
+        ``rank`` is the rank whose metadata the save writes; None: the metadata of all ranks. Raises
+        OSError, and CheckpointError if another process holds the exclusive lock for ``patience``
+        seconds.
         """
     @property
     def tag(self) -> str: ...
     def commit(
         self, metadata: bytes, files: list[str], sync: bool, replace: bool, named: _NamedFiles
     ) -> None:
-        """Publishes, removes what no metadata names, ends the lease.
+        """Publishes the metadata, removes files that no metadata names, and ends the lease.
 
-        Raises NotCommitted, DurabilityUncertain.
+        Raises NotCommitted and DurabilityUncertain.
         """
     def abandon(self, named: _NamedFiles) -> None:
-        """Ends it; the save's files go."""
+        """Removes the save's files and ends the lease."""
     def remove(self, names: list[str]) -> None: ...
     def close(self) -> None:
-        """Ends it and removes nothing."""
+        """Ends the lease and removes nothing."""
 
 _NamedFiles = Callable[[Directory, str], Iterable[str]]
 
 def metadata_name(rank: int | None) -> str: ...
 def choose_prefix(directory: Directory, prefix: str, taken: Set[str] = ...) -> str:
-    """The prefix of one rank's data files: ``prefix``, tagged where files of this kind are there.
+    """Chooses the prefix of one rank's data files: ``prefix``, or the same with a new tag if the
+    directory has metadata or data files of the rank, or if ``taken`` contains ``prefix``.
 
-    ``prefix`` is ``__{rank}_``, and the tag of the save where it has one. ``taken`` are those of
-    other saves of this process that may not have made their files yet. Raises OSError.
+    ``prefix`` is ``__{rank}_`` or ``__{rank}_{tag}_``. ``taken`` has the prefixes of other saves of
+    this process, which may not have created their files yet. Raises OSError.
     """
 
 def remove_files(directory: Directory, names: list[str]) -> None:
-    """Removes files that are known to be named by no metadata; warns where that fails."""
+    """Removes files that no metadata names, which the caller has checked. Warns if that fails."""
 
 def remove_own(directory: Directory, names: list[str], named: _NamedFiles) -> None:
-    """Removes files of a save that failed, while nobody works in the directory; warns likewise."""
+    """Removes a failed save's files if no other process holds a lock. Warns if that fails."""
 
 def remove_leftovers(directory: Directory, named: _NamedFiles) -> list[str] | None:
-    """Removes what dead saves have left, and returns it; None while somebody works there.
+    """Removes the files of saves that died, and returns their names.
 
-    Raises OSError, and what ``named`` raises.
+    Returns None if a save or a load holds the directory's lock. Raises OSError, and the exceptions
+    of ``named``.
     """
 
 def publish(
@@ -291,12 +304,12 @@ def publish(
     replace: bool = True,
     sync_above: bool = True,
 ) -> None:
-    """Gives a durable file or directory its name, in one step; csrc/directory/publish.h.
+    """Renames a durable file or directory to its name, in one step; see csrc/directory/publish.h.
 
-    ``aside`` is what a directory is named that has the name; ``renamed`` the directory that
-    ``temporary`` must be; ``sync_above`` is False where the directories above are durable.
+    A directory that has the name is first renamed to ``aside``. ``renamed`` is the directory that
+    ``temporary`` must be. ``sync_above`` is False if the directories above are already durable.
 
-    Raises OSError, CheckpointError where something was moved, and
+    Raises OSError, CheckpointError if a directory on the path or ``temporary`` was moved, and
     DurabilityUncertain.
     """
 
@@ -309,54 +322,54 @@ def publish_contents(
     replace: bool = True,
     sync_above: bool = True,
 ) -> None:
-    """The same of a new file with these contents."""
+    """Writes a file and publishes it as ``publish`` does."""
 
 def tile(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes, given as offsets and sizes and none of them empty, fill a tensor of that size,
-    each element once; False where that is hard to tell. See csrc/planning/tiling.h."""
+    """True if boxes, given as offsets and sizes, cover a tensor of size ``whole``, each element
+    exactly once. No box may be empty. False, too, if csrc/planning/tiling.h cannot decide it."""
 
-#: Offsets and sizes in elements, file, offset and length in bytes, and whether a stream transform
-#: was at work. The file is None where the metadata does not say it.
+#: Offsets and sizes in elements, file, offset and length in bytes, and True if it was written
+#: through a stream transform. The file is None if the metadata does not give it.
 StoredShard = tuple[tuple[int, ...], tuple[int, ...], str | None, int, int, bool]
 
 class CheckpointIndex:
-    """What a checkpoint holds, in arrays; all of it has been checked."""
+    """The contents of a checkpoint, from its metadata. All values have been checked."""
 
     def __len__(self) -> int: ...
     def __contains__(self, name: str) -> bool: ...
     def names(self) -> list[str]: ...
     def files(self) -> list[str]: ...
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """The name of a tensor's dtype, without the module, and its size; None of an object."""
+        """Name of a tensor's dtype, without the module, and its size; None for an object."""
 
     def shards(self, name: str) -> list[StoredShard]:
-        """The shards of a tensor, or an object as one without offsets and sizes.
+        """The shards of a tensor. An object has one shard, without offsets and sizes.
 
-        Raises KeyError where there is no such name.
+        Raises KeyError if there is no such name.
         """
 
     def strays(self) -> list[tuple[str, StoredShard]]:
-        """Names and places of records that the metadata does not describe."""
+        """Names and locations of records that the metadata does not describe."""
 
     def uncovered(self) -> list[str]:
-        """Tensors that their shards do not fill, each element once, or for which that is hard to
-        tell."""
+        """Tensors whose shards do not cover each element exactly once, as far as ``tile`` can
+        decide it."""
 
     def tables(self) -> dict[str, bytes]:
-        """The encoded checksum tables by file."""
+        """Encoded checksum tables by file name."""
 
     def phases(self) -> str:
-        """How long each rank took, as JSON that nobody has checked; "" where that is not known."""
+        """Durations of each rank's phases, as unchecked JSON; "" if they are unknown."""
 
     def rename(self, names: list[str]) -> None:
-        """Gives the entries other names, in their order."""
+        """Renames all entries, in their order."""
 
 class MetadataProgram:
-    """A metadata pickle that is harmless: its program has been walked, and nothing of it has run.
+    """A metadata pickle that is safe to load: its program was checked without running it.
 
-    ``roles`` says by "module name" what the program may do with what a name stands for, in words
-    of csrc/index/metadata_pickle.h. Raises Unsafe for other names, Corrupt for all else,
-    ValueError for a word that is not a role.
+    ``roles`` maps the allow-listed names, as "module name", to their roles in
+    csrc/index/metadata_pickle.h. Raises Unsafe for other names, Corrupt for all other defects, and
+    ValueError if a role is unknown.
     """
 
     def __init__(self, data: bytes, roles: dict[str, str]) -> None: ...
@@ -365,45 +378,45 @@ class MetadataProgram:
         """The number of bytes up to and including STOP."""
 
     def index(self) -> CheckpointIndex:
-        """What the program says of a checkpoint.
+        """The index of the checkpoint.
 
-        Raises Corrupt for what cannot be, by the name of the entry, and Unsafe for data outside of
-        the checkpoint's directory.
+        Raises Corrupt, with the name of the entry, if the metadata contradicts itself, and Unsafe
+        for data outside of the checkpoint's directory.
         """
 
 def crc32(data: Any, crc: int = 0) -> int:
-    """As ``zlib.crc32``, at the speed of the memory. ``data`` has contiguous bytes as a buffer."""
+    """Returns the same as ``zlib.crc32``, at memory speed. ``data`` is a contiguous buffer."""
 
 def make_directories(path: str | os.PathLike[str]) -> None: ...
 def sync_directory(path: str | os.PathLike[str]) -> None: ...
 def join_executor() -> None:
-    """Ends the engine's threads after the work they have; for interpreter exit."""
+    """Ends the engine's threads after their queued work. For the exit of the interpreter."""
 
 def seconds_without_gil() -> float:
-    """The processor time of this thread within calls of the engine that let go of the GIL."""
+    """Processor time in seconds that this thread spent in engine calls without the GIL."""
 
 def pool_bytes() -> int:
-    """Host memory in bytes that the chunk pool keeps between saves."""
+    """Bytes of host memory that the chunk pool keeps between saves."""
 
 def trim_pool(bytes: int = 0) -> None:
-    """Frees the memory that saves keep for the next one, and a reserve, down to so many bytes."""
+    """Frees idle memory of the pool, including the reserve, until ``bytes`` are left."""
 
 def set_reserve(bytes: int, chunk_bytes: int) -> None:
-    """What the pool is to keep in any case, in chunks of that size; never shrinks by this."""
+    """Sets the target of the reserve, in chunks of ``chunk_bytes``; never lowers it."""
 
 def grow_reserve(most_bytes: int, device: int, background: Background | None) -> int:
-    """Makes memory until the reserve, or so much of it, is there; the bytes that are.
+    """Allocates memory until the reserve has ``most_bytes`` or is complete. Returns its bytes.
 
-    By several threads, those of saves with this background or the ordinary ones. For copies from a
-    CUDA device, -1 for none, arenas of 64 MiB are page-locked. Raises OSError where there is no
-    memory.
+    Several threads allocate: those of saves with this background, or the ordinary ones. For a CUDA
+    device (-1: none) the memory is page-locked in arenas of 64 MiB. Raises OSError if memory runs
+    out.
     """
 
 def end_reserve() -> None:
-    """Lets the reserve be what is there of it."""
+    """Lowers the target of the reserve to its present size."""
 
 def reserve_bytes() -> int:
-    """What the pool is to keep in any case."""
+    """Target of the reserve in bytes."""
 
 def reserved_bytes() -> int:
-    """What is there of that, with what saves have taken of it."""
+    """Bytes of the reserve that are allocated, including chunks that saves use."""
