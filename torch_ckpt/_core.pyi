@@ -274,7 +274,7 @@ _NamedFiles = Callable[[Directory, str], Iterable[str]]
 def metadata_name(rank: int | None) -> str: ...
 def choose_prefix(directory: Directory, prefix: str, taken: Set[str] = ...) -> str:
     """Chooses the prefix of one rank's data files: ``prefix``, or the same with a new tag if the
-    directory has metadata or data files of the rank, or if ``taken`` contains ``prefix``.
+    directory has any metadata, or data files of the rank, or if ``taken`` contains ``prefix``.
 
     ``prefix`` is ``__{rank}_`` or ``__{rank}_{tag}_``. ``taken`` has the prefixes of other saves of
     this process, which may not have created their files yet. Raises OSError.

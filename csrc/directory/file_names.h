@@ -38,7 +38,7 @@ std::string metadata_name(std::optional<int> rank);
 std::string random_hex(std::size_t digits);
 
 /// Chooses the prefix of one rank's data files: `prefix`, or the same with a new tag if the
-/// directory has metadata or data files of the rank, or if `taken` contains `prefix`.
+/// directory has any metadata, or data files of the rank, or if `taken` contains `prefix`.
 ///
 /// `prefix` is "__{rank}_" or "__{rank}_{tag}_"; any other prefix is returned unchanged. `taken`
 /// has the prefixes of other saves of this process, which may not have created their files yet.

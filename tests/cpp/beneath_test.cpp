@@ -1,4 +1,4 @@
-// Opening files beneath a directory: by the kernel's openat2, and where that is not to be had.
+// Opening files beneath a directory, with and without the kernel's openat2.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ std::string contents_of(const File& file) {
   return text;
 }
 
-// The parameter is what the kernel says to openat2; 0: it does as it is told.
+// The parameter is the errno with which openat2 fails; 0: it works.
 class Beneath : public ::testing::TestWithParam<int> {
  protected:
   Beneath()
@@ -61,7 +61,7 @@ class Beneath : public ::testing::TestWithParam<int> {
     std::filesystem::create_symlink(to, checkpoint(name));
   }
 
-  /// Refused, with the path and with what is to be done about it.
+  /// Succeeds if opening fails with an error that has the path and the advice.
   ::testing::AssertionResult is_refused_as_link(const std::string& name) const {
     const auto file = open(name);
     if (auto refused = fails(file, Errc::outside_directory); !refused) return refused;
@@ -102,7 +102,7 @@ TEST_P(Beneath, DirectReadsGiveTheSameBytes) {
   EXPECT_EQ(test::text_of(std::span(block).first(*got)), "data");
 }
 
-TEST_P(Beneath, NamesThatCouldLeadElsewhereAreRefusedByTheirText) {
+TEST_P(Beneath, NamesThatCouldLeadOutOfTheDirectoryAreRefused) {
   const std::vector<std::string> names = {"",
                                           "/etc/passwd",
                                           "../secret",
@@ -121,14 +121,14 @@ TEST_P(Beneath, NamesThatCouldLeadElsewhereAreRefusedByTheirText) {
   }
 }
 
-TEST_P(Beneath, DotsWithinANameAreNothingSpecial) {
+TEST_P(Beneath, DotsWithinANameAreAllowed) {
   for (const std::string name : {"..data", "data..", "..."}) {
     write_file(checkpoint(name), "dots");
     EXPECT_TRUE(ok(open(name))) << name;
   }
 }
 
-TEST_P(Beneath, ALinkInThePlaceOfAFileIsRefused) {
+TEST_P(Beneath, ALinkToAFileIsRefused) {
   link("data", "inside");
   link("../secret", "outside");
   link("/etc/passwd", "absolute");
@@ -138,7 +138,7 @@ TEST_P(Beneath, ALinkInThePlaceOfAFileIsRefused) {
   }
 }
 
-TEST_P(Beneath, ALinkInThePlaceOfAFolderIsRefused) {
+TEST_P(Beneath, ALinkToAFolderIsRefused) {
   link("below", "inside");
   link("..", "outside");
   EXPECT_TRUE(is_refused_as_link("inside/deep/data"));
@@ -151,7 +151,7 @@ TEST_P(Beneath, AMagicLinkOfProcIsRefused) {
   EXPECT_TRUE(fails(open_in("/proc/self", "fd/0"), Errc::outside_directory));
 }
 
-TEST_P(Beneath, AFifoIsRefusedAndNotWaitedFor) {
+TEST_P(Beneath, AFifoIsRefusedWithoutWaiting) {
   ASSERT_EQ(::mkfifo(checkpoint("pipe").c_str(), 0600), 0);
   const auto file = open("pipe");
   ASSERT_TRUE(fails(file, Errc::invalid_argument));
@@ -164,7 +164,7 @@ TEST_P(Beneath, ADeviceIsRefused) {
   EXPECT_TRUE(fails(open_in("/dev", "zero"), Errc::invalid_argument));
 }
 
-TEST_P(Beneath, AMissingFileIsTheSystemsErrorWithItsPath) {
+TEST_P(Beneath, AMissingFileIsASystemErrorWithItsPath) {
   for (const std::string name : {"gone", "gone/data", "below/gone"}) {
     const auto file = open(name);
     ASSERT_FALSE(ok(file)) << name;
@@ -172,13 +172,13 @@ TEST_P(Beneath, AMissingFileIsTheSystemsErrorWithItsPath) {
   }
 }
 
-TEST_P(Beneath, AFileInThePlaceOfAFolderIsTheSystemsError) {
+TEST_P(Beneath, AFileInPlaceOfAFolderIsASystemError) {
   const auto file = open("data/below");
   ASSERT_FALSE(ok(file));
   EXPECT_TRUE(is_system_error(file.error(), ENOTDIR, "open", checkpoint("data/below")));
 }
 
-TEST_P(Beneath, ADirectoryThatWasMovedIsTheSameDirectory) {
+TEST_P(Beneath, FilesOfAMovedDirectoryCanStillBeOpened) {
   auto directory = Directory::open(directory_path());
   ASSERT_TRUE(ok(directory));
   std::filesystem::rename(directory_path(), directory_path() + "-moved");
@@ -189,7 +189,7 @@ TEST_P(Beneath, ADirectoryThatWasMovedIsTheSameDirectory) {
   EXPECT_EQ(contents_of(*file), "data");
 }
 
-TEST_P(Beneath, NoDescriptorIsLeft) {
+TEST_P(Beneath, NoDescriptorLeaks) {
   link("below", "link");
   const auto count = [] {
     std::size_t open = 0;
@@ -206,20 +206,20 @@ TEST_P(Beneath, NoDescriptorIsLeft) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, Beneath, ::testing::Values(0, ENOSYS, EPERM, EINVAL),
-                         [](const ::testing::TestParamInfo<int>& said) -> std::string {
-                           switch (said.param) {
+                         [](const ::testing::TestParamInfo<int>& error) -> std::string {
+                           switch (error.param) {
                              case 0:
                                return "WithOpenat2";
                              case ENOSYS:
-                               return "WithoutIt";
+                               return "WithoutOpenat2";
                              case EPERM:
-                               return "WhereItIsForbidden";
+                               return "InASandboxThatForbidsIt";
                              default:
-                               return "WhereItIsUnknown";
+                               return "InASandboxThatDoesNotKnowIt";
                            }
                          });
 
-TEST(Directory, AFailedCallIsReported) {
+TEST(Directory, AFailureToOpenAFileIsReported) {
   TempDir directory;
   write_file(directory.file("data"), "data");
   auto opened = Directory::open(directory.path());
@@ -232,7 +232,7 @@ TEST(Directory, AFailedCallIsReported) {
   }
 }
 
-TEST(Directory, ThatIsMissingIsTheSystemsErrorWithItsPath) {
+TEST(Directory, OpeningAMissingDirectoryIsASystemErrorWithItsPath) {
   TempDir directory;
   const auto opened = Directory::open(directory.file("gone"));
   ASSERT_FALSE(ok(opened));

@@ -42,7 +42,7 @@ TEST(MakeDirectories, MakesEveryMissingAncestor) {
   EXPECT_TRUE(std::filesystem::is_directory(directory.file("a/b/c")));
 }
 
-TEST(MakeDirectories, LeavesWhatIsThereAlone) {
+TEST(MakeDirectories, DoesNotTouchAnExistingDirectory) {
   TempDir directory;
   CallCounter counter;
   {
@@ -66,7 +66,7 @@ TEST(MakeDirectories, IsRelativeToTheWorkingDirectory) {
   EXPECT_TRUE(std::filesystem::is_directory(directory.file("a/b")));
 }
 
-TEST(MakeDirectories, DoesNotMindThatAnotherRankIsFaster) {
+TEST(MakeDirectories, SucceedsIfAnotherRankCreatesTheDirectoryFirst) {
   TempDir directory;
   const std::string path = directory.file("a");
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
@@ -76,7 +76,7 @@ TEST(MakeDirectories, DoesNotMindThatAnotherRankIsFaster) {
   EXPECT_TRUE(ok(make_directories(path)));
 }
 
-TEST(MakeDirectories, WillNotReplaceAFile) {
+TEST(MakeDirectories, DoesNotReplaceAFile) {
   TempDir directory;
   write_file(directory.file("a"), "kept");
   const auto made = make_directories(directory.file("a"));
@@ -87,7 +87,7 @@ TEST(MakeDirectories, WillNotReplaceAFile) {
   EXPECT_EQ(read_file(directory.file("a")), "kept");
 }
 
-// The directories above, as seen from `below`, up to the root of its file system.
+// The expected calls for the directories above `below`, up to the root of its file system.
 Log above(const std::string& below) {
   Log found;
   std::string at = below;
@@ -103,7 +103,7 @@ Log above(const std::string& below) {
   }
 }
 
-TEST(SyncAncestors, SyncsEachDirectoryAboveWhoeverMadeIt) {
+TEST(SyncAncestors, SyncsEachDirectoryAbove) {
   TempDir directory;
   ASSERT_TRUE(ok(make_directories(directory.file("a/b"))));
   const Directory below = opened(directory.file("a/b"));
@@ -116,7 +116,7 @@ TEST(SyncAncestors, SyncsEachDirectoryAboveWhoeverMadeIt) {
   EXPECT_EQ(counter.log(), above(directory.file("a/b")));
 }
 
-TEST(SyncAncestors, OfTheRootAreNone) {
+TEST(SyncAncestors, TheRootHasNone) {
   const Directory root = opened("/");
   CallCounter counter;
   {
@@ -126,7 +126,7 @@ TEST(SyncAncestors, OfTheRootAreNone) {
   EXPECT_EQ(counter.log(), Log{});
 }
 
-TEST(SyncAncestors, AFailedSyncIsAFailure) {
+TEST(SyncAncestors, AFailedSyncIsReported) {
   TempDir directory;
   ASSERT_TRUE(ok(make_directories(directory.file("a/b"))));
   const std::string grandparent = directory.file("a/b") + "/../..";
@@ -137,7 +137,7 @@ TEST(SyncAncestors, AFailedSyncIsAFailure) {
   EXPECT_TRUE(is_system_error(synced.error(), EIO, "fsync_directory", grandparent));
 }
 
-TEST(SyncAncestors, OneThatMayNotBeOpenedDoesNotKeepThoseAboveItFromBeingSynced) {
+TEST(SyncAncestors, ADirectoryWithoutPermissionIsSkipped) {
   TempDir directory;
   const std::string path = directory.file("a/b");
   ASSERT_TRUE(ok(make_directories(path)));
@@ -155,7 +155,7 @@ TEST(SyncAncestors, OneThatMayNotBeOpenedDoesNotKeepThoseAboveItFromBeingSynced)
   }
 }
 
-TEST(SyncAncestors, AreThoseOfTheDirectoryAndNotOfWhatHasItsPathByNow) {
+TEST(SyncAncestors, OfARenamedDirectoryAreThoseOfItsNewLocation) {
   TempDir directory;
   ASSERT_TRUE(ok(make_directories(directory.file("a/b"))));
   ASSERT_TRUE(ok(make_directories(directory.file("elsewhere"))));
@@ -165,7 +165,7 @@ TEST(SyncAncestors, AreThoseOfTheDirectoryAndNotOfWhatHasItsPathByNow) {
   EXPECT_TRUE(ok(below.sync_ancestors()));
 }
 
-TEST(SyncDirectory, OfWhatIsNotADirectoryFails) {
+TEST(SyncDirectory, OfAFileOrAMissingDirectoryFails) {
   TempDir directory;
   write_file(directory.file("a"), "");
   const auto file = sync_directory(directory.file("a"));
@@ -190,7 +190,7 @@ TEST(RenameFile, ReplacesTheTarget) {
   EXPECT_EQ(read_file(directory.file("to")), "new");
 }
 
-TEST(RenameFile, ThatMayNotReplaceLeavesTheTargetAndTheFile) {
+TEST(RenameFile, WithoutReplaceKeepsAnExistingTarget) {
   TempDir directory;
   write_file(directory.file("from"), "new");
   write_file(directory.file("to"), "old");
@@ -201,7 +201,7 @@ TEST(RenameFile, ThatMayNotReplaceLeavesTheTargetAndTheFile) {
   EXPECT_EQ(read_file(directory.file("to")), "old");
 }
 
-TEST(RenameFile, ThatMayNotReplaceRenamesWhereTheNameIsFree) {
+TEST(RenameFile, WithoutReplaceRenamesIfThereIsNoTarget) {
   TempDir directory;
   write_file(directory.file("from"), "new");
   EXPECT_TRUE(ok(opened(directory.path()).rename("from", "to", false)));
@@ -217,7 +217,7 @@ TEST(RenameFile, OfAMissingFileFailsAndKeepsTheTarget) {
   EXPECT_EQ(read_file(directory.file("to")), "old");
 }
 
-TEST(RemoveFile, OfAMissingFileIsNoError) {
+TEST(RemoveFile, OfAMissingFileSucceeds) {
   TempDir directory;
   EXPECT_TRUE(ok(opened(directory.path()).remove("a")));
 }
@@ -238,7 +238,7 @@ TEST(RemoveFile, OfADirectoryFails) {
   EXPECT_TRUE(is_system_error(removed.error(), EISDIR, "unlink", directory.file("a")));
 }
 
-TEST(Directory, StaysTheSameWhenItIsRenamedAndAnotherTakesItsPath) {
+TEST(Directory, StaysOpenIfItIsRenamedAndItsPathIsReused) {
   TempDir above;
   ASSERT_TRUE(ok(make_directories(above.file("a"))));
   const Directory directory = opened(above.file("a"));
@@ -255,7 +255,7 @@ TEST(Directory, StaysTheSameWhenItIsRenamedAndAnotherTakesItsPath) {
   EXPECT_EQ(directory.current_path(), above.file("moved"));
 }
 
-TEST(Directory, IsAtItsPathThroughALinkAndNotWhereThatIsBroken) {
+TEST(Directory, IsAtAPathWithALinkUntilTheLinkIsChanged) {
   TempDir above;
   ASSERT_TRUE(ok(make_directories(above.file("a"))));
   std::filesystem::create_directory_symlink("a", above.file("link"));
@@ -271,7 +271,7 @@ TEST(Directory, IsAtItsPathThroughALinkAndNotWhereThatIsBroken) {
   EXPECT_FALSE(*directory.is_at_path());
 }
 
-TEST(Directory, ThatWasRemovedIsNowhere) {
+TEST(Directory, HasNoCurrentPathAfterItsRemoval) {
   TempDir above;
   ASSERT_TRUE(ok(make_directories(above.file("a"))));
   const Directory directory = opened(above.file("a"));
@@ -281,7 +281,7 @@ TEST(Directory, ThatWasRemovedIsNowhere) {
   EXPECT_EQ(*directory.names(), Log{});
 }
 
-TEST(Directory, ReopenedHasALockOfItsOwnAndADuplicateTheSame) {
+TEST(Directory, ReopeningCreatesAnotherLockAndDuplicatingSharesIt) {
   TempDir above;
   Directory first = opened(above.path());
   Directory second = *first.reopen();
@@ -292,12 +292,12 @@ TEST(Directory, ReopenedHasALockOfItsOwnAndADuplicateTheSame) {
     Directory same = *first.duplicate();
     EXPECT_TRUE(*same.identity() == *first.identity());
   }
-  EXPECT_FALSE(*second.try_lock_exclusive()) << "a duplicate that is closed lets go of nothing";
+  EXPECT_FALSE(*second.try_lock_exclusive()) << "closing a duplicate does not release the lock";
   first.close();
   EXPECT_TRUE(*second.try_lock_exclusive());
 }
 
-TEST(Directory, ALockThatASignalInterruptsIsAskedForAgain) {
+TEST(Directory, LockingIsRetriedAfterASignal) {
   TempDir above;
   Directory directory = opened(above.path());
   Directory other = opened(above.path());
@@ -309,10 +309,10 @@ TEST(Directory, ALockThatASignalInterruptsIsAskedForAgain) {
     EXPECT_FALSE(*other.try_lock_exclusive());
   }
   flock_errors = {EINTR};
-  EXPECT_FALSE(*other.try_share()) << "an interrupt is taken for a lock";
+  EXPECT_FALSE(*other.try_share()) << "an interrupt must not count as a lock";
 }
 
-TEST(Directory, AFileSystemWithoutLocksGrantsOnlyAShare) {
+TEST(Directory, AFileSystemWithoutLocksGrantsOnlyTheSharedLock) {
   TempDir above;
   Directory directory = opened(above.path());
   for (const int refusal : {ENOSYS, EOPNOTSUPP, EINVAL}) {
@@ -323,7 +323,7 @@ TEST(Directory, AFileSystemWithoutLocksGrantsOnlyAShare) {
   }
 }
 
-TEST(Directory, WhereNoLocksAreLeftNobodyHasItAlone) {
+TEST(Directory, IfTheKernelHasNoFreeLocksOnlyTheSharedLockIsGranted) {
   TempDir above;
   Directory directory = opened(above.path());
   flock_errors = {ENOLCK, ENOLCK};
@@ -332,7 +332,7 @@ TEST(Directory, WhereNoLocksAreLeftNobodyHasItAlone) {
   EXPECT_TRUE(directory.has_locks());
 }
 
-TEST(Directory, AnyOtherRefusalOfALockIsAnError) {
+TEST(Directory, AnyOtherErrorOfLockingIsReported) {
   TempDir above;
   Directory directory = opened(above.path());
   flock_errors = {EIO, EIO};
@@ -340,7 +340,7 @@ TEST(Directory, AnyOtherRefusalOfALockIsAnError) {
   EXPECT_TRUE(is_system_error(directory.try_lock_exclusive().error(), EIO, "flock", above.path()));
 }
 
-TEST(Directory, AForkedChildThatClosesItsCopyLetsGoOfNothing) {
+TEST(Directory, AForkedChildThatClosesItsCopyDoesNotReleaseTheLock) {
   TempDir above;
   Directory first = opened(above.path());
   ASSERT_TRUE(*first.try_share());
@@ -355,7 +355,7 @@ TEST(Directory, AForkedChildThatClosesItsCopyLetsGoOfNothing) {
   EXPECT_FALSE(*second.try_lock_exclusive());
 }
 
-TEST(Directory, AfterItsEndEachCallFails) {
+TEST(Directory, CallsFailAfterClose) {
   TempDir above;
   Directory directory = opened(above.path());
   directory.close();

@@ -27,13 +27,13 @@ TEST(Error, MessageOfAFormatErrorHasPathAndOffset) {
   EXPECT_EQ(error.message(), "/ckpt/a at byte 0: the bytes are damaged");
 }
 
-TEST(Error, DetailComesBeforeTheSystemsReason) {
+TEST(Error, DetailPrecedesTheSystemsReason) {
   Error error = system_error(ENOMEM, "mmap", "");
   error.detail = "no 4096 bytes of host memory";
   EXPECT_EQ(error.message(), "mmap: no 4096 bytes of host memory: Cannot allocate memory");
 }
 
-TEST(Error, OfAFailedAllocationIsASystemError) {
+TEST(Error, AFailedAllocationIsASystemError) {
   const Error error = exception_error(std::make_exception_ptr(std::bad_alloc()), "load");
   EXPECT_EQ(error.code, Errc::system);
   EXPECT_EQ(error.message(), "load: Cannot allocate memory");
@@ -47,7 +47,7 @@ TEST(Error, EveryCodeHasAUniqueName) {
   EXPECT_FALSE(names.contains("unknown"));
 }
 
-TEST(Error, TheValueOfAFailedResultThrowsALogicErrorWithTheReason) {
+TEST(Error, TheValueOfAFailedResultThrowsALogicErrorWithTheMessage) {
   const Result<int> failed = system_error(EIO, "fsync", "/ckpt/a");
   try {
     static_cast<void>(failed.value());

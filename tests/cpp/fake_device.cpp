@@ -64,7 +64,7 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
 
   Result<> make_stream_wait(int device, void* stream) override {
     std::lock_guard lock(current->mutex_);
-    current->held_back_.emplace_back(device, stream);
+    current->waiting_streams_.emplace_back(device, stream);
     return {};
   }
 
@@ -305,9 +305,9 @@ std::size_t FakeDevice::submissions() const {
   return submissions_;
 }
 
-std::vector<std::pair<int, void*>> FakeDevice::held_back() const {
+std::vector<std::pair<int, void*>> FakeDevice::waiting_streams() const {
   std::lock_guard lock(mutex_);
-  return held_back_;
+  return waiting_streams_;
 }
 
 std::size_t FakeDevice::pins() const {

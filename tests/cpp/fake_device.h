@@ -60,7 +60,7 @@ class FakeDevice {
   std::vector<staging::ReadyEvent> ready() const;
   std::size_t submissions() const;
   /// (device, stream) of each call of make_stream_wait.
-  std::vector<std::pair<int, void*>> held_back() const;
+  std::vector<std::pair<int, void*>> waiting_streams() const;
   std::size_t pins() const;
   std::size_t pinned_now() const;
 
@@ -93,21 +93,21 @@ class FakeDevice {
   const staging::DeviceSupport* before_;
   std::atomic<std::size_t> arrivals_{0};
   mutable std::mutex mutex_;
-  std::vector<Tensor> tensors_;                   // guarded by mutex_
-  std::vector<Memory> memories_;                  // guarded by mutex_
-  CopyHook copy_hook_;                            // guarded by mutex_
-  WriteHook write_hook_;                          // guarded by mutex_
-  std::function<void()> unpin_hook_;              // guarded by mutex_
-  std::string warning_;                           // guarded by mutex_
-  Result<> pin_result_;                           // guarded by mutex_
-  std::function<void()> arrive_hook_;             // guarded by mutex_
-  Result<> wait_result_;                          // guarded by mutex_
-  std::vector<staging::ReadyEvent> ready_;        // guarded by mutex_
-  std::size_t copiers_ = 0;                       // guarded by mutex_
-  std::size_t submissions_ = 0;                   // guarded by mutex_
-  std::vector<std::pair<int, void*>> held_back_;  // guarded by mutex_
-  std::size_t pins_ = 0;                          // guarded by mutex_
-  std::vector<Pinned> pinned_;                    // guarded by mutex_
+  std::vector<Tensor> tensors_;                         // guarded by mutex_
+  std::vector<Memory> memories_;                        // guarded by mutex_
+  CopyHook copy_hook_;                                  // guarded by mutex_
+  WriteHook write_hook_;                                // guarded by mutex_
+  std::function<void()> unpin_hook_;                    // guarded by mutex_
+  std::string warning_;                                 // guarded by mutex_
+  Result<> pin_result_;                                 // guarded by mutex_
+  std::function<void()> arrive_hook_;                   // guarded by mutex_
+  Result<> wait_result_;                                // guarded by mutex_
+  std::vector<staging::ReadyEvent> ready_;              // guarded by mutex_
+  std::size_t copiers_ = 0;                             // guarded by mutex_
+  std::size_t submissions_ = 0;                         // guarded by mutex_
+  std::vector<std::pair<int, void*>> waiting_streams_;  // guarded by mutex_
+  std::size_t pins_ = 0;                                // guarded by mutex_
+  std::vector<Pinned> pinned_;                          // guarded by mutex_
 };
 
 // Removes device support for the object's lifetime, regardless of the build.

@@ -11,9 +11,9 @@
 namespace torch_ckpt::os {
 namespace {
 
-TEST(FaultHook, NoHookIsNoFault) { EXPECT_EQ(injected_fault("open", "/a"), 0); }
+TEST(FaultHook, WithoutAHookNoCallFails) { EXPECT_EQ(injected_fault("open", "/a"), 0); }
 
-TEST(FaultHook, DecidesByOperationAndPath) {
+TEST(FaultHook, ReceivesOperationAndPath) {
   ScopedFaultHook hook([](std::string_view operation, std::string_view path) {
     return operation == "open" && path == "/a" ? EACCES : 0;
   });
@@ -29,7 +29,7 @@ TEST(FaultHook, EndsWithItsScope) {
   EXPECT_EQ(injected_fault("open", "/a"), 0);
 }
 
-TEST(FaultHook, MayWaitForACallFromAnotherThread) {
+TEST(FaultHook, MayWaitForAHookOfAnotherThread) {
   std::latch both(2);
   ScopedFaultHook hook([&](auto, auto) {
     both.arrive_and_wait();

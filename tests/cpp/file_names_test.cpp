@@ -23,7 +23,7 @@ void expect_file(std::string_view name, FileKind kind, std::string_view rank) {
   EXPECT_EQ(file.rank, rank) << name;
 }
 
-TEST(FileNames, DataFilesHaveARankAndABucketAndPerhapsATagAndAHint) {
+TEST(FileNames, DataFilesHaveARankABucketAndOptionallyATagAndAHint) {
   expect_file("__3_0.distcp", FileKind::data, "3");
   expect_file("__12_345.distcp", FileKind::data, "12");
   expect_file("__3_5f0c19ab_0.distcp", FileKind::data, "3");
@@ -33,7 +33,7 @@ TEST(FileNames, DataFilesHaveARankAndABucketAndPerhapsATagAndAHint) {
   expect_file("model__9___3_5f0c19ab_0.distcp", FileKind::data, "3");
 }
 
-TEST(FileNames, MetadataIsOfAllRanksOrOfOne) {
+TEST(FileNames, MetadataBelongsToAllRanksOrToOne) {
   expect_file(".metadata", FileKind::metadata, "");
   expect_file("__4.metadata", FileKind::metadata, "4");
 }
@@ -45,7 +45,7 @@ TEST(FileNames, TemporaryMetadataMayHaveASuffixOfThirtyTwoDigits) {
   expect_file("__4.metadata.tmp-" + digits, FileKind::temporary, "4");
 }
 
-TEST(FileNames, AllElseIsOther) {
+TEST(FileNames, AllOtherNamesAreOther) {
   const std::string digits(32, 'a');
   const std::vector<std::string> names = {"",
                                           "distcp",
@@ -78,7 +78,7 @@ TEST(FileNames, AllElseIsOther) {
   }
 }
 
-TEST(FileNames, AreToldApartAsTheirPatternsSay) {
+TEST(FileNames, AreParsedLikeTheEquivalentRegularExpressions) {
   const std::regex data("__([0-9]+)_(?:[0-9a-f]{8}_)?[0-9]+\\.distcp$");
   const std::regex metadata("^(?:__([0-9]+))?\\.metadata$");
   const std::regex temporary("^(?:__([0-9]+))?\\.metadata\\.tmp(?:-[0-9a-f]{32})?$");
@@ -105,7 +105,7 @@ TEST(FileNames, AreToldApartAsTheirPatternsSay) {
   }
 }
 
-TEST(ChoosePrefix, IsTheGivenOneWhereNothingIsThere) {
+TEST(ChoosePrefix, IsUnchangedIfTheRankHasNoFiles) {
   TempDir directory;
   write_file(directory.file("__4_0.distcp"), "of another rank");
   const auto prefix = choose_prefix(open_directory(directory), "__3_", {"__4_"});
@@ -113,7 +113,7 @@ TEST(ChoosePrefix, IsTheGivenOneWhereNothingIsThere) {
   EXPECT_EQ(*prefix, "__3_");
 }
 
-TEST(ChoosePrefix, HasATagWhereTheRankHasFilesOrThereIsMetadataOrItIsTaken) {
+TEST(ChoosePrefix, HasATagIfTheRankHasFilesOrThereIsMetadataOrItIsTaken) {
   for (const char* there : {"__3_0.distcp", "__3_5f0c19ab_7.distcp", ".metadata", "__9.metadata"}) {
     TempDir directory;
     write_file(directory.file(there), "");
@@ -127,7 +127,7 @@ TEST(ChoosePrefix, HasATagWhereTheRankHasFilesOrThereIsMetadataOrItIsTaken) {
   EXPECT_TRUE(std::regex_match(*prefix, std::regex("__3_[0-9a-f]{8}_"))) << *prefix;
 }
 
-TEST(ChoosePrefix, HasATagOfItsOwnAlsoInThePlaceOfAnother) {
+TEST(ChoosePrefix, ReplacesTheTagOfAnotherSave) {
   TempDir directory;
   write_file(directory.file(".metadata"), "");
   const auto prefix = choose_prefix(open_directory(directory), "__3_5f0c19ab_", {});
@@ -136,7 +136,7 @@ TEST(ChoosePrefix, HasATagOfItsOwnAlsoInThePlaceOfAnother) {
   EXPECT_NE(*prefix, "__3_5f0c19ab_");
 }
 
-TEST(ChoosePrefix, LeavesPrefixesOfOtherKindsAlone) {
+TEST(ChoosePrefix, IsUnchangedForPrefixesOfOtherForms) {
   TempDir directory;
   write_file(directory.file(".metadata"), "");
   for (const char* given : {"", "_", "__", "__3", "x__3_", "__x_", "__3_5f0c19a_"}) {

@@ -29,7 +29,7 @@ using test::TempDir;
 using test::text_of;
 using test::write_file;
 
-// Sets a soft limit and ignores the signal that comes with it.
+// Sets a soft limit of the file size and ignores the signal of exceeding it.
 class ScopedFileSizeLimit {
  public:
   explicit ScopedFileSizeLimit(rlim_t bytes) {
@@ -71,7 +71,7 @@ TEST_P(FileModes, WritesBlocksAtTheirOffsets) {
             std::string(4096, 'x') + std::string(4096, '\0') + std::string(8192, 'x'));
 }
 
-TEST_P(FileModes, WritesWhatIsNotAlignedAllTheSame) {
+TEST_P(FileModes, WritesUnalignedData) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   const std::string contents = random.bytes(10'001);
@@ -83,7 +83,7 @@ TEST_P(FileModes, WritesWhatIsNotAlignedAllTheSame) {
   EXPECT_EQ(read_file(path_), contents);
 }
 
-TEST_P(FileModes, AWriteThatTheSystemCutsShortFailsWhereItStopped) {
+TEST_P(FileModes, AFailedWriteReportsTheOffsetThatItReached) {
   auto pages = Pages::allocate(32768);
   ASSERT_TRUE(ok(pages));
   auto file = File::create(path_, GetParam());
@@ -113,7 +113,7 @@ TEST_P(FileModes, ReadsExactlyTheRange) {
   EXPECT_EQ(text_of(pages->bytes()), contents.substr(4096, 8192));
 }
 
-TEST_P(FileModes, ReadingSomeStopsAtTheEndOfTheFile) {
+TEST_P(FileModes, ReadingStopsAtTheEndOfTheFile) {
   write_file(path_, std::string(5000, 'x'));
   const auto file = test::open_for_read(path_, GetParam());
   ASSERT_TRUE(ok(file));
@@ -127,7 +127,7 @@ TEST_P(FileModes, ReadingSomeStopsAtTheEndOfTheFile) {
   EXPECT_EQ(*none, 0);
 }
 
-TEST_P(FileModes, ReadingPastTheEndSaysWhereTheFileEnds) {
+TEST_P(FileModes, AReadPastTheEndReportsTheEndOfTheFile) {
   write_file(path_, std::string(5000, 'x'));
   const auto file = test::open_for_read(path_, GetParam());
   ASSERT_TRUE(ok(file));
@@ -140,7 +140,7 @@ TEST_P(FileModes, ReadingPastTheEndSaysWhereTheFileEnds) {
   EXPECT_EQ(read.error().offset, 5000);
 }
 
-TEST_P(FileModes, CreatingWhatExistsIsRefusedAndLeavesItAlone) {
+TEST_P(FileModes, CreatingAnExistingFileFailsAndKeepsIt) {
   write_file(path_, "old");
   const auto file = File::create(path_, GetParam());
   ASSERT_FALSE(file.has_value());
@@ -173,7 +173,7 @@ TEST(File, IsCreatedWithTheUsersUmask) {
   EXPECT_EQ(status.st_mode & 0777, 0640);
 }
 
-TEST(File, IsNotInheritedByProgramsThatAreStarted) {
+TEST(File, IsNotInheritedByStartedPrograms) {
   TempDir directory;
   const int next_fd = ::dup(0);
   ::close(next_fd);
@@ -187,7 +187,7 @@ TEST(File, IsNotInheritedByProgramsThatAreStarted) {
   EXPECT_EQ(::fcntl(next_fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
 }
 
-TEST(File, KnowsItsSize) {
+TEST(File, HasASize) {
   TempDir directory;
   write_file(directory.file("a"), "12345");
   const auto file = test::open_for_read(directory.file("a"));
@@ -197,7 +197,7 @@ TEST(File, KnowsItsSize) {
   EXPECT_EQ(*size, 5);
 }
 
-TEST(File, ThatIsADirectoryOrAPipeIsNotRead) {
+TEST(File, RefusesToReadDirectoriesPipesAndDevices) {
   TempDir directory;
   const std::string pipe = directory.file("pipe");
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
@@ -208,7 +208,7 @@ TEST(File, ThatIsADirectoryOrAPipeIsNotRead) {
   }
 }
 
-TEST(File, JustWrittenIsInTheCache) {
+TEST(File, IsCachedAfterABufferedWrite) {
   TempDir directory;
   write_file(directory.file("a"), std::string(50'000, 'x'));
   const auto file = test::open_for_read(directory.file("a"));
@@ -218,7 +218,7 @@ TEST(File, JustWrittenIsInTheCache) {
   EXPECT_EQ(file->cached_fraction(50'000, 0), 1.0);
 }
 
-TEST(File, WrittenAroundTheCacheIsNotInIt) {
+TEST(File, IsNotCachedAfterADirectWrite) {
   TempDir directory;
   auto pages = Pages::allocate(65536);
   ASSERT_TRUE(ok(pages));
@@ -235,7 +235,7 @@ TEST(File, WrittenAroundTheCacheIsNotInIt) {
   EXPECT_GT(read->cached_fraction(0, 65536), 0.0);
 }
 
-TEST(File, IsCutToLength) {
+TEST(File, IsTruncated) {
   TempDir directory;
   auto file = File::create(directory.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
@@ -244,7 +244,7 @@ TEST(File, IsCutToLength) {
   EXPECT_EQ(read_file(directory.file("a")), "1234");
 }
 
-TEST(File, WhoseReservationIsRefusedSaysSo) {
+TEST(File, AFailedReservationIsReported) {
   TempDir directory;
   auto file = File::create(directory.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
@@ -254,14 +254,14 @@ TEST(File, WhoseReservationIsRefusedSaysSo) {
   EXPECT_TRUE(is_system_error(reserved.error(), EFBIG, "fallocate", directory.file("a")));
 }
 
-TEST(File, ReservesNothingForNothing) {
+TEST(File, ReservesZeroBytes) {
   TempDir directory;
   auto file = File::create(directory.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
   EXPECT_TRUE(ok(file->reserve(0)));
 }
 
-TEST(File, IsWrittenByManyThreadsAtOnce) {
+TEST(File, CanBeWrittenByManyThreadsAtOnce) {
   TempDir directory;
   auto file = File::create(directory.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
@@ -293,7 +293,7 @@ TEST(File, MovesItsDescriptor) {
   EXPECT_EQ(read_file(directory.file("a")), "hello");
 }
 
-// Each operation, with the hook's errno, the path and where it makes sense the offset.
+// An operation, and the offset that its error has.
 struct Operation {
   std::string name;
   std::uint64_t offset;
@@ -359,7 +359,7 @@ TEST(FileFaults, AFailedCloseHasReleasedTheDescriptor) {
   EXPECT_EQ(::fcntl(next_fd, F_GETFD), -1);
 }
 
-TEST(FileIdentity, IsTheSameUnderAnotherName) {
+TEST(FileIdentity, IsUnchangedByARename) {
   TempDir directory;
   auto file = File::create(directory.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
@@ -371,15 +371,14 @@ TEST(FileIdentity, IsTheSameUnderAnotherName) {
   EXPECT_EQ(directory.names(), std::vector<std::string>{});
 }
 
-TEST(FileIdentity, OfTheNextFileOfTheNameIsAnother) {
+TEST(FileIdentity, DiffersForTheNextFileOfTheSameName) {
   TempDir directory;
   const std::string path = directory.file("a");
   const auto made_anew = [&] {
     std::filesystem::remove(path);
     return *File::create(path, IoMode::buffered)->identity();
   };
-  // File systems like to give a number that has become free to the next file; and their clock
-  // ticks every few milliseconds only.
+  // File systems reuse free inode numbers, and their clocks tick only every few milliseconds.
   const FileIdentity first = made_anew();
   while (made_anew() == first) {
   }
@@ -388,7 +387,7 @@ TEST(FileIdentity, OfTheNextFileOfTheNameIsAnother) {
   EXPECT_EQ(read_file(path), "of another save");
 }
 
-TEST(FileIdentity, OfAFileThatIsGoneIsNoErrorToRemove) {
+TEST(FileIdentity, RemovingAMissingFileByItsIdentitySucceeds) {
   TempDir directory;
   auto file = File::create(directory.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));

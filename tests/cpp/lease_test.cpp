@@ -24,8 +24,7 @@ using test::write_file;
 
 using Names = std::vector<std::string>;
 
-// Metadata of these tests is a list of the files that it names, one a line; "damaged" cannot be
-// read.
+// In these tests metadata is a list of file names, one per line. "damaged" cannot be read.
 Result<std::set<std::string>> named(const os::Directory& directory, const std::string& name) {
   const std::string contents = read_file(directory.path_of(name));
   if (contents == "damaged") return format_error(Errc::pickle_truncated, "cannot be read");
@@ -38,12 +37,12 @@ Result<std::set<std::string>> named(const os::Directory& directory, const std::s
   return files;
 }
 
-Result<> goes_on() { return {}; }
+Result<> keep_waiting() { return {}; }
 
 class LeaseTest : public ::testing::Test {
  protected:
   Lease take(std::optional<int> rank = {}) {
-    auto lease = Lease::take(open_directory(directory_), rank, 0.0, goes_on);
+    auto lease = Lease::take(open_directory(directory_), rank, 0.0, keep_waiting);
     EXPECT_TRUE(ok(lease));
     return std::move(*lease);
   }
@@ -63,9 +62,9 @@ class LeaseTest : public ::testing::Test {
   Warnings warnings_;
 };
 
-TEST_F(LeaseTest, InAnEmptyDirectoryHasNoTag) { EXPECT_EQ(take().tag(), ""); }
+TEST_F(LeaseTest, HasNoTagInAnEmptyDirectory) { EXPECT_EQ(take().tag(), ""); }
 
-TEST_F(LeaseTest, HasATagWhereACheckpointOrAFileOfOneIs) {
+TEST_F(LeaseTest, HasATagIfTheDirectoryHasFilesOfACheckpoint) {
   for (const char* name : {".metadata", "__0_0.distcp", "__5.metadata"}) {
     has(name);
     EXPECT_EQ(take().tag().size(), 9) << name;
@@ -74,29 +73,29 @@ TEST_F(LeaseTest, HasATagWhereACheckpointOrAFileOfOneIs) {
   }
 }
 
-TEST_F(LeaseTest, HasATagBesideAnotherLease) {
+TEST_F(LeaseTest, HasATagIfThereIsAnotherLease) {
   const Lease first = take();
   const Lease second = take();
   EXPECT_EQ(first.tag(), "");
   EXPECT_NE(second.tag(), "");
 }
 
-TEST_F(LeaseTest, KeepsTheDirectoryFromBeingHadAloneUntilItEnds) {
+TEST_F(LeaseTest, PreventsTheExclusiveLockUntilItEnds) {
   Lease lease = take();
   EXPECT_FALSE(is_free());
   lease.close();
   EXPECT_TRUE(is_free());
 }
 
-TEST_F(LeaseTest, IsNotToBeHadWhileAnotherHasTheDirectoryAlone) {
+TEST_F(LeaseTest, CannotBeTakenWhileAnotherProcessHasTheExclusiveLock) {
   auto other = open_directory(directory_);
   ASSERT_TRUE(*other.try_lock_exclusive());
-  const auto lease = Lease::take(open_directory(directory_), {}, 0.0, goes_on);
+  const auto lease = Lease::take(open_directory(directory_), {}, 0.0, keep_waiting);
   ASSERT_TRUE(fails(lease, Errc::system));
   EXPECT_NE(lease.error().detail.str().find("held the exclusive lock for 0 s"), std::string::npos);
 }
 
-TEST_F(LeaseTest, WaitsForWhoHasTheDirectoryAlone) {
+TEST_F(LeaseTest, WaitsForTheReleaseOfTheExclusiveLock) {
   auto other = open_directory(directory_);
   ASSERT_TRUE(*other.try_lock_exclusive());
   const auto lease = Lease::take(open_directory(directory_), {}, 60.0, [&]() -> Result<> {
@@ -106,7 +105,7 @@ TEST_F(LeaseTest, WaitsForWhoHasTheDirectoryAlone) {
   EXPECT_TRUE(ok(lease));
 }
 
-TEST_F(LeaseTest, StopsWaitingWhereThatIsInterrupted) {
+TEST_F(LeaseTest, StopsWaitingAfterAnInterrupt) {
   auto other = open_directory(directory_);
   ASSERT_TRUE(*other.try_lock_exclusive());
   const auto lease = Lease::take(open_directory(directory_), {}, 60.0, []() -> Result<> {
@@ -115,12 +114,12 @@ TEST_F(LeaseTest, StopsWaitingWhereThatIsInterrupted) {
   EXPECT_TRUE(fails(lease, Errc::cancelled));
 }
 
-TEST_F(LeaseTest, ACommitRemovesWhatNoMetadataNames) {
+TEST_F(LeaseTest, ACommitRemovesFilesThatNoMetadataNames) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");
   has("__1_0.distcp", "left by a dead save");
   has(".metadata.tmp", "left, too");
-  has("notes.txt", "somebody's");
+  has("notes.txt", "of a user");
   has("__0_5f0c19ab_0.distcp", "new");
   const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
   EXPECT_EQ(outcome.state, PublishState::published);
@@ -129,7 +128,7 @@ TEST_F(LeaseTest, ACommitRemovesWhatNoMetadataNames) {
   EXPECT_TRUE(is_free());
 }
 
-TEST_F(LeaseTest, ACommitRemovesNothingBesideAnotherSave) {
+TEST_F(LeaseTest, ACommitRemovesNothingDuringAnotherSave) {
   has("__0_0.distcp", "of the other");
   const Lease other = take();
   has("__1_0.distcp", "new");
@@ -137,7 +136,7 @@ TEST_F(LeaseTest, ACommitRemovesNothingBesideAnotherSave) {
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp", "__1_0.distcp"}));
 }
 
-TEST_F(LeaseTest, ACommonCommitSupersedesTheMetadataOfSingleRanks) {
+TEST_F(LeaseTest, ACommitOfAllRanksRemovesTheMetadataOfSingleRanks) {
   has("__3_0.distcp", "old");
   has("__3.metadata", "__3_0.distcp\n");
   has("__0_0.distcp", "new");
@@ -145,7 +144,7 @@ TEST_F(LeaseTest, ACommonCommitSupersedesTheMetadataOfSingleRanks) {
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
 }
 
-TEST_F(LeaseTest, ACommitOfOneRankLeavesTheFilesOfOthers) {
+TEST_F(LeaseTest, ACommitOfOneRankKeepsTheFilesOfOtherRanks) {
   has("__3_0.distcp", "left by a dead save of rank 3");
   has("__4_0.distcp", "being written, perhaps");
   has("__3_5f0c19ab_0.distcp", "new");
@@ -154,13 +153,13 @@ TEST_F(LeaseTest, ACommitOfOneRankLeavesTheFilesOfOthers) {
   EXPECT_EQ(directory_.names(), (Names{"__3.metadata", "__3_5f0c19ab_0.distcp", "__4_0.distcp"}));
 }
 
-TEST_F(LeaseTest, WhatAnotherSaveHasCommittedMeanwhileCounts) {
+TEST_F(LeaseTest, ACommitKeepsTheFilesOfALaterCommit) {
   has("__0_0.distcp", "mine");
   has("__1_0.distcp", "of the other");
   has(".metadata", "");
   bool is_replaced = false;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
-    // The lock with which the removal begins.
+    // The removal begins with this lock.
     if (operation == "flock" && read_file(directory_.file(".metadata")) == "__0_0.distcp\n") {
       is_replaced = true;
       has(".metadata", "__1_0.distcp\n");
@@ -172,7 +171,7 @@ TEST_F(LeaseTest, WhatAnotherSaveHasCommittedMeanwhileCounts) {
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__1_0.distcp"}));
 }
 
-TEST_F(LeaseTest, WithoutLocksACommitRemovesNoFileOfAnotherSave) {
+TEST_F(LeaseTest, WithoutLocksACommitKeepsTheFilesOfOtherSaves) {
   for (const int refusal : {ENOSYS, EOPNOTSUPP, EINVAL, ENOLCK}) {
     test::flock_errors.assign(100, refusal);
     Lease first = take();
@@ -190,7 +189,7 @@ TEST_F(LeaseTest, WithoutLocksACommitRemovesNoFileOfAnotherSave) {
   test::flock_errors.clear();
 }
 
-TEST_F(LeaseTest, ACommitWhoseFileIsGonePublishesNothingAndNamesTheFile) {
+TEST_F(LeaseTest, ACommitWithAMissingFileFailsAndNamesTheFile) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");
   has("__0_5f0c19ab_0.distcp", "new");
@@ -203,14 +202,14 @@ TEST_F(LeaseTest, ACommitWhoseFileIsGonePublishesNothingAndNamesTheFile) {
   EXPECT_EQ(read_file(directory_.file(".metadata")), "__0_0.distcp\n");
 }
 
-TEST_F(LeaseTest, ACommitFindsFilesInDirectoriesBelow) {
+TEST_F(LeaseTest, ACommitChecksFilesInSubdirectories) {
   std::filesystem::create_directory(directory_.file("below"));
   has("below/data", "new");
   EXPECT_EQ(commit(take(), "below/data\n", {"below/data"}).state, PublishState::published);
   EXPECT_EQ(commit(take(), "below/none\n", {"below/none"}).state, PublishState::not_published);
 }
 
-TEST_F(LeaseTest, ACommitThatPublishesNothingRemovesTheFilesOfTheSave) {
+TEST_F(LeaseTest, AFailedCommitRemovesTheFilesOfTheSave) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");
   has("__0_5f0c19ab_0.distcp", "new");
@@ -222,7 +221,7 @@ TEST_F(LeaseTest, ACommitThatPublishesNothingRemovesTheFilesOfTheSave) {
   EXPECT_TRUE(is_free());
 }
 
-TEST_F(LeaseTest, ACommitThatMayNotLastRemovesNothing) {
+TEST_F(LeaseTest, ACommitThatMayNotBeDurableRemovesNothing) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");
   has("__0_5f0c19ab_0.distcp", "new");
@@ -237,7 +236,7 @@ TEST_F(LeaseTest, ACommitThatMayNotLastRemovesNothing) {
   EXPECT_TRUE(is_free());
 }
 
-TEST_F(LeaseTest, ACommitWhoseRenameReportsAnErrorKeepsTheFilesOfTheMetadataThatIsThere) {
+TEST_F(LeaseTest, ACommitWhoseCompletedRenameReportsAnErrorKeepsItsFiles) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");
   has("__0_5f0c19ab_0.distcp", "new");
@@ -266,7 +265,7 @@ TEST_F(LeaseTest, ACommitWhoseRenameMayStillBeCarriedOutRemovesNothing) {
   EXPECT_TRUE(is_free());
 }
 
-TEST_F(LeaseTest, AnAbandonedSaveLosesItsFilesAndNoOthers) {
+TEST_F(LeaseTest, AbandoningRemovesTheFilesOfTheSaveOnly) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");
   Lease lease = take();
@@ -276,7 +275,7 @@ TEST_F(LeaseTest, AnAbandonedSaveLosesItsFilesAndNoOthers) {
   EXPECT_EQ(warnings_, Warnings());
 }
 
-TEST_F(LeaseTest, NothingGoesWhereMetadataCannotBeRead) {
+TEST_F(LeaseTest, NothingIsRemovedIfMetadataCannotBeRead) {
   has("__0_0.distcp", "perhaps named");
   has("__7.metadata", "damaged");
   take().abandon(named, warnings_);
@@ -285,15 +284,15 @@ TEST_F(LeaseTest, NothingGoesWhereMetadataCannotBeRead) {
   EXPECT_EQ(warnings_[0], "unused files are left in " + directory_.path() + ": cannot be read");
 }
 
-TEST_F(LeaseTest, NothingGoesBeforeTheDirectoryIsDurable) {
-  has("__0_0.distcp", "which a power cut may bring back the need of");
+TEST_F(LeaseTest, NothingIsRemovedBeforeTheDirectoryIsDurable) {
+  has("__0_0.distcp", "perhaps named by metadata that a power cut brings back");
   ScopedFaultHook hook(NthCallFails("fsync_directory", 1, EIO));
   take().abandon(named, warnings_);
   EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
   EXPECT_EQ(warnings_.size(), 1);
 }
 
-TEST_F(LeaseTest, AFileThatCannotBeRemovedIsToldAndTheOthersGo) {
+TEST_F(LeaseTest, AFileThatCannotBeRemovedIsAWarningAndOtherFilesAreRemoved) {
   has("__0_0.distcp");
   has("__1_0.distcp");
   ScopedFaultHook hook(NthCallFails("unlink", 1, EACCES));
@@ -305,7 +304,7 @@ TEST_F(LeaseTest, AFileThatCannotBeRemovedIsToldAndTheOthersGo) {
       << warnings_[0];
 }
 
-TEST_F(LeaseTest, RemovingOnesOwnLeavesWhatIsNamedOrOthers) {
+TEST_F(LeaseTest, RemoveOwnKeepsNamedFilesAndFilesOfOtherSaves) {
   has("__0_0.distcp");
   has("__0_1.distcp");
   has("__1_0.distcp");
@@ -314,7 +313,7 @@ TEST_F(LeaseTest, RemovingOnesOwnLeavesWhatIsNamedOrOthers) {
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_1.distcp", "__1_0.distcp"}));
 }
 
-TEST_F(LeaseTest, AnExceptionAmidTheRemovalIsTold) {
+TEST_F(LeaseTest, AnExceptionDuringTheRemovalIsAWarning) {
   has("__0_0.distcp");
   has(".metadata");
   const NamedFiles throws = [](const os::Directory&,
@@ -329,7 +328,7 @@ TEST_F(LeaseTest, AnExceptionAmidTheRemovalIsTold) {
   EXPECT_TRUE(is_free());
 }
 
-TEST_F(LeaseTest, RemovingOnesOwnWaitsForNobody) {
+TEST_F(LeaseTest, RemoveOwnDoesNothingDuringAnotherSave) {
   has("__0_0.distcp");
   const Lease other = take();
   remove_own(open_directory(directory_), {"__0_0.distcp"}, named, warnings_);
@@ -337,24 +336,24 @@ TEST_F(LeaseTest, RemovingOnesOwnWaitsForNobody) {
   EXPECT_EQ(warnings_, Warnings());
 }
 
-TEST_F(LeaseTest, LeftoversAreNamedWhenTheyHaveGone) {
+TEST_F(LeaseTest, RemoveLeftoversReturnsTheRemovedFiles) {
   has("__1_0.distcp");
   has("__0_0.distcp");
   has(".metadata", "__1_0.distcp\n");
   auto directory = open_directory(directory_);
-  const auto gone = remove_leftovers(directory, named);
-  ASSERT_TRUE(ok(gone));
-  EXPECT_EQ(*gone, Names{"__0_0.distcp"});
+  const auto removed = remove_leftovers(directory, named);
+  ASSERT_TRUE(ok(removed));
+  EXPECT_EQ(*removed, Names{"__0_0.distcp"});
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__1_0.distcp"}));
 }
 
-TEST_F(LeaseTest, LeftoversStayWhileASaveIsUnderWay) {
+TEST_F(LeaseTest, RemoveLeftoversRemovesNothingDuringASave) {
   has("__0_0.distcp");
   const Lease other = take();
   auto directory = open_directory(directory_);
-  const auto gone = remove_leftovers(directory, named);
-  ASSERT_TRUE(ok(gone));
-  EXPECT_FALSE(gone->has_value());
+  const auto removed = remove_leftovers(directory, named);
+  ASSERT_TRUE(ok(removed));
+  EXPECT_FALSE(removed->has_value());
   EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 using test::ok;
 
-TEST(Pages, AreAlignedWritableAndThere) {
+TEST(Pages, AreAlignedWritableAndPopulated) {
   auto pages = Pages::allocate(16384);
   ASSERT_TRUE(ok(pages));
   ASSERT_EQ(pages->bytes().size(), 16384);
@@ -43,7 +43,7 @@ TEST(Pages, AreUnmappedByTheirLastOwner) {
   EXPECT_EQ(errno, ENOMEM);
 }
 
-TEST(Pages, MoreThanThereIsIsAnErrorThatSaysHowMany) {
+TEST(Pages, AFailedAllocationReportsItsSize) {
   const auto pages = Pages::allocate(std::size_t{1} << 62);
   ASSERT_FALSE(pages.has_value());
   EXPECT_TRUE(test::is_system_error(pages.error(), ENOMEM, "mmap", ""));
@@ -67,12 +67,12 @@ TEST(Pages, AFaultIsReported) {
   EXPECT_TRUE(test::is_system_error(pages.error(), ENOMEM, "mmap", ""));
 }
 
-TEST(Pages, InAForkedChildLeaveItsMemoryAlone) {
+TEST(Pages, AreNotUnmappedInAForkedChild) {
   auto pages = Pages::allocate(4096);
   ASSERT_TRUE(ok(pages));
   const pid_t child = ::fork();
   if (child == 0) {
-    // What the child has instead of the pages, which it does not inherit.
+    // The child does not inherit the pages and maps other memory at their address.
     void* const own = ::mmap(pages->bytes().data(), 4096, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     { const Pages gone(std::move(*pages)); }

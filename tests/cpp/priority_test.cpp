@@ -13,15 +13,15 @@
 namespace torch_ckpt::os {
 namespace {
 
-// Of the calling thread.
+// The priority of the calling thread.
 int nice_now() { return ::getpriority(PRIO_PROCESS, 0); }
 int io_class_now() { return static_cast<int>(::syscall(SYS_ioprio_get, 1, 0)) >> 13; }
 constexpr int kIdleClass = 3;
 
-// A thread cannot get its priority back, so that each test needs one of its own.
+// Each test runs in a thread of its own, because a thread cannot raise its priority again.
 void in_thread(const std::function<void()>& body) { std::jthread{body}; }
 
-TEST(Priority, IsLoweredToTheNiceAskedFor) {
+TEST(Priority, IsLoweredToTheRequestedNiceness) {
   in_thread([] {
     const int before = nice_now();
     lower_priority({7, false});
@@ -43,7 +43,7 @@ TEST(Priority, IsNeverRaised) {
   });
 }
 
-TEST(Priority, OfInputAndOutputIsLoweredToTheIdleClass) {
+TEST(Priority, OfDiskAccessIsLoweredToTheIdleClass) {
   in_thread([] {
     const int nice = nice_now();
     lower_priority({0, true});
@@ -52,7 +52,7 @@ TEST(Priority, OfInputAndOutputIsLoweredToTheIdleClass) {
   });
 }
 
-TEST(Priority, OfInputAndOutputIsLeftAloneUnlessAskedFor) {
+TEST(Priority, OfDiskAccessIsUnchangedByDefault) {
   in_thread([] {
     const int before = io_class_now();
     lower_priority({19, false});
@@ -60,7 +60,7 @@ TEST(Priority, OfInputAndOutputIsLeftAloneUnlessAskedFor) {
   });
 }
 
-TEST(Priority, ThatAsksForNothingChangesNothing) {
+TEST(Priority, IsUnchangedByTheDefault) {
   in_thread([] {
     const int nice = nice_now();
     const int io_class = io_class_now();
@@ -70,14 +70,14 @@ TEST(Priority, ThatAsksForNothingChangesNothing) {
   });
 }
 
-TEST(Priority, BeyondTheLowestIsTheLowest) {
+TEST(Priority, IsLimitedToTheLowest) {
   in_thread([] {
     lower_priority({100, false});
     EXPECT_EQ(nice_now(), 19);
   });
 }
 
-TEST(Priority, IsThatOfTheCallingThreadAlone) {
+TEST(Priority, IsLoweredOnlyForTheCallingThread) {
   const int nice = nice_now();
   const int io_class = io_class_now();
   std::latch lowered(1);

@@ -30,7 +30,7 @@ PublishOutcome commit(const TempDir& directory, std::string_view contents, Publi
   return publish_contents(open_directory(directory), ".metadata", bytes_of(contents), mode);
 }
 
-TEST(Publish, MakesTheMetadataAppear) {
+TEST(Publish, CreatesTheMetadata) {
   TempDir directory;
   const auto outcome = commit(directory, "contents");
   EXPECT_EQ(outcome.state, PublishState::published) << outcome.error.message();
@@ -46,22 +46,22 @@ TEST(Publish, ReplacesTheOldMetadata) {
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Publish, OldContentsAreThereUntilTheNewOnesAreComplete) {
+TEST(Publish, KeepsTheOldContentsUntilTheNewOnesAreComplete) {
   TempDir directory;
   const std::string path = directory.file(".metadata");
   write_file(path, "old");
-  int looks = 0;
+  int checks = 0;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
     const bool renamed = operation == "fsync_directory" && at == directory.path();
     EXPECT_EQ(read_file(path), renamed ? "new" : "old") << operation;
-    ++looks;
+    ++checks;
     return 0;
   });
   EXPECT_EQ(commit(directory, "new").state, PublishState::published);
-  EXPECT_GE(looks, 6);
+  EXPECT_GE(checks, 6);
 }
 
-TEST(Publish, SyncsTheFileThenAllAboveThenRenamesThenSyncsTheDirectory) {
+TEST(Publish, SyncsTheFileAndTheDirectoriesAboveThenRenamesAndSyncsTheDirectory) {
   TempDir directory;
   CallCounter counter;
   {
@@ -79,7 +79,7 @@ TEST(Publish, SyncsTheFileThenAllAboveThenRenamesThenSyncsTheDirectory) {
   EXPECT_EQ(counter.log().back(), "fsync_directory " + directory.path());
 }
 
-TEST(Publish, WithoutSyncStillReplacesInOneStep) {
+TEST(Publish, WithoutSyncCallsNoFsync) {
   TempDir directory;
   write_file(directory.file(".metadata"), "old");
   CallCounter counter;
@@ -92,13 +92,13 @@ TEST(Publish, WithoutSyncStillReplacesInOneStep) {
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Publish, OfNothingIsAnEmptyFile) {
+TEST(Publish, CreatesAnEmptyFileForEmptyContents) {
   TempDir directory;
   EXPECT_EQ(commit(directory, "").state, PublishState::published);
   EXPECT_EQ(read_file(directory.file(".metadata")), "");
 }
 
-TEST(Publish, IntoADirectoryThatWasRemovedIsNotCommitted) {
+TEST(Publish, FailsInARemovedDirectory) {
   TempDir directory;
   fs::create_directory(directory.file("gone"));
   const auto opened = os::Directory::open(directory.file("gone"));
@@ -108,10 +108,10 @@ TEST(Publish, IntoADirectoryThatWasRemovedIsNotCommitted) {
   EXPECT_EQ(outcome.error.sys_errno, ENOENT);
 }
 
-// The ways in which a path may lead elsewhere while a save is under way.
-class PathThatIsChanged : public ::testing::Test {
+// Changes of the directory's path during a save.
+class PathChange : public ::testing::Test {
  protected:
-  PathThatIsChanged() {
+  PathChange() {
     fs::create_directories(above_.file("a"));
     fs::create_directories(above_.file("unrelated"));
     write_file(above_.file("unrelated/.metadata"), "unrelated");
@@ -135,7 +135,7 @@ class PathThatIsChanged : public ::testing::Test {
   TempDir above_;
 };
 
-TEST_F(PathThatIsChanged, ToAnotherDirectoryIsNotCommittedInEither) {
+TEST_F(PathChange, ToAnotherDirectoryPreventsTheCommit) {
   expect_not_committed(
       above_.file("a"),
       [&] {
@@ -147,7 +147,7 @@ TEST_F(PathThatIsChanged, ToAnotherDirectoryIsNotCommittedInEither) {
   EXPECT_EQ(above_.names().size(), 3) << "a temporary file is left";
 }
 
-TEST_F(PathThatIsChanged, ByALinkIsNotCommittedInEither) {
+TEST_F(PathChange, ByALinkPreventsTheCommit) {
   fs::create_directory_symlink("a", above_.file("link"));
   expect_not_committed(
       above_.file("link"),
@@ -159,13 +159,13 @@ TEST_F(PathThatIsChanged, ByALinkIsNotCommittedInEither) {
   EXPECT_EQ(read_file(above_.file("unrelated/.metadata")), "unrelated");
 }
 
-TEST_F(PathThatIsChanged, ToNothingIsNotCommitted) {
+TEST_F(PathChange, ToNothingPreventsTheCommit) {
   expect_not_committed(
       above_.file("a"), [&] { fs::rename(above_.file("a"), above_.file("moved")); },
       above_.file("moved"));
 }
 
-TEST(Publish, OfADirectoryWhosePathCannotBeLookedUpReportsTheReason) {
+TEST(Publish, ReportsAFailureToCheckThePath) {
   TempDir directory;
   ScopedFaultHook hook(NthCallFails("statx", 2, EIO));
   const auto outcome = commit(directory, "new");
@@ -177,7 +177,7 @@ TEST(Publish, OfADirectoryWhosePathCannotBeLookedUpReportsTheReason) {
 // The operations before the commit point, in order.
 class FaultBeforeTheCommitPoint : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(FaultBeforeTheCommitPoint, LeavesTheOldMetadataAndNothingElse) {
+TEST_P(FaultBeforeTheCommitPoint, KeepsTheOldMetadataAndNothingElse) {
   TempDir directory;
   write_file(directory.file(".metadata"), "old");
   NthCallFails fault(GetParam(), 1, ENOSPC);
@@ -189,7 +189,7 @@ TEST_P(FaultBeforeTheCommitPoint, LeavesTheOldMetadataAndNothingElse) {
   EXPECT_EQ(read_file(directory.file(".metadata")), "old");
 }
 
-TEST_P(FaultBeforeTheCommitPoint, LeavesNothingWhereThereWasNothing) {
+TEST_P(FaultBeforeTheCommitPoint, LeavesAnEmptyDirectoryEmpty) {
   TempDir directory;
   ScopedFaultHook hook(NthCallFails(GetParam(), 1, EDQUOT));
   EXPECT_EQ(commit(directory, "new").state, PublishState::not_published);
@@ -201,7 +201,7 @@ INSTANTIATE_TEST_SUITE_P(Operations, FaultBeforeTheCommitPoint,
                                            "rename"),
                          [](const auto& operation) { return std::string(operation.param); });
 
-// What a file system of another machine's may do with a rename that it says has failed.
+// A rename that reports an error, as on a network file system, and may be carried out all the same.
 class RenameWithAnError {
  public:
   RenameWithAnError(std::string above, int sys_errno, std::function<void()> carry_out)
@@ -228,7 +228,7 @@ void rename_temporary(const TempDir& directory) {
   }
 }
 
-TEST(Publish, ARenameThatWasCarriedOutAndReportsAnErrorIsPublishedAndMadeDurable) {
+TEST(Publish, ACompletedRenameThatReportsAnErrorIsPublishedAndMadeDurable) {
   for (const int failed : {EIO, ETIMEDOUT, EINTR, ENOENT, ESTALE}) {
     TempDir directory;
     write_file(directory.file(".metadata"), "old");
@@ -246,7 +246,7 @@ TEST(Publish, ARenameThatWasCarriedOutAndReportsAnErrorIsPublishedAndMadeDurable
   }
 }
 
-TEST(Publish, ARenameThatMayStillBeCarriedOutIsUncertainAndNothingIsRemoved) {
+TEST(Publish, ARenameWithAnAmbiguousErrorIsUncertainAndNothingIsRemoved) {
   for (const int failed : {EIO, ETIMEDOUT, EINTR}) {
     TempDir directory;
     write_file(directory.file(".metadata"), "old");
@@ -255,12 +255,12 @@ TEST(Publish, ARenameThatMayStillBeCarriedOutIsUncertainAndNothingIsRemoved) {
     EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
     EXPECT_EQ(outcome.error.sys_errno, failed);
     EXPECT_EQ(outcome.error.detail, "it is unknown whether the rename was carried out");
-    EXPECT_EQ(directory.names().size(), 2) << "the temporary file has gone";
+    EXPECT_EQ(directory.names().size(), 2) << "the temporary file was removed";
     EXPECT_EQ(read_file(directory.file(".metadata")), "old");
   }
 }
 
-TEST(Publish, AFailedRenameAfterWhichNothingCanBeLookedUpIsUncertain) {
+TEST(Publish, AFailedRenameIsUncertainIfItsTargetCannotBeChecked) {
   TempDir directory;
   const std::string path = directory.file(".metadata");
   ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
@@ -268,10 +268,10 @@ TEST(Publish, AFailedRenameAfterWhichNothingCanBeLookedUpIsUncertain) {
     return operation == "rename" ? ESTALE : operation == "statx" ? EACCES : 0;
   });
   EXPECT_EQ(commit(directory, "new").state, PublishState::durability_uncertain);
-  EXPECT_EQ(directory.names().size(), 1) << "the temporary file has gone";
+  EXPECT_EQ(directory.names().size(), 1) << "the temporary file was removed";
 }
 
-TEST(Publish, FirstCauseIsReportedWhenTheTemporaryFileCannotBeRemovedEither) {
+TEST(Publish, TheFirstErrorIsReportedIfTheTemporaryFileCannotBeRemovedEither) {
   TempDir directory;
   ScopedFaultHook hook([](std::string_view operation, std::string_view) {
     if (operation == "fsync") return EIO;
@@ -295,7 +295,7 @@ TEST(Publish, AFailedSyncAfterTheRenameIsUncertainAndKeepsTheNewMetadata) {
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Publish, AParentThatMayNotBeOpenedIsNotOursToSync) {
+TEST(Publish, AParentWithoutPermissionIsNotSynced) {
   TempDir directory;
   for (const int refusal : {EACCES, EPERM}) {
     ScopedFaultHook hook(NthCallFails("fsync_directory", 1, refusal));
@@ -303,7 +303,7 @@ TEST(Publish, AParentThatMayNotBeOpenedIsNotOursToSync) {
   }
 }
 
-TEST(Publish, ThatMayNotReplaceKeepsWhatIsThere) {
+TEST(Publish, WithoutReplaceKeepsTheOldMetadata) {
   TempDir directory;
   write_file(directory.file(".metadata"), "old");
   const auto outcome = commit(directory, "new", {.replace = false});
@@ -313,14 +313,14 @@ TEST(Publish, ThatMayNotReplaceKeepsWhatIsThere) {
   EXPECT_EQ(read_file(directory.file(".metadata")), "old");
 }
 
-TEST(Publish, ThatMayNotReplaceMakesTheMetadataAppear) {
+TEST(Publish, WithoutReplaceCreatesTheMetadata) {
   TempDir directory;
   EXPECT_EQ(commit(directory, "new", {.replace = false}).state, PublishState::published);
   EXPECT_EQ(directory.names(), Names{".metadata"});
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Publish, ALinkUnderTheMetadatasNameIsReplacedAndNotFollowed) {
+TEST(Publish, ALinkWithTheNameOfTheMetadataIsReplaced) {
   TempDir directory;
   TempDir elsewhere;
   write_file(elsewhere.file("victim"), "untouched");
@@ -331,11 +331,11 @@ TEST(Publish, ALinkUnderTheMetadatasNameIsReplacedAndNotFollowed) {
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Publish, ALinkUnderTheTemporaryNameIsNotFollowed) {
+TEST(Publish, ALinkWithTheTemporaryNameIsNotFollowed) {
   TempDir directory;
   TempDir elsewhere;
   write_file(elsewhere.file("victim"), "untouched");
-  // An attacker who somehow guessed the name, just before the file is made.
+  // An attacker guesses the name and creates a link just before the file is created.
   ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
     if (operation == "open") fs::create_symlink(elsewhere.file("victim"), fs::path(path));
     return 0;
@@ -362,7 +362,7 @@ TEST(Publish, UsesAnotherTemporaryNameEachTime) {
   }
 }
 
-TEST(Publish, ThroughALinkToTheDirectorySyncsTheParentOfItsTarget) {
+TEST(Publish, FollowsALinkInThePathOfTheDirectory) {
   TempDir elsewhere;
   TempDir directory;
   fs::create_directory(elsewhere.file("real"));
@@ -373,7 +373,7 @@ TEST(Publish, ThroughALinkToTheDirectorySyncsTheParentOfItsTarget) {
   EXPECT_EQ(read_file(elsewhere.file("real/.metadata")), "new");
 }
 
-// A directory that is complete under a temporary name, and one that has the name.
+// A complete directory with a temporary name, and optionally an old one that has its final name.
 class DirectoryToPublish : public ::testing::Test {
  protected:
   DirectoryToPublish() {
@@ -392,13 +392,13 @@ class DirectoryToPublish : public ::testing::Test {
   TempDir above_;
 };
 
-TEST_F(DirectoryToPublish, GetsTheName) {
+TEST_F(DirectoryToPublish, IsRenamed) {
   const auto outcome = publish(open_directory(above_), publication(), {});
   EXPECT_EQ(outcome.state, PublishState::published);
   EXPECT_EQ(above_.names(), (Names{"name", "name/file"}));
 }
 
-TEST_F(DirectoryToPublish, GetsTheNameOfAnotherWhichIsPutAside) {
+TEST_F(DirectoryToPublish, ReplacesAnOldDirectoryWhichIsMovedAside) {
   has_old();
   const auto outcome = publish(open_directory(above_), publication(), {});
   EXPECT_EQ(outcome.state, PublishState::published);
@@ -407,7 +407,7 @@ TEST_F(DirectoryToPublish, GetsTheNameOfAnotherWhichIsPutAside) {
   EXPECT_FALSE(fs::exists(above_.file("new")));
 }
 
-TEST_F(DirectoryToPublish, LeavesTheOldOneItsNameWhereARenameFails) {
+TEST_F(DirectoryToPublish, LeavesTheOldDirectoryInPlaceIfARenameFails) {
   for (int failing = 1; failing <= 2; ++failing) {
     TempDir above;
     for (const char* name : {"new", "name"}) {
@@ -423,7 +423,7 @@ TEST_F(DirectoryToPublish, LeavesTheOldOneItsNameWhereARenameFails) {
   }
 }
 
-TEST_F(DirectoryToPublish, TellsWhereTheOldOneIsIfItCannotHaveItsNameBack) {
+TEST_F(DirectoryToPublish, ReportsTheLocationOfTheOldDirectoryIfItCannotBeMovedBack) {
   has_old();
   int renames = 0;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
@@ -436,7 +436,7 @@ TEST_F(DirectoryToPublish, TellsWhereTheOldOneIsIfItCannotHaveItsNameBack) {
   EXPECT_EQ(read_file(above_.file("new/file")), "new");
 }
 
-TEST_F(DirectoryToPublish, IsPublishedByRenamesThatWereCarriedOutAndReportErrors) {
+TEST_F(DirectoryToPublish, IsPublishedByCompletedRenamesThatReportErrors) {
   has_old();
   const RenameWithAnError puts(above_.file("aside"), EIO,
                                [&] { fs::rename(above_.file("name"), above_.file("aside")); });
@@ -452,7 +452,7 @@ TEST_F(DirectoryToPublish, IsPublishedByRenamesThatWereCarriedOutAndReportErrors
   EXPECT_EQ(read_file(above_.file("aside/file")), "old");
 }
 
-TEST_F(DirectoryToPublish, IsUncertainWhereItsRenameMayStillBeCarriedOut) {
+TEST_F(DirectoryToPublish, IsUncertainAfterARenameWithAnAmbiguousError) {
   ScopedFaultHook hook(RenameWithAnError(above_.file("name"), ETIMEDOUT, {}));
   const auto outcome = publish(open_directory(above_), publication(), {});
   EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
@@ -460,7 +460,7 @@ TEST_F(DirectoryToPublish, IsUncertainWhereItsRenameMayStillBeCarriedOut) {
   EXPECT_EQ(read_file(above_.file("new/file")), "new");
 }
 
-TEST_F(DirectoryToPublish, PutsNothingAsideThatMayNotBeReplaced) {
+TEST_F(DirectoryToPublish, MovesNothingAsideWithoutReplace) {
   has_old();
   const auto outcome = publish(open_directory(above_), publication(), {.replace = false});
   EXPECT_EQ(outcome.state, PublishState::not_published);
@@ -469,7 +469,7 @@ TEST_F(DirectoryToPublish, PutsNothingAsideThatMayNotBeReplaced) {
   EXPECT_EQ(read_file(above_.file("new/file")), "new");
 }
 
-TEST_F(DirectoryToPublish, IsNotTakenForWhatSomebodyHasPutInItsPlace) {
+TEST_F(DirectoryToPublish, IsNotPublishedIfAnotherDirectoryHasItsTemporaryName) {
   has_old();
   const Publication of = publication();
   fs::rename(above_.file("new"), above_.file("elsewhere"));
@@ -481,7 +481,7 @@ TEST_F(DirectoryToPublish, IsNotTakenForWhatSomebodyHasPutInItsPlace) {
   EXPECT_FALSE(fs::exists(above_.file("aside")));
 }
 
-TEST_F(DirectoryToPublish, GivesTheNameBackThatSomebodysDirectoryGotInItsPlace) {
+TEST_F(DirectoryToPublish, IsRolledBackIfAnotherDirectoryWasRenamedInItsPlace) {
   has_old();
   const Publication of = publication();
   int renames = 0;
@@ -502,7 +502,7 @@ TEST_F(DirectoryToPublish, GivesTheNameBackThatSomebodysDirectoryGotInItsPlace) 
   EXPECT_TRUE(fs::is_empty(above_.file("new")));
 }
 
-TEST_F(DirectoryToPublish, OnlyTheLastFsyncMayLeaveItsDurabilityUncertain) {
+TEST_F(DirectoryToPublish, IsUncertainIfTheLastFsyncFails) {
   ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
     return operation == "fsync_directory" && path == above_.path() ? EIO : 0;
   });
@@ -511,7 +511,7 @@ TEST_F(DirectoryToPublish, OnlyTheLastFsyncMayLeaveItsDurabilityUncertain) {
   EXPECT_EQ(read_file(above_.file("name/file")), "new");
 }
 
-TEST_F(DirectoryToPublish, TheDirectoriesAboveAreFsyncedUnlessTheyAreDurable) {
+TEST_F(DirectoryToPublish, DoesNotSyncDurableDirectoriesAbove) {
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
@@ -521,7 +521,7 @@ TEST_F(DirectoryToPublish, TheDirectoriesAboveAreFsyncedUnlessTheyAreDurable) {
   EXPECT_EQ(counter.calls("fsync_directory"), 1);
 }
 
-TEST(PublishFile, DoesNotReplaceAnotherWhereThatIsNotWanted) {
+TEST(PublishFile, WithoutReplaceKeepsAnExistingFile) {
   TempDir directory;
   write_file(directory.file("new"), "new");
   write_file(directory.file("name"), "old");
@@ -532,7 +532,7 @@ TEST(PublishFile, DoesNotReplaceAnotherWhereThatIsNotWanted) {
   EXPECT_EQ(read_file(directory.file("name")), "old");
 }
 
-TEST(PublishFile, IsPublishedByARenameThatWasCarriedOutAndReportsAnError) {
+TEST(PublishFile, IsPublishedByACompletedRenameThatReportsAnError) {
   TempDir directory;
   write_file(directory.file("new"), "new");
   ScopedFaultHook hook(RenameWithAnError(directory.file("name"), EIO, [&] {
@@ -542,7 +542,7 @@ TEST(PublishFile, IsPublishedByARenameThatWasCarriedOutAndReportsAnError) {
             PublishState::published);
 }
 
-TEST(PublishFile, ReplacesAnother) {
+TEST(PublishFile, ReplacesAnExistingFile) {
   TempDir directory;
   write_file(directory.file("new"), "new");
   write_file(directory.file("name"), "old");

@@ -23,7 +23,7 @@ std::string some_frames() {
          encode_value(FrameKind::object, {123, 456}, bytes_of("an object"));
 }
 
-TEST(ResultFrame, BringsTheResultOfAFile) {
+TEST(ResultFrame, EncodesTheResultOfAFile) {
   const auto frames = decode_frames(bytes_of(encode_file(some_result(), 2)));
   ASSERT_TRUE(ok(frames));
   ASSERT_EQ(frames->size(), 1);
@@ -32,7 +32,7 @@ TEST(ResultFrame, BringsTheResultOfAFile) {
   EXPECT_EQ(frames->at(0).file, some_result());
 }
 
-TEST(ResultFrame, BringsAllOfAnError) {
+TEST(ResultFrame, EncodesAnError) {
   Error error = system_error(ENOSPC, "pwrite", "/c/__3_1.distcp", 4096);
   error.detail = "the disk is full";
   const auto frames = decode_frames(bytes_of(encode_failure(error)));
@@ -42,7 +42,7 @@ TEST(ResultFrame, BringsAllOfAnError) {
   EXPECT_EQ(frames->at(0).failure.message(), error.message());
 }
 
-TEST(ResultFrame, BringsAnObjectWithItsSender) {
+TEST(ResultFrame, EncodesAnAnnouncementWithItsSender) {
   const Sender sender{123, 456};
   const auto frames =
       decode_frames(bytes_of(encode_value(FrameKind::begin, sender, bytes_of("files __0_*"))));
@@ -52,7 +52,7 @@ TEST(ResultFrame, BringsAnObjectWithItsSender) {
   EXPECT_EQ(frames->at(0).value, "files __0_*");
 }
 
-TEST(ResultFrame, ComeOneBehindTheOther) {
+TEST(ResultFrame, CanBeConcatenated) {
   const auto frames = decode_frames(bytes_of(some_frames()));
   ASSERT_TRUE(ok(frames));
   ASSERT_EQ(frames->size(), 3);
@@ -61,7 +61,7 @@ TEST(ResultFrame, ComeOneBehindTheOther) {
   EXPECT_EQ(frames->at(2).kind, FrameKind::object);
 }
 
-TEST(ResultFrame, IsRefusedWhereverItIsTorn) {
+TEST(ResultFrame, IsRefusedIfItIsTruncatedAnywhere) {
   const std::string whole = encode_file(some_result(), 2);
   for (std::size_t length = 1; length < whole.size(); ++length) {
     EXPECT_TRUE(fails(decode_frames(bytes_of(whole.substr(0, length))), Errc::frame_damaged))
@@ -69,7 +69,7 @@ TEST(ResultFrame, IsRefusedWhereverItIsTorn) {
   }
 }
 
-TEST(ResultFrame, IsRefusedWhicheverByteWasChanged) {
+TEST(ResultFrame, IsRefusedIfAnyByteIsChanged) {
   const std::string whole = some_frames();
   for (std::size_t at = 0; at < whole.size(); ++at) {
     std::string changed = whole;

@@ -241,7 +241,7 @@ TEST_P(SaveFromDevice, MakesAStreamWaitOnceForEachFileWithTensorsOnItsDevice) {
   const auto session = start(options());
   EXPECT_TRUE(session->wait_submitted(kLongest));
   EXPECT_TRUE(ok(session->make_stream_wait(7, &stream)));
-  EXPECT_EQ(device_.held_back(),
+  EXPECT_EQ(device_.waiting_streams(),
             (std::vector<std::pair<int, void*>>(3, std::pair<int, void*>(7, &stream))));
   arrival.open();
   expect_saved(*session);
@@ -252,7 +252,7 @@ TEST_P(SaveFromDevice, OfHostMemoryMakesNoStreamWait) {
   const auto session = start(options());
   EXPECT_TRUE(session->wait_submitted(kLongest));
   EXPECT_TRUE(ok(session->make_stream_wait(0, nullptr)));
-  EXPECT_TRUE(device_.held_back().empty());
+  EXPECT_TRUE(device_.waiting_streams().empty());
   expect_saved(*session);
 }
 

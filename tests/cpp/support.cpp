@@ -19,7 +19,8 @@
 #include "format/torch_record.h"
 #include "staging/chunk_pool.h"
 
-// In libc's place: a signal cannot be sent so that it comes amid a call that does not wait.
+// Replaces libc's function, because a signal cannot be timed to interrupt a call that does not
+// wait.
 extern "C" int flock(int fd, int operation) noexcept {
   using torch_ckpt::test::flock_errors;
   ++torch_ckpt::test::flock_calls;
@@ -61,10 +62,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Longer than any test takes, so that a lost result is a failure and not a hang.
+// Longer than any test, so that a lost result fails the test instead of blocking it.
 constexpr std::chrono::minutes kLongest{2};
 
-// Ends the executor's threads before the sanitizers look for what was left behind.
+// Ends the executor's threads before the sanitizers check for leaks.
 class JoinAtEnd final : public ::testing::Environment {
  public:
   void TearDown() override {

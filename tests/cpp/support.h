@@ -27,7 +27,7 @@ namespace torch_ckpt {
 /// The context of the process. Tests share it and need not restore its state.
 engine::Context& context();
 
-// For GoogleTest's messages.
+// Prints values in GoogleTest's messages.
 std::ostream& operator<<(std::ostream& out, Errc code);
 namespace engine {
 std::ostream& operator<<(std::ostream& out, DirectIo mode);
@@ -52,16 +52,16 @@ template <class T>
   return ::testing::AssertionFailure() << result.error().code << ": " << result.error().message();
 }
 
-/// For EXPECT_TRUE(): the error is one of the system, with this errno, operation and path.
+/// For EXPECT_TRUE(): succeeds for a system error with this errno, operation and path.
 ::testing::AssertionResult is_system_error(const Error& error, int sys_errno,
                                            std::string_view operation, std::string_view path);
 
 /// Errors of the next calls of flock in this thread; the last element fails the next call.
 extern thread_local std::vector<int> flock_errors;
-/// How many calls of flock this thread has made.
+/// Number of calls of flock in this thread.
 extern thread_local int flock_calls;
 
-// A fresh directory under $TMPDIR or /tmp, removed with all that is in it.
+// A new directory under $TMPDIR or /tmp; the destructor removes it with its contents.
 class TempDir {
  public:
   TempDir();
@@ -71,17 +71,17 @@ class TempDir {
 
   const std::string& path() const { return path_; }
   std::string file(std::string_view name) const { return path_ + "/" + std::string(name); }
-  /// Sorted; with everything below.
+  /// Relative names of all files and directories below, sorted.
   std::vector<std::string> names() const;
 
  private:
   std::string path_;
 };
 
-/// The directory as a session takes it.
+/// Opens the directory as a session does.
 os::Directory open_directory(const TempDir& directory);
 
-/// A file as a load opens it, in its directory.
+/// Opens a file in its directory, as a load does.
 Result<os::File> open_for_read(const std::string& path, os::IoMode mode = os::IoMode::buffered);
 
 std::string read_file(const std::string& path);
@@ -96,7 +96,7 @@ class Random {
   explicit Random(std::uint64_t seed) : seed_(seed), engine_(seed) {}
   /// Uniform in [low, high].
   std::uint64_t between(std::uint64_t low, std::uint64_t high);
-  /// Up to `high`, small values as likely as large ones.
+  /// In [0, high]; small values are as likely as large ones.
   std::uint64_t any_scale(std::uint64_t high);
   bool coin() { return between(0, 1) == 1; }
   std::string bytes(std::size_t count);

@@ -7,7 +7,7 @@
 namespace torch_ckpt::os {
 namespace {
 
-TEST(Uninterrupted, ACallIsMadeAgainWhileASignalInterruptsIt) {
+TEST(Uninterrupted, ACallIsRepeatedWhileSignalsInterruptIt) {
   int calls = 0;
   const int result = uninterrupted([&] {
     ++calls;
@@ -18,7 +18,7 @@ TEST(Uninterrupted, ACallIsMadeAgainWhileASignalInterruptsIt) {
   EXPECT_EQ(calls, 3);
 }
 
-TEST(Uninterrupted, AnyOtherErrorIsTheAnswer) {
+TEST(Uninterrupted, AnyOtherErrorIsReturned) {
   int calls = 0;
   const int result = uninterrupted([&] {
     ++calls;
