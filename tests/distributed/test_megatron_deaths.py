@@ -63,7 +63,7 @@ def test_a_stuck_write_is_named_on_all_ranks_with_rank_file_and_phase(
     for rank in range(SIZE):
         ranks, text, _seconds = found.outcomes[rank]
         assert ranks == [death.victim]
-        assert f"rank {death.victim}: call 0 has not moved for {TIMEOUT:g} s" in text
+        assert f"rank {death.victim}: call 0 made no progress for {TIMEOUT:g} s" in text
         assert f"__{death.victim}_0.distcp in {workdir / str(death)}: writing" in text
     assert not found.published
 

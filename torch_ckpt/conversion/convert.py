@@ -138,7 +138,8 @@ def convert(
         overwrite: replace an existing target, which is kept until the new one is complete.
         allow_pickle: unpickle objects of any type. This may run code that the source contains, so
             use it only for trusted sources.
-        max_host_bytes: most bytes of tensors to hold in memory; a larger tensor is held alone.
+        max_host_bytes: limit of the tensors held in memory, in bytes. A tensor larger than the
+            limit is held without others.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Raises:

@@ -1,15 +1,14 @@
-"""Asynchronous saves in the shapes of Megatron-core, over the same engine.
+"""Replacements for Megatron-core's asynchronous saves, with the same names.
 
-A site that builds a writer for each save, hands ``(save function, preload function, arguments)`` to
-an asynchronous queue and finalizes on all ranks later replaces its imports by these, or calls
-:func:`install`. Nothing is forked, spawned or pickled: see docs/megatron.md.
+They fit training that creates a writer for each save, passes ``(save function, preload function,
+arguments)`` to an asynchronous queue, and finalizes on all ranks later. Import these names instead
+of Megatron's, or call :func:`install`. Nothing is forked, spawned or pickled: see docs/megatron.md.
 
-torch_ckpt.nvrx has what nvidia-resiliency-ext does otherwise.
+torch_ckpt.nvrx has the same for nvidia-resiliency-ext.
 """
 
 import torch_ckpt._base.supported_torch  # noqa: F401
-from torch_ckpt.megatron.replacement import install, uninstall
-from torch_ckpt.megatron.shapes import (
+from torch_ckpt.megatron.mcore import (
     AsyncCallsQueue,
     AsyncRequest,
     CachedMetadataFileSystemReader,
@@ -18,6 +17,7 @@ from torch_ckpt.megatron.shapes import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from torch_ckpt.megatron.replacement import install, uninstall
 
 __all__ = [
     "AsyncCallsQueue",
@@ -31,5 +31,5 @@ __all__ = [
     "uninstall",
 ]
 
-#: Where Megatron looks for a manager process to shut down; there is none.
+#: Megatron shuts down the manager process of this queue; there is no such process.
 _results_queue = None

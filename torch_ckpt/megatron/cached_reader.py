@@ -1,4 +1,4 @@
-"""A reader that decodes the metadata of a checkpoint once for all loads."""
+"""Reader that decodes the metadata of a checkpoint once for all loads."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt.checkpoint.metadata import decode_indexed
 from torch_ckpt.loading.reader import FileSystemReader
 
-#: Metadata that is kept: that of the last checkpoint, and of the one before.
-_MOST_KEPT = 2
+#: Number of checkpoints whose metadata is cached: the last two.
+_CACHE_SIZE = 2
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
-    """Reads distributed checkpoints; what their metadata has been decoded to is kept.
+    """Reads distributed checkpoints and caches their decoded metadata in the process.
 
-    It serves all readers of this class, as long as the file has the same contents. It takes the
-    longest part of reading metadata; the file itself is read each time.
+    All readers of this class share the cache. The metadata file is read each time; if its contents
+    have changed, it is decoded again. Decoding takes most of the time of reading metadata.
 
     Args:
         path: directory of the checkpoint.
-        cache_metadata: False keeps nothing. May be the second argument, as in
-            nvidia-resiliency-ext.
-        kwargs: as for :class:`torch_ckpt.FileSystemReader`.
+        cache_metadata: False disables the cache for this reader. May be the second positional
+            argument, as in nvidia-resiliency-ext.
+        kwargs: passed to :class:`torch_ckpt.FileSystemReader`.
+
+    Examples:
+        ```python
+        reader = torch_ckpt.megatron.CachedMetadataFileSystemReader("checkpoints/100")
+        torch.distributed.checkpoint.load(state, storage_reader=reader)
+        ```
     """
 
-    # By the file's path: the digest of its contents, and the metadata.
-    _kept: ClassVar[dict[str, tuple[bytes, Metadata]]] = {}
+    # Digest of the file's contents, and decoded metadata, by the file's path.
+    _cache: ClassVar[dict[str, tuple[bytes, Metadata]]] = {}
 
     def __init__(
         self,
@@ -40,7 +46,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         cache_metadata: bool = True,
         **kwargs: Any,
     ) -> None:
-        # Theirs has it there; torch has its stream extensions, of which there is no bool.
+        # torch's second argument is a registry of stream extensions, never a bool.
         if args and isinstance(args[0], bool):
             cache_metadata, args = args[0], args[1:]
         super().__init__(path, *args, **kwargs)
@@ -48,29 +54,33 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     @classmethod
     def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
-        """Forgets the metadata of the checkpoint in a directory; of all if None."""
-        for source in list(cls._kept):
+        """Removes metadata from the cache.
+
+        Args:
+            path: directory of a checkpoint; None: all checkpoints.
+        """
+        for source in list(cls._cache):
             if path is None or os.path.dirname(source) == os.path.abspath(path):
-                cls._kept.pop(source, None)
+                cls._cache.pop(source, None)
 
     def _unpickler(self) -> Callable[[bytes, str], Metadata]:
-        # With zero_fill it is changed for the caller.
+        # zero_fill modifies the metadata for the state that is loaded.
         if not self.cache_metadata or self.zero_fill:
             return super()._unpickler()
-        return self._kept_or_decoded
+        return self._decode_cached
 
     @classmethod
-    def _kept_or_decoded(cls, data: bytes, source: str) -> Metadata:
+    def _decode_cached(cls, data: bytes, source: str) -> Metadata:
         source = os.path.abspath(source)
         digest = hashlib.blake2b(data, digest_size=16).digest()
-        known = cls._kept.pop(source, None)
-        if known is None or known[0] != digest:
-            known = digest, decode_indexed(data, source)
-        cls._kept[source] = known
-        for oldest in list(cls._kept)[:-_MOST_KEPT]:
-            cls._kept.pop(oldest, None)
-        # Whoever saves with it again gives it other files.
-        metadata = copy.copy(known[1])
+        cached = cls._cache.pop(source, None)
+        if cached is None or cached[0] != digest:
+            cached = digest, decode_indexed(data, source)
+        cls._cache[source] = cached
+        for oldest in list(cls._cache)[:-_CACHE_SIZE]:
+            cls._cache.pop(oldest, None)
+        # A copy: a save that reuses the metadata replaces its files.
+        metadata = copy.copy(cached[1])
         for name, value in vars(metadata).items():
             if name == "storage_meta" or isinstance(value, (dict, list)):
                 setattr(metadata, name, copy.copy(value))

@@ -1,4 +1,4 @@
-"""One call of a queue: it runs, and the ranks agree on its end."""
+"""One call of a queue: runs it, and lets all ranks agree on its outcome."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointExcept
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.request import STEP, AsyncRequest, check_same
-from torch_ckpt.megatron.write_task import Stage
+from torch_ckpt.megatron.request import STEP, AsyncRequest, require_same_call
+from torch_ckpt.megatron.write_task import StagedWrites
 from torch_ckpt.ranks.failures import failed_on, of_torch
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import Meeting, own_rank
@@ -25,25 +25,26 @@ from torch_ckpt.ranks.outcomes import attempt, drop_frames, failed
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.running_saves import let_go, spawn
 
-# How often it is looked whether a function moves, at most; or ten times in a short timeout.
-_LOOK_SECONDS = 1.0
+# Longest pause between two checks for progress; a tenth of the timeout if that is shorter.
+_CHECK_SECONDS = 1.0
 
-# How long the interpreter's end waits for the other ranks to hear of this one's.
-_LEAVE_SECONDS = 70.0
+# Time for which the exit of the interpreter waits until the other ranks have read this rank's
+# outcome.
+_EXIT_SECONDS = 70.0
 
-_leaving = threading.Event()
+_is_exiting = threading.Event()
 
 
 class Call:
     """One request on this rank."""
 
     def __init__(
-        self, request: AsyncRequest, meeting: Meeting, background: Background | None
+        self, request: AsyncRequest, rendezvous: Meeting, background: Background | None
     ) -> None:
         self.request = request
-        # Of now: the process group may be gone when the call is finalized.
-        self.meeting = meeting
-        self.stage = Stage(background)
+        # Looked up now: the process group may be destroyed before the call is finalized.
+        self.rendezvous = rendezvous
+        self.staged = StagedWrites(background)
         self.ended = threading.Event()
         self.is_aborted = False
         self.failure: WRAPPED_EXCEPTION | None = None
@@ -52,10 +53,11 @@ class Call:
         self._lock = threading.Lock()
 
     def start(self, staged: Any, before: Call | None) -> None:
-        """Runs the function in a thread, after that of the call before.
+        """Runs the function in a thread, after the function of the previous call has ended.
 
         Args:
-            staged: the arguments, or why there are none.
+            staged: the arguments, or the wrapped exception of the preload function.
+            before: the previous call of the queue; None for the first.
         """
         if failed(staged):
             self.end(staged)
@@ -73,83 +75,88 @@ class Call:
             try:
                 self._thread = spawn(run)
             except RuntimeError as error:
-                self.end(_wrapped(error))
+                self.end(_wrap(error))
 
     def end(self, failure: WRAPPED_EXCEPTION | None) -> None:
-        """The first to call it decides."""
+        """Records the outcome; None for success. Only the first call has an effect."""
         with self._lock:
             if not self.ended.is_set():
                 self.failure = failure
                 if failure is not None:
-                    # Whoever keeps the error would keep the request by its frames.
+                    # The frames of the error refer to the request.
                     drop_frames(failure[0])
-                # Whatever the request holds for its function may go.
+                # Release what the request holds for its function.
                 self.request = self.request._replace(
                     async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None
                 )
                 self.ended.set()
 
     def abort(self, failure: WRAPPED_EXCEPTION | None = None) -> None:
-        """Fails it, unless it has ended."""
+        """Cancels the call. It fails with ``failure`` if it has not ended."""
         self.is_aborted = True
-        failure = failure or self.aborted()
-        self._give_up(failure)
+        failure = failure or self.abort_failure()
+        self._cancel(failure)
         if self.agreement is not None:
             self.agreement.cancel(failure)
         self.discard()
 
     def cancel_writes(self) -> None:
-        """Those that have been begun; they then leave no files."""
-        for write in list(self.stage.writes):
+        """Cancels the writes that have begun; their files are deleted."""
+        for write in list(self.staged.writes):
             write.cancel()
 
     def discard(self) -> None:
-        """Lets the finalize functions go, and with them the writer and what it has written.
+        """Releases the finalize functions, and with them the writer and its results.
 
-        Others may have the call, or an error with its frames, for some time.
+        Other threads, or the frames of an error, may refer to this call for longer.
         """
         with self._lock:
             self.request = self.request._replace(finalize_fns=[])
 
-    def aborted(self) -> WRAPPED_EXCEPTION:
-        """Why it is not finalized once it was aborted."""
-        return _wrapped(CheckpointError(f"call {self.request.call_idx} was aborted"))
+    def abort_failure(self) -> WRAPPED_EXCEPTION:
+        """Returns the failure of an aborted call."""
+        return _wrap(
+            CheckpointError(
+                f"call {self.request.call_idx} was aborted on rank {own_rank()}, by "
+                "close(abort=True) or the exit of the interpreter; schedule its save again"
+            )
+        )
 
     def wait(self, timeout: float) -> None:
-        """Waits for the end; fails the call where it does not move for ``timeout`` seconds."""
-        moved, since = self._moved(), time.monotonic()
-        rest = min(_LOOK_SECONDS, timeout / 10)
-        while not self.ended.wait(rest):
-            if _leaving.is_set():
-                self.end(self.aborted())
-            now = self._moved()
-            if now != moved:
-                moved, since = now, time.monotonic()
+        """Waits for the end. Fails the call if it makes no progress for ``timeout`` seconds."""
+        progress, since = self._progress(), time.monotonic()
+        pause = min(_CHECK_SECONDS, timeout / 10)
+        while not self.ended.wait(pause):
+            if _is_exiting.is_set():
+                self.end(self.abort_failure())
+            now = self._progress()
+            if now != progress:
+                progress, since = now, time.monotonic()
             elif time.monotonic() - since >= timeout:
-                what = "; ".join(write.state() for write in self.stage.writes) or "its function"
+                what = "; ".join(write.state() for write in self.staged.writes) or "its function"
                 error = TimeoutError(
-                    f"rank {own_rank()}: call {self.request.call_idx} has not moved for "
-                    f"{timeout:g} s ({what}): look at the disk and at what the process waits for, "
-                    "or allow more time: AsyncCallsQueue(timeout=...)"
+                    f"rank {own_rank()}: call {self.request.call_idx} made no progress for "
+                    f"{timeout:g} s ({what}): check the disk and what the process is waiting for, "
+                    "or allow more time with AsyncCallsQueue(timeout=...)"
                 )
-                self._give_up(_wrapped(error))
+                self._cancel(_wrap(error))
 
     def finalize(self) -> Exception | None:
-        """Runs the finalize functions; returns what one of them raises."""
+        """Runs the finalize functions. Returns the error of the first one that fails."""
         try:
             self.request.execute_finalize_fns(validate_matching_call_idx=False)
         except Exception as error:
             return error
-        except CheckpointException as error:  # from dcp or from Megatron, which is not an Exception
+        except CheckpointException as error:  # of torch; not a subclass of Exception
             return of_torch(error)
         return None
 
     def failure_of_all(self, no_dist: bool) -> Exception | None:
-        """Why it failed, on all ranks or on this one."""
+        """Returns the error of the call on all ranks; on this rank only if ``no_dist``."""
         failures: dict[int, WRAPPED_EXCEPTION] = {}
         if self.is_aborted:
-            # Perhaps when it had ended well.
-            failures = {own_rank(): self.aborted()}
+            # An abort counts even if the function had already succeeded.
+            failures = {own_rank(): self.abort_failure()}
         elif self.agreement is not None and not no_dist:
             failures = self.agreement.failures()
         elif self.failure is not None:
@@ -160,75 +167,89 @@ class Call:
 
     def _run(self, arguments: list[Any]) -> None:
         request = self.request
-        if request.async_fn is not None:  # it has been given up
-            with Stage(self.stage.background, self.stage.writes):
+        if request.async_fn is not None:  # None: cancelled before it started
+            with StagedWrites(self.staged.background, self.staged.writes):
                 request.async_fn(*arguments, **request.async_fn_kwargs)
 
-    def _give_up(self, failure: WRAPPED_EXCEPTION) -> None:
-        """Ends what has not ended; a function that is not ours runs on, and nobody waits for it."""
+    def _cancel(self, failure: WRAPPED_EXCEPTION) -> None:
+        """Ends the call with a failure. A caller's own function runs on, and the exit of the
+        interpreter does not wait for it."""
         self.end(failure)
         self.cancel_writes()
         if self._thread is not None:
             let_go(self._thread)
 
-    def _moved(self) -> tuple[int, int]:
-        """Changes for as long as anything moves."""
-        return _processor_time(self._thread), sum(write.moved() for write in self.stage.writes)
+    def _progress(self) -> tuple[int, int]:
+        """Returns a value that changes as long as the call makes progress."""
+        written = sum(write.moved() for write in self.staged.writes)
+        return _read_processor_time(self._thread), written
 
 
 @dataclasses.dataclass
-class _Agreed:
-    """What all ranks know of a call that has ended."""
+class _Outcome:
+    """The outcome of a call on all ranks.
+
+    Attributes:
+        failures: by rank.
+        is_cut_off: True if this rank failed to exchange the outcome with the others.
+    """
 
     failures: dict[int, WRAPPED_EXCEPTION]
-    is_alone: bool = False  # this rank is lost to the others
+    is_cut_off: bool = False
 
 
 class Agreement:
-    """How one call ends on all ranks."""
+    """Exchanges the outcome of one call between all ranks, in a thread.
 
-    # That have not come to their end.
+    Args:
+        call: the call.
+        timeout: seconds without progress or heartbeat after which a rank is declared dead.
+        before: the lockstep of the previous call; None for the first.
+    """
+
+    # Those whose exchange has not ended.
     _under_way: ClassVar[LiveObjects[Agreement]] = LiveObjects()
 
     def __init__(self, call: Call, timeout: float, before: Lockstep | None) -> None:
         self._call = call
         self._timeout = timeout
         self._before = before
-        self._ranks = call.meeting.ranks(timeout, kind="call")
-        self.lockstep = Lockstep(call.meeting, timeout)
+        self._ranks = call.rendezvous.ranks(timeout, kind="call")
+        self.lockstep = Lockstep(call.rendezvous, timeout)
         self._lost: dict[int, WRAPPED_EXCEPTION] = {}
-        self._result: Future[_Agreed] = Future()
+        self._result: Future[_Outcome] = Future()
         self._under_way.add(self)
         self._thread = threading.Thread(target=self._agree, name="torch_ckpt call", daemon=True)
         self._thread.start()
 
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
-        """Waits for no rank any more."""
+        """Ends the exchange of this rank, which fails."""
         self._ranks.cancel(failure)
 
     def poll(self) -> bool:
-        """Whether to finalize now, as all ranks do."""
+        """Returns True if this rank must finalize now; all ranks get it at the same poll."""
         if self._ranks.size == 1:
             return self._call.ended.is_set()
         try:
-            return self.lockstep.poll(self._is_alone)
+            return self.lockstep.poll(self._acts_independently)
         except CheckpointException as error:
             self._lost = error.failures
             return True
 
     def wait(self) -> None:
-        """Until the call has ended on all ranks, or somebody was given up, or it was aborted."""
+        """Waits until the call has ended on all ranks, a rank is declared dead, or the call is
+        aborted."""
         self._ranks.hurry()
         while not self._call.is_aborted:
-            # Waking up lets Ctrl-C in.
+            # Python handles Ctrl-C only between waits.
             try:
-                self._result.result(_LOOK_SECONDS)
+                self._result.result(_CHECK_SECONDS)
                 return
             except FutureTimeout:
                 continue
 
     def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
-        """By rank, why the call failed."""
+        """Waits for the outcome. Returns the failures by rank."""
         if self._lost:
             return self._lost
         self.wait()
@@ -236,68 +257,70 @@ class Agreement:
         return self._result.result().failures
 
     @classmethod
-    def leave(cls) -> None:
-        """At the interpreter's end, which would end the process if a thread used the store then.
+    def end_all(cls) -> None:
+        """Ends all exchanges when the interpreter exits.
 
-        Those that have agreed are waited for until the others have heard of it, too.
+        A thread that used the store later would kill the process. Waits until the other ranks have
+        read the outcomes that are known.
         """
-        _leaving.set()
+        _is_exiting.set()
         for agreement in cls._under_way:
             if not agreement._result.done():
-                agreement.cancel(agreement._call.aborted())
+                agreement.cancel(agreement._call.abort_failure())
         for agreement in cls._under_way:
-            agreement._thread.join(_LEAVE_SECONDS)
+            agreement._thread.join(_EXIT_SECONDS)
 
     # --- private ---------------------------------------------------------------------------------
 
     def _agree(self) -> None:
         try:
-            # The process lives; that the function moves is looked after here.
+            # Send heartbeats as long as the process runs: _wait_for_own_part() checks the progress.
             with self._ranks.alive(time.monotonic_ns):
-                agreed = self._ranks.all_reduce(STEP, self._mine, _combined)
+                outcome = self._ranks.all_reduce(STEP, self._wait_for_own_part, _combine)
         except CheckpointException as error:
-            agreed = _Agreed(error.failures, self._ranks.rank in error.failures)
+            outcome = _Outcome(error.failures, self._ranks.rank in error.failures)
         except BaseException as error:
-            agreed = _Agreed({self._ranks.rank: _wrapped(error)}, True)
+            outcome = _Outcome({self._ranks.rank: _wrap(error)}, True)
         self.lockstep.over()
-        self._result.set_result(agreed)
+        self._result.set_result(outcome)
         self._ranks.close()
-        if self._before is not None and not agreed.failures:
-            # All ranks have come here, and so they have acted on the call before.
+        if self._before is not None and not outcome.failures:
+            # All ranks have ended this call, so they have acted on the previous one.
             with suppress(CheckpointException):
                 self._before.end()
         self._before = None
         self._under_way.discard(self)
 
-    def _mine(self) -> tuple[int, list[WRAPPED_EXCEPTION]]:
+    def _wait_for_own_part(self) -> tuple[int, list[WRAPPED_EXCEPTION]]:
+        """Waits for the call on this rank. Returns its number and its failure, if it failed."""
         self._call.wait(self._timeout)
         failure = self._call.failure
         if failure is not None and self._call.is_aborted:
-            # Perhaps before there was this agreement.
+            # The abort may have come before this agreement existed to be cancelled.
             self._ranks.cancel(failure)
         if self._ranks.size > 1:
             self.lockstep.part()
-        # In a list, so that it is not taken for a failure of this step.
+        # A list, because a wrapped exception would fail the exchange itself.
         return self._call.request.call_idx, [failure] if failure else []
 
-    def _is_alone(self) -> bool:
-        """Whether the others do not count any more."""
-        has_lost = self._result.done() and self._result.result().is_alone
-        return has_lost or self._call.is_aborted
+    def _acts_independently(self) -> bool:
+        """Returns True if this rank no longer acts together with the others."""
+        is_cut_off = self._result.done() and self._result.result().is_cut_off
+        return is_cut_off or self._call.is_aborted
 
 
-def _combined(mine: list[tuple[int, list[WRAPPED_EXCEPTION]]]) -> _Agreed:
-    failures = {rank: found[0] for rank, (_idx, found) in enumerate(mine) if found}
+def _combine(parts: list[tuple[int, list[WRAPPED_EXCEPTION]]]) -> _Outcome:
+    failures = {rank: failure[0] for rank, (_idx, failure) in enumerate(parts) if failure}
     if not failures:
-        # Not raised: the ranks are to hear of it at the same poll.
-        same = attempt(check_same, [idx for idx, _failure in mine])
+        # Do not raise: the error must reach all ranks at the same poll.
+        same = attempt(require_same_call, [idx for idx, _failure in parts])
         failures = {0: same} if failed(same) else {}
-    return _Agreed(failures)
+    return _Outcome(failures)
 
 
-def _processor_time(thread: threading.Thread | None) -> int:
-    """Of a thread, in hundredths of a second; 0 where it has none any more."""
-    # Not by its clock: to ask for the clock of a thread that ends is undefined.
+def _read_processor_time(thread: threading.Thread | None) -> int:
+    """Returns the processor time of a thread, in hundredths of a second; 0 if it has ended."""
+    # pthread_getcpuclockid is undefined for a thread that has ended.
     if thread is None or thread.native_id is None:
         return 0
     try:
@@ -307,7 +330,7 @@ def _processor_time(thread: threading.Thread | None) -> int:
     return int(nanoseconds) // 10_000_000
 
 
-def _wrapped(error: BaseException) -> WRAPPED_EXCEPTION:
+def _wrap(error: BaseException) -> WRAPPED_EXCEPTION:
     def fail() -> None:
         raise error
 
@@ -315,4 +338,4 @@ def _wrapped(error: BaseException) -> WRAPPED_EXCEPTION:
     return wrapped
 
 
-register(Part.CALLS, at_exit=Agreement.leave)
+register(Part.CALLS, at_exit=Agreement.end_all)

@@ -1,11 +1,12 @@
-"""A queue of functions that run beside training and are finalized by all ranks together.
+"""A queue of functions that run in the background and that all ranks finalize together.
 
-1. ``schedule_async_request`` runs the preload function, so that the sources may change, and starts
-   a thread of this process for the function itself. Functions of one queue run one after the other.
-2. From its first poll on, which says that the others count, a rank has a thread that agrees with
-   them, over the store, that all of them have run it; or who has failed, or is dead or stuck.
-3. ``maybe_finalize_async_calls`` on all ranks, each step: where all have run it, all ranks run the
-   finalize functions at the same poll (ranks/lockstep.py), or raise. A rank alone asks itself.
+1. ``schedule_async_request`` runs the preload function, after which the sources may change, and
+   starts a thread of this process for the function itself. Functions of one queue run one after
+   the other.
+2. The first poll of a rank starts a thread that exchanges the outcome with the other ranks, through
+   the store: whether the function has ended on all ranks, and which ranks have failed or are dead.
+3. All ranks call ``maybe_finalize_async_calls`` in each step. Once the function has ended on all
+   ranks, all of them run the finalize functions at the same poll (ranks/lockstep.py), or raise.
 
 Nothing is forked, spawned or pickled.
 """
@@ -24,7 +25,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
-from torch_ckpt.megatron.request import AsyncRequest, priorities, staged_arguments
+from torch_ckpt.megatron.request import AsyncRequest, make_background, stage_arguments
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting
 from torch_ckpt.ranks.outcomes import attempt, failed
@@ -33,18 +34,26 @@ from torch_ckpt.saving.host_memory import reserve_pool
 
 
 class AsyncCallsQueue:
-    """Runs requests beside training and finalizes them on all ranks, in the order of scheduling.
+    """Runs requests in the background and finalizes them on all ranks, in the order of scheduling.
 
-    Every rank makes the same calls in the same order, with ``no_dist`` perhaps none.
+    All ranks make the same calls in the same order, except calls with ``no_dist``.
 
     Args:
-        persistent: accepted as Megatron's; there is no worker process either way.
-        process_group: the ranks; the default group if None.
-        timeout: in seconds: a rank whose function does not move for so long, or whose process gives
-            no sign of life, is given up on all ranks. Bytes written move a function, and so
-            does processor time of its thread.
-        background: how the engine's threads behave for what is scheduled here; None: as
-            ``warmup_persistent_caller`` said, else as each writer says.
+        persistent: accepted for Megatron; no worker process is started in either case.
+        process_group: the ranks; None: the default group.
+        timeout: seconds after which a rank whose function makes no progress, or that sends no
+            heartbeat, fails the call on all ranks. Progress is bytes written, or processor time
+            used by the function's thread.
+        background: priorities of the engine's threads for the writes of this queue; None: the
+            priorities set by ``warmup_persistent_caller``, otherwise those of each writer.
+
+    Examples:
+        ```python
+        queue = torch_ckpt.megatron.AsyncCallsQueue(persistent=True, timeout=600)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls()  # on all ranks, in each step
+        queue.close()  # before the program ends: waits, and finalizes
+        ```
     """
 
     _instances: ClassVar[LiveObjects[AsyncCallsQueue]] = LiveObjects()
@@ -80,73 +89,87 @@ class AsyncCallsQueue:
         reserve_bytes: int = 0,
         **_others: Any,
     ) -> None:
-        """Says how the engine's threads behave; there is no process to start.
+        """Sets the priorities of the engine's threads. Starts no process.
 
         Args:
-            rank: accepted as Megatron's, and so are ``mp_mode`` and what else it knows.
-            cpu_priority: their nice value, 0 to 19.
-            io_priority: their I/O scheduling class: 3 is idle; None: idle, too.
-            reserve_bytes: of this rank's part of the state: memory for it is made quietly from now
-                on, so that the first save need not wait for it; see ``torch_ckpt.reserve_pool``.
+            rank: accepted for Megatron, like ``mp_mode`` and any other keyword; unused.
+            cpu_priority: niceness of the threads, 0 to 19.
+            io_priority: I/O scheduling class of the threads: None or 3 for idle; any other number
+                keeps the class of the process.
+            reserve_bytes: size of this rank's part of the state, in bytes. Memory for its snapshot
+                is reserved in the background, so that the first save does not wait for it; see
+                :func:`torch_ckpt.reserve_pool`.
+
+        Raises:
+            ValueError: ``cpu_priority`` is out of range.
         """
-        cls._default_background = priorities(cpu_priority, io_priority)
+        cls._default_background = make_background(cpu_priority, io_priority)
         if reserve_bytes > 0:
             has_device = _C.has_cuda and torch.cuda.is_available()
             device = torch.cuda.current_device() if has_device else None
             reserve_pool(reserve_bytes, device=device, wait=False)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stages a request and starts its function; returns when its sources may change.
+        """Stages a request and starts its function. Returns when its sources may change.
 
-        What fails here fails the call: all ranks hear of it when it is finalized.
+        An error does not raise here. It fails the call on all ranks when the call is finalized.
 
         Returns:
             The number of the call, from 0.
 
         Raises:
-            KeyboardInterrupt, SystemExit: while it was staged; the call has failed then, too.
+            KeyboardInterrupt, SystemExit: raised while the request was staged, or by its preload
+                function. The call has failed, too.
         """
         self.call_idx += 1
-        # Older classes, and those of others, have fewer fields or other methods.
+        # Megatron's own classes and older versions have other fields or methods.
         known = {f: v for f, v in async_request._asdict().items() if f in AsyncRequest._fields}
         request = AsyncRequest(**known)._replace(is_frozen=True, call_idx=self.call_idx)
-        meeting = Meeting.of(self._group, no_dist=False)
-        call = Call(request, meeting, self._background or self._default_background)
+        rendezvous = Meeting.of(self._group, no_dist=False)
+        call = Call(request, rendezvous, self._background or self._default_background)
         self._calls.append(call)
-        with call.stage:
-            outcome = attempt(staged_arguments, request)
+        with call.staged:
+            outcome = attempt(stage_arguments, request)
         call.start(outcome, self._last)
         if call.is_aborted:
-            # Meanwhile, by another thread, which did not know of all its writes.
+            # Another thread aborted it before all of its writes were listed.
             call.abort()
         elif call.ended.is_set() and call.failure is not None:
             call.cancel_writes()
         self._last = call
         if failed(outcome) and isinstance(outcome[0], KeyboardInterrupt | SystemExit):
-            # The others hear of it at the end, the caller now.
+            # The other ranks get this error when the call is finalized.
             raise outcome[0]
         return self.call_idx
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalizes the calls that have ended on all ranks; every rank calls it, in step.
+        """Finalizes the calls that have ended on all ranks. All ranks call it equally often.
 
-        A poll that does not wait talks to the store at most, never to a device or a process group.
+        A poll uses no device and no collective of the process group. If several calls fail, the
+        first error is raised after the last call; the other errors are logged.
 
         Args:
-            blocking: wait for all calls, and finalize all that have not failed.
-            no_dist: finalize what has ended on this rank.
+            blocking: wait for all calls, and finalize those that succeed.
+            no_dist: finalize the calls that have ended on this rank, without asking other ranks.
 
         Returns:
-            The numbers of the calls that were finalized.
+            The numbers of the finalized calls.
 
         Raises:
-            CheckpointException: on every rank: a function failed somewhere, with the cause of each
-                rank; or ranks finalize different calls. The call is not finalized, and is gone.
-            BaseException: what a finalize function raises. The call is gone.
+            CheckpointException: on every rank, with the cause on each rank that failed: a function
+                failed, or the ranks finalize different calls. The call is removed from the queue
+                without being finalized.
+            BaseException: the error of a finalize function. The call is removed from the queue.
 
-        Of several errors the first is raised, at the end; the others are logged.
+        Examples:
+            ```python
+            for step in range(steps):
+                train_one_step()
+                queue.maybe_finalize_async_calls()
+            queue.maybe_finalize_async_calls(blocking=True)
+            ```
         """
         finalized: list[int] = []
         raised: Exception | None = None
@@ -162,7 +185,7 @@ class AsyncCallsQueue:
                 self._last = None
             failure = call.failure_of_all(no_dist)
             error = failure or call.finalize()
-            # It is in a cycle with its agreement, and the writer must not wait for the collector.
+            # The call is in a reference cycle; the writer must be released before it is collected.
             call.discard()
             if error is None:
                 finalized.append(call.request.call_idx)
@@ -171,30 +194,31 @@ class AsyncCallsQueue:
                 LOGGER.error("call %d was not finalized: %s", call.request.call_idx, error)
             raised = raised or error
             if failure is None:
-                # Perhaps on this rank alone: the others go on with the next call in this poll.
+                # A finalize function may have failed on this rank only: the other ranks continue
+                # with the next call in this poll.
                 continue
             if call.is_aborted or not blocking:
-                # An abort takes the calls after it, too.
+                # An abort removes the later calls, too.
                 break
         if raised is not None:
             try:
                 raise raised
             finally:
-                # Or the error would hold the frame that holds it, and with it the callers'.
+                # Break the cycle of the error and this frame, which refers to the callers' frames.
                 del raised, failure, error
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many calls have not been finalized."""
+        """Returns the number of calls that have not been finalized."""
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Ends the queue, which may be used again.
+        """Waits for all calls and finalizes them. The queue may be used again.
 
         Args:
-            abort: do not wait and do not finalize: what is being written is cancelled and its files
-                are removed; functions that are not ours are left to run. From any thread, and on
-                all ranks, wherever each of them is.
+            abort: cancel instead of waiting: running writes are cancelled and their files deleted,
+                and no call is finalized. Functions of the caller run on. May be called by any
+                thread; all ranks must abort equally often, each at any time.
 
         Raises:
             CheckpointException: see :meth:`maybe_finalize_async_calls`.
@@ -203,21 +227,21 @@ class AsyncCallsQueue:
             self.maybe_finalize_async_calls(blocking=True)
             return
         while (aborted := self._first()) is not None:
-            # Another thread may finalize it just now.
+            # Another thread may be finalizing it.
             with suppress(ValueError):
                 self._calls.remove(aborted)
                 aborted.abort()
                 LOGGER.warning("call %d was aborted", aborted.request.call_idx)
         self._last = None
         self._lockstep = None
-        with suppress(ValueError):  # not in the group
+        with suppress(ValueError):  # this rank is not in the group
             Meeting.of(self._group, no_dist=False).start_over()
 
     def __del__(self) -> None:
         calls = getattr(self, "_calls", None)
         if calls and self._pid == os.getpid():
             LOGGER.error(
-                "%d async calls were never finalized, so what they saved is not committed; call "
+                "%d async calls were never finalized, so their saves are not committed; call "
                 "close() or maybe_finalize_async_calls(blocking=True) on all ranks",
                 len(calls),
             )

@@ -1,6 +1,6 @@
-"""Asynchronous saves in the shapes of nvidia-resiliency-ext, where they are not Megatron-core's.
+"""Replacements for nvidia-resiliency-ext's asynchronous saves, with the same names.
 
-Over the same engine as torch_ckpt.megatron, whose names are here, too: see docs/megatron.md.
+Names that are the same as Megatron-core's come from torch_ckpt.megatron; see docs/megatron.md.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from torch_ckpt.megatron import shapes
+from torch_ckpt.megatron import mcore
 from torch_ckpt.megatron.cached_reader import CachedMetadataFileSystemReader
 from torch_ckpt.megatron.plan import Finalizing, save_state_dict_async_finalize
-from torch_ckpt.megatron.request import AsyncRequest, priorities
+from torch_ckpt.megatron.request import AsyncRequest, make_background
 from torch_ckpt.megatron.results_queue import get_write_results_queue
 from torch_ckpt.saving.sources import copy_by_pickle
 
@@ -40,15 +40,25 @@ __all__ = [
 _get_write_results_queue = get_write_results_queue
 
 
-class FileSystemWriterAsync(shapes.FileSystemWriterAsync):
-    """As :class:`torch_ckpt.megatron.FileSystemWriterAsync`.
+class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
+    """:class:`torch_ckpt.megatron.FileSystemWriterAsync` with nvidia-resiliency-ext's options.
 
     Args:
-        is_multiproc_io: accepted; files are written by threads, which is as parallel here.
-        use_cached_data_structure: accepted; nothing is sent to another process that could be kept
-            there, and every save reads the live tensors.
-        use_cpu_shm_for_gpu_tensors: accepted; the engine's own memory is kept from save to save.
-        on_failure: as theirs does, ``retrieve_write_results`` raises.
+        path: directory of the checkpoint.
+        separation_hint: see :class:`torch_ckpt.megatron.FileSystemWriterAsync`, also for other
+            arguments not listed here.
+        is_multiproc_io: accepted and unused: threads write the files in parallel.
+        use_cached_data_structure: accepted and unused: there is no worker process that could cache
+            tensors, and every save reads the live tensors.
+        use_cpu_shm_for_gpu_tensors: accepted and unused: the engine reuses its own memory.
+        on_failure: as in :class:`torch_ckpt.megatron.FileSystemWriterAsync`, but "raise" is the
+            default, as in nvidia-resiliency-ext.
+
+    Examples:
+        ```python
+        writer = torch_ckpt.nvrx.FileSystemWriterAsync("checkpoints/100", thread_count=2)
+        finalizing = torch_ckpt.nvrx.save_state_dict_async_plan(state, writer)
+        ```
     """
 
     def __init__(
@@ -77,21 +87,21 @@ class FileSystemWriterAsync(shapes.FileSystemWriterAsync):
         self.use_cached_data_structure = use_cached_data_structure
         self.use_cpu_shm_for_gpu_tensors = use_cpu_shm_for_gpu_tensors
 
-    #: What theirs caches between saves; nothing here.
+    #: Caches of nvidia-resiliency-ext's writer. Its tests clear them by name; here they stay empty.
     _cached_identifiers: ClassVar[set[Any]] = set()
     _cached_tensor_data_ptrs: ClassVar[dict[Any, Any]] = {}
     _shm_tensor_cache: ClassVar[dict[Any, Any]] = {}
 
     @classmethod
     def cleanup_tensor_caches(cls) -> None:
-        """Does nothing: no tensors are cached between saves."""
+        """Does nothing, because no tensors are cached between saves."""
 
     @classmethod
     def register_shm_drain_callback(cls, fn: Callable[[], Any]) -> None:
-        """Does nothing: no shared memory has to be free before the next save."""
+        """Does nothing, because saves use no shared memory that must be free first."""
 
     @staticmethod
-    def write_preloaded_data_multithread(  # type: ignore[override]  # as theirs
+    def write_preloaded_data_multithread(  # type: ignore[override]  # their signature
         transform_list: list[Any],
         use_msc: bool,
         open_file: Callable[..., Any],
@@ -99,12 +109,13 @@ class FileSystemWriterAsync(shapes.FileSystemWriterAsync):
         staged: Any,
         results_queue: Any,
     ) -> None:
-        """As that of :class:`torch_ckpt.megatron.FileSystemWriterAsync`.
+        """Waits for a staged write and puts its outcome; see
+        :meth:`torch_ckpt.megatron.FileSystemWriterAsync.write_preloaded_data_multithread`.
 
         Args:
-            open_file: unused, as ``use_msc`` is; the task knows.
+            open_file: unused, like ``use_msc``; the task has its own.
         """
-        shapes.FileSystemWriterAsync.write_preloaded_data_multithread(
+        mcore.FileSystemWriterAsync.write_preloaded_data_multithread(
             transform_list, use_msc, rank, staged, results_queue
         )
 
@@ -117,15 +128,28 @@ class FileSystemWriterAsync(shapes.FileSystemWriterAsync):
         )
 
 
-class AsyncCallsQueue(shapes.AsyncCallsQueue):
-    """As :class:`torch_ckpt.megatron.AsyncCallsQueue`.
+class AsyncCallsQueue(mcore.AsyncCallsQueue):
+    """:class:`torch_ckpt.megatron.AsyncCallsQueue` with nvidia-resiliency-ext's arguments.
 
     Args:
-        persistent: accepted, as are ``is_daemon``, ``sigterm_timeout`` and ``cpu_shm_mode``: there
-            is no worker process.
-        cpu_priority: nice value of the engine's threads, 0 to 19.
-        io_priority: their I/O scheduling class: 3 is idle; None: idle, too. With the defaults of
-            both it is as ``warmup_persistent_caller`` said, else as each writer says.
+        persistent: accepted and unused, like ``is_daemon``, ``sigterm_timeout`` and
+            ``cpu_shm_mode``: there is no worker process.
+        cpu_priority: niceness of the engine's threads, 0 to 19.
+        io_priority: their I/O scheduling class: None or 3 for idle; any other number keeps the
+            class of the process. If both priorities have their defaults, the priorities set by
+            ``warmup_persistent_caller`` apply, otherwise those of each writer.
+        kwargs: ``process_group``, ``timeout`` and ``background`` of
+            :class:`torch_ckpt.megatron.AsyncCallsQueue`.
+
+    Raises:
+        ValueError: ``cpu_priority`` is out of range.
+
+    Examples:
+        ```python
+        queue = torch_ckpt.nvrx.AsyncCallsQueue(cpu_priority=19)
+        queue.schedule_async_request(request)
+        queue.close()
+        ```
     """
 
     def __init__(
@@ -139,12 +163,11 @@ class AsyncCallsQueue(shapes.AsyncCallsQueue):
         **kwargs: Any,
     ) -> None:
         if (cpu_priority, io_priority) != (10, None):
-            # Else what warmup_persistent_caller said.
-            kwargs.setdefault("background", priorities(cpu_priority, io_priority))
+            kwargs.setdefault("background", make_background(cpu_priority, io_priority))
         super().__init__(persistent, **kwargs)
 
     @classmethod
-    def warmup_persistent_caller(  # type: ignore[override]  # as theirs differ
+    def warmup_persistent_caller(  # type: ignore[override]  # their signature
         cls,
         rank: int = 0,
         is_daemon: bool = True,
@@ -154,33 +177,51 @@ class AsyncCallsQueue(shapes.AsyncCallsQueue):
         cpu_shm_mode: bool = False,
         **others: Any,
     ) -> None:
-        """As :meth:`torch_ckpt.megatron.AsyncCallsQueue.warmup_persistent_caller`."""
+        """Sets the priorities of the engine's threads; see
+        :meth:`torch_ckpt.megatron.AsyncCallsQueue.warmup_persistent_caller`."""
         super().warmup_persistent_caller(
             rank, cpu_priority=cpu_priority, io_priority=io_priority, **others
         )
 
     @classmethod
     def get_instances(cls) -> list[AsyncCallsQueue]:
-        """The queues of this process that somebody has."""
+        """Returns the queues of this process that are still referenced."""
         return [queue for queue in cls._instances if isinstance(queue, cls)]
 
 
 def abort_nvrx_checkpoint() -> None:
-    """Aborts what all queues of this process have under way; for a restart within the process."""
+    """Aborts the calls of all queues of this process, for a restart within the process.
+
+    Examples:
+        ```python
+        torch_ckpt.nvrx.abort_nvrx_checkpoint()  # on all ranks
+        ```
+    """
     for queue in AsyncCallsQueue.get_instances():
         queue.close(abort=True)
 
 
 class CheckpointMetadataCache:
-    """What one save leaves for the next: plans, and the metadata that was made of them.
+    """Plans and metadata that a save leaves for the next one.
 
     Attributes:
-        cached_central_plan: what this rank wrote.
-        cached_local_plan: what it had.
-        cached_global_metadata: on the coordinator, or of the loaded checkpoint.
-        validated_cache_reuse: two saves had the same central plan; plans are not exchanged then.
-        validated_loaded_metadata_reuse: all ranks' plans were those of the loaded checkpoint.
-        loaded_all_plans: the plans of all ranks in the loaded checkpoint.
+        cached_central_plan: this rank's final plan in the last save.
+        cached_local_plan: this rank's local plan in the last save.
+        cached_global_metadata: metadata of the last save, on the coordinator, or of the loaded
+            checkpoint.
+        validated_cache_reuse: True if two saves had the same plans on all ranks. The next save
+            then exchanges no plans.
+        validated_loaded_metadata_reuse: True if the plans of all ranks were equal to those of the
+            loaded checkpoint.
+        loaded_all_plans: plans of all ranks in the loaded checkpoint.
+
+    Examples:
+        ```python
+        cache = torch_ckpt.nvrx.CheckpointMetadataCache()
+        finalizing = torch_ckpt.nvrx.save_state_dict_async_plan(
+            state, writer, enable_cache=True, metadata_cache=cache
+        )
+        ```
     """
 
     def __init__(self) -> None:
@@ -192,7 +233,7 @@ class CheckpointMetadataCache:
         self.loaded_all_plans: list[SavePlan] | None = None
 
     def set_cached_global_metadata(self, cached_global_metadata: Metadata | None) -> None:
-        """Takes the metadata of a checkpoint that was loaded."""
+        """Sets the metadata of the loaded checkpoint."""
         self.cached_global_metadata = cached_global_metadata
         self.loaded_all_plans = getattr(cached_global_metadata, "all_local_plans", None)
 
@@ -203,15 +244,19 @@ class CheckpointMetadataCache:
         global_md_verify_reuse: bool,
         is_as_cached: bool | None = None,
     ) -> None:
-        """Takes the plans of a save.
+        """Sets the plans of the last save.
 
         Args:
-            global_md_verify_reuse: all ranks' plans are those of the loaded checkpoint.
-            is_as_cached: all ranks' plans are those of the save before; None: compare this rank's.
+            central_plan: this rank's final plan.
+            local_plan: this rank's local plan.
+            global_md_verify_reuse: True if the plans of all ranks are those of the loaded
+                checkpoint.
+            is_as_cached: True if the plans of all ranks are those of the previous save; None:
+                compare this rank's plan.
         """
         self.validated_loaded_metadata_reuse = global_md_verify_reuse
         if not global_md_verify_reuse:
-            # The metadata that is kept will be another one.
+            # The cached metadata will no longer be that of the loaded checkpoint.
             self.loaded_all_plans = None
         if is_as_cached is None:
             is_as_cached = self.cached_central_plan == central_plan
@@ -222,10 +267,10 @@ class CheckpointMetadataCache:
     def prepare_save_state_dict_ret(
         self, rank: int, coordinator: int, save_state_dict_ret: Finalizing
     ) -> Finalizing:
-        """What the plan of a save returns, on the coordinator with the metadata to commit."""
+        """Returns the result of the plan, on the coordinator with the metadata to commit."""
         writer, metadata, wrapper = save_state_dict_ret
         if metadata is not None:
-            # Also of a first save: the third one may come without.
+            # Cache it from the first save on: the third one may make none.
             self.cached_global_metadata = metadata
         elif rank == coordinator and (
             self.validated_cache_reuse or self.validated_loaded_metadata_reuse
@@ -236,7 +281,7 @@ class CheckpointMetadataCache:
     def get_cache_metadata(
         self,
     ) -> tuple[SavePlan | None, SavePlan | None, bool, list[SavePlan] | None]:
-        """Central plan, local plan, whether they are valid, and the loaded plans."""
+        """Returns central plan, local plan, True if they are valid, and the loaded plans."""
         return (
             self.cached_central_plan,
             self.cached_local_plan,
@@ -245,7 +290,7 @@ class CheckpointMetadataCache:
         )
 
     def get_metadata_caching_status(self) -> tuple[bool, bool]:
-        """Whether plans are used again, and whether those of the loaded checkpoint are."""
+        """Returns ``validated_cache_reuse`` and ``validated_loaded_metadata_reuse``."""
         return self.validated_cache_reuse, self.validated_loaded_metadata_reuse
 
 
@@ -253,7 +298,17 @@ _checkpoint_metadata_cache: CheckpointMetadataCache | None = None
 
 
 def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = None) -> None:
-    """Makes the process's cache where there is none; gives it the metadata that was loaded."""
+    """Creates the cache of this process, if there is none, and sets the loaded metadata.
+
+    Args:
+        cached_global_metadata: metadata of the checkpoint that was loaded; None: no checkpoint.
+
+    Examples:
+        ```python
+        reader = torch_ckpt.nvrx.CachedMetadataFileSystemReader("checkpoints/100")
+        torch_ckpt.nvrx.init_checkpoint_metadata_cache(reader.read_metadata())
+        ```
+    """
     global _checkpoint_metadata_cache
     if _checkpoint_metadata_cache is None:
         _checkpoint_metadata_cache = CheckpointMetadataCache()
@@ -261,38 +316,52 @@ def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = Non
 
 
 def get_metadata_caching_status() -> tuple[bool, bool] | None:
-    """Of the process's cache; None without one."""
+    """Returns the cache's ``get_metadata_caching_status()``; None if this process has no cache.
+
+    Examples:
+        ```python
+        reuses_plans, reuses_loaded = torch_ckpt.nvrx.get_metadata_caching_status()
+        ```
+    """
     cache = _checkpoint_metadata_cache
     return None if cache is None else cache.get_metadata_caching_status()
 
 
 def save_state_dict_async_plan(
     state_dict: dict[str, Any],
-    storage_writer: shapes.FileSystemWriterAsync,
+    storage_writer: mcore.FileSystemWriterAsync,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
     planner: SavePlanner | None = None,
     enable_cache: bool = False,
     metadata_cache: CheckpointMetadataCache | None = None,
 ) -> Finalizing:
-    """The first part of a save; see :func:`torch_ckpt.megatron.save_state_dict_async_plan`.
+    """Plans a save; see :func:`torch_ckpt.megatron.save_state_dict_async_plan`, also for the other
+    arguments. All ranks call it.
 
     Args:
-        enable_cache: use the plans of the save before, as soon as two were equal.
-        metadata_cache: the process's cache if None.
+        enable_cache: reuse the plans of the previous save, once two saves had equal plans.
+        metadata_cache: cache to use; None: the cache of this process.
 
     Returns:
-        What :func:`save_state_dict_async_finalize` takes.
+        The arguments of :func:`save_state_dict_async_finalize`.
 
     Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed.
+        CheckpointException: on every rank, with the cause on each rank that failed.
+
+    Examples:
+        ```python
+        writer = torch_ckpt.nvrx.FileSystemWriterAsync("checkpoints/100")
+        finalizing = torch_ckpt.nvrx.save_state_dict_async_plan(state, writer, enable_cache=True)
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        ```
     """
     cache = metadata_cache if metadata_cache is not None else _checkpoint_metadata_cache
-    of_save = (state_dict, storage_writer, process_group, coordinator_rank, planner)
+    arguments = (state_dict, storage_writer, process_group, coordinator_rank, planner)
     if not enable_cache or cache is None:
-        return shapes.save_state_dict_async_plan(*of_save).finalizing
+        return mcore.save_state_dict_async_plan(*arguments).finalizing
     central, local, is_valid, loaded = cache.get_cache_metadata()
-    planned = shapes.save_state_dict_async_plan(*of_save, (central, local, is_valid), loaded)
+    planned = mcore.save_state_dict_async_plan(*arguments, (central, local, is_valid), loaded)
     cache.set_cache_metadata(
         planned.central_plan, planned.local_plan, planned.is_as_loaded, planned.is_as_cached
     )
@@ -303,13 +372,21 @@ def save_state_dict_async_plan(
 
 
 class TorchAsyncCheckpoint:
-    """``torch.save`` beside training: a copy is taken at the call, a thread writes it.
+    """``torch.save`` in the background: the call copies the objects, and a thread writes the copy.
 
-    What is saved is what ``torch.save`` would save, on the CPU: the same objects, with the storages
-    that tensors share.
+    The file contains the objects that ``torch.save`` would save, with tensors on the CPU. Tensors
+    that share a storage still share it.
 
     Args:
-        persistent_queue: accepted; there is no worker process.
+        persistent_queue: accepted and unused: there is no worker process.
+
+    Examples:
+        ```python
+        checkpoints = torch_ckpt.nvrx.TorchAsyncCheckpoint()
+        checkpoints.async_save({"model": model.state_dict()}, "model.pt")
+        checkpoints.finalize_async_save()  # in each step
+        checkpoints.finalize_async_save(blocking=True, terminate=True)
+        ```
     """
 
     async_fn: ClassVar[Callable[..., Any]] = staticmethod(torch.save)
@@ -319,10 +396,10 @@ class TorchAsyncCheckpoint:
         self._async_calls_queue = AsyncCallsQueue(persistent=persistent_queue)
 
     def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``torch.save(state_dict, *args, **kwargs)``; returns when its sources may change.
+        """Starts ``torch.save(state_dict, *args, **kwargs)``. Returns when its sources may change.
 
         Raises:
-            pickle.PicklingError, TypeError, AttributeError: it holds what cannot be pickled.
+            pickle.PicklingError, TypeError, AttributeError: an object cannot be pickled.
         """
         arguments = (copy_by_pickle(state_dict), *args)
         request = AsyncRequest(torch.save, arguments, [], kwargs)
@@ -331,11 +408,11 @@ class TorchAsyncCheckpoint:
     def finalize_async_save(
         self, blocking: bool = False, no_dist: bool = True, terminate: bool = False
     ) -> None:
-        """Finalizes saves that have ended; the errors of those that failed are raised here.
+        """Finalizes the saves that have ended. Raises the error of a save that failed.
 
         Args:
             blocking: wait for all saves.
-            no_dist: look at this rank alone.
+            no_dist: finalize the saves that have ended on this rank, without asking other ranks.
             terminate: close the queue.
 
         Raises:
@@ -346,7 +423,7 @@ class TorchAsyncCheckpoint:
             self.close()
 
     def close(self, abort: bool = False) -> None:
-        """Ends the queue; see :meth:`AsyncCallsQueue.close`."""
+        """Waits for all saves, or aborts them; see :meth:`AsyncCallsQueue.close`."""
         if abort:
             self._async_calls_queue.close(abort=True)
         else:

@@ -1,14 +1,13 @@
-"""Planning and finalizing a save whose writing is somebody else's; in Megatron's shape.
+"""Planning and finalizing of a save that is written elsewhere, with Megatron's signatures.
 
-Both are collective: every rank makes the same calls. The ranks meet in the store of the process
-group (ranks/meeting.py), not in the group, which may be that of a device; and nobody who has failed
-is waited for:
+All ranks make the same calls. They exchange messages through the store of the process group, not
+through its collectives, which may need a device. No rank waits for a rank that has failed.
 
-1. *Plan.* Every rank plans what it has. The coordinator makes the metadata of it, and the global
-   plan where ranks cannot name their files themselves. A failure up to here raises on all ranks.
-2. A plan that is known to be the same is not exchanged: this is where a save needs no meeting.
-   What fails on a rank from here on fails the save at its end, on all ranks.
-3. *Finalize.* Every rank's results, or failure, go to the coordinator, which commits.
+1. *Plan.* Every rank makes its local plan. The coordinator makes the metadata, and the global plan
+   if the ranks cannot name their own files. A failure raises on all ranks.
+2. A cached plan that is valid on all ranks is not exchanged. A later failure on a rank fails the
+   save on all ranks when it is finalized.
+3. *Finalize.* Every rank sends its results or its failure to the coordinator, which commits.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.lease import remove_own
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.structures import (
-    digest_of,
-    kept_structures,
-    named_plan,
+    hash_plan,
+    plan_structures,
     require_same,
     same_plans,
+    with_file_prefix,
 )
 from torch_ckpt.megatron.writer import FileSystemWriterAsync
 from torch_ckpt.ranks.failures import raised_as_ours
@@ -47,15 +46,15 @@ from torch_ckpt.saving.structure import Structure, structure_of
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: What ``save_state_dict_async_finalize`` takes.
+#: The arguments of ``save_state_dict_async_finalize``.
 Finalizing = tuple[FileSystemWriterAsync, Metadata | None, _DistWrapper]
 
-#: Of an earlier save: its central plan, its local plan, and whether two saves had the same.
+#: Central plan and local plan of an earlier save, and True if all ranks had them in two saves.
 CachedStructure = tuple[SavePlan | None, SavePlan | None, bool]
 
 
 class Planned(NamedTuple):
-    """What a plan has come to; see :func:`save_state_dict_async_plan`. Sites unpack it."""
+    """Result of :func:`save_state_dict_async_plan`, as Megatron unpacks it."""
 
     finalizing: Finalizing
     central_plan: SavePlan
@@ -73,53 +72,61 @@ def save_state_dict_async_plan(
     cached_ckpt_structure: CachedStructure | None = None,
     loaded_all_plans: list[SavePlan] | None = None,
 ) -> Planned:
-    """Plans a save and gives the writer the values to write; every rank calls it.
+    """Plans a save and passes the values to the writer. All ranks call it.
 
     Args:
-        state_dict: what to save. Values are found here, and copied when the writer's preload
-            function is called; until then they may not change.
-        storage_writer: of this save.
-        process_group: the ranks; the default group if None.
-        coordinator_rank: in the group; makes and commits the metadata.
-        planner: torch's ``DefaultSavePlanner`` if None. Where it and the writer can run a
-            decentralized global plan, ranks name their files themselves.
-        cached_ckpt_structure: central plan, local plan, and whether those of all ranks are known to
-            stay the same: then nothing is exchanged. Each rank still compares its state dict with
-            its plan; one that has changed fails the save, since others rely on the plan.
-        loaded_all_plans: of all ranks, as a loaded checkpoint's metadata has them. Where every
-            rank's plan is that one, the loaded metadata may be used again.
+        state_dict: the values to save. They are looked up now and copied when the writer's preload
+            function is called, and must not change in between.
+        storage_writer: the writer of this save.
+        process_group: the ranks; None: the default group.
+        coordinator_rank: rank in the group that makes and commits the metadata.
+        planner: None: torch's ``DefaultSavePlanner``. If planner and writer both support a
+            decentralized global plan, the ranks name their own files.
+        cached_ckpt_structure: central plan and local plan of the previous save, and True if all
+            ranks had the same plans twice. If it is True, the ranks exchange nothing. Each rank
+            still compares its state dict with its plan; a change fails the save on all ranks.
+        loaded_all_plans: plans of all ranks from the metadata of a loaded checkpoint. If they are
+            equal to the plans of this save, the loaded metadata can be committed again.
 
     Returns:
-        What :func:`save_state_dict_async_finalize` takes (its metadata is None where that of an
-        earlier save is to be used again, and on ranks that are not the coordinator); central plan
-        and local plan, to be passed with the next save; whether the central plan is the one that
-        was passed; whether all plans are those of ``loaded_all_plans``.
+        Five values: the arguments of :func:`save_state_dict_async_finalize`; the central plan and
+        the local plan, to pass to the next save; True if the plans of all ranks are those in
+        ``cached_ckpt_structure``; True if they are those in ``loaded_all_plans``. The metadata in
+        the first value is None on ranks other than the coordinator, and on the coordinator if the
+        metadata of an earlier save must be used.
 
     Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed.
+        CheckpointException: on every rank, with the cause on each rank that failed.
+
+    Examples:
+        ```python
+        writer = torch_ckpt.megatron.FileSystemWriterAsync("checkpoints/100", thread_count=2)
+        finalizing, *plans = torch_ckpt.megatron.save_state_dict_async_plan(state, writer)
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        ```
     """
     wrapper = _DistWrapper(process_group, is_distributed(), coordinator_rank)
     planner = planner or DefaultSavePlanner()
     central_cached, local_cached, is_valid = cached_ckpt_structure or (None, None, False)
-    meetings = _Meetings(wrapper, _timeout_of(storage_writer))
-    # It travels with the wrapper, which finalizing gets.
-    wrapper.torch_ckpt_meetings = meetings  # type: ignore[attr-defined]
+    ranks = _WrapperRanks(wrapper, _timeout_of(storage_writer))
+    # save_state_dict_async_finalize gets the wrapper, and with it the ranks.
+    wrapper.torch_ckpt_ranks = ranks  # type: ignore[attr-defined]
     save = _Save(state_dict, storage_writer, wrapper, planner)
     if is_valid and central_cached is not None and local_cached is not None:
-        # No meeting: from here on the others rely on this rank.
-        agreed = _Agreed(central_cached, local_cached, as_cached=True, as_loaded=False)
+        # Without an exchange, an error must not raise here: the other ranks continue.
+        agreed = _AgreedPlan(central_cached, local_cached, as_cached=True, as_loaded=False)
         problem = save.compare(local_cached)
     else:
         try:
-            agreed = save.agree(meetings, loaded_all_plans or [], local_cached)
+            agreed = save.agree(ranks, loaded_all_plans or [], local_cached)
         except BaseException:
             _abandon(storage_writer)
             raise
         finally:
-            meetings.close()
+            ranks.close()
         problem = None
-        save.remember(agreed.local)
-    central = save.hand_over(agreed.central, problem)
+        save.remember_structure(agreed.local)
+    central = save.prepare_write(agreed.central, problem)
     finalizing = storage_writer, save.metadata, wrapper
     return Planned(finalizing, central, agreed.local, agreed.as_cached, agreed.as_loaded)
 
@@ -129,18 +136,26 @@ def save_state_dict_async_finalize(
     global_metadata: Metadata | None,
     dist_wrapper: _DistWrapper,
 ) -> None:
-    """Takes the results of all ranks' save functions and commits; every rank calls it.
+    """Collects the results of all save functions and commits the checkpoint. All ranks call it.
 
     Args:
-        storage_writer, global_metadata, dist_wrapper: as the plan has returned them. The metadata
-            is the coordinator's alone.
+        storage_writer: the writer that the plan returned.
+        global_metadata: the metadata that the plan returned; used on the coordinator only.
+        dist_wrapper: the wrapper that the plan returned.
 
     Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed; nothing was
-            committed then, unless a cause says so (``DurabilityUncertain``).
+        CheckpointException: on every rank, with the cause on each rank that failed. Nothing was
+            committed, unless a cause is a ``DurabilityUncertain``.
+
+    Examples:
+        ```python
+        finalizing, *_ = torch_ckpt.megatron.save_state_dict_async_plan(state, writer)
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize_fns = [lambda: torch_ckpt.megatron.save_state_dict_async_finalize(*finalizing)]
+        ```
     """
 
-    def mine() -> list[WriteResult]:
+    def retrieve() -> list[WriteResult]:
         results = storage_writer.retrieve_write_results()
         if failed(results):
             error: BaseException = results[0]  # type: ignore[assignment]
@@ -150,8 +165,8 @@ def save_state_dict_async_finalize(
     def commit(results: list[list[WriteResult]]) -> None:
         if global_metadata is None:
             raise CheckpointError(
-                "the coordinator has no metadata: where the plan returned None, that of the save "
-                "whose plan is used again must be passed"
+                f"rank {dist_wrapper.get_rank()}, the coordinator, has no metadata to commit; if "
+                "the plan returned None, pass the metadata of the save whose plan is reused"
             )
         storage_writer.finish(global_metadata, results)
 
@@ -161,30 +176,32 @@ def save_state_dict_async_finalize(
             remove_own(storage_writer.directory, files)
 
     try:
-        # That of the plan, where ours has planned: it knows the ranks, whatever has become of the
-        # process group since.
-        planned: _Meetings | None = getattr(dist_wrapper, "torch_ckpt_meetings", None)
+        # Reuse the plan's connection, if our function made the plan: the process group may have
+        # been destroyed since.
+        planned: _WrapperRanks | None = getattr(dist_wrapper, "torch_ckpt_ranks", None)
         timeout = _timeout_of(storage_writer)
-        meetings = planned.end() if planned is not None else _Meetings(dist_wrapper, timeout)
+        ranks = (
+            planned.for_finalize() if planned is not None else _WrapperRanks(dist_wrapper, timeout)
+        )
     except BaseException:
         _abandon(storage_writer)
         raise
     try:
-        meetings.all_reduce("write", mine, commit, undo)
+        ranks.all_reduce("write", retrieve, commit, undo)
     except BaseException:
-        # The coordinator after the others: of two at a time neither is alone in the directory, and
-        # nothing would be removed.
+        # The coordinator abandons last. Files are deleted by the last rank that holds the
+        # directory's lock; of two ranks that abandon at once, neither is the last.
         if not dist_wrapper.is_coordinator:
             _abandon(storage_writer)
-        meetings.close(wait=True)
+        ranks.close(wait=True)
         _abandon(storage_writer)
         raise
     _abandon(storage_writer)
-    meetings.close()
+    ranks.close()
 
 
-class _Agreed(NamedTuple):
-    """The plans of one rank, and whether those of all ranks are known ones."""
+class _AgreedPlan(NamedTuple):
+    """The plans of one rank, and True if those of all ranks are the cached or the loaded ones."""
 
     central: SavePlan
     local: SavePlan
@@ -192,26 +209,26 @@ class _Agreed(NamedTuple):
     as_loaded: bool
 
 
-class _Posted(NamedTuple):
-    """What a rank tells of its local plan."""
+class _PlanMessage(NamedTuple):
+    """The local plan of a rank, as it is sent to the coordinator."""
 
-    plan: SavePlan | None  # None: it is the loaded one
+    plan: SavePlan | None  # None: the same as the loaded one
     is_as_cached: bool
-    digest: int = 0  # of the loaded one
+    digest: int = 0  # hash of the loaded plan
 
 
-class _Answer(NamedTuple):
-    """What the coordinator answers."""
+class _PlanAnswer(NamedTuple):
+    """The coordinator's answer to a rank."""
 
-    central: SavePlan | None  # None: ranks make it themselves
+    central: SavePlan | None  # None: the rank makes it from its local plan
     tag: str
     as_cached: bool
     as_loaded: bool = False
-    in_full: bool = False  # post it again, and not that it is the loaded one
+    needs_plan: bool = False  # the rank must send its plan, even if it is the loaded one
 
 
 class _Save:
-    """One rank's part in one plan."""
+    """One rank's part in planning a save."""
 
     def __init__(
         self,
@@ -231,87 +248,90 @@ class _Save:
 
     @no_gc()
     def compare(self, cached: SavePlan) -> Exception | None:
-        """Sets up the save; why the cached local plan cannot be used again."""
+        """Sets up the save. Returns an error if the cached local plan cannot be reused."""
         try:
             self._set_up()
-            # First: also where this fails, the coordinator removes what the others write.
+            # Take the coordinator's lease before anything can fail: a failed save then deletes the
+            # files of the other ranks.
             self._writer.prepare_local_plan(cached)
-            known = kept_structures.of(cached)
-            if known is None or known != self._structure():
-                require_same(self._final(self._planner.create_local_plan()), cached)
+            known = plan_structures.find(cached)
+            if known is None or known != self._find_structure():
+                require_same(self._assign_files(self._planner.create_local_plan()), cached)
         except Exception as error:
             return error
         return None
 
     def agree(
-        self, meetings: _Meetings, loaded: list[SavePlan], cached: SavePlan | None
-    ) -> _Agreed:
-        """Plans with the other ranks.
+        self, ranks: _WrapperRanks, loaded: list[SavePlan], cached: SavePlan | None
+    ) -> _AgreedPlan:
+        """Agrees on the plans with the other ranks.
 
         Args:
-            meetings: of this save.
-            loaded: the plans of all ranks in a loaded checkpoint.
-            cached: this rank's local plan in the save before.
+            ranks: the ranks of this save.
+            loaded: plans of all ranks in a loaded checkpoint; empty if there are none.
+            cached: this rank's local plan in the previous save.
         """
         rank, size = self._wrapper.get_rank(), self._wrapper.get_world_size()
         local: list[SavePlan] = []
 
         own: list[SavePlan] = []
 
-        def plan_locally() -> _Posted:
+        def plan_locally() -> _PlanMessage:
             self._set_up()
             with no_gc():
                 local.append(self._writer.prepare_local_plan(self._planner.create_local_plan()))
             if not self._is_decentralized:
-                return _Posted(local[0], cached is not None and same_plans(local[0], cached))
-            own.append(self._final(local[0]))
+                is_as_cached = cached is not None and same_plans(local[0], cached)
+                return _PlanMessage(local[0], is_as_cached)
+            own.append(self._assign_files(local[0]))
             as_cached = cached is not None and same_plans(own[0], cached)
             if len(loaded) == size and same_plans(local[0], loaded[rank]):
-                return _Posted(None, as_cached, digest_of(loaded[rank]))
-            return _Posted(local[0], as_cached)
+                return _PlanMessage(None, as_cached, hash_plan(loaded[rank]))
+            return _PlanMessage(local[0], as_cached)
 
-        def is_known(rank: int, posted: _Posted) -> bool:
-            """Whether the coordinator has the plan that the rank says it has loaded."""
-            if posted.plan is not None:
+        def has_plan(rank: int, message: _PlanMessage) -> bool:
+            """Returns True if the message has a plan or the coordinator has loaded the same one."""
+            if message.plan is not None:
                 return True
-            return len(loaded) == size and digest_of(loaded[rank]) == posted.digest
+            return len(loaded) == size and hash_plan(loaded[rank]) == message.digest
 
-        def plan_globally(posted: list[_Posted]) -> list[_Answer]:
+        def plan_globally(messages: list[_PlanMessage]) -> list[_PlanAnswer]:
             _core.fault_point("plan of all ranks")
             tag: str = getattr(self._writer, "tag", "")
-            answer = _Answer(None, tag, all(one.is_as_cached for one in posted))
-            if not all(map(is_known, range(size), posted)):
-                return [answer._replace(in_full=True)] * size
-            if all(one.plan is None for one in posted):
+            answer = _PlanAnswer(None, tag, all(message.is_as_cached for message in messages))
+            if not all(map(has_plan, range(size), messages)):
+                return [answer._replace(needs_plan=True)] * size
+            if all(message.plan is None for message in messages):
                 return [answer._replace(as_loaded=True)] * size
-            plans = [loaded[r] if one.plan is None else one.plan for r, one in enumerate(posted)]
+            plans = [loaded[r] if m.plan is None else m.plan for r, m in enumerate(messages)]
             central, self.metadata = self._planner.create_global_plan(plans)
             if self._is_decentralized:
-                # A restart compares its plans with these.
+                # After a restart, the plans of the first save are compared with these.
                 self.metadata.all_local_plans = plans  # type: ignore[attr-defined]
                 return [answer] * size
             central = self._writer.prepare_global_plan(central)
-            # Without the tag, which is this save's: the plan may be used again.
-            return [answer._replace(central=named_plan(plan, r)) for r, plan in enumerate(central)]
+            # Remove the tag of this save, so that a later save can reuse the plan.
+            named = [with_file_prefix(plan, r) for r, plan in enumerate(central)]
+            return [answer._replace(central=plan) for plan in named]
 
-        answer = meetings.reduce_scatter("plan", plan_locally, plan_globally)
-        if answer.in_full:
-            in_full = _Posted(local[0], answer.as_cached)
-            answer = meetings.reduce_scatter("plan", lambda: in_full, plan_globally)
+        answer = ranks.reduce_scatter("plan", plan_locally, plan_globally)
+        if answer.needs_plan:
+            message = _PlanMessage(local[0], answer.as_cached)
+            answer = ranks.reduce_scatter("plan", lambda: message, plan_globally)
         if isinstance(self._writer, FileSystemWriterAsync):
             self._writer.use_tag(answer.tag)
         if answer.central is not None:
-            return _Agreed(answer.central, local[0], answer.as_cached, False)
-        return _Agreed(own[0], own[0], answer.as_cached, answer.as_loaded)
+            return _AgreedPlan(answer.central, local[0], answer.as_cached, False)
+        return _AgreedPlan(own[0], own[0], answer.as_cached, answer.as_loaded)
 
-    def remember(self, local: SavePlan) -> None:
-        """Keeps what the plan depends on, for a save that uses it again."""
-        structure = attempt(self._structure)
+    def remember_structure(self, local: SavePlan) -> None:
+        """Remembers the structure from which the plan was made, for a save that reuses it."""
+        structure = attempt(self._find_structure)
         if structure is not None and not failed(structure):
-            kept_structures.keep(local, structure)
+            plan_structures.add(local, structure)
 
-    def hand_over(self, central: SavePlan, problem: Exception | None) -> SavePlan:
-        """Gives the writer its values; what fails is the writer's to tell."""
+    def prepare_write(self, central: SavePlan, problem: Exception | None) -> SavePlan:
+        """Passes the values to the writer. An error fails the write instead of raising here."""
         try:
             if problem is not None:
                 raise problem
@@ -326,66 +346,68 @@ class _Save:
     # --- private ---------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
-        # By name: torch 2.4 put another argument before it.
+        # A keyword, because torch 2.4 inserted an argument before it.
         self._planner.set_up_planner(self._state_dict, is_coordinator=self._wrapper.is_coordinator)
         self._writer.set_up_storage_writer(self._wrapper.is_coordinator)
 
-    def _final(self, local: SavePlan) -> SavePlan:
-        """What becomes of a local plan without the others, where that can be."""
+    def _assign_files(self, local: SavePlan) -> SavePlan:
+        """Returns the central plan of this rank, if it can be made from its local plan; otherwise
+        the local plan."""
         if not self._is_decentralized:
             return local
         central = self._planner.create_decentralized_global_plan(local)  # type: ignore[attr-defined]
         return self._writer.prepare_decentralized_global_plan(central)
 
-    def _structure(self) -> Structure | None:
-        """Of what torch's planner plans; None where somebody else does."""
+    def _find_structure(self) -> Structure | None:
+        """Returns the structure of the state dict; None if the planner is not torch's."""
         if not keeps_methods(self._planner, DefaultSavePlanner, ("set_up_planner",)):
             return None
         assert isinstance(self._planner, DefaultSavePlanner)
         known = structure_of(self._planner.state_dict)
-        # How the names are nested goes into the metadata, too.
+        # The metadata contains the nesting of the names, too.
         mappings = getattr(self._planner, "mappings", {})
         return None if known is None else [*known, ("", dict(mappings))]
 
 
-class _Meetings:
-    """The ranks of a torch wrapper, over the store; over its process group where its coordinator is
-    not the first rank.
+class _WrapperRanks:
+    """The ranks of a torch ``_DistWrapper``. They use the store; if the coordinator is not rank 0
+    of the group, they use the group's collectives.
 
     Args:
-        timeout: in seconds, for a rank that gives no sign of life.
+        wrapper: the wrapper.
+        timeout: seconds without a heartbeat after which a rank is declared dead.
 
     Raises:
-        CheckpointError: the wrapper's process group is gone.
+        CheckpointError: the process group of the wrapper was destroyed.
     """
 
     def __init__(self, wrapper: _DistWrapper, timeout: float) -> None:
         if wrapper.use_dist and not is_distributed():
             raise CheckpointError(
-                "the process group of this save is gone, so it cannot be finalized; finalize, or "
-                "close the queue, before destroy_process_group()"
+                "the process group of this save was destroyed before the save was finalized; "
+                "finalize it, or close the queue, before destroy_process_group()"
             )
         self._wrapper = wrapper
         self._timeout = timeout
-        self._meeting: Meeting | None = None
+        self._rendezvous: Meeting | None = None
         self._ranks: Ranks | None = None
         self._prefix: str | None = None
         if wrapper.coordinator_rank == 0:
-            self._meeting = Meeting.of(wrapper.group, no_dist=not wrapper.use_dist)
-            if self._meeting.distributed:
-                self._prefix = self._meeting.next_prefix("plan")
-            self._ranks = self._meeting.ranks(timeout, prefix=self._prefix)
+            self._rendezvous = Meeting.of(wrapper.group, no_dist=not wrapper.use_dist)
+            if self._rendezvous.distributed:
+                self._prefix = self._rendezvous.next_prefix("plan")
+            self._ranks = self._rendezvous.ranks(timeout, prefix=self._prefix)
 
-    def end(self) -> _Meetings:
-        """For the end of the save whose plan this was.
+    def for_finalize(self) -> _WrapperRanks:
+        """Returns the same ranks for finalizing the planned save.
 
-        By its number: a rank may fail and not come to finalize, which must not make it miss the
-        others in the saves to come.
+        The keys have the plan's prefix and are not counted: a rank that fails before it finalizes
+        must still use the same keys as the others in later saves.
         """
-        meetings = copy.copy(self)
-        if self._meeting is not None:
-            meetings._ranks = self._meeting.ranks(self._timeout, prefix=f"{self._prefix}/end")
-        return meetings
+        ranks = copy.copy(self)
+        if self._rendezvous is not None:
+            ranks._ranks = self._rendezvous.ranks(self._timeout, prefix=f"{self._prefix}/end")
+        return ranks
 
     def reduce_scatter(
         self, step: str, local: Callable[[], T], combine: Callable[[list[T]], list[R]]
@@ -393,7 +415,7 @@ class _Meetings:
         if self._ranks is None:
             with raised_as_ours(self._wrapper.get_rank()):
                 return self._wrapper.reduce_scatter(step, local, combine)
-        # However long it takes: a process that lives is waited for.
+        # Planning may take long: send heartbeats as long as the process runs.
         with self._ranks.alive(time.monotonic_ns):
             return self._ranks.reduce_scatter(step, local, combine)
 
@@ -411,17 +433,17 @@ class _Meetings:
             return self._ranks.all_reduce(step, local, combine, undo)
 
     def close(self, wait: bool = False) -> None:
-        """Ends it; the coordinator waits for the others to have come here, and training need not.
+        """Ends the exchange in a thread, in which the coordinator waits for the other ranks.
 
         Args:
-            wait: until they have.
+            wait: wait for this thread.
         """
         if self._ranks is None or not self._ranks.distributed:
             return
         try:
             thread = spawn(self._ranks.close)
         except RuntimeError:
-            # No thread could be started.
+            # The thread could not be started.
             self._ranks.close()
         else:
             if wait:

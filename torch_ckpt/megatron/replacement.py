@@ -1,15 +1,14 @@
-"""Our classes instead of Megatron-core's and nvidia-resiliency-ext's.
+"""Replaces the classes and functions of Megatron-core and nvidia-resiliency-ext by ours.
 
-Neither package has a plug-in point: both look their writer, reader, queue and functions up by name,
-some when they are imported and some at each save. So the names are what is replaced:
+Neither package has a plug-in point. Both look up their writer, reader, queue and functions by name,
+partly on import and partly at each save. So ``install`` replaces
 
-1. In the modules that define them, for whoever looks there from now on.
-2. In every module of these packages that has imported them by name already.
+1. the names in the modules that define them, for later lookups;
+2. the names in every module of these packages that has already imported them;
+3. idle queues that are globals of these modules.
 
-3. Their queues that are globals of these modules, made when they were imported, and idle.
-
-Whatever else holds one of theirs (another package that has imported a class by name, a queue with
-saves under way) keeps it, and is named in the log: theirs and ours work together.
+Names that other packages have imported, and queues with saves in progress, stay and are listed in
+the log. Their classes and ours work together.
 """
 
 from __future__ import annotations
@@ -25,19 +24,29 @@ from types import ModuleType
 from typing import Any
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.megatron import nvrx, shapes
-from torch_ckpt.megatron.peers import PEERS, QUEUE, READER, WRITER, Peer
+from torch_ckpt.megatron import mcore, nvrx
+from torch_ckpt.megatron.replaced_packages import (
+    QUEUE,
+    READER,
+    REPLACED_PACKAGES,
+    WRITER,
+    ReplacedPackage,
+)
 
-#: By the module that users import them from, our classes and functions.
-_OURS = {"torch_ckpt.megatron": shapes, "torch_ckpt.nvrx": nvrx}
+#: The modules of our classes and functions, by the module that users import them from.
+_OURS = {"torch_ckpt.megatron": mcore, "torch_ckpt.nvrx": nvrx}
 
-# Of each peer, and so of megatron.training, which imports from both.
-_TOPS = {peer.package.partition(".")[0] for peer in PEERS}
+# Top-level packages. "megatron" includes megatron.training, which imports from both packages.
+_TOP_LEVEL = {package.package.partition(".")[0] for package in REPLACED_PACKAGES}
 
 
 @dataclass(frozen=True)
 class _Replacement:
-    """One of theirs, and ours."""
+    """An object of a replaced package, and ours.
+
+    Attributes:
+        title: name of ours in messages.
+    """
 
     theirs: Any
     ours: Any
@@ -45,8 +54,8 @@ class _Replacement:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A name in a module that is ours now."""
+class _ReplacedName:
+    """A name in a module that refers to our object now."""
 
     module: ModuleType
     name: str
@@ -56,174 +65,194 @@ class _Place:
         return f"{self.module.__name__}.{self.name} -> {self.replacement.title}"
 
 
-# What is in place, and where.
+# The current replacements, and the names that refer to them.
 _replacements: list[_Replacement] = []
-_places: list[_Place] = []
+_replaced_names: list[_ReplacedName] = []
 
 
 def install(
     *, writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Lets Megatron-core and nvidia-resiliency-ext, those that can be imported, use our classes.
+    """Makes Megatron-core and nvidia-resiliency-ext use our classes, if they can be imported.
 
-    Call it on every rank before a checkpoint is saved or loaded, best before Megatron is set up.
-    Classes that other packages have imported by name before stay theirs, and so do queues with
-    saves under way; both are named in the log, and work with ours. Calling it again begins anew,
-    with the options of that call.
+    Call it on every rank before the first save or load, preferably before Megatron is initialized.
+    It does not replace classes that other packages have already imported by name, or queues with
+    saves in progress; the log lists both, and both work with our classes. A second call starts
+    over, with its own options.
 
     Args:
-        writer: options of ``FileSystemWriterAsync`` for every save. They win over what Megatron
-            passes, ``thread_count`` for example.
-        reader: options of ``CachedMetadataFileSystemReader`` for every load, ``allow_pickle`` for
-            example.
+        writer: options of ``FileSystemWriterAsync`` for all saves. They override the options that
+            Megatron passes, such as ``thread_count``.
+        reader: options of ``CachedMetadataFileSystemReader`` for all loads, such as
+            ``allow_pickle``.
 
     Returns:
-        One line for each replaced name, "where.it.was -> which.of.ours"; empty where neither
-        package can be imported, which is also a warning in the log.
+        A line for each replaced name, "module.name -> our.name". If neither package can be
+        imported, it is empty and a warning is logged.
 
     Raises:
-        TypeError, ValueError: an option that the class does not have, or a value that it does not
-            accept. Nothing is replaced then.
+        TypeError: the class does not have one of the options. Nothing is replaced.
+        ValueError: the class does not accept the value of an option. Nothing is replaced.
+
+    Examples:
+        ```python
+        for line in torch_ckpt.megatron.install(writer={"thread_count": 4}):
+            print(line)
+        ```
     """
     uninstall()
     found: list[_Replacement] = []
     missing: list[str] = []
-    for peer in PEERS:
+    for package in REPLACED_PACKAGES:
         try:
-            modules = _import(peer)
+            modules = _import_modules(package)
         except _NotImportable as error:
             missing.append(str(error))
         else:
-            found += _replacements_of(peer, modules, writer or {}, reader or {})
-    by_identity = {id(of.theirs): of for of in found}
-    places = []
-    for module, name, value in _globals():
-        of_queue = by_identity.get(id(type(value))) if type(value).__name__ == QUEUE else None
-        if of_queue is not None and _is_of_peers(module) and _is_idle(value):
-            ours = of_queue.ours(persistent=value.persistent)
-            found.append(_Replacement(value, ours, f"a {of_queue.title}"))
+            found += _find_replacements(package, modules, writer or {}, reader or {})
+    by_identity = {id(replacement.theirs): replacement for replacement in found}
+    names = []
+    for module, name, value in _iterate_globals():
+        queue_class = by_identity.get(id(type(value))) if type(value).__name__ == QUEUE else None
+        if queue_class is not None and _is_replaced(module) and _is_idle(value):
+            ours = queue_class.ours(persistent=value.persistent)
+            found.append(_Replacement(value, ours, f"a {queue_class.title}"))
             by_identity[id(value)] = found[-1]
         replacement = by_identity.get(id(value))
-        if replacement is not None and _is_of_peers(module):
-            places.append(_Place(module, name, replacement))
-        elif replacement is not None or of_queue is not None:
+        if replacement is not None and _is_replaced(module):
+            names.append(_ReplacedName(module, name, replacement))
+        elif replacement is not None or queue_class is not None:
             LOGGER.warning(
-                "%s.%s was there before install(), and stays theirs", module.__name__, name
+                "%s.%s existed before install() and was not replaced; call install() earlier to "
+                "replace it",
+                module.__name__,
+                name,
             )
-    for place in places:
-        setattr(place.module, place.name, place.replacement.ours)
+    for each in names:
+        setattr(each.module, each.name, each.replacement.ours)
     _replacements.extend(found)
-    _places.extend(places)
-    lines = sorted(map(str, places))
+    _replaced_names.extend(names)
+    lines = sorted(map(str, names))
     for line in lines:
         LOGGER.info("replaced %s", line)
     if not lines:
-        LOGGER.warning("nothing was replaced: %s", "; ".join(missing))
+        LOGGER.warning("install() replaced nothing: %s", "; ".join(missing))
     else:
         for reason in missing:
-            LOGGER.info("left alone: %s", reason)
+            LOGGER.info("not replaced: %s", reason)
     return lines
 
 
 def uninstall() -> list[str]:
-    """Puts back what ``install`` has replaced, also where ours was imported by name since.
+    """Restores the names that ``install`` replaced, and those that modules imported since.
 
-    Names that somebody else has replaced meanwhile are left, and queues with saves under way until
-    they are finalized and it is called again; both are named in the log.
+    It does not restore names that other code has replaced again, or queues with saves in progress:
+    call it again after these are finalized. The log lists both.
 
     Returns:
-        One line for each name that was put back, as ``install`` returns them; empty where nothing
-        was replaced.
+        A line for each restored name, as ``install`` returns it; empty if nothing was replaced.
+
+    Examples:
+        ```python
+        torch_ckpt.megatron.install()
+        torch_ckpt.megatron.uninstall()
+        ```
     """
-    known = {(id(place.module), place.name): place for place in _places}
+    known = {(id(each.module), each.name): each for each in _replaced_names}
     ours = {id(replacement.ours): replacement for replacement in _replacements}
-    # Both packages may have got the same one of ours.
+    # The same object of ours may replace one of each package.
     ours_by_package = {
-        (id(of.ours), _top(getattr(of.theirs, "__module__", ""))): of for of in _replacements
+        (id(each.ours), _top_level(getattr(each.theirs, "__module__", ""))): each
+        for each in _replacements
     }
     lines = []
     busy = []
-    for module, name, value in _globals():
-        if not _is_of_peers(module):
+    for module, name, value in _iterate_globals():
+        if not _is_replaced(module):
             continue
-        place = known.pop((id(module), name), None)
-        if place is None:
-            imported = ours_by_package.get((id(value), _top(module.__name__)), ours.get(id(value)))
+        each = known.pop((id(module), name), None)
+        if each is None:
+            key = id(value), _top_level(module.__name__)
+            imported = ours_by_package.get(key, ours.get(id(value)))
             if imported is None:
                 continue
-            place = _Place(module, name, imported)
-        replacement = place.replacement
+            each = _ReplacedName(module, name, imported)
+        replacement = each.replacement
         if value is not replacement.ours:
-            LOGGER.warning("not put back, since it was replaced again: %s", place)
+            LOGGER.warning("not restored, because other code has replaced it: %s", each)
         elif type(value).__name__ == QUEUE and value.get_num_unfinalized_calls() > 0:
-            LOGGER.warning("not put back, since it has saves under way: %s", place)
-            busy.append(place)
+            LOGGER.warning(
+                "not restored, because it has saves in progress: %s; finalize them and call "
+                "uninstall() again",
+                each,
+            )
+            busy.append(each)
         else:
             setattr(module, name, replacement.theirs)
-            lines.append(str(place))
-    _places[:] = busy
-    _replacements[:] = [place.replacement for place in busy]
+            lines.append(str(each))
+    _replaced_names[:] = busy
+    _replacements[:] = [each.replacement for each in busy]
     lines.sort()
     for line in lines:
-        LOGGER.info("put back what was replaced: %s", line)
+        LOGGER.info("restored %s", line)
     return lines
 
 
 class _NotImportable(Exception):
-    """Says of a peer why it is left alone."""
+    """Reason why a package is not replaced."""
 
 
-def _import(peer: Peer) -> list[ModuleType]:
-    """The modules that define a peer's names.
+def _import_modules(package: ReplacedPackage) -> list[ModuleType]:
+    """Returns the modules that define the names of a package.
 
     Raises:
-        _NotImportable: it is not installed, or its import fails, for which anything may be raised.
+        _NotImportable: the package is not installed, or its import raised any error.
     """
     modules = []
     try:
-        importlib.import_module(peer.package)
-        for name in peer.modules:
-            full = f"{peer.package}.{name}"
-            # Older versions lack some of the modules; what the others need must be there.
+        importlib.import_module(package.package)
+        for name in package.modules:
+            full = f"{package.package}.{name}"
+            # Older versions lack some of the modules, but not modules that these import.
             if importlib.util.find_spec(full) is not None:
                 modules.append(importlib.import_module(full))
     except ModuleNotFoundError as error:
-        if error.name is not None and peer.package.startswith(error.name):
-            raise _NotImportable(f"{peer.title} is not installed: {error}") from None
-        raise _NotImportable(_refusal(peer, error)) from error
+        if error.name is not None and package.package.startswith(error.name):
+            raise _NotImportable(f"{package.title} is not installed: {error}") from None
+        raise _NotImportable(_describe_failure(package, error)) from error
     except Exception as error:
-        raise _NotImportable(_refusal(peer, error)) from error
+        raise _NotImportable(_describe_failure(package, error)) from error
     return modules
 
 
-def _refusal(peer: Peer, error: Exception) -> str:
-    return f"{peer.title} cannot be imported: {type(error).__name__}: {error}"
+def _describe_failure(package: ReplacedPackage, error: Exception) -> str:
+    return f"{package.title} cannot be imported: {type(error).__name__}: {error}"
 
 
-def _replacements_of(
-    peer: Peer,
+def _find_replacements(
+    package: ReplacedPackage,
     modules: Iterable[ModuleType],
     writer: Mapping[str, Any],
     reader: Mapping[str, Any],
 ) -> list[_Replacement]:
-    ours = vars(_OURS[peer.ours])
+    ours = vars(_OURS[package.ours])
     with_options = {
-        WRITER: _with_options(ours[WRITER], writer),
-        READER: _with_options(ours[READER], reader),
+        WRITER: _bind_options(ours[WRITER], writer),
+        READER: _bind_options(ours[READER], reader),
     }
     replacements = []
     for module in modules:
-        for name, our_name in peer.names.items():
+        for name, our_name in package.names.items():
             theirs = vars(module).get(name)
-            # Modules of a peer import from each other, and from the other peer.
+            # Skip names that the module has imported, from this package or from the other one.
             if getattr(theirs, "__module__", None) == module.__name__:
                 our = with_options.get(our_name, ours[our_name])
-                replacements.append(_Replacement(theirs, our, f"{peer.ours}.{our_name}"))
+                replacements.append(_Replacement(theirs, our, f"{package.ours}.{our_name}"))
     return replacements
 
 
-def _with_options(cls: type, options: Mapping[str, Any]) -> type:
-    """A class that is made with options, whatever else it is made with."""
+def _bind_options(cls: type, options: Mapping[str, Any]) -> type:
+    """Returns a subclass whose ``__init__`` always gets ``options``."""
     if not options:
         return cls
     known = {
@@ -234,40 +263,41 @@ def _with_options(cls: type, options: Mapping[str, Any]) -> type:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     for name in options:
-        # torch's classes take any keyword, and drop those that they do not know.
+        # torch's classes silently ignore unknown keywords.
         if name not in known - {"self", "path"}:
-            raise TypeError(f"{cls.__name__} has no option {name!r}")
-    of_class: Callable[..., None] = cls.__init__  # type: ignore[misc]
+            raise TypeError(f"{cls.__name__} has no option {name!r}; remove it from install()")
+    initialize: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
-    @wraps(of_class)  # with its signature, in which Megatron looks for options
+    @wraps(initialize)  # keeps the signature, which Megatron inspects for options
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        of_class(self, *args, **{**kwargs, **options})
+        initialize(self, *args, **{**kwargs, **options})
 
-    made = type(cls.__name__, (cls,), {"__init__": init, "__doc__": cls.__doc__})
-    made.__module__ = cls.__module__
-    made("")  # so that what it refuses is refused here, and not at the first save
-    return made
+    bound = type(cls.__name__, (cls,), {"__init__": init, "__doc__": cls.__doc__})
+    bound.__module__ = cls.__module__
+    bound("")  # raises for wrong values now and not at the first save
+    return bound
 
 
 def _is_idle(queue: Any) -> bool:
-    """Whether a queue of theirs has nothing to finish, and no process that waits for saves."""
+    """Returns True if a queue of theirs has no calls to finalize and no worker process."""
     return (
         queue.get_num_unfinalized_calls() == 0 and getattr(queue, "persistent_caller", None) is None
     )
 
 
-def _globals() -> Iterator[tuple[ModuleType, str, Any]]:
-    """Names and values of all imported modules."""
+def _iterate_globals() -> Iterator[tuple[ModuleType, str, Any]]:
+    """Iterates over modules, names and values of all globals of all imported modules."""
     for module in list(sys.modules.values()):
-        # Other things may stand there, None for example.
+        # sys.modules may contain other objects, such as None.
         if isinstance(module, ModuleType):
             for name, value in list(vars(module).items()):
                 yield module, name, value
 
 
-def _top(module: str) -> str:
+def _top_level(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _is_of_peers(module: ModuleType) -> bool:
-    return _top(module.__name__) in _TOPS
+def _is_replaced(module: ModuleType) -> bool:
+    """Returns True if ``install`` replaces names in a module."""
+    return _top_level(module.__name__) in _TOP_LEVEL

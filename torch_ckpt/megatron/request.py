@@ -1,4 +1,4 @@
-"""One asynchronous save as a queue gets it."""
+"""Request of one asynchronous save, as a queue accepts it."""
 
 from __future__ import annotations
 
@@ -8,45 +8,53 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.peers import PEERS
-from torch_ckpt.megatron.write_task import Stage
+from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES
+from torch_ckpt.megatron.write_task import StagedWrites
 from torch_ckpt.ranks.meeting import Meeting
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.running_saves import spawn
 
 STEP = "write"
 
-#: Where the caller waits for the end, its threads need not be quiet.
-_LOUD = Background(nice=0, idle_io=False)
+#: If the caller waits for the end, the threads keep the priorities of the process.
+_NORMAL_PRIORITY = Background(nice=0, idle_io=False)
 
 
 class AsyncRequest(NamedTuple):
-    """What is to run beside training, with the fields of Megatron-core's class of this name.
+    """Function to run in the background, with the fields of Megatron-core's ``AsyncRequest``.
 
     Attributes:
-        async_fn: the function; None where this rank has nothing to do.
-        async_fn_args: its arguments; with a ``preload_fn`` the second of them is replaced by what
-            that returns.
-        finalize_fns: to call on all ranks after ``async_fn`` has run on all ranks.
-        async_fn_kwargs: its keyword arguments.
-        preload_fn: called when the request is scheduled, while training waits.
-        is_frozen: no finalize function may be added.
-        call_idx: the number that the queue gave it.
+        async_fn: the function; None if this rank has nothing to do.
+        async_fn_args: positional arguments of ``async_fn``. The result of ``preload_fn`` replaces
+            the second one.
+        finalize_fns: functions to call on all ranks after ``async_fn`` has ended on all ranks.
+        async_fn_kwargs: keyword arguments of ``async_fn``.
+        preload_fn: called while the request is scheduled; None: no function.
+        is_frozen: True if no finalize function may be added.
+        call_idx: number of the call in its queue.
+
+    Examples:
+        ```python
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        request = torch_ckpt.megatron.AsyncRequest(save_fn, args, [], preload_fn=preload_fn)
+        request.add_finalize_fn(lambda: save_state_dict_async_finalize(*finalizing))
+        queue.schedule_async_request(request)
+        ```
     """
 
     async_fn: Callable[..., Any] | None
     async_fn_args: Sequence[Any]
     finalize_fns: list[Callable[[], Any]]
-    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012  (a tuple's default, never changed)
+    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012  (default of a tuple, never modified)
     preload_fn: Callable[[], Any] | None = None
     is_frozen: bool = False
     call_idx: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return received_request, tuple(self)
+        return rebuild_request, tuple(self)
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Adds a function, to be called after those that are there.
+        """Adds a finalize function, which is called after the present ones.
 
         Raises:
             RuntimeError: the request is frozen.
@@ -56,25 +64,25 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """The same request, frozen."""
+        """Returns a frozen copy of this request."""
         return self._replace(is_frozen=True)
 
     def execute_sync(self) -> None:
-        """Runs it here, on all ranks, up to the finalize functions.
+        """Runs the request in this thread, with its finalize functions. All ranks call it.
 
         Raises:
-            CheckpointException: on every rank, with the cause of each rank that failed.
+            CheckpointException: on every rank, with the cause on each rank that failed.
         """
 
         def run() -> None:
-            with Stage(_LOUD):
-                arguments = staged_arguments(self)
+            with StagedWrites(_NORMAL_PRIORITY):
+                arguments = stage_arguments(self)
             if self.async_fn is not None:
                 self.async_fn(*arguments, **self.async_fn_kwargs)
 
         ranks = Meeting.of(None, no_dist=False).ranks(kind="sync")
         try:
-            # No timeout: each rank is as alive as its process.
+            # No timeout: send heartbeats as long as the process runs.
             with ranks.alive(time.monotonic_ns):
                 ranks.all_reduce(STEP, run, lambda _: None)
         finally:
@@ -85,18 +93,18 @@ class AsyncRequest(NamedTuple):
         """Calls the finalize functions.
 
         Args:
-            validate_matching_call_idx: compare ``call_idx`` on all ranks first.
+            validate_matching_call_idx: first compare ``call_idx`` on all ranks.
 
         Returns:
             ``call_idx``.
 
         Raises:
-            CheckpointException: ranks finalize different calls; on every rank.
+            CheckpointException: on every rank: the ranks finalize different calls.
         """
         if validate_matching_call_idx:
             ranks = Meeting.of(None, no_dist=False).ranks(kind="call_idx")
             try:
-                ranks.all_reduce("finalize", lambda: self.call_idx, check_same)
+                ranks.all_reduce("finalize", lambda: self.call_idx, require_same_call)
             finally:
                 spawn(ranks.close)
         for finalize in self.finalize_fns:
@@ -104,16 +112,16 @@ class AsyncRequest(NamedTuple):
         return self.call_idx
 
 
-def received_request(*fields: Any) -> Any:
-    """A request of ours that has come to another process, of every class that is looked for there.
+def rebuild_request(*fields: Any) -> Any:
+    """Unpickles a request, as an instance of every ``AsyncRequest`` class that is imported.
 
-    A worker of theirs, in which nothing is installed, drops without a word what is not of its own
-    class of requests, and whoever has sent it waits for ever.
+    A worker process of the replaced packages silently drops requests that are not instances of
+    its own class, and the process that sent the request would wait forever.
     """
     kinds: list[Any] = [AsyncRequest]
-    for peer in PEERS:
-        for name in peer.modules:
-            module = sys.modules.get(f"{peer.package}.{name}")
+    for package in REPLACED_PACKAGES:
+        for name in package.modules:
+            module = sys.modules.get(f"{package.package}.{name}")
             theirs = getattr(module, AsyncRequest.__name__, AsyncRequest)
             if theirs not in kinds and getattr(theirs, "_fields", ()) == AsyncRequest._fields:
                 kinds.append(theirs)
@@ -122,31 +130,31 @@ def received_request(*fields: Any) -> Any:
     return type(AsyncRequest.__name__, tuple(kinds), {"__slots__": ()})(*fields)
 
 
-def staged_arguments(request: AsyncRequest) -> list[Any]:
-    """The function's arguments, with what the preload function returns in its place.
+def stage_arguments(request: AsyncRequest) -> list[Any]:
+    """Calls the preload function. Returns the arguments of ``async_fn``, with its result second.
 
     Raises:
-        ValueError: there is no place for it.
+        ValueError: the request has a preload function and fewer than two arguments.
     """
     arguments = list(request.async_fn_args)
     if request.preload_fn is not None and request.async_fn is not None:
         if len(arguments) < 2:
             raise ValueError(
-                "a request with a preload_fn has at least two arguments, of which the second is "
-                f"what it returns; got {len(arguments)}"
+                "a request with a preload_fn needs at least two arguments, because its result "
+                f"replaces the second; got {len(arguments)}"
             )
         arguments[1] = request.preload_fn()
     return arguments
 
 
-def priorities(cpu_priority: int, io_priority: int | None) -> Background:
-    """How threads behave, from a nice value and an I/O scheduling class; None: idle."""
+def make_background(cpu_priority: int, io_priority: int | None) -> Background:
+    """Returns thread priorities for a niceness and an I/O scheduling class (None or 3: idle)."""
     return Background(nice=cpu_priority, idle_io=io_priority is None or io_priority == 3)
 
 
-def check_same(indices: list[int]) -> None:
+def require_same_call(indices: list[int]) -> None:
     if len(set(indices)) > 1:
-        of_ranks = ", ".join(f"rank {rank} call {idx}" for rank, idx in enumerate(indices))
+        calls = ", ".join(f"rank {rank} call {idx}" for rank, idx in enumerate(indices))
         raise CheckpointError(
-            f"Unmatched async calls: {of_ranks}. Every rank must schedule and finalize every call"
+            f"Unmatched async calls: {calls}. Schedule and finalize every call on every rank"
         )

@@ -1,8 +1,8 @@
-"""The queue through which a save's results come back to the process that asked for it.
+"""Queue that returns the results of a save to the process that requested it.
 
-In one process it is a queue in memory. What a forked or a spawned child puts comes through a
-channel of the engine's (csrc/engine/process_channel.h), so that no other process is needed and
-nobody has to listen.
+Within one process it is a queue in memory. Items from a forked or spawned child arrive through a
+channel of the engine (csrc/engine/process_channel.h), without a manager process or a listening
+thread.
 """
 
 from __future__ import annotations
@@ -24,45 +24,47 @@ from torch_ckpt.errors import CheckpointError
 
 
 class _Pickled(NamedTuple):
-    """An item of another process, as it came."""
+    """A pickled item from another process."""
 
     data: bytes
 
 
 class ResultsQueue:
-    """A queue to which children may put and from which the process that made it takes.
+    """Queue to which child processes put items, and from which its owner, the process that created
+    it, takes them.
 
-    It can be pickled, by a plain pickle too: what arrives in another process is the way back, for
-    as long as its owner keeps the queue. Safe for use by several threads.
+    It can be pickled by any pickler. The unpickled queue sends its items to the owner, as long as
+    the owner keeps the queue. Thread-safe.
     """
 
-    # Of this process, by name: one that was pickled and comes back is the same.
+    # Queues that this process owns, by name; unpickling one of them here returns the same object.
     _owned: ClassVar[weakref.WeakValueDictionary[str, ResultsQueue]] = weakref.WeakValueDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self._become(os.getpid(), uuid.uuid4().hex, None)
+        self._initialize(os.getpid(), uuid.uuid4().hex, None)
         with self._lock:
             self._owned[self._name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _queue_of, (self._owner, self._name, self._publish().address)
+        return _rebuild_queue, (self._owner, self._name, self._open_channel().address)
 
-    def _become(self, owner: int, name: str, channel: _core.ProcessChannel | None) -> None:
+    def _initialize(self, owner: int, name: str, channel: _core.ProcessChannel | None) -> None:
         self._owner = owner
         self._name = name
-        self._channel = channel  # None: no other process can have heard of it
+        self._channel = channel  # None: no other process has this queue
         self._items: deque[Any] = deque()
-        # Reentrant: the collector may drop what pickles a queue while it is held.
+        # Reentrant: the garbage collector may run code that pickles the queue while it is held.
         self._items_lock = threading.RLock()
 
-    def _publish(self) -> _core.ProcessChannel:
-        """Makes it one that other processes can put to."""
+    def _open_channel(self) -> _core.ProcessChannel:
+        """Returns the channel for items from other processes; created on first use."""
         if self._channel is None:
             if self._owner != os.getpid():
                 raise CheckpointError(
-                    f"process {self._owner} had no memory or no descriptors for a channel to "
-                    "its children when it forked this one"
+                    f"process {os.getpid()} cannot send results to process {self._owner}, which "
+                    "had no memory or no file descriptors for a channel when it forked; raise its "
+                    "limits and save again"
                 )
             with self._items_lock:
                 self._channel = self._channel or _core.ProcessChannel()
@@ -70,39 +72,39 @@ class ResultsQueue:
 
     @classmethod
     def before_fork(cls) -> None:
-        """The child may put to each of them."""
+        """Opens the channels of all queues, so that the child can put items."""
         with cls._lock:
             owned = list(cls._owned.values())
         for each in owned:
-            # Without a channel the child is the one to say so, if it puts anything.
+            # Without a channel, put() raises in the child.
             with contextlib.suppress(OSError):
-                each._publish()
+                each._open_channel()
 
     @classmethod
     def after_fork(cls) -> None:
-        """In the child: another thread of the parent may have held the lock."""
+        """Replaces the lock in a forked child: a thread of the parent may have held it."""
         cls._lock = threading.Lock()
 
     def begin(self, what: str) -> None:
-        """Tells that this process is going to put an item, which is missed if it dies before.
+        """Announces an item of this process. If the process dies first, the owner gets an error.
 
         Args:
-            what: it is going to do, for the message.
+            what: description of the item for the error.
 
         Raises:
-            OSError: the owner is gone, or has no memory.
+            OSError: the owner has ended, or has no memory.
         """
         if self._owner != os.getpid():
-            self._publish().begin(what)
+            self._open_channel().begin(what)
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Puts an item; never waits for anybody to take it.
+        """Puts an item. Never waits until it is taken.
 
         Raises:
-            OSError: this is another process than the owner, which is gone or has no memory.
+            OSError: the owner is another process, and has ended or has no memory.
         """
         if self._owner != os.getpid():
-            self._publish().send_object(pickle.dumps(item))
+            self._open_channel().send_object(pickle.dumps(item))
             return
         with self._items_lock:
             self._items.append(item)
@@ -112,13 +114,13 @@ class ResultsQueue:
     put_nowait = put
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Takes the oldest item; in the process that made the queue.
+        """Takes the oldest item. Only the owner may call it.
 
-        Instead of an item that a process owes and that has died there is a CheckpointError.
+        If a process died before it put an announced item, the item is a CheckpointError.
 
         Raises:
-            queue.Empty: there is none, or none came within ``timeout`` seconds.
-            CheckpointError: another process made the queue.
+            queue.Empty: the queue is empty, and no item arrived within ``timeout`` seconds.
+            CheckpointError: this process is not the owner.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -127,41 +129,44 @@ class ResultsQueue:
                 if self._items:
                     item = self._items.popleft()
                     if self._items and self._channel is not None:
-                        self._channel.wake()  # another thread may wait
+                        self._channel.wake()  # another thread may be waiting
                     break
-                rest = 3600.0 if deadline is None else deadline - time.monotonic()
-                if not block or rest <= 0:
+                remaining = 3600.0 if deadline is None else deadline - time.monotonic()
+                if not block or remaining <= 0:
                     raise queue.Empty
-                # Whoever puts from now on wakes it.
-                channel = self._publish()
-            channel.wait(rest)
+                # Later puts wake this channel.
+                channel = self._open_channel()
+            channel.wait(remaining)
         return pickle.loads(item.data) if isinstance(item, _Pickled) else item
 
     def get_nowait(self) -> Any:
-        """Takes the oldest item; ``queue.Empty`` where there is none."""
+        """Takes the oldest item. Raises ``queue.Empty`` if there is none."""
         return self.get(block=False)
 
     def qsize(self) -> int:
-        """How many items there are."""
+        """Returns the number of items."""
         with self._items_lock:
             self._receive()
             return len(self._items)
 
     def empty(self) -> bool:
-        """Whether there is none."""
+        """Returns True if the queue has no items."""
         return self.qsize() == 0
 
     def _receive(self) -> None:
         if self._owner != os.getpid():
-            raise CheckpointError(f"only process {self._owner}, which made this queue, takes of it")
+            raise CheckpointError(
+                f"the results queue belongs to process {self._owner}, not to process "
+                f"{os.getpid()}; read the results in that process"
+            )
         if self._channel is None:
             return
         self._items.extend(map(_Pickled, self._channel.take_objects()))
         for process, what in self._channel.take_missed():
             self._items.append(
                 CheckpointError(
-                    f"process {process} has ended before it sent its result ({what}); look "
-                    "whether it was killed, as for want of memory"
+                    f"process {process} has ended before it sent its result ({what}); check "
+                    "whether it was killed, for example because memory ran out"
                 )
             )
 
@@ -169,11 +174,11 @@ class ResultsQueue:
 register(Part.RESULTS, before_fork=ResultsQueue.before_fork, in_child=ResultsQueue.after_fork)
 
 
-def _queue_of(owner: int, name: str, address: _core.ChannelAddress) -> ResultsQueue:
+def _rebuild_queue(owner: int, name: str, address: _core.ChannelAddress) -> ResultsQueue:
     known = ResultsQueue._owned.get(name) if owner == os.getpid() else None
     if known is None:
         known = ResultsQueue.__new__(ResultsQueue)
-        known._become(owner, name, _core.ProcessChannel.at(address))
+        known._initialize(owner, name, _core.ProcessChannel.at(address))
     return known
 
 
@@ -181,10 +186,19 @@ _queue: ResultsQueue | None = None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> ResultsQueue:
-    """A queue of this process to which its children may put. Writers have queues of their own.
+    """Returns a queue of this process to which child processes can put items.
+
+    It is always the same queue. Writers have queues of their own.
 
     Args:
-        mp_mode: accepted as Megatron's; children of any kind may use it.
+        mp_mode: accepted for Megatron; forked and spawned children can use the queue in any mode.
+
+    Examples:
+        ```python
+        results = torch_ckpt.megatron.get_write_results_queue("spawn")
+        save_fn(rank, staged, results)  # in any process
+        outcome = results.get(timeout=60)
+        ```
     """
     global _queue
     if _queue is None:

@@ -1,4 +1,4 @@
-"""What plans are compared by, so that those of an earlier save are used again."""
+"""Comparison of plans, to reuse those of an earlier save."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.structure import Structure
 
 
-class _Structures:
-    """What plans depend on, for as long as somebody has the plan."""
+class _StructureTable:
+    """The structures of the state dicts from which plans were made, as long as the plans exist."""
 
     def __init__(self) -> None:
-        # By id: plans are compared by value, and have no hash.
+        # By id, because plans are compared by value and have no hash.
         self._kept: dict[int, tuple[weakref.ref[SavePlan], Structure]] = {}
 
-    def of(self, plan: SavePlan) -> Structure | None:
+    def find(self, plan: SavePlan) -> Structure | None:
         if id(plan) not in self._kept:
             return None
         reference, structure = self._kept[id(plan)]
         return structure if reference() is plan else None
 
-    def keep(self, plan: SavePlan, structure: Structure) -> None:
+    def add(self, plan: SavePlan, structure: Structure) -> None:
         key = id(plan)
         self._kept[key] = weakref.ref(plan, lambda _: self._kept.pop(key, None)), structure
 
 
-kept_structures = _Structures()
+plan_structures = _StructureTable()
 
 
-def named_plan(plan: SavePlan, rank: int) -> SavePlan:
+def with_file_prefix(plan: SavePlan, rank: int) -> SavePlan:
     return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
 
 
 def same_plans(plan: SavePlan, loaded: SavePlan) -> bool:
-    """Whether plans are equal, but for the names of files and for what metadata does not keep."""
+    """Returns True if the plans differ at most in file names and in fields that metadata does not
+    store."""
     fields = {field.name for field in dataclasses.fields(plan)} - {"storage_data", "items"}
     return (
         all(getattr(plan, name) == getattr(loaded, name, None) for name in fields)
@@ -49,8 +50,8 @@ def same_plans(plan: SavePlan, loaded: SavePlan) -> bool:
     )
 
 
-def digest_of(plan: SavePlan) -> int:
-    """Of the names and offsets of a plan's items."""
+def hash_plan(plan: SavePlan) -> int:
+    """Returns a hash of the names and offsets of a plan's items."""
     named = [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items]
     return zlib.crc32(repr(named).encode())
 
@@ -63,8 +64,8 @@ def require_same(plan: SavePlan, cached: SavePlan) -> None:
     changed = sorted({index.fqn for index in before ^ now})
     what = ", ".join(changed[:5]) or "shapes, dtypes, offsets or nesting of the same names"
     raise CheckpointError(
-        f"the state dict is not the one of the cached plan ({what}); plan without "
-        "cached_ckpt_structure when it changes"
+        f"the state dict has changed since the cached plan was made ({what}); plan without "
+        "cached_ckpt_structure (enable_cache=False) when it changes"
     )
 
 

@@ -1,7 +1,6 @@
-"""One rank's write by torch's own code, for what the engine does not write.
+"""One rank's write through torch's own code, for streams and transforms that only Python can call.
 
-Streams and transforms of others, which only Python can call: see ``engine_can_write`` in
-saving/writer.py.
+See ``engine_can_write`` in saving/writer.py.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.rank_write import WriteOptions
 from torch_ckpt.saving.sources import Watched, source_changed
 
-#: By file: its number, and what was written to it.
+#: The results of each file, by its number.
 Results = dict[int, list[WriteResult]]
 
-#: What to do about a source that was written to while it was staged.
-ADVICE = "No other thread may change it before the save is scheduled"
+#: Advice in the error for a source that was modified while it was staged.
+ADVICE = "Do not change it in another thread before the save is scheduled"
 
 
 class TorchWrite:
-    """A write in Python threads, from copies.
+    """One rank's write in Python threads, from copies.
 
     Args:
-        items: of the plan.
-        values: theirs, copied here.
-        watched: the tensors among them.
+        items: items of the plan.
+        values: their values, which are copied by the constructor.
+        watched: detects changes of the tensors among the values.
         options: how the files are written.
-        directory: of the checkpoint.
-        prefix: of the names of the files.
-        opened: the directory, where it is local.
+        directory: the checkpoint's directory.
+        prefix: prefix of the file names.
+        opened: the opened directory; None if it is not local.
         open_file: opens files by their paths.
     """
 
@@ -81,10 +80,10 @@ class TorchWrite:
         self._first_error: BaseException | None = None
 
     def run(self, transforms: _StorageWriterTransforms) -> Results:
-        """Writes, and waits for the end; once.
+        """Writes all files and waits for the end. Called once.
 
         Raises:
-            SourceChanged: a source was written to before it was copied.
+            SourceChanged: a source was modified before it was copied.
         """
         try:
             if self._changed:
@@ -94,22 +93,22 @@ class TorchWrite:
             self._opened = None
 
     def cancel(self) -> None:
-        """Makes it fail, and leave no file, if it has not ended."""
+        """Makes the write fail and remove its files, unless it has ended."""
         self._is_cancelled = True
 
     def moved(self) -> int:
-        """Grows for as long as anything moves."""
+        """Returns a number that grows for as long as the write makes progress."""
         return self._moved
 
     def state(self, where: str, prefix: str) -> str:
-        """What it is doing, for a message."""
+        """Describes the progress, for a message."""
         return (
             f"files {prefix}* in {where}: writing in Python, "
             f"{self._items_written} of {len(self._items)} items written"
         )
 
     def _write_all(self, transforms: _StorageWriterTransforms) -> Results:
-        files = self._files()
+        files = self._assign_files()
         with ThreadPoolExecutor(max_workers=self._options.thread_count) as threads:
             futures = [
                 threads.submit(self._write_file, transforms, name, indices)
@@ -128,11 +127,11 @@ class TorchWrite:
             self._opened.sync()
         return results
 
-    def wrote(self, count: int) -> None:
-        """Somebody has written bytes, on any thread.
+    def record_bytes(self, count: int) -> None:
+        """Counts bytes that a thread has written.
 
         Raises:
-            CheckpointError: it was cancelled.
+            CheckpointError: the write was cancelled.
         """
         with self._lock:
             self._moved += count
@@ -140,18 +139,20 @@ class TorchWrite:
 
     def _refuse_if_cancelled(self) -> None:
         if self._is_cancelled:
-            raise CheckpointError(f"files {self._prefix}* in {self._directory}: cancelled")
+            raise CheckpointError(
+                f"files {self._prefix}* in {self._directory}: the write was cancelled; save again"
+            )
 
-    def _files(self) -> list[tuple[str, list[int]]]:
-        """Names, and what goes there: numbers of items."""
+    def _assign_files(self) -> list[tuple[str, list[int]]]:
+        """Returns the file names, each with the indices of its items."""
         hint = self._options.separation_hint or ""
         numbers = {id(item): number for number, item in enumerate(self._items)}
         sides: list[tuple[str, list[WriteItem]]] = [("", self._items)]
         bins = self._options.thread_count
         if hint:
-            mine = [item for item in self._items if item.index.fqn.startswith(hint)]
-            rest = [item for item in self._items if not item.index.fqn.startswith(hint)]
-            sides, bins = [("", rest), (hint, mine)], bins // 2
+            separate = [item for item in self._items if item.index.fqn.startswith(hint)]
+            remaining = [item for item in self._items if not item.index.fqn.startswith(hint)]
+            sides, bins = [("", remaining), (hint, separate)], bins // 2
         files: list[tuple[str, list[int]]] = []
         for start, items in sides:
             if self._options.single_file_per_rank:
@@ -159,7 +160,7 @@ class TorchWrite:
             else:
                 buckets = [[item] for item in items]
             for bucket in buckets:
-                # Objects first; a bucket alone keeps the plan's order.
+                # Objects first; a single bucket still has the plan's order.
                 bucket = sorted(bucket, key=lambda item: item.type != WriteItemType.BYTE_IO)
                 if bucket:
                     name = f"{start}{self._prefix}{len(files)}.distcp"
@@ -173,7 +174,7 @@ class TorchWrite:
             return self._write_items(transforms, name, indices)
         except BaseException as error:
             with self._lock:
-                # The other files' errors are then that they were cancelled.
+                # Later errors only report that the write was cancelled.
                 self._first_error = self._first_error or error
             self._is_cancelled = True
             return []
@@ -183,12 +184,12 @@ class TorchWrite:
     ) -> list[WriteResult]:
         self._refuse_if_cancelled()
         results = []
-        with self._stream(name) as stream:
-            counted = _Counted(stream, self)
+        with self._open_stream(name) as stream:
+            counting = _CountingStream(stream, self)
             for index in indices:
                 result = _write_item(
                     transforms,
-                    counted,
+                    counting,
                     self._values[index],
                     self._items[index],
                     name,
@@ -202,18 +203,18 @@ class TorchWrite:
                 _sync(stream)
         return results
 
-    def _stream(self, name: str) -> AbstractContextManager[Any]:
+    def _open_stream(self, name: str) -> AbstractContextManager[Any]:
         if self._opened is not None and self._open_file is open:
             return FilesBeneath(self._opened).create_stream(name, "wb")
-        # A function of the caller's knows paths alone.
+        # The caller's function opens files by their paths.
         stream: AbstractContextManager[Any] = self._open_file(
             os.path.join(self._directory, name), "wb"
         )
         return stream
 
 
-class _Counted(io.RawIOBase):
-    """A stream whose bytes are told."""
+class _CountingStream(io.RawIOBase):
+    """Stream that reports the number of written bytes to a write."""
 
     def __init__(self, stream: Any, write: TorchWrite) -> None:
         self._stream = stream
@@ -221,7 +222,7 @@ class _Counted(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         count = memoryview(data).nbytes
-        self._write.wrote(count)
+        self._write.record_bytes(count)
         self._stream.write(data)
         return count
 
@@ -240,20 +241,23 @@ class _Counted(io.RawIOBase):
         return descriptor
 
     def close(self) -> None:
-        """Nothing: who has opened the stream closes it."""
+        """Does nothing: the code that opened the stream closes it."""
 
 
 def _sync(stream: io.IOBase) -> None:
     stream.flush()
-    of_store = getattr(stream, "fsync", None)
-    if of_store is not None:
-        of_store()
+    sync_store = getattr(stream, "fsync", None)  # a stream of multistorageclient
+    if sync_store is not None:
+        sync_store()
     else:
         os.fsync(stream.fileno())
 
 
-def whole(value: Any) -> Any:
-    """What torch's format can hold of a quantized tensor of somebody's own class."""
+def dequantize(value: Any) -> Any:
+    """Dequantizes a tensor whose class has its own ``dequantize``; torch's format cannot store it.
+
+    Returns any other value unchanged.
+    """
     kind = type(value)
     if isinstance(value, torch.Tensor) and kind.dequantize is not torch.Tensor.dequantize:
         return value.dequantize()

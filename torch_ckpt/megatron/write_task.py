@@ -1,13 +1,13 @@
-"""What one rank is to write, as something that can be sent to where it is written.
+"""One rank's write as an object that can be sent to another process.
 
-1. A :class:`WriteTask` is made where the save is planned. It can be pickled, and is then another
+1. A :class:`WriteTask` is created in the process that plans the save. Unpickling it gives another
    task with the same values.
-2. ``stage`` begins the write in the process that calls it. It returns when all values are copied.
-3. ``outcome`` waits for the end, perhaps in a child that was forked since: the engine goes on in
-   the parent, which has the threads, and sends the results to the child.
-4. Either the writer takes the outcome, or somebody cancels the task, which then leaves no file.
-   The leases on the directory are given back when the write has ended: another save may have the
-   files' names afterwards.
+2. ``stage`` starts the write in the process that calls it, and returns when all values are copied.
+3. ``outcome`` waits for the end. A child that was forked after ``stage`` may call it: the engine
+   writes in the parent, which has the threads, and sends the results to the child.
+4. Either the writer claims the outcome, or the task is cancelled and its files are deleted. The
+   leases on the directory are released only when the write has ended, because another save may
+   reuse the file names afterwards.
 """
 
 from __future__ import annotations
@@ -42,48 +42,51 @@ from torch_ckpt.saving.sources import Watched
 
 
 @dataclasses.dataclass
-class Stage:
-    """What is staged in a ``with`` block of it.
+class StagedWrites:
+    """The tasks that are staged in its ``with`` block.
 
     Attributes:
-        background: how the engine's threads behave; None: as the writer says.
-        writes: tasks that have begun, the last one perhaps not staged yet.
+        background: priorities of the engine's threads; None: those of the writer.
+        writes: tasks that have begun. The last one may not be staged yet.
     """
 
     background: Background | None = None
     writes: list[WriteTask] = dataclasses.field(default_factory=list)
 
-    def __enter__(self) -> Stage:
-        self._token = _stage.set(self)
+    def __enter__(self) -> StagedWrites:
+        self._token = _current_writes.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _stage.reset(self._token)
+        _current_writes.reset(self._token)
 
 
-_stage: ContextVar[Stage] = ContextVar("torch_ckpt_stage")
+_current_writes: ContextVar[StagedWrites] = ContextVar("torch_ckpt_staged_writes")
 
 
 @dataclasses.dataclass(eq=False)
 class WriteTask:
-    """One rank's write; see the head of this file. Safe for use by several threads.
+    """One rank's write; see the docstring of this module. Thread-safe.
 
-    What is staged is a sequence in Megatron's shape; this one has one element, itself.
+    Megatron expects a sequence of buckets. A task is such a sequence; its one element is the task.
 
     Attributes:
-        directory: of the checkpoint.
-        prefix: of the names of this rank's files.
-        items: of the plan.
-        values: of the items: what ``write_values`` takes, or torch's writing in Python.
-        rank: of the writer.
-        ranks: how many save together.
-        by_engine: False: in Python, by torch's own code.
+        directory: the checkpoint's directory.
+        prefix: prefix of this rank's file names.
+        items: items of the plan.
+        values: values of the items, as ``RankWrite`` or ``TorchWrite`` accepts them; empty once
+            the task is staged.
+        rank: global rank of the writer.
+        ranks: number of ranks that save together.
+        by_engine: False if torch's own Python code writes the files.
         options: how the files are written.
-        background: how the engine's threads behave.
+        background: priorities of the engine's threads.
         open_file: opens files in Python.
-        place: the directory that was opened when the save began; None: of a remote file system.
-        opened: it itself, in the process that has planned the save, until the task is staged.
-        leases: that protect the files; a writer that is dropped ends them as ever.
+        place: identity of the directory that was opened when the save began; None for a remote
+            file system.
+        opened: the opened directory, in the process that planned the save; None once the task is
+            staged.
+        leases: weak references to the leases that protect the files; the writer owns the leases.
     """
 
     directory: str
@@ -102,33 +105,33 @@ class WriteTask:
 
     def __post_init__(self) -> None:
         self.is_cancelled = False
-        self._is_taken = False
+        self._is_claimed = False
         self._is_writing = False
-        # Of a cancel before the end.
+        # Leases that a cancelled write holds until it ends.
         self._held: list[DirectoryLease] = []
         self._lock = threading.Lock()
         self._write: RankWrite | TorchWrite | None = None
         self._outcome: Results | Exception | None = None
-        # Only the first who asks torch's write for its outcome has values to write.
-        self._once = threading.Lock()
+        # A TorchWrite runs once, in the first thread that asks for the outcome.
+        self._run_lock = threading.Lock()
         self._ended = threading.Event()
         self._pid = 0
-        # Of the thread that writes, which lets go of them before it tells of the end.
+        # Used by the writing thread, which releases them before it reports the end.
         self._opened: OpenDirectory | None = None
         self._values: list[Any] = []
-        # Where children wait that are forked before the end.
+        # Sends the results to children that are forked before the end.
         self._children: _core.ProcessChannel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        values = [_sendable(value) for value in self.values]
+        values = [_trim_for_pickle(value) for value in self.values]
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"values": values, "opened": None, "leases": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
-        # Here nobody knows whether somebody has the results.
-        self._is_taken = True
+        # In this process it is not known whether the writer has claimed the results.
+        self._is_claimed = True
 
     def __iter__(self) -> Iterator[WriteTask]:
         yield self
@@ -136,21 +139,21 @@ class WriteTask:
     def __len__(self) -> int:
         return 1
 
-    # --- where it is written ---------------------------------------------------------------------
+    # --- in the process that writes --------------------------------------------------------------
 
     def stage(self) -> WriteTask:
-        """Returns when the values are not needed any more; what fails is the outcome's to tell.
+        """Starts the write. Returns when all values are copied; an error becomes the outcome.
 
-        Who stages it again gets the same.
+        Does nothing if the task was staged before.
         """
-        writes = _stage.get(Stage()).writes
+        writes = _current_writes.get(StagedWrites()).writes
         if self._write is None and self._outcome is None:
             try:
                 self._begin(writes)
             except Exception as error:
-                self._outcome = portable(error)
+                self._outcome = make_portable(error)
                 if isinstance(self._write, RankWrite):
-                    # No thread could be started.
+                    # The thread could not be started.
                     self._write.end(self._outcome)
                     self._ended.set()
             finally:
@@ -158,15 +161,15 @@ class WriteTask:
                 self.opened = None
         elif self._write is not None and self not in writes:
             writes.append(self)
-        # A forked child has got what was staged before.
+        # In a forked child, the parent has already staged it.
         if isinstance(self._write, RankWrite) and self._pid == os.getpid():
             self._write.wait_staged()
         return self
 
     def outcome(self, transforms: _StorageWriterTransforms | None = None) -> Results | Exception:
-        """Waits for the end; the results by file number, or why there are none.
+        """Waits for the end. Returns the results by file number, or the error.
 
-        Raises nothing but what interrupts torch's own code.
+        Raises only interruptions of torch's own code, such as KeyboardInterrupt.
         """
         write = self._write
         if isinstance(write, RankWrite):
@@ -174,44 +177,44 @@ class WriteTask:
             if os.getpid() == self._pid:
                 self._ended.wait()
             elif self._outcome is None:
-                self._outcome = self._outcome_of_parent()
+                self._outcome = self._receive_outcome()
         elif write is not None:
-            with self._once:
+            with self._run_lock:
                 if self._outcome is None:
                     self._run(partial(write.run, transforms or _StorageWriterTransforms()))
         assert self._outcome is not None
         return self._outcome
 
     def cancel(self) -> None:
-        """Makes it leave no file, and its writer fail, unless that one has the results."""
+        """Cancels the write and deletes its files, unless the writer has claimed the outcome."""
         if self._write is not None:
             self._write.cancel()
         with self._lock:
-            if self._is_taken or self.is_cancelled:
+            if self._is_claimed or self.is_cancelled:
                 return
             self.is_cancelled = True
             leases = [reference() for reference in self.leases]
             self._held = [lease for lease in leases if lease is not None and lease.is_open]
             if not self._is_writing:
-                self._withdraw()
+                self._delete_files()
 
     def moved(self) -> int:
-        """Grows for as long as anything moves."""
+        """Returns a number that grows for as long as the write makes progress."""
         return 0 if self._write is None else self._write.moved()
 
     def state(self) -> str:
-        """What it is doing, for a message: files, phase, bytes."""
+        """Describes the progress, for a message: files, phase, bytes."""
         assert self._write is not None
         return self._write.state(self.directory, self.prefix)
 
-    # --- where it was planned --------------------------------------------------------------------
+    # --- in the process that planned the save ----------------------------------------------------
 
-    def take(self, outcome: Any) -> Any:
-        """The outcome, which nobody cancels any more, or why it is not to be had."""
+    def claim(self, outcome: Any) -> Any:
+        """Returns the outcome, which cannot be cancelled from now on; an error if it has been."""
         with self._lock:
             if self.is_cancelled:
-                return _cancelled()
-            self._is_taken = True
+                return _make_cancellation()
+            self._is_claimed = True
             return outcome
 
     # --- private ---------------------------------------------------------------------------------
@@ -219,9 +222,8 @@ class WriteTask:
     def _begin(self, writes: list[WriteTask]) -> None:
         if len(self.values) != len(self.items):
             raise CheckpointError(
-                f"files {self.prefix}* in {self.directory}: the values were let go of when "
-                "they were staged, by another process or by a call that was interrupted; plan "
-                "the save again"
+                f"files {self.prefix}* in {self.directory}: the values were released when another "
+                "process, or a call that was interrupted, staged them; plan the save again"
             )
         opened, values = self._open(), self.values
         watched = Watched()
@@ -242,29 +244,29 @@ class WriteTask:
             writes.append(self)
             return
         self._pid = os.getpid()
-        # A save without children needs none.
+        # Without a channel, only children that are forked during the save fail.
         with contextlib.suppress(OSError):
             self._children = _core.ProcessChannel()
         write = self._write = RankWrite(
             watched,
-            background=_stage.get(Stage()).background or self.background,
-            # The caller waits for them.
+            background=_current_writes.get(StagedWrites()).background or self.background,
+            # The caller waits for the copies.
             quiet_stagers=False,
             ranks=self.ranks,
             advice=ADVICE,
             children=self._children,
         )
         self._opened, self._values = opened, values
-        # Before there is a thread: whoever interrupts this cancels what has begun.
+        # Listed before the thread starts, so that an interruption cancels the write.
         writes.append(self)
-        spawn(partial(self._run_beside, write))
+        spawn(partial(self._run_in_thread, write))
 
     def _open(self) -> OpenDirectory | None:
-        """The save's directory, in whichever process this is.
+        """Returns the save's directory, which another process opens again.
 
         Raises:
-            OSError: there is none.
-            CheckpointError: the path leads to another one by now.
+            OSError: the directory does not exist.
+            CheckpointError: the path leads to another directory now.
         """
         if self.opened is not None or self.place is None:
             return self.opened
@@ -272,13 +274,13 @@ class WriteTask:
         if Place.of(opened).contradicts(self.place):
             raise CheckpointError(
                 f"{self.directory}: the path leads to another directory than when the save was "
-                "planned: a directory was renamed, or a link in the path was changed. Nothing was "
-                "written; save again"
+                "planned, because a directory was renamed or a link in the path was changed. "
+                "Nothing was written; save again"
             )
         return opened
 
-    def _run_beside(self, write: RankWrite) -> None:
-        """In a thread of its own."""
+    def _run_in_thread(self, write: RankWrite) -> None:
+        """Runs the engine's write; the body of the writing thread."""
 
         def run() -> Results:
             assert self._opened is not None
@@ -288,7 +290,7 @@ class WriteTask:
             written = write.run(
                 self._opened, self.options, self.prefix, names, values, title, self.rank
             )
-            return _by_file(self.items, written)
+            return _group_by_file(self.items, written)
 
         try:
             self._run(run)
@@ -296,73 +298,83 @@ class WriteTask:
             self._opened, self._values = None, []
             error = self._outcome if isinstance(self._outcome, Exception) else None
             try:
-                self._tell_children(error)
+                self._send_to_children(error)
             finally:
                 write.end(error)
                 self._ended.set()
 
     def _run(self, run: Callable[[], Results]) -> None:
-        """Settles the outcome; raises what interrupts the caller's thread."""
+        """Runs a write and sets the outcome. Raises what interrupts the caller's thread."""
         try:
             with self._lock:
                 if self.is_cancelled:
-                    raise _cancelled()
+                    raise _make_cancellation()
                 self._is_writing = True
             self._outcome = run()
         except BaseException as error:
-            # With its frames it would keep the sources.
-            self._outcome = portable(error)
+            # The frames of the error would keep the sources alive.
+            self._outcome = make_portable(error)
             if not (self.by_engine or isinstance(error, Exception)):
                 raise
         finally:
             with self._lock:
                 self._is_writing = False
                 if self.is_cancelled:
-                    self._withdraw()
+                    self._delete_files()
 
-    def _withdraw(self) -> None:
+    def _delete_files(self) -> None:
+        """Deletes the files of a cancelled write and ends its leases."""
         held, self._held = self._held, []
         if held and isinstance(self._outcome, dict):
-            # By name: the directory may be shared for long, by ranks that have yet to cancel.
+            # Delete them by name: abandon() deletes nothing while other ranks hold the directory.
             results = itertools.chain.from_iterable(self._outcome.values())
             held[0].remove({result.storage_data.relative_path for result in results})
         for lease in held:
             lease.abandon()
 
-    def _tell_children(self, error: Exception | None) -> None:
-        # They have the results from the engine. A child that is forked from now on has the outcome.
+    def _send_to_children(self, error: Exception | None) -> None:
+        # The engine has sent results itself. A child that is forked from now on has the outcome.
         channel, self._children = self._children, None
         if channel is None or error is None:
             return
         try:
             channel.send_object(pickle.dumps(error))
         except OSError as failure:
-            LOGGER.error("a forked child cannot be told why its save has failed: %s", failure)
+            LOGGER.error(
+                "rank %d, files %s* in %s: the error of the save could not be sent to a forked "
+                "child: %s",
+                self.rank,
+                self.prefix,
+                self.directory,
+                failure,
+            )
 
-    def _outcome_of_parent(self) -> Results | Exception:
+    def _receive_outcome(self) -> Results | Exception:
+        """Waits for the outcome from the parent, in a forked child."""
         files = f"files {self.prefix}* in {self.directory}"
         if self._children is None:
             return CheckpointError(
-                f"{files}: process {self._pid}, which writes them, had no memory or no "
-                "descriptors for a channel to the children that it forks"
+                f"{files}: process {self._pid}, which writes them, had no memory or no file "
+                "descriptors for a channel to its children; raise its limits and save again"
             )
         try:
-            # Waking up lets Ctrl-C in.
+            # Python handles Ctrl-C only between waits.
             while (found := self._children.wait_for_files(1.0)) is None:
                 pass
             if isinstance(found, bytes):
                 failure: Exception = pickle.loads(found)
                 return failure
             assert self.place is not None
-            return _by_file(self.items, Written(found, self.place))
+            return _group_by_file(self.items, Written(found, self.place))
         except CheckpointError as error:
             return CheckpointError(f"{files}: {error}")
         except Exception as error:
-            return portable(error)
+            return make_portable(error)
 
 
-def portable(error: BaseException) -> Exception:
-    """The same error without frames, or its text where it is none that can be sent."""
+def make_portable(error: BaseException) -> Exception:
+    """Returns a copy of an error without frames; a RuntimeError with its text if it cannot be
+    pickled."""
     try:
         copied = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -372,13 +384,15 @@ def portable(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _cancelled() -> CheckpointError:
-    # Each time another one: who keeps an error keeps the frames through which it came.
-    return CheckpointError("aborted: its queue was closed with abort=True, or gave its call up")
+def _make_cancellation() -> CheckpointError:
+    # A new error each time, because raising an error adds frames to it.
+    return CheckpointError(
+        "aborted: the write was cancelled by close(abort=True) or a timeout; save again"
+    )
 
 
-def _by_file(items: list[WriteItem], written: Written) -> Results:
-    """The results by the number of the file."""
+def _group_by_file(items: list[WriteItem], written: Written) -> Results:
+    """Returns the results by file number."""
     by_file: Results = {}
     for result in results_of(items, written):
         name = result.storage_data.relative_path
@@ -387,8 +401,8 @@ def _by_file(items: list[WriteItem], written: Written) -> Results:
     return by_file
 
 
-def _sendable(value: Any) -> Any:
-    """A value without what a pickle of it would have besides: gradients, the rest of a storage."""
+def _trim_for_pickle(value: Any) -> Any:
+    """Returns a value whose pickle has no gradient and no unused part of a storage."""
     if isinstance(value, memoryview):
         return bytes(value)
     if not isinstance(value, torch.Tensor):

@@ -1,13 +1,12 @@
-"""The writer in Megatron's shape: its save is a function that somebody else runs, anywhere.
+"""Writer with Megatron's methods: a save is a function that a queue runs, in any process.
 
-1. ``prepare_write_data`` finds this rank's values and puts them into a :class:`WriteTask`, which
-   can be pickled.
-2. The preload function stages the task: the engine starts to copy and to write, on its own threads,
-   in the process that calls it, and the function returns when no source is needed any more.
-3. The save function waits for the engine's end and puts what was written, or why it was not, into
-   the queue that it is given; exactly one item. It raises nothing: that would end the workers of
-   others.
-4. ``retrieve_write_results`` takes it from there, in the process of the writer.
+1. ``prepare_write_data`` looks up this rank's values and creates a :class:`WriteTask`, which can be
+   pickled.
+2. The preload function stages the task. In the process that calls it, threads of the engine copy
+   and write, and the function returns when all sources are copied.
+3. The save function waits for the engine and puts exactly one item into its queue: the results, or
+   an error. It raises nothing, because that would end Megatron's workers.
+4. ``retrieve_write_results`` takes this item, in the writer's process.
 """
 
 from __future__ import annotations
@@ -42,51 +41,63 @@ from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.checkpoint.metadata import DCP_VERSION
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
-from torch_ckpt.megatron.structures import named_plan
-from torch_ckpt.megatron.torch_write import Results, whole
-from torch_ckpt.megatron.write_task import WriteTask, portable
+from torch_ckpt.megatron.structures import with_file_prefix
+from torch_ckpt.megatron.torch_write import Results, dequantize
+from torch_ckpt.megatron.write_task import WriteTask, make_portable
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.ranks.outcomes import attempt
 from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.rank_write import WriteOptions
 from torch_ckpt.saving.writer import FileSystemWriter, completed
 
-Staged = WriteTask | Sequence[WriteTask]  # an empty one is nothing to write
+Staged = WriteTask | Sequence[WriteTask]  # empty: nothing to write
 
-#: What all versions of their function take in this order, the last of all.
+#: The last arguments of nvidia-resiliency-ext's function, in all its versions.
 _MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """Writes distributed checkpoints in two parts: a plan here, a function that runs anywhere.
+    """Writes distributed checkpoints: a save is planned now and written by a function later.
 
-    Takes what Megatron-core's class of this name takes, and all of :class:`FileSystemWriter`. One
-    object for each save; with ``dcp.save`` it is a ``FileSystemWriter``.
+    Accepts the arguments of Megatron-core's ``FileSystemWriterAsync`` and of
+    :class:`FileSystemWriter`. Create one object for each save. In ``dcp.save`` it works like a
+    ``FileSystemWriter``.
 
     Args:
         path: directory of the checkpoint.
-        separation_hint: items whose fully qualified name begins with it go into files of their own,
-            whose names begin with it. Needs ``thread_count >= 2``; each side has half of them.
-        use_msc: write through the package ``multistorageclient``; ``path`` is what that takes.
-        open_file: called with a path and ``"wb"`` instead of ``open``. With another function
-            than that, with ``use_msc`` and with ``_extensions`` the files are written by torch's
-            own code, in Python threads.
+        separation_hint: prefix of fully qualified names. Items whose names have it are written to
+            separate files, whose names begin with it. Needs ``thread_count >= 2``; each kind of
+            files gets half of the threads.
+        use_msc: write through the package ``multistorageclient``, which then interprets ``path``.
+        open_file: function to call with a path and ``"wb"``. With a function other than ``open``,
+            with ``use_msc``, and with ``_extensions``, torch's own Python code writes the files.
         on_failure: ``"return"`` makes ``retrieve_write_results`` return a wrapped exception, which
-            reaches every rank with the results; ``"raise"`` makes it raise.
-        timeout: in seconds: a rank that the others wait for when a save is planned or finalized,
-            and that gives no sign of life for so long, is given up on all ranks.
+            Megatron gathers on all ranks; ``"raise"`` makes it raise.
+        timeout: seconds without a heartbeat after which a rank is declared dead, if others wait for
+            it while a save is planned or finalized.
+        kwargs: passed to :class:`FileSystemWriter`, such as ``thread_count``.
 
     Attributes:
         checkpoint_dir: ``path`` as it was given.
-        results_queue: where the save function is to put what it has written; None where there is
-            nothing to write.
-        has_data_to_write: whether this rank has anything to write.
+        results_queue: queue for the save function; None if this rank has nothing to write.
+        has_data_to_write: True if this rank has something to write.
+
+    Raises:
+        ValueError: an option has a wrong value.
+        CheckpointError: ``use_msc`` is True and ``multistorageclient`` is not installed.
+
+    Examples:
+        ```python
+        writer = torch_ckpt.megatron.FileSystemWriterAsync("checkpoints/100", thread_count=2)
+        finalizing, *_ = save_state_dict_async_plan(state, writer)
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        ```
     """
 
     can_run_decentralized_global_plan = True
 
-    # Of this process, as long as somebody has them.
-    _made: ClassVar[LiveObjects[FileSystemWriterAsync]] = LiveObjects()
+    # The writers of this process whose files may not exist yet.
+    _planned: ClassVar[LiveObjects[FileSystemWriterAsync]] = LiveObjects()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
@@ -104,7 +115,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         super().__init__(path, *args, separation_hint=separation_hint, **kwargs)
         if self.serialization_format.name != "TORCH_SAVE":
             raise ValueError(
-                f"asynchronous saves are of torch's format, not of {self.serialization_format}"
+                f"FileSystemWriterAsync writes torch's format, not {self.serialization_format}; "
+                "pass SerializationFormat.TORCH_SAVE"
             )
         self.checkpoint_dir = path
         self.use_msc = use_msc
@@ -113,20 +125,20 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.timeout = timeout
         self.results_queue: ResultsQueue | None = None
         self.prefix = ""
-        self._given_tag = ""
+        self._tag_of_save = ""
         self._task: WriteTask | None = None
-        self._part: DirectoryLease | None = None
+        self._shared_lease: DirectoryLease | None = None
         self._failure: Exception | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_part": None}
+        return super().__getstate__() | {"_shared_lease": None}
 
     # --- in the order of a save ------------------------------------------------------------------
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        # Megatron's plan gives only the bool. The save before may be under way then, and commits
-        # first; with dcp.save it has failed.
+        # Megatron passes only the bool, and its previous save may still be in progress. In
+        # dcp.save, a previous save that holds a lease has failed.
         self.ends_earlier_leases = self.rank is not None
         if self.rank is None:
             self.rank = own_rank()
@@ -144,35 +156,40 @@ class FileSystemWriterAsync(FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """The plan with this rank's file names, which no other rank has; no collective."""
-        return named_plan(local_plan, own_rank())
+        """Returns the plan with this rank's own file names. Needs no exchange with other ranks."""
+        return with_file_prefix(local_plan, own_rank())
 
     def use_tag(self, tag: str) -> None:
-        """What the coordinator's lease puts into the names of all ranks' files, if anything."""
-        self._given_tag = tag
-
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Finds the values of a plan; nothing is copied yet.
+        """Sets the tag in the file names of this save, which the coordinator's lease has chosen.
 
         Args:
-            plan: with the prefix of this rank's file names.
-            planner: has the state dict.
+            tag: text after the rank in the names; may be empty.
+        """
+        self._tag_of_save = tag
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Looks up the values of a plan. Copies nothing yet.
+
+        Args:
+            plan: the central plan, with the prefix of this rank's file names.
+            planner: planner of the state dict.
 
         Raises:
-            CheckpointError: the planner resolved an item to what cannot be written.
+            CheckpointError: the planner resolved an item to a value that cannot be written.
         """
         RelaxedGc.end()
         items = list(plan.items)
-        self._take_part()
+        self._take_shared_lease()
         with self._lock:
-            self.prefix = self._own_prefix(plan.storage_data.prefix)
-            self._made.add(self)
+            self.prefix = self._choose_prefix(plan.storage_data.prefix)
+            self._planned.add(self)
         with no_gc():
             direct = keeps_default_lookup(planner)
             if self.engine_can_write():
-                values = [resolve(planner, item, direct, whole=whole) for item in items]
+                values = [resolve(planner, item, direct, whole=dequantize) for item in items]
             else:
-                values = [whole(planner.resolve_data(item)) for item in items]
+                values = [dequantize(planner.resolve_data(item)) for item in items]
+        leases = self._lease, self._shared_lease
         self._task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -186,7 +203,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             open_file=self.open_file,
             place=Place.of(self.directory) if self._is_local() else None,
             opened=self.directory if self._is_local() else None,
-            leases=[weakref.ref(lease) for lease in (self._lease, self._part) if lease is not None],
+            leases=[weakref.ref(lease) for lease in leases if lease is not None],
         )
         self.results_queue = ResultsQueue() if items else None
 
@@ -196,34 +213,34 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.prepare_write_data(plan, planner)
         assert self._task is not None
         outcome = self._task.stage().outcome(self.transforms)
-        self._made.discard(self)
+        self._planned.discard(self)
         if isinstance(outcome, Exception):
             raise outcome
         return completed([result for of_file in outcome.values() for result in of_file])
 
     def abandon(self) -> None:
         super().abandon()
-        # Whichever rank is the last to end removes the files of all.
-        self._part = None
+        # The last rank that releases its lease deletes the files of all ranks.
+        self._shared_lease = None
         if self._task is not None:
             self._task.opened = None
 
     def fail(self, error: BaseException) -> None:
-        """Makes the save one that has failed on this rank, which the others learn at its end."""
+        """Fails the save on this rank. The other ranks get the error when it is finalized."""
         RelaxedGc.end()
-        # Not by a queue: perhaps that one could not be made is what has failed.
+        # Without a queue, because creating the queue may be what failed.
         self._task = self.results_queue = None
-        self._failure = portable(error)
+        self._failure = make_portable(error)
 
     def get_save_function_and_args(
         self,
     ) -> tuple[Callable[..., None] | None, Callable[[], Staged] | None, list[Any]]:
-        """What is to run elsewhere.
+        """Returns the functions of the planned save, for an asynchronous queue.
 
         Returns:
-            The save function, the preload function and the save function's last arguments, of which
-            the second is to be replaced by what the preload function returns. All can be pickled.
-            ``(None, None, [])`` where this rank has nothing to write.
+            The save function, the preload function, and the last three arguments of the save
+            function, of which the result of the preload function replaces the second. All can be
+            pickled. ``(None, None, [])`` if this rank has nothing to write.
         """
         task = self._task
         if task is None or not task.items:
@@ -236,17 +253,20 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @staticmethod
     def preload_tensors(write_buckets: Staged, non_blocking: bool = True) -> Staged:
-        """Stages a task: returns when its sources may change. Its files are being written by then.
+        """Stages a task and starts to write its files. Returns when the sources may change.
+
+        Does nothing if the task was staged before.
 
         Args:
-            write_buckets: the task that ``get_save_function_and_args`` gives, or ``write_buckets``.
-            non_blocking: accepted as Megatron's; copies from devices always run on a side stream.
+            write_buckets: the second argument of ``get_save_function_and_args``, or the attribute
+                ``write_buckets``.
+            non_blocking: accepted for Megatron and unused: copies from devices use a side stream.
 
         Returns:
-            What the save function takes. Of a task that was staged before it is the same.
+            The second argument of the save function.
 
         Raises:
-            ValueError: several tasks.
+            ValueError: ``write_buckets`` has several tasks.
         """
         if isinstance(write_buckets, WriteTask):
             return write_buckets.stage()
@@ -254,8 +274,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             return write_buckets
         if len(write_buckets) > 1:
             raise ValueError(
-                "write_buckets of one writer are one task, which is staged as a whole; got "
-                f"{len(write_buckets)}"
+                f"cannot stage {len(write_buckets)} write tasks at once; pass write_buckets of one "
+                "writer, which is one task"
             )
         return write_buckets[0].stage()
 
@@ -267,37 +287,39 @@ class FileSystemWriterAsync(FileSystemWriter):
         staged: Staged,
         results_queue: Any,
     ) -> None:
-        """Waits for the end of a staged task and puts its outcome, one item; raises nothing.
+        """Waits for the end of a staged task and puts its outcome into a queue. Raises nothing.
 
         Args:
             transform_list: torch's stream transforms.
-            use_msc: unused; the task knows.
-            rank: of the writer.
-            staged: what the preload function returned; a task that is not staged is staged here.
-            results_queue: gets the results by file number, or an exception.
+            use_msc: unused; the task has its own.
+            rank: global rank of the writer.
+            staged: the result of the preload function. A task that is not staged yet is staged.
+            results_queue: gets one item: the results by file number, or an exception.
         """
         if isinstance(results_queue, ResultsQueue):
-            # Where that cannot be sent, neither can the outcome, which is told below.
+            # If this fails, put() fails, too, and the error is logged below.
             with suppress(OSError, CheckpointError):
                 results_queue.begin(f"the files of rank {rank}")
         outcome = _outcome_of(staged, transform_list)
         try:
             results_queue.put(outcome)
         except Exception as error:
-            # Who asks for the results finds none, and says so.
-            LOGGER.error("rank %d: the results of a save could not be sent: %s", rank, error)
+            # retrieve_write_results() finds no results and raises.
+            LOGGER.error(
+                "rank %d: the results of the save could not be sent, so it fails: %s", rank, error
+            )
 
     @staticmethod
     def write_preloaded_data_multiproc(
         transform_list: list[_StorageWriterTransforms], *arguments: Any, **named: Any
     ) -> None:
-        """As :meth:`write_preloaded_data_multithread`, by the name and in the shapes of others.
+        """Does the same as :meth:`write_preloaded_data_multithread`, for nvidia-resiliency-ext.
 
         Args:
             transform_list: torch's stream transforms.
-            arguments: ``rank``, ``write_buckets`` and ``global_results_queue``; before them
-                ``use_msc``, and ``open_file`` before ``rank``, where a version has them.
-            named: the same by name.
+            arguments: ``use_msc`` and ``open_file`` in versions that have them, then ``rank``,
+                ``write_buckets`` and ``global_results_queue``.
+            named: any of these by name.
         """
         last = [named[name] for name in _MULTIPROC_ARGUMENTS if name in named]
         rank, staged, results_queue = [*arguments, *last][-len(_MULTIPROC_ARGUMENTS) :]
@@ -315,36 +337,40 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_fsync: bool = True,
         **others: Any,
     ) -> None:
-        """Waits for the end of one of what was staged, and tells of it; raises nothing of its own.
+        """Waits for the end of one staged task and puts its outcome into a queue.
 
         Args:
             transform_list: torch's stream transforms.
-            local_proc_idx: the number of the bucket.
-            write_bucket: one of ``write_buckets``, or of what the preload function returned.
-            results_queue: gets the number, and the list of results or an exception.
-            count_queue: one is taken of it and marked as done afterwards.
-            use_fsync: accepted as Megatron's; the task knows.
-            others: accepted, as ``use_msc``.
+            local_proc_idx: number of the bucket.
+            write_bucket: an element of ``write_buckets``, or of the preload function's result.
+            results_queue: gets one item: the number, and the list of results or an exception.
+            count_queue: queue of which one item is taken and marked as done at the end.
+            use_fsync: accepted for Megatron and unused; the task has its own.
+            others: accepted and unused, such as ``use_msc``.
         """
         outcome = _outcome_of(write_bucket, transform_list)
         if isinstance(outcome, Exception):
             results_queue.put((local_proc_idx, outcome))
         else:
-            results_queue.put((local_proc_idx, [r for of in outcome.values() for r in of]))
+            results = [result for of_file in outcome.values() for result in of_file]
+            results_queue.put((local_proc_idx, results))
         count_queue.get()
         count_queue.task_done()
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
-        """What the save function has put: results, by file.
+        """Takes the results of the save function from its queue.
 
-        Raises (or returns, wrapped; see ``on_failure``):
-            RuntimeError: the save function failed, with its cause; or it has put nothing, or not
-                the results of all items.
+        Returns:
+            The results of all items; a wrapped exception if ``on_failure`` is "return" and the save
+            failed.
+
+        Raises:
+            RuntimeError: the save function failed (with its error as the cause), reported nothing,
+                or did not report all items. Raised if ``on_failure`` is "raise".
         """
         if self.on_failure == "raise":
-            return self._results_of_worker()
-        # A failure is then just what torch calls a wrapped exception.
-        results: list[WriteResult] | WRAPPED_EXCEPTION = attempt(self._results_of_worker)
+            return self._receive_results()
+        results: list[WriteResult] | WRAPPED_EXCEPTION = attempt(self._receive_results)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -358,11 +384,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         with self.open_file(os.path.join(str(self.checkpoint_dir), METADATA_NAME), "wb") as stream:
             pickle.dump(metadata, stream)
 
-    # --- more of torch's contract ----------------------------------------------------------------
+    # --- other methods of torch's interface ------------------------------------------------------
 
     @property
     def checkpoint_id(self) -> str:
-        """The directory."""
+        """The checkpoint's directory."""
         return str(self.checkpoint_dir if self.use_msc else self.path)
 
     @classmethod
@@ -376,12 +402,12 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def has_data_to_write(self) -> bool:
-        """Whether this rank writes anything in the save that is planned."""
+        """True if this rank has something to write in the planned save."""
         return self._task is not None and bool(self._task.items)
 
     @property
     def write_buckets(self) -> list[WriteTask] | None:
-        """What the preload function takes, in a list; None before ``prepare_write_data``."""
+        """The tasks for the preload function: at most one; None before ``prepare_write_data``."""
         if self._task is None:
             return None
         return [self._task] if self._task.items else []
@@ -394,26 +420,26 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _is_local(self) -> bool:
         return not self.use_msc and super()._is_local()
 
-    def _take_part(self) -> None:
-        """Keeps others from removing this rank's files before the coordinator commits.
+    def _take_shared_lease(self) -> None:
+        """Protects this rank's files from removal until the coordinator commits.
 
-        A cached plan is written without the coordinator, which then has perhaps no lease yet, or
-        gives up the one of the save before.
+        With a cached plan the coordinator may have no lease yet, or still hold that of the
+        previous save.
 
         Raises:
-            CheckpointError: another process does not end to remove files there.
+            CheckpointError: another process keeps the directory locked to remove files.
         """
-        if self._is_local() and self._lease is None and self._part is None:
-            self._part = DirectoryLease(self.directory, None, ends_earlier=False)
+        if self._is_local() and self._lease is None and self._shared_lease is None:
+            self._shared_lease = DirectoryLease(self.directory, None, ends_earlier=False)
 
-    def _hand_over(self) -> None:
-        """The coordinator protects this rank's files from here on."""
-        part, self._part = self._part, None
-        if part is not None:
-            part.hand_over()
+    def _hand_over_lease(self) -> None:
+        """Releases this rank's lease; the coordinator's lease protects the files from now on."""
+        lease, self._shared_lease = self._shared_lease, None
+        if lease is not None:
+            lease.hand_over()
 
     def _require_files(self, results: list[list[WriteResult]]) -> None:
-        """Raises where a file is not there that the metadata would name: somebody removed it."""
+        """Raises if a file that the metadata would name is missing or too short."""
         ends: dict[str, int] = {}
         for of_rank in results:
             for result in of_rank:
@@ -428,30 +454,31 @@ class FileSystemWriterAsync(FileSystemWriter):
                 size = 0
             if size < end:
                 raise CheckpointError(
-                    f"{path} should have {end} bytes, and has {size}: somebody has removed or "
-                    "changed it since it was written, so nothing is committed"
+                    f"{path} should have at least {end} bytes, but has {size}: another program "
+                    "has removed or changed it since it was written. Nothing was committed; save "
+                    "again"
                 )
 
-    def _own_prefix(self, prefix: str) -> str:
+    def _choose_prefix(self, prefix: str) -> str:
         if self.use_msc:
             return prefix
         if re.fullmatch(r"__\d+_", prefix):
-            prefix += self._given_tag
-        # Those of saves that have not made a file yet.
-        here = os.path.realpath(self.path)
+            prefix += self._tag_of_save
+        # Prefixes of saves that have not created their files yet.
+        directory = os.path.realpath(self.path)
         others = {
             writer.prefix
-            for writer in self._made
-            if writer is not self and os.path.realpath(writer.path) == here
+            for writer in self._planned
+            if writer is not self and os.path.realpath(writer.path) == directory
         }
         return _core.choose_prefix(self.directory, prefix, others)
 
-    def _results_of_worker(self) -> list[WriteResult]:
+    def _receive_results(self) -> list[WriteResult]:
         where = f"rank {own_rank()}, files {self.prefix}* in {self.checkpoint_id}"
         if self._failure is not None:
             raise RuntimeError(f"Worker failure: {self._failure} ({where})") from self._failure
         if self.results_queue is None:
-            self._hand_over()
+            self._hand_over_lease()
             return []
         task = self._task
         try:
@@ -459,23 +486,23 @@ class FileSystemWriterAsync(FileSystemWriter):
         except queue.Empty:
             if task is None or not task.is_cancelled:
                 raise RuntimeError(
-                    f"results_queue should not be empty: {where}: the worker has ended without a "
-                    "word, or has not begun; look whether it was killed"
+                    f"results_queue should not be empty: {where}: the worker exited without "
+                    "reporting a result, or never started; check whether it was killed"
                 ) from None
             outcome = None
         if task is not None:
-            outcome = task.take(outcome)
-        # Whatever it has written is there by now, or has gone.
-        self._made.discard(self)
+            outcome = task.claim(outcome)
+        # Its files exist by now, or were deleted.
+        self._planned.discard(self)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = [result for of_file in outcome.values() for result in of_file]
-        self._hand_over()
+        self._hand_over_lease()
         expected = len(task.items) if task is not None else 0
         if len(results) != expected:
             raise RuntimeError(
                 f"Incomplete worker results (expected {expected}, got {len(results)}): {where}; "
-                "this probably means that the worker has failed"
+                "check the worker's log and save again"
             )
         return results
 
@@ -483,14 +510,14 @@ class FileSystemWriterAsync(FileSystemWriter):
 def _outcome_of(
     staged: Staged, transform_list: list[_StorageWriterTransforms]
 ) -> Results | Exception:
-    """Waits for the end of what is staged, or stages it; never raises."""
+    """Waits for the end of a task, staged or not. Returns an error instead of raising it."""
     try:
         task = FileSystemWriterAsync.preload_tensors(staged)
         if not isinstance(task, WriteTask):
             return {}
         return task.outcome(transform_list[0] if transform_list else None)
     except Exception as error:
-        return portable(error)
+        return make_portable(error)
 
 
 def _msc() -> Any:
@@ -498,6 +525,7 @@ def _msc() -> Any:
         import multistorageclient  # type: ignore[import-not-found]
     except ImportError as error:
         raise CheckpointError(
-            "use_msc=True needs the package multi-storage-client, which is not installed"
+            "use_msc=True needs the package multi-storage-client, which is not installed; install "
+            "it with pip install multi-storage-client"
         ) from error
     return multistorageclient

@@ -46,6 +46,9 @@ from torch_ckpt.saving.unchanged import UnchangedDetector
 
 T = TypeVar("T")
 
+#: The error of the engine, in csrc/engine/save_session.cpp.
+_INHERITED = "the save belongs to the process that forked this one; wait for it in that process"
+
 
 class _Reporting(Future[T]):
     """A future of a save, which records that its error has been seen."""
@@ -244,7 +247,7 @@ class Job:
     def disown(self) -> None:
         """Completes the futures in a forked child, whose parent runs the save."""
         self.inherited = True
-        error = CheckpointError("this save belongs to the process that forked this one")
+        error = CheckpointError(_INHERITED)
         # New futures: the locks of the old ones may have been held during the fork.
         self.write.staged, self.committed = Future(), Future()
         self.write.staged.set_exception(error)
@@ -306,7 +309,7 @@ class Job:
 def wait_for(future: Future[T], timeout: float | None, what: str, job: Job) -> T:
     """Waits for a future of a job. Raises TimeoutError with the job's path if the time is up."""
     if job.inherited:
-        raise CheckpointError("this save belongs to the process that forked this one")
+        raise CheckpointError(_INHERITED)
     try:
         return future.result(timeout)
     except CheckpointFailed as error:

@@ -251,7 +251,7 @@ def test_what_another_package_has_imported_by_name_is_left_and_named(
     monkeypatch.setitem(sys.modules, "trainer", trainer)
     install()
     assert trainer.Writer is theirs
-    assert "trainer.Writer was there before install(), and stays theirs" in caplog.text
+    assert "trainer.Writer existed before install() and was not replaced" in caplog.text
 
 
 def test_what_is_looked_up_at_each_save_is_ours(packages: Packages) -> None:
@@ -290,7 +290,7 @@ def test_a_queue_with_saves_under_way_stays_and_is_named(
     theirs.calls = 1
     install()
     assert strategy("base").async_calls is theirs
-    assert f"{STRATEGIES}.base.async_calls was there before install()" in caplog.text
+    assert f"{STRATEGIES}.base.async_calls existed before install()" in caplog.text
 
 
 def test_a_second_install_is_like_the_first(packages: Packages) -> None:
@@ -347,7 +347,7 @@ def test_uninstall_leaves_what_somebody_else_has_replaced(
     strategy("filesystem_async").FileSystemWriterAsync = other
     uninstall()
     assert strategy("filesystem_async").FileSystemWriterAsync is other
-    assert "it was replaced again" in caplog.text
+    assert "other code has replaced it" in caplog.text
 
 
 def test_a_queue_of_ours_with_saves_under_way_is_put_back_once_they_are_finalized(
@@ -405,7 +405,7 @@ def test_a_package_that_fails_to_import_is_named_with_the_reason(
     assert lines
     assert all(line.startswith(ASYNC_CKPT) for line in lines)
     assert (
-        "left alone: Megatron-core cannot be imported: "
+        "not replaced: Megatron-core cannot be imported: "
         "AssertionError: Minimum required nvrx is 0.6.0" in caplog.text
     )
 

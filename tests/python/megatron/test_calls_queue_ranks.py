@@ -35,7 +35,7 @@ def test_a_function_that_does_not_move_is_given_up(gate: Gate, no_dist: bool) ->
         calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=no_dist)
     cause = cause_of(error.value)
     assert isinstance(cause, TimeoutError)
-    assert re.search(r"rank 0: call 0 has not moved for 0\.3 s .its function.", str(cause))
+    assert re.search(r"rank 0: call 0 made no progress for 0\.3 s .its function.", str(cause))
     assert "AsyncCallsQueue(timeout=...)" in str(cause)
     assert calls_queue.get_num_unfinalized_calls() == 0
 

@@ -229,7 +229,7 @@ def test_a_writer_may_be_used_again_while_its_aborted_save_comes_to_an_end(
     writer = FileSystemWriterAsync(tmp_path / "c")
     calls_queue.schedule_async_request(request_of(planned(small_state(), writer)))
     held_at_the_end.wait()
-    aborted = calls_queue._calls[0].stage.writes[0]
+    aborted = calls_queue._calls[0].staged.writes[0]
     calls_queue.close(abort=True)
     again = planned(small_state(5), writer)
     held_at_the_end.open()

@@ -143,7 +143,9 @@ def test_a_coordinator_without_metadata_is_told_what_to_do(tmp_path: Path) -> No
         site.save(tensors(seed), tmp_path / f"c{seed}")
     (writer, _, wrapper), _ = site.plan(tensors(2), tmp_path / "c")
     here(writer)
-    with pytest.raises(CheckpointException, match="that of the save whose plan is used again"):
+    with pytest.raises(
+        CheckpointException, match="pass the metadata of the save whose plan is reused"
+    ):
         save_state_dict_async_finalize(writer, None, wrapper)
     assert os.listdir(tmp_path / "c") == []
 
@@ -176,7 +178,7 @@ def test_a_state_that_is_not_the_known_plans_fails_the_save_by_name(
     here(finalizing[0])
     with pytest.raises(CheckpointException, match=told) as error:
         save_state_dict_async_finalize(*finalizing)
-    assert "the state dict is not the one of the cached plan" in str(error.value)
+    assert "the state dict has changed since the cached plan was made" in str(error.value)
     assert_checkpoint(tmp_path / "c", tensors(1))
 
 

@@ -51,7 +51,7 @@ from torch_ckpt.megatron import (
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
-from torch_ckpt.megatron.write_task import Stage
+from torch_ckpt.megatron.write_task import StagedWrites
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -147,7 +147,7 @@ def test_tasks_of_several_writers_are_refused(tmp_path: Path) -> None:
         writer = FileSystemWriterAsync(tmp_path / name)
         planned(small_state(), writer)
         tasks += writer.write_buckets or []
-    with pytest.raises(ValueError, match="write_buckets of one writer are one task"):
+    with pytest.raises(ValueError, match="cannot stage 2 write tasks at once"):
         FileSystemWriterAsync.preload_tensors(tasks)
 
 
@@ -181,9 +181,9 @@ def test_what_was_staged_before_is_cancelled_by_who_stages_it_again(tmp_path: Pa
     _, preload, _ = writer.get_save_function_and_args()
     assert preload is not None
     first = preload()
-    with Stage() as stage:
+    with StagedWrites() as staged:
         preload()
-    assert stage.writes == [first]
+    assert staged.writes == [first]
 
 
 def test_a_staged_task_that_is_sent_elsewhere_is_told_to_have_no_values(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_staged_task_that_is_sent_elsewhere_is_told_to_have_no_values(tmp_path
     preload()
     arguments[1] = pickle.loads(pickle.dumps(preload))()
     function(*arguments)
-    assert "were let go of when they were staged" in str(failure_of(writer))
+    assert "the values were released when another process" in str(failure_of(writer))
 
 
 def test_what_another_process_has_written_is_not_removed_when_it_is_cancelled_there(
@@ -221,7 +221,7 @@ def test_a_task_that_cannot_be_staged_is_told_and_not_raised(tmp_path: Path) -> 
     assert function is not None
     arguments[1] = [arguments[1]] * 2
     function(*arguments)
-    assert "Worker failure: write_buckets of one writer are one task" in str(failure_of(writer))
+    assert "Worker failure: cannot stage 2 write tasks at once" in str(failure_of(writer))
 
 
 def test_results_go_to_the_queue_that_the_caller_gives(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_child_of_a_parent_that_has_no_channel_is_told(tmp_path: Path, gate: G
         arguments[1] = preload()
         is_staged = True
         in_child("fork", function, *arguments)
-        assert "no descriptors for a channel" in str(failure_of(writer))
+        assert "no file descriptors for a channel" in str(failure_of(writer))
         # In the parent the save is as well as ever.
         gate.open()
         function(*arguments)

@@ -208,7 +208,7 @@ def test_only_the_process_that_made_the_queue_takes_of_it() -> None:
     results = ResultsQueue()
 
     def work() -> None:
-        with pytest.raises(CheckpointError, match="only process"):
+        with pytest.raises(CheckpointError, match="the results queue belongs to process"):
             results.get_nowait()
 
     in_fork(work)
@@ -394,7 +394,7 @@ def test_what_was_taken_takes_no_memory() -> None:
     results = ResultsQueue()
     in_fork(lambda: results.put(bytes(1 << 20)))
     results.get()
-    memory = results._publish().address[1]
+    memory = results._open_channel().address[1]
     assert os.stat(f"/proc/self/fd/{memory}").st_size < 100
 
 

@@ -1,4 +1,4 @@
-"""The packages whose shapes we have, and the modules in which they define their names."""
+"""The packages whose names ``install`` replaces, and the modules that define these names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WRITER = "FileSystemWriterAsync"
 READER = "CachedMetadataFileSystemReader"
 QUEUE = "AsyncCallsQueue"
 
-# By their name, ours. Not every version has all of them; those that one lacks are left out.
+# Our name by theirs. Not every version of a package defines all of them.
 _NAMES = {
     name: name
     for name in (
@@ -36,15 +36,15 @@ _NVRX_NAMES = _NAMES | {
 
 
 @dataclass(frozen=True)
-class Peer:
+class ReplacedPackage:
     """A package whose names are replaced.
 
     Attributes:
-        title: for messages.
-        package: holds the modules that define the names.
-        modules: relative to the package.
-        names: theirs, and ours.
-        ours: the module that users import ours from.
+        title: name of the package in messages.
+        package: the Python package that contains ``modules``.
+        modules: modules that define the names, relative to ``package``.
+        names: our name by theirs.
+        ours: the module that users import our names from.
     """
 
     title: str
@@ -54,8 +54,8 @@ class Peer:
     ours: str
 
 
-PEERS = (
-    Peer(
+REPLACED_PACKAGES = (
+    ReplacedPackage(
         "Megatron-core",
         "megatron.core.dist_checkpointing.strategies",
         (
@@ -67,7 +67,7 @@ PEERS = (
         _NAMES,
         "torch_ckpt.megatron",
     ),
-    Peer(
+    ReplacedPackage(
         "nvidia-resiliency-ext",
         "nvidia_resiliency_ext.checkpointing.async_ckpt",
         (

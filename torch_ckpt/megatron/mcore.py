@@ -1,4 +1,4 @@
-"""The functions and classes that Megatron-core calls, in its shapes."""
+"""The classes and functions that replace those of Megatron-core."""
 
 from torch_ckpt.megatron.cached_reader import CachedMetadataFileSystemReader
 from torch_ckpt.megatron.calls_queue import AsyncCallsQueue
