@@ -1,4 +1,4 @@
-"""A reader that keeps decoded metadata: as long as the file is the same, and nothing else."""
+"""The reader that caches decoded metadata, as long as the file does not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"
 
 @pytest.fixture(autouse=True)
 def decoded() -> Iterator[list[str]]:
-    """The metadata that has been decoded; nothing is kept before and after."""
+    """Paths of the metadata files decoded during a test. The cache is empty before and after."""
     files: list[str] = []
 
     def note(operation: str, path: str) -> None:
@@ -59,7 +59,7 @@ def test_metadata_is_decoded_once_for_all_readers(tmp_path: Path, decoded: list[
     assert decoded == [str(path / ".metadata")]
 
 
-def test_a_checkpoint_that_was_replaced_is_read_anew(tmp_path: Path, decoded: list[str]) -> None:
+def test_a_replaced_checkpoint_is_decoded_again(tmp_path: Path, decoded: list[str]) -> None:
     path = checkpoint(tmp_path / "c")
     load_cached(path)
     checkpoint(path, seed=1)
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_was_replaced_is_read_anew(tmp_path: Path, decoded: li
     assert len(decoded) == 1
 
 
-def test_a_checkpoint_that_has_gone_is_gone(tmp_path: Path) -> None:
+def test_a_deleted_checkpoint_is_not_found_in_the_cache(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
     load_cached(path)
     (path / ".metadata").unlink()
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_has_gone_is_gone(tmp_path: Path) -> None:
         load_cached(path)
 
 
-def test_damage_that_comes_later_is_found(tmp_path: Path) -> None:
+def test_damage_after_caching_is_detected(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
     load_cached(path)
     flip_bit(path / ".metadata", byte=40, bit=3)
@@ -85,7 +85,7 @@ def test_damage_that_comes_later_is_found(tmp_path: Path) -> None:
         CachedMetadataFileSystemReader(path).read_metadata()
 
 
-def test_all_names_of_a_directory_are_one(
+def test_all_paths_of_a_directory_share_one_cache_entry(
     tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint(tmp_path / "c")
@@ -96,7 +96,7 @@ def test_all_names_of_a_directory_are_one(
     assert len(decoded) == 1
 
 
-def test_the_last_two_checkpoints_are_kept(tmp_path: Path, decoded: list[str]) -> None:
+def test_the_last_two_checkpoints_are_cached(tmp_path: Path, decoded: list[str]) -> None:
     paths = [checkpoint(tmp_path / name, seed) for seed, name in enumerate("abc")]
     for path in paths:
         load_cached(path)
@@ -108,7 +108,9 @@ def test_the_last_two_checkpoints_are_kept(tmp_path: Path, decoded: list[str]) -
     assert decoded == [str(paths[0] / ".metadata")]
 
 
-def test_one_checkpoints_metadata_may_be_forgotten(tmp_path: Path, decoded: list[str]) -> None:
+def test_clearing_one_checkpoint_keeps_the_others_cached(
+    tmp_path: Path, decoded: list[str]
+) -> None:
     one, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other", 1)
     load_cached(one)
     load_cached(other)
@@ -120,7 +122,7 @@ def test_one_checkpoints_metadata_may_be_forgotten(tmp_path: Path, decoded: list
     assert decoded == [str(one / ".metadata")]
 
 
-def test_all_may_be_forgotten(tmp_path: Path, decoded: list[str]) -> None:
+def test_clearing_the_cache_removes_all_checkpoints(tmp_path: Path, decoded: list[str]) -> None:
     path = checkpoint(tmp_path / "c")
     load_cached(path)
     decoded.clear()
@@ -132,7 +134,7 @@ def test_all_may_be_forgotten(tmp_path: Path, decoded: list[str]) -> None:
 @pytest.mark.parametrize(
     "options", [{"cache_metadata": False}, {"allow_pickle": True}, {"zero_fill": True}], ids=str
 )
-def test_nothing_is_kept_and_nothing_kept_is_used_with(
+def test_the_cache_is_neither_read_nor_filled_with(
     tmp_path: Path, decoded: list[str], options: Any
 ) -> None:
     path = checkpoint(tmp_path / "c")
@@ -148,19 +150,19 @@ def test_nothing_is_kept_and_nothing_kept_is_used_with(
     assert len(decoded) == 1
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_whether_it_is_kept_may_be_said_by_the_second_argument(
-    tmp_path: Path, decoded: list[str], kept: bool
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_second_positional_argument_enables_the_cache(
+    tmp_path: Path, decoded: list[str], cached: bool
 ) -> None:
     path = checkpoint(tmp_path / "c")
     decoded.clear()
     for _ in range(2):
-        metadata = CachedMetadataFileSystemReader(path, kept).read_metadata()
-        assert metadata.state_dict_metadata  # torch's objects are made where somebody looks
-    assert len(decoded) == (1 if kept else 2)
+        metadata = CachedMetadataFileSystemReader(path, cached).read_metadata()
+        assert metadata.state_dict_metadata  # decoded on first access
+    assert len(decoded) == (1 if cached else 2)
 
 
-def test_what_a_reader_gets_may_be_given_other_files(tmp_path: Path) -> None:
+def test_a_changed_copy_of_the_metadata_does_not_change_the_cache(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
     metadata = CachedMetadataFileSystemReader(path).read_metadata()
     metadata.storage_data = {}
@@ -172,7 +174,7 @@ def test_what_a_reader_gets_may_be_given_other_files(tmp_path: Path) -> None:
     assert again.storage_meta.checkpoint_id == str(path)
 
 
-def test_each_load_has_an_identity_of_its_own(tmp_path: Path) -> None:
+def test_each_load_has_its_own_load_id(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
     readers = [CachedMetadataFileSystemReader(path) for _ in range(2)]
     read = [one.read_metadata() for one in readers]
@@ -181,7 +183,7 @@ def test_each_load_has_an_identity_of_its_own(tmp_path: Path) -> None:
         assert metadata.storage_meta.load_id == one.load_id
 
 
-def test_a_save_by_kept_metadata_leaves_what_is_kept_alone(tmp_path: Path) -> None:
+def test_a_save_that_reuses_cached_metadata_does_not_change_the_cache(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
     metadata = CachedMetadataFileSystemReader(path).read_metadata()
     writer = async_saves.FileSystemWriterAsync(tmp_path / "d")
@@ -194,7 +196,7 @@ def test_a_save_by_kept_metadata_leaves_what_is_kept_alone(tmp_path: Path) -> No
     assert_equal(loaded, state(1))
 
 
-def test_readers_of_tensors_that_are_partly_wanted_get_their_part(tmp_path: Path) -> None:
+def test_part_of_a_checkpoint_loads_from_cached_metadata(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
     for _ in range(2):
         loaded = {"t1": torch.zeros(100, 8)}
@@ -202,7 +204,7 @@ def test_readers_of_tensors_that_are_partly_wanted_get_their_part(tmp_path: Path
         assert_equal(loaded, {"t1": state()["t1"]})
 
 
-def test_no_descriptor_is_left(tmp_path: Path) -> None:
+def test_a_cached_load_leaves_no_descriptor_open(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
     load_cached(path)
     before = os.listdir("/proc/self/fd")

@@ -1,4 +1,4 @@
-"""The queue of asynchronous calls: what runs, in which order, and errors."""
+"""The queue of asynchronous calls: functions, their order, and their errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest, FileSystemWriterA
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
 
-def test_any_function_runs_with_its_arguments(calls_queue: AsyncCallsQueue) -> None:
-    lock = threading.Lock()  # nothing is pickled
+def test_a_function_that_cannot_be_pickled_runs_with_its_arguments(
+    calls_queue: AsyncCallsQueue,
+) -> None:
+    lock = threading.Lock()  # cannot be pickled
     got: list[Any] = []
     calls_queue.schedule_async_request(
         AsyncRequest(
@@ -39,7 +41,7 @@ def test_bound_methods_run(calls_queue: AsyncCallsQueue) -> None:
     assert got == [7]
 
 
-def test_what_the_preload_function_returns_is_the_second_argument(
+def test_the_result_of_the_preload_function_is_the_second_argument(
     calls_queue: AsyncCallsQueue,
 ) -> None:
     got: list[Any] = []
@@ -50,7 +52,7 @@ def test_what_the_preload_function_returns_is_the_second_argument(
     assert got == [1, "preloaded", 3]
 
 
-def test_the_preload_function_has_run_when_the_call_is_scheduled(
+def test_the_preload_function_runs_while_the_call_is_scheduled(
     calls_queue: AsyncCallsQueue, gate: Gate
 ) -> None:
     ran: list[int] = []
@@ -60,7 +62,7 @@ def test_the_preload_function_has_run_when_the_call_is_scheduled(
     assert ran == [threading.get_ident()]
 
 
-def test_a_request_of_a_rank_that_has_nothing_to_do_is_finalized(
+def test_a_request_without_a_function_is_finalized(
     calls_queue: AsyncCallsQueue,
 ) -> None:
     finalized: list[int] = []
@@ -99,7 +101,7 @@ def test_calls_are_numbered_and_finalized_in_order(calls_queue: AsyncCallsQueue)
     assert done == ["0a", "0b", "1a", "1b", "2a", "2b"]
 
 
-def test_a_poll_does_not_wait_and_finalizes_what_has_ended(
+def test_a_poll_finalizes_ended_calls_without_waiting(
     calls_queue: AsyncCallsQueue, gate: Gate
 ) -> None:
     calls_queue.schedule_async_request(request(gate))
@@ -113,7 +115,7 @@ def test_a_poll_does_not_wait_and_finalizes_what_has_ended(
     assert finalized == [0]
 
 
-def test_the_first_poll_after_its_end_finalizes_a_call_of_a_rank_alone(
+def test_a_single_rank_finalizes_at_the_first_poll_after_the_end(
     calls_queue: AsyncCallsQueue,
 ) -> None:
     for number in range(20):
@@ -126,7 +128,9 @@ def test_an_empty_queue_has_nothing_to_finalize(calls_queue: AsyncCallsQueue) ->
     assert calls_queue.maybe_finalize_async_calls(blocking=True) == []
 
 
-def test_what_a_function_had_is_let_go_of_when_it_has_ended(calls_queue: AsyncCallsQueue) -> None:
+def test_the_arguments_of_a_function_are_released_when_it_has_ended(
+    calls_queue: AsyncCallsQueue,
+) -> None:
     class Large:
         pass
 
@@ -139,7 +143,7 @@ def test_what_a_function_had_is_let_go_of_when_it_has_ended(calls_queue: AsyncCa
 
 
 class OldRequest(NamedTuple):
-    """Of a version that knows neither preload functions nor keyword arguments."""
+    """Request of a version without preload functions and keyword arguments."""
 
     async_fn: Any
     async_fn_args: Any
@@ -200,7 +204,7 @@ def test_two_requests_do_not_share_keyword_arguments() -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_the_error_of_a_function_is_raised_when_it_is_finalized(
+def test_the_error_of_a_function_is_raised_by_finalizing(
     calls_queue: AsyncCallsQueue, blocking: bool
 ) -> None:
     finalized: list[int] = []
@@ -215,7 +219,7 @@ def test_the_error_of_a_function_is_raised_when_it_is_finalized(
     assert calls_queue.get_num_unfinalized_calls() == 0
 
 
-def test_the_error_of_a_preload_function_is_raised_when_it_is_finalized(
+def test_the_error_of_a_preload_function_is_raised_by_finalizing(
     calls_queue: AsyncCallsQueue,
 ) -> None:
     ran: list[int] = []
@@ -226,7 +230,7 @@ def test_the_error_of_a_preload_function_is_raised_when_it_is_finalized(
     assert ran == []
 
 
-def test_the_error_of_a_finalize_function_is_raised_as_it_is(calls_queue: AsyncCallsQueue) -> None:
+def test_the_error_of_a_finalize_function_is_raised_unchanged(calls_queue: AsyncCallsQueue) -> None:
     done: list[int] = []
     of_call = [lambda: done.append(1), fail, lambda: done.append(2)]
     calls_queue.schedule_async_request(request(print, finalize=of_call))
@@ -236,7 +240,7 @@ def test_the_error_of_a_finalize_function_is_raised_as_it_is(calls_queue: AsyncC
     assert calls_queue.get_num_unfinalized_calls() == 0
 
 
-def test_calls_after_one_that_failed_are_finalized_by_the_next_poll(
+def test_the_poll_after_a_failed_call_finalizes_the_next_calls(
     calls_queue: AsyncCallsQueue,
 ) -> None:
     calls_queue.schedule_async_request(request(fail))
@@ -248,7 +252,7 @@ def test_calls_after_one_that_failed_are_finalized_by_the_next_poll(
 
 
 @pytest.mark.parametrize("no_dist", [False, True])
-def test_a_blocking_poll_finalizes_the_calls_after_one_that_failed(
+def test_a_blocking_poll_finalizes_the_calls_after_a_failed_one(
     calls_queue: AsyncCallsQueue, no_dist: bool
 ) -> None:
     finalized: list[int] = []
@@ -260,7 +264,7 @@ def test_a_blocking_poll_finalizes_the_calls_after_one_that_failed(
     assert calls_queue.get_num_unfinalized_calls() == 0
 
 
-def test_a_close_commits_the_save_after_a_call_that_failed(
+def test_close_commits_the_save_after_a_failed_call(
     calls_queue: AsyncCallsQueue, tmp_path: Path
 ) -> None:
     calls_queue.schedule_async_request(request(fail))
@@ -270,7 +274,7 @@ def test_a_close_commits_the_save_after_a_call_that_failed(
     assert_saved(tmp_path / "c")
 
 
-def test_a_close_raises_the_first_of_several_errors_and_logs_the_others(
+def test_close_raises_the_first_of_several_errors_and_logs_the_others(
     calls_queue: AsyncCallsQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     for text in ("the first", "the second"):
@@ -284,22 +288,24 @@ def test_a_close_raises_the_first_of_several_errors_and_logs_the_others(
     assert second == "call 2 was not finalized: the third"
 
 
-def test_an_error_that_cannot_be_pickled_is_told_by_its_text(calls_queue: AsyncCallsQueue) -> None:
+def test_an_error_that_cannot_be_pickled_is_raised_with_its_text(
+    calls_queue: AsyncCallsQueue,
+) -> None:
     class Local(Exception):
         def __init__(self) -> None:
-            super().__init__("of a class that nobody can import")
+            super().__init__("of a class that cannot be imported")
             self.lock = threading.Lock()
 
     def function() -> None:
         raise Local
 
     calls_queue.schedule_async_request(request(function))
-    with pytest.raises(CheckpointException, match="Local: of a class that nobody can import"):
+    with pytest.raises(CheckpointException, match="Local: of a class that cannot be imported"):
         calls_queue.maybe_finalize_async_calls(blocking=True)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_a_function_that_would_end_the_process_ends_its_call(
+def test_an_exit_in_a_function_fails_only_its_call(
     calls_queue: AsyncCallsQueue, error: type[BaseException]
 ) -> None:
     def function() -> None:
@@ -310,16 +316,16 @@ def test_a_function_that_would_end_the_process_ends_its_call(
         calls_queue.maybe_finalize_async_calls(blocking=True)
 
 
-def test_a_preload_function_without_a_place_is_told(calls_queue: AsyncCallsQueue) -> None:
+def test_a_preload_function_with_one_argument_fails_the_call(calls_queue: AsyncCallsQueue) -> None:
     calls_queue.schedule_async_request(request(print, 1, preload_fn=dict))
     with pytest.raises(CheckpointException, match="at least two arguments"):
         calls_queue.maybe_finalize_async_calls(blocking=True)
 
 
-# --- at once -------------------------------------------------------------------------------------
+# --- execute_sync --------------------------------------------------------------------------------
 
 
-def test_a_request_runs_at_once() -> None:
+def test_execute_sync_runs_all_functions_of_a_request() -> None:
     done: list[Any] = []
     made = AsyncRequest(
         lambda *args, **kwargs: done.append((args, kwargs)),
@@ -332,14 +338,14 @@ def test_a_request_runs_at_once() -> None:
     assert done == [((1, 2, 3), {"more": 4}), "finalized"]
 
 
-def test_a_request_of_a_rank_that_has_nothing_to_do_runs_at_once() -> None:
+def test_execute_sync_runs_a_request_without_a_function() -> None:
     done: list[int] = []
     AsyncRequest(None, (), [lambda: done.append(1)]).execute_sync()
     assert done == [1]
 
 
 @pytest.mark.parametrize("of", ["function", "preload function"])
-def test_what_fails_at_once_is_not_finalized(of: str) -> None:
+def test_execute_sync_does_not_finalize_after_an_error(of: str) -> None:
     done: list[int] = []
     finalize = [lambda: done.append(1)]
     made = request(fail, finalize=finalize)
@@ -350,6 +356,6 @@ def test_what_fails_at_once_is_not_finalized(of: str) -> None:
     assert done == []
 
 
-def test_a_save_at_once_is_a_checkpoint(tmp_path: Path) -> None:
+def test_execute_sync_saves_a_checkpoint(tmp_path: Path) -> None:
     request_of(planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))).execute_sync()
     assert_saved(tmp_path / "c")

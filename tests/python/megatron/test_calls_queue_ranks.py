@@ -1,4 +1,4 @@
-"""The queue of asynchronous calls: calls that hang, and several ranks."""
+"""The queue of asynchronous calls: hanging calls, and several ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torch_ckpt.megatron import AsyncCallsQueue, FileSystemWriterAsync
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
 
-#: Seconds after which a call of a test is given up, where one is; else tests do not wait for it.
+#: Timeout in seconds of calls that must time out; other tests do not wait for it.
 SHORT = 0.3
 
 
 @pytest.mark.parametrize("no_dist", [False, True])
-def test_a_function_that_does_not_move_is_given_up(gate: Gate, no_dist: bool) -> None:
+def test_a_function_without_progress_times_out(gate: Gate, no_dist: bool) -> None:
     calls_queue = AsyncCallsQueue(timeout=SHORT)
     calls_queue.schedule_async_request(request(gate))
     with pytest.raises(CheckpointException) as error:
@@ -40,7 +40,7 @@ def test_a_function_that_does_not_move_is_given_up(gate: Gate, no_dist: bool) ->
     assert calls_queue.get_num_unfinalized_calls() == 0
 
 
-def test_a_save_that_does_not_move_is_given_up_with_files_and_phase(
+def test_the_timeout_of_a_save_names_files_and_phase(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
     calls_queue = AsyncCallsQueue(timeout=SHORT)
@@ -55,9 +55,7 @@ def test_a_save_that_does_not_move_is_given_up_with_files_and_phase(
     eventually(lambda: is_empty(tmp_path / "c"))
 
 
-def test_writing_in_python_that_does_not_move_is_given_up_with_files_and_items(
-    tmp_path: Path, gate: Gate
-) -> None:
+def test_the_timeout_of_a_write_in_python_names_files_and_items(tmp_path: Path, gate: Gate) -> None:
     def opening(path: str, mode: str) -> Any:
         if path.endswith("_1.distcp"):
             gate()
@@ -71,7 +69,7 @@ def test_writing_in_python_that_does_not_move_is_given_up_with_files_and_items(
     assert f"files __0_* in {tmp_path / 'c'}: writing in Python, 2 of 4 items written" in text
 
 
-def test_a_function_whose_thread_works_is_not_given_up() -> None:
+def test_a_function_that_uses_processor_time_does_not_time_out() -> None:
     def work() -> None:
         begun = time.monotonic()
         while time.monotonic() < begun + 3 * SHORT:
@@ -82,12 +80,12 @@ def test_a_function_whose_thread_works_is_not_given_up() -> None:
     assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0]
 
 
-def test_a_save_in_python_threads_that_writes_is_not_given_up(tmp_path: Path) -> None:
-    # The thread that waits for the others takes no time of its own.
+def test_a_slow_write_in_python_threads_does_not_time_out(tmp_path: Path) -> None:
+    # The thread that waits for the writing threads uses no processor time.
     never = threading.Event()
 
     class Stream:
-        """Lets an item through a few times in a timeout."""
+        """Stream that writes a few items within a timeout."""
 
         def __init__(self, path: str, mode: str) -> None:
             self._file = open(path, mode)  # noqa: SIM115  (closed by __exit__)
@@ -122,7 +120,7 @@ def test_a_save_in_python_threads_that_writes_is_not_given_up(tmp_path: Path) ->
 
 
 def on_two_ranks(work: Callable[[int, AsyncCallsQueue], Any]) -> list[Any]:
-    """By rank what its work returned or raised."""
+    """Returns the result or error of each rank."""
     return on_ranks(2, lambda rank: work(rank, AsyncCallsQueue(timeout=LIMIT)))
 
 
@@ -144,7 +142,7 @@ def test_a_failure_on_one_rank_raises_on_both() -> None:
         assert "refused" in str(outcome)
 
 
-def test_ranks_that_finalize_different_calls_are_told() -> None:
+def test_ranks_that_finalize_different_calls_get_an_error() -> None:
     def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
         for _ in range(rank):
             calls_queue.schedule_async_request(request(print))
@@ -157,23 +155,23 @@ def test_ranks_that_finalize_different_calls_are_told() -> None:
         assert "Unmatched async calls: rank 0 call 0, rank 1 call 1" in str(outcome)
 
 
-def test_without_the_others_what_has_ended_here_is_finalized() -> None:
-    other_is_through = context.Event()
+def test_no_dist_finalizes_a_call_before_it_ends_on_other_ranks() -> None:
+    rank_0_is_done = context.Event()
 
     def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
         calls_queue.schedule_async_request(request(print))
         if rank == 0:
             # Rank 1 has neither scheduled nor polled.
             finalized = calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
-            other_is_through.set()
+            rank_0_is_done.set()
             return finalized
-        assert other_is_through.wait(LIMIT)
+        assert rank_0_is_done.wait(LIMIT)
         return calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
 
     assert on_two_ranks(work) == [[0], [0]]
 
 
-def test_an_error_on_this_rank_is_raised_without_the_others() -> None:
+def test_no_dist_raises_an_error_on_the_failed_rank_only() -> None:
     def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
         calls_queue.schedule_async_request(request(fail if rank else print))
         return calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
@@ -183,34 +181,34 @@ def test_an_error_on_this_rank_is_raised_without_the_others() -> None:
     assert list(bad.failures) == [1]
 
 
-def test_the_first_poll_after_the_last_rank_s_end_finalizes_on_both() -> None:
+def test_both_ranks_finalize_at_the_first_poll_after_the_last_end() -> None:
     begun, ended = context.Barrier(2), context.Barrier(2)
 
     def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
-        gate, told = Gate(), threading.Event()
-        with calling({"part is posted": told.set}):
+        gate, posted = Gate(), threading.Event()
+        with calling({"part is posted": posted.set}):
             calls_queue.schedule_async_request(request(gate))
             assert calls_queue.maybe_finalize_async_calls() == []
             begun.wait(LIMIT)
             gate.open()
-            assert told.wait(LIMIT)
+            assert posted.wait(LIMIT)
         ended.wait(LIMIT)
         return calls_queue.maybe_finalize_async_calls()
 
     assert on_two_ranks(work) == [[0], [0]]
 
 
-def test_the_second_poll_finalizes_what_had_ended_before_the_first() -> None:
+def test_the_second_poll_finalizes_a_call_that_ended_before_the_first() -> None:
     ended = context.Barrier(2)
 
     def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
-        told = threading.Event()
-        with calling({"part is posted": told.set}):
+        posted = threading.Event()
+        with calling({"part is posted": posted.set}):
             calls_queue.schedule_async_request(request())
             finalized = calls_queue.maybe_finalize_async_calls()
-            assert told.wait(LIMIT)
+            assert posted.wait(LIMIT)
         ended.wait(LIMIT)
-        # By the first, where the ranks have been quick.
+        # The first poll may already finalize if both ranks were fast.
         return finalized + calls_queue.maybe_finalize_async_calls()
 
     assert on_two_ranks(work) == [[0], [0]]

@@ -1,4 +1,4 @@
-"""The queue of asynchronous calls: saves, and aborts in every phase of them."""
+"""The queue of asynchronous calls: saves, and aborts in each of their phases."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_saves_are_committed_in_order(calls_queue: AsyncCallsQueue, tmp_path: Pa
     assert_saved(tmp_path / "c", seed=3)
 
 
-def test_sources_may_change_when_the_call_is_scheduled(
+def test_sources_may_change_after_the_call_is_scheduled(
     calls_queue: AsyncCallsQueue, tmp_path: Path
 ) -> None:
     state = small_state()
@@ -62,37 +62,37 @@ def test_sources_may_change_when_the_call_is_scheduled(
     [(3, 5, 3), (None, 5, 5), (None, None, 7)],
     ids=["the queue", "the warm-up", "the writer"],
 )
-def test_priorities_are_those_of(
+def test_the_writing_threads_have_the_priority_set_for(
     tmp_path: Path, gate: Gate, by_queue: int | None, by_warm_up: int | None, seen: int
 ) -> None:
     class Fresh(AsyncCallsQueue):
-        """Which nobody has warmed up."""
+        """Queue class with its own default priorities."""
 
     if by_warm_up is not None:
         Fresh.warmup_persistent_caller(0, "spawn", cpu_priority=by_warm_up, io_priority=3)
     background = None if by_queue is None else Background(nice=by_queue)
     calls_queue = Fresh(persistent=True, background=background)
-    with priorities_of_writers(gate) as told:
+    with priorities_of_writers(gate) as priorities:
         schedule(calls_queue, tmp_path / "c", background=Background(nice=7))
         gate.open()
         calls_queue.close()
-    assert_priorities(told, seen)
+    assert_priorities(priorities, seen)
 
 
 @pytest.mark.parametrize(("io_priority", "is_idle"), [(None, True), (3, True), (2, False)])
-def test_the_io_class_is_idle_or_the_process_own(
+def test_the_io_class_is_idle_or_that_of_the_process(
     tmp_path: Path, gate: Gate, io_priority: int | None, is_idle: bool
 ) -> None:
     class Fresh(AsyncCallsQueue):
-        """Which nobody has warmed up."""
+        """Queue class with its own default priorities."""
 
     Fresh.warmup_persistent_caller(0, cpu_priority=4, io_priority=io_priority)
     calls_queue = Fresh()
-    with priorities_of_writers(gate) as told:
+    with priorities_of_writers(gate) as priorities:
         schedule(calls_queue, tmp_path / "c")
         gate.open()
         calls_queue.close()
-    assert_priorities(told, 4, is_idle)
+    assert_priorities(priorities, 4, is_idle)
 
 
 # --- abort ---------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_an_abort_while_another_thread_stages_leaves_no_file(
     assert_usable(calls_queue, tmp_path / "c")
 
 
-def test_an_abort_while_it_is_written_leaves_no_file(
+def test_an_abort_during_the_write_leaves_no_file(
     calls_queue: AsyncCallsQueue, tmp_path: Path, held_after_staging: Gate
 ) -> None:
     schedule(calls_queue, tmp_path / "c")
@@ -161,7 +161,7 @@ def test_an_abort_between_writing_and_finalizing_leaves_no_file(
     assert_usable(calls_queue, tmp_path / "c")
 
 
-def test_an_abort_of_writing_in_python_leaves_no_file(
+def test_an_abort_of_a_write_in_python_leaves_no_file(
     calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
 ) -> None:
     def opening(path: str, mode: str) -> Any:
@@ -178,7 +178,7 @@ def test_an_abort_of_writing_in_python_leaves_no_file(
 
 
 @pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "Python"])
-def test_an_abort_of_what_is_written_leaves_no_file_where_somebody_holds_the_plan(
+def test_an_abort_after_the_write_leaves_no_file_although_the_plan_is_referenced(
     calls_queue: AsyncCallsQueue, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c", **options))
@@ -191,13 +191,13 @@ def test_an_abort_of_what_is_written_leaves_no_file_where_somebody_holds_the_pla
 
 @pytest.fixture
 def held_at_the_end(gate: Gate) -> Iterator[Gate]:
-    """The engine has written everything, too late to be cancelled."""
+    """Gate at which the engine waits after it has written all files, too late to be cancelled."""
     with calling({"files are written": gate}):
         yield gate
         gate.open()
 
 
-def test_an_abort_that_comes_too_late_to_cancel_leaves_no_file_where_somebody_holds_the_plan(
+def test_an_abort_too_late_to_cancel_leaves_no_file_although_the_plan_is_referenced(
     calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate
 ) -> None:
     held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
@@ -209,7 +209,7 @@ def test_an_abort_that_comes_too_late_to_cancel_leaves_no_file_where_somebody_ho
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_a_save_that_was_aborted_cannot_be_finalized(
+def test_an_aborted_save_cannot_be_finalized(
     calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate, has_ended: bool
 ) -> None:
     finalizing = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
@@ -223,7 +223,7 @@ def test_a_save_that_was_aborted_cannot_be_finalized(
     assert not is_committed(tmp_path / "c")
 
 
-def test_a_writer_may_be_used_again_while_its_aborted_save_comes_to_an_end(
+def test_a_writer_can_be_reused_while_its_aborted_save_ends(
     calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
@@ -239,7 +239,7 @@ def test_a_writer_may_be_used_again_while_its_aborted_save_comes_to_an_end(
     assert_saved(tmp_path / "c", seed=5)
 
 
-def test_an_abort_keeps_what_somebody_has_finalized_by_hand(
+def test_an_abort_keeps_a_save_that_the_caller_has_finalized(
     calls_queue: AsyncCallsQueue, tmp_path: Path
 ) -> None:
     finalizing = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
@@ -250,7 +250,7 @@ def test_an_abort_keeps_what_somebody_has_finalized_by_hand(
     assert_saved(tmp_path / "c")
 
 
-def test_an_abort_keeps_the_checkpoint_that_was_there(
+def test_an_abort_keeps_the_previous_checkpoint(
     calls_queue: AsyncCallsQueue, tmp_path: Path, held_after_staging: Gate
 ) -> None:
     held_after_staging.open()
@@ -262,7 +262,7 @@ def test_an_abort_keeps_the_checkpoint_that_was_there(
     assert_saved(tmp_path / "c", seed=5)
 
 
-def test_an_abort_does_not_wait_for_a_function_of_others(
+def test_an_abort_does_not_wait_for_a_function_of_the_caller(
     calls_queue: AsyncCallsQueue, gate: Gate
 ) -> None:
     finalized: list[int] = []
@@ -276,15 +276,13 @@ def test_an_abort_does_not_wait_for_a_function_of_others(
 
 
 def test_calls_keep_their_numbers_after_an_abort(calls_queue: AsyncCallsQueue) -> None:
-    # Whoever compares numbers with other ranks, which aborted as well.
+    # Other ranks abort as well and compare the numbers.
     calls_queue.schedule_async_request(request(print))
     calls_queue.close(abort=True)
     assert calls_queue.schedule_async_request(request(print)) == 1
 
 
-def test_a_wait_in_another_thread_ends_with_an_abort(
-    calls_queue: AsyncCallsQueue, gate: Gate
-) -> None:
+def test_an_abort_ends_a_wait_in_another_thread(calls_queue: AsyncCallsQueue, gate: Gate) -> None:
     calls_queue.schedule_async_request(request(gate))
     gate.wait()
     call = calls_queue._calls[0]
@@ -296,7 +294,7 @@ def test_a_wait_in_another_thread_ends_with_an_abort(
             waiting.result(LIMIT)
 
 
-def test_what_another_thread_aborts_when_it_has_ended_is_not_finalized(
+def test_a_call_that_another_thread_aborts_after_its_end_is_not_finalized(
     calls_queue: AsyncCallsQueue,
 ) -> None:
     finalized: list[int] = []
@@ -314,7 +312,7 @@ def test_what_another_thread_aborts_when_it_has_ended_is_not_finalized(
     assert finalized == []
 
 
-def test_a_close_finalizes_and_the_queue_may_be_used_again(calls_queue: AsyncCallsQueue) -> None:
+def test_a_closed_queue_can_be_used_again(calls_queue: AsyncCallsQueue) -> None:
     finalized: list[int] = []
     for number in range(2):
         calls_queue.schedule_async_request(
@@ -324,7 +322,9 @@ def test_a_close_finalizes_and_the_queue_may_be_used_again(calls_queue: AsyncCal
     assert finalized == [0, 1]
 
 
-def test_a_queue_that_goes_with_calls_says_so(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_queue_deleted_with_calls_logs_an_error(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
     forgotten = AsyncCallsQueue()
     forgotten.schedule_async_request(request(gate))
     gate.wait()
@@ -334,7 +334,7 @@ def test_a_queue_that_goes_with_calls_says_so(gate: Gate, caplog: pytest.LogCapt
     assert "1 async calls were never finalized" in caplog.text
 
 
-def test_a_queue_that_goes_without_calls_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_queue_deleted_without_calls_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     used = AsyncCallsQueue()
     used.schedule_async_request(request(print))
     used.close()
@@ -344,7 +344,7 @@ def test_a_queue_that_goes_without_calls_says_nothing(caplog: pytest.LogCaptureF
     assert caplog.text == ""
 
 
-def test_control_c_while_it_is_staged_is_raised_and_fails_the_call(
+def test_control_c_during_staging_is_raised_and_fails_the_call(
     calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
 ) -> None:
     main = threading.get_ident()
@@ -359,7 +359,7 @@ def test_control_c_while_it_is_staged_is_raised_and_fails_the_call(
         gate.open()
     with pytest.raises(CheckpointException, match="KeyboardInterrupt"):
         calls_queue.maybe_finalize_async_calls(blocking=True)
-    # Its files go when it ends, which nobody waits for.
+    # The files are deleted when the write ends, in the background.
     eventually(lambda: is_empty(tmp_path / "c"))
     assert_usable(calls_queue, tmp_path / "c")
     assert len(data_files(tmp_path / "c")) == 1

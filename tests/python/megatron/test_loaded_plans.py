@@ -1,4 +1,4 @@
-"""Saves that use the metadata of a loaded checkpoint again, as a run does that resumes."""
+"""Saves that reuse the metadata of a loaded checkpoint, as in a resumed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_ckpt.megatron import (
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """Plans as Megatron's does, without meeting other ranks."""
+    """Plans like Megatron's planner, without an exchange between ranks."""
 
     can_run_decentralized_global_plan = True
 
@@ -36,7 +36,7 @@ def plan(
 
 
 def saved_plans(state: dict[str, Any], path: Path) -> list[SavePlan]:
-    """The plans in the metadata of a checkpoint that was saved and read."""
+    """Saves a checkpoint. Returns the plans in its metadata."""
     finalizing = plan(state, path)[0]
     save, preload, arguments = finalizing[0].get_save_function_and_args()
     arguments[1] = preload()
@@ -53,13 +53,13 @@ def state_of(rows: int) -> dict[str, Any]:
     }
 
 
-def test_the_plan_of_the_same_state_is_that_of_the_loaded_checkpoint(tmp_path: Path) -> None:
+def test_the_same_state_has_the_plan_of_the_loaded_checkpoint(tmp_path: Path) -> None:
     loaded = saved_plans(state_of(4), tmp_path / "before")
     *_, is_as_loaded = plan(state_of(4), tmp_path / "after", loaded)
     assert is_as_loaded
 
 
-def test_the_plan_of_another_shape_is_not_that_of_the_loaded_checkpoint(tmp_path: Path) -> None:
+def test_another_shape_has_another_plan_than_the_loaded_checkpoint(tmp_path: Path) -> None:
     loaded = saved_plans(state_of(4), tmp_path / "before")
     *_, is_as_loaded = plan(state_of(5), tmp_path / "after", loaded)
     assert not is_as_loaded

@@ -1,4 +1,4 @@
-"""Megatron's writer over the engine: right wherever its functions run, and its results told."""
+"""Megatron's writer: its functions in any process, their results, and their errors."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ pytestmark = [
 ]
 
 
-def test_a_save_is_right_wherever_its_functions_run(tmp_path: Path, caller: Caller) -> None:
+def test_a_save_is_correct_in_any_process(tmp_path: Path, caller: Caller) -> None:
     save(state_of(), tmp_path / "c", caller, thread_count=2)
     assert_checkpoint(tmp_path / "c", state_of())
     assert_tables_match(tmp_path / "c", read_metadata(tmp_path / "c"))
 
 
-def test_it_is_right_after_the_process_has_saved(tmp_path: Path, caller: Caller) -> None:
-    # The engine's threads and memory are there by then, and are not in a child.
+def test_a_save_is_correct_after_other_saves_of_the_process(tmp_path: Path, caller: Caller) -> None:
+    # The engine's threads and memory then exist in this process, but not in a child.
     torch_ckpt.save(state_of(1), tmp_path / "before")
     torch_ckpt.async_save(state_of(2), tmp_path / "in background").result()
     save(state_of(), tmp_path / "c", caller)
@@ -75,19 +75,19 @@ def test_it_is_right_after_the_process_has_saved(tmp_path: Path, caller: Caller)
     assert_checkpoint(tmp_path / "after", state_of(3))
 
 
-def test_it_replaces_a_checkpoint(tmp_path: Path, caller: Caller) -> None:
+def test_a_second_save_replaces_the_checkpoint(tmp_path: Path, caller: Caller) -> None:
     for seed in (1, 2):
         save(state_of(seed), tmp_path / "c", caller, thread_count=2)
     assert_checkpoint(tmp_path / "c", state_of(2))
-    # One for each file of the second save: those of the first one have gone.
+    # The files of the first save were deleted.
     assert len(names_in(tmp_path / "c")) == 2
 
 
 @pytest.mark.filterwarnings("ignore:an unused file could not be removed")
-def test_errors_of_the_engine_arrive_from_wherever_it_runs(tmp_path: Path, caller: Caller) -> None:
+def test_errors_of_the_engine_arrive_from_any_process(tmp_path: Path, caller: Caller) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=1)
     finalizing = planned(small_state(), writer)
-    # Where the file is to be, nothing else may be.
+    # A directory with the file's name.
     (tmp_path / "c" / "__0_0.distcp").mkdir()
     caller(writer)
     with pytest.raises(CheckpointException) as error:
@@ -97,7 +97,7 @@ def test_errors_of_the_engine_arrive_from_wherever_it_runs(tmp_path: Path, calle
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, ForkingPickler.dumps], ids=["pickle", "forking"])
-def test_what_is_to_run_elsewhere_can_be_pickled(
+def test_the_functions_of_a_save_can_be_pickled(
     tmp_path: Path, dumps: Callable[[Any], Any]
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", progress=print)
@@ -109,7 +109,7 @@ def test_what_is_to_run_elsewhere_can_be_pickled(
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_the_save_function_stages_what_was_not_preloaded(tmp_path: Path) -> None:
+def test_the_save_function_stages_a_task_that_was_not_preloaded(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = planned(state_of(), writer)
     function, _preload, arguments = writer.get_save_function_and_args()
@@ -120,7 +120,7 @@ def test_the_save_function_stages_what_was_not_preloaded(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("preloaded", [True, False])
-def test_the_tasks_may_be_given_in_a_list(tmp_path: Path, preloaded: bool) -> None:
+def test_the_save_function_accepts_write_buckets(tmp_path: Path, preloaded: bool) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = planned(small_state(), writer)
     function, _, arguments = writer.get_save_function_and_args()
@@ -141,7 +141,7 @@ def test_an_empty_list_of_tasks_gives_no_results(tmp_path: Path) -> None:
     assert got.get_nowait() == {}
 
 
-def test_tasks_of_several_writers_are_refused(tmp_path: Path) -> None:
+def test_tasks_of_several_writers_are_rejected(tmp_path: Path) -> None:
     tasks = []
     for name in "ab":
         writer = FileSystemWriterAsync(tmp_path / name)
@@ -152,7 +152,7 @@ def test_tasks_of_several_writers_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}])
-def test_what_is_staged_twice_is_staged_once(tmp_path: Path, options: StateDict) -> None:
+def test_staging_a_task_twice_stages_it_once(tmp_path: Path, options: StateDict) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", **options)
     finalizing = planned(small_state(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
@@ -175,7 +175,7 @@ def test_a_save_function_that_runs_twice_writes_once(tmp_path: Path) -> None:
     assert_checkpoint(tmp_path / "c", small_state())
 
 
-def test_what_was_staged_before_is_cancelled_by_who_stages_it_again(tmp_path: Path) -> None:
+def test_a_task_staged_again_is_listed_so_that_it_can_be_cancelled(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(small_state(), writer)
     _, preload, _ = writer.get_save_function_and_args()
@@ -186,7 +186,7 @@ def test_what_was_staged_before_is_cancelled_by_who_stages_it_again(tmp_path: Pa
     assert staged.writes == [first]
 
 
-def test_a_staged_task_that_is_sent_elsewhere_is_told_to_have_no_values(tmp_path: Path) -> None:
+def test_a_task_pickled_after_staging_reports_that_it_has_no_values(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(small_state(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
@@ -198,10 +198,10 @@ def test_a_staged_task_that_is_sent_elsewhere_is_told_to_have_no_values(tmp_path
     assert "the values were released when another process" in str(failure_of(writer))
 
 
-def test_what_another_process_has_written_is_not_removed_when_it_is_cancelled_there(
+def test_a_cancel_in_a_worker_process_keeps_the_files_it_has_written(
     tmp_path: Path,
 ) -> None:
-    # Whether somebody has committed it is known here only.
+    # Only this process knows whether the save was committed.
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = planned(small_state(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
@@ -214,7 +214,7 @@ def test_what_another_process_has_written_is_not_removed_when_it_is_cancelled_th
     assert_checkpoint(tmp_path / "c", small_state())
 
 
-def test_a_task_that_cannot_be_staged_is_told_and_not_raised(tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_staged_puts_its_error(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(small_state(), writer)
     function, _preload, arguments = writer.get_save_function_and_args()
@@ -224,7 +224,7 @@ def test_a_task_that_cannot_be_staged_is_told_and_not_raised(tmp_path: Path) -> 
     assert "Worker failure: cannot stage 2 write tasks at once" in str(failure_of(writer))
 
 
-def test_results_go_to_the_queue_that_the_caller_gives(tmp_path: Path) -> None:
+def test_results_are_put_into_the_given_queue(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
     planned(small_state(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
@@ -238,7 +238,7 @@ def test_results_go_to_the_queue_that_the_caller_gives(tmp_path: Path) -> None:
     assert own.empty()
 
 
-def test_a_child_that_was_forked_while_its_parent_writes_gets_the_outcome(
+def test_a_child_forked_while_its_parent_writes_gets_the_outcome(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
@@ -256,7 +256,7 @@ def test_a_child_that_was_forked_while_its_parent_writes_gets_the_outcome(
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_a_forked_child_saves_while_a_save_of_its_parent_is_under_way(
+def test_a_forked_child_saves_during_a_save_of_its_parent(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "of the parent")
@@ -267,7 +267,7 @@ def test_a_forked_child_saves_while_a_save_of_its_parent_is_under_way(
         its_finalizing = planned(state_of(2), of_child)
 
         def work() -> None:
-            # There nobody would open it.
+            # The parent opens its own copy of the gate only.
             held_after_staging.open()
             here(of_child)
 
@@ -282,18 +282,18 @@ def test_a_forked_child_saves_while_a_save_of_its_parent_is_under_way(
     assert_checkpoint(tmp_path / "of the child", state_of(2))
 
 
-def test_the_queue_that_megatron_asks_for_is_one_for_all_modes() -> None:
+def test_get_write_results_queue_returns_one_queue_for_all_modes() -> None:
     made = get_write_results_queue()
     assert get_write_results_queue(mp_mode="fork") is made
     assert pickle.loads(pickle.dumps(made)) is made
     assert megatron._results_queue is None
 
 
-def test_two_threads_may_stage_at_once(tmp_path: Path) -> None:
-    met = threading.Barrier(2)
+def test_two_threads_can_stage_at_once(tmp_path: Path) -> None:
+    barrier = threading.Barrier(2)
 
     def work(seed: int) -> None:
-        met.wait(60)
+        barrier.wait(60)
         save(state_of(seed), tmp_path / f"c{seed}", thread_count=2)
 
     with in_thread(lambda: work(1)), in_thread(lambda: work(2)):
@@ -302,7 +302,7 @@ def test_two_threads_may_stage_at_once(tmp_path: Path) -> None:
         assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
 
 
-def test_a_child_that_was_forked_after_its_parents_end_has_the_outcome(tmp_path: Path) -> None:
+def test_a_child_forked_after_the_write_has_the_outcome(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = planned(state_of(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
@@ -316,7 +316,7 @@ def test_a_child_that_was_forked_after_its_parents_end_has_the_outcome(tmp_path:
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_a_save_leaves_no_descriptor(tmp_path: Path, caller: Caller) -> None:
+def test_a_save_leaves_no_descriptor_open(tmp_path: Path, caller: Caller) -> None:
     save(small_state(), tmp_path / "first", caller)
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
@@ -325,7 +325,7 @@ def test_a_save_leaves_no_descriptor(tmp_path: Path, caller: Caller) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_several_children_may_wait_for_one_outcome(
+def test_several_children_can_wait_for_one_outcome(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
@@ -347,7 +347,7 @@ def test_several_children_may_wait_for_one_outcome(
     ]
 
 
-def test_a_child_of_a_parent_that_has_no_channel_is_told(tmp_path: Path, gate: Gate) -> None:
+def test_a_child_of_a_parent_without_a_channel_gets_an_error(tmp_path: Path, gate: Gate) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = planned(small_state(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
@@ -367,22 +367,23 @@ def test_a_child_of_a_parent_that_has_no_channel_is_told(tmp_path: Path, gate: G
         is_staged = True
         in_child("fork", function, *arguments)
         assert "no file descriptors for a channel" in str(failure_of(writer))
-        # In the parent the save is as well as ever.
+        # The save of the parent is not affected.
         gate.open()
         function(*arguments)
     save_state_dict_async_finalize(*finalizing)
     assert_checkpoint(tmp_path / "c", small_state())
 
 
-def test_a_child_is_told_that_the_parent_who_writes_has_died(tmp_path: Path) -> None:
-    # A process that stages, forks a child to wait for it, and is killed while it writes.
+def test_a_child_gets_an_error_if_the_writing_parent_dies(tmp_path: Path) -> None:
+    # A process stages a save, forks a child that waits for the outcome, and is killed while it
+    # writes.
     results = get_write_results_queue()
     reading, writing = os.pipe()
-    # Here, since the threads with which torch fills it are not in a child.
+    # Created before the fork: torch fills it with threads that a child does not have.
     state = {"large": torch.zeros(3 << 20)}
     parent = os.fork()
     if parent == 0:
-        # The second chunk's turn to be written comes in months.
+        # At this rate the second chunk is written after months.
         slow = Background(max_bytes_per_second=1)
         writer = FileSystemWriterAsync(tmp_path / "c", background=slow)
         planned(state, writer)
@@ -404,9 +405,7 @@ def test_a_child_is_told_that_the_parent_who_writes_has_died(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_staged", [True, False], ids=["temporal", "persistent"])
-def test_a_worker_that_is_killed_before_its_result_is_named(
-    tmp_path: Path, is_staged: bool
-) -> None:
+def test_the_error_for_a_killed_worker_names_its_process(tmp_path: Path, is_staged: bool) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(small_state(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
@@ -425,7 +424,7 @@ def test_a_worker_that_is_killed_before_its_result_is_named(
 # --- results -------------------------------------------------------------------------------------
 
 
-def test_results_are_those_of_all_items(tmp_path: Path) -> None:
+def test_results_cover_all_items(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(small_state(), writer)
     here(writer)
@@ -438,7 +437,7 @@ def test_results_are_those_of_all_items(tmp_path: Path) -> None:
     assert sum(result.size_in_bytes for result in results) == size
 
 
-def test_a_failure_of_the_worker_is_returned_with_its_cause(tmp_path: Path) -> None:
+def test_a_worker_failure_is_returned_with_its_cause(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(small_state(), writer)
     assert writer.results_queue is not None
@@ -448,14 +447,14 @@ def test_a_failure_of_the_worker_is_returned_with_its_cause(tmp_path: Path) -> N
     assert "rank 0, files __0_* in" in str(error)
 
 
-def test_a_worker_that_has_put_nothing_is_told(tmp_path: Path) -> None:
+def test_a_missing_result_is_an_error(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(small_state(), writer)
     assert "results_queue should not be empty" in str(failure_of(writer))
 
 
 @pytest.mark.parametrize("kept", [0, 3])
-def test_results_that_are_not_all_are_told(tmp_path: Path, kept: int) -> None:
+def test_incomplete_results_are_an_error(tmp_path: Path, kept: int) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=1)
     planned(small_state(), writer)
     here(writer)
@@ -465,7 +464,7 @@ def test_results_that_are_not_all_are_told(tmp_path: Path, kept: int) -> None:
 
 
 @pytest.mark.parametrize("preloaded", [True, False])
-def test_each_bucket_may_be_written_by_itself(tmp_path: Path, preloaded: bool) -> None:
+def test_each_bucket_can_be_written_separately(tmp_path: Path, preloaded: bool) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
     planned(small_state(), writer)
     buckets: Any = writer.write_buckets
@@ -488,7 +487,7 @@ def test_each_bucket_may_be_written_by_itself(tmp_path: Path, preloaded: bool) -
     assert sorted(result.index.fqn for result in written) == ["t0", "t1", "t2", "t3"]
 
 
-def test_a_bucket_that_cannot_be_written_is_told_with_its_number(tmp_path: Path) -> None:
+def test_the_error_of_a_bucket_has_its_number(tmp_path: Path) -> None:
     results: queue.Queue[Any] = queue.Queue()
     count: queue.Queue[int] = queue.Queue()
     count.put(5)
@@ -503,7 +502,7 @@ def test_a_bucket_that_cannot_be_written_is_told_with_its_number(tmp_path: Path)
     assert isinstance(error, OSError)
 
 
-def test_results_are_there_once(tmp_path: Path) -> None:
+def test_results_can_be_retrieved_once(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(small_state(), writer)
     here(writer)
@@ -511,7 +510,7 @@ def test_results_are_there_once(tmp_path: Path) -> None:
     assert "should not be empty" in str(failure_of(writer))
 
 
-def test_a_writer_may_raise_instead(tmp_path: Path) -> None:
+def test_on_failure_raise_raises_the_error(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", on_failure="raise")
     finalizing = planned(small_state(), writer)
     with pytest.raises(RuntimeError, match="should not be empty"):
@@ -526,6 +525,6 @@ def test_a_writer_may_raise_instead(tmp_path: Path) -> None:
         save_state_dict_async_finalize(*finalizing)
 
 
-def test_a_wrong_way_to_fail_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_value_of_on_failure_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="on_failure"):
         FileSystemWriterAsync(tmp_path, on_failure="ignore")

@@ -1,4 +1,4 @@
-"""Megatron's writer: its files, and what is in them."""
+"""Megatron's writer: its files and their contents."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ pytestmark = [
         (4, 1, ["__0_0.distcp"]),
     ],
 )
-def test_there_is_a_file_for_each_thread_that_has_something(
+def test_each_thread_with_items_writes_one_file(
     tmp_path: Path, threads: int, count: int, names: list[str]
 ) -> None:
     state = small_state(count=count)
@@ -69,7 +69,7 @@ def test_there_is_a_file_for_each_thread_that_has_something(
 
 
 def items_of(metadata: Any) -> dict[str, set[str]]:
-    """By file the names of what it holds."""
+    """Returns the names of the items in each file."""
     found: dict[str, set[str]] = {}
     for index, info in metadata.storage_data.items():
         found.setdefault(info.relative_path, set()).add(index.fqn)
@@ -97,7 +97,7 @@ HINTED = {
         ),
     ],
 )
-def test_what_the_hint_names_is_in_files_of_its_own(
+def test_items_with_the_hint_are_in_separate_files(
     tmp_path: Path, threads: int, files: dict[str, set[str]], by_engine: bool
 ) -> None:
     opened = {} if by_engine else {"open_file": open_in_python}
@@ -108,18 +108,20 @@ def test_what_the_hint_names_is_in_files_of_its_own(
     assert_checkpoint(tmp_path / "c", dict(HINTED))
 
 
-def test_a_hint_that_names_nothing_makes_no_file(tmp_path: Path) -> None:
+def test_a_hint_without_items_makes_no_file(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "c", thread_count=2, separation_hint="optim")
     assert names_in(tmp_path / "c") == ["__0_0.distcp"]
 
 
-def test_a_hint_with_one_thread_is_refused(tmp_path: Path) -> None:
+def test_a_hint_with_one_thread_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="thread_count >= 2"):
         FileSystemWriterAsync(tmp_path, thread_count=1, separation_hint="optim")
 
 
 @pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, DecentralizedPlanner])
-def test_one_files_bytes_are_those_of_stock_torch(tmp_path: Path, planner: Any) -> None:
+def test_a_single_file_is_identical_to_the_file_of_stock_torch(
+    tmp_path: Path, planner: Any
+) -> None:
     stock_save(state_of(), tmp_path / "stock", thread_count=1)
     save(state_of(), tmp_path / "ours", thread_count=1, planner=planner())
     [stock], [ours] = data_files(tmp_path / "stock"), data_files(tmp_path / "ours")
@@ -128,7 +130,7 @@ def test_one_files_bytes_are_those_of_stock_torch(tmp_path: Path, planner: Any) 
 
 
 @pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "python"])
-def test_each_item_has_a_file_where_that_is_asked_for(tmp_path: Path, by_engine: bool) -> None:
+def test_each_item_has_a_file_without_single_file_per_rank(tmp_path: Path, by_engine: bool) -> None:
     opened = {} if by_engine else {"open_file": open_in_python}
     metadata = save(small_state(), tmp_path / "c", single_file_per_rank=False, **opened)
     assert names_in(tmp_path / "c") == [f"__0_{n}.distcp" for n in range(4)]
@@ -136,8 +138,8 @@ def test_each_item_has_a_file_where_that_is_asked_for(tmp_path: Path, by_engine:
     assert_checkpoint(tmp_path / "c", small_state())
 
 
-def test_results_are_by_the_number_of_their_file(tmp_path: Path) -> None:
-    # The large one comes first in its file's size, the small ones first in the plan.
+def test_results_are_grouped_by_file_number(tmp_path: Path) -> None:
+    # The large items are placed first, although the small ones are first in the plan.
     state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(5000), "d": torch.ones(900)}
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=3)
     planned(state, writer)
@@ -147,7 +149,7 @@ def test_results_are_by_the_number_of_their_file(tmp_path: Path) -> None:
         assert {result.storage_data.relative_path for result in of_file} == {f"__0_{number}.distcp"}
 
 
-def test_nothing_to_write_is_nothing_to_run(tmp_path: Path) -> None:
+def test_a_rank_without_items_has_no_functions(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = planned({}, writer)
     assert writer.get_save_function_and_args() == (None, None, [])
@@ -159,7 +161,7 @@ def test_nothing_to_write_is_nothing_to_run(tmp_path: Path) -> None:
     assert is_committed(tmp_path / "c")
 
 
-def test_what_others_look_at_is_there(tmp_path: Path) -> None:
+def test_the_writer_has_the_attributes_that_callers_read(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(str(tmp_path / "c"), thread_count=3, separation_hint="optim")
     assert writer.write_buckets is None
     planned(small_state(), writer)
@@ -170,7 +172,7 @@ def test_what_others_look_at_is_there(tmp_path: Path) -> None:
     assert writer.can_run_decentralized_global_plan
 
 
-# --- what is saved -------------------------------------------------------------------------------
+# --- contents ------------------------------------------------------------------------------------
 
 
 def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path) -> No
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_sources_are_let_go_of_when_they_are_staged(
+def test_sources_are_released_when_they_are_staged(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
     state = {"t": torch.ones(1000)}
@@ -208,7 +210,7 @@ def test_sources_are_let_go_of_when_they_are_staged(
 
 
 @pytest.mark.parametrize("moment", ["engine has begun", "sources are copied"])
-def test_a_source_that_another_thread_changes_while_it_is_staged_fails_the_save(
+def test_a_source_changed_by_another_thread_during_staging_fails_the_save(
     tmp_path: Path, gate: Gate, moment: str
 ) -> None:
     state = small_state()
@@ -226,7 +228,7 @@ def test_a_source_that_another_thread_changes_while_it_is_staged_fails_the_save(
 
 
 class Gated(torch.Tensor):
-    """A tensor whose copying waits."""
+    """A tensor whose copy waits for a gate."""
 
     gate: Any = None
 
@@ -235,7 +237,7 @@ class Gated(torch.Tensor):
         return super().detach()
 
 
-def test_a_source_that_another_thread_changes_while_python_copies_fails_the_save(
+def test_a_source_changed_by_another_thread_during_a_copy_in_python_fails_the_save(
     tmp_path: Path, gate: Gate
 ) -> None:
     state = small_state() | {"z": torch.ones(3).as_subclass(Gated)}
@@ -255,7 +257,7 @@ def test_a_source_that_another_thread_changes_while_python_copies_fails_the_save
 
 
 class Quantized(torch.Tensor):
-    """In the manner of TransformerEngine's: a dtype that it has not, and a method that makes it."""
+    """Quantized tensor like TransformerEngine's, whose dtype is that of its dequantized values."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Any:
@@ -272,14 +274,12 @@ class Quantized(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is torch.ops.aten.is_pinned.default, func  # which a plan asks
+        assert func is torch.ops.aten.is_pinned.default, func  # called by a plan
         return False
 
 
 @pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "python"])
-def test_quantized_tensors_of_others_are_saved_as_what_they_stand_for(
-    tmp_path: Path, by_engine: bool
-) -> None:
+def test_quantized_tensor_subclasses_are_saved_dequantized(tmp_path: Path, by_engine: bool) -> None:
     data = torch.arange(12, dtype=torch.int8).view(3, 4)
     opened = {} if by_engine else {"open_file": open_in_python}
     save({"q": Quantized(data), "t": torch.ones(2)}, tmp_path / "c", **opened)
@@ -287,7 +287,7 @@ def test_quantized_tensors_of_others_are_saved_as_what_they_stand_for(
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_torchs_own_quantized_tensors_stay_what_they_are(tmp_path: Path) -> None:
+def test_torchs_own_quantized_tensors_are_saved_unchanged(tmp_path: Path) -> None:
     quantized = torch.quantize_per_tensor(torch.arange(6.0), 0.1, 0, torch.qint8)
     save({"q": quantized}, tmp_path / "ours", thread_count=1)
     stock_save({"q": quantized}, tmp_path / "stock", thread_count=1)
@@ -305,7 +305,7 @@ def test_dtensors_are_saved_by_shard(tmp_path: Path) -> None:
 
 
 class Settings:
-    """An object that pickles, of a class of somebody's own."""
+    """An object of a user-defined class, which can be pickled."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -324,14 +324,14 @@ def test_objects_are_saved_as_stock_torch_saves_them(tmp_path: Path, caller: Cal
     assert_equal(loaded, state)
 
 
-def test_what_cannot_be_pickled_fails_the_plan(tmp_path: Path) -> None:
+def test_an_object_that_cannot_be_pickled_fails_the_save(tmp_path: Path) -> None:
     finalizing = planned({"lock": threading.Lock()}, FileSystemWriterAsync(tmp_path / "c"))
     here(finalizing[0])
     with pytest.raises(CheckpointException, match="cannot pickle"):
         save_state_dict_async_finalize(*finalizing)
 
 
-def test_the_metadata_is_stock_torchs(tmp_path: Path) -> None:
+def test_the_metadata_is_equal_to_that_of_stock_torch(tmp_path: Path) -> None:
     ours = save(state_of(), tmp_path / "ours", thread_count=1)
     stock = stock_save(state_of(), tmp_path / "stock", thread_count=1)
     read = dcp.FileSystemReader(tmp_path / "ours").read_metadata()
@@ -340,13 +340,13 @@ def test_the_metadata_is_stock_torchs(tmp_path: Path) -> None:
     assert read.storage_data == stock.storage_data == ours.storage_data
 
 
-def test_the_garbage_collector_may_run_amid_a_save(tmp_path: Path, gate: Gate) -> None:
+def test_the_garbage_collector_may_run_during_a_save(tmp_path: Path, gate: Gate) -> None:
     state = state_of()
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = planned(state, writer)
     with calling({"engine has begun": gate}), in_thread(lambda: here(writer)):
         gate.wait()
-        # The engine has begun to read tensors that nobody else holds any more.
+        # The engine has begun to read tensors that only the save still references.
         state.clear()
         gc.collect()
         gate.open()
@@ -354,7 +354,7 @@ def test_the_garbage_collector_may_run_amid_a_save(tmp_path: Path, gate: Gate) -
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_the_garbage_collectors_threshold_is_as_before_after_each_end_of_a_plan(
+def test_a_plan_restores_the_threshold_of_the_garbage_collector(
     tmp_path: Path,
 ) -> None:
     before = gc.get_threshold()

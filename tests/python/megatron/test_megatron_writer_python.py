@@ -1,4 +1,4 @@
-"""Megatron's writer through Python: others' files, transforms and object stores."""
+"""Megatron's writer in Python: the caller's streams, transforms and object stores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = [
 
 
 class Flip(StreamTransformExtension):
-    """Flips every bit of what is written."""
+    """Transform that flips every written bit."""
 
     @staticmethod
     def from_descriptor(version: str) -> Flip:
@@ -67,7 +67,7 @@ class Flip(StreamTransformExtension):
 
 
 class Flipped(io.BytesIO):
-    """Passes on what it holds when it is closed."""
+    """Stream that passes its contents on when it is closed."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ def test_a_transform_is_applied_to_every_record(tmp_path: Path, caller: Caller) 
         assert info.transform_descriptors == ["stream.flip"]
 
 
-def test_files_are_opened_by_the_function_that_is_given(tmp_path: Path, caller: Caller) -> None:
+def test_files_are_opened_by_open_file(tmp_path: Path, caller: Caller) -> None:
     save(state_of(), tmp_path / "c", caller, thread_count=2, open_file=open_in_python)
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_the_function_that_opens_gets_path_and_mode(tmp_path: Path) -> None:
+def test_open_file_gets_path_and_mode(tmp_path: Path) -> None:
     calls = []
 
     def opening(path: str, mode: str) -> Any:
@@ -109,12 +109,12 @@ def test_the_function_that_opens_gets_path_and_mode(tmp_path: Path) -> None:
     assert sorted(calls) == [(str(tmp_path / "c" / f"__0_{n}.distcp"), "wb") for n in range(2)]
 
 
-def test_python_threads_write_at_once(tmp_path: Path) -> None:
-    # Each waits for the others to have opened their files.
-    met = threading.Barrier(4)
+def test_python_threads_write_concurrently(tmp_path: Path) -> None:
+    # Each thread waits until all files are open.
+    barrier = threading.Barrier(4)
 
     def opening(path: str, mode: str) -> Any:
-        met.wait(60)
+        barrier.wait(60)
         return open(path, mode)
 
     save(small_state(), tmp_path / "c", thread_count=4, open_file=opening)
@@ -140,7 +140,7 @@ def test_the_error_of_any_python_thread_fails_the_save_and_leaves_no_file(
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_write_that_fails_in_python_leaves_no_file(tmp_path: Path, threads: int) -> None:
+def test_a_failed_write_in_python_leaves_no_file(tmp_path: Path, threads: int) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=threads, open_file=open_in_python)
     finalizing = planned(small_state(), writer)
     with files_limited_to(1000):
@@ -150,7 +150,7 @@ def test_a_write_that_fails_in_python_leaves_no_file(tmp_path: Path, threads: in
     assert os.listdir(tmp_path / "c") == []
 
 
-def test_python_writing_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
+def test_a_write_in_python_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
     def opening(path: str, mode: str) -> Any:
         gate()
         return open(path, mode)
@@ -173,7 +173,7 @@ def test_python_writing_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
 
 
 class FakeStore:
-    """The part of the package multistorageclient that is used, over a dictionary."""
+    """The functions of multistorageclient that the writer uses, with a dictionary as the store."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -237,7 +237,7 @@ def test_an_error_of_the_object_store_fails_the_save(msc: FakeStore) -> None:
     assert "msc://bucket/c/.metadata" not in msc.objects
 
 
-def test_nothing_is_made_here_for_an_object_store(
+def test_a_save_to_an_object_store_creates_no_local_file(
     msc: FakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -249,7 +249,9 @@ def test_paths_of_object_stores_are_valid() -> None:
     assert FileSystemWriterAsync.validate_checkpoint_id("msc://bucket/c")
 
 
-def test_without_the_package_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_msc_without_its_package_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "multistorageclient", None)
     with pytest.raises(CheckpointError, match="multi-storage-client"):
         FileSystemWriterAsync(tmp_path, use_msc=True)

@@ -1,4 +1,4 @@
-"""Megatron's writer: failures of the system, several saves, writers that are used again."""
+"""Megatron's writer: failed system calls, several saves, and reused writers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_full_disk_fails_the_save_with_errno_and_path(small_disk: Path, threads: int) -> None:
-    # Of four tensors of 3 MiB two have room.
+    # Only two of the four tensors of 3 MiB fit.
     state = {f"t{n}": random_tensor((3 << 20,), torch.uint8, n) for n in range(4)}
     path = small_disk / "c"
     writer = FileSystemWriterAsync(path, thread_count=threads)
@@ -74,7 +74,7 @@ def test_a_full_disk_fails_the_save_with_errno_and_path(small_disk: Path, thread
 
 @pytest.mark.parametrize("kind", ["open", "write", "fsync"])
 @pytest.mark.parametrize("number", [1, 4])
-def test_one_call_that_fails_in_one_of_four_files_fails_the_whole(
+def test_one_failed_call_in_one_of_four_files_fails_the_save(
     server: Server, tmp_path: Path, kind: str, number: int
 ) -> None:
     root = tmp_path / "tree"
@@ -98,7 +98,7 @@ def test_one_call_that_fails_in_one_of_four_files_fails_the_whole(
     assert os.listdir(path) == []
 
 
-def test_a_disk_that_fails_while_it_is_written_fails_the_save(tmp_path: Path) -> None:
+def test_a_disk_that_fails_during_the_write_fails_the_save(tmp_path: Path) -> None:
     with failing_disk(tmp_path) as disk:
         save(small_state(1), disk.path / "c", thread_count=2)
         writer = FileSystemWriterAsync(disk.path / "c", thread_count=2)
@@ -117,7 +117,7 @@ def test_a_disk_that_fails_while_it_is_written_fails_the_save(tmp_path: Path) ->
 # --- several saves -------------------------------------------------------------------------------
 
 
-def test_two_saves_may_be_under_way_into_two_directories(
+def test_two_saves_into_two_directories_can_run_at_once(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
     saves = [begun(state_of(seed), tmp_path / f"c{seed}") for seed in (1, 2)]
@@ -149,11 +149,11 @@ def test_of_two_saves_into_one_directory_the_last_to_commit_wins(
     for seed in (first, last):
         save_state_dict_async_finalize(*saves[seed][0])
         assert_checkpoint(path, state_of(seed))
-    # The files of who was replaced have gone, once nobody else was there.
+    # The files of the replaced save were deleted by the last commit.
     assert len(names_in(path)) == 2
 
 
-def test_saves_by_two_names_of_one_directory_do_not_meet(
+def test_saves_to_two_paths_of_one_directory_use_different_files(
     tmp_path: Path, held_after_staging: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -167,7 +167,7 @@ def test_saves_by_two_names_of_one_directory_do_not_meet(
     assert_checkpoint(tmp_path / "c", state_of(2))
 
 
-def test_a_save_that_fails_leaves_the_other_one_alone(
+def test_a_failed_save_does_not_affect_another_save_into_the_directory(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
     path = tmp_path / "c"
@@ -185,7 +185,7 @@ def test_a_save_that_fails_leaves_the_other_one_alone(
     assert len(names_in(path)) == len({i.relative_path for i in good[1].storage_data.values()})
 
 
-def test_a_writer_may_be_used_again(tmp_path: Path) -> None:
+def test_a_writer_can_be_reused(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
     for seed in (1, 2, 3):
         finalizing = planned(state_of(seed), writer)
@@ -195,7 +195,7 @@ def test_a_writer_may_be_used_again(tmp_path: Path) -> None:
         assert len(names_in(tmp_path / "c")) == 2
 
 
-def test_a_writer_may_be_used_again_after_a_failure(tmp_path: Path) -> None:
+def test_a_writer_can_be_reused_after_a_failure(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = planned(state_of(1), writer)
     with files_limited_to(1000):
@@ -208,7 +208,7 @@ def test_a_writer_may_be_used_again_after_a_failure(tmp_path: Path) -> None:
     assert_checkpoint(tmp_path / "c", state_of(2))
 
 
-def test_results_of_an_earlier_use_do_not_count(tmp_path: Path) -> None:
+def test_results_of_an_earlier_save_are_discarded(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(state_of(1), writer)
     here(writer)
@@ -216,7 +216,9 @@ def test_results_of_an_earlier_use_do_not_count(tmp_path: Path) -> None:
     assert "should not be empty" in str(failure_of(writer))
 
 
-def test_a_finished_writer_that_somebody_keeps_gives_the_next_one_no_tag(tmp_path: Path) -> None:
+def test_a_referenced_writer_that_has_finished_does_not_give_the_next_one_a_tag(
+    tmp_path: Path,
+) -> None:
     kept = []
     for seed in (1, 2):
         for name in os.listdir(tmp_path):
@@ -230,7 +232,9 @@ def test_a_finished_writer_that_somebody_keeps_gives_the_next_one_no_tag(tmp_pat
 
 
 @pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "python"])
-def test_a_finished_writer_needs_no_collector(tmp_path: Path, options: StateDict) -> None:
+def test_a_finished_writer_is_deleted_without_the_garbage_collector(
+    tmp_path: Path, options: StateDict
+) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -259,12 +263,12 @@ def test_a_save_that_is_never_committed_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"thread_count": 1}, {"open_file": open_in_python}])
-def test_with_dcp_save_it_is_a_writer_as_any(tmp_path: Path, options: StateDict) -> None:
+def test_dcp_save_accepts_the_writer(tmp_path: Path, options: StateDict) -> None:
     save_with(FileSystemWriterAsync(tmp_path / "c", **options), state_of())
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_there_is_one_item_for_each_save(tmp_path: Path) -> None:
+def test_each_save_puts_one_item(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planned(state_of(), writer)
     here(writer)

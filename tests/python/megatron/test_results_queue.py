@@ -1,4 +1,4 @@
-"""The queue of results: what a process and its children put arrives once, in order."""
+"""The queue of results: items of a process and its children arrive once and in order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.children import answer_of, in_fork
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
 
-#: No wait here is meant to be long, in seconds. What waits so long has failed.
+#: Limit of all waits in seconds; a wait that reaches it fails the test.
 LIMIT = 60.0
 
-#: Seconds that a get waits for what does not come.
+#: Timeout in seconds of gets that find no item.
 SHORT = 0.05
 
 
@@ -37,7 +37,7 @@ def by_multiprocessing(how: str, work: Callable[..., None], *args: Any) -> None:
 
 
 def python(program: str, *args: str, **options: Any) -> str:
-    """What a program prints, which has this package and must succeed."""
+    """Runs a Python program, which must succeed. Returns its output."""
     path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program, *args],
@@ -55,21 +55,21 @@ def python(program: str, *args: str, **options: Any) -> str:
 # --- in one process ------------------------------------------------------------------------------
 
 
-def test_items_come_in_the_order_in_which_they_were_put() -> None:
+def test_items_are_taken_in_the_order_of_their_puts() -> None:
     results = ResultsQueue()
     for number in range(5):
         results.put(number)
     assert [results.get() for _ in range(5)] == list(range(5))
 
 
-def test_an_item_of_the_own_process_is_the_object_itself() -> None:
+def test_an_item_from_the_same_process_is_the_same_object() -> None:
     results = ResultsQueue()
-    lock = threading.Lock()  # which no pickle holds
+    lock = threading.Lock()  # cannot be pickled
     results.put(lock)
     assert results.get() is lock
 
 
-def test_an_empty_queue_says_so_at_once() -> None:
+def test_an_empty_queue_raises_at_once() -> None:
     results = ResultsQueue()
     with pytest.raises(queue.Empty):
         results.get_nowait()
@@ -83,11 +83,11 @@ def test_a_get_with_a_timeout_ends_without_an_item(timeout: float) -> None:
         ResultsQueue().get(timeout=timeout)
 
 
-def test_the_size_is_that_of_all_that_was_put() -> None:
+def test_the_size_counts_items_from_all_processes() -> None:
     results = ResultsQueue()
     assert results.empty()
-    results.put("here")
-    in_fork(lambda: results.put("there"))
+    results.put("parent")
+    in_fork(lambda: results.put("child"))
     assert results.qsize() == 2
     assert not results.empty()
     results.get()
@@ -95,7 +95,7 @@ def test_the_size_is_that_of_all_that_was_put() -> None:
     assert results.empty()
 
 
-def test_a_get_that_waits_is_woken_by_another_threads_put() -> None:
+def test_a_put_wakes_a_waiting_get_of_another_thread() -> None:
     results = ResultsQueue()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(results.get, timeout=LIMIT)
@@ -118,7 +118,7 @@ def test_several_threads_put_and_get_every_item_once() -> None:
     assert results.empty()
 
 
-def test_several_threads_take_what_a_child_has_put_once() -> None:
+def test_several_threads_take_each_item_of_a_child_once() -> None:
     results = ResultsQueue()
     in_fork(lambda: [results.put(number) for number in range(40)] and None)
     with ThreadPoolExecutor(8) as pool:
@@ -148,18 +148,18 @@ def unpickled_put(pickled: bytes, *items: Any) -> None:
     put(pickle.loads(pickled), *items)
 
 
-def test_what_a_forked_child_puts_arrives_in_order() -> None:
+def test_items_of_a_forked_child_arrive_in_order() -> None:
     results = ResultsQueue()
     in_fork(lambda: put(results, *range(12)))
     assert [results.get(timeout=LIMIT) for _ in range(12)] == list(range(12))
 
 
-def test_the_same_queue_may_be_put_to_by_two_pickles_of_it() -> None:
+def test_two_pickles_of_a_queue_put_to_the_same_queue() -> None:
     results = ResultsQueue()
     pickled = pickle.dumps(results)
 
     def work() -> None:
-        # As in two requests.
+        # Each request contains a pickle of the queue.
         one, other = pickle.loads(pickled), pickle.loads(pickled)
         for number in range(12):
             (one if number % 2 else other).put(number)
@@ -169,7 +169,7 @@ def test_the_same_queue_may_be_put_to_by_two_pickles_of_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver"])
-def test_what_a_child_of_multiprocessing_puts_arrives_in_order(how: str) -> None:
+def test_items_of_a_multiprocessing_child_arrive_in_order(how: str) -> None:
     results = ResultsQueue()
     by_multiprocessing(how, put, results, *range(12))
     assert [results.get(timeout=LIMIT) for _ in range(12)] == list(range(12))
@@ -181,19 +181,19 @@ def put_by_both(results: ResultsQueue, pickled: bytes) -> None:
     unpickled_put(pickled, "item")
 
 
-def test_a_queue_and_a_plain_pickle_of_it_are_ways_back_from_a_process_of_its_own() -> None:
+def test_a_spawned_child_can_put_through_a_queue_and_a_pickle_of_it() -> None:
     results = ResultsQueue()
     by_multiprocessing("spawn", put_by_both, results, pickle.dumps(results))
     assert [results.get(timeout=LIMIT) for _ in range(13)] == [*range(12), "item"]
     assert results.empty()
 
 
-def test_the_owner_gets_its_own_queue_back_from_a_pickle() -> None:
+def test_unpickling_in_the_owner_returns_the_same_queue() -> None:
     results = ResultsQueue()
     assert pickle.loads(pickle.dumps(results)) is results
 
 
-def test_a_put_to_a_queue_that_nobody_has_any_more_fails_and_says_so() -> None:
+def test_a_put_to_a_deleted_queue_raises() -> None:
     pickled = pickle.dumps(ResultsQueue())
     gc.collect()
 
@@ -204,7 +204,7 @@ def test_a_put_to_a_queue_that_nobody_has_any_more_fails_and_says_so() -> None:
     in_fork(work)
 
 
-def test_only_the_process_that_made_the_queue_takes_of_it() -> None:
+def test_only_the_owner_takes_items() -> None:
     results = ResultsQueue()
 
     def work() -> None:
@@ -214,22 +214,22 @@ def test_only_the_process_that_made_the_queue_takes_of_it() -> None:
     in_fork(work)
 
 
-def test_what_was_put_here_before_a_fork_is_not_the_childs_to_send() -> None:
+def test_items_put_before_a_fork_are_not_sent_by_the_child() -> None:
     results = ResultsQueue()
-    results.put("here")
-    in_fork(lambda: results.put("there"))
-    assert [results.get(), results.get(timeout=LIMIT)] == ["here", "there"]
+    results.put("parent")
+    in_fork(lambda: results.put("child"))
+    assert [results.get(), results.get(timeout=LIMIT)] == ["parent", "child"]
     assert results.empty()
 
 
-def test_a_child_puts_though_another_thread_held_the_queue_at_the_fork() -> None:
+def test_a_child_can_put_although_a_thread_held_the_queues_lock_at_the_fork() -> None:
     results = ResultsQueue()
     with results._items_lock:
         in_fork(lambda: results.put("item"))
     assert results.get(timeout=LIMIT) == "item"
 
 
-def test_a_forked_childs_own_queue_is_its_own() -> None:
+def test_a_forked_child_can_own_a_queue() -> None:
     ResultsQueue()
 
     def work() -> None:
@@ -248,15 +248,15 @@ def test_a_grandchild_puts_to_the_queue_of_the_first_process() -> None:
     assert results.get(timeout=LIMIT) == "item"
 
 
-def test_large_items_arrive_whole() -> None:
-    # More than any pipe or socket buffers: nobody is there to read while it is put.
+def test_large_items_arrive_complete() -> None:
+    # More than any pipe or socket buffers, because the owner does not read during the put.
     results = ResultsQueue()
     large = bytes(range(256)) * (64 << 10)
     in_fork(lambda: results.put(large))
     assert results.get(timeout=LIMIT) == large
 
 
-def test_several_children_at_once_lose_nothing() -> None:
+def test_no_item_of_several_concurrent_children_is_lost() -> None:
     results = ResultsQueue()
     ways = [os.pipe() for _ in range(4)]
     children = []
@@ -280,7 +280,7 @@ def test_several_children_at_once_lose_nothing() -> None:
         assert [n for of, n in items if of == number] == list(range(10))
 
 
-def test_a_childs_item_that_cannot_be_pickled_fails_its_put_and_is_never_seen() -> None:
+def test_an_item_that_cannot_be_pickled_fails_its_put() -> None:
     results = ResultsQueue()
 
     def work() -> None:
@@ -293,7 +293,7 @@ def test_a_childs_item_that_cannot_be_pickled_fails_its_put_and_is_never_seen() 
         results.get_nowait()
 
 
-def test_half_an_item_is_not_seen() -> None:
+def test_a_partly_sent_item_is_not_received() -> None:
     results = ResultsQueue()
 
     class Dies:
@@ -306,7 +306,7 @@ def test_half_an_item_is_not_seen() -> None:
         results.get(timeout=SHORT)
 
 
-def test_a_child_whose_parent_is_gone_is_told_by_its_put() -> None:
+def test_a_put_raises_after_the_owner_has_ended() -> None:
     orphaned = pickle.loads(answer_of(lambda: pickle.dumps(ResultsQueue())))
     with pytest.raises(FileNotFoundError):
         orphaned.put("item")
@@ -315,7 +315,7 @@ def test_a_child_whose_parent_is_gone_is_told_by_its_put() -> None:
 # --- children that die ---------------------------------------------------------------------------
 
 
-def test_a_child_that_dies_before_its_item_is_told_in_its_place() -> None:
+def test_a_child_that_dies_before_its_item_is_reported_instead() -> None:
     results = ResultsQueue()
     child = os.fork()
     if child == 0:
@@ -330,7 +330,7 @@ def test_a_child_that_dies_before_its_item_is_told_in_its_place() -> None:
     assert results.empty()
 
 
-def test_who_waits_for_a_child_is_told_at_once_that_it_has_died() -> None:
+def test_a_waiting_get_gets_the_death_of_a_child_at_once() -> None:
     results = ResultsQueue()
     reading, writing = os.pipe()
     child = os.fork()
@@ -348,7 +348,7 @@ def test_who_waits_for_a_child_is_told_at_once_that_it_has_died() -> None:
     os.close(writing)
 
 
-def test_a_child_that_has_put_its_item_may_die() -> None:
+def test_a_child_may_exit_after_its_item() -> None:
     results = ResultsQueue()
 
     def work() -> None:
@@ -360,16 +360,16 @@ def test_a_child_that_has_put_its_item_may_die() -> None:
     assert results.empty()
 
 
-# --- what is left --------------------------------------------------------------------------------
+# --- released resources --------------------------------------------------------------------------
 
 
 def descriptors() -> set[str]:
-    """Numbers of the open ones; one of them lists the directory."""
+    """Returns the open descriptors, including the one that lists the directory."""
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_a_queue_that_is_dropped_leaves_no_descriptor() -> None:
-    gc.collect()  # what the errors of earlier tests hold
+def test_a_deleted_queue_leaves_no_descriptor_open() -> None:
+    gc.collect()  # frees objects that errors of earlier tests refer to
     before = descriptors()
 
     def use() -> None:
@@ -390,7 +390,7 @@ def test_a_queue_that_only_this_process_uses_has_no_descriptor() -> None:
     assert descriptors() == before
 
 
-def test_what_was_taken_takes_no_memory() -> None:
+def test_items_that_were_taken_use_no_memory() -> None:
     results = ResultsQueue()
     in_fork(lambda: results.put(bytes(1 << 20)))
     results.get()
@@ -398,9 +398,9 @@ def test_what_was_taken_takes_no_memory() -> None:
     assert os.stat(f"/proc/self/fd/{memory}").st_size < 100
 
 
-def test_a_child_that_the_parents_end_waits_for_may_still_put() -> None:
-    # multiprocessing joins its children when the interpreter ends, after the parent's own end has
-    # begun. What is registered first is run last.
+def test_a_child_that_is_joined_at_exit_can_still_put() -> None:
+    # When the interpreter exits, multiprocessing joins its children after the other exit handlers.
+    # Handlers run in reverse order of registration.
     program = """
 import multiprocessing, os
 from multiprocessing import util

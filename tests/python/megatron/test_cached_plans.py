@@ -1,4 +1,4 @@
-"""Plans that are kept from save to save: the same checkpoint, and what has changed is told."""
+"""Plans that are cached between saves: the checkpoints are the same, and changes are reported."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ PLANNERS = [dcp.DefaultSavePlanner, DecentralizedPlanner]
 
 
 class Site:
-    """What Megatron keeps from save to save.
+    """The state that Megatron keeps between saves.
 
     Attributes:
-        cached: for the next plan.
-        metadata: the last that a plan has made.
-        loaded: the plans of all ranks in a checkpoint that was loaded.
+        cached: ``cached_ckpt_structure`` for the next plan.
+        metadata: the last metadata that a plan has made.
+        loaded: the plans of all ranks in the loaded checkpoint.
     """
 
     def __init__(self, planner: Callable[[], dcp.SavePlanner]) -> None:
@@ -51,7 +51,8 @@ class Site:
         self.loaded: list[SavePlan] | None = None
 
     def plan(self, state: StateDict, path: Path) -> tuple[Any, bool]:
-        """What the finalizing function takes, and whether the plans are the loaded ones."""
+        """Returns the arguments of the finalize function, and True if the plans are the loaded
+        ones."""
         finalizing, central, local, is_as_cached, is_as_loaded = save_state_dict_async_plan(
             state,
             FileSystemWriterAsync(path, thread_count=2),
@@ -77,7 +78,7 @@ def tensors(seed: int) -> StateDict:
 
 
 @contextmanager
-def no_plans_are_exchanged() -> Iterator[None]:
+def refusing_exchanges() -> Iterator[None]:
     def refuse(operation: str, _path: str) -> None:
         assert operation != "plan of all ranks"
 
@@ -85,12 +86,12 @@ def no_plans_are_exchanged() -> Iterator[None]:
         yield
 
 
-# --- plans of the save before --------------------------------------------------------------------
+# --- plans of the previous save ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("into", ["one directory", "many"])
-def test_all_saves_with_a_kept_plan_hold_their_own_values(
+def test_saves_with_a_cached_plan_contain_their_own_values(
     tmp_path: Path, planner: Any, into: str
 ) -> None:
     site = Site(planner)
@@ -103,28 +104,28 @@ def test_all_saves_with_a_kept_plan_hold_their_own_values(
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_plans_are_known_to_stay_the_same_after_two(tmp_path: Path, planner: Any) -> None:
+def test_a_plan_is_valid_after_two_equal_saves(tmp_path: Path, planner: Any) -> None:
     site = Site(planner)
-    known = []
+    is_valid = []
     for seed in range(3):
         site.save(tensors(seed), tmp_path / f"c{seed}")
-        known.append(site.cached[2])
-    assert known == [False, True, True]
+        is_valid.append(site.cached[2])
+    assert is_valid == [False, True, True]
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_known_plan_is_not_exchanged(tmp_path: Path, planner: Any) -> None:
+def test_a_valid_plan_is_not_exchanged(tmp_path: Path, planner: Any) -> None:
     site = Site(planner)
     for seed in range(2):
         site.save(tensors(seed), tmp_path / f"c{seed}")
-    with no_plans_are_exchanged():
+    with refusing_exchanges():
         finalizing, _ = site.plan(tensors(2), tmp_path / "c2")
     here(finalizing[0])
     save_state_dict_async_finalize(*finalizing)
     assert_checkpoint(tmp_path / "c2", tensors(2))
 
 
-def test_a_known_plan_makes_no_metadata(tmp_path: Path) -> None:
+def test_a_valid_plan_makes_no_metadata(tmp_path: Path) -> None:
     site = Site(DecentralizedPlanner)
     for seed in range(2):
         site.save(tensors(seed), tmp_path / f"c{seed}")
@@ -137,7 +138,7 @@ def test_a_known_plan_makes_no_metadata(tmp_path: Path) -> None:
     assert finalizing[1] is None
 
 
-def test_a_coordinator_without_metadata_is_told_what_to_do(tmp_path: Path) -> None:
+def test_the_error_of_missing_metadata_names_the_metadata_to_pass(tmp_path: Path) -> None:
     site = Site(DecentralizedPlanner)
     for seed in range(2):
         site.save(tensors(seed), tmp_path / f"c{seed}")
@@ -164,26 +165,26 @@ CHANGES: dict[str, tuple[Callable[[StateDict], Any], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_state_that_is_not_the_known_plans_fails_the_save_by_name(
+def test_a_state_that_differs_from_the_valid_plan_fails_the_save_and_is_named(
     tmp_path: Path, planner: Any, change: str
 ) -> None:
     site = Site(planner)
     for seed in range(2):
         site.save(tensors(seed), tmp_path / "c")
-    work, told = CHANGES[change]
+    work, message = CHANGES[change]
     state = tensors(2)
     work(state)
-    # It raises nothing here: the other ranks plan nothing with this one.
+    # The plan does not raise, because it exchanges nothing with other ranks.
     finalizing, _ = site.plan(state, tmp_path / "c")
     here(finalizing[0])
-    with pytest.raises(CheckpointException, match=told) as error:
+    with pytest.raises(CheckpointException, match=message) as error:
         save_state_dict_async_finalize(*finalizing)
     assert "the state dict has changed since the cached plan was made" in str(error.value)
     assert_checkpoint(tmp_path / "c", tensors(1))
 
 
-def test_a_changed_nesting_of_the_same_names_fails_a_save_by_a_known_plan(tmp_path: Path) -> None:
-    # Their flat names are the same, and loading needs to know which it was.
+def test_a_changed_nesting_of_the_same_names_fails_a_save_with_a_valid_plan(tmp_path: Path) -> None:
+    # The flat names are the same, but loading needs the nesting.
     site = Site(dcp.DefaultSavePlanner)
     for seed in range(2):
         site.save({"a": [tensors(seed)["t1"]]}, tmp_path / "c")
@@ -194,7 +195,7 @@ def test_a_changed_nesting_of_the_same_names_fails_a_save_by_a_known_plan(tmp_pa
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_strides_may_change_though_the_plan_is_known(tmp_path: Path, planner: Any) -> None:
+def test_strides_may_change_although_the_plan_is_valid(tmp_path: Path, planner: Any) -> None:
     site = Site(planner)
     for seed in range(2):
         site.save(tensors(seed), tmp_path / f"c{seed}")
@@ -205,7 +206,7 @@ def test_strides_may_change_though_the_plan_is_known(tmp_path: Path, planner: An
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_state_that_changes_before_the_plan_is_known_is_planned_anew(
+def test_a_state_that_changes_before_the_plan_is_valid_is_planned_again(
     tmp_path: Path, planner: Any
 ) -> None:
     site = Site(planner)
@@ -219,14 +220,14 @@ def test_a_state_that_changes_before_the_plan_is_known_is_planned_anew(
     assert_checkpoint(tmp_path / "c2", more)
 
 
-def test_two_known_plans_into_one_directory_by_two_names_do_not_meet(
+def test_two_valid_plans_for_two_paths_of_one_directory_use_different_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     site = Site(DecentralizedPlanner)
     for seed in range(2):
         site.save(tensors(seed), tmp_path / f"c{seed}")
-    # Neither has made a file when the other one chooses its names.
+    # Both choose their file names before either has created a file.
     one, _ = site.plan(tensors(2), tmp_path / "c")
     other, _ = site.plan(tensors(3), Path("c"))
     assert one[0].prefix != other[0].prefix
@@ -236,7 +237,7 @@ def test_two_known_plans_into_one_directory_by_two_names_do_not_meet(
         assert_checkpoint(tmp_path / "c", tensors(seed))
 
 
-def test_a_planner_of_torch_that_caches_its_plans_serves(tmp_path: Path) -> None:
+def test_a_torch_planner_with_its_own_plan_cache_works(tmp_path: Path) -> None:
     for seed in range(4):
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         finalizing, *_ = save_state_dict_async_plan(
@@ -251,7 +252,7 @@ def test_a_planner_of_torch_that_caches_its_plans_serves(tmp_path: Path) -> None
 
 
 def restarted(path: Path) -> Site:
-    """A site that has loaded a checkpoint."""
+    """Returns a site that has loaded a checkpoint."""
     site = Site(DecentralizedPlanner)
     site.metadata = CachedMetadataFileSystemReader(path).read_metadata()
     site.loaded = site.metadata.all_local_plans  # type: ignore[attr-defined]
@@ -264,7 +265,7 @@ def test_the_plans_of_all_ranks_are_in_the_metadata(tmp_path: Path) -> None:
     assert {item.index.fqn for item in plan.items} >= {"model.weight", "optimizer.step"}
 
 
-def test_plans_of_a_loaded_checkpoint_are_used_again(tmp_path: Path) -> None:
+def test_plans_of_a_loaded_checkpoint_are_reused(tmp_path: Path) -> None:
     Site(DecentralizedPlanner).save(state_of(), tmp_path / "c0")
     site = restarted(tmp_path / "c0")
     finalizing, is_as_loaded = site.plan(state_of(1), tmp_path / "c1")
@@ -273,7 +274,7 @@ def test_plans_of_a_loaded_checkpoint_are_used_again(tmp_path: Path) -> None:
     save_state_dict_async_finalize(*finalizing)
     assert_checkpoint(tmp_path / "c1", state_of(1))
     assert_checkpoint(tmp_path / "c0", state_of())
-    # And once more, by what that has left.
+    # The metadata that this save has written works as well.
     _, is_as_loaded = restarted(tmp_path / "c1").plan(state_of(2), tmp_path / "c2")
     assert is_as_loaded
 
@@ -286,7 +287,7 @@ def test_the_loaded_metadata_serves_many_saves(tmp_path: Path) -> None:
         assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
 
 
-def test_plans_that_are_not_the_loaded_ones_make_new_metadata(tmp_path: Path) -> None:
+def test_plans_that_differ_from_the_loaded_ones_make_new_metadata(tmp_path: Path) -> None:
     Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
     site = restarted(tmp_path / "c0")
     loaded = site.metadata
@@ -299,7 +300,7 @@ def test_plans_that_are_not_the_loaded_ones_make_new_metadata(tmp_path: Path) ->
     assert_checkpoint(tmp_path / "c1", state)
 
 
-def test_loaded_plans_of_another_number_of_ranks_do_not_count(tmp_path: Path) -> None:
+def test_loaded_plans_of_another_number_of_ranks_are_not_reused(tmp_path: Path) -> None:
     Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
     site = restarted(tmp_path / "c0")
     assert site.loaded is not None
@@ -311,7 +312,7 @@ def test_loaded_plans_of_another_number_of_ranks_do_not_count(tmp_path: Path) ->
     assert_checkpoint(tmp_path / "c1", tensors(1))
 
 
-def test_a_planner_that_is_not_decentralized_has_no_use_for_loaded_plans(tmp_path: Path) -> None:
+def test_a_planner_that_is_not_decentralized_does_not_reuse_loaded_plans(tmp_path: Path) -> None:
     Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
     site = restarted(tmp_path / "c0")
     site.planner = dcp.DefaultSavePlanner
@@ -326,7 +327,7 @@ def test_a_planner_that_is_not_decentralized_has_no_use_for_loaded_plans(tmp_pat
 
 
 def planner_failing(method: str) -> dcp.SavePlanner:
-    """A planner whose method raises."""
+    """Returns a planner with a method that raises."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ValueError(f"{method} fails")
@@ -337,17 +338,21 @@ def planner_failing(method: str) -> dcp.SavePlanner:
 
 
 @pytest.mark.parametrize("method", ["set_up_planner", "create_local_plan", "create_global_plan"])
-def test_a_planner_that_fails_while_ranks_meet_fails_the_plan(tmp_path: Path, method: str) -> None:
+def test_a_planner_error_before_the_exchange_ends_fails_the_plan(
+    tmp_path: Path, method: str
+) -> None:
     (tmp_path / "c").mkdir()
     writer = FileSystemWriterAsync(tmp_path / "c")
     with pytest.raises(CheckpointException, match=f"{method} fails"):
         save_state_dict_async_plan(tensors(0), writer, planner=planner_failing(method))
-    # And nobody else is kept from the directory, which would be told.
+    # remove_leftovers() would return None if the failed plan still held the directory.
     assert torch_ckpt.remove_leftovers(tmp_path / "c") == []
 
 
 @pytest.mark.parametrize("method", ["finish_plan", "resolve_data"])
-def test_a_planner_that_fails_later_fails_the_save_at_its_end(tmp_path: Path, method: str) -> None:
+def test_a_planner_error_after_the_exchange_is_raised_by_finalize(
+    tmp_path: Path, method: str
+) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing, *_ = save_state_dict_async_plan(tensors(0), writer, planner=planner_failing(method))
     assert writer.get_save_function_and_args() == (None, None, [])
@@ -356,7 +361,7 @@ def test_a_planner_that_fails_later_fails_the_save_at_its_end(tmp_path: Path, me
     assert os.listdir(tmp_path / "c") == []
 
 
-def test_a_commit_that_fails_is_told_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_failed_commit_raises_and_leaves_no_file(tmp_path: Path) -> None:
     site = Site(DecentralizedPlanner)
     finalizing, _ = site.plan(tensors(0), tmp_path / "c")
     here(finalizing[0])
@@ -368,12 +373,12 @@ def test_a_commit_that_fails_is_told_and_leaves_no_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "c") == []
 
 
-def test_a_plan_that_is_dropped_leaves_the_directory_free(tmp_path: Path) -> None:
+def test_a_dropped_plan_releases_the_directory(tmp_path: Path) -> None:
     Site(DecentralizedPlanner).plan(tensors(0), tmp_path / "c")
     eventually(lambda: gc.collect() >= 0 and torch_ckpt.remove_leftovers(tmp_path / "c") == [])
 
 
-def test_the_writers_of_others_may_be_planned_for(tmp_path: Path) -> None:
+def test_a_save_can_be_planned_with_another_writer_class(tmp_path: Path) -> None:
     class Writer(dcp.FileSystemWriter):
         def prepare_write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> None:
             self.planned = plan, planner
