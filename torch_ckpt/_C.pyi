@@ -18,8 +18,7 @@ class Save:
     """A running save. Keeps the sources alive. Dropping it cancels it and waits for its end."""
 
     def wait(self, seconds: float) -> bool:
-        """Waits until all files are written; returns False after ``seconds``. Raises the save's
-        error."""
+        """Waits until the save ends; False after ``seconds``. Raises the save's error."""
     def wait_staged(self, seconds: float) -> bool:
         """Waits as ``wait``, until no source is needed any more."""
     def wait_submitted(self, seconds: float) -> bool:
@@ -69,8 +68,7 @@ def checksums_of_samples(tensors: list[Any], most_bytes: int, stripes: int) -> l
     """
 
 def copy_to_pool(tensors: list[Any]) -> list[Any]:
-    """Copies dense CPU tensors into chunks of the pool, which get them back after the last copy is
-    deleted."""
+    """Copies dense CPU tensors into memory that returns to the pool with the last of the copies."""
 
 def start_save(
     directory: Directory,
@@ -114,8 +112,7 @@ def told_of(state: FlatState) -> tuple[bytes, bytes]:
     """
 
 def sources_of(state: FlatState, rows: Sequence[int]) -> tuple[list[str], list[Any], list[int]]:
-    """Names and values of rows, and the positions of values that the engine cannot write as they
-    are.
+    """Names and values of rows, and the positions of values that the caller must convert first.
 
     The value of a DTensor is its local tensor.
     """
@@ -155,8 +152,7 @@ class FlatState:
         """Rows of plain tensors and DTensors on the meta device."""
 
     def is_object(self, row: int) -> bool:
-        """True if the row is neither a tensor nor a value that torch's planner asks for its
-        parts."""
+        """True unless the value is a tensor, or torch's planner asks it for its parts."""
 
     def add(self, name: str, path: tuple[Any, ...], value: Any) -> None: ...
     def remove(self, row: int) -> None: ...

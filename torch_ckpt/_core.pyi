@@ -54,9 +54,8 @@ class Directory:
     def share(self, patience: float = 10.0) -> bool:
         """Takes the shared lock, so that no other process removes files.
 
-        Waits up to ``patience`` seconds for a process that has the exclusive lock. That takes
-        milliseconds, unless that process is stopped. Returns False, without a lock, after
-        ``patience``.
+        Another process has the exclusive lock for milliseconds only, unless it is stopped. Returns
+        False, without a lock, if it keeps the lock for ``patience`` seconds.
         """
     def try_lock_exclusive(self) -> bool:
         """Takes the exclusive lock if no other descriptor has a lock; releases the shared lock.
@@ -156,8 +155,7 @@ def seal_of(pickled: bytes) -> bytes:
     """The bytes that follow the pickle in a ``.metadata`` file."""
 
 def bytes_sealed(file: bytes) -> int | None:
-    """The number of bytes that the seal at the end of a ``.metadata`` file covers; None without a
-    seal.
+    """The number of bytes that the seal of a ``.metadata`` file covers; None without a seal.
 
     Raises Corrupt if these bytes do not match the seal.
     """
@@ -233,8 +231,7 @@ def verify_records(
 
     A row has file number, offset, length in bytes, and the name of the dtype and the shape of a
     tensor (None for an object). A finding has file number, row (None: the whole file), offset in
-    the file, damaged bytes (0: unknown), a message, and the errno of a failed system call (0:
-    none failed).
+    the file, damaged bytes (0: unknown), a message, and the errno of a failed system call or 0.
     """
 
 def names_file_beneath(name: str) -> bool:
@@ -352,8 +349,8 @@ class CheckpointIndex:
         """Names and locations of records that the metadata does not describe."""
 
     def uncovered(self) -> list[str]:
-        """Tensors whose shards do not cover each element exactly once, as far as ``tile`` can
-        decide it."""
+        """Tensors whose shards do not cover each element exactly once, or for which ``tile``
+        cannot decide it."""
 
     def tables(self) -> dict[str, bytes]:
         """Encoded checksum tables by file name."""

@@ -78,8 +78,7 @@ Result<> require_named(const os::Directory& directory, const std::string& name,
 enum class Renamed { yes, no, unknown };
 
 /// Determines if a rename was carried out, from the identity of the file that has the name. After
-/// an error, a network file system may have carried it out (the reply was lost), or may do so
-/// later.
+/// an error, a network file system may have carried it out (the reply was lost) or do so later.
 Renamed check_rename(const os::Directory& directory, const std::string& to,
                      const MaybeIdentity& identity, const Result<>& renamed) {
   if (renamed) return Renamed::yes;

@@ -13,8 +13,7 @@ namespace torch_ckpt::os {
 // 1. A name is refused if its text cannot name a file beneath the directory: if it is empty or
 //    absolute, contains a NUL, a backslash or a component "..", or names no file.
 // 2. The kernel opens the name relative to the descriptor and follows no link in any component
-//    (openat2). On old kernels and in sandboxes without openat2, the components are opened one by
-//    one.
+//    (openat2). Without openat2 (old kernels, sandboxes) the components are opened one by one.
 // 3. The type of the opened file is checked by its descriptor, never by its path: it must be a
 //    regular file.
 //

@@ -12,12 +12,10 @@
 
 namespace torch_ckpt::os {
 
-/// Creates a directory and its parents, like mkdir -p. Call Directory::sync_ancestors() to make
-/// them durable.
+/// Creates a directory and its parents, like mkdir -p. Only sync_ancestors() makes them durable.
 Result<> make_directories(const std::string& path);
 
-/// Fsyncs the directory at `path`, so that creations, renames and removals in it survive a power
-/// cut.
+/// Fsyncs the directory at `path`: creations, renames and removals in it then survive a power cut.
 Result<> sync_directory(const std::string& path);
 
 // An open directory. A path may lead to another directory at any time, because a directory is
@@ -89,8 +87,7 @@ class Directory {
   /// exclusive lock. Returns true if the file system has no locks, or none left (ENOLCK).
   Result<bool> try_share();
   /// Tries to take the exclusive lock, without waiting; releases this descriptor's shared lock.
-  /// Returns false if another descriptor has a lock, or if the file system has no locks, or none
-  /// left (ENOLCK).
+  /// Returns false if another descriptor has a lock, or if there are no locks (see try_share()).
   Result<bool> try_lock_exclusive();
   /// False if the last attempt to lock found that the file system has no locks.
   bool has_locks() const { return has_locks_; }

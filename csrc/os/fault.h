@@ -2,8 +2,7 @@
 
 // Named fault points: the first line of every function in csrc/os that makes a system call, and the
 // moments that Python names (csrc/python/fault.cpp). A test installs a hook that observes, waits,
-// or makes the call fail with an errno before the system call. Without a hook a point costs one
-// load.
+// or makes the call fail with an errno before it is made. Without a hook a point costs one load.
 
 #include <atomic>
 #include <functional>

@@ -25,8 +25,7 @@ struct FileIdentity {
 
 // An open regular file, with its path for messages. Owns the descriptor.
 // Positioned calls may run concurrently on one File; close() and moves may not.
-// The destructor ignores errors of closing and is for the error path; the success path calls
-// close().
+// The destructor ignores errors of closing and is for the error path; otherwise call close().
 class File {
  public:
   /// Creates `path`, which must not exist; never follows a link. Mode 0666 & ~umask.
@@ -56,8 +55,7 @@ class File {
   /// write, or stops in the middle of a block, the remaining data is written buffered.
   Result<> write_at(std::span<const std::byte> data, std::uint64_t offset);
 
-  /// Reads exactly `out.size()` bytes at `offset`. Fails with Errc::range_past_end if the file is
-  /// shorter.
+  /// Reads `out.size()` bytes at `offset`; fails with Errc::range_past_end if there are fewer.
   Result<> read_at(std::span<std::byte> out, std::uint64_t offset) const;
 
   /// Reads up to `out.size()` bytes; fewer only at the end of the file.
@@ -73,8 +71,7 @@ class File {
   Result<> reserve(std::uint64_t bytes);
   Result<> truncate(std::uint64_t bytes);
 
-  /// Asks the kernel to start writing back [offset, offset + length). A hint: sync() reports
-  /// errors.
+  /// Asks the kernel to start writing back a range. sync() reports errors.
   void start_writeback(std::uint64_t offset, std::uint64_t length) const;
 
   /// Fsyncs the file. After an error never call it again: the kernel may have dropped the dirty

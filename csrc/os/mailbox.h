@@ -39,8 +39,7 @@ class Mailbox {
   };
 
   static Result<Mailbox> create();
-  /// Refers to the mailbox of another process. Only put() may be called; it opens the mailbox each
-  /// time.
+  /// Refers to the mailbox of another process. Only put() may be called; each call opens it.
   explicit Mailbox(const Address& address) : address_(address) {}
 
   Mailbox(Mailbox&& other) noexcept;

@@ -32,8 +32,7 @@ using os::Directory;
 // Arguments of this type are converted as by os.fsencode.
 using Path = std::filesystem::path;
 
-/// Returns str() of a Python exception, encoded as by os.fsencode: it may contain a path of any
-/// bytes.
+/// Returns str() of a Python exception, encoded as by os.fsencode: it may contain any path.
 std::string message_of(const py::error_already_set& raised) {
   const py::object value = raised.value();
   const auto text = py::reinterpret_steal<py::object>(PyObject_Str(value.ptr()));
@@ -112,8 +111,7 @@ class Callbacks {
       }
     });
   }
-  /// Returns the new reference that `make` returns. If the interpreter ends meanwhile, does not
-  /// return.
+  /// Returns the reference that `make` creates. Does not return if the interpreter ends meanwhile.
   template <class Make>
   static py::object owned(Make make) {
     PyObject* const made = outlasting_python(make);
