@@ -1,7 +1,7 @@
-"""What becomes of a save when one of its ranks falls silent; run by test_async_rank_ends.py.
+"""Saves in which a rank falls silent; run by test_async_rank_ends.py.
 
-Every rank runs all cases, in their order, and sends what each returned. One rank is stopped in one
-case and killed in the last.
+Every rank runs all cases in order and sends their results. One rank is stopped in one case and
+killed in the last.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.distributed.silent_ranks import stop_here
 from torch_ckpt import Background
 from torch_ckpt._base.progress import Progress
 
-#: Seconds after which a silent rank is given up.
+#: Seconds after which a silent rank is declared dead.
 TIMEOUT = 3.0
 
-#: For what nothing should be waiting.
+#: Limit of waits that should not block, in seconds.
 PATIENCE_SECONDS = 60.0
 
-#: Of one rank; three chunks.
+#: Bytes of one rank: three chunks.
 STATE_BYTES = 12 << 20
 
 
@@ -46,7 +46,7 @@ class Case:
         self.store = dist.PrefixStore("deaths", dist.distributed_c10d._get_default_store())
 
     def failure_of(self, name: str, **options: Any) -> dict[str, Any]:
-        """How a save ends that cannot end well: who is named, why, and after how many seconds."""
+        """Runs a save that must fail. Returns the failed ranks, the reason, and the seconds."""
         path = self.workdir / name
         begun = time.monotonic()
         handle = torch_ckpt.async_save(
@@ -70,7 +70,7 @@ def save_together(path: Path) -> int:
 
 
 def case_first(case: Case) -> int:
-    """To connect to the store may take seconds, of which the other cases have not many."""
+    """Connects to the store, which may take seconds. The other cases have short timeouts."""
     return save_together(case.workdir / "first")
 
 
@@ -91,7 +91,7 @@ def case_next(case: Case) -> int:
 
 def case_killed(case: Case) -> dict[str, Any]:
     def kill(progress: Progress) -> None:
-        # With the first chunk on the disk and the others to come.
+        # The first chunk is on the disk, the others are not.
         if progress.bytes_done > 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -107,10 +107,10 @@ CASES: dict[str, Callable[[Case], Any]] = {
 
 
 def play(connection: Connection, workdir: Path, victim: int) -> None:
-    """A rank's."""
+    """Runs the cases on one rank."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     case = Case(workdir, victim)
     for name, function in CASES.items():
         connection.send((name, function(case)))
-    # A group that has lost a rank is not fit to be destroyed.
+    # Destroying a process group that has lost a rank may hang.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What the cases of saves beside training share."""
+"""Helpers of cases of background saves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOADS: tuple[Callable[[StateDict, Path], None], ...] = (torch_ckpt.load, load_by
 
 
 class Held(torch_ckpt.FileSystemWriter):
-    """Reads no tensor before it may."""
+    """Writer that reads no tensor until ``may_stage`` is set."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         super().__init__(path, **options)
@@ -48,7 +48,7 @@ class Held(torch_ckpt.FileSystemWriter):
 
 
 class Stop:
-    """Holds a save, as its ``write_done``, until it may end."""
+    """Hook for ``write_done`` that blocks until ``may_end`` is set."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -58,7 +58,7 @@ class Stop:
 
 
 def overwrite(value: Any) -> None:
-    """Changes all that can be changed in place."""
+    """Changes in place all that can be changed."""
     if isinstance(value, DTensor):
         value.to_local().fill_(-1)
     elif isinstance(value, ShardedTensor):
@@ -77,20 +77,20 @@ def overwrite(value: Any) -> None:
 
 
 def megabytes_of(rank: int, count: int) -> StateDict:
-    """A tensor that only one rank has."""
+    """Makes a tensor that only one rank has."""
     name = f"of rank {rank}"
     return {name: tensor_of(name, count, 250_000)}
 
 
 def assert_saved(launch: Launch, path: Path) -> None:
-    """Fails where ``path`` does not hold what everything() returns."""
+    """Checks that ``path`` holds what everything() returns."""
     for load in LOADS:
         loaded = everything_emptied(launch)
         load(loaded, path)
         assert_everything(launch, loaded)
 
 
-# --- beside training ------------------------------------------------------------------------------
+# --- background saves -----------------------------------------------------------------------------
 
 _COLLECTIVES = """
 _allgather_base _reduce_scatter_base allgather allgather_coalesced allgather_into_tensor_coalesced
@@ -111,9 +111,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def users_of_process_groups() -> Iterator[set[str]]:
-    """Names of the threads that use one, by whatever function of torch's."""
+    """Yields the names of the threads that call any collective of a process group."""
     users: set[str] = set()
-    # Not by getattr(), which gives functions that do not bind to an object when they are put back.
+    # getattr() would return functions that do not bind to an object when they are restored.
     methods = vars(dist.ProcessGroup)
     before = {name: methods[name] for name in _COLLECTIVES.split() if name in methods}
 

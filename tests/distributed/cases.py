@@ -1,7 +1,7 @@
-"""What cases of several ranks share: states, saves and loads by DCP's names, and how they are run.
+"""Helpers of cases on several ranks: states, saves and loads by DCP, and the runner of cases.
 
-A case is a function that all ranks of a launch call. Launches of a file share a directory, so that
-one can load what another saved.
+A case is a function that all ranks of a launch call. Launches of one file share a directory, so
+that one can load what another saved.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ OURS = (torch_ckpt.FileSystemWriter, torch_ckpt.FileSystemReader)
 STOCK = (dcp.FileSystemWriter, dcp.FileSystemReader)
 
 
-#: Writer and reader, one of them or both ours.
+#: Writer and reader: torch_ckpt's for one of them or both.
 PAIRS = [(OURS[0], OURS[1]), (OURS[0], STOCK[1]), (STOCK[0], OURS[1])]
 
 
-# A rank that waits longer for the others than this has lost them.
+# Timeout of the process group, in seconds.
 PATIENCE_SECONDS = 60
 
 
 class Launch:
-    """What a case gets."""
+    """Argument of a case."""
 
     def __init__(self, workdir: Path) -> None:
         self.workdir = workdir
@@ -66,7 +66,7 @@ class Launch:
         self.case = ""
 
     def path(self, *names: str) -> Path:
-        """A path below a directory that is this case's and empty."""
+        """Returns a path below a directory of this case, which is empty at the start."""
         return self.workdir / f"{self.size}-ranks" / self.case / Path(*names)
 
 
@@ -74,12 +74,12 @@ class Launch:
 
 
 def tensor_of(name: str, *shape: int) -> torch.Tensor:
-    """The same on all ranks."""
+    """Makes a tensor that is identical on all ranks."""
     return random_tensor(shape, torch.float32, seed=sum(name.encode()))
 
 
 def dtensors(mesh: DeviceMesh) -> dict[str, DTensor]:
-    """On a mesh of one dimension: even, uneven and empty shards, and replicas."""
+    """Makes DTensors on a mesh of one dimension: even, uneven and empty shards, and replicas."""
 
     def shard(name: str, dim: int, *shape: int) -> DTensor:
         return distribute_tensor(tensor_of(name, *shape), mesh, [Shard(dim)])
@@ -99,7 +99,7 @@ def dtensors(mesh: DeviceMesh) -> dict[str, DTensor]:
 
 
 def dtensors_2d(mesh: DeviceMesh) -> dict[str, DTensor]:
-    """On a mesh of two dimensions: hybrid sharding, and both dimensions sharded."""
+    """Makes DTensors on a mesh of two dimensions: hybrid sharding, and both dimensions sharded."""
     placements = {
         "hybrid": [Replicate(), Shard(0)],
         "hybrid columns": [Replicate(), Shard(1)],
@@ -126,7 +126,7 @@ def zeroed(state: dict[str, DTensor]) -> dict[str, DTensor]:
 
 
 def assert_whole(state: dict[str, DTensor]) -> None:
-    """Fails where a tensor, gathered, is not that of its name."""
+    """Checks that the gathered tensors are those of their names."""
     for name, tensor in state.items():
         assert_equal(tensor.full_tensor(), tensor_of(name, *tensor.shape), name)
 
@@ -142,7 +142,8 @@ def load(state: StateDict, path: Path, reader: Any = OURS[1], **options: Any) ->
 
 
 def failure_of(launch: Launch, work: Callable[[], Any]) -> dict[int, BaseException]:
-    """By rank the causes of the CheckpointException that ``work`` must raise, equal everywhere."""
+    """Returns by rank the causes of the CheckpointException that ``work`` must raise on all
+    ranks."""
     try:
         work()
     except dcp.CheckpointException as error:
@@ -176,7 +177,7 @@ def trained_model(launch: Launch, seed: int) -> tuple[torch.nn.Module, torch.opt
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
-    """Everything, gathered, as plain tensors and objects."""
+    """Gathers a state as plain tensors and objects."""
 
     def gathered(value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -192,7 +193,7 @@ def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Stat
 
 
 def sharded_tensor(launch: Launch) -> ShardedTensor:
-    """An old-style ShardedTensor: each rank has two shards of three rows, far from each other."""
+    """Makes a ShardedTensor. Each rank has two shards of three rows that are not adjacent."""
     rank, size = launch.rank, launch.size
     whole = tensor_of("sharded", 6 * size, 5)
     starts = [3 * rank, 3 * (size + rank)]
@@ -221,13 +222,13 @@ def rank_local_state(launch: Launch, step: int) -> StateDict:
 
 @contextmanager
 def full_disk_on(rank: int) -> Iterator[None]:
-    """Lets writes fail on one rank."""
+    """Fails writes on one rank with ENOSPC."""
     with files_limited_to(4096) if dist.get_rank() == rank else nullcontext():
         yield
 
 
 def assert_is_full_disk(causes: dict[int, BaseException], rank: int, path: Path) -> None:
-    """Fails where the causes are not the OSError of that rank alone, with errno and file name."""
+    """Checks that the only cause is the OSError of that rank, with errno and file name."""
     assert set(causes) == {rank}
     cause = causes[rank]
     assert isinstance(cause, OSError)
@@ -240,7 +241,7 @@ def assert_is_full_disk(causes: dict[int, BaseException], rank: int, path: Path)
 
 
 def everything(launch: Launch) -> StateDict:
-    """Plain, sharded and other values, on all ranks and on one."""
+    """Makes plain, sharded and other values, on all ranks and on one."""
     own = f"of rank {launch.rank}"
     return {
         "sharded": dict(dtensors(mesh_1d(launch))),
@@ -281,7 +282,7 @@ def assert_everything(launch: Launch, state: StateDict) -> None:
 
 
 def attempt(launch: Launch, name: str, case: Callable[[Launch], None]) -> str | None:
-    """Runs a case; the traceback where it failed on this rank."""
+    """Runs a case. Returns the traceback if it failed on this rank."""
     launch.case = name
     if launch.rank == 0:
         shutil.rmtree(launch.path(), ignore_errors=True)
@@ -295,9 +296,10 @@ def attempt(launch: Launch, name: str, case: Callable[[Launch], None]) -> str | 
 
 @contextmanager
 def launched(module: str, workdir: Path) -> Iterator[tuple[ModuleType, Launch]]:
-    """A module of cases, and what they get; with the process group for the time of a block."""
+    """Yields a module of cases and its launch, with a process group for the duration of the
+    block."""
     warnings.simplefilter("ignore")
-    # As in a program: what a rank spawns imports it again, under another name.
+    # As in a program: processes that a rank spawns import the module again, under another name.
     cases = sys.modules["__main__"] = import_module(module)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     yield cases, Launch(workdir)
@@ -308,8 +310,8 @@ def launched(module: str, workdir: Path) -> Iterator[tuple[ModuleType, Launch]]:
 
 
 def serve(connection: Connection, module: str, workdir: Path) -> None:
-    """A rank's: sends that it is ready, and runs the cases whose names it is told; sends for each
-    None, or the traceback."""
+    """Runs cases on a rank. Sends that the rank is ready, receives names of cases, and sends None
+    or the traceback for each."""
     with launched(module, workdir) as (cases, launch):
         connection.send("ready")
         while (name := connection.recv()) is not None:
@@ -317,7 +319,7 @@ def serve(connection: Connection, module: str, workdir: Path) -> None:
 
 
 def main() -> None:
-    """For torchrun: WORKDIR MODULE CASE..."""
+    """Runs cases under torchrun: WORKDIR MODULE CASE..."""
     workdir, module, *names = sys.argv[1:]
     with launched(module, Path(workdir)) as (cases, launch):
         for name in names:

@@ -1,4 +1,4 @@
-"""Launches of ranks, which the cases of a file share."""
+"""Launches of ranks, shared by the cases of a file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Runs an example, and ends one of its ranks in the middle.
+"""Runs an example and interrupts one of its ranks.
 
     python -m tests.distributed.interrupted SIGNAL RANK STEP SCRIPT [ARGUMENT ...]
 
-The rank sends itself the signal when it is to save that step, so it always comes at one point of
-training, while a save of an earlier step may be under way.
+The rank sends itself the signal at the save of that step, so the signal always arrives at one point
+of the training. A save of an earlier step may be running then.
 """
 
 from __future__ import annotations

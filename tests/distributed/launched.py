@@ -1,10 +1,10 @@
-"""What ranks do for tests of the launcher: cases that end in every way, and a program.
+"""Cases that end in every way, and a program, for tests of the launcher.
 
-    python -m tests.distributed.launched PATH (hang|tell|fail)
+    python -m tests.distributed.launched PATH (hang|environment|fail)
 
-``hang`` writes its process id to PATH, a pipe, and does not end; ``tell`` writes to
-PATH-{rank}.json what it has been told by its environment; ``fail`` hangs on all ranks but the last,
-which fails when the others have come so far.
+``hang`` writes its process id to PATH, a pipe, and does not end. ``environment`` writes the
+variables to PATH-{rank}.json. ``fail`` hangs on all ranks but the last, which fails when the others
+hang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.distributed.cases import Launch
 
 
 def case_passes(launch: Launch) -> None:
-    """Its process ids are in files."""
+    """Writes its process ids to files."""
     path = launch.path(str(launch.rank))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(str(os.getpid()))
@@ -55,14 +55,14 @@ def case_one_hangs(launch: Launch) -> None:
         signal.pause()
 
 
-def case_one_will_not_end_well(launch: Launch) -> None:
+def case_one_exits_with_code_3(launch: Launch) -> None:
     if launch.rank == 1:
         atexit.register(os._exit, 3)
 
 
 def main() -> None:
     path, what = sys.argv[1:]
-    if what == "tell":
+    if what == "environment":
         Path(f"{path}-{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
         return
     print("said before the hang", flush=True)

@@ -1,10 +1,10 @@
-"""Ranks that run cases: functions that all ranks of a launch do together.
+"""Ranks that run cases: functions that all ranks of a launch call.
 
-A test file has cases, which are functions ``case_*(launch)``, and ends with
-``test_on_ranks = on_ranks(globals())``: a test for each case and number of ranks. Its ``IMPORTED``
-are modules that take long to import; ``at_end()`` is called before its ranks end. The ranks are
-forked when the first of their cases is asked for, and stay for the others. A rank that dies, hangs
-or loses step fails its case, with what all ranks have said, and the next case gets new ranks.
+A test file has cases, which are functions ``case_*(launch)``, and ends with ``test_on_ranks =
+on_ranks(globals())``: a test for each case and number of ranks. Its ``IMPORTED`` lists modules that
+are slow to import; ``at_end()`` is called before its ranks end. The ranks are forked at the first
+of their cases and reused for the others. A rank that dies, hangs or loses step fails its case, with
+the output of all ranks, and the next case gets new ranks.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tests.distributed.cases import serve
 from tests.forked import ENVIRONMENT, REPOSITORY, Child
 from tests.ranks import Ranks, ranks
 
-#: Of one case, and of the ends of ranks. Ranks give up a silent process group before.
+#: Seconds for one case, and for the end of ranks. The timeout of process groups is shorter.
 CASE_SECONDS = 120.0
 
-#: For the others, once a rank has failed.
+#: Seconds for the other ranks, once a rank has failed.
 GRACE_SECONDS = 10.0
 
-#: Of one run of torchrun or a script.
+#: Seconds for one run of torchrun or a script.
 TIMEOUT_SECONDS = 240
 
-# torchrun asks its ranks to end, and kills them after 30 seconds.
+# torchrun sends its ranks SIGTERM, and kills them after 30 seconds.
 ENDING_SECONDS = 60
 
-#: Everything on every number of ranks on which it makes sense.
+#: The numbers of ranks in torture runs.
 TORTURE = bool(os.environ.get("TORCH_CKPT_TORTURE"))
 
 Case = TypeVar("Case", bound=Callable[..., None])
 
 
 def on(*sizes: int, only: bool = False) -> Callable[[Case], Case]:
-    """Says on how many ranks a case is run, where that is not two.
+    """Sets the numbers of ranks of a case; the default is two.
 
     Args:
-        only: on no others in ``make torture``. Without sizes it is for tests to call.
+        only: no other numbers in ``make torture``. Without sizes, only tests call the case.
     """
 
     def mark(case: Case) -> Case:
@@ -60,7 +60,7 @@ def on(*sizes: int, only: bool = False) -> Callable[[Case], Case]:
 
 
 def takes_several(case: Case) -> Case:
-    """Marks a case in which ranks do not do the same."""
+    """Marks a case in which ranks act differently."""
     case.takes_several = True  # type: ignore[attr-defined]
     return case
 
@@ -70,13 +70,12 @@ def on_ranks(
     thorough: Sequence[int] = (2, 4),
     skipped: Callable[[str], str] = lambda case: "",
 ) -> Any:
-    """The test of a file of cases.
+    """Makes the test of a file of cases.
 
     Args:
         module: the file's globals.
-        thorough: on how many ranks its cases are run in ``make torture``, beside those that they
-            say.
-        skipped: by the name of a case why it is not run; "" where it is.
+        thorough: additional numbers of ranks in ``make torture``.
+        skipped: returns the reason to skip a case by its name, or "".
     """
     parameters = []
     for key, case in module.items():
@@ -99,7 +98,8 @@ def on_ranks(
 
 
 def between(saves: str, loads: str, sizes: Sequence[tuple[int, int]]) -> Any:
-    """The test that some numbers of ranks load what others have saved, by two cases of the file."""
+    """Makes a test in which some numbers of ranks load what others have saved, by two cases of the
+    file."""
 
     @pytest.mark.parametrize(("saved_by", "loaded_by"), sizes)
     def test_between(launches: Launches, saved_by: int, loaded_by: int) -> None:
@@ -110,12 +110,12 @@ def between(saves: str, loads: str, sizes: Sequence[tuple[int, int]]) -> Any:
 
 
 class Launches:
-    """The groups of ranks of one test file.
+    """Groups of ranks of one test file.
 
     Args:
-        module: the file's, as a rank imports it.
-        workdir: for all of them.
-        modules: as for :class:`Ranks`.
+        module: the file's name, as a rank imports it.
+        workdir: directory of all groups.
+        modules: see :class:`Ranks`.
     """
 
     def __init__(self, module: str, workdir: Path, modules: Sequence[str] = ()) -> None:
@@ -125,29 +125,29 @@ class Launches:
         self._groups: dict[int, Group] = {}
 
     def run(self, size: int, case: str) -> None:
-        """Runs a case on so many ranks; fails where it does."""
+        """Runs a case on ``size`` ranks, and fails if the case fails."""
         if size not in self._groups:
             self._groups[size] = Group(self._module, size, self._workdir, self._modules)
         self._groups[size].run(case)
 
     def end(self) -> None:
-        """Ends all ranks, at the same time; fails where some do not end well."""
+        """Ends all groups at the same time. Fails if a rank does not end normally."""
         with ExitStack() as ends:
             for group in self._groups.values():
-                group.tell_to_end()
+                group.request_end()
                 ends.callback(group.end)
 
 
 class Group:
-    """Ranks that run the cases of a module that they are told.
+    """Ranks that run cases of a module.
 
     Args:
         module: its name.
-        size: how many ranks.
-        workdir: for all groups of a module, so that one can load what another saved.
-        modules: as for :class:`Ranks`.
-        case_seconds: that a case may take.
-        grace_seconds: that the others may take once a rank has failed.
+        size: number of ranks.
+        workdir: directory of all groups of a module, so that one can load what another saved.
+        modules: see :class:`Ranks`.
+        case_seconds: time limit of a case.
+        grace_seconds: time limit of the other ranks once a rank has failed.
     """
 
     def __init__(
@@ -171,13 +171,13 @@ class Group:
         """Runs a case on all ranks.
 
         Raises:
-            AssertionError: it failed on some; with their tracebacks, and where they are not all in
-                step, what all have said.
+            AssertionError: the case failed on a rank. The text has the tracebacks, and the output
+                of all ranks if a rank died, hangs or lost step.
         """
         if self._ranks is None:
             self._ranks = self._started()
         group = self._ranks
-        said = [len(child.said()) for child in group.children]
+        lengths = [len(child.said()) for child in group.children]
         failures: dict[int, str] = {}
         for rank, child in enumerate(group.children):
             try:
@@ -187,12 +187,12 @@ class Group:
         passed, lost = self._outcomes(group, failures)
         if passed == self._size:
             return
-        told = [f"rank {rank}: {failure}" for rank, failure in sorted(failures.items())]
+        lines = [f"rank {rank}: {failure}" for rank, failure in sorted(failures.items())]
         if lost or passed:
-            told.append(group.said(said))
+            lines.append(group.said(lengths))
             self._ranks = None
             group.kill()
-        raise AssertionError("\n".join(told))
+        raise AssertionError("\n".join(lines))
 
     def _started(self) -> Ranks:
         arguments = (self._module, self.workdir)
@@ -205,15 +205,15 @@ class Group:
             raise
         return group
 
-    def tell_to_end(self) -> None:
-        """Lets the ranks begin to end; :meth:`end` comes next."""
+    def request_end(self) -> None:
+        """Makes the ranks end; :meth:`end` waits for them."""
         with suppress(OSError):
             for child in self._ranks.children if self._ranks is not None else ():
                 child.connection.send(None)
 
     def end(self) -> None:
-        """Waits for the ends of the ranks; fails where they do not end as a program that went well,
-        interpreter and the engine's threads included."""
+        """Waits for the ranks to end. Fails unless all exit with code 0, which includes the
+        shutdown of the interpreter and of the engine's threads."""
         if self._ranks is None:
             return
         group, self._ranks = self._ranks, None
@@ -224,8 +224,8 @@ class Group:
             group.kill()
 
     def _outcomes(self, group: Ranks, failures: dict[int, str]) -> tuple[int, bool]:
-        """Waits for all, and adds what went wrong; how many have passed, and whether some are in no
-        state for another case."""
+        """Waits for all ranks and appends failures. Returns how many passed, and whether a rank
+        cannot run another case."""
         waiting: dict[Any, int] = {
             child.connection: rank
             for rank, child in enumerate(group.children)
@@ -255,11 +255,10 @@ class Group:
 
 
 class Outcomes:
-    """What each of some ranks sends of its cases, a name and what came of it, up to its end. Ranks
-    may die in their last case.
+    """Results that ranks send: a name and a value for each case. Ranks may die in their last case.
 
     Args:
-        ranks: that send it.
+        ranks: the sending ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -267,7 +266,7 @@ class Outcomes:
         self._found: list[dict[str, Any]] | None = None
 
     def found(self, case: str, dead: int | None = None) -> list[Any]:
-        """By rank what a case returned; None on the rank that may have died in it."""
+        """Returns by rank the result of a case; None for a rank that may have died in the case."""
         if self._found is None:
             self._found = [dict(self._sent(rank)) for rank in range(self.ranks.size)]
         missing = [rank for rank, of_rank in enumerate(self._found) if case not in of_rank]
@@ -288,8 +287,7 @@ class Outcomes:
 def by_fork(
     size: int, *arguments: str | Path, modules: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """As :func:`torchrun` without its processes: ranks are forked. Where one fails the others are
-    ended, as by torchrun."""
+    """Does the same as :func:`torchrun` with forked ranks. If one fails, the others are ended."""
     words = [*map(str, arguments)]
     with ranks(size, run_program, words, modules=modules) as group:
         until = time.monotonic() + TIMEOUT_SECONDS
@@ -312,7 +310,7 @@ def by_fork(
 
 
 def run_program(_: Connection, words: list[str]) -> None:
-    """Runs a script, or "-m" and a module, with its arguments, as Python does; a rank's."""
+    """Runs a script, or "-m" and a module, with its arguments on a rank, as Python does."""
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -323,10 +321,10 @@ def run_program(_: Connection, words: list[str]) -> None:
 
 
 def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script, or "-m" and a module, with arguments of its own; its output is in stdout.
+    """Runs a script, or "-m" and a module, with its arguments. Standard output is captured.
 
     Raises:
-        TimeoutError: it has hung, and all its ranks have been ended; with the output.
+        TimeoutError: the run hung, and all its ranks have been ended. The error has the output.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *map(str, arguments)]
@@ -347,7 +345,8 @@ def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[
 
 
 def _ended(agent: subprocess.Popen[str]) -> str:
-    """Ends torchrun; its output. Ranks have sessions of their own: only torchrun can end them."""
+    """Ends torchrun and returns its output. Ranks are in sessions of their own, so only torchrun
+    can end them."""
     agent.terminate()
     try:
         return agent.communicate(timeout=ENDING_SECONDS)[0]

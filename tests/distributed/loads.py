@@ -1,4 +1,4 @@
-"""What the cases of several ranks that load share."""
+"""Helpers of cases of loads on several ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.cases import (
 )
 from tests.support import data_files
 
-#: The metadata, and whatever Python reads meanwhile.
+#: Limit for the metadata and for reads by Python in the meantime.
 ALLOWANCE = 256 << 10
 
 
@@ -42,20 +42,20 @@ def stock_save(state: StateDict, path: Path) -> None:
 
 
 def bytes_read() -> int:
-    """By this process so far, from the page cache too."""
+    """Returns the bytes that this process has read so far, including those from the page cache."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
 
 
 def cost_of(work: Callable[[], Any]) -> int:
-    """How many bytes it reads on this rank."""
+    """Returns the bytes that ``work`` reads on this rank."""
     before = bytes_read()
     work()
     return bytes_read() - before
 
 
 def on_rank_0(launch: Launch, work: Callable[[], Any]) -> None:
-    """Does it there, between all that is before and all that is after."""
+    """Runs ``work`` on rank 0, between two barriers."""
     dist.barrier()
     if launch.rank == 0:
         work()

@@ -1,4 +1,4 @@
-"""What the cases of CheckpointManager on ranks share."""
+"""Helpers of cases of CheckpointManager on ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support import assert_equal
 from torch_ckpt import CheckpointManager
 from torch_ckpt.state.app_state import PerRank
 
-# For what nothing should be waiting, in seconds.
+# Limit of waits that should not block, in seconds.
 PATIENCE = 60.0
 
 
 @contextmanager
 def manager_of(launch: Launch, **options: Any) -> Iterator[CheckpointManager]:
-    """Beneath the case's directory; it does not watch for signals by default."""
+    """Makes a manager in the case's directory, without preemption signals by default."""
     root = options.pop("root", launch.path("run"))
     options = {"preemption_signals": (), "timeout": PATIENCE, **options}
     with CheckpointManager(root, **options) as made:
@@ -34,7 +34,7 @@ def manager_of(launch: Launch, **options: Any) -> Iterator[CheckpointManager]:
 
 
 def state_of(launch: Launch, step: int) -> dict[str, Any]:
-    """A sharded tensor, a common one, one value of each rank, and a number."""
+    """Makes a sharded tensor, a replicated one, one value of each rank, and a number."""
     whole = tensor_of("sharded", 4 * launch.size + 1, 3).nan_to_num() + step
     return {
         "sharded": {"w": distribute_tensor(whole, mesh_1d(launch), [Shard(0)], src_data_rank=None)},
@@ -45,7 +45,7 @@ def state_of(launch: Launch, step: int) -> dict[str, Any]:
 
 
 def assert_state(launch: Launch, state: dict[str, Any], step: int) -> None:
-    """Fails unless the state is that of a step."""
+    """Checks that the state is that of a step."""
     expected = state_of(launch, step)
     sharded = state["sharded"]["w"]
     assert isinstance(sharded, DTensor)
@@ -56,7 +56,8 @@ def assert_state(launch: Launch, state: dict[str, Any], step: int) -> None:
 
 
 def restored(launch: Launch, made: CheckpointManager, step: int | None = None) -> int:
-    """The step that is restored, the same on all ranks, and its state is right."""
+    """Restores a step, which must be the same on all ranks, and checks its state. Returns the
+    step."""
     state = state_of(launch, 0)
     found = made.restore(state, step)
     assert_state(launch, state, found)
@@ -65,21 +66,21 @@ def restored(launch: Launch, made: CheckpointManager, step: int | None = None) -
 
 
 def gathered(launch: Launch, value: Any) -> list[Any]:
-    """By rank."""
+    """Returns the values by rank."""
     values: list[Any] = [None] * launch.size
     dist.all_gather_object(values, value)
     return values
 
 
 def saved(launch: Launch, made: CheckpointManager, numbers: Any, **options: Any) -> list[int]:
-    """The steps, of these, at which all ranks have begun a save."""
+    """Runs these steps. Returns the steps at which all ranks have started a save."""
     found = [n for n in numbers if made.save(n, state_of(launch, n), **options)]
     assert gathered(launch, found) == [found] * launch.size
     return found
 
 
 def run_of(launch: Launch, numbers: Any) -> None:
-    """A run that has ended."""
+    """Runs a training to its end."""
     with manager_of(launch) as made:
         saved(launch, made, numbers)
     dist.barrier()
@@ -90,7 +91,7 @@ def is_last(launch: Launch) -> bool:
 
 
 def failures_of(work: Callable[[], Any]) -> dict[int, BaseException]:
-    """By rank, of the CheckpointException that ``work`` must raise."""
+    """Returns by rank the causes of the CheckpointException that ``work`` must raise."""
     with pytest.raises(CheckpointException) as caught:
         work()
     return {rank: cause for rank, (cause, _stack) in caught.value.failures.items()}
@@ -100,7 +101,7 @@ def failures_of(work: Callable[[], Any]) -> dict[int, BaseException]:
 
 
 class NoState:
-    """Stateful, and fails."""
+    """Stateful value that fails."""
 
     def state_dict(self) -> Any:
         raise RuntimeError("no state today")

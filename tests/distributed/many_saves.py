@@ -1,8 +1,8 @@
-"""Many saves in a row, each with a structure of its own, on ranks whose store waits briefly; run by
-test_many_saves.py.
+"""Many saves in a row, each with its own structure, on ranks whose store has a short timeout; run
+by test_many_saves.py.
 
-What ranks share of a structure is posted by one of them, and deleted while the next save begins. A
-call that would wait for an absent key is counted: a test sees it by the count, not by the clock.
+One rank posts what ranks share of a structure, and deletes it while the next save starts. Waits for
+an absent key are counted, so the test does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 120.0
 
 
 def state_of(number: int, rank: int, chance: random.Random) -> dict[str, object]:
-    """A state with names of its own, of which the ranks share a random part."""
+    """Makes a state with unique names, of which the ranks share a random part."""
     state: dict[str, object] = {
         f"{number}.{index}": torch.full((3,), float(number)) for index in range(3)
     }
@@ -69,9 +69,8 @@ class Watched(dist.Store):  # type: ignore[misc]
 
 
 def play(connection: Connection, workdir: Path, saves: int, seed: int) -> None:
-    """Runs one rank. Sends what failed, by the number of the save, the absent keys that were read,
-    and the longest call in seconds.
-    """
+    """Runs one rank. Sends by the number of the save the failures, the absent keys that were read,
+    and the longest call in seconds."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=STORE_SECONDS))
     meeting = Meeting.of(None, no_dist=False)
     watched = Watched(meeting.connection())

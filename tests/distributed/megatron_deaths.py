@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or stuck in a save of Megatron's shape."""
+"""Ranks that are killed, stopped or stuck in a save through the Megatron interface."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Death:
     """One case.
 
     Attributes:
-        how: "killed", "stopped", or "stuck": its process lives and its disk does not.
-        phase: before which it falls silent; before "polling" with bytes left to write.
+        how: "killed", "stopped", or "stuck": the process lives and its disk hangs.
+        phase: phase before which the rank falls silent; before "polling" with bytes left to write.
         victim: the rank; 0 is the coordinator.
     """
 
@@ -59,7 +59,7 @@ class Death:
 
     @property
     def step(self) -> str:
-        """In which the others notice it."""
+        """Returns the step in which the other ranks notice it."""
         return "plan" if self.phase == "planning" else "write"
 
 
@@ -73,13 +73,13 @@ DEATHS = [
 
 
 def state_of(rank: int, seed: int) -> dict[str, Any]:
-    """Three chunks on each rank."""
+    """Makes three chunks on each rank."""
     numbers = torch.arange(3 << 20, dtype=torch.int32)
     return {f"of rank {rank}": numbers + 10 * seed + rank, "seed": seed}
 
 
 class Training:
-    """One rank, which saves and polls until it is told."""
+    """One rank, which saves and polls until the save ends."""
 
     def __init__(self, path: Path, timeout: float) -> None:
         self.path = str(path)
@@ -88,14 +88,14 @@ class Training:
         self.rank = dist.get_rank()
 
     def save(self, seed: int, death: Death | None, die: Callable[[], None]) -> None:
-        """From the plan to the commit."""
+        """Runs a save from plan to commit."""
         mine = death if death is not None and death.victim == self.rank else None
         phase = mine.phase if mine is not None else ""
         if phase == "planning":
             die()
         options: dict[str, Any] = {}
         if phase == "polling":
-            # With the first chunk on the disk and the others to come.
+            # The first chunk is on the disk, the others are not.
             options["background"] = Background(max_bytes_per_second=1)
         writer = FileSystemWriterAsync(self.path, timeout=self.timeout, thread_count=1, **options)
         finalizing = save_state_dict_async_plan(
@@ -112,21 +112,21 @@ class Training:
                 die()
             if self.queue.maybe_finalize_async_calls():
                 return
-            # A step of the training, in which the quiet threads are not kept from the processors.
+            # A training step lets the low-priority threads use the processors.
             time.sleep(0.005)
 
 
 def run_rank(results: Connection, path: Path, seed: int, death: Death | None = None) -> None:
-    """One rank: saves, and sends what came of it; then again."""
+    """Runs one rank: saves and sends the outcome, twice."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     die = falls_silent(results, death) if death is not None else _nothing
-    # To connect and to import what is imported late takes time that the case has not.
+    # Connects and imports before the case, whose time limit is too short for this.
     Training(path.with_name(f"{path.name}-warm"), PATIENCE_SECONDS).save(0, None, die)
     training = Training(path, TIMEOUT)
     results.send(outcome_of(lambda: training.save(seed, death, die)))
     if results.recv() == "again":
-        # By the same queue.
+        # Through the same queue.
         training.timeout = PATIENCE_SECONDS
         training.queue._timeout = PATIENCE_SECONDS
         training.save(seed + 1, None, die)
@@ -140,7 +140,7 @@ def _nothing() -> None:
 
 
 def play(path: Path, death: Death) -> Found:
-    """One case; where the victim lives on, all ranks then save again, into the same directory."""
+    """Plays one case. If the victim survives, all ranks then save again into the same directory."""
     with ranks(SIZE, run_rank, path, 1, death) as group:
         found = outcomes_of(group, path, death)
         if death.how != "killed":

@@ -1,4 +1,5 @@
-"""How ranks end whose saves in Megatron's shape are not over; by test_megatron_ends.py.
+"""Ranks that end before their saves through the Megatron interface have ended; run by
+test_megatron_ends.py.
 
 torchrun ... -m tests.distributed.megatron_ends WAY DIRECTORY
 """
@@ -22,7 +23,7 @@ from torch_ckpt.megatron import (
 
 
 def without_a_process_group(path: str) -> None:
-    """The process group is destroyed between the plan and the end of a save."""
+    """Destroys the process group between the plan and the end of a save."""
     queue = AsyncCallsQueue(timeout=60)
     rank = dist.get_rank()
     writer = FileSystemWriterAsync(path)
@@ -36,7 +37,7 @@ def without_a_process_group(path: str) -> None:
 
 
 def as_soon_as_it_is_closed(path: str) -> None:
-    """A rank ends when others have not heard of the end of the last call."""
+    """Ends a rank before the others have been notified of the end of the last call."""
     queue = AsyncCallsQueue(timeout=60)
     seconds = 1.5 if dist.get_rank() == 0 else 0.0
     queue.schedule_async_request(AsyncRequest(time.sleep, (seconds,), []))
@@ -44,7 +45,7 @@ def as_soon_as_it_is_closed(path: str) -> None:
 
 
 def with_a_call_under_way(path: str) -> None:
-    """The ranks end while they ask for the end of a call."""
+    """Ends the ranks while they wait for the end of a call."""
     queue = AsyncCallsQueue(timeout=60)
     queue.schedule_async_request(AsyncRequest(time.sleep, (1.5,), []))
     queue.maybe_finalize_async_calls()

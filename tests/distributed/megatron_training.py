@@ -1,7 +1,6 @@
-"""A training in Megatron's shape, for the cases of saves in it.
+"""Training that saves through the Megatron interface.
 
-Each rank trains on its own where a case does not say otherwise: there is no collective between two
-polls that would keep the ranks in step.
+By default each rank trains independently: no collective between two polls keeps the ranks in step.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ READERS = (OURS[1], STOCK[1], CachedMetadataFileSystemReader)
 
 
 class Decentralized(dcp.DefaultSavePlanner):
-    """As Megatron's: each rank knows by itself what it is to write, and no two write the same."""
+    """Planner like Megatron's: each rank plans its own writes, and no two ranks write the same
+    item."""
 
     can_run_decentralized_global_plan = True
 
@@ -78,7 +78,7 @@ PLANNERS: tuple[Callable[[], SavePlanner], ...] = (Decentralized, dcp.DefaultSav
 
 
 def rows_of(launch: Launch, whole: torch.Tensor) -> ShardedTensor:
-    """A ShardedTensor of which each rank has the same number of rows."""
+    """Makes a ShardedTensor with the same number of rows on each rank."""
     count = whole.shape[0] // launch.size
     sizes = [count, *whole.shape[1:]]
 
@@ -94,7 +94,7 @@ def rows_of(launch: Launch, whole: torch.Tensor) -> ShardedTensor:
 
 
 def wholes_of(step: int) -> dict[str, torch.Tensor]:
-    """What is sharded over the ranks, at a step."""
+    """Makes the full tensors that are sharded over the ranks at a step."""
     moments = tensor_of("moments", 48, 33).nan_to_num() + step
     return {"weight": tensor_of("weight", 37, 21), "bias": moments[:, 0].clone(), "m": moments}
 
@@ -115,7 +115,7 @@ def state_at(launch: Launch, step: int) -> StateDict:
 
 
 def gathered(state: StateDict) -> StateDict:
-    """The same with the local shards as plain tensors."""
+    """Returns the state with the local shards as plain tensors."""
 
     def local(value: Any) -> Any:
         if isinstance(value, dict):
@@ -130,7 +130,7 @@ def gathered(state: StateDict) -> StateDict:
 
 
 def assert_saved(launch: Launch, path: Path, step: int, own: bool = True) -> None:
-    """Fails where a directory has not the state of a step, by our readers and by torch's."""
+    """Checks that torch_ckpt and torch load the state of a step from a directory."""
     for reader in READERS:
         loaded, expected = state_at(launch, step + 100), state_at(launch, step)
         overwrite(loaded["model"])
@@ -142,12 +142,12 @@ def assert_saved(launch: Launch, path: Path, step: int, own: bool = True) -> Non
 
 
 class Site:
-    """What is around the writer in a training: the plans that are kept from save to save.
+    """Surroundings of the writer in a training: the plans that are kept from save to save.
 
     Args:
         planner: makes a planner for each save.
-        caching: keep them.
-        options: of the writers.
+        caching: keep the plans.
+        options: options of the writers.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Site:
         self.loaded_plans: list[SavePlan] | None = None
 
     def restarted_from(self, path: Path) -> Site:
-        """What another process of the training makes, that loads a checkpoint first."""
+        """Makes the site of a restarted training, which loads a checkpoint first."""
         CachedMetadataFileSystemReader.clear_metadata_cache()
         site = Site(self.planner, self.caching, **self.options)
         site.metadata = CachedMetadataFileSystemReader(path).read_metadata()
@@ -177,7 +177,7 @@ class Site:
     def request(
         self, state: StateDict, path: Path, *finalize_fns: Callable[[], Any], **options: Any
     ) -> AsyncRequest:
-        """Plans a save; ``finalize_fns`` come after that of the save."""
+        """Plans a save. ``finalize_fns`` are called after the save's own."""
         writer = FileSystemWriterAsync(path, **{**self.options, **options})
         is_valid = self.caching and self.is_as_cached
         planned = save_state_dict_async_plan(
@@ -203,19 +203,20 @@ def queue_of(timeout: float = PATIENCE_SECONDS) -> AsyncCallsQueue:
 
 
 def save(launch: Launch, path: Path, step: int = 1, site: Site | None = None) -> None:
-    """One save from its plan to its commit."""
+    """Runs a save from plan to commit."""
     queue = queue_of()
     queue.schedule_async_request((site or Site()).request(state_at(launch, step), path))
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
 
 
 def train_a_step() -> None:
-    """Takes a while: polls alone would keep the quiet threads from the processors."""
+    """Sleeps, because polls without pauses would keep the low-priority threads from the
+    processors."""
     time.sleep(0.002)
 
 
 def finalized_at(queue: AsyncCallsQueue, call: int = 0) -> int:
-    """Polls until a call is finalized; the number of polls that it took."""
+    """Polls until a call is finalized. Returns the number of polls."""
     for poll in range(1, 1_000_000):
         if call in queue.maybe_finalize_async_calls():
             return poll
@@ -230,7 +231,7 @@ def of_all(launch: Launch, value: Any) -> list[Any]:
 
 
 def last_of(launch: Launch) -> int:
-    """The rank that something happens to."""
+    """Returns the rank that fails in a case."""
     return launch.size - 1
 
 
@@ -239,7 +240,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def assert_nothing_left(path: Path) -> None:
-    """Fails where a save that failed, and whose writers are gone on all ranks, has left a file."""
+    """Checks that a failed save has left no file, once its writers have ended on all ranks."""
     gc.collect()
     dist.barrier()
     assert names_in(path) == []
@@ -249,7 +250,7 @@ def assert_nothing_left(path: Path) -> None:
 
 
 class Latches:
-    """Keys that ranks wait for, apart from the process group."""
+    """Keys that ranks wait for, independent of the process group."""
 
     def __init__(self, launch: Launch) -> None:
         store = dist.distributed_c10d._get_default_store().clone()
@@ -263,7 +264,7 @@ class Latches:
 
 
 def waits_for(event: threading.Event, error: BaseException | None = None) -> AsyncRequest:
-    """A request whose function ends when it may."""
+    """Makes a request whose function ends when the latch is open."""
 
     def function() -> None:
         assert event.wait(PATIENCE_SECONDS)
@@ -273,8 +274,9 @@ def waits_for(event: threading.Event, error: BaseException | None = None) -> Asy
     return AsyncRequest(function, [], [])
 
 
-def polls_until_told(queue: AsyncCallsQueue, before_poll: Callable[[int], Any]) -> tuple[int, str]:
-    """The number of the poll that finalized or failed the next call, and which of both it was."""
+def polls_until_ended(queue: AsyncCallsQueue, before_poll: Callable[[int], Any]) -> tuple[int, str]:
+    """Returns the number of the poll that finalized or failed the next call, and which of the
+    two."""
     for poll in range(1, 1_000_000):
         before_poll(poll)
         try:
@@ -283,4 +285,4 @@ def polls_until_told(queue: AsyncCallsQueue, before_poll: Callable[[int], Any]) 
         except CheckpointException as error:
             return poll, f"failed on {sorted(error.failures)}"
         train_a_step()
-    raise AssertionError("it was not told")
+    raise AssertionError("the call did not end")

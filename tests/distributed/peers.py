@@ -1,7 +1,7 @@
-"""What the cases of Megatron-core and nvidia-resiliency-ext share.
+"""Helpers of cases of Megatron-core and nvidia-resiliency-ext.
 
-"Ours" is what ``install()`` puts into their modules, or single classes of ours that a case puts
-there; "theirs" is the released code of these packages.
+"Ours" is what ``install()`` puts into their modules, or single classes of torch_ckpt that a case
+puts there. "Theirs" is the released code of these packages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_ckpt.megatron import install, uninstall
 
 
 def lacking(*modules: str) -> str:
-    """Why cases that need some modules are skipped; "" where they are all there."""
+    """Returns why cases that need some modules are skipped; "" if all are installed."""
     for module in modules:
         try:
             found = find_spec(module) is not None
@@ -42,7 +42,7 @@ def lacking(*modules: str) -> str:
     return ""
 
 
-#: Why cases are skipped; empty where what they need is installed.
+#: Why cases are skipped; empty if the packages that they need are installed.
 WITHOUT_MEGATRON = lacking("megatron.core")
 WITHOUT_NVRX = lacking("nvidia_resiliency_ext", "psutil")
 
@@ -66,7 +66,7 @@ def installed(**options: Any) -> Iterator[None]:
 
 @contextmanager
 def instead(module: Any, name: str, ours: Any) -> Iterator[None]:
-    """A single name that is ours."""
+    """Replaces a single name by torch_ckpt's."""
     with mock.patch.object(module, name, ours):
         yield
 
@@ -75,7 +75,7 @@ def instead(module: Any, name: str, ours: Any) -> Iterator[None]:
 
 
 def megatron_state(launch: Launch, seed: int) -> StateDict:
-    """A state of ShardedTensors and ShardedObjects; every value depends on the seed."""
+    """Makes a state of ShardedTensors and ShardedObjects. Every value depends on the seed."""
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     rank, size = launch.rank, launch.size
@@ -109,12 +109,12 @@ def megatron_state(launch: Launch, seed: int) -> StateDict:
 
 
 def plain(state: StateDict) -> StateDict:
-    """What Megatron's load returns for a state."""
+    """Makes the result of Megatron's load for a state."""
     return {name: getattr(value, "data", value) for name, value in state.items()}
 
 
 def emptied(state: StateDict) -> StateDict:
-    """The same, to be loaded into."""
+    """Makes an empty copy of a state, to load into."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     for value in state.values():
@@ -129,7 +129,7 @@ def emptied(state: StateDict) -> StateDict:
 
 
 def directory(launch: Launch, *names: str) -> Path:
-    """An empty one; Megatron makes it before it saves."""
+    """Makes an empty directory, as Megatron does before it saves."""
     path = launch.path(*names)
     if launch.rank == 0:
         path.mkdir(parents=True)
@@ -138,7 +138,7 @@ def directory(launch: Launch, *names: str) -> Path:
 
 
 def request_for(launch: Launch, path: Path, seed: int, strategy: Any = None) -> Any:
-    """Megatron-core's own request to save a state."""
+    """Makes Megatron-core's request to save a state."""
     from megatron.core import dist_checkpointing
 
     return dist_checkpointing.save(
@@ -147,7 +147,7 @@ def request_for(launch: Launch, path: Path, seed: int, strategy: Any = None) -> 
 
 
 def save_through(queue: Any, request: Any) -> None:
-    """To the end: by the queue, which then is closed."""
+    """Runs a save to its end in a queue, which is then closed."""
     queue.schedule_async_request(request)
     assert queue.get_num_unfinalized_calls() == 1
     queue.maybe_finalize_async_calls(blocking=True)
@@ -162,7 +162,7 @@ def save_strategy(threads: int = 2, hint: str | None = None, cached: bool = Fals
 
 
 def assert_loads(launch: Launch, path: Path, seed: int) -> None:
-    """Fails unless Megatron-core's load finds the state that was saved."""
+    """Checks that Megatron-core's load returns the saved state."""
     from megatron.core import dist_checkpointing
 
     loaded = dist_checkpointing.load(emptied(megatron_state(launch, seed)), str(path))
@@ -172,7 +172,7 @@ def assert_loads(launch: Launch, path: Path, seed: int) -> None:
 
 
 def assert_is_ours(launch: Launch, path: Path) -> None:
-    """Fails unless our writer has written all of it: nobody else's keeps checksums."""
+    """Checks that torch_ckpt has written all items: other writers store no checksums."""
     if launch.rank == 0:
         assert_tables_match(path, read_metadata(path))
 
@@ -182,7 +182,7 @@ def children() -> set[int | None]:
 
 
 def failure_of(work: Callable[[], object]) -> dcp.CheckpointException:
-    """The CheckpointException that ``work`` must raise."""
+    """Returns the CheckpointException that ``work`` must raise."""
     try:
         work()
     except dcp.CheckpointException as error:
@@ -191,7 +191,7 @@ def failure_of(work: Callable[[], object]) -> dcp.CheckpointException:
 
 
 def assert_names_the_file(launch: Launch, error: dcp.CheckpointException, path: Path) -> None:
-    """On the coordinator, where Megatron has the details."""
+    """Checks the error on the coordinator, which has the details in Megatron."""
     last = launch.size - 1
     if launch.rank == 0:
         assert list(error.failures) == [last]

@@ -1,6 +1,5 @@
-"""Megatron-core and nvidia-resiliency-ext, imported where there may be no GPU, which they take for
-granted. Only for processes whose ranks run their code: other tests need torch.cuda as it is.
-"""
+"""Imports Megatron-core and nvidia-resiliency-ext, which require a GPU, on machines without one.
+Only for processes whose ranks run their code: other tests need the unchanged torch.cuda."""
 
 from contextlib import suppress
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""What becomes of a step beneath a URL when a rank falls silent in its upload.
+"""Steps at a URL whose upload one rank does not finish.
 
-Run by test_remote_ranks.py on two ranks. Each runs all cases, in their order, and sends what each
-returned. Rank 1 is stopped in one and killed in the last.
+Run by test_remote_ranks.py on two ranks. Each runs all cases in order and sends their results. Rank
+1 is stopped in one case and killed in the last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.distributed.silent_ranks import stop_here
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import RemoteFiles
 
-#: Seconds after which a silent rank is given up.
+#: Seconds after which a silent rank is declared dead.
 TIMEOUT = 3.0
 
 PATIENCE_SECONDS = 60.0
@@ -39,7 +39,7 @@ def save(steps: RemoteSteps, step: int, timeout: float) -> None:
 
 
 def failure_of(steps: RemoteSteps, step: int, after_one_file: Callable[[], None]) -> dict[str, Any]:
-    """How the save ends where rank 1 does this once its first file has been uploaded."""
+    """Returns the failure of a save in which rank 1 calls a function after its first upload."""
     upload = RemoteFiles.upload
 
     def interrupted(self: RemoteFiles, *args: Any) -> None:
@@ -61,7 +61,7 @@ def failure_of(steps: RemoteSteps, step: int, after_one_file: Callable[[], None]
 
 
 def case_first(steps: RemoteSteps) -> None:
-    """To connect to the store may take seconds, of which the other cases have not many."""
+    """Connects to the store, which may take seconds. The other cases have short timeouts."""
     save(steps, 1, PATIENCE_SECONDS)
 
 
@@ -90,10 +90,10 @@ CASES: dict[str, Callable[[RemoteSteps], Any]] = {
 
 
 def play(connection: Connection, workdir: Path) -> None:
-    """A rank's."""
+    """Runs the cases on one rank."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     steps = RemoteSteps(f"file://{workdir}/run", workdir)
     for name, function in CASES.items():
         connection.send((name, function(steps)))
-    # A group that has lost a rank is not fit to be destroyed.
+    # Destroying a process group that has lost a rank may hang.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Ranks that fall silent in a save or a load, and what comes of it on all of them."""
+"""Ranks that fall silent in a save or a load, and the outcomes on all ranks."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.ranks import Ranks
 
-#: Seconds after which a silent rank is given up.
+#: Seconds after which a silent rank is declared dead.
 TIMEOUT = 2.0
 
-#: For what nothing should be waiting.
+#: Limit of waits that should not block, in seconds.
 PATIENCE_SECONDS = 60.0
 
-#: Groups of ranks at the same time; they mostly wait.
+#: Concurrent groups of ranks. They mostly wait.
 GROUPS_AT_ONCE = 4
 
 
 class Silence(Protocol):
-    """Which rank falls silent, and how."""
+    """Describes which rank falls silent, and how."""
 
     @property
     def how(self) -> str:
-        """ "killed", "stopped", or another word for a process that goes on."""
+        """Returns "killed", "stopped", or another word for a process that continues."""
 
     @property
     def victim(self) -> int:
-        """The rank."""
+        """Returns the silent rank."""
 
 
 D = TypeVar("D", bound=Silence)
@@ -46,12 +46,12 @@ D = TypeVar("D", bound=Silence)
 
 @dataclass
 class Found:
-    """What came of a case.
+    """Result of a case.
 
     Attributes:
-        outcomes: by rank what was raised; none of a rank that was killed.
-        published: whether there was a checkpoint when the others were told.
-        published_later: whether there was one when a victim that goes on had been told, too.
+        outcomes: by rank the exception; a killed rank has none.
+        published: True if a checkpoint existed when the other ranks had their outcomes.
+        published_later: True if a checkpoint existed when a surviving victim had its outcome, too.
     """
 
     outcomes: dict[int, Any]
@@ -60,8 +60,8 @@ class Found:
 
 
 def given_up_after(victim: int) -> str:
-    """How an error says for how long that rank was silent."""
-    # The others wait for the coordinator for longer than it waits for them.
+    """Returns how an error states the time for which a rank sent no heartbeat."""
+    # The other ranks wait for the coordinator longer than the coordinator waits for them.
     patience = 1.25 * TIMEOUT if victim == 0 else TIMEOUT
     return f"sent no heartbeat for {patience:g} s"
 
@@ -69,13 +69,14 @@ def given_up_after(victim: int) -> str:
 def stop_here() -> None:
     """Stops this process before the calling thread takes another step.
 
-    A signal to the process might be another thread's, and this one would go on for a moment.
+    A signal to the process might be handled by another thread, and the calling thread would
+    continue for a moment.
     """
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def falls_silent(results: Connection, silence: Silence) -> Callable[[], None]:
-    """What the victim calls to fall silent; the test hears of it just before."""
+    """Makes the function that the victim calls to fall silent. The test is notified just before."""
 
     def fall() -> None:
         results.send("dies")
@@ -88,12 +89,12 @@ def falls_silent(results: Connection, silence: Silence) -> Callable[[], None]:
 
 
 def is_victim(silence: Silence | None) -> bool:
-    """Whether it is this rank that is to fall silent."""
+    """Returns True on the rank that is to fall silent."""
     return silence is not None and dist.get_rank() == silence.victim
 
 
 def outcome_of(work: Callable[[], object]) -> tuple[list[int], str, float] | None:
-    """Who failed, the text, and after how many seconds; None: nobody did."""
+    """Returns the failed ranks, the text, and the seconds until the error; None for success."""
     begun = time.monotonic()
     try:
         work()
@@ -103,7 +104,7 @@ def outcome_of(work: Callable[[], object]) -> tuple[list[int], str, float] | Non
 
 
 def outcomes_of(group: Ranks, path: Path, silence: Silence) -> Found:
-    """The others', and then of a victim that is alive."""
+    """Collects the outcomes of the other ranks, and then that of a surviving victim."""
     assert group.answer(silence.victim) == "dies"
     others = [rank for rank in range(group.size) if rank != silence.victim]
     outcomes = {rank: group.answer(rank) for rank in others}
@@ -119,6 +120,6 @@ def outcomes_of(group: Ranks, path: Path, silence: Silence) -> Found:
 def some_at_a_time(
     cases: Sequence[D], play: Callable[[D], Found]
 ) -> Iterator[dict[D, Future[Found]]]:
-    """Every case is played."""
+    """Plays all cases, some at a time."""
     with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
         yield {case: pool.submit(play, case) for case in cases}

@@ -1,7 +1,7 @@
-"""What ranks do that meet through their store; run by test_store_ranks.py.
+"""Cases of ranks that communicate through their store; run by test_store_ranks.py.
 
-Every rank runs all cases, in their order, and sends what each returned. The rank with the highest
-number is the one that is stopped in one case and killed in the last.
+Every rank runs all cases in order and sends their results. The last rank is stopped in one case and
+killed in the last.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.distributed.silent_ranks import stop_here
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 
-#: Seconds after which a silent rank is given up.
+#: Seconds after which a silent rank is declared dead.
 TIMEOUT = 2.0
 
-#: For what nothing should be waiting.
+#: Limit of waits that should not block, in seconds.
 PATIENCE_SECONDS = 60.0
 
 
@@ -32,7 +32,7 @@ def store_of_torchrun() -> dist.Store:
 
 
 def steps(ranks: Ranks) -> list[Any]:
-    """What each kind of step gives, and how one fails."""
+    """Returns the result of each kind of step, and of a failing one."""
 
     def fail() -> None:
         raise OSError(f"on {ranks.rank}")
@@ -50,7 +50,8 @@ def steps(ranks: Ranks) -> list[Any]:
 
 
 def silent_ranks(work: Callable[[], Any]) -> dict[str, Any]:
-    """Which ranks a step must have given up, with the reason, and after how many seconds."""
+    """Returns the ranks that a step must have declared dead, the reason, and the seconds until
+    then."""
     begun = time.monotonic()
     try:
         work()
@@ -63,7 +64,7 @@ def silent_ranks(work: Callable[[], Any]) -> dict[str, Any]:
     raise AssertionError("no CheckpointException was raised")
 
 
-def case_each_kind_of_step_gives_what_the_ranks_brought() -> list[Any]:
+def case_each_kind_of_step_returns_the_values_of_the_ranks() -> list[Any]:
     ranks = Meeting.of(None, no_dist=False).ranks(PATIENCE_SECONDS)
     results = steps(ranks)
     ranks.close()
@@ -80,7 +81,7 @@ def case_ranks_of_a_subgroup_are_numbered_within_it() -> list[Any]:
     return [meeting.rank, meeting.size, members]
 
 
-def case_a_stopped_rank_is_given_up_and_fails_when_it_goes_on() -> dict[str, Any]:
+def case_a_stopped_rank_is_declared_dead_and_fails_when_it_continues() -> dict[str, Any]:
     ranks = Meeting.of(None, no_dist=False).ranks(TIMEOUT)
     store = store_of_torchrun()
 
@@ -96,7 +97,7 @@ def case_a_stopped_rank_is_given_up_and_fails_when_it_goes_on() -> dict[str, Any
     return found
 
 
-def case_a_killed_rank_is_given_up() -> dict[str, Any]:
+def case_a_killed_rank_is_declared_dead() -> dict[str, Any]:
     ranks = Meeting.of(None, no_dist=False).ranks(TIMEOUT)
 
     def local() -> None:
@@ -109,14 +110,14 @@ def case_a_killed_rank_is_given_up() -> dict[str, Any]:
 
 
 def stop_the_host(connection: Connection) -> None:
-    """Runs one of two ranks, of which rank 0, the store's host, is stopped in a step that commits.
+    """Runs one of two ranks. Rank 0, the store's host, is stopped in a step that commits.
 
-    Sends the error's text, whether this rank has committed, and after how many seconds it had left
-    the store.
+    Sends the error's text, whether this rank has committed, and the seconds after which it had
+    closed its connection to the store.
     """
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     meeting = Meeting.of(None, no_dist=False)
-    # To connect may take longer than the timeout.
+    # Connecting may take longer than the timeout.
     connecting = meeting.ranks(PATIENCE_SECONDS)
     connecting.all_succeed("connect", lambda: None)
     connecting.close()
@@ -148,9 +149,9 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def play(connection: Connection) -> None:
-    """A rank's."""
+    """Runs the cases on one rank."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     for name, case in CASES.items():
         connection.send((name, case()))
-    # A group that has lost a rank is not fit to be destroyed.
+    # Destroying a process group that has lost a rank may hang.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The training script examples/async_training.py: every way to save leaves whole checkpoints."""
+"""The training script examples/async_training.py: every way to save leaves complete checkpoints."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def step_in(checkpoint: Path) -> int:
     return loaded["step"]
 
 
-def test_one_line_for_each_mode_summarizes_its_saves(tmp_path: Path) -> None:
+def test_each_way_to_save_has_a_line_in_the_comparison(tmp_path: Path) -> None:
     lines = run("--save", "all", "--checkpoints", tmp_path).splitlines()
     for mode, line in zip(("stock", "blocking", "overlapped"), lines[-3:], strict=True):
         assert line.startswith(f"{mode}: ")

@@ -1,4 +1,4 @@
-"""Saves by several ranks while training goes on: one save and the next, and failures."""
+"""Background saves by several ranks: successive saves, and failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch_ckpt import Background, CheckpointError, SourceChanged
 
 
 class Probe:
-    """A Stateful that looks when it is asked for its state."""
+    """Stateful that calls a function when its state is read."""
 
     def __init__(self, look: Callable[[], Any]) -> None:
         self.look = look
@@ -58,7 +58,7 @@ def case_a_second_save_waits_for_the_first(launch: Launch) -> None:
         assert_equal(loaded, megabytes_of(launch.rank, count))
 
 
-def case_a_second_save_may_be_refused(launch: Launch) -> None:
+def case_a_second_save_can_be_refused(launch: Launch) -> None:
     stop = Stop()
     first = torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("1"), write_done=stop)
     try:
@@ -72,11 +72,11 @@ def case_a_second_save_may_be_refused(launch: Launch) -> None:
     torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("2"), if_busy="raise").result()
 
 
-def case_an_error_that_nobody_saw_is_raised_by_the_next_save(launch: Launch) -> None:
+def case_an_unseen_error_is_raised_by_the_next_save(launch: Launch) -> None:
     path = launch.path("1")
     with full_disk_on(1):
         handle = torch_ckpt.async_save(everything(launch), path)
-        # Which does not look at how it has ended.
+        # The result of this save is not read.
         wait_for_futures([handle.committed], PATIENCE_SECONDS)
     causes = failure_of(launch, lambda: torch_ckpt.async_save({}, launch.path("2")))
     assert_is_full_disk(causes, 1, path)
@@ -84,7 +84,7 @@ def case_an_error_that_nobody_saw_is_raised_by_the_next_save(launch: Launch) -> 
     assert_saved(launch, launch.path("2"))
 
 
-def case_an_error_that_one_rank_has_not_seen_fails_the_next_save_of_all(launch: Launch) -> None:
+def case_an_error_unseen_on_one_rank_fails_the_next_save_on_all(launch: Launch) -> None:
     path = launch.path("1")
     with full_disk_on(1):
         handle = torch_ckpt.async_save(everything(launch), path)
@@ -107,10 +107,10 @@ def case_an_error_that_one_rank_has_not_seen_fails_the_next_save_of_all(launch: 
     assert_saved(launch, launch.path("2"))
 
 
-def case_a_synchronous_save_waits_for_the_one_under_way(launch: Launch) -> None:
+def case_a_synchronous_save_waits_for_a_running_one(launch: Launch) -> None:
     slow = Background(max_bytes_per_second=40_000_000)
     handle = torch_ckpt.async_save(megabytes_of(launch.rank, 16), launch.path("1"), background=slow)
-    # Asked for its state before the wait; by the time that the save has ended it has waited.
+    # The state is read before the wait, and the running save has ended when result() returns.
     torch_ckpt.save({"t": tensor_of("t", 5)}, launch.path("2"))
     assert handle.done()
 
@@ -118,7 +118,7 @@ def case_a_synchronous_save_waits_for_the_one_under_way(launch: Launch) -> None:
 # --- failures -------------------------------------------------------------------------------------
 
 
-def case_a_source_changed_too_early_on_one_rank_fails_all(launch: Launch) -> None:
+def case_a_source_changed_too_early_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
     for number, name in enumerate(("plain.3", "sharded.even rows", "old")):
         path = launch.path(str(number))
         state = everything(launch)
@@ -137,7 +137,7 @@ def case_a_source_changed_too_early_on_one_rank_fails_all(launch: Launch) -> Non
         assert list(path.iterdir()) == []
 
 
-def case_a_full_disk_on_one_rank_fails_all(launch: Launch) -> None:
+def case_a_full_disk_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
     for staging in STAGINGS:
         path = launch.path(staging)
         with full_disk_on(1):
@@ -149,7 +149,7 @@ def case_a_full_disk_on_one_rank_fails_all(launch: Launch) -> None:
         assert_saved(launch, path)
 
 
-def case_a_failed_save_keeps_the_checkpoint_that_it_was_to_replace(launch: Launch) -> None:
+def case_a_failed_save_keeps_the_older_checkpoint(launch: Launch) -> None:
     path = launch.path()
     torch_ckpt.async_save(everything(launch), path).result(PATIENCE_SECONDS)
     before = sorted(file.name for file in path.iterdir())
@@ -163,7 +163,7 @@ def case_a_failed_save_keeps_the_checkpoint_that_it_was_to_replace(launch: Launc
     assert_saved(launch, path)
 
 
-def case_write_done_that_fails_on_one_rank_publishes_nothing(launch: Launch) -> None:
+def case_a_failing_write_done_on_one_rank_publishes_nothing(launch: Launch) -> None:
     path = launch.path()
 
     def write_done() -> None:
@@ -177,7 +177,7 @@ def case_write_done_that_fails_on_one_rank_publishes_nothing(launch: Launch) -> 
 
 
 @on(2, 4)
-def case_a_state_dict_that_fails_on_one_rank_fails_all(launch: Launch) -> None:
+def case_a_failing_state_dict_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
     def fail() -> None:
         if launch.rank == 1:
             raise KeyError("on purpose")
@@ -186,11 +186,11 @@ def case_a_state_dict_that_fails_on_one_rank_fails_all(launch: Launch) -> None:
         path = launch.path(staging)
         state = {"failing": Probe(fail), "t": tensor_of("t", 5)}
         try:
-            # The others do not wait for as long as for a rank that is silent.
+            # The other ranks do not wait for the timeout.
             handle = torch_ckpt.async_save(state, path, staging=staging, timeout=1e6)
             handle.result(PATIENCE_SECONDS)
         except KeyError as error:
-            # On rank 1 what it has raised, where that is known before the save begins.
+            # Rank 1 raises its own error if that is known before the save starts.
             if launch.rank != 1 or isinstance(error, dcp.CheckpointException):
                 assert isinstance(error, dcp.CheckpointException)  # noqa: PT017
                 assert [rank for rank in error.failures] == [1]  # noqa: PT017
@@ -202,7 +202,7 @@ def case_a_state_dict_that_fails_on_one_rank_fails_all(launch: Launch) -> None:
         assert_saved(launch, path)
 
 
-def case_ranks_that_disagree_about_a_tensor_fail_all(launch: Launch) -> None:
+def case_ranks_that_disagree_about_a_tensor_fail_the_save_on_all(launch: Launch) -> None:
     path = launch.path()
     handle = torch_ckpt.async_save({"t": torch.zeros(3 + launch.rank % 2)}, path)
     causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))

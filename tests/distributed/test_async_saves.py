@@ -1,7 +1,7 @@
-"""Saves by several ranks while training goes on.
+"""Background saves by several ranks.
 
-Where a case needs a save to be at some point it holds it there: ``Held`` before the first tensor is
-read, ``write_done`` before the commit.
+Cases that need a save at some point block it there: ``Held`` before the first tensor is read,
+``write_done`` before the commit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def by_async_save(state: StateDict, path: Path, **options: Any) -> None:
 
 
 def drifted(launch: Launch) -> StateDict:
-    """Tensors that the last rank alone has changed, and others that all have alike."""
+    """Makes tensors that only the last rank has changed, and others that are identical on all
+    ranks."""
     large = torch.zeros(1 << 20)
     private = launch.rank == launch.size - 1
     return {
@@ -81,20 +82,22 @@ def case_tensors_that_differ_between_ranks_are_warned_of(launch: Launch) -> None
             warnings.simplefilter("always")
             save(drifted(launch), launch.path(str(number)))
             dist.barrier()
-        told = [str(w.message) for w in caught if "one rank's values are" in str(w.message)]
-        assert len(told) == (1 if launch.rank == 0 else 0)
-        if not told:
+        messages = [str(w.message) for w in caught if "one rank's values are" in str(w.message)]
+        assert len(messages) == (1 if launch.rank == 0 else 0)
+        if not messages:
             continue
-        assert f"another on rank {launch.size - 1}" in told[0]
-        assert "3 values differ between ranks" in told[0]
-        assert all(f"{name} has one value" in told[0] for name in ("large", "transposed", "small"))
-        assert "same" not in told[0]
+        assert f"another on rank {launch.size - 1}" in messages[0]
+        assert "3 values differ between ranks" in messages[0]
+        assert all(
+            f"{name} has one value" in messages[0] for name in ("large", "transposed", "small")
+        )
+        assert "same" not in messages[0]
 
 
 def case_tensors_that_differ_between_ranks_are_refused_on_request(launch: Launch) -> None:
     path = launch.path()
     state = {"large": torch.zeros(1 << 20)}
-    # Between the stripes that a save looks at otherwise.
+    # Between the stripes that a save checks by default.
     state["large"][5000] = launch.rank
     for save in (by_save, by_async_save):
         causes = failure_of(launch, lambda save=save: save(state, path, check_replicas="error"))
@@ -103,7 +106,7 @@ def case_tensors_that_differ_between_ranks_are_refused_on_request(launch: Launch
     assert not list(Path(path).glob("*.distcp"))
 
 
-def case_nothing_is_said_of_replicas_that_are_the_same_nor_when_nobody_asks(launch: Launch) -> None:
+def case_equal_or_unchecked_replicas_cause_no_warning(launch: Launch) -> None:
     shard = DTensor.from_local(
         torch.full((2,), launch.rank), cases.mesh_1d(launch), [Shard(0)], run_check=False
     )
@@ -118,8 +121,8 @@ def case_nothing_is_said_of_replicas_that_are_the_same_nor_when_nobody_asks(laun
 
 
 @on(2, 4)
-def case_what_is_saved_is_the_state_at_the_call(launch: Launch) -> None:
-    # The last one goes in waves: it may never hold more than a part in memory.
+def case_a_save_has_the_snapshot_of_the_state(launch: Launch) -> None:
+    # The last writer stages in waves: it may never hold more than a part in memory.
     modes: list[tuple[str, StateDict]] = [(staging, {}) for staging in STAGINGS]
     for number, (staging, options) in enumerate([*modes, (STAGINGS[1], {"max_host_bytes": 65536})]):
         path = launch.path(str(number))
@@ -133,7 +136,7 @@ def case_what_is_saved_is_the_state_at_the_call(launch: Launch) -> None:
         assert_saved(launch, path)
 
 
-def case_objects_are_saved_as_they_were_at_the_call(launch: Launch) -> None:
+def case_objects_are_saved_as_a_snapshot(launch: Launch) -> None:
     for staging in STAGINGS:
         path = launch.path(staging)
         losses, recent, own = [0.5, 0.25], deque([1, 2]), f"of rank {launch.rank}"
@@ -162,7 +165,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def case_an_fsdp_model_trains_on_while_it_is_saved(launch: Launch) -> None:
+def case_an_fsdp_model_trains_while_it_is_saved(launch: Launch) -> None:
     for staging in STAGINGS:
         path = launch.path(staging)
         model, optimizer = trained_model(launch, seed=1)
@@ -172,7 +175,7 @@ def case_an_fsdp_model_trains_on_while_it_is_saved(launch: Launch) -> None:
         if staging == "blocking":
             writer.may_stage.set()
         else:
-            # Forward and backward run before anything is read. This hook comes before the guard's.
+            # Forward and backward run before a tensor is read. This hook runs before the guard's.
             optimizer.register_step_pre_hook(lambda *_, w=writer: w.may_stage.set())
         handle = torch_ckpt.async_save(
             {"model": parts[0], "optimizer": parts[1]},
@@ -235,7 +238,7 @@ def case_ranks_of_a_subgroup_save_and_the_others_do_not(launch: Launch) -> None:
                 raise AssertionError("a rank saved that is not in the group")
 
 
-def case_a_rank_saves_alone_while_the_others_do_not(launch: Launch) -> None:
+def case_a_single_rank_saves_while_the_others_do_not(launch: Launch) -> None:
     path = launch.path()
     if launch.rank == 1:
         torch_ckpt.async_save({"rank": 1}, path, no_dist=True).result(PATIENCE_SECONDS)
@@ -244,10 +247,10 @@ def case_a_rank_saves_alone_while_the_others_do_not(launch: Launch) -> None:
         assert loaded == {"rank": 1}
 
 
-# --- beside training ------------------------------------------------------------------------------
+# --- background saves -----------------------------------------------------------------------------
 
 
-def case_a_save_leaves_the_process_group_to_the_training(launch: Launch) -> None:
+def case_a_save_uses_no_process_group_in_the_background(launch: Launch) -> None:
     for staging in STAGINGS:
         state, stop = everything(launch), Stop()
         with users_of_process_groups() as users:
@@ -265,12 +268,12 @@ def case_a_save_leaves_the_process_group_to_the_training(launch: Launch) -> None
         assert_saved(launch, launch.path(staging))
 
 
-def case_a_slow_save_leaves_the_process_group_to_the_training(launch: Launch) -> None:
-    # Here bytes go to the disk all the time.
+def case_a_slow_save_uses_no_process_group_in_the_background(launch: Launch) -> None:
+    # Bytes are written all the time.
     slow = Background(max_bytes_per_second=20_000_000)
     handle = torch_ckpt.async_save(megabytes_of(launch.rank, 8), launch.path(), background=slow)
     rounds = 0
-    # As many on all ranks, or one would be left alone in the last.
+    # The number is the same on all ranks, or a rank would wait in the last collective.
     while dist.all_reduce(left := torch.tensor(0.0 if handle.done() else 1.0)) is None and left > 0:
         rounds += 1
     assert rounds > 10
@@ -280,7 +283,7 @@ def case_a_slow_save_leaves_the_process_group_to_the_training(launch: Launch) ->
 # --- saves of one structure -----------------------------------------------------------------------
 
 
-def case_saves_of_one_structure_are_planned_once_and_hold_their_own_values(launch: Launch) -> None:
+def case_saves_of_one_structure_are_planned_once_and_have_their_own_values(launch: Launch) -> None:
     planned = []
 
     def note(operation: str, _path: str) -> None:
@@ -304,7 +307,7 @@ def case_saves_of_one_structure_are_planned_once_and_hold_their_own_values(launc
     assert len(planned) == (1 if launch.rank == 0 else 0)
 
 
-def case_a_structure_that_changes_from_save_to_save_is_saved_as_it_is(launch: Launch) -> None:
+def case_a_structure_that_changes_between_saves_is_saved_correctly(launch: Launch) -> None:
     mesh, whole = cases.mesh_1d(launch), torch.arange(64.0).reshape(8, 8)
     own = {"own": whole} if launch.rank == 1 else {}
     states: list[StateDict] = [
@@ -331,39 +334,39 @@ def case_a_structure_that_changes_from_save_to_save_is_saved_as_it_is(launch: La
         assert_equal(loaded, {k: whole if isinstance(v, DTensor) else v for k, v in state.items()})
 
 
-# --- who is told ----------------------------------------------------------------------------------
+# --- callbacks ------------------------------------------------------------------------------------
 
 
-def case_all_ranks_are_told_of_their_files_and_the_coordinator_of_the_commit(
+def case_written_files_are_reported_on_all_ranks_and_the_commit_on_the_coordinator(
     launch: Launch,
 ) -> None:
     path = launch.path()
-    told: list[Any] = []
+    calls: list[Any] = []
 
-    def tell(what: str) -> None:
-        told.append((what, (path / ".metadata").exists()))
+    def record(what: str) -> None:
+        calls.append((what, (path / ".metadata").exists()))
 
     handle = torch_ckpt.async_save(
         everything(launch),
         path,
-        write_done=lambda: tell("write_done"),
-        on_commit=lambda metadata: tell(f"on_commit of {len(metadata.storage_data)}"),
+        write_done=lambda: record("write_done"),
+        on_commit=lambda metadata: record(f"on_commit of {len(metadata.storage_data)}"),
     )
     metadata = handle.result(PATIENCE_SECONDS)
     expected: list[Any] = [("write_done", False)]
     if launch.rank == 0:
         expected.append((f"on_commit of {len(metadata.storage_data)}", True))
-    assert told == expected
+    assert calls == expected
 
 
 def case_no_rank_returns_before_on_commit_has_ended(launch: Launch) -> None:
-    told = launch.path("told")
+    ended = launch.path("ended")
 
     def on_commit(metadata: Any) -> None:
         if launch.size > 1:
-            # Others are as far as they come: their files are durable.
+            # The other ranks have finished their part: their files are durable.
             store.wait([f"written {rank}" for rank in range(1, launch.size)])
-        told.write_text("told")
+        ended.write_text("ended")
 
     store = dist.PrefixStore("on_commit", dist.distributed_c10d._get_default_store())
     handle = torch_ckpt.async_save(
@@ -373,12 +376,12 @@ def case_no_rank_returns_before_on_commit_has_ended(launch: Launch) -> None:
         on_commit=on_commit,
     )
     handle.result(PATIENCE_SECONDS)
-    assert told.exists()
+    assert ended.exists()
 
 
-def case_on_commit_may_take_longer_than_a_rank_may_be_silent(launch: Launch) -> None:
+def case_on_commit_may_take_longer_than_the_timeout_of_ranks(launch: Launch) -> None:
     def on_commit(metadata: Any) -> None:
-        # As an upload would: nobody sets it.
+        # As an upload would: no other thread sets the event.
         threading.Event().wait(2.0)
 
     handle = torch_ckpt.async_save(
@@ -387,7 +390,7 @@ def case_on_commit_may_take_longer_than_a_rank_may_be_silent(launch: Launch) -> 
     handle.result(PATIENCE_SECONDS)
 
 
-def case_on_commit_that_fails_fails_the_save_on_all_ranks(launch: Launch) -> None:
+def case_a_failing_on_commit_fails_the_save_on_all_ranks(launch: Launch) -> None:
     path = launch.path()
 
     def on_commit(metadata: Any) -> None:

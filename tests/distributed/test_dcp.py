@@ -1,4 +1,4 @@
-"""Several ranks save and load by DCP's names: what is saved, who writes it, that torch reads it."""
+"""Saves and loads by DCP on several ranks: contents, assignment to ranks, and reading by torch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def case_tensors_on_a_2d_mesh_make_the_round_trip_with_stock_torch(launch: Launc
         assert_whole(loaded)
 
 
-def case_rows_are_loaded_as_columns_and_as_whole_tensors(launch: Launch) -> None:
+def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     path = launch.path()
     save({"t": distribute_tensor(tensor_of("t", 37, 41), mesh, [Shard(0)])}, path)
@@ -137,7 +137,7 @@ def case_sharded_targets_are_cast_to_their_dtype(launch: Launch) -> None:
     assert_equal(target.full_tensor(), whole.to(torch.bfloat16))
 
 
-def case_meta_tensors_become_real_ones(launch: Launch) -> None:
+def case_meta_tensors_are_materialized(launch: Launch) -> None:
     path = launch.path()
     save({"t": tensor_of("t", 5, 3)}, path)
     state = {"t": torch.empty(5, 3, device="meta")}
@@ -234,7 +234,7 @@ def case_a_sharded_optimizer_state_is_loaded_before_the_optimizer_exists(launch:
 
 
 @on(only=True)
-def case_what_this_number_of_ranks_saves_for_another(launch: Launch) -> None:
+def case_this_number_of_ranks_saves_for_another(launch: Launch) -> None:
     for number, (writer, _reader) in enumerate((OURS, STOCK)):
         path = launch.workdir / f"from-{launch.size}" / str(number)
         state: StateDict = dict(dtensors(mesh_1d(launch)))
@@ -244,7 +244,7 @@ def case_what_this_number_of_ranks_saves_for_another(launch: Launch) -> None:
 
 
 @on(only=True)
-def case_what_another_number_of_ranks_saved_is_loaded(launch: Launch) -> None:
+def case_a_checkpoint_of_another_number_of_ranks_is_loaded(launch: Launch) -> None:
     for source in sorted(launch.workdir.glob("from-*")):
         for number, reader in ((0, OURS[1]), (0, STOCK[1]), (1, OURS[1])):
             mesh = mesh_1d(launch)
@@ -255,7 +255,7 @@ def case_what_another_number_of_ranks_saved_is_loaded(launch: Launch) -> None:
             assert f"from-{loaded['step']}" == source.name
 
 
-# --- who writes what ------------------------------------------------------------------------------
+# --- assignment to ranks --------------------------------------------------------------------------
 
 
 @on(2, 4)
@@ -335,7 +335,7 @@ def case_ranks_of_a_subgroup_save_and_load_together(launch: Launch) -> None:
     assert_equal(loaded, {"t": tensor_of(f"t{side}", 9), "side": side})
 
 
-def case_without_distribution_each_rank_saves_alone(launch: Launch) -> None:
+def case_without_distribution_each_rank_saves_separately(launch: Launch) -> None:
     path = launch.path(f"rank {launch.rank}")
     save({"rank": launch.rank, "t": tensor_of("t", 4)}, path, no_dist=True)
     loaded = {"rank": -1, "t": torch.zeros(4)}
@@ -373,12 +373,12 @@ def forget_plans() -> None:
             getattr(SavePlanner, name).clear()
 
 
-def case_saves_with_cached_plans_hold_their_own_values(launch: Launch) -> None:
+def case_saves_with_cached_plans_have_their_own_values(launch: Launch) -> None:
     forget_plans()
     mesh = mesh_1d(launch)
     writer = torch_ckpt.FileSystemWriter(launch.path())
     for step in range(4):
-        # In the last two the same directory is overwritten.
+        # The last two overwrite the same directory.
         path = launch.path(str(min(step, 2)))
         whole = tensor_of("t", 13, 5) + step
         state = {"t": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole, "step": step}

@@ -1,5 +1,5 @@
-"""Several ranks save and load by DCP's names and ours: failures, saves
-without collectives, and in the background by torch."""
+"""Saves and loads on several ranks by DCP and by torch_ckpt's functions: failures, saves without
+collectives, and torch's async_save."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def case_without_collectives_each_rank_has_its_own_metadata(launch: Launch) -> N
         assert_equal(loaded, rank_local_state(launch, 1))
 
 
-def case_without_collectives_overwriting_leaves_the_other_ranks_files(launch: Launch) -> None:
+def case_without_collectives_overwriting_keeps_the_other_ranks_files(launch: Launch) -> None:
     path = launch.path()
     for step in range(3):
         save(rank_local_state(launch, step), path, use_collectives=False)
@@ -91,7 +91,7 @@ def case_a_checkpoint_with_collectives_replaces_one_without(launch: Launch) -> N
     assert_equal(loaded["t"], tensor_of("t", 8))
 
 
-def case_without_collectives_a_checkpoint_of_all_ranks_is_not_touched(launch: Launch) -> None:
+def case_without_collectives_a_checkpoint_of_all_ranks_is_not_replaced(launch: Launch) -> None:
     # Loading would prefer the older one.
     path = launch.path()
     save({"t": tensor_of("t", 8)}, path)
@@ -120,7 +120,7 @@ def case_an_error_on_one_rank_fails_all_ranks_and_publishes_nothing(launch: Laun
             causes = failure_of(launch, lambda: save(state, path))  # noqa: B023
         assert_is_full_disk(causes, rank, path)
         assert not (path / ".metadata").exists()
-    # And after the next save there is no trace of these.
+    # The next save removes all files of the failed one.
     metadata = save(dict(dtensors(mesh_1d(launch))), path)
     dist.barrier()
     used = {info.relative_path for info in metadata.storage_data.values()}
@@ -172,8 +172,10 @@ def case_a_failed_commit_fails_all_ranks(launch: Launch) -> None:
 
 
 @contextmanager
-def led_elsewhere(launch: Launch, path: Path, other: Path, name: str) -> Iterator[None]:
-    """Rank 1 opens ``path`` while ``other`` has that name, after rank 0 has opened it."""
+def exchanged_before_rank_1_opens(
+    launch: Launch, path: Path, other: Path, name: str
+) -> Iterator[None]:
+    """Makes rank 1 open ``path`` while the directory ``other`` has that name, after rank 0."""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     lease, opened = writer_module.DirectoryLease, writer_module.OpenDirectory
 
@@ -203,7 +205,7 @@ def led_elsewhere(launch: Launch, path: Path, other: Path, name: str) -> Iterato
         patched.DirectoryLease, patched.OpenDirectory = lease, opened
 
 
-def case_ranks_that_have_opened_different_directories_publish_nothing(launch: Launch) -> None:
+def case_ranks_with_different_directories_at_one_path_publish_nothing(launch: Launch) -> None:
     path, other = launch.path("step"), launch.path("other")
     state = {f"t{launch.rank}": tensor_of("t", 40)}
     for directory in (path, other):
@@ -215,7 +217,7 @@ def case_ranks_that_have_opened_different_directories_publish_nothing(launch: La
     ):
         contents = {file: file.read_bytes() for file in launch.path().glob("*/*")}
         dist.barrier()
-        with led_elsewhere(launch, path, other, name):
+        with exchanged_before_rank_1_opens(launch, path, other, name):
             causes = failure_of(launch, work)
         assert isinstance(causes.pop(0), NotCommitted)
         assert not causes
@@ -223,7 +225,7 @@ def case_ranks_that_have_opened_different_directories_publish_nothing(launch: La
         dist.barrier()
         assert {file: after.get(file) for file in contents} == contents
         if name == "torch_ckpt.save":
-            # DCP does not tell a rank whose writing went well that another's did not.
+            # DCP does not notify a rank whose writing succeeded of the failure of another rank.
             assert after == contents
 
 
@@ -251,13 +253,13 @@ def case_a_directory_without_a_checkpoint_fails_the_load_of_all_ranks(launch: La
 
 
 def finished(response: Any) -> Any:
-    """The result of an async_save; torch returns a future, or two."""
+    """Returns the result of an async_save; torch returns a future, or two."""
     future: Future[Any] = getattr(response, "upload_completion", response)
     return future.result(timeout=PATIENCE_SECONDS)
 
 
 class _WatchedStager(torch_ckpt.FileSystemWriter):
-    """Tells how many bytes of kept memory each save has been staged into."""
+    """Stager that reports how many bytes of kept memory each save has been staged into."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -280,7 +282,7 @@ def async_saves(launch: Launch, kind: AsyncCheckpointerType) -> None:
         response = dcp.async_save(
             state, checkpoint_id=path, storage_writer=writer, async_checkpointer_type=kind
         )
-        # The state was staged, so that training may go on.
+        # The state is staged, so the source may change.
         state["t"].to_local().fill_(-1)
         finished(response)
         dist.barrier()
@@ -290,7 +292,7 @@ def async_saves(launch: Launch, kind: AsyncCheckpointerType) -> None:
             assert loaded["step"] == step
             assert_equal(loaded["t"], whole)
         dist.barrier()
-    # What the first left is what the others use.
+    # Memory of the first save is reused by the others.
     staged = whole.nbytes + state["t"].to_local().nbytes
     assert min(writer.taken[1:]) >= staged, writer.taken
 
@@ -305,7 +307,7 @@ def case_async_saves_in_a_process(launch: Launch) -> None:
 
 
 def case_a_scalar_dtensor_on_one_rank_is_saved_in_the_background(launch: Launch) -> None:
-    """The copies of the other ranks, which are outside of its mesh, have one dimension."""
+    """Copies on the ranks outside of its mesh have one dimension."""
     mesh, path = DeviceMesh("cpu", [1]), launch.path()
     state = {"t": distribute_tensor(torch.tensor(3.5), mesh, [Replicate()])}
     writer, planner = torch_ckpt.FileSystemWriter(path), torch_ckpt.SavePlanner()
@@ -317,7 +319,7 @@ def case_a_scalar_dtensor_on_one_rank_is_saved_in_the_background(launch: Launch)
         assert_equal(loaded["t"], torch.tensor(3.5))
 
 
-def case_an_async_save_that_fails_says_so(launch: Launch) -> None:
+def case_a_failed_async_save_raises_its_error(launch: Launch) -> None:
     path = launch.path()
 
     def saving() -> None:
@@ -376,7 +378,7 @@ def case_torch_ckpt_save_writes_plain_tensors_once_and_by_all_ranks(launch: Laun
     assert stored < 1.1 * 8 * 100 * 100 * 4
 
 
-def case_torch_ckpt_save_that_fails_on_one_rank_leaves_no_files(launch: Launch) -> None:
+def case_a_failed_torch_ckpt_save_on_one_rank_leaves_no_files(launch: Launch) -> None:
     path = launch.path()
     with full_disk_on(1):
         causes = failure_of(launch, lambda: torch_ckpt.save(everything(launch), path))
@@ -385,7 +387,7 @@ def case_torch_ckpt_save_that_fails_on_one_rank_leaves_no_files(launch: Launch) 
     assert list(path.iterdir()) == []
 
 
-def case_torch_ckpt_load_that_fails_on_one_rank_fails_on_all(launch: Launch) -> None:
+def case_a_failed_torch_ckpt_load_on_one_rank_fails_on_all(launch: Launch) -> None:
     path = launch.path()
     torch_ckpt.save({"t": tensor_of("t", 4)}, path)
     name = "missing" if launch.rank == 1 else "t"

@@ -1,6 +1,5 @@
-"""Ranks that are killed or stopped in each phase of a save: the others say so, in time, by name;
-nothing is published; and after a restart the ranks save into the same directory.
-"""
+"""Ranks that are killed or stopped in each phase of a save. The other ranks name the rank in time,
+nothing is published, and after a restart the ranks save into the same directory."""
 
 from __future__ import annotations
 
@@ -47,10 +46,11 @@ class Death:
 
     Attributes:
         how: "killed" or "stopped".
-        phase: where: see ``arm``.
+        phase: the moment; see ``arm``.
         victim: the rank; 0 is the coordinator.
         by: "save" or "async_save".
-        step: in which the others notice it; "" where the save succeeds without the victim.
+        step: the step in which the other ranks notice it; "" if the save succeeds without the
+            victim.
     """
 
     how: str
@@ -64,7 +64,7 @@ class Death:
 
 
 PHASES = {
-    # phase: the step that others see fail, by victim
+    # The step that fails on the other ranks, by phase and victim.
     "planning": ("plan", "plan"),
     "writing": ("write", "write"),
     "having written": ("write", "write"),
@@ -87,12 +87,12 @@ def state_of(rank: int, seed: int) -> dict[str, Any]:
     return {f"of rank {rank}": numbers + 10 * seed + rank, "seed": seed}
 
 
-#: For as long as the process lives.
+#: References for the life of the process.
 _armed = ExitStack()
 
 
 def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
-    """Makes this process die in a phase of its next save; returns options of the save."""
+    """Makes this process die in a phase of its next save. Returns options of the save."""
 
     def dies_in(owner: Any, name: str, *, nth: int = 1, after: bool = False) -> None:
         original = getattr(owner, name)
@@ -119,17 +119,17 @@ def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
     elif phase == "committing":
         _armed.enter_context(before("open", die, "*/.metadata.tmp-*"))
     else:
-        # The first answer that it waits for is the plan.
+        # The first answer that a rank waits for is the plan.
         dies_in(transport.OverStore, "_receive", nth=2)
     return {}
 
 
 def run_rank(results: Connection, path: Path, seed: int, *deaths: Death) -> None:
-    """One rank: saves, and sends what came of it: None, or who failed, the text, and how long."""
+    """Runs one rank: saves, and sends None, or the failed ranks, the text and the seconds."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     rank = dist.get_rank()
-    # To connect and to import what is imported late takes time that the case has not.
+    # Connects and imports before the case, whose time limit is too short for this.
     torch_ckpt.save(
         {"t": torch.zeros(1)}, path.with_name(f"{path.name}-warm"), timeout=PATIENCE_SECONDS
     )
@@ -162,13 +162,13 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
-    """All cases, each in a directory of its own."""
+    """Plays all cases, each in its own directory."""
     with some_at_a_time(CASES, lambda death: play(workdir / str(death), death)) as found:
         yield found
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if d.step], ids=str)
-def test_a_rank_that_falls_silent_fails_the_save_by_name_and_nothing_is_published(
+def test_a_silent_rank_fails_the_save_by_name_and_nothing_is_published(
     played: dict[Death, Future[Found]], workdir: Path, death: Death
 ) -> None:
     found = played[death].result()
@@ -182,13 +182,14 @@ def test_a_rank_that_falls_silent_fails_the_save_by_name_and_nothing_is_publishe
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if d.step and d.how == "stopped"], ids=str)
-def test_a_rank_that_goes_on_after_it_was_given_up_fails_too(
+def test_a_rank_that_continues_after_it_was_declared_dead_fails(
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
     found = played[death].result()
     mine = found.outcomes[death.victim]
     if death.phase == "committing":
-        # It had decided, and finds nothing amiss: what it said it would commit it has committed.
+        # The rank had decided before it was stopped: it has committed what it had promised to
+        # commit.
         assert mine is None
         return
     assert mine is not None
@@ -197,7 +198,7 @@ def test_a_rank_that_goes_on_after_it_was_given_up_fails_too(
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if not d.step], ids=str)
-def test_a_rank_that_falls_silent_when_its_part_is_done_does_not_fail_the_save(
+def test_a_rank_that_falls_silent_after_its_part_does_not_fail_the_save(
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
     found = played[death].result()
@@ -231,7 +232,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}, {pair[1]}")
-def test_two_ranks_of_four_that_are_killed_fail_the_save_and_a_restart_saves(
+def test_two_killed_ranks_of_four_fail_the_save_and_a_restart_saves(
     tmp_path: Path, pair: tuple[Death, Death]
 ) -> None:
     path = tmp_path / "step"
@@ -251,7 +252,7 @@ def test_two_ranks_of_four_that_are_killed_fail_the_save_and_a_restart_saves(
     assert_equal(loaded, expected)
 
 
-def test_a_rank_that_goes_on_after_a_restart_has_saved_leaves_the_new_checkpoint_whole(
+def test_a_rank_that_continues_after_a_restart_keeps_the_new_checkpoint_complete(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "step"
@@ -262,7 +263,7 @@ def test_a_rank_that_goes_on_after_a_restart_has_saved_leaves_the_new_checkpoint
         with ranks(2, run_rank, path, 2) as restarted:
             assert [restarted.answer(rank) for rank in range(2)] == [None, None]
             stopped.children[1].signal(signal.SIGCONT)
-            # It removes the files that it has written, which is all that it knows to be its own.
+            # It removes only the files that it has written.
             assert stopped.answer(1)[0] == [1]
     for rank in range(2):
         expected = state_of(rank, 2)

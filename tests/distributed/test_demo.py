@@ -1,4 +1,4 @@
-"""The training script of examples/: what the demo shows, in small."""
+"""The training script of examples/ with the demo's settings, scaled down."""
 
 import json
 from pathlib import Path

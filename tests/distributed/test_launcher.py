@@ -1,4 +1,4 @@
-"""The launcher itself: what ranks are told, and what becomes of ranks that die or hang."""
+"""The launcher: the environment of ranks, and ranks that die or hang."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MODULE = "tests.distributed.launched"
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Time is up when all ranks have written to ``pipe``; their process ids."""
+    """Expires the time limit when all ranks have written to ``pipe``. Yields their process ids."""
     os.mkfifo(tmp_path / "pipe")
-    # For writing too: it then has no end between two ranks.
+    # Opened for writing, too, so that there is no end of file between two ranks.
     pipe = os.open(tmp_path / "pipe", os.O_RDWR)
     communicate = subprocess.Popen.communicate
     ids: list[int] = []
@@ -44,7 +44,7 @@ def alive(processes: list[int]) -> list[int]:
     return [process for process in processes if Path(f"/proc/{process}").exists()]
 
 
-def test_ranks_that_hang_are_ended_and_what_they_said_is_shown(
+def test_hanging_ranks_are_ended_and_their_output_is_shown(
     tmp_path: Path, hanging: list[int]
 ) -> None:
     with pytest.raises(TimeoutError, match="said before the hang") as hang:
@@ -58,18 +58,18 @@ def test_ranks_that_hang_are_ended_and_what_they_said_is_shown(
 def group(tmp_path: Path) -> Iterator[Group]:
     made = Group(MODULE, RANKS, tmp_path, case_seconds=5, grace_seconds=1)
     yield made
-    made.tell_to_end()
+    made.request_end()
     made.end()
 
 
 def pids(group: Group) -> list[int]:
-    """Of the ranks, which pass a case."""
+    """Runs a passing case, and returns the process ids of the ranks."""
     group.run("passes")
     path = group.workdir / f"{RANKS}-ranks" / "passes"
     return [int((path / str(rank)).read_text()) for rank in range(RANKS)]
 
 
-def test_the_ranks_of_a_group_stay_from_case_to_case(group: Group) -> None:
+def test_the_ranks_of_a_group_are_reused_for_the_next_case(group: Group) -> None:
     before = pids(group)
     with pytest.raises(AssertionError, match=r"rank 0: (?s:.*)on purpose on 0(?s:.*)rank 1: "):
         group.run("all_fail")
@@ -77,29 +77,29 @@ def test_the_ranks_of_a_group_stay_from_case_to_case(group: Group) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "texts"),
     [
         ("one_fails", ["rank 0: hangs after others have failed", "AssertionError: on purpose"]),
         ("one_dies", ["rank 0: hangs after others have failed", "rank 1: ended with code 7"]),
         ("one_hangs", ["rank 1: hangs after 5 s, and is killed", "in case_one_hangs"]),
     ],
 )
-def test_a_case_in_which_ranks_part_fails_alone_with_what_all_have_said(
-    group: Group, case: str, told: list[str]
+def test_a_case_in_which_ranks_lose_step_fails_with_the_output_of_all_ranks(
+    group: Group, case: str, texts: list[str]
 ) -> None:
     before = pids(group)
     with pytest.raises(AssertionError) as failure:
         group.run(case)
-    for text in (*told, "0 has begun", "1 has begun"):
+    for text in (*texts, "0 has begun", "1 has begun"):
         assert text in str(failure.value)
     assert not alive(before)
     assert not set(pids(group)) & set(before)
 
 
-def test_ranks_that_do_not_end_well_are_told(tmp_path: Path) -> None:
+def test_ranks_that_do_not_end_normally_are_reported(tmp_path: Path) -> None:
     group = Group(MODULE, RANKS, tmp_path)
-    group.run("one_will_not_end_well")
-    group.tell_to_end()
+    group.run("one_exits_with_code_3")
+    group.request_end()
     with pytest.raises(AssertionError, match=r"exit codes \[0, 3\]"):
         group.end()
 
@@ -111,7 +111,7 @@ def test_a_program_that_fails_on_one_forked_rank_is_ended_on_the_others(tmp_path
     assert "AssertionError: on purpose" in done.stdout
 
 
-#: Of torchrun's, what forked ranks are not told: where it keeps errors, and what only CUDA takes.
+#: Variables that torchrun sets and forked ranks lack: the error file, and settings of CUDA.
 NOT_TOLD = {
     *(
         "TORCHELASTIC_ERROR_FILE",
@@ -121,21 +121,21 @@ NOT_TOLD = {
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
 }
 
-#: What is not the same in two runs.
+#: Variables that differ between two runs.
 OF_A_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 
 
-def test_forked_ranks_are_told_what_torchrun_tells_and_see_no_gpu(
+def test_forked_ranks_have_the_environment_of_torchrun_and_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    told = []
+    environments = []
     for name, launch in (("torchrun", torchrun), ("fork", by_fork)):
-        done = launch(RANKS, "-m", MODULE, tmp_path / name, "tell")
+        done = launch(RANKS, "-m", MODULE, tmp_path / name, "environment")
         assert done.returncode == 0, done.stdout
         files = [tmp_path / f"{name}-{rank}.json" for rank in range(RANKS)]
-        told.append([json.loads(file.read_text()) for file in files])
-    for by_torchrun, forked in zip(*told, strict=True):
+        environments.append([json.loads(file.read_text()) for file in files])
+    for by_torchrun, forked in zip(*environments, strict=True):
         assert forked.keys() >= OF_A_RUN
         for name in NOT_TOLD:
             by_torchrun.pop(name, None)

@@ -1,5 +1,5 @@
-"""Ranks that are killed or stopped in each phase of a load or a restore: the others say so, in time
-and by name."""
+"""Ranks that are killed or stopped in each phase of a load or a restore. The other ranks name the
+rank in time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.ranks import ranks
 
 STEP = 3
 
-#: By phase the step that the others see fail.
+#: The step that fails on the other ranks, by phase.
 STEPS = {"comparing": "plan", "reading": "load", "taking": "finish"}
 
 
@@ -45,7 +45,7 @@ class Death:
 
     Attributes:
         how: "killed" or "stopped".
-        phase: of ``STEPS``.
+        phase: a key of ``STEPS``.
         victim: the rank; 0 is the coordinator.
         by: "load" or "restore".
     """
@@ -59,7 +59,7 @@ class Death:
         return f"rank {self.victim} {self.how} while {self.phase} in {self.by}"
 
 
-# What a state does itself manager.restore looks after in calls of its own.
+# manager.restore calls a state's own methods in separate steps.
 CASES = [
     Death(how, phase, victim, by)
     for by, phases in (("load", list(STEPS)), ("restore", ["reading"]))
@@ -70,7 +70,7 @@ CASES = [
 
 
 class Dying:
-    """A ``Stateful`` that dies in one of its methods."""
+    """``Stateful`` that dies in one of its methods."""
 
     def __init__(self, phase: str, die: Callable[[], None]) -> None:
         self._acts = {phase: die}
@@ -103,10 +103,10 @@ def load(root: Path, by: str, timeout: float, dying: Any = None) -> None:
 
 
 def run_rank(results: Connection, root: Path, death: Death) -> None:
-    """One rank: loads, and sends what came of it."""
+    """Runs one rank: loads, and sends the outcome."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
-    # To connect and to import what is imported late takes time that the case has not.
+    # Connects and imports before the case, whose time limit is too short for this.
     load(root, death.by, PATIENCE_SECONDS)
     with ExitStack() as stack:
         dying = None
@@ -128,7 +128,7 @@ def play(root: Path, death: Death) -> Found:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Future[Found]]]:
-    """All cases, from one checkpoint."""
+    """Plays all cases, from one checkpoint."""
     root = tmp_path_factory.mktemp("deaths")
     save(root)
     with some_at_a_time(CASES, lambda death: play(root, death)) as found:
@@ -136,7 +136,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Fut
 
 
 @pytest.mark.parametrize("death", CASES, ids=str)
-def test_a_rank_that_falls_silent_fails_the_load_by_name_in_time(
+def test_a_silent_rank_fails_the_load_by_name_in_time(
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
     silent, text, seconds = played[death].result().outcomes[1 - death.victim]
@@ -146,7 +146,7 @@ def test_a_rank_that_falls_silent_fails_the_load_by_name_in_time(
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if d.how == "stopped"], ids=str)
-def test_a_rank_that_goes_on_after_it_was_given_up_fails_too(
+def test_a_rank_that_continues_after_it_was_declared_dead_fails(
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
     silent, _text, _seconds = played[death].result().outcomes[death.victim]

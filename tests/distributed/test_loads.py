@@ -1,4 +1,4 @@
-"""What several ranks load together: parts, what does not fit, what is damaged."""
+"""Loads by several ranks: parts of tensors, states that do not fit, damaged files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from torch_ckpt.steps import LocalSteps
 
 
 def case_a_rank_reads_little_more_than_its_rows(launch: Launch) -> None:
-    """Written as rows by stock torch and by us, whole and in shards; read in shards of rows."""
+    """Saves rows by stock torch and by torch_ckpt, complete and in shards. Loads shards of rows."""
     mesh = mesh_1d(launch)
     whole = {f"t{i}": tensor_of(f"t{i}", 4096, 512) for i in range(2)}  # 8 MiB each
     rows = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in whole.items()}
@@ -90,7 +90,7 @@ def case_any_sharding_is_loaded_into_any_other(launch: Launch) -> None:
         path = launch.path(str(number))
         saver(dict(shardings()) | {"plain": tensor}, path)
         for name, stored in shardings().items():
-            # Each is read from another's data.
+            # Each loads from another one's data.
             for target in shardings().values():
                 loaded: StateDict = {name: torch.zeros_like(target, dtype=torch.float64)}
                 by_load(loaded, path)
@@ -164,7 +164,7 @@ def case_dtensors_are_saved_and_loaded_while_the_default_device_is_meta(launch: 
 
 @on(2, 4)
 def case_tensors_on_some_ranks_only_are_loaded_there(launch: Launch) -> None:
-    """Of a mesh that has not all ranks."""
+    """Uses a mesh without some of the ranks."""
     mesh = DeviceMesh("cpu", list(range(launch.size - 1)))
     path = launch.path()
     save({"t": tensor_of("t", 9, 5), "all": tensor_of("all", 4)}, path)
@@ -186,7 +186,7 @@ def case_tensors_on_some_ranks_only_are_loaded_there(launch: Launch) -> None:
 
 
 @on(4)
-def case_the_parts_of_a_strided_shard_are_the_elements_that_the_rank_has(launch: Launch) -> None:
+def case_the_parts_of_a_strided_shard_are_the_elements_of_the_rank(launch: Launch) -> None:
     mesh = mesh_2d(launch)
     seed = 5
     choice = random.Random(seed)
@@ -275,7 +275,7 @@ def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Laun
 
 
 def saved_rows(launch: Launch) -> tuple[Path, Callable[[], StateDict]]:
-    """A checkpoint of which each rank wrote a file, with rows of a tensor; and what it fills."""
+    """Makes a checkpoint with one file of rows from each rank, and a state to load it into."""
     mesh, path = mesh_1d(launch), launch.path("good")
     shape = (100 * launch.size, 300)
     save({"t": distribute_tensor(tensor_of("t", *shape), mesh, [Shard(0)])}, path, thread_count=1)
@@ -329,8 +329,8 @@ def case_exchanged_files_are_an_error(launch: Launch) -> None:
 # --- zero_fill ------------------------------------------------------------------------------------
 
 
-def case_sharded_tensors_grow(launch: Launch) -> None:
-    """Some ranks' shards lie wholly outside of what is stored."""
+def case_larger_sharded_tensors_are_zero_filled(launch: Launch) -> None:
+    """Some ranks' shards lie entirely outside of the stored tensor."""
     mesh, path = mesh_1d(launch), launch.path()
     stored = tensor_of("t", 3, 4)
     save({"t": stored, "s": distribute_tensor(stored, mesh, [Shard(0)])}, path)
@@ -348,7 +348,7 @@ def case_sharded_tensors_grow(launch: Launch) -> None:
                     assert_equal(target.full_tensor(), expected)
 
 
-def case_sharded_tensors_take_the_region_that_both_have(launch: Launch) -> None:
+def case_sharded_tensors_load_the_common_region(launch: Launch) -> None:
     mesh, path = mesh_1d(launch), launch.path()
     stored = tensor_of("t", 9, 4)
     save({"t": stored, "s": distribute_tensor(stored, mesh, [Shard(0)])}, path)
@@ -382,7 +382,7 @@ def case_a_sharded_tensor_that_is_smaller_than_stored_is_refused(launch: Launch)
 # --- what fits ------------------------------------------------------------------------------------
 
 
-def case_where_one_rank_does_not_fit_nothing_is_changed_on_any(launch: Launch) -> None:
+def case_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(launch: Launch) -> None:
     path = launch.path()
     save(everything(launch), path)
     for free in (False, True):
@@ -402,7 +402,7 @@ def case_where_one_rank_does_not_fit_nothing_is_changed_on_any(launch: Launch) -
         assert all((t.to_local() == 0).all() for t in state["sharded"].values())
 
 
-def case_what_is_skipped_on_any_rank_is_told_on_rank_0(launch: Launch) -> None:
+def case_items_skipped_on_any_rank_are_reported_on_rank_0(launch: Launch) -> None:
     path = launch.path()
     save({"model": {"a": torch.ones(2)}}, path)
     state = {"model": {"a": torch.zeros(2), f"of_rank_{launch.rank}": torch.zeros(1)}}
@@ -411,13 +411,13 @@ def case_what_is_skipped_on_any_rank_is_told_on_rank_0(launch: Launch) -> None:
         report = torch_ckpt.load(state, path, strict=False)
     assert report is not None
     assert report.missing == [f"model.of_rank_{launch.rank}"]
-    told = [str(warning.message) for warning in caught]
-    assert len(told) == (1 if launch.rank == 0 else 0)
-    if told:
-        assert all(f"model.of_rank_{rank} (missing)" in told[0] for rank in range(launch.size))
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (1 if launch.rank == 0 else 0)
+    if messages:
+        assert all(f"model.of_rank_{rank} (missing)" in messages[0] for rank in range(launch.size))
 
 
-def case_a_state_that_is_absent_for_one_rank_is_refused_on_all(launch: Launch) -> None:
+def case_a_state_that_is_absent_on_one_rank_is_refused_on_all(launch: Launch) -> None:
     path = launch.path()
     save({"model": {"a": torch.ones(2)}}, path)
     state = {"model": {"a": torch.zeros(2)}}
@@ -429,7 +429,7 @@ def case_a_state_that_is_absent_for_one_rank_is_refused_on_all(launch: Launch) -
     assert (state["model"]["a"] == 0).all()
 
 
-def case_a_wrong_path_on_one_rank_is_told_briefly_on_all(launch: Launch) -> None:
+def case_a_wrong_path_on_one_rank_is_a_short_error_on_all(launch: Launch) -> None:
     path, wrong = launch.path(), launch.path("wrong")
     state = {"a": torch.zeros(2)}
     save(state, path)
@@ -443,7 +443,7 @@ def case_a_wrong_path_on_one_rank_is_told_briefly_on_all(launch: Launch) -> None
     assert lines[-1].endswith(f"no committed checkpoint: there is no such directory: '{wrong}'")
 
 
-def case_meta_tensors_get_memory_only_where_all_ranks_load(launch: Launch) -> None:
+def case_meta_tensors_are_materialized_only_if_all_ranks_load(launch: Launch) -> None:
     mesh, path = mesh_1d(launch), launch.path()
     whole = tensor_of("t", 7, 3)
     save({"d": distribute_tensor(whole, mesh, [Shard(0)]), "t": whole, "unwanted": whole}, path)
@@ -471,7 +471,7 @@ def case_meta_tensors_get_memory_only_where_all_ranks_load(launch: Launch) -> No
         assert state["unwanted"].is_meta
 
 
-def case_what_fits_is_loaded_on_each_rank(launch: Launch) -> None:
+def case_partial_load_fills_on_each_rank_what_fits(launch: Launch) -> None:
     path = launch.path()
     save(everything(launch), path)
     state = everything_emptied(launch)
@@ -483,7 +483,7 @@ def case_what_fits_is_loaded_on_each_rank(launch: Launch) -> None:
     assert_everything(launch, state)
 
 
-def case_freeing_first_gives_the_same(launch: Launch) -> None:
+def case_freeing_first_loads_the_same(launch: Launch) -> None:
     path = launch.path()
     save(everything(launch), path)
     state = everything_emptied(launch)
@@ -495,7 +495,7 @@ def case_freeing_first_gives_the_same(launch: Launch) -> None:
 
 
 class Collective:
-    """What it does all ranks do together, but for one method that fails on one of them."""
+    """Stateful whose methods use collectives. One method fails on one rank."""
 
     def __init__(self, launch: Launch, rank: int = -1, fails: str = "") -> None:
         self.tensor = torch.zeros(5)
@@ -514,8 +514,8 @@ class Collective:
         return {"t": self.tensor}
 
 
-class Lonely(Collective):
-    """As that, but nobody waits for anybody."""
+class IndependentStateful(Collective):
+    """Stateful that fails on one rank, without collectives."""
 
     def do(self, what: str) -> StateDict:
         if self.fails == what:
@@ -528,7 +528,7 @@ def case_a_stateful_value_that_fails_on_one_rank_fails_the_load_on_all(launch: L
     save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, path)
     for fails in ("state_dict", "load_state_dict"):
         for free in (False, True):
-            state = {"a": Lonely(launch), "b": Lonely(launch, 1, fails)}
+            state = {"a": IndependentStateful(launch), "b": IndependentStateful(launch, 1, fails)}
             causes = failure_of(
                 launch, lambda s=state, f=free: by_load(s, path, free_before_read=f)
             )
@@ -537,12 +537,12 @@ def case_a_stateful_value_that_fails_on_one_rank_fails_the_load_on_all(launch: L
             }
 
 
-def case_who_fails_while_freeing_does_not_keep_the_others_waiting(launch: Launch) -> None:
-    """In what the next value does together."""
+def case_a_failure_while_freeing_does_not_block_the_other_ranks(launch: Launch) -> None:
+    """The next value frees memory by a collective."""
     good = launch.path("good")
     save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, good)
     for fails in ("state_dict", "load_state_dict"):
-        state = {"a": Lonely(launch, 1, fails), "b": Collective(launch)}
+        state = {"a": IndependentStateful(launch, 1, fails), "b": Collective(launch)}
         causes = failure_of(launch, lambda s=state: by_load(s, good, free_before_read=True))
         assert set(causes) == {1}
     state = {"a": Collective(launch), "b": Collective(launch)}
@@ -597,7 +597,7 @@ def case_all_ranks_load_the_newest_step_of_a_root(launch: Launch) -> None:
         assert state["w"][0].tolist() == [1.0] * 3
 
 
-def case_a_root_whose_newest_step_changes_between_two_ranks_looks_is_loaded_by_none(
+def case_a_root_whose_newest_step_changes_between_two_ranks_is_loaded_by_no_rank(
     launch: Launch,
 ) -> None:
     root = _root_with_a_step(launch, 1)

@@ -38,7 +38,7 @@ from torch_ckpt.saving.events import Event
 from torch_ckpt.state.app_state import PerRank
 from torch_ckpt.steps import local_writer
 
-# After which a rank that does not come is given up.
+# Seconds after which an absent rank is declared dead.
 SHORT = 2.0
 
 
@@ -50,7 +50,7 @@ def store_of(name: str) -> dist.Store:
 
 
 class SkewedTime:
-    """The module of the time on a rank whose clock is another one's, and goes at another speed."""
+    """Time module of a rank whose clock has another offset and another speed."""
 
     def __init__(self, rank: int) -> None:
         import time
@@ -63,14 +63,14 @@ class SkewedTime:
         return 1e6 * self._rank + (1 + self._rank) * self._time.monotonic()
 
 
-def case_ranks_with_other_clocks_save_at_the_same_steps(launch: Launch) -> None:
+def case_ranks_with_different_clocks_save_at_the_same_steps(launch: Launch) -> None:
     before = intervals.time
     intervals.time = SkewedTime(launch.rank)  # type: ignore[assignment]
     try:
         with manager_of(launch, interval=timedelta(seconds=0.05)) as made:
             found: list[int] = []
             step = 0
-            # Until rank 0 has saved a few times, as all ranks hear in the same step.
+            # Until rank 0 has saved a few times, which all ranks notice in the same step.
             while len(found) < 3:
                 step += 1
                 if made.save(step, state_of(launch, step)):
@@ -89,7 +89,7 @@ def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
     with manager_of(launch, if_busy="skip", async_saves=False) as made:
         for step in range(1, 6):
             assert made.save(step, state_of(launch, step))
-            # Rank 0 must find itself done at the next step.
+            # Rank 0 must notice at the next step that it has ended.
             dist.barrier()
         made._deletions.wait_until_idle()
         dist.barrier()
@@ -101,7 +101,7 @@ def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
 
 
 @takes_several
-def case_a_rank_at_another_step_is_told(launch: Launch) -> None:
+def case_a_rank_at_another_step_raises(launch: Launch) -> None:
     with manager_of(launch, interval=timedelta(hours=1)) as made:
         if launch.rank == 0:
             assert not made.save(5, state_of(launch, 5))
@@ -126,7 +126,7 @@ def case_a_busy_save_is_skipped_on_all_ranks(launch: Launch) -> None:
             assert saved(launch, made, [1, 2, 3]) == [1]
             gate.open()
             made.wait_until_finished()
-            # Not by what this rank knows of its own save, but by what rank 0 does.
+            # Decided by rank 0, and not by what this rank knows of its own save.
             dist.barrier()
             assert saved(launch, made, [4]) == [4]
     finally:
@@ -139,15 +139,18 @@ def case_a_busy_save_is_skipped_on_all_ranks(launch: Launch) -> None:
 # --- preemption -----------------------------------------------------------------------------------
 
 
-def until_told(launch: Launch, made: CheckpointManager, told: Callable[[int], None]) -> int:
-    """The step at which this rank is to stop; ranks are in lockstep by a collective in each."""
+def steps_until_preempted(
+    launch: Launch, made: CheckpointManager, preempt: Callable[[int], None]
+) -> int:
+    """Returns the step at which this rank must stop. A collective in each step keeps ranks in
+    step."""
     for step in range(1, 1_000_000):
         made.save(step, state_of(launch, step))
         if made.should_stop:
             return step
-        told(step)
+        preempt(step)
         dist.all_reduce(torch.ones(1))
-    raise AssertionError("no rank was told")
+    raise AssertionError("no rank was preempted")
 
 
 def case_a_signal_to_one_rank_saves_and_stops_all_at_one_step(launch: Launch) -> None:
@@ -155,13 +158,13 @@ def case_a_signal_to_one_rank_saves_and_stops_all_at_one_step(launch: Launch) ->
     victim = launch.size - 1
     events: list[Event] = []
 
-    def told(step: int) -> None:
+    def preempt(step: int) -> None:
         if step == 3 and launch.rank == victim:
             os.kill(os.getpid(), signal.SIGTERM)
 
     options = {"preemption_signals": (signal.SIGTERM,), "on_event": events.append}
     with manager_of(launch, interval=10**6, **options) as made:
-        stopped = until_told(launch, made, told)
+        stopped = steps_until_preempted(launch, made, preempt)
         assert gathered(launch, stopped) == [stopped] * launch.size
         assert stopped > 3
         made.wait_until_finished()
@@ -174,14 +177,14 @@ def case_a_signal_to_one_rank_saves_and_stops_all_at_one_step(launch: Launch) ->
 def case_with_a_deadline_the_last_save_is_complete_on_all_ranks(launch: Launch) -> None:
     file = launch.path("stop")
 
-    def told(step: int) -> None:
+    def preempt(step: int) -> None:
         if step == 2 and launch.rank == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
 
     options = {"preemption_file": file, "preemption_deadline": 60.0}
     with manager_of(launch, interval=10**6, **options) as made:
-        stopped = until_told(launch, made, told)
+        stopped = steps_until_preempted(launch, made, preempt)
         assert not made.is_saving
         assert made.all_steps() == [stopped]
 
@@ -191,7 +194,7 @@ def case_with_a_deadline_the_last_save_is_complete_on_all_ranks(launch: Launch) 
 
 @contextmanager
 def broken_on(launch: Launch, ranks: set[int]) -> Iterator[None]:
-    """These ranks cannot write data."""
+    """Makes these ranks unable to write data."""
     write_values = local_writer.StepWriter.write_values
 
     def fail(self: Any, *_: object, **__: object) -> Any:
@@ -205,7 +208,7 @@ def broken_on(launch: Launch, ranks: set[int]) -> Iterator[None]:
         local_writer.StepWriter.write_values = write_values  # type: ignore[method-assign]
 
 
-def case_one_ranks_failure_reaches_all_and_is_raised_once(launch: Launch) -> None:
+def case_a_failure_of_one_rank_is_raised_once_on_all(launch: Launch) -> None:
     last = launch.size - 1
     with manager_of(launch) as made:
         with broken_on(launch, {last}):
@@ -221,7 +224,7 @@ def case_one_ranks_failure_reaches_all_and_is_raised_once(launch: Launch) -> Non
         assert restored(launch, made) == 2
 
 
-def case_training_goes_on_without_a_save_that_one_rank_failed(launch: Launch) -> None:
+def case_training_continues_without_a_save_that_failed_on_one_rank(launch: Launch) -> None:
     with manager_of(launch, on_save_error="warn_and_continue") as made:
         with broken_on(launch, {launch.size - 1}):
             saved(launch, made, [1, 2])
@@ -255,7 +258,7 @@ def case_a_commit_that_fails_reaches_all_ranks(launch: Launch) -> None:
 
 
 @takes_several
-def case_a_state_that_one_rank_cannot_read_fails_the_save_of_all_at_once(launch: Launch) -> None:
+def case_a_state_that_one_rank_cannot_read_fails_the_save_at_once_on_all(launch: Launch) -> None:
     for check in ("off", "warn"):
         with manager_of(launch, check_replicas=check, check_replicas_every=1) as made:
             state = state_of(launch, 1)
@@ -278,7 +281,7 @@ def case_a_state_that_one_rank_cannot_read_fails_the_save_of_all_at_once(launch:
 
 
 @takes_several
-def case_training_goes_on_without_a_state_that_one_rank_could_not_read(launch: Launch) -> None:
+def case_training_continues_without_a_state_that_one_rank_could_not_read(launch: Launch) -> None:
     with manager_of(launch, on_save_error="warn_and_continue") as made:
         state = state_of(launch, 1)
         if is_last(launch):
@@ -293,7 +296,7 @@ def case_training_goes_on_without_a_state_that_one_rank_could_not_read(launch: L
 
 
 @takes_several
-def case_wrong_metrics_on_one_rank_fail_the_save_of_all_at_once(launch: Launch) -> None:
+def case_wrong_metrics_on_one_rank_fail_the_save_at_once_on_all(launch: Launch) -> None:
     metrics: dict[str, Any] = {"loss": "low" if is_last(launch) else 1.0}
     with manager_of(launch) as made:
         if is_last(launch):
@@ -318,7 +321,7 @@ def case_a_rank_that_does_not_make_a_manager_is_named(launch: Launch) -> None:
 
 @takes_several
 @on(2, 4)
-def case_a_rank_that_does_not_come_to_a_save_is_named(launch: Launch) -> None:
+def case_a_rank_absent_from_a_save_is_named(launch: Launch) -> None:
     store, absent = store_of("no save"), launch.size - 1
     with manager_of(launch, timeout=SHORT) as made:
         made.restore(state_of(launch, 0))
@@ -337,7 +340,7 @@ def case_a_rank_that_does_not_come_to_a_save_is_named(launch: Launch) -> None:
 
 
 @takes_several
-def case_a_rank_that_does_not_come_to_the_first_save_is_named(launch: Launch) -> None:
+def case_a_rank_absent_from_the_first_save_is_named(launch: Launch) -> None:
     store, absent = store_of("no first save"), launch.size - 1
     with manager_of(launch, timeout=SHORT) as made:
         if launch.rank == absent:
@@ -364,7 +367,7 @@ def case_different_roots_are_named_with_their_ranks(launch: Launch) -> None:
 
 
 def differing(launch: Launch, step: int) -> dict[str, Any]:
-    """Has a tensor of another value on the last rank."""
+    """Makes a state whose tensor has another value on the last rank."""
     state = state_of(launch, step)
     state["model"] = {"w": torch.full((7,), float(is_last(launch))), "b": torch.zeros(3)}
     return state
@@ -372,7 +375,7 @@ def differing(launch: Launch, step: int) -> dict[str, Any]:
 
 @takes_several
 @on(4)
-def case_replicas_that_differ_are_named_with_their_ranks(launch: Launch) -> None:
+def case_differing_replicas_are_named_with_their_ranks(launch: Launch) -> None:
     most = "rank 0" if launch.size == 2 else f"ranks 0-{launch.size - 2}"
     text = f"model.w has one value on {most}; another on rank {launch.size - 1}"
     with manager_of(launch, check_replicas="error") as made:
@@ -384,7 +387,7 @@ def case_replicas_that_differ_are_named_with_their_ranks(launch: Launch) -> None
 
 
 @takes_several
-def case_replicas_that_differ_are_saved_with_a_warning_of_rank_0(launch: Launch) -> None:
+def case_differing_replicas_are_saved_with_a_warning_on_rank_0(launch: Launch) -> None:
     events: list[Event] = []
     options = {"check_replicas": "warn", "check_replicas_every": 2, "on_event": events.append}
     with manager_of(launch, **options) as made, warnings.catch_warnings(record=True) as caught:
@@ -393,14 +396,14 @@ def case_replicas_that_differ_are_saved_with_a_warning_of_rank_0(launch: Launch)
             assert made.save(step, differing(launch, step))
     named = [w for w in caught if "model.w has one value" in str(w.message)]
     assert len(named) == (2 if launch.rank == 0 else 0)
-    # Every other save is looked at.
+    # Every second save is checked.
     assert [event.step for event in events if event.kind == "differing_replicas"] == [1, 3]
     dist.barrier()
     assert made.all_steps() == [1, 2, 3]
 
 
 class Loader:
-    """A data loader that does not know of ranks."""
+    """Data loader that ignores ranks."""
 
     def __init__(self, rank: int) -> None:
         self.state: dict[str, Any] = {"samples": 10 + rank, "order": torch.arange(4) * (rank + 1)}
@@ -413,7 +416,7 @@ class Loader:
 
 
 @takes_several
-def case_values_of_one_rank_are_named_by_default_and_not_if_they_are_per_rank(
+def case_per_rank_values_are_named_by_default_and_not_with_per_rank(
     launch: Launch,
 ) -> None:
     state = state_of(launch, 1) | {
@@ -439,7 +442,7 @@ def case_values_of_one_rank_are_named_by_default_and_not_if_they_are_per_rank(
 
 
 @takes_several
-def case_objects_that_differ_are_refused_on_request(launch: Launch) -> None:
+def case_differing_objects_are_refused_on_request(launch: Launch) -> None:
     with manager_of(launch, check_replicas="error") as made:
         state = state_of(launch, 1) | {"elapsed": launch.rank}
         with pytest.raises(CheckpointError, match="elapsed has one value on rank 0"):
@@ -448,7 +451,7 @@ def case_objects_that_differ_are_refused_on_request(launch: Launch) -> None:
         dist.barrier()
 
 
-def case_replicas_that_agree_are_saved_without_a_word(launch: Launch) -> None:
+def case_equal_replicas_are_saved_without_a_warning(launch: Launch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with manager_of(launch, check_replicas="error", check_replicas_every=1) as made:

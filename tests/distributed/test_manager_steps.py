@@ -45,7 +45,7 @@ def step_path(launch: Launch, step: int) -> Path:
 
 
 @on(1, 2)
-def case_all_ranks_go_on_where_they_have_stopped(launch: Launch) -> None:
+def case_all_ranks_continue_at_the_last_step(launch: Launch) -> None:
     for begin, until in ((0, 4), (3, 7)):
         with manager_of(launch, interval=3) as made:
             assert restored(launch, made) == begin
@@ -68,14 +68,14 @@ def case_the_marker_has_rank_0s_metrics_and_the_number_of_ranks(launch: Launch) 
     assert written["ranks"] == launch.size
 
 
-def case_what_the_first_saves_may_not_do_is_refused_on_all_ranks(launch: Launch) -> None:
+def case_options_that_the_first_saves_refuse_are_refused_on_all_ranks(launch: Launch) -> None:
     run_of(launch, [1, 2, 3])
     best = {"keep_best": 1, "best_metric": "los"}
     with manager_of(launch, **best) as made:
         with pytest.raises(FileExistsError, match="has steps up to 3"):
             made.save(3, state_of(launch, 3))
         assert restored(launch, made) == 3
-        # Only rank 0's metrics count.
+        # Only rank 0's metrics are used.
         metrics = {"loss": 1.0} if launch.rank == 0 else {"los": 1.0}
         with pytest.raises(ValueError, match="did you mean 'loss'"):
             made.save(4, state_of(launch, 4), metrics=metrics)
@@ -88,7 +88,7 @@ def case_what_the_first_saves_may_not_do_is_refused_on_all_ranks(launch: Launch)
         saved(launch, made, [5])
 
 
-def case_rank_0_deletes_for_all(launch: Launch) -> None:
+def case_rank_0_deletes_for_all_ranks(launch: Launch) -> None:
     events: list[Event] = []
     with manager_of(launch, keep_last=2, on_event=events.append) as made:
         saved(launch, made, range(1, 6))
@@ -99,17 +99,17 @@ def case_rank_0_deletes_for_all(launch: Launch) -> None:
 
 
 @takes_several
-def case_ranks_restore_the_step_that_rank_0_sees(launch: Launch) -> None:
+def case_ranks_restore_the_newest_step_of_rank_0(launch: Launch) -> None:
     run_of(launch, [1, 2, 3])
     with manager_of(launch) as made:
         found = made.steps()
-        # As on file systems where what others have made comes late.
+        # As on file systems that show new files of other machines late.
         seen = found[:2] if launch.rank == 0 else found[launch.rank % 3 :]
         made._store.entries = lambda **_: seen  # type: ignore[method-assign]
         assert restored(launch, made) == 2
 
 
-def case_a_shard_that_is_damaged_has_all_ranks_pass_over_its_step(launch: Launch) -> None:
+def case_a_damaged_shard_makes_all_ranks_fall_back_to_an_older_step(launch: Launch) -> None:
     run_of(launch, [1, 2, 3])
     if launch.rank == 0:
         file = sorted(data_files(step_path(launch, 3)))[-1]
@@ -124,7 +124,7 @@ def case_a_shard_that_is_damaged_has_all_ranks_pass_over_its_step(launch: Launch
 @takes_several
 @contextmanager
 def not_found(launch: Launch, made: CheckpointManager, times: int) -> Iterator[None]:
-    """Step 2 is not found on the last rank, so many times."""
+    """Hides step 2 on the last rank, for ``times`` lookups."""
     path_of, patience = made._store.path_of, restoring._RETRY_SECONDS  # type: ignore[attr-defined]
     left = [times if is_last(launch) else 0]
 
@@ -143,14 +143,14 @@ def not_found(launch: Launch, made: CheckpointManager, times: int) -> Iterator[N
 
 
 @takes_several
-def case_a_step_that_is_late_on_one_rank_is_waited_for(launch: Launch) -> None:
+def case_ranks_wait_for_a_step_that_one_rank_sees_late(launch: Launch) -> None:
     run_of(launch, [1, 2])
     with manager_of(launch) as made, not_found(launch, made, 2):
         assert restored(launch, made) == 2
 
 
 @takes_several
-def case_a_step_that_one_rank_does_not_find_is_not_passed_over(launch: Launch) -> None:
+def case_a_step_that_one_rank_does_not_find_is_not_skipped(launch: Launch) -> None:
     run_of(launch, [1, 2])
     with manager_of(launch) as made, not_found(launch, made, 100):
         failures = failures_of(lambda: made.restore(state_of(launch, 0)))
@@ -159,7 +159,7 @@ def case_a_step_that_one_rank_does_not_find_is_not_passed_over(launch: Launch) -
 
 
 @takes_several
-def case_ranks_that_save_different_steps_are_told(launch: Launch) -> None:
+def case_ranks_that_save_different_steps_raise(launch: Launch) -> None:
     with manager_of(launch, on_save_error="warn_and_continue") as made:
         made.save(10 + is_last(launch), state_of(launch, 1))
         made.wait_until_finished()
@@ -171,14 +171,14 @@ def case_ranks_that_save_different_steps_are_told(launch: Launch) -> None:
 
 
 @takes_several
-def case_a_root_that_is_another_one_on_a_rank_is_no_step(launch: Launch) -> None:
+def case_a_root_in_another_directory_on_one_rank_gives_no_step(launch: Launch) -> None:
     with manager_of(launch) as made:
         made._store.patience = 0.1
         made_writer = made._store.writer
 
         def elsewhere(*args: Any, **options: Any) -> Any:
             writer = made_writer(*args, **options)
-            # The same path, but on this rank it is on a disk of its own.
+            # The path is the same, but it is on a local disk on this rank.
             write_values = writer.write_values
 
             def write(*args: Any) -> Any:
@@ -202,13 +202,13 @@ def case_a_root_that_is_another_one_on_a_rank_is_no_step(launch: Launch) -> None
 
 
 def manager_sees(launch: Launch) -> list[int]:
-    """The complete steps, when all ranks have come here."""
+    """Returns the complete steps once all ranks have arrived."""
     dist.barrier()
     return CheckpointManager(launch.path("run"), read_only=True).all_steps()
 
 
 @takes_several
-def case_whatever_one_rank_raises_before_a_save_begins_the_next_one_succeeds(
+def case_the_next_save_succeeds_after_any_early_error_on_one_rank(
     launch: Launch,
 ) -> None:
     with manager_of(launch, on_save_error="warn_and_continue") as made:
@@ -231,7 +231,7 @@ def case_whatever_one_rank_raises_before_a_save_begins_the_next_one_succeeds(
 
 
 @takes_several
-def case_a_state_that_rank_0_cannot_read_leaves_no_directory_behind(launch: Launch) -> None:
+def case_a_state_that_rank_0_cannot_read_leaves_no_directory(launch: Launch) -> None:
     with manager_of(launch) as made:
         state = state_of(launch, 1)
         if launch.rank == 0:
@@ -250,13 +250,13 @@ def case_a_state_that_rank_0_cannot_read_leaves_no_directory_behind(launch: Laun
 
 
 @takes_several
-def case_warnings_that_are_errors_do_not_part_the_ranks(launch: Launch) -> None:
+def case_warnings_as_errors_keep_the_ranks_in_step(launch: Launch) -> None:
     with manager_of(launch, check_replicas="warn", check_replicas_every=1) as made:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for step in (1, 2):
                 state = state_of(launch, step)
-                # Not what an earlier case has saved: that, too, is warned of.
+                # Saves of earlier cases cause a warning, too.
                 state["common"] += 100 + launch.rank
                 assert made.save(step, state)
         made.wait_until_finished()
@@ -266,7 +266,7 @@ def case_warnings_that_are_errors_do_not_part_the_ranks(launch: Launch) -> None:
 
 
 @takes_several
-def case_what_only_lacks_its_marker_is_named_by_rank_0(launch: Launch) -> None:
+def case_a_directory_that_lacks_only_its_marker_is_named_by_rank_0(launch: Launch) -> None:
     run_of(launch, [1, 2])
     if launch.rank == 0:
         os.unlink(Path(launch.path("run"), "0000000002", MARKER_NAME))
@@ -279,7 +279,7 @@ def case_what_only_lacks_its_marker_is_named_by_rank_0(launch: Launch) -> None:
 
 
 @takes_several
-def case_what_rank_0_cannot_make_is_told_to_the_others(launch: Launch) -> None:
+def case_an_error_of_rank_0_at_the_start_is_raised_on_all_ranks(launch: Launch) -> None:
     file = launch.path("file")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
@@ -287,7 +287,7 @@ def case_what_rank_0_cannot_make_is_told_to_the_others(launch: Launch) -> None:
         pass
 
 
-def case_where_all_steps_are_damaged_all_ranks_raise(launch: Launch) -> None:
+def case_all_ranks_raise_if_all_steps_are_damaged(launch: Launch) -> None:
     run_of(launch, [1, 2])
     if launch.rank == 0:
         for step in (1, 2):
@@ -300,7 +300,7 @@ def case_where_all_steps_are_damaged_all_ranks_raise(launch: Launch) -> None:
         made.restore(state_of(launch, 0))
 
 
-def case_a_step_that_is_not_there_is_refused_on_all_ranks(launch: Launch) -> None:
+def case_an_absent_step_is_refused_on_all_ranks(launch: Launch) -> None:
     run_of(launch, [1, 2])
     with manager_of(launch) as made:
         with pytest.raises(
@@ -312,7 +312,7 @@ def case_a_step_that_is_not_there_is_refused_on_all_ranks(launch: Launch) -> Non
 
 @takes_several
 @on(2, 4)
-def case_ranks_that_ask_for_different_steps_are_told(launch: Launch) -> None:
+def case_ranks_that_restore_different_steps_raise(launch: Launch) -> None:
     run_of(launch, [1, 2])
     with manager_of(launch) as made:
         with pytest.raises(RanksDisagree, match="ranks request different steps:") as caught:
@@ -333,7 +333,7 @@ def case_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(launch: Launch
 
 
 @takes_several
-def case_a_state_that_one_rank_cannot_read_ends_the_restore_of_all(launch: Launch) -> None:
+def case_a_state_that_one_rank_cannot_read_ends_the_restore_on_all(launch: Launch) -> None:
     run_of(launch, [1])
     with manager_of(launch) as made:
         state = state_of(launch, 0)
@@ -381,7 +381,7 @@ def case_a_group_saves_without_the_other_ranks(launch: Launch) -> None:
 
 
 @takes_several
-def case_one_rank_may_look_on_alone(launch: Launch) -> None:
+def case_a_single_rank_can_read_the_steps(launch: Launch) -> None:
     run_of(launch, [1, 2])
     if is_last(launch):
         with CheckpointManager(launch.path("run"), read_only=True) as made:

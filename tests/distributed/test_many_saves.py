@@ -1,4 +1,4 @@
-"""Many saves in a row, each with names of its own: no save fails, on two ranks and on four."""
+"""Many saves in a row, each with its own names, on two ranks and on four: no save fails."""
 
 from __future__ import annotations
 

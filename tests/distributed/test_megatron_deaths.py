@@ -1,4 +1,4 @@
-"""Ranks that save in Megatron's shape and fall silent, or get stuck."""
+"""Ranks that fall silent or get stuck in saves through the Megatron interface."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
-    """All cases, each in a directory of its own."""
+    """Plays all cases, each in its own directory."""
     with some_at_a_time(DEATHS, lambda death: play(workdir / str(death), death)) as found:
         yield found
 
 
 @pytest.mark.parametrize("death", [d for d in DEATHS if d.how != "stuck"], ids=str)
-def test_a_rank_that_falls_silent_is_named_on_all_others_and_nothing_is_published(
+def test_a_silent_rank_is_named_on_all_others_and_nothing_is_published(
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
     found = played[death].result()
@@ -50,7 +50,7 @@ def test_a_rank_that_falls_silent_is_named_on_all_others_and_nothing_is_publishe
 
 
 @pytest.mark.parametrize("death", [d for d in DEATHS if d.how == "stopped"], ids=str)
-def test_a_rank_that_goes_on_fails_too(played: dict[Death, Future[Found]], death: Death) -> None:
+def test_a_rank_that_continues_fails(played: dict[Death, Future[Found]], death: Death) -> None:
     ranks, text, _seconds = played[death].result().outcomes[death.victim]
     assert ranks == [death.victim], text
 
@@ -69,7 +69,7 @@ def test_a_stuck_write_is_named_on_all_ranks_with_rank_file_and_phase(
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=str)
-def test_after_that_the_ranks_save_into_the_same_directory(
+def test_the_ranks_save_into_the_same_directory_afterwards(
     played: dict[Death, Future[Found]], workdir: Path, death: Death
 ) -> None:
     played[death].result()
@@ -83,7 +83,7 @@ def test_after_that_the_ranks_save_into_the_same_directory(
         stock_load(loaded, path)
         assert_equal(loaded, expected)
     if death.how == "stopped":
-        # Its failed save may have had the directory open until the collector came.
+        # The failed save may have kept the directory open until the garbage collection.
         torch_ckpt.remove_leftovers(path)
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
     assert set(os.listdir(path)) == named | {".metadata"}

@@ -1,4 +1,5 @@
-"""Ranks that end, or lose their process group, before a save in Megatron's shape is over."""
+"""Ranks that end, or lose their process group, before a save through the Megatron interface
+ends."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ PROGRAM = ("-m", "tests.distributed.megatron_ends")
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "without_a_process_group"])
-def test_the_ranks_end_well(tmp_path: Path, way: str) -> None:
+def test_the_ranks_exit_with_code_0(tmp_path: Path, way: str) -> None:
     ended = by_fork(2, *PROGRAM, way, tmp_path / "c")
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-def test_a_save_whose_process_group_is_gone_is_that_of_all_ranks(tmp_path: Path) -> None:
+def test_a_save_is_complete_although_its_process_group_was_destroyed(tmp_path: Path) -> None:
     ended = torchrun(2, *PROGRAM, "without_a_process_group", tmp_path / "c")
     assert ended.returncode == 0, ended.stdout[-3000:]
     expected = {f"of {rank}": torch.full((9,), rank) for rank in range(2)}

@@ -1,4 +1,5 @@
-"""The training script examples/megatron_training.py: killed, it goes on as if it had not been."""
+"""The training script examples/megatron_training.py: a killed run continues with the same
+losses."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def losses(path: Path) -> dict[int, set[float]]:
-    """By step, of all runs that came to it."""
+    """Returns the losses by step, of all runs that reached the step."""
     found: dict[int, set[float]] = {}
     for entry in map(json.loads, path.read_text().splitlines()):
         found.setdefault(entry["step"], set()).add(entry["loss"])
@@ -28,7 +29,7 @@ def losses(path: Path) -> dict[int, set[float]]:
 
 
 @pytest.mark.timeout(800)
-def test_a_training_killed_during_a_save_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_training_killed_in_a_save_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = train("--steps", "10", "--checkpoints", tmp_path / "a", "--losses", tmp_path / "a.l")
     assert straight.returncode == 0, straight.stdout
     again = ("--checkpoints", tmp_path / "b", "--losses", tmp_path / "b.l")
@@ -39,7 +40,7 @@ def test_a_training_killed_during_a_save_resumes_bit_for_bit(tmp_path: Path) -> 
     assert "resumes after step 4" in killed.stdout
     resumed = train("--steps", "10", *again)
     assert resumed.returncode == 0, resumed.stdout
-    # The save of step 6 was under way.
+    # The save of step 6 was running.
     assert "resumes after step 4" in resumed.stdout or "resumes after step 6" in resumed.stdout
     assert "with the plan of the loaded checkpoint" in resumed.stdout
     assert losses(tmp_path / "b.l") == losses(tmp_path / "a.l")

@@ -1,4 +1,4 @@
-"""Several ranks that save in Megatron's shape: failures and aborts."""
+"""Saves by several ranks through the Megatron interface: failures and aborts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.distributed.megatron_training import (
     last_of,
     names_in,
     of_all,
-    polls_until_told,
+    polls_until_ended,
     queue_of,
     save,
     state_at,
@@ -54,12 +54,12 @@ from torch_ckpt.saving.running_saves import join_saves
 
 @contextmanager
 def slow_disk(launch: Launch, rank: int) -> Iterator[Background | None]:
-    """Options of the writers: on one rank all but the first bytes do not get to the disk."""
+    """Makes options of the writers: on one rank only the first bytes reach the disk."""
     yield Background(max_bytes_per_second=1) if launch.rank == rank else None
 
 
 def megabytes_of(launch: Launch, count: int = 12) -> StateDict:
-    """Several chunks on each rank."""
+    """Makes several chunks on each rank."""
     return {"own": {f"t{launch.rank}": torch.arange(count << 18, dtype=torch.int32)}}
 
 
@@ -67,7 +67,7 @@ def megabytes_of(launch: Launch, count: int = 12) -> StateDict:
 
 
 @on(2, 4)
-def case_a_bucket_that_fails_on_one_rank_fails_the_save_of_all(launch: Launch) -> None:
+def case_a_bucket_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
     for planner in PLANNERS:
         path, queue, done = launch.path(planner.__name__), queue_of(), []
         large = {"own": {f"{launch.rank}.{i}": tensor_of(f"{i}", 40, 50) for i in range(4)}}
@@ -89,7 +89,7 @@ def case_a_bucket_that_fails_on_one_rank_fails_the_save_of_all(launch: Launch) -
         assert_saved(launch, path, 1)
 
 
-def case_a_preload_that_fails_on_one_rank_fails_the_call_of_all(launch: Launch) -> None:
+def case_a_preload_that_fails_on_one_rank_fails_the_call_on_all(launch: Launch) -> None:
     path, queue, done = launch.path(), queue_of(), []
     request = Site().request(state_at(launch, 1), path, partial(done.append, 1))
     if launch.rank == last_of(launch):
@@ -100,8 +100,8 @@ def case_a_preload_that_fails_on_one_rank_fails_the_call_of_all(launch: Launch) 
         request = request._replace(preload_fn=fail)
     queue.schedule_async_request(request)
     del request
-    told = polls_until_told(queue, lambda _: None)
-    assert set(of_all(launch, told)) == {(told[0], f"failed on [{last_of(launch)}]")}
+    outcome = polls_until_ended(queue, lambda _: None)
+    assert set(of_all(launch, outcome)) == {(outcome[0], f"failed on [{last_of(launch)}]")}
     assert done == []
     assert_nothing_left(path)
     queue.schedule_async_request(Site().request(state_at(launch, 1), path))
@@ -109,11 +109,11 @@ def case_a_preload_that_fails_on_one_rank_fails_the_call_of_all(launch: Launch) 
     assert_saved(launch, path, 1)
 
 
-def case_who_keeps_the_error_of_a_failed_call_keeps_none_of_its_files(launch: Launch) -> None:
+def case_the_error_of_a_failed_call_keeps_no_file_open(launch: Launch) -> None:
     path, queue = launch.path(), queue_of()
     request = Site().request(state_at(launch, 1), path)
     if launch.rank == last_of(launch):
-        # Two arguments are needed where there is a preload function.
+        # A request with a preload function needs two arguments.
         request = request._replace(async_fn_args=[1])
     queue.schedule_async_request(request)
     del request
@@ -126,7 +126,7 @@ def case_who_keeps_the_error_of_a_failed_call_keeps_none_of_its_files(launch: La
     assert_nothing_left(path)
 
 
-def case_a_finalize_function_that_raises_on_one_rank_ends_its_call_alone(launch: Launch) -> None:
+def case_a_finalize_function_that_raises_fails_only_its_call_on_its_rank(launch: Launch) -> None:
     queue, site, done = queue_of(), Site(), []
 
     def fail() -> None:
@@ -148,13 +148,13 @@ def case_a_finalize_function_that_raises_on_one_rank_ends_its_call_alone(launch:
         train_a_step()
     assert raised == ([errno.EIO] if launch.rank == last_of(launch) else [])
     assert done == ([2] if launch.rank == last_of(launch) else [1, 2])
-    # Nor have the ranks lost step.
+    # The ranks are still in step.
     assert len(set(of_all(launch, polls))) == 1
     for step in (1, 2):
         assert_saved(launch, launch.path(str(step)), step)
 
 
-def case_a_finalize_function_that_raises_does_not_keep_a_blocking_close_from_the_next_call(
+def case_a_blocking_close_after_a_failed_finalize_function_ends_the_next_call(
     launch: Launch,
 ) -> None:
     queue, site = queue_of(), Site()
@@ -171,7 +171,7 @@ def case_a_finalize_function_that_raises_does_not_keep_a_blocking_close_from_the
     assert_saved(launch, launch.path("2"), 2)
 
 
-def case_a_rank_that_does_not_come_to_finalize_is_named_and_comes_to_the_next_save(
+def case_a_rank_absent_from_finalize_is_named_and_takes_part_in_the_next_save(
     launch: Launch,
 ) -> None:
     if launch.size == 1:
@@ -202,7 +202,7 @@ def case_a_rank_that_does_not_come_to_finalize_is_named_and_comes_to_the_next_sa
         assert_saved(launch, path, 1)
 
 
-def case_a_rank_that_polls_no_more_does_not_keep_the_others_from_finalizing(
+def case_a_rank_that_stops_polling_does_not_block_the_others(
     launch: Launch,
 ) -> None:
     for silent in {0, last_of(launch)}:
@@ -223,7 +223,7 @@ def case_a_rank_that_polls_no_more_does_not_keep_the_others_from_finalizing(
     assert_saved(launch, launch.path(), 1)
 
 
-def case_a_commit_that_fails_fails_all_ranks(launch: Launch) -> None:
+def case_a_failed_commit_fails_all_ranks(launch: Launch) -> None:
     path, queue = launch.path(), queue_of()
     request = Site().request(state_at(launch, 1), path)
     if launch.rank == 0:
@@ -243,7 +243,7 @@ def case_a_commit_that_fails_fails_all_ranks(launch: Launch) -> None:
     assert_saved(launch, path, 1)
 
 
-def case_a_failed_save_keeps_the_checkpoint_that_it_was_to_replace(launch: Launch) -> None:
+def case_a_failed_save_keeps_the_older_checkpoint(launch: Launch) -> None:
     path, queue, site = launch.path(), queue_of(), Site(caching=True)
     for step in (1, 2):
         save(launch, path, step, site)
@@ -261,8 +261,8 @@ def case_a_failed_save_keeps_the_checkpoint_that_it_was_to_replace(launch: Launc
 # --- aborts ---------------------------------------------------------------------------------------
 
 
-def assert_nobody_waits() -> None:
-    """Fails where a thread of a call still waits for other ranks."""
+def assert_no_thread_waits() -> None:
+    """Checks that no thread of a call waits for other ranks."""
     for thread in threading.enumerate():
         if thread.name == "torch_ckpt call":
             thread.join(PATIENCE_SECONDS / 2)
@@ -270,11 +270,12 @@ def assert_nobody_waits() -> None:
 
 
 def assert_aborted(launch: Launch, queue: AsyncCallsQueue, path: Path) -> None:
-    """Aborts on all ranks; then nothing is left, and saves work by this queue and by another."""
+    """Aborts on all ranks, and checks that nothing is left and that this queue and another can
+    save."""
     queue.close(abort=True)
     assert queue.get_num_unfinalized_calls() == 0
     assert queue.maybe_finalize_async_calls() == []
-    assert_nobody_waits()
+    assert_no_thread_waits()
     gc.collect()
     dist.barrier()
     assert not (path / ".metadata").exists()
@@ -284,7 +285,7 @@ def assert_aborted(launch: Launch, queue: AsyncCallsQueue, path: Path) -> None:
     del request
     assert_saved(launch, path, 1)
     dist.barrier()
-    # What a cancelled write has made goes when it ends, which nobody waits for.
+    # Files of a cancelled write are deleted when the write ends, which no thread waits for.
     assert join_saves()
     dist.barrier()
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
@@ -306,7 +307,7 @@ def case_an_abort_before_the_call_is_scheduled(launch: Launch) -> None:
 def case_an_abort_after_a_poll_on_some_ranks_only(launch: Launch) -> None:
     path, queue = launch.path(), queue_of()
     queue.schedule_async_request(Site().request(state_at(launch, 5), path))
-    # One that is alone would finalize it.
+    # A single rank would finalize it.
     if launch.rank % 2 == 0 and launch.size > 1:
         queue.maybe_finalize_async_calls()
     assert_aborted(launch, queue, path)
@@ -327,19 +328,19 @@ def case_an_abort_when_all_is_written(launch: Launch) -> None:
     queue.schedule_async_request(Site().request(state_at(launch, 5), path))
     assert queue._calls[0].ended.wait(PATIENCE_SECONDS)
     dist.barrier()
-    # One that is alone would finalize it.
+    # A single rank would finalize it.
     if launch.rank % 2 == 0 and launch.size > 1:
         queue.maybe_finalize_async_calls()
     assert_aborted(launch, queue, path)
 
 
-def case_an_abort_when_all_is_written_of_a_save_that_somebody_holds(launch: Launch) -> None:
+def case_an_abort_when_all_is_written_of_a_referenced_save(launch: Launch) -> None:
     path, queue = launch.path(), queue_of()
     held = Site().request(state_at(launch, 5), path)
     queue.schedule_async_request(held)
     assert queue._calls[0].ended.wait(PATIENCE_SECONDS)
     queue.close(abort=True)
-    # The others' may still be there: they abort in their own time.
+    # Files of the other ranks may still exist: ranks abort at different times.
     assert not [name for name in names_in(path) if name.startswith(f"__{launch.rank}_")]
     causes = failure_of(launch, held.finalize_fns[0])
     assert set(causes) == set(range(launch.size))
@@ -348,13 +349,13 @@ def case_an_abort_when_all_is_written_of_a_save_that_somebody_holds(launch: Laun
     assert not (path / ".metadata").exists()
 
 
-def case_an_abort_of_which_some_ranks_have_finalized_their_call(launch: Launch) -> None:
+def case_an_abort_after_some_ranks_have_finalized_the_call(launch: Launch) -> None:
     if launch.size == 1:
         return
     path, queue = launch.path(), queue_of()
     queue.schedule_async_request(Site(timeout=2.0).request(state_at(launch, 5), path))
     if launch.rank != last_of(launch):
-        # The last rank is aborted before it comes to finalize.
+        # The last rank aborts before it finalizes.
         finalized = False
         with suppress(CheckpointException):
             queue._calls[0].ended.wait(PATIENCE_SECONDS)
@@ -388,7 +389,7 @@ def case_an_abort_by_another_thread_while_a_call_is_staged(launch: Launch) -> No
     assert_aborted(launch, queue, path)
 
 
-def case_an_abort_on_one_rank_is_told_to_those_that_have_polled(launch: Launch) -> None:
+def case_an_abort_on_one_rank_is_reported_to_ranks_that_have_polled(launch: Launch) -> None:
     for aborting in {0, last_of(launch)}:
         queue, event = queue_of(), threading.Event()
         queue.schedule_async_request(waits_for(event))
@@ -403,15 +404,15 @@ def case_an_abort_on_one_rank_is_told_to_those_that_have_polled(launch: Launch) 
         event.set()
         assert set(causes) == {aborting}
         assert "call 0 was aborted" in str(causes[aborting])
-        assert_nobody_waits()
+        assert_no_thread_waits()
     save(launch, launch.path())
     assert_saved(launch, launch.path(), 1)
 
 
-def case_an_abort_by_another_thread_while_ranks_wait_for_one_that_does_not_come(
+def case_an_abort_by_another_thread_while_ranks_wait_for_an_absent_one(
     launch: Launch,
 ) -> None:
-    # Nobody would be given up.
+    # No rank would be declared dead.
     queue, event, waits = queue_of(timeout=1e6), threading.Event(), threading.Event()
     wait = Agreement.wait
 
@@ -440,7 +441,7 @@ def case_an_abort_by_another_thread_while_ranks_wait_for_one_that_does_not_come(
         thread.join()
     event.set()
     assert queue.get_num_unfinalized_calls() == 0
-    assert_nobody_waits()
+    assert_no_thread_waits()
     save(launch, launch.path())
     assert_saved(launch, launch.path(), 1)
 

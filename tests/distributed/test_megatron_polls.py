@@ -1,4 +1,4 @@
-"""Several ranks that save in Megatron's shape: they finalize a save at the same poll."""
+"""Saves by several ranks through the Megatron interface: ranks finalize a save at the same poll."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.distributed.megatron_training import (
     last_of,
     names_in,
     of_all,
-    polls_until_told,
+    polls_until_ended,
     queue_of,
     save,
     state_at,
@@ -66,7 +66,7 @@ def suppress_all(owner: Any, names: tuple[str, ...], value: Any) -> Iterator[Non
             setattr(owner, name, original)
 
 
-def case_ranks_that_are_steps_ahead_finalize_at_the_same_poll(launch: Launch) -> None:
+def case_ranks_several_steps_ahead_finalize_at_the_same_poll(launch: Launch) -> None:
     latches = Latches(launch)
     for ahead in range(launch.size):
         for fails in (False, True):
@@ -88,13 +88,13 @@ def case_ranks_that_are_steps_ahead_finalize_at_the_same_poll(launch: Launch) ->
                 elif not is_ahead and poll == 1:
                     latches.wait(key)
 
-            told = of_all(launch, polls_until_told(queue, before))
-            assert len(set(told)) == 1, told
-            assert told[0][1] == (f"failed on [{ahead}]" if fails else "finalized")
+            outcome = of_all(launch, polls_until_ended(queue, before))
+            assert len(set(outcome)) == 1, outcome
+            assert outcome[0][1] == (f"failed on [{ahead}]" if fails else "finalized")
 
 
 @on(2, 4)
-def case_ranks_at_any_speed_finalize_at_the_same_poll(launch: Launch) -> None:
+def case_ranks_of_different_speed_finalize_at_the_same_poll(launch: Launch) -> None:
     seed = 20
     for number in range(seed, seed + 12):
         numbers = random.Random(f"{number} on {launch.rank}")
@@ -106,7 +106,7 @@ def case_ranks_at_any_speed_finalize_at_the_same_poll(launch: Launch) -> None:
                 error = None
             queue.schedule_async_request(waits_for(event, error))
         ends = sorted(numbers.randrange(1, 60) for _ in requests)
-        told: list[tuple[int, str]] = []
+        outcome: list[tuple[int, str]] = []
 
         def before(
             _: int,
@@ -120,13 +120,13 @@ def case_ranks_at_any_speed_finalize_at_the_same_poll(launch: Launch) -> None:
                     event.set()
 
         while queue.get_num_unfinalized_calls():
-            _, how = polls_until_told(queue, before)
-            told.append((len(polls), how))
-        everywhere = of_all(launch, told)
-        assert all(of_rank == told for of_rank in everywhere), (number, everywhere)
+            _, how = polls_until_ended(queue, before)
+            outcome.append((len(polls), how))
+        everywhere = of_all(launch, outcome)
+        assert all(of_rank == outcome for of_rank in everywhere), (number, everywhere)
 
 
-def case_a_failure_that_one_rank_hears_of_last_is_raised_at_the_same_poll(launch: Launch) -> None:
+def case_a_failure_that_reaches_one_rank_last_is_raised_at_the_same_poll(launch: Launch) -> None:
     if launch.size == 1:
         return
     queue, latches, ended = queue_of(), Latches(launch), threading.Event()
@@ -135,21 +135,21 @@ def case_a_failure_that_one_rank_hears_of_last_is_raised_at_the_same_poll(launch
     def late(lockstep: Lockstep) -> None:
         if launch.rank == 0:
             for rank in range(1, launch.size):
-                latches.wait(f"rank {rank} was told")
+                latches.wait(f"rank {rank} was outcome")
         over(lockstep)
 
     error = OSError(errno.EIO, "on purpose") if launch.rank == last_of(launch) else None
     ended.set()
     with replaced(Lockstep, "over", late):
         queue.schedule_async_request(waits_for(ended, error))
-        told = polls_until_told(queue, lambda _: None)
-        latches.open(f"rank {launch.rank} was told")
-    everywhere = of_all(launch, told)
+        outcome = polls_until_ended(queue, lambda _: None)
+        latches.open(f"rank {launch.rank} was outcome")
+    everywhere = of_all(launch, outcome)
     assert len(set(everywhere)) == 1, everywhere
-    assert told[1] == f"failed on [{last_of(launch)}]"
+    assert outcome[1] == f"failed on [{last_of(launch)}]"
 
 
-def case_what_ended_before_the_first_poll_is_finalized_by_the_second(launch: Launch) -> None:
+def case_a_call_that_ended_before_the_first_poll_is_finalized_by_the_second(launch: Launch) -> None:
     parts = threading.Semaphore(0)
     part = Lockstep.part
 
@@ -173,7 +173,7 @@ def case_what_ended_before_the_first_poll_is_finalized_by_the_second(launch: Lau
             assert of_all(launch, finalized) == [[call]] * launch.size
 
 
-def case_ranks_that_poll_all_the_time_and_one_that_polls_seldom_finalize_soon(
+def case_ranks_that_poll_often_and_one_that_polls_rarely_finalize_soon(
     launch: Launch,
 ) -> None:
     queue, event, polls = queue_of(), threading.Event(), 0
@@ -184,12 +184,12 @@ def case_ranks_that_poll_all_the_time_and_one_that_polls_seldom_finalize_soon(
             time.sleep(0.02)
         if launch.rank != last_of(launch) or polls >= 10:
             event.set()
-    # The others had the time for thousands.
+    # The other ranks had time for thousands of polls.
     assert launch.size == 1 or polls < 40
     assert of_all(launch, polls) == [polls] * launch.size
 
 
-def case_a_close_finalizes_the_calls_after_one_that_failed(launch: Launch) -> None:
+def case_a_close_finalizes_the_calls_after_a_failed_one(launch: Launch) -> None:
     queue, path, ended = queue_of(), launch.path(), threading.Event()
     ended.set()
     error = OSError(errno.EIO, "on purpose") if launch.rank == last_of(launch) else None
@@ -201,7 +201,7 @@ def case_a_close_finalizes_the_calls_after_one_that_failed(launch: Launch) -> No
     assert_saved(launch, path, 1)
 
 
-def case_two_saves_in_flight_are_finalized_in_their_order(launch: Launch) -> None:
+def case_two_concurrent_saves_are_finalized_in_order(launch: Launch) -> None:
     queue, site, done = queue_of(), Site(), []
     paths = [launch.path("1"), launch.path("2"), launch.path("1")]
     for step, path in enumerate(paths, start=1):
@@ -218,7 +218,7 @@ def case_two_saves_in_flight_are_finalized_in_their_order(launch: Launch) -> Non
         assert set(names_in(path)) == named | {".metadata"}
 
 
-def case_calls_that_do_not_match_are_found(launch: Launch) -> None:
+def case_mismatched_calls_are_detected(launch: Launch) -> None:
     if launch.size == 1:
         return
     queue, ended = queue_of(), threading.Event()

@@ -1,4 +1,4 @@
-"""Several ranks that save in Megatron's shape: what is saved, and how it is planned."""
+"""Saves by several ranks through the Megatron interface: contents, and plans."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def case_a_training_saves_every_few_steps_and_polls_each_step(launch: Launch) ->
                 request = site.request(state, path, partial(done.append, step))
                 request.add_finalize_fn(partial(done.append, -step))
                 assert queue.schedule_async_request(request) == step // 2 - 1
-                # The next step of the training changes the parameters at once.
+                # The next training step changes the parameters at once.
                 overwrite(state)
             queue.maybe_finalize_async_calls()
         queue.close()
@@ -79,14 +79,14 @@ def case_a_training_saves_every_few_steps_and_polls_each_step(launch: Launch) ->
 
 
 @on(only=True)
-def case_what_this_number_of_ranks_saves_for_others(launch: Launch) -> None:
+def case_this_number_of_ranks_saves_for_others(launch: Launch) -> None:
     for planner in PLANNERS:
         path = launch.workdir / f"megatron-{launch.size}" / planner.__name__
         save(launch, path, 7, Site(planner))
 
 
 @on(only=True)
-def case_what_other_numbers_of_ranks_saved_is_loaded(launch: Launch) -> None:
+def case_checkpoints_of_other_numbers_of_ranks_are_loaded(launch: Launch) -> None:
     sources = sorted(launch.workdir.glob("megatron-*/*"))
     assert len(sources) >= len(PLANNERS)
     for source in sources:
@@ -102,7 +102,7 @@ def case_a_source_may_change_as_soon_as_its_save_is_scheduled(launch: Launch) ->
     assert_saved(launch, path, 3)
 
 
-def case_data_files_are_byte_for_byte_those_of_stock_torch(launch: Launch) -> None:
+def case_data_files_equal_those_of_stock_torch_byte_for_byte(launch: Launch) -> None:
     for planner in PLANNERS:
         stock, ours = launch.path(planner.__name__, "stock"), launch.path(planner.__name__, "ours")
         writer = dcp.FileSystemWriter(stock, thread_count=1)
@@ -116,7 +116,7 @@ def case_data_files_are_byte_for_byte_those_of_stock_torch(launch: Launch) -> No
             assert (ours / name).read_bytes() == (stock / name).read_bytes(), name
 
 
-def case_what_begins_with_the_separation_hint_lies_in_files_of_its_own(launch: Launch) -> None:
+def case_items_with_the_separation_hint_have_separate_files(launch: Launch) -> None:
     path = launch.path()
     save(launch, path, 2, Site(separation_hint="optimizer", thread_count=4))
     places = read_metadata(path).storage_data
@@ -157,7 +157,7 @@ def case_dcp_saves_by_this_writer(launch: Launch) -> None:
             dist.barrier()
 
 
-def case_a_request_may_be_carried_out_at_once(launch: Launch) -> None:
+def case_a_request_can_be_executed_at_once(launch: Launch) -> None:
     path, done = launch.path(), []
     Site().request(state_at(launch, 4), path, partial(done.append, 1)).execute_sync()
     assert done == [1]
@@ -171,7 +171,7 @@ def case_a_request_may_be_carried_out_at_once(launch: Launch) -> None:
     assert_nothing_left(launch.path("full"))
 
 
-def case_another_rank_than_the_first_may_coordinate(launch: Launch) -> None:
+def case_a_rank_other_than_the_first_can_coordinate(launch: Launch) -> None:
     for planner in PLANNERS:
         path, queue = launch.path(planner.__name__), queue_of()
         for step, disk in ((1, full_disk_on(last_of(launch))), (2, nullcontext())):
@@ -227,8 +227,8 @@ def case_ranks_of_a_subgroup_save_and_the_others_do_not(launch: Launch) -> None:
 
 
 @contextmanager
-def meetings_watched() -> Iterator[list[str]]:
-    """What ranks meet for."""
+def watched_collectives() -> Iterator[list[str]]:
+    """Yields the names of the collectives that ranks call."""
     seen: list[str] = []
 
     class Watched(plan._Meetings):
@@ -275,16 +275,16 @@ def case_a_central_plan_is_made_by_the_coordinator(launch: Launch) -> None:
     path, site = launch.path(), Site(dcp.DefaultSavePlanner)
     save(launch, path, 1, site)
     assert site.central is not None
-    # What all ranks have is written by one.
+    # One rank writes what all ranks have.
     names = [item.index.fqn for item in site.central.items]
     assert sum(of_all(launch, names.count("model.norm"))) == 1
     assert not hasattr(read_metadata(path), "all_local_plans")
 
 
-def case_plans_that_two_saves_had_are_not_exchanged_again(launch: Launch) -> None:
+def case_identical_plans_of_two_saves_are_not_exchanged_again(launch: Launch) -> None:
     for planner in PLANNERS:
         site = Site(planner, caching=True)
-        with meetings_watched() as met:
+        with watched_collectives() as met:
             for step in range(1, 5):
                 path = launch.path(planner.__name__, str(step))
                 save(launch, path, step, site)
@@ -303,13 +303,13 @@ def case_cached_plans_write_into_one_directory_again_and_again(launch: Launch) -
     assert set(names_in(path)) == named | {".metadata"}
 
 
-def case_files_by_a_cached_plan_are_nobodys_to_remove_before_the_commit(launch: Launch) -> None:
+def case_files_by_a_cached_plan_are_kept_until_the_commit(launch: Launch) -> None:
     path, site, queue = launch.path(), Site(caching=True), queue_of()
     for step in (1, 2):
         save(launch, path, step, site)
     state = state_at(launch, 3)
     if launch.rank != 0:
-        # Nothing is exchanged: the coordinator does not know of it yet.
+        # Nothing is exchanged: the coordinator does not know of the file yet.
         queue.schedule_async_request(site.request(state, path))
         queue._calls[0].ended.wait()
     dist.barrier()
@@ -325,7 +325,7 @@ def case_files_by_a_cached_plan_are_nobodys_to_remove_before_the_commit(launch: 
     assert_saved(launch, path, 3)
 
 
-def case_a_save_whose_file_somebody_has_removed_is_not_committed(launch: Launch) -> None:
+def case_a_save_with_a_removed_file_is_not_committed(launch: Launch) -> None:
     path, queue = launch.path(), queue_of()
     queue.schedule_async_request(Site().request(state_at(launch, 1), path))
     queue._calls[0].ended.wait()
@@ -339,11 +339,11 @@ def case_a_save_whose_file_somebody_has_removed_is_not_committed(launch: Launch)
     assert_nothing_left(path)
 
 
-def case_after_a_restart_the_loaded_metadata_is_used_again(launch: Launch) -> None:
+def case_after_a_restart_the_loaded_metadata_is_reused(launch: Launch) -> None:
     first = Site(caching=True)
     save(launch, launch.path("1"), 1, first)
     site = first.restarted_from(launch.path("1"))
-    with meetings_watched() as met:
+    with watched_collectives() as met:
         for step in range(2, 6):
             path = launch.path(str(step))
             save(launch, path, step, site)
@@ -354,14 +354,14 @@ def case_after_a_restart_the_loaded_metadata_is_used_again(launch: Launch) -> No
 
 
 def changed_on(launch: Launch, rank: int, step: int) -> StateDict:
-    """The state of a step, with a tensor more on one rank."""
+    """Makes the state of a step, with an additional tensor on one rank."""
     state = state_at(launch, step)
     if launch.rank == rank:
         state["own"]["added"] = tensor_of("added", 4)
     return state
 
 
-def case_a_change_on_one_rank_makes_no_rank_take_the_plans_for_the_cached_ones(
+def case_a_change_on_one_rank_keeps_all_ranks_from_using_cached_plans(
     launch: Launch,
 ) -> None:
     for planner in PLANNERS:
@@ -377,7 +377,7 @@ def case_a_change_on_one_rank_makes_no_rank_take_the_plans_for_the_cached_ones(
             assert_saved(launch, path, number + 1)
 
 
-def case_a_change_on_one_rank_fails_a_save_by_cached_plans_on_all(launch: Launch) -> None:
+def case_a_change_on_one_rank_fails_a_save_with_cached_plans_on_all(launch: Launch) -> None:
     for rank in {0, last_of(launch)}:
         site = Site(caching=True)
         for step in (1, 2):
@@ -420,7 +420,7 @@ def case_a_rank_without_the_loaded_plans_makes_all_ranks_plan(launch: Launch) ->
         assert_saved(launch, launch.path(f"without on {rank}"), 2)
 
 
-def case_a_plan_that_fails_on_one_rank_fails_on_all(launch: Launch) -> None:
+def case_a_failing_planner_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
     class Failing(Decentralized):
         def create_local_plan(self) -> SavePlan:
             if dist.get_rank() == last_of(launch):
@@ -435,7 +435,7 @@ def case_a_plan_that_fails_on_one_rank_fails_on_all(launch: Launch) -> None:
     assert_saved(launch, path, 1)
 
 
-def case_values_that_are_not_found_on_one_rank_fail_the_save_of_all(launch: Launch) -> None:
+def case_values_not_found_on_one_rank_fail_the_save_on_all(launch: Launch) -> None:
     class Failing(Decentralized):
         def resolve_data(self, write_item: Any) -> Any:
             if dist.get_rank() == last_of(launch):
@@ -452,7 +452,7 @@ def case_values_that_are_not_found_on_one_rank_fail_the_save_of_all(launch: Laun
     assert_saved(launch, path, 1)
 
 
-def case_plans_are_cached_in_the_other_library_s_shape(launch: Launch) -> None:
+def case_plans_are_cached_with_the_interface_of_the_other_library(launch: Launch) -> None:
     cache = nvrx.CheckpointMetadataCache()
     for step in range(1, 8):
         path, queue = launch.path(str(step)), nvrx.AsyncCallsQueue(timeout=PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""torch_ckpt.multihost on ranks: they meet by name, and stop at one step."""
+"""torch_ckpt.multihost on ranks: barriers by name, and stops at one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.distributed.trees import PATIENCE, disagreement, others
 from torch_ckpt import multihost
 
-# After which a rank that does not come is given up.
+# Seconds after which an absent rank is declared dead.
 SHORT = 2.0
 
 
@@ -28,7 +28,7 @@ def case_ranks_with_the_same_name_pass(launch: Launch) -> None:
         multihost.sync_global_devices(name, timeout=PATIENCE)
 
 
-def case_no_rank_passes_before_all_have_come(launch: Launch) -> None:
+def case_no_rank_passes_before_all_have_arrived(launch: Launch) -> None:
     store = dist.PrefixStore("order", dist.distributed_c10d._get_default_store())
     for turn in range(10):
         store.add(f"came {turn}", 1)
@@ -37,18 +37,18 @@ def case_no_rank_passes_before_all_have_come(launch: Launch) -> None:
 
 
 @takes_several
-def case_different_names_are_told_on_every_rank_in_place_of_a_hang(launch: Launch) -> None:
+def case_different_names_raise_on_every_rank_instead_of_a_hang(launch: Launch) -> None:
     last = launch.rank == launch.size - 1
     name = "evaluate" if last else "train"
     text = disagreement(launch, lambda: multihost.sync_global_devices(name, timeout=PATIENCE))
     assert f"{others(launch)}: sync_global_devices('train')" in text
     assert f"rank {launch.size - 1}: sync_global_devices('evaluate')" in text
-    # Nothing is out of step after that.
+    # The ranks are still in step.
     multihost.sync_global_devices("after")
 
 
 @takes_several
-def case_different_functions_are_told_on_every_rank(launch: Launch) -> None:
+def case_different_functions_raise_on_every_rank(launch: Launch) -> None:
     def work() -> Any:
         if launch.rank == 0:
             return multihost.sync_global_devices("a")
@@ -61,10 +61,10 @@ def case_different_functions_are_told_on_every_rank(launch: Launch) -> None:
 
 @takes_several
 @on(2, 4)
-def case_a_rank_that_does_not_come_is_named_on_the_others(launch: Launch) -> None:
+def case_an_absent_rank_is_named_on_the_others(launch: Launch) -> None:
     store = dist.PrefixStore("absent", dist.distributed_c10d._get_default_store())
     absent = launch.size - 1
-    # To connect to the store may take seconds, of which what follows has not many.
+    # Connects to the store, which may take seconds. The next calls have short timeouts.
     multihost.sync_global_devices("before", timeout=PATIENCE)
     if launch.rank == absent:
         store.wait([f"gave up {rank}" for rank in range(absent)])
@@ -76,7 +76,7 @@ def case_a_rank_that_does_not_come_is_named_on_the_others(launch: Launch) -> Non
 
 @takes_several
 @on(4)
-def case_a_group_meets_without_the_other_ranks(launch: Launch) -> None:
+def case_a_group_synchronizes_without_the_other_ranks(launch: Launch) -> None:
     half = launch.size // 2
     groups = [dist.new_group(range(start, start + half)) for start in (0, half)]
     mine, number = groups[launch.rank // half], launch.rank // half
@@ -97,37 +97,40 @@ def case_a_group_meets_without_the_other_ranks(launch: Launch) -> None:
 # --- preemption -----------------------------------------------------------------------------------
 
 
-def steps_until_told(launch: Launch, told: Callable[[int], None], first: int = 0) -> list[int]:
-    """The step at which each rank, in lockstep by a collective in each step, is to stop."""
+def steps_until_preempted(
+    launch: Launch, preempt: Callable[[int], None], first: int = 0
+) -> list[int]:
+    """Returns the step at which each rank must stop. A collective in each step keeps ranks in
+    step."""
     for step in range(first, first + 1_000_000):
         if multihost.reached_preemption_sync_point(step):
             break
-        told(step)
+        preempt(step)
         dist.all_reduce(torch.ones(1))
     else:
-        raise AssertionError("no rank was told")
+        raise AssertionError("no rank was preempted")
     stopped: list[Any] = [None] * launch.size
     dist.all_gather_object(stopped, step)
     return stopped
 
 
-def case_a_signal_to_one_rank_stops_all_at_one_step(launch: Launch) -> None:
+def case_a_signal_to_one_rank_stops_all_at_the_same_step(launch: Launch) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     victim = launch.size - 1
 
-    def told(step: int) -> None:
+    def preempt(step: int) -> None:
         if step == 3 and launch.rank == victim:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with multihost.watch_for_preemption(poll_seconds=0.05, timeout=PATIENCE) as watch:
-        stopped = steps_until_told(launch, told)
+        stopped = steps_until_preempted(launch, preempt)
         assert stopped == stopped[:1] * launch.size
         assert stopped[0] > 3
         assert watch.reason == f"SIGTERM on rank {victim}"
         assert multihost.reached_preemption_sync_point(stopped[0])
         assert not multihost.reached_preemption_sync_point(stopped[0] + 1)
-        # Training that goes on may be told again, by another rank.
-        again = steps_until_told(
+        # Training that continues can be preempted again, by another rank.
+        again = steps_until_preempted(
             launch,
             lambda step: (
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -142,36 +145,36 @@ def case_a_signal_to_one_rank_stops_all_at_one_step(launch: Launch) -> None:
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def case_signals_to_all_ranks_stop_them_at_one_step(launch: Launch) -> None:
-    def told(step: int) -> None:
+def case_signals_to_all_ranks_stop_them_at_the_same_step(launch: Launch) -> None:
+    def preempt(step: int) -> None:
         if step == 2 + launch.rank:
             os.kill(os.getpid(), signal.SIGUSR1)
 
     with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=0.05, timeout=PATIENCE):
-        stopped = steps_until_told(launch, told)
+        stopped = steps_until_preempted(launch, preempt)
         assert stopped == stopped[:1] * launch.size
         assert stopped[0] > 2
 
 
-def case_a_file_stops_all_ranks_at_one_step(launch: Launch) -> None:
+def case_a_file_stops_all_ranks_at_the_same_step(launch: Launch) -> None:
     path = launch.path()
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def told(step: int) -> None:
+    def preempt(step: int) -> None:
         if step == 4 and launch.rank == 0:
             path.write_text("")
 
     file = path if launch.rank == launch.size - 1 else None
     with multihost.watch_for_preemption((), file, poll_seconds=0.05, timeout=PATIENCE) as watch:
-        stopped = steps_until_told(launch, told)
+        stopped = steps_until_preempted(launch, preempt)
         assert stopped == stopped[:1] * launch.size
         assert stopped[0] > 4
         assert watch.reason == f"{path} on rank {launch.size - 1}"
 
 
 @takes_several
-def case_a_rank_that_is_a_step_ahead_is_not_waited_for(launch: Launch) -> None:
-    """The last rank waits in step 6 for the others when they, before that step, learn of it."""
+def case_ranks_do_not_wait_for_a_rank_that_is_a_step_ahead(launch: Launch) -> None:
+    """The last rank waits in step 6 for the others, which learn of the notice before that step."""
     with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.05) as watch:
         assert not watch.reached(5)
         multihost.sync_global_devices("all are at 5", timeout=PATIENCE)
@@ -190,7 +193,7 @@ def case_a_rank_that_is_a_step_ahead_is_not_waited_for(launch: Launch) -> None:
 def case_a_rank_that_does_not_watch_is_named_after_a_notice(launch: Launch) -> None:
     absent = launch.size - 1
     store = dist.PrefixStore("unwatched", dist.distributed_c10d._get_default_store())
-    # The ranks that watch count one watch more: that of another group would not find theirs.
+    # The watching ranks count one watch more, so a watch of another group would not match.
     group = dist.new_group()
     multihost.sync_global_devices("before", process_group=group, timeout=PATIENCE)
     if launch.rank == absent:

@@ -32,13 +32,13 @@ from torch_ckpt.multihost import moving
 
 @dataclass(frozen=True)
 class Unregistered:
-    """A leaf: pytree does not know this class."""
+    """Leaf: pytree does not know this class."""
 
     text: str
 
 
 def several(seed: int, rows: int = 3) -> dict[str, Any]:
-    """Tensors and arrays of every kind, with random bytes."""
+    """Makes tensors and arrays of every kind, with random bytes."""
     plain = {
         str(dtype): random_tensor((rows, 4), dtype, seed + n) for n, dtype in enumerate(DTYPES)
     }
@@ -66,7 +66,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Bit for bit, with the same containers."""
+    """Compares bit for bit, including containers."""
     assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
     named = pytree.tree_flatten_with_path(expected)[0]
     for found, (path, wanted) in zip(leaves_of(actual), named, strict=True):
@@ -94,19 +94,19 @@ def case_the_first_ranks_tree_is_on_all_ranks(launch: Launch) -> None:
     assert found["tensors"]["odd"]["parameter"].requires_grad
 
 
-def case_any_rank_may_be_the_source(launch: Launch) -> None:
+def case_any_rank_can_be_the_source(launch: Launch) -> None:
     for source in range(launch.size):
         found = multihost.broadcast_one_to_all(several(launch.rank), launch.rank == source)
         assert_same(found, several(source))
 
 
-def case_a_rank_without_a_tree_gets_the_sources(launch: Launch) -> None:
+def case_a_rank_without_a_tree_gets_the_source_tree(launch: Launch) -> None:
     is_source = launch.rank == launch.size - 1
     tree = {"w": several(7), "step": 3} if is_source else None
     assert_same(multihost.broadcast_one_to_all(tree, is_source), {"w": several(7), "step": 3})
 
 
-def case_what_is_broadcast_shares_no_memory_with_the_tree(launch: Launch) -> None:
+def case_a_broadcast_result_shares_no_memory_with_the_tree(launch: Launch) -> None:
     tree = {"t": torch.ones(3), "a": numpy.ones(3), "l": Unregistered("x")}
     found = multihost.broadcast_one_to_all(tree)
     tree["t"].zero_()
@@ -148,7 +148,7 @@ def case_a_leaf_of_another_shape_is_named_with_its_ranks(launch: Launch) -> None
 
 
 @takes_several
-def case_a_leaf_that_is_missing_is_named_with_its_ranks(launch: Launch) -> None:
+def case_a_missing_leaf_is_named_with_its_ranks(launch: Launch) -> None:
     tree = {"a": 1, "b": 2} if launch.rank else {"a": 1}
     for function in (multihost.broadcast_one_to_all, multihost.process_allgather):
         text = disagreement(launch, lambda function=function: function(tree))
@@ -206,10 +206,10 @@ def case_tiled_tensors_of_different_lengths_are_concatenated(launch: Launch) -> 
         assert start == got.shape[0]
 
 
-def case_gathers_larger_than_a_batch_come_in_pieces(launch: Launch) -> None:
+def case_gathers_larger_than_a_batch_are_sent_in_pieces(launch: Launch) -> None:
     before, moving.BATCH_BYTES = moving.BATCH_BYTES, 1
     try:
-        # A batch is 64 KiB at least.
+        # A batch has at least 64 KiB.
         tree = [random_tensor((n + launch.rank,), torch.uint8, launch.rank) for n in (5, 150_000)]
         first, second = multihost.process_allgather([*tree], tiled=True)
     finally:
@@ -232,7 +232,7 @@ def case_other_leaves_are_gathered_as_lists_by_rank(launch: Launch) -> None:
 
 
 @on(2, 4)
-def case_sharded_tensors_come_back_whole(launch: Launch) -> None:
+def case_sharded_tensors_are_gathered_as_full_tensors(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     placements: dict[str, Placement] = {
         "rows": Shard(0),
@@ -262,7 +262,7 @@ def case_sharded_tensors_come_back_whole(launch: Launch) -> None:
 
 @takes_several
 @on(4)
-def case_tensors_sharded_over_two_dimensions_come_back_whole(launch: Launch) -> None:
+def case_tensors_sharded_over_two_dimensions_are_gathered_as_full_tensors(launch: Launch) -> None:
     mesh = cases.mesh_2d(launch)
     tree = cases.dtensors_2d(mesh)
     for name, found in multihost.process_allgather(tree).items():
@@ -295,7 +295,7 @@ def case_another_dtype_on_one_rank_is_named(launch: Launch) -> None:
 # --- equality -------------------------------------------------------------------------------------
 
 
-def case_the_same_trees_are_equal(launch: Launch) -> None:
+def case_identical_trees_are_equal(launch: Launch) -> None:
     tree = several(1)
     tree["numbers"] = (1, -0.0, float("nan"), 1j, "text", b"", None, True, numpy.float32("nan"))
     tree["nan"] = torch.tensor([float("nan")])
@@ -318,7 +318,7 @@ def case_equal_objects_with_different_pickles_are_equal(launch: Launch) -> None:
 
 @takes_several
 @on(2, 4)
-def case_a_leaf_that_differs_is_named_with_its_ranks(launch: Launch) -> None:
+def case_a_differing_leaf_is_named_with_its_ranks(launch: Launch) -> None:
     last = launch.rank == launch.size - 1
     for dtype in DTYPES:
         tree = {"a": {"b": [torch.zeros(1), random_tensor((3, 4), dtype)]}}
@@ -332,7 +332,7 @@ def case_a_leaf_that_differs_is_named_with_its_ranks(launch: Launch) -> None:
 
 
 @takes_several
-def case_numbers_that_differ_are_shown(launch: Launch) -> None:
+def case_differing_numbers_are_shown(launch: Launch) -> None:
     first = launch.rank == 0
     tree = {
         "step": 10 if first else 11,
@@ -353,7 +353,7 @@ def case_numbers_that_differ_are_shown(launch: Launch) -> None:
 
 
 @takes_several
-def case_structures_that_differ_are_named(launch: Launch) -> None:
+def case_differing_structures_are_named(launch: Launch) -> None:
     trees = [{"a": [1, 2], "e": {}}, {"a": (1, 2), "e": []}]
     text = disagreement(launch, lambda: multihost.assert_equal(trees[min(launch.rank, 1)]))
     assert "a (container) is list on rank 0; tuple on rank" in text
@@ -371,7 +371,7 @@ def case_many_differences_are_counted(launch: Launch) -> None:
 
 @takes_several
 @on(4)
-def case_shards_are_equal_to_their_replicas_only(launch: Launch) -> None:
+def case_shards_equal_only_their_replicas(launch: Launch) -> None:
     mesh = init_device_mesh("cpu", (2, launch.size // 2))
     place = mesh.get_coordinate()
     assert place is not None
@@ -440,7 +440,7 @@ def case_local_tensors_become_global_and_local_again(launch: Launch) -> None:
             assert_equal(one, other)
 
 
-def case_one_list_of_placements_is_for_all_leaves(launch: Launch) -> None:
+def case_one_list_of_placements_applies_to_all_leaves(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     tree = [torch.full((2, 3), float(launch.rank)), numpy.full((1,), launch.rank)]
     found = multihost.local_to_global(tree, mesh, [Shard(0)])
@@ -462,7 +462,7 @@ def case_gradients_flow_back_to_the_local_tensor(launch: Launch) -> None:
     assert local.grad.tolist() == [3, 3]
 
 
-def case_other_placements_lay_a_tensor_out_anew(launch: Launch) -> None:
+def case_other_placements_redistribute_a_tensor(launch: Launch) -> None:
     whole = tensor_of("w", 4 * launch.size, 2)
     mesh = mesh_1d(launch)
     tree = {"w": distribute_tensor(whole, mesh, [Shard(0)])}
@@ -470,7 +470,7 @@ def case_other_placements_lay_a_tensor_out_anew(launch: Launch) -> None:
 
 
 @takes_several
-def case_a_leaf_that_only_one_rank_has_global_is_named(launch: Launch) -> None:
+def case_a_leaf_that_is_global_on_one_rank_only_is_named(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     tree = {"w": torch.ones(2), "v": torch.ones(2)}
     if launch.rank == 0:
@@ -481,7 +481,7 @@ def case_a_leaf_that_only_one_rank_has_global_is_named(launch: Launch) -> None:
 
 
 @takes_several
-def case_shapes_that_are_no_shards_are_named(launch: Launch) -> None:
+def case_invalid_shard_shapes_are_named(launch: Launch) -> None:
     local = {"w": torch.zeros(1 if launch.rank == 0 else 5, 2)}
     text = disagreement(
         launch, lambda: multihost.local_to_global(local, mesh_1d(launch), [Shard(0)])

@@ -1,4 +1,4 @@
-"""Megatron-core's released code with all of ours in it, where it is installed."""
+"""Megatron-core's released code with torch_ckpt installed, if Megatron-core is available."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from torch_ckpt.megatron import install, uninstall
 
 IMPORTED = ["tests.distributed.peers_imported"]
 
-# Where a rank spawns a process, that imports this file again under this name.
+# A process that a rank spawns imports this file again under this name.
 if __name__ == "__mp_main__":
     no_cuda.pretend()
 
@@ -71,7 +71,7 @@ def case_megatron_saves_through_our_writer_and_queue(launch: Launch) -> None:
     assert (path / "metadata.json").exists()
 
 
-def case_what_megatron_saves_through_ours_is_loaded_by_ours_by_theirs_and_by_torch(
+def case_a_megatron_save_through_ours_is_loaded_by_ours_by_theirs_and_by_torch(
     launch: Launch,
 ) -> None:
     path = directory(launch)
@@ -83,7 +83,7 @@ def case_what_megatron_saves_through_ours_is_loaded_by_ours_by_theirs_and_by_tor
 
 
 def assert_rows_load_by_torch(launch: Launch, path: Path, seed: int) -> None:
-    """Whole tensors of all ranks, and this rank's object."""
+    """Checks full tensors of all ranks, and this rank's object."""
     key = f"model.extra/shard_{launch.rank}_{launch.size}"
     state: StateDict = {"model.rows": torch.zeros(6 * launch.size, 5), key: None}
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
@@ -93,8 +93,8 @@ def assert_rows_load_by_torch(launch: Launch, path: Path, seed: int) -> None:
     assert_equal(state[key], [expected["object"].data])
 
 
-def case_megatron_saves_in_step_through_ours(launch: Launch) -> None:
-    """Its synchronous save, which executes the request in place."""
+def case_megatron_saves_synchronously_through_ours(launch: Launch) -> None:
+    """Megatron's synchronous save executes the request in place."""
     from megatron.core import dist_checkpointing
 
     path = directory(launch)
@@ -117,8 +117,8 @@ def case_megatron_saves_twice_before_it_finalizes(launch: Launch) -> None:
         assert_loads(launch, path, seed)
 
 
-def case_polls_without_waiting_end_every_save_at_the_same_one(launch: Launch) -> None:
-    """As a training loop polls, once in each step, with a collective of its own in between."""
+def case_nonblocking_polls_end_every_save_at_the_same_poll(launch: Launch) -> None:
+    """Polls once in each step, with a collective in between, like a training loop."""
     path = directory(launch)
     with installed():
         queue = strategies("async_utils").AsyncCallsQueue()
@@ -135,7 +135,7 @@ def case_polls_without_waiting_end_every_save_at_the_same_one(launch: Launch) ->
 
 
 def case_four_megatron_saves_of_one_structure_are_planned_together_twice(launch: Launch) -> None:
-    """The second is compared with the first, and from then on nothing is exchanged."""
+    """The second save is compared with the first. From then on nothing is exchanged."""
     planner = strategies("torch").MCoreSavePlanner
     planned = []
 
@@ -159,7 +159,9 @@ def case_four_megatron_saves_of_one_structure_are_planned_together_twice(launch:
     assert reused == [False, True, True, True]
 
 
-def case_a_structure_that_changes_behind_megatrons_cache_fails_the_save(launch: Launch) -> None:
+def case_a_structure_that_changes_unnoticed_by_megatrons_cache_fails_the_save(
+    launch: Launch,
+) -> None:
     from megatron.core.dist_checkpointing import ShardedTensor
 
     with installed():
@@ -183,8 +185,8 @@ def case_a_structure_that_changes_behind_megatrons_cache_fails_the_save(launch: 
     assert not (path / ".metadata").exists()
 
 
-def case_a_run_that_resumes_reuses_the_metadata_that_it_has_loaded(launch: Launch) -> None:
-    """Its training does this after a restart: the plans in the metadata are those of its state."""
+def case_a_resumed_run_reuses_the_loaded_metadata(launch: Launch) -> None:
+    """Megatron's training does this after a restart: the plans in the metadata fit its state."""
     from megatron.core import dist_checkpointing
 
     before, after = directory(launch, "before"), directory(launch, "after")
@@ -217,7 +219,7 @@ def case_a_write_that_fails_on_one_rank_fails_megatrons_save_on_all(launch: Laun
     assert not (path / ".metadata").exists()
 
 
-def case_options_of_install_reach_megatrons_saves_and_loads(launch: Launch) -> None:
+def case_options_of_install_apply_to_megatrons_saves_and_loads(launch: Launch) -> None:
     path = directory(launch)
     with installed(writer={"thread_count": 3}, reader={"thread_count": 1}):
         save_through(strategies("async_utils").AsyncCallsQueue(), request_for(launch, path, 8))
@@ -225,8 +227,8 @@ def case_options_of_install_reach_megatrons_saves_and_loads(launch: Launch) -> N
         assert_loads(launch, path, seed=8)
 
 
-def case_megatron_spreads_replicas_over_its_ranks_and_loads_them_so(launch: Launch) -> None:
-    """Its fully parallel strategies: ranks write and read for each other."""
+def case_megatron_distributes_replicas_over_its_ranks_and_loads_them(launch: Launch) -> None:
+    """Fully parallel strategies: ranks write and read for each other."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -266,7 +268,7 @@ def case_megatron_saves_over_an_older_checkpoint(launch: Launch) -> None:
 
 
 def case_objects_of_megatrons_training_load_without_running_a_pickle(launch: Launch) -> None:
-    """What it stores beside tensors, and types of its own, which it declares to be safe."""
+    """Objects that Megatron stores beside tensors, and its types that it declares safe."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject
     from megatron.core.rerun_state_machine import RerunMode
@@ -317,8 +319,8 @@ def case_megatron_loads_rows_as_columns(launch: Launch) -> None:
     assert_equal(loaded["t"], shards[1])
 
 
-def case_megatron_loads_another_shape_where_that_is_allowed(launch: Launch) -> None:
-    """As its vocabulary is padded for other numbers of ranks."""
+def case_megatron_loads_another_shape_if_allowed(launch: Launch) -> None:
+    """Megatron pads its vocabulary differently for other numbers of ranks."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -339,11 +341,11 @@ def case_megatron_loads_another_shape_where_that_is_allowed(launch: Launch) -> N
         larger, smaller = loaded(8), loaded(4)
     assert_equal(smaller, torch.full((4, 3), 1.0))
     assert_equal(larger[:6], torch.full((6, 3), 1.0))
-    # What is not stored its own strategy fills, with either reader.
+    # Megatron's own strategy fills what is not stored, with either reader.
     assert_equal(larger, loaded(8))
 
 
-def case_install_changes_only_what_it_tells_and_uninstall_changes_it_back(launch: Launch) -> None:
+def case_install_changes_only_what_it_reports_and_uninstall_restores_it(launch: Launch) -> None:
     for module in ("base", "torch"):
         strategies(module)
 
@@ -355,23 +357,23 @@ def case_install_changes_only_what_it_tells_and_uninstall_changes_it_back(launch
             for name, value in vars(module).items()
         }
 
-    # It imports what it looks into.
+    # install() imports the modules that it changes.
     with installed():
         pass
     before = values()
-    told = {line.partition(" -> ")[0] for line in install()}
+    reported = {line.partition(" -> ")[0] for line in install()}
     after = values()
-    assert {name for name, value in after.items() if value is not before[name]} == told
+    assert {name for name, value in after.items() if value is not before[name]} == reported
     package = "megatron.core.dist_checkpointing"
-    assert f"{package}.strategies.torch.FileSystemWriterAsync" in told
-    assert f"{package}.strategies.filesystem_async._get_write_results_queue" in told
-    assert f"{package}.strategies.base.async_calls" in told
-    assert f"{package}.serialization.AsyncRequest" in told
+    assert f"{package}.strategies.torch.FileSystemWriterAsync" in reported
+    assert f"{package}.strategies.filesystem_async._get_write_results_queue" in reported
+    assert f"{package}.strategies.base.async_calls" in reported
+    assert f"{package}.serialization.AsyncRequest" in reported
     uninstall()
     assert all(value is before[name] for name, value in values().items())
 
 
-def case_uninstall_brings_back_megatrons_own(launch: Launch) -> None:
+def case_uninstall_restores_megatrons_own_code(launch: Launch) -> None:
     with installed():
         pass
     path = directory(launch)
@@ -386,5 +388,5 @@ test_on_ranks = on_ranks(globals(), (1, 2, 4), why_skipped)
 
 
 @pytest.mark.parametrize("name", no_cuda.REPLACEMENTS)
-def test_other_tests_have_torch_cuda_as_it_is(name: str) -> None:
+def test_other_tests_have_the_unchanged_torch_cuda(name: str) -> None:
     assert getattr(torch.cuda, name) is not no_cuda.REPLACEMENTS[name]

@@ -1,5 +1,5 @@
-"""Megatron-core's released code with some of ours in it, and nvidia-resiliency-ext's, where they
-are installed."""
+"""Released code of Megatron-core and nvidia-resiliency-ext, mixed with torch_ckpt's, if
+available."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from torch_ckpt.checkpoint.metadata import read_metadata
 
 IMPORTED = ["tests.distributed.peers_imported"]
 
-# Where a rank spawns a process, that imports this file again under this name.
+# A process that a rank spawns imports this file again under this name.
 if __name__ == "__mp_main__":
     no_cuda.pretend()
 
-#: Their save strategy's own numbers of files, and a hint that some names begin with.
+#: Numbers of files of their save strategies, and a separation hint.
 LAYOUTS = [(1, None), (2, None), (4, None), (2, "optimizer"), (4, "optimizer")]
 
 
@@ -60,7 +60,7 @@ def nvrx(module: str) -> Any:
 
 
 def nvrx_state(launch: Launch, seed: int) -> StateDict:
-    """A state of DTensors, of tensors that all ranks have, and of objects."""
+    """Makes a state of DTensors, of replicated tensors, and of objects."""
     state: StateDict = dict(cases.dtensors(cases.mesh_1d(launch)))
     for tensor in state.values():
         tensor.to_local().mul_(seed)
@@ -73,7 +73,7 @@ def nvrx_state(launch: Launch, seed: int) -> StateDict:
 
 
 def nvrx_request(launch: Launch, writer: Any, seed: int, **options: Any) -> Any:
-    """The request that nvrx's documentation shows, by the functions that are in its modules."""
+    """Makes the request in nvrx's documentation, by the functions that are in its modules."""
     saver = nvrx("state_dict_saver")
     planner = dcp.DefaultSavePlanner()
     saved = saver.save_state_dict_async_plan(
@@ -96,7 +96,7 @@ def assert_loads_by_torch(launch: Launch, path: Path, seed: int) -> None:
 
 
 def records(path: Path) -> dict[Any, tuple[str, bytes]]:
-    """Of every item: the side that its file is on, and its bytes."""
+    """Returns for each item the side of its file, and its bytes."""
     places = read_metadata(path).storage_data
     files = {file.name: file.read_bytes() for file in data_files(path)}
     return {
@@ -109,10 +109,10 @@ def records(path: Path) -> dict[Any, tuple[str, bytes]]:
 
 
 def assert_same_files(launch: Launch, ours: Path, theirs: Path, buckets: int) -> None:
-    """Fails unless all data files have the same names, and the same bytes.
+    """Checks that all data files have the same names and the same bytes.
 
-    With several buckets on a side, ours distributes items by all that it writes and theirs by the
-    tensors alone: then every item has the same bytes on the same side.
+    With several buckets on a side, ours distributes items by all bytes and theirs by those of
+    tensors. Then only each item's side and bytes are compared.
     """
     if launch.rank != 0:
         return
@@ -128,7 +128,7 @@ def assert_same_files(launch: Launch, ours: Path, theirs: Path, buckets: int) ->
 
 
 def our_writer() -> Any:
-    """Within: Megatron-core's own strategy, plan, finalize and queues, and our writer."""
+    """Puts torch_ckpt's writer into Megatron-core's own strategy, plan, finalize and queues."""
     from torch_ckpt import megatron
 
     return instead(strategies("torch"), "FileSystemWriterAsync", megatron.FileSystemWriterAsync)
@@ -145,15 +145,15 @@ def save_by_their_queue(launch: Launch, queue: Any) -> None:
         assert_loads(launch, path, seed)
 
 
-#: Of their queue: a process for each save, or one for all of them.
+#: Kinds of their queue: a process for each save, or one for all.
 FORKED, SPAWNED = False, True
 
-# Starting a process that imports Megatron takes longer than all that it then does.
+# Starting a process that imports Megatron takes longer than its work.
 _spawned: list[Any] = []
 
 
 def spawned_queue() -> Any:
-    """Megatron-core's own queue with its process, the same for all cases."""
+    """Megatron-core's own queue with its process, shared by all cases."""
     if not _spawned:
         _spawned.append(strategies("async_utils").AsyncCallsQueue(persistent=SPAWNED))
     return _spawned[0]
@@ -170,7 +170,7 @@ def case_our_writer_writes_in_a_process_that_megatron_spawns(launch: Launch) -> 
     save_by_their_queue(launch, spawned_queue())
 
 
-def case_our_writer_writes_where_megatron_executes_its_request_at_once(launch: Launch) -> None:
+def case_our_writer_writes_if_megatron_executes_its_request_at_once(launch: Launch) -> None:
     path = directory(launch)
     with our_writer():
         request_for(launch, path, seed=1).execute_sync()
@@ -178,8 +178,8 @@ def case_our_writer_writes_where_megatron_executes_its_request_at_once(launch: L
     assert_loads(launch, path, seed=1)
 
 
-def case_our_writer_writes_over_an_older_checkpoint_by_megatrons_plan(launch: Launch) -> None:
-    """Ranks then choose new names of files by themselves."""
+def case_our_writer_overwrites_a_checkpoint_by_megatrons_plan(launch: Launch) -> None:
+    """Ranks choose new file names independently."""
     path = directory(launch)
     for seed in (1, 2):
         with our_writer():
@@ -189,7 +189,7 @@ def case_our_writer_writes_over_an_older_checkpoint_by_megatrons_plan(launch: La
     assert_holds_only_what_its_metadata_names(launch, path)
 
 
-def case_their_plan_is_made_once_for_four_saves_of_our_writer(launch: Launch) -> None:
+def case_four_saves_of_our_writer_use_one_plan_of_theirs(launch: Launch) -> None:
     strategy = save_strategy(cached=True)
     for seed in range(4):
         path = directory(launch, str(seed))
@@ -241,7 +241,7 @@ def case_megatrons_writer_writes_through_our_queue(launch: Launch) -> None:
     assert_loads(launch, path, seed=3)
 
 
-def case_a_save_that_is_under_way_at_install_is_finalized(launch: Launch) -> None:
+def case_a_save_that_runs_during_install_is_finalized(launch: Launch) -> None:
     path = directory(launch)
     queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
     queue.schedule_async_request(request_for(launch, path, seed=4))
@@ -250,7 +250,7 @@ def case_a_save_that_is_under_way_at_install_is_finalized(launch: Launch) -> Non
         assert_loads(launch, path, seed=4)
 
 
-def case_a_queue_from_before_install_takes_requests_from_after(launch: Launch) -> None:
+def case_a_queue_from_before_install_accepts_later_requests(launch: Launch) -> None:
     path = directory(launch)
     queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
     with installed():
@@ -260,10 +260,10 @@ def case_a_queue_from_before_install_takes_requests_from_after(launch: Launch) -
 
 
 @on(2, only=True)
-def case_a_process_that_was_spawned_before_install_takes_requests_from_after(
+def case_a_process_spawned_before_install_accepts_later_requests(
     launch: Launch,
 ) -> None:
-    """In that process nothing is installed."""
+    """Nothing is installed in that process."""
     path = directory(launch)
     queue = spawned_queue()
     with installed():
@@ -275,7 +275,7 @@ def case_a_process_that_was_spawned_before_install_takes_requests_from_after(
 
 @on(2, only=True)
 def case_a_write_that_fails_in_a_spawned_process_fails_megatrons_save(launch: Launch) -> None:
-    """And the process takes the next one."""
+    """The process then runs the next request."""
     path, gone = directory(launch, "path"), directory(launch, "gone")
     queue = spawned_queue()
     with our_writer():
@@ -294,7 +294,7 @@ def case_a_write_that_fails_in_a_spawned_process_fails_megatrons_save(launch: La
     assert_loads(launch, path, seed=8)
 
 
-def case_files_are_named_and_filled_as_megatrons(launch: Launch) -> None:
+def case_files_have_megatrons_names_and_contents(launch: Launch) -> None:
     for threads, hint in LAYOUTS:
         ours, theirs = (directory(launch, f"{whose} {threads} {hint}") for whose in ("o", "t"))
         request_for(launch, theirs, 1, save_strategy(threads, hint)).execute_sync()
@@ -358,7 +358,7 @@ def case_our_writer_writes_in_a_process_that_nvrx_spawns(launch: Launch) -> None
     save_by_nvrxs_queue(launch, SPAWNED)
 
 
-def case_our_writer_writes_where_nvrx_executes_its_request_at_once(launch: Launch) -> None:
+def case_our_writer_writes_if_nvrx_executes_its_request_at_once(launch: Launch) -> None:
     from torch_ckpt.megatron import nvrx as ours
 
     path = launch.path()
@@ -376,7 +376,7 @@ def case_nvrxs_writer_writes_through_our_queue(launch: Launch) -> None:
     assert_loads_by_torch(launch, path, seed=1)
 
 
-def case_files_are_named_and_filled_as_nvrxs(launch: Launch) -> None:
+def case_files_have_nvrxs_names_and_contents(launch: Launch) -> None:
     from torch_ckpt.megatron import nvrx as ours
 
     for threads, hint in LAYOUTS:
@@ -389,7 +389,7 @@ def case_files_are_named_and_filled_as_nvrxs(launch: Launch) -> None:
         assert_same_files(launch, *paths, threads // 2 if hint else threads)
 
 
-def case_torch_save_in_the_background_has_the_bytes_of_torch_save(launch: Launch) -> None:
+def case_the_background_torch_save_writes_the_bytes_of_torch_save(launch: Launch) -> None:
     path = directory(launch) / f"{launch.rank}.pt"
     state = {"t": random_tensor((100, 30), torch.float32, seed=launch.rank), "step": 3}
     with installed():

@@ -1,4 +1,4 @@
-"""Real ranks send what the simulation of many ranks counts."""
+"""Real ranks send the messages that the simulation of many ranks counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TENSORS = 3
 
 
 @on(2, 16)
-def case_messages_of_a_save_are_those_of_the_simulation(launch: Launch) -> None:
+def case_messages_of_a_save_match_the_simulation(launch: Launch) -> None:
     mesh = init_device_mesh("cpu", (launch.size,))
     state = {
         f"model.layers.{number}.weight": DTensor.from_local(
@@ -44,10 +44,10 @@ def case_messages_of_a_save_are_those_of_the_simulation(launch: Launch) -> None:
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     simulated = json.loads(out.read_text())
     for kind, (messages, size) in sent.items():
-        # One rank posts the template that all share; none does if rank 0, its reader, owns it.
+        # One rank posts the shared template. None does if its owner is rank 0, which reads it.
         fewest = simulated["messages"][kind] - (1 if kind == "first" else 0)
         assert fewest <= messages <= simulated["messages"][kind]
-        # Paths and checksum tables have other lengths there.
+        # Paths and checksum tables have other lengths in the simulation.
         assert 0.5 < size / simulated["bytes"][f"{kind}: messages"] < 2, (kind, size)
 
 

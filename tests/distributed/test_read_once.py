@@ -1,4 +1,4 @@
-"""Several ranks read what more than one of them wants once, and send it to each other."""
+"""read_once: several ranks read shared data once, and send it to each other."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def of_all(launch: Launch, value: Any) -> list[Any]:
 
 @contextmanager
 def batches_of(count: int) -> Iterator[None]:
-    """So many bytes are sent at once, and are the parts of large tensors."""
+    """Sets the bytes of a batch, which are also the size of the parts of large tensors."""
     with mock.patch.object(shared_reads, "BATCH_BYTES", count):
         yield
 
 
 @on(2, 4)
-def case_what_all_want_is_read_once(launch: Launch) -> None:
+def case_data_that_all_ranks_need_is_read_once(launch: Launch) -> None:
     path = launch.path()
     state = {f"t{i}": tensor_of(f"t{i}", 300, 400 + i) for i in range(8)}
     state["large"] = tensor_of("large", 4000, 500)
@@ -79,12 +79,12 @@ def case_what_all_want_is_read_once(launch: Launch) -> None:
         assert_equal(loaded, state)
         costs = of_all(launch, cost)
         assert stored <= sum(costs) <= 1.05 * stored + launch.size * ALLOWANCE
-        # The large one is cut, so that each reads about its part.
+        # The large tensor is cut, so that each rank reads about its share.
         assert max(costs) <= 1.2 * stored / launch.size + ALLOWANCE
 
 
 @on(4)
-def case_shards_that_several_ranks_have_are_read_once(launch: Launch) -> None:
+def case_shards_on_several_ranks_are_read_once(launch: Launch) -> None:
     """Sharded over one dimension of the mesh and replicated over the other."""
     mesh, path = mesh_2d(launch), launch.path()
     whole = {f"t{i}": tensor_of(f"t{i}", 512, 1024) for i in range(4)}
@@ -101,7 +101,7 @@ def case_shards_that_several_ranks_have_are_read_once(launch: Launch) -> None:
         assert stored <= sum(costs) <= 1.05 * stored + launch.size * ALLOWANCE
 
 
-def case_every_rank_warns_of_what_a_read_once_narrows(launch: Launch) -> None:
+def case_every_rank_warns_of_narrowing_in_a_read_once(launch: Launch) -> None:
     path = launch.path()
     names = [f"t{i}" for i in range(6)]
     save({name: tensor_of(name, 30, 20) for name in names}, path)
@@ -110,9 +110,9 @@ def case_every_rank_warns_of_what_a_read_once_narrows(launch: Launch) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             load(state, path, read_once=True)
-        said = [str(w.message) for w in caught if "loading converts" in str(w.message)]
-        assert len(said) == 1
-        assert all(f"{name} (torch.float32" in said[0] for name in names), said
+        messages = [str(w.message) for w in caught if "loading converts" in str(w.message)]
+        assert len(messages) == 1
+        assert all(f"{name} (torch.float32" in messages[0] for name in names), messages
 
 
 def replicated(launch: Launch) -> StateDict:
@@ -157,7 +157,7 @@ def assert_replicated(launch: Launch, state: StateDict) -> None:
 
 
 @on(4)
-def case_whatever_is_read_once_is_right(launch: Launch) -> None:
+def case_read_once_loads_correct_values(launch: Launch) -> None:
     for number, saver in enumerate((save, stock_save)):
         path = launch.path(str(number))
         saver(replicated(launch), path)
@@ -170,7 +170,7 @@ def case_whatever_is_read_once_is_right(launch: Launch) -> None:
 
 
 def case_read_once_fills_targets_of_all_kinds(launch: Launch) -> None:
-    """Ranks differ in layout and dtype, so that what they read is not the same."""
+    """Ranks differ in layout and dtype, so that they do not read the same data."""
     path = launch.path()
     names = ["dtype", "strided", "negated", "transposed", "inference", "parameter", "alike"]
     single = torch.zeros(3)[::2][:1]
@@ -198,7 +198,7 @@ def case_read_once_fills_targets_of_all_kinds(launch: Launch) -> None:
                 target.data.zero_()
 
 
-def case_read_once_fills_what_only_torch_reads(launch: Launch) -> None:
+def case_read_once_fills_values_that_only_torch_reads(launch: Launch) -> None:
     path = launch.path()
     values = torch.linspace(-3, 3, 24).reshape(4, 6)
     tensor = torch.quantize_per_tensor(values, 0.05, 3, torch.quint8)
@@ -212,7 +212,7 @@ def case_read_once_fills_what_only_torch_reads(launch: Launch) -> None:
 
 
 @on(2, 4)
-def case_ranks_may_want_different_things(launch: Launch) -> None:
+def case_ranks_can_read_different_items(launch: Launch) -> None:
     path = launch.path()
     names = ["all", "none of rank 0", "even", "of the last", "of nobody"]
     save({name: tensor_of(name, 300, 200) for name in names}, path)
@@ -237,7 +237,7 @@ def case_ranks_may_want_different_things(launch: Launch) -> None:
 
 @on(4)
 def case_a_subgroup_reads_once(launch: Launch) -> None:
-    """Of the last ranks, whose numbers in the group are others than in the world."""
+    """Uses the last ranks, whose numbers in the group differ from those in the world."""
     members = list(range(1, launch.size))
     group = dist.new_group(members)
     path = launch.path()
@@ -270,7 +270,7 @@ def by_dcp_in_group(state: StateDict, path: Path, group: Any, **options: Any) ->
     dcp.load(state, storage_reader=reader, process_group=group)
 
 
-def case_a_rank_alone_reads_once_by_itself(launch: Launch) -> None:
+def case_a_single_rank_reads_once(launch: Launch) -> None:
     path = launch.path()
     save({"t": tensor_of("t", 300, 200)}, path)
     state = {"t": torch.zeros(300, 200)}
@@ -288,13 +288,13 @@ def case_a_rank_alone_reads_once_by_itself(launch: Launch) -> None:
 
 
 class Hooked(dcp.DefaultLoadPlanner):
-    """Its tensors are not to be written before it has been asked."""
+    """Planner that forbids writes to a tensor before it has been asked for the tensor."""
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
         return super().resolve_tensor(read_item)
 
 
-def case_a_planner_of_ones_own_on_one_rank_reads_beside_the_others(launch: Launch) -> None:
+def case_a_user_planner_on_one_rank_works_with_the_other_ranks(launch: Launch) -> None:
     path = launch.path()
     names = [f"t{i}" for i in range(4)]
     save({name: tensor_of(name, 300, 200) for name in names}, path)
@@ -307,7 +307,7 @@ def case_a_planner_of_ones_own_on_one_rank_reads_beside_the_others(launch: Launc
 
 
 def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -> None:
-    """At the same places in files of the same names."""
+    """The data is at the same locations in files of the same names."""
     for number, saver in enumerate((torch_ckpt.save, dcp.save)):
         path = launch.path(str(number), f"of {launch.rank}")
         saver({"t": torch.full((300, 200), float(launch.rank))}, checkpoint_id=path, no_dist=True)
@@ -317,7 +317,7 @@ def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -
             assert (state["t"] == launch.rank).all()
 
 
-def case_ranks_that_read_once_may_have_different_limits(launch: Launch) -> None:
+def case_ranks_that_read_once_can_have_different_limits(launch: Launch) -> None:
     path = launch.path()
     save({f"t{i}": tensor_of(f"t{i}", 300, 1000) for i in range(4)}, path)
     for load in LOADERS:
@@ -327,7 +327,7 @@ def case_ranks_that_read_once_may_have_different_limits(launch: Launch) -> None:
             assert_equal(tensor, tensor_of(name, 300, 1000), name)
 
 
-def case_read_once_fills_up_with_zeros(launch: Launch) -> None:
+def case_read_once_zero_fills(launch: Launch) -> None:
     mesh, path = mesh_2d(launch), launch.path()
     stored = tensor_of("t", 30, 40)
     save({"t": stored, "h": stored}, path)
@@ -343,7 +343,7 @@ def case_read_once_fills_up_with_zeros(launch: Launch) -> None:
 
 @contextmanager
 def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
-    """A method of the reader, or a function that it uses, raises on one rank."""
+    """Makes a method of the reader, or a function that it uses, raise on one rank."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name} failed on purpose")
@@ -373,12 +373,12 @@ def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
                 )
             assert set(causes) == {last}, method
             assert str(causes[last]) == f"{method} failed on purpose"
-        # Nobody has lost step.
+        # The ranks are still in step.
         load(target, path, read_once=True)
         assert_equal(target, state)
 
 
-def case_zeros_that_fail_on_one_rank_fail_a_read_once_on_all(launch: Launch) -> None:
+def case_a_failed_zero_fill_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
     path = launch.path()
     save({"t": tensor_of("t", 3)}, path)
     for load in LOADERS:
@@ -391,7 +391,7 @@ def case_zeros_that_fail_on_one_rank_fail_a_read_once_on_all(launch: Launch) -> 
         assert "on purpose" in str(causes[1])
 
 
-def case_a_rank_that_does_not_fit_fails_a_read_once_on_all(launch: Launch) -> None:
+def case_a_state_that_does_not_fit_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
     path = launch.path()
     save({"t": tensor_of("t", 30, 20)}, path)
     for load in LOADERS:
@@ -428,7 +428,7 @@ def case_damage_fails_a_read_once_on_all(launch: Launch) -> None:
                 assert isinstance(cause, FileNotFoundError if kind == "missing" else Corrupt)
                 assert place.relative_path in str(cause)
             if kind == "flipped":
-                # Nobody but its owner has read it.
+                # Only its owner has read it.
                 assert len(causes) == 1
                 assert next(iter(causes.values())).args[0].startswith("t1: ")
 

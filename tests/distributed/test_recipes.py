@@ -1,4 +1,4 @@
-"""The recipes in examples/: each is killed, resumes, and ends as a run that was never killed."""
+"""The recipes in examples/: each is killed, resumes, and ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.ranks import free_port, ranks
 
 STEPS = 10
 SAVE_EVERY = 3
-# A save of step 6 may be under way; that of 3 has been waited for.
+# A save of step 6 may be running; that of step 3 has ended.
 KILL_AT = 8
 RESUMES_AT = (3, 6)
 
-# Of runs that add numbers in another order, after so few steps.
+# Tolerance for runs that add numbers in another order, after so few steps.
 CLOSE = {"atol": 1e-6, "rtol": 1e-3}
 
 
@@ -33,7 +33,7 @@ class Recipe:
     """An example.
 
     Args:
-        launch: torchrun itself, or ranks as it starts them.
+        launch: torchrun, or a function that starts ranks likewise.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Recipe:
         self.options += options
 
     def run(self, ranks: int, *options: str, kill: bool = False) -> int:
-        """Runs until it ends, or a rank is killed; the step at which it has begun."""
+        """Runs until the end, or until a rank is killed. Returns the first step."""
         interrupted = "-m", "tests.distributed.interrupted", "SIGKILL", str(ranks - 1), str(KILL_AT)
         command = [*(interrupted if kill else ()), self.script, *self.options, *options]
         done = self._launch(ranks, *command)
@@ -64,13 +64,13 @@ class Recipe:
 
     @property
     def last(self) -> Path:
-        """The checkpoint at the end."""
+        """Returns the checkpoint at the end."""
         return self.folder / f"{STEPS - STEPS % SAVE_EVERY:010d}"
 
 
 def assert_equal(a: Path, b: Path, **tolerance: float) -> None:
     report = torch_ckpt.diff(a, b, **tolerance)
-    # Python's own numbers are in it, which no run has seeded, nor uses.
+    # The state of Python's random numbers is neither seeded nor used by a run.
     objects = [name for name in report.objects if not name.startswith("rng.")]
     report = dataclasses.replace(report, objects=objects)
     assert report.equal, "\n".join(report.lines())
@@ -86,7 +86,7 @@ def started_at(output: str) -> int:
 @pytest.mark.parametrize(
     ("script", "options", "launch"),
     [
-        # One of the recipes as a user starts it.
+        # A recipe as a user starts it.
         pytest.param("ddp.py", [], torchrun, id="ddp"),
         pytest.param(
             "titan_loop.py",
@@ -96,7 +96,7 @@ def started_at(output: str) -> int:
         ),
     ],
 )
-def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
+def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(
     tmp_path: Path, script: str, options: list[str], launch: Callable[..., Any]
 ) -> None:
     whole = Recipe(script, tmp_path / "whole", *options, launch=launch)
@@ -128,22 +128,24 @@ def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
-def test_a_notice_to_one_rank_makes_all_save_one_step_and_ask_for_another_try(
+def test_a_notice_to_one_rank_makes_all_save_one_step_and_request_a_restart(
     tmp_path: Path,
 ) -> None:
     whole = Recipe("preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30")
     assert whole.run(2) == 0
-    told = Recipe("preemption.py", tmp_path / "told", "--save-every", "30", "--steps", "30")
-    program = ["-m", "tests.distributed.interrupted", "SIGTERM", "1", "7", told.script]
+    preempted = Recipe(
+        "preemption.py", tmp_path / "preempted", "--save-every", "30", "--steps", "30"
+    )
+    program = ["-m", "tests.distributed.interrupted", "SIGTERM", "1", "7", preempted.script]
     # torchrun has one exit code for all of them.
-    with ranks(2, run_program, [*program, *told.options]) as group:
+    with ranks(2, run_program, [*program, *preempted.options]) as group:
         assert group.codes(TIMEOUT_SECONDS) == [75, 75], group.said()
         output = group.children[0].said()
     stopped = re.search(r"stopped after step (\d+)", output)
     assert stopped is not None, output
-    assert sorted(path.name for path in told.folder.iterdir()) == [f"{int(stopped[1]):010d}"]
-    assert told.run(2) == int(stopped[1])
-    assert_equal(whole.folder / f"{30:010d}", told.folder / f"{30:010d}")
+    assert sorted(path.name for path in preempted.folder.iterdir()) == [f"{int(stopped[1]):010d}"]
+    assert preempted.run(2) == int(stopped[1])
+    assert_equal(whole.folder / f"{30:010d}", preempted.folder / f"{30:010d}")
 
 
 SRUN = """#!/bin/bash
@@ -164,22 +166,27 @@ if [ "$1" = requeue ]; then echo "$2" > "$REQUEUED"; else printf '127.0.0.1\\nan
 
 
 def batch_script(file: Path) -> str:
-    """What follows the line for sbatch, up to an empty line or the end of the block."""
+    """Returns the script behind the line for sbatch, up to an empty line or the end of the
+    block."""
     found = re.search(r"#SBATCH [^\n]*\n(.*?)\n *(?:```|\n)", file.read_text(), re.S)
     assert found is not None
     return textwrap.dedent(found[1])
 
 
 @pytest.mark.timeout(TIMEOUT_SECONDS)
-def test_the_batch_script_starts_all_ranks_and_asks_slurm_for_another_try(tmp_path: Path) -> None:
+def test_the_batch_script_starts_all_ranks_and_requests_a_restart_from_slurm(
+    tmp_path: Path,
+) -> None:
     script = batch_script(REPOSITORY / "docs" / "recipes.md")
     assert batch_script(REPOSITORY / "examples" / "preemption.py") == script
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    told = Recipe("preemption.py", tmp_path / "told", "--save-every", "30", "--steps", "30")
+    preempted = Recipe(
+        "preemption.py", tmp_path / "preempted", "--save-every", "30", "--steps", "30"
+    )
     command = "-m tests.distributed.interrupted SIGTERM 1 7"
-    command = " ".join([sys.executable, command, told.script, *told.options])
+    command = " ".join([sys.executable, command, preempted.script, *preempted.options])
     for shown, run in (("29500", str(free_port())), ("python examples/preemption.py", command)):
         assert script.count(shown) == 1
         script = script.replace(shown, run)
@@ -204,7 +211,7 @@ def test_an_unknown_way_to_save_is_refused() -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_SECONDS)
-def test_ranks_that_make_no_whole_groups_are_refused(tmp_path: Path) -> None:
+def test_a_number_of_ranks_that_makes_no_complete_groups_is_refused(tmp_path: Path) -> None:
     recipe = Recipe("tensor_parallel.py", tmp_path)
     done = by_fork(2, recipe.script, *recipe.options, "--tensor", "3")
     assert done.returncode != 0

@@ -1,5 +1,5 @@
-"""Steps beneath URLs, saved and loaded by two ranks from an S3 server, and a rank that falls
-silent in a save."""
+"""Steps at URLs, saved and loaded by two ranks on an S3 server, and a rank that falls silent in a
+save."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ATTEMPT = "0123abcd"
 
 
 def url_of(launch: Launch) -> str:
-    """Of this case's own root, with nothing there."""
+    """Returns the URL of a root of this case, which is empty at the start."""
     return f"s3://{BUCKET}/{launch.size}-ranks/{launch.case}"
 
 
@@ -57,7 +57,7 @@ def save(steps: RemoteSteps, step: int, state: dict[str, Any], **options: Any) -
 
 
 def objects_of(launch: Launch) -> list[str]:
-    """All that the server has of this case."""
+    """Lists the objects of this case on the server."""
     file_system = fsspec.filesystem("s3")
     file_system.invalidate_cache()
     return [name.partition(launch.case)[2] for name in file_system.find(url_of(launch))]
@@ -69,7 +69,7 @@ def staged_by(launch: Launch) -> list[Path]:
 
 @contextmanager
 def failing(method: str, launch: Launch, rank: int) -> Iterator[None]:
-    """A block in which requests for data files fail on one rank."""
+    """Fails requests for data files on one rank during a block."""
     before = getattr(RemoteFiles, method)
 
     def fail(self: RemoteFiles, *args: Any) -> Any:
@@ -86,7 +86,7 @@ def failing(method: str, launch: Launch, rank: int) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """The bytes of data files that this rank fetches in a block, by request."""
+    """Yields the sizes of the requests of this rank for data files."""
     fetched: list[int] = []
     before = RemoteFiles.read
 
@@ -125,7 +125,7 @@ def case_a_save_in_the_background_makes_the_round_trip(launch: Launch) -> None:
     assert_whole(loaded)
 
 
-def case_rows_are_loaded_as_columns_and_as_whole_tensors(launch: Launch) -> None:
+def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
     whole = tensor_of("t", 1000, 901)
     save(steps, 1, {"t": distribute_tensor(whole, mesh, [Shard(0)])})
@@ -137,10 +137,10 @@ def case_rows_are_loaded_as_columns_and_as_whole_tensors(launch: Launch) -> None
     assert_equal(target, whole)
 
 
-def case_each_rank_fetches_about_its_part(launch: Launch) -> None:
+def case_each_rank_fetches_about_its_share(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
     whole = tensor_of("t", 4096, 1024)
-    # One record, of which each rank wants some rows.
+    # One record, of which each rank needs some rows.
     save(steps, 1, {"t": distribute_tensor(whole, mesh, [Replicate()])})
     target = torch.zeros_like(distribute_tensor(whole, mesh, [Shard(0)]))
     with counted() as fetched:
@@ -185,7 +185,9 @@ def case_a_request_that_fails_on_one_rank_fails_the_load_on_all(launch: Launch) 
     assert staged_by(launch) == []
 
 
-def case_a_step_that_is_replaced_between_two_ranks_looks_is_loaded_by_none(launch: Launch) -> None:
+def case_a_step_replaced_between_the_reads_of_two_ranks_is_loaded_by_no_rank(
+    launch: Launch,
+) -> None:
     steps = steps_of(launch)
     save(steps, 1, {"t": torch.ones(3)})
     store = dist.distributed_c10d._get_default_store()
@@ -219,7 +221,7 @@ def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
     assert objects_of(launch) == before
 
 
-def case_ranks_that_save_beneath_different_roots_are_told(launch: Launch) -> None:
+def case_ranks_that_save_at_different_roots_raise(launch: Launch) -> None:
     steps = RemoteSteps(f"{url_of(launch)}/{launch.rank}")
     causes = failure_of(launch, lambda: save(steps, 1, {"t": torch.ones(3)}))
     assert "ranks save different checkpoints" in str(causes[0])
@@ -254,7 +256,7 @@ def case_the_newest_complete_checkpoint_is_loaded(launch: Launch) -> None:
     assert_equal(state["t"].full_tensor(), tensor_of("t", 5))
 
 
-def case_where_there_is_no_checkpoint_the_state_stays(launch: Launch) -> None:
+def case_the_state_is_unchanged_if_there_is_no_checkpoint(launch: Launch) -> None:
     state = {"t": torch.ones(3), "note": "mine"}
     assert load_checkpoint_if_it_exists(url_of(launch), state) == 0
     assert_equal(state, {"t": torch.ones(3), "note": "mine"})
@@ -269,7 +271,7 @@ def case_a_root_that_one_rank_cannot_open_fails_the_call_on_all(launch: Launch) 
         load_checkpoint_if_it_exists(root, {"t": torch.ones(3)}, timeout=PATIENCE_SECONDS)
 
 
-def case_ranks_that_save_different_steps_are_told(launch: Launch) -> None:
+def case_ranks_that_save_different_steps_raise(launch: Launch) -> None:
     with pytest.raises(RanksDisagree, match="save_checkpoint of step 1"):
         save_checkpoint(url_of(launch), launch.rank, {"t": torch.ones(3)})
     assert objects_of(launch) == []
@@ -279,7 +281,7 @@ def case_ranks_that_save_different_steps_are_told(launch: Launch) -> None:
 def object_store() -> Iterator[None]:
     with s3_server() as settings, pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
-            # As fsspec reads them, when a rank imports it.
+            # fsspec reads them when a rank imports it.
             patch.setitem(os.environ, f"FSSPEC_S3_{name.upper()}", value)
         yield
 
@@ -291,7 +293,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def deaths(workdir: Path) -> Iterator[Outcomes]:
-    """Two ranks of which rank 1 dies in the last case."""
+    """Two ranks; rank 1 dies in the last case."""
     with ranks(2, play, workdir) as two:
         yield Outcomes(two)
 
@@ -304,13 +306,11 @@ def test_a_rank_that_falls_silent_in_its_upload_is_named(deaths: Outcomes, case:
 
 
 @pytest.mark.parametrize("case", ["stopped", "killed"])
-def test_of_a_rank_that_falls_silent_in_its_upload_no_file_is_left(
-    deaths: Outcomes, case: str
-) -> None:
+def test_an_upload_of_a_silent_rank_leaves_no_file(deaths: Outcomes, case: str) -> None:
     assert deaths.found(case, dead=1 if case == "killed" else None)[0]["files"] == []
 
 
-def test_a_rank_that_goes_on_after_it_was_given_up_leaves_no_file(
+def test_a_rank_that_continues_after_it_was_declared_dead_leaves_no_file(
     deaths: Outcomes, workdir: Path
 ) -> None:
     assert deaths.found("stopped")[1]["ranks"] == [1]

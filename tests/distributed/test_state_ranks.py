@@ -1,4 +1,4 @@
-"""AppState and AsyncCheckpoint on ranks, and what other numbers of ranks have left."""
+"""AppState and AsyncCheckpoint on ranks, and checkpoints of other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ WRAPS: dict[str, Callable[[nn.Module, Launch], nn.Module]] = {
 
 def program(wrap: str, launch: Launch, seed: int = 0) -> State:
     torch.manual_seed(seed)
-    # Rows that no number of ranks divides evenly.
+    # No number of ranks divides these rows evenly.
     layers = nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 5, bias=wrap != "tp")
     module = WRAPS[wrap](nn.Sequential(*layers), launch)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    # Dropout is each rank's own, but where ranks hold parts of one layer.
+    # Each rank has its own dropout, unless ranks hold parts of one layer.
     torch.manual_seed(seed + (0 if wrap == "tp" else launch.rank))
     return {
         "model": module,
@@ -75,7 +75,7 @@ def program(wrap: str, launch: Launch, seed: int = 0) -> State:
 
 
 def train(state: State, steps: int) -> None:
-    # Not through the compiler, which takes longer than all else.
+    # Without the compiler, which takes longer than everything else.
     module = getattr(state["model"], "_orig_mod", state["model"])
     for _ in range(steps):
         module(torch.randn(6, 4)).square().mean().backward()
@@ -86,7 +86,7 @@ def train(state: State, steps: int) -> None:
 
 
 def whole(state: State) -> State:
-    """What torch itself gathers of a program, the same on all ranks."""
+    """Returns torch's own full state of a program, identical on all ranks."""
     options = StateDictOptions(full_state_dict=True)
     module, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
     optimizer["state"] = dict(sorted(optimizer["state"].items()))
@@ -127,14 +127,14 @@ def case_shards_are_saved_as_dtensors(launch: Launch) -> None:
         assert isinstance(found["optimizer"]["state"]["0.weight"]["exp_avg"], DTensor), wrap
 
 
-def case_training_goes_on_bit_by_bit_after_a_restore(launch: Launch) -> None:
+def case_training_continues_bit_for_bit_after_a_restore(launch: Launch) -> None:
     for wrap in WRAPS:
         for before in (0, 2):
             state = program(wrap, launch)
             train(state, before)
             save(state, launch.path(wrap, str(before)))
             resumed = program(wrap, launch, seed=1)
-            # DDP changes its buckets, and so the order in which it adds, after the first step.
+            # DDP changes its buckets, and so the order of additions, after the first step.
             train(resumed, before)
             restore(resumed, launch.path(wrap, str(before)))
             drawn = RNGState().state_dict()
@@ -158,7 +158,7 @@ def case_a_program_is_saved_and_loaded_by_hand(launch: Launch) -> None:
             assert_equal(whole(resumed), whole(state), f"{wrap} as {other} {options}")
 
 
-def case_names_of_ddp_in_the_layout_of_dcp_are_refused_by_name(launch: Launch) -> None:
+def case_ddp_names_in_the_dcp_layout_are_refused_by_name(launch: Launch) -> None:
     state = program("ddp", launch)
     dcp.save({"model": state["model"]}, checkpoint_id=launch.path("ckpt"))
     with pytest.raises(CheckpointException, match=r"missing.*\n? *model\.0\.weight"):
@@ -182,7 +182,7 @@ def case_saving_before_the_first_step_changes_nothing(launch: Launch) -> None:
 
 
 @on(only=True)
-def case_a_program_is_left_for_others(launch: Launch) -> None:
+def case_a_program_is_saved_for_other_numbers_of_ranks(launch: Launch) -> None:
     for wrap in WRAPS:
         state = program(wrap, launch)
         train(state, 2)
@@ -194,7 +194,7 @@ def case_a_program_is_left_for_others(launch: Launch) -> None:
 
 
 @on(only=True)
-def case_what_others_left_is_restored(launch: Launch) -> None:
+def case_a_program_of_another_number_of_ranks_is_restored(launch: Launch) -> None:
     for left in launch.workdir.glob("*-ranks/a_program_is_left_for_others"):
         ranks = int(left.parent.name.partition("-")[0])
         wraps = ["ddp", "fsdp", "tp"]
@@ -208,19 +208,19 @@ def case_what_others_left_is_restored(launch: Launch) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             restore(own, left / "own")
-        told = [str(w.message) for w in caught if "keeps its current state" in str(w.message)]
+        messages = [str(w.message) for w in caught if "keeps its current state" in str(w.message)]
         has_own = launch.rank < ranks
         assert own["own"].value == {"position": launch.rank if has_own else -1}
-        assert len(told) == (0 if has_own else 1)
+        assert len(messages) == (0 if has_own else 1)
         assert all(
-            f"own: the checkpoint has no state of rank {launch.rank}," in text for text in told
+            f"own: the checkpoint has no state of rank {launch.rank}," in text for text in messages
         )
 
 
 # --- stock torch ---------------------------------------------------------------------------------
 
 
-def case_what_stock_torch_saved_of_shards_is_restored(launch: Launch) -> None:
+def case_shards_saved_by_stock_torch_are_restored(launch: Launch) -> None:
     for flatten in (False, True):
         path = launch.path(str(flatten))
         saved = program("fsdp", launch)
@@ -238,7 +238,7 @@ def case_what_stock_torch_saved_of_shards_is_restored(launch: Launch) -> None:
             assert_equal(whole(state), whole(saved), f"{wrap} {flatten}")
 
 
-def case_stock_torch_takes_the_shards_that_are_saved_here(launch: Launch) -> None:
+def case_stock_torch_loads_the_saved_shards(launch: Launch) -> None:
     saved = program("fsdp", launch)
     train(saved, 2)
     save(saved, launch.path("ckpt"))
@@ -261,7 +261,7 @@ def case_stock_torch_takes_the_shards_that_are_saved_here(launch: Launch) -> Non
 # --- AsyncCheckpoint -----------------------------------------------------------------------------
 
 
-def case_written_in_the_background_and_restored(launch: Launch) -> None:
+def case_a_background_save_is_restored(launch: Launch) -> None:
     for wrap in ("ddp", "fsdp"):
         checkpoint = AsyncCheckpoint(**program(wrap, launch))
         state = checkpoint.state
@@ -279,7 +279,7 @@ def case_written_in_the_background_and_restored(launch: Launch) -> None:
         assert_equal(whole(resumed.state), expected, wrap)
 
 
-def case_a_state_that_one_rank_cannot_read_is_told_on_all(launch: Launch) -> None:
+def case_a_state_that_one_rank_cannot_read_raises_on_all(launch: Launch) -> None:
     checkpoint = AsyncCheckpoint({"timeout": 30.0}, w=torch.ones(3))
 
     def fail() -> None:
@@ -292,7 +292,7 @@ def case_a_state_that_one_rank_cannot_read_is_told_on_all(launch: Launch) -> Non
         checkpoint.save(launch.path("ckpt"))
         checkpoint.sync()
 
-    # At the call on that rank, on the others at the end.
+    # Raised by the call on that rank, and at the end on the others.
     with pytest.raises((RuntimeError, CheckpointException), match="the cache is gone"):
         save_and_wait()
     handle.remove()
@@ -301,7 +301,7 @@ def case_a_state_that_one_rank_cannot_read_is_told_on_all(launch: Launch) -> Non
 
 
 class _FailsOnTheLastRank:
-    """Takes part in what it is told to, but for the last rank's call of one method."""
+    """Stateful that does its part in collectives, but fails in one method on the last rank."""
 
     def __init__(self, launch: Launch) -> None:
         self._is_last = launch.rank == launch.size - 1
@@ -319,7 +319,7 @@ class _FailsOnTheLastRank:
             raise RuntimeError("the worker has died")
 
 
-def case_a_restore_that_fails_on_one_rank_is_told_on_all(launch: Launch) -> None:
+def case_a_restore_that_fails_on_one_rank_raises_on_all(launch: Launch) -> None:
     value = _FailsOnTheLastRank(launch)
     checkpoint = AsyncCheckpoint({"timeout": 60.0}, w=torch.ones(3), value=value)
     path = checkpoint.save(launch.path("ckpt"))
@@ -332,13 +332,13 @@ def case_a_restore_that_fails_on_one_rank_is_told_on_all(launch: Launch) -> None
     checkpoint.restore(path)
 
 
-def case_each_ranks_own_under_another_key_is_missing_on_all(launch: Launch) -> None:
+def case_per_rank_values_under_another_key_are_missing_on_all(launch: Launch) -> None:
     save({"loader": PerRank({"position": launch.rank})}, launch.path("ckpt"))
     with pytest.raises(CheckpointException, match=r"renamed\.rank0"):
         restore({"renamed": PerRank({"position": 0})}, launch.path("ckpt"))
 
 
-def case_only_the_coordinator_is_called_back(launch: Launch) -> None:
+def case_callbacks_run_only_on_the_coordinator(launch: Launch) -> None:
     called: list[str] = []
     checkpoint = AsyncCheckpoint(w=torch.ones(3))
     path = checkpoint.save(launch.path("ckpt"), on_commit=called.append)

@@ -1,4 +1,4 @@
-"""Ranks that meet through their store: each case of store_cases.py on two and on four."""
+"""Ranks that communicate through their store: each case of store_cases.py on two and on four."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOPPED = "a_stopped_rank_is_given_up_and_fails_when_it_goes_on"
 
 @pytest.fixture(scope="module")
 def outcomes() -> Iterator[dict[int, Outcomes]]:
-    """At the same time, for they mostly wait."""
+    """Runs all launches at the same time; they mostly wait."""
     with ranks(2, play) as two, ranks(4, play) as four:
         yield {of.size: Outcomes(of) for of in (two, four)}
 
@@ -27,7 +27,7 @@ def launch(request: pytest.FixtureRequest, outcomes: dict[int, Outcomes]) -> Out
     return outcomes[request.param]
 
 
-def test_each_kind_of_step_gives_what_the_ranks_brought(launch: Outcomes) -> None:
+def test_each_kind_of_step_returns_the_values_of_the_ranks(launch: Outcomes) -> None:
     size = launch.ranks.size
     failures = [[rank, repr(OSError(f"on {rank}"))] for rank in range(1, size)]
     for rank, results in enumerate(launch.found("each_kind_of_step_gives_what_the_ranks_brought")):
@@ -57,13 +57,13 @@ def test_a_rank_that_was_stopped_fails_like_the_others(launch: Outcomes) -> None
     assert [other["text"] for other in others] == [stopped["text"]] * len(others)
 
 
-def test_a_stopped_host_of_the_store_does_not_commit_after_the_other_rank_has_given_up() -> None:
+def test_a_stopped_store_host_does_not_commit_after_it_was_declared_dead() -> None:
     with ranks(2, stop_the_host, rank_0_hosts_store=True) as group:
         assert group.answer(0) == "stops"
         text, committed, seconds = group.answer(1)
         assert "rank 1 lost the process group's store in 'write' (no answer for 2.5 s)" in text
         assert "rank 0 may have committed" in text
-        # Once: not again at the end of the step.
+        # Waits once, and not again at the end of the step.
         assert seconds < 2 * 1.25 * TIMEOUT
         group.children[0].signal(signal.SIGCONT)
         text, committed, _seconds = group.answer(0)

@@ -1,4 +1,4 @@
-"""Trainers of transformers and Lightning on two ranks, with DDP: ended in the middle, resumed."""
+"""Trainers of transformers and Lightning on two ranks with DDP: interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 2
 STEP = 6
 
 
-# To import what a Trainer needs takes longer than its training.
+# Importing what a Trainer needs takes longer than its training.
 run_forked = partial(by_fork, modules=["transformers.trainer", "lightning.pytorch"])
 
 
@@ -30,7 +30,7 @@ def run(which: str, folder: Path, weights: Path, end_before: int = 0) -> None:
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 @pytest.mark.parametrize("which", ["transformers", "lightning", "model_parallel"])
-def test_a_run_that_ended_in_the_middle_resumes_and_ends_as_one_that_did_not(
+def test_an_interrupted_run_resumes_and_ends_like_an_uninterrupted_one(
     tmp_path: Path, which: str
 ) -> None:
     package = "lightning" if which == "model_parallel" else which
@@ -58,7 +58,7 @@ def test_a_run_that_ended_in_the_middle_resumes_and_ends_as_one_that_did_not(
 
 
 @pytest.mark.timeout(2 * TIMEOUT_SECONDS)
-def test_a_last_step_that_one_rank_could_not_save_is_tried_again_by_all(tmp_path: Path) -> None:
+def test_a_last_step_that_one_rank_could_not_save_is_saved_again_by_all(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("no transformers")
     run("failing", tmp_path, tmp_path / "weights")

@@ -1,4 +1,4 @@
-"""Several ranks that log, profile and draw."""
+"""Logging, profiling and drawing on several ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch_ckpt.training import (
 
 
 class Recorded:
-    """Keeps what a SummaryWriter would get."""
+    """Stores what a SummaryWriter would receive."""
 
     def __init__(self) -> None:
         self.scalars: dict[str, float] = {}
@@ -48,7 +48,7 @@ class Recorded:
 
 @contextlib.contextmanager
 def refused_on(ranks: range, error: type[Exception], match: str) -> Iterator[None]:
-    """Other ranks must get through."""
+    """Checks that ranks refuse a call, and that the other ranks are not blocked."""
     if dist.get_rank() in ranks:
         with pytest.raises(error, match=match):
             yield
@@ -57,14 +57,14 @@ def refused_on(ranks: range, error: type[Exception], match: str) -> Iterator[Non
 
 
 def total_of_ranks(launch: Launch) -> DTensor:
-    """1 of rank 0, 2 of rank 1, ..., not added up yet."""
+    """Makes a partial tensor: 1 on rank 0, 2 on rank 1, ..., to be summed."""
     return DTensor.from_local(torch.tensor(launch.rank + 1.0), mesh_1d(launch), [Partial()])
 
 
 # --- logs ----------------------------------------------------------------------------------------
 
 
-def case_sharded_tensors_are_whole_in_the_log(launch: Launch) -> None:
+def case_sharded_tensors_are_logged_as_full_tensors(launch: Launch) -> None:
     logger = Recorded()
     state = dtensors(mesh_1d(launch))
     log(1, logger, state)
@@ -75,7 +75,7 @@ def case_sharded_tensors_are_whole_in_the_log(launch: Launch) -> None:
         assert torch.equal(values, expected[name]), name
 
 
-def case_a_sum_over_ranks_is_complete_in_the_log(launch: Launch) -> None:
+def case_partial_sums_are_logged_as_totals(launch: Launch) -> None:
     logger = Recorded()
     log(1, logger, {"loss": total_of_ranks(launch)})
     total = launch.size * (launch.size + 1) / 2
@@ -88,25 +88,25 @@ def case_only_rank_0_writes_a_line(launch: Launch) -> None:
     assert written.getvalue() == ("" if launch.rank else "step 1: loss=0.5\n")
 
 
-def case_what_only_rank_0_cannot_log_keeps_nobody_waiting(launch: Launch) -> None:
+def case_a_failure_to_log_on_rank_0_does_not_block_the_others(launch: Launch) -> None:
     extra = {} if launch.rank else {"note": "text"}
     with refused_on(range(1), ValueError, "'note': a str"):
         log(1, None, {**extra, "loss": total_of_ranks(launch)})
     dist.barrier()
 
 
-def case_a_logger_that_is_none_keeps_nobody_waiting(launch: Launch) -> None:
+def case_an_invalid_logger_does_not_block_the_others(launch: Launch) -> None:
     with refused_on(range(1), TypeError, "logger is a list"):
         log(1, [], {"loss": total_of_ranks(launch)})  # type: ignore[arg-type]
     dist.barrier()
 
 
-def case_what_no_rank_can_log_is_refused_on_all(launch: Launch) -> None:
+def case_a_value_that_no_rank_can_log_is_refused_on_all(launch: Launch) -> None:
     with refused_on(range(launch.size), ValueError, "'w': a tensor of torch.complex64"):
         log(1, None, {"w": total_of_ranks(launch).to(torch.complex64)})
 
 
-def case_a_tensor_that_rank_0_has_no_part_in_is_refused_on_all(launch: Launch) -> None:
+def case_a_tensor_without_a_part_on_rank_0_is_refused_on_all(launch: Launch) -> None:
     mesh = DeviceMesh("cpu", list(range(1, launch.size)))
     tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
     with refused_on(range(launch.size), ValueError, "'w': a DTensor on .* does not include rank 0"):
@@ -131,7 +131,7 @@ def operations(path: str) -> set[str]:
     return {event.get("name") for event in events}
 
 
-def case_a_profile_is_rank_0s(launch: Launch) -> None:
+def case_a_profile_has_the_trace_of_rank_0(launch: Launch) -> None:
     start_profile()
     torch.ones(3).cumsum(0)
     path = stop_profile(launch.path("traces"))
@@ -141,7 +141,7 @@ def case_a_profile_is_rank_0s(launch: Launch) -> None:
     assert "aten::cumsum" in operations(str(trace))
 
 
-def case_a_profile_of_all_ranks_is_a_trace_of_each(launch: Launch) -> None:
+def case_a_profile_of_all_ranks_has_a_trace_of_each(launch: Launch) -> None:
     start_profile(all_ranks=True)
     torch.ones(3).cumsum(0)
     path = stop_profile(launch.path("traces"))
@@ -175,7 +175,7 @@ def case_a_wrong_suffix_is_refused_on_all_ranks(launch: Launch) -> None:
         save_graph(Graph(), launch.path("graph.png"))
 
 
-def case_all_ranks_make_one_directory_at_once(launch: Launch) -> None:
+def case_all_ranks_can_make_one_directory_at_the_same_time(launch: Launch) -> None:
     mkdir(launch.path("a", "b"))
     assert launch.path("a", "b").is_dir()
 
@@ -197,7 +197,7 @@ def case_another_dtype_on_one_rank_is_refused_on_all(launch: Launch) -> None:
     assert not state["t"].any()
 
 
-def case_no_rank_warns_of_names_of_another_stage(launch: Launch) -> None:
+def case_no_rank_warns_of_names_of_another_pipeline_stage(launch: Launch) -> None:
     def stage() -> dict[str, torch.Tensor | PerRank]:
         return {f"stage{launch.rank}": torch.ones(3), "own": PerRank(launch.rank)}
 

@@ -17,7 +17,7 @@ from tests.distributed.training_runs import ENDINGS, train
 from tests.forked import ENVIRONMENT, REPOSITORY
 from tests.ranks import ADDRESS, WHERE_SIGNAL, environment_of, ranks
 
-#: Runs in forked processes, and in interpreters of their own.
+#: Runs in forked processes, and in new interpreters.
 FORKED, OWN = (250, 50) if TORTURE else (6, 0)
 
 #: Seconds for one run; an import of torch takes most of it on a busy machine.
@@ -45,29 +45,29 @@ def run_in_interpreters(root: Path, number: int) -> None:
         )
         for rank in range(2)
     ]
-    said = []
+    outputs = []
     for process in processes:
         try:
-            said.append(process.communicate(timeout=LIMIT_SECONDS)[0])
+            outputs.append(process.communicate(timeout=LIMIT_SECONDS)[0])
         except subprocess.TimeoutExpired:
             for other in processes:
                 other.send_signal(WHERE_SIGNAL)
             break
-    for process in processes[len(said) :]:
+    for process in processes[len(outputs) :]:
         try:
-            said.append(process.communicate(timeout=5.0)[0])
+            outputs.append(process.communicate(timeout=5.0)[0])
         except subprocess.TimeoutExpired:
             process.kill()
-            said.append(process.communicate()[0])
+            outputs.append(process.communicate()[0])
     codes = [process.returncode for process in processes]
-    assert codes == [0, 0], f"{ENDINGS[number]}: exit codes {codes}\n" + "\n".join(said)
+    assert codes == [0, 0], f"{ENDINGS[number]}: exit codes {codes}\n" + "\n".join(outputs)
 
 
 @pytest.mark.timeout(7200 if TORTURE else 900)
-def test_training_runs_end_however_they_leave_manager_and_process_group(tmp_path: Path) -> None:
+def test_training_runs_end_however_they_close_manager_and_process_group(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     starts = [run_forked] * FORKED + [run_in_interpreters] * OWN
     chance.shuffle(starts)
     for count, start in enumerate(starts):
-        # Each eighth run begins anew; the others restore.
+        # Every eighth run starts anew; the others restore.
         start(tmp_path / f"root{count // 8}", chance.randrange(len(ENDINGS)))

@@ -1,11 +1,11 @@
-"""One run of a Trainer, transformers' or Lightning's, on the ranks that torchrun has started.
+"""Runs a Trainer of transformers or Lightning on the ranks that torchrun has started.
 
     python -m tests.distributed.trainer_cases WHICH FOLDER WEIGHTS STEP
 
 WHICH is transformers, lightning, model_parallel (Lightning's, with shards) or failing.
 
-Ends in the middle before STEP, unless that is 0, and otherwise writes each rank's final weights to
-WEIGHTS-{rank}.pt. ``failing`` is transformers', whose save of the last step fails on one rank.
+Interrupts training before STEP, unless STEP is 0. Otherwise writes each rank's final weights to
+WEIGHTS-{rank}.pt. ``failing`` is transformers' with a save of the last step that fails on one rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch_ckpt
 
 
 class Ended(BaseException):
-    """In the middle of training."""
+    """Raised to interrupt training."""
 
 
 def train_transformers(folder: Path, end_before: int) -> torch.nn.Module:
@@ -45,7 +45,7 @@ def train_transformers(folder: Path, end_before: int) -> torch.nn.Module:
 
 
 def train_failing(folder: Path, end_before: int) -> torch.nn.Module:
-    """The first save is of the last step, and of it one rank's state cannot be read."""
+    """Saves only the last step, whose state one rank cannot read."""
     from tests.python.integrations.test_transformers import trainer_for
     from torch_ckpt.integrations.transformers import CheckpointCallback
 
@@ -87,7 +87,7 @@ def train_lightning(folder: Path, end_before: int) -> torch.nn.Module:
 
 
 def train_model_parallel(folder: Path, end_before: int) -> torch.nn.Module:
-    """Lightning's ModelParallelStrategy, which saves by DCP; FSDP2 shards the model."""
+    """Trains with Lightning's ModelParallelStrategy, which saves by DCP; FSDP2 shards the model."""
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
@@ -152,7 +152,7 @@ def main() -> None:
     try:
         model = train(Path(folder), int(end_before))
     except Ended:
-        # As a rank that dies: nothing is tidied up.
+        # Exits like a killed rank, without any cleanup.
         os._exit(3)
     state = {name: whole(value) for name, value in model.state_dict().items()}
     torch.save(state, f"{weights}-{os.environ['RANK']}.pt")

@@ -1,7 +1,7 @@
-"""Short training runs on ranks, from their start to the end of their interpreters; run by
+"""Short training runs on ranks, from the start to the end of their interpreters; run by
 test_training_runs.py.
 
-Each run restores the run before it, trains some steps under a CheckpointManager that saves every
+Each run restores the previous one, trains some steps under a CheckpointManager that saves every
 step, and ends as programs do: the manager is closed or not, the process group destroyed or not.
 """
 
@@ -29,7 +29,7 @@ TIMEOUT = 600.0
 
 
 class Ending(NamedTuple):
-    """How a run uses and leaves a manager.
+    """Describes how a run uses and ends a manager.
 
     Attributes:
         asynchronous: saves run in the background.
@@ -51,7 +51,7 @@ ENDINGS = [Ending(*choice) for choice in itertools.product([True, False], repeat
 
 
 class Loader:
-    """Counts the samples of one rank."""
+    """Counter of the samples of one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

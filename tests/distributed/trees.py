@@ -1,4 +1,4 @@
-"""What the cases of torch_ckpt.multihost share."""
+"""Helpers of cases of torch_ckpt.multihost."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tests.distributed.cases import Launch
 from torch_ckpt.multihost import RanksDisagree
 
-# For what nothing should be waiting.
+# Limit of waits that should not block, in seconds.
 PATIENCE = 60.0
 
 
 def disagreement(launch: Launch, work: Callable[[], Any]) -> str:
-    """What ``work`` must raise, the same on every rank."""
+    """Returns the error that ``work`` must raise on every rank."""
     with pytest.raises(RanksDisagree) as caught:
         work()
     everywhere: list[Any] = [None] * launch.size
@@ -26,5 +26,5 @@ def disagreement(launch: Launch, work: Callable[[], Any]) -> str:
 
 
 def others(launch: Launch) -> str:
-    """All ranks but the last one, as errors write them."""
+    """Formats all ranks but the last one as errors do."""
     return {1: "rank 0", 3: "ranks 0-2"}[launch.size - 1]
