@@ -1,4 +1,4 @@
-"""Ranks that poll in step act at the same poll: under every order of steps, with every store."""
+"""Ranks that poll in step act at the same poll, for every order of polls and with every store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_ckpt.ranks.lockstep import _NEAR as NEAR
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import Meeting
 
-#: For what nothing should be waiting, in seconds.
+#: Limit of waits that should not block, in seconds.
 LIMIT = 60.0
 
 
@@ -48,7 +48,7 @@ class Stopped(BaseException):
 
 
 class Rank:
-    """A rank whose polls go on, and wait, only when it is given a turn."""
+    """Rank whose polls advance, and wait, only when the test gives it a turn."""
 
     of_thread = threading.local()
 
@@ -64,7 +64,7 @@ class Rank:
         self._thread.start()
 
     def step(self) -> None:
-        """One poll, or one more look of a poll that waits."""
+        """Runs one poll, or one query of a waiting poll."""
         if self.acted is None:
             self._turn.release()
             assert self._over.acquire(timeout=LIMIT), "the poll does not come back"
@@ -81,7 +81,7 @@ class Rank:
 
     @classmethod
     def pause(cls, _seconds: float) -> None:
-        """Somebody else's turn."""
+        """Returns the turn to the test and waits for the next one."""
         rank: Rank = cls.of_thread.rank
         rank._over.release()
         rank._wait()
@@ -117,7 +117,7 @@ def ranks_of(size: int) -> Iterator[list[Rank]]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_ranks_act_at_the_first_poll_that_any_of_them_makes_after_the_last_part(
+def test_ranks_act_at_the_first_poll_that_any_rank_makes_after_the_last_part(
     data: st.DataObject,
 ) -> None:
     size = data.draw(st.integers(2, 4), "ranks")
@@ -135,7 +135,7 @@ def test_ranks_act_at_the_first_poll_that_any_of_them_makes_after_the_last_part(
             elif expected is None:
                 assert all(rank.acted is None for rank in ranks)
         assert expected is not None
-        # Any further order serves.
+        # Any further order is valid.
         for _ in range(3 * (expected + len(order) + 3)):
             for rank in ranks:
                 rank.step()
@@ -154,14 +154,14 @@ def test_no_rank_gets_far_ahead_of_another(ahead: int) -> None:
                     rank.step()
 
 
-def test_a_rank_that_is_ahead_waits_no_more_when_the_event_is_known() -> None:
+def test_a_rank_that_is_ahead_stops_waiting_when_the_event_is_known() -> None:
     one, _other = locksteps(dist.HashStore(), 2, lambda _seconds: one.over())
     assert not any(one.poll(never) for _ in range(2 * NEAR))
 
 
 @pytest.mark.parametrize("kind", ["TCPStore", "HashStore"])
 @pytest.mark.parametrize("seed", range(4))
-def test_threads_that_run_freely_act_at_the_same_poll(kind: str, seed: int) -> None:
+def test_unsynchronized_threads_act_at_the_same_poll(kind: str, seed: int) -> None:
     store = (
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if kind == "TCPStore"
@@ -193,7 +193,7 @@ def test_threads_that_run_freely_act_at_the_same_poll(kind: str, seed: int) -> N
 
 
 class Counting:
-    """A meeting's store that is counted, or lost."""
+    """Store that counts calls, or is lost."""
 
     def __init__(self, rank: int, size: int = 2) -> None:
         self.meeting = Meeting(dist.HashStore(), rank, size, "test")
@@ -207,7 +207,7 @@ class Counting:
         self.meeting.connection = counted  # type: ignore[method-assign]
 
 
-def test_a_rank_before_its_part_asks_the_store_at_each_eighth_poll_only() -> None:
+def test_a_rank_before_its_part_reads_the_store_at_every_eighth_poll_only() -> None:
     counting = Counting(rank=1)
     one = Lockstep(counting.meeting, LIMIT)
     assert not any(one.poll(never) for _ in range(NEAR - 1))
@@ -222,7 +222,7 @@ def test_ranks_in_step_do_not_wait() -> None:
 
     first, second = locksteps(dist.HashStore(), 2, refuse)
     first.part()
-    # A few steps ahead, as ranks are now and then.
+    # A few steps ahead, as happens to ranks.
     assert not any(first.poll(never) for _ in range(NEAR - 1))
     for _ in range(10 * NEAR):
         assert not first.poll(never)
@@ -232,7 +232,7 @@ def test_ranks_in_step_do_not_wait() -> None:
 # --- failures ------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_polls_no_more_does_not_keep_the_others_from_acting() -> None:
+def test_a_rank_that_stops_polling_does_not_keep_the_others_from_acting() -> None:
     ranks = locksteps(dist.HashStore(), 2)
     for one in ranks:
         one.part()
@@ -240,7 +240,7 @@ def test_a_rank_that_polls_no_more_does_not_keep_the_others_from_acting() -> Non
         assert one.poll(never)
 
 
-def test_an_event_that_will_not_happen_is_acted_on_by_all_ranks_at_one_poll() -> None:
+def test_a_lost_event_is_resolved_at_the_same_poll_on_all_ranks() -> None:
     first, second, _lost = locksteps(dist.HashStore(), 3)
     for one in (first, second):
         one.part()
@@ -252,14 +252,14 @@ def test_an_event_that_will_not_happen_is_acted_on_by_all_ranks_at_one_poll() ->
     assert first.poll(never)
 
 
-def test_a_rank_that_is_alone_acts_without_the_store() -> None:
+def test_a_single_rank_acts_without_the_store() -> None:
     counting = Counting(rank=0)
     one = Lockstep(counting.meeting, LIMIT)
     assert one.poll(lambda: True)
     assert counting.asked == 0
 
 
-def test_a_store_that_is_lost_is_told() -> None:
+def test_a_lost_store_raises() -> None:
     counting = Counting(rank=1)
 
     def lost() -> Any:
@@ -288,7 +288,7 @@ def test_nothing_is_left_in_the_store() -> None:
     assert store.num_keys() == before
 
 
-def test_events_of_one_meeting_do_not_meet() -> None:
+def test_events_of_one_rendezvous_are_independent() -> None:
     store = dist.HashStore()
     meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
     first = [Lockstep(meeting, LIMIT) for meeting in meetings]

@@ -1,4 +1,4 @@
-"""The ranks of a save that meet through a store: threads as ranks, stores in this process."""
+"""Ranks of a save that communicate through a store: threads as ranks, stores in this process."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def any_store(request: pytest.FixtureRequest) -> dist.Store:
 
 @pytest.fixture
 def store() -> dist.Store:
-    # Clients of a TCPStore take five seconds to connect where names do not resolve.
+    # Clients of a TCPStore need five seconds to connect if host names do not resolve.
     return dist.HashStore()
 
 
 # --- what the steps give -------------------------------------------------------------------------
 
 
-def test_each_rank_gets_its_part_of_what_is_combined(any_store: dist.Store) -> None:
+def test_each_rank_receives_its_part_of_the_combined_result(any_store: dist.Store) -> None:
     outcomes = together(
         ranks_of(any_store, 3),
         lambda ranks: ranks.reduce_scatter(
@@ -52,12 +52,12 @@ def test_each_rank_gets_its_part_of_what_is_combined(any_store: dist.Store) -> N
     assert outcomes == {rank: f"[0, 1, 2] for {rank}" for rank in range(3)}
 
 
-def test_all_ranks_get_what_is_combined(any_store: dist.Store) -> None:
+def test_all_ranks_receive_the_combined_result(any_store: dist.Store) -> None:
     outcomes = together(ranks_of(any_store, 3), lambda ranks: save(ranks, lambda: ranks.rank, sum))
     assert outcomes == {0: 3, 1: 3, 2: 3}
 
 
-def test_where_all_succeed_each_rank_keeps_its_own(any_store: dist.Store) -> None:
+def test_each_rank_keeps_its_own_result_if_all_succeed(any_store: dist.Store) -> None:
     outcomes = together(
         ranks_of(any_store, 3), lambda ranks: ranks.all_succeed("load", lambda: ranks.rank)
     )
@@ -78,7 +78,7 @@ def test_a_single_rank_needs_no_other(store: dist.Store) -> None:
     assert ranks.all_succeed("load", lambda: 7) == 7
 
 
-def test_without_distribution_nothing_is_shared() -> None:
+def test_without_distribution_each_process_is_separate() -> None:
     meeting = Meeting.of(None, no_dist=True)
     ranks = meeting.ranks(SHORT)
     with ranks.alive(lambda: 0):
@@ -88,7 +88,7 @@ def test_without_distribution_nothing_is_shared() -> None:
     assert (ranks.rank, ranks.size, ranks.distributed) == (0, 1, False)
 
 
-def test_values_may_be_larger_than_the_store_takes() -> None:
+def test_values_can_be_larger_than_the_limit_of_the_store() -> None:
     large = bytes(range(256)) * (40 << 10)
     ranks = ranks_of(tcp_store(), 2)
     parts = together(ranks, lambda r: r.reduce_scatter("plan", lambda: large, lambda parts: parts))
@@ -97,7 +97,7 @@ def test_values_may_be_larger_than_the_store_takes() -> None:
     assert all(outcome == [large, large] for outcome in outcomes.values())
 
 
-def test_two_saves_at_a_time_are_not_mixed_up(store: dist.Store) -> None:
+def test_two_concurrent_saves_are_independent(store: dist.Store) -> None:
     meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
     first, second = ([meeting.ranks() for meeting in meetings] for _ in range(2))
     later_one_is_through = threading.Event()
@@ -125,7 +125,7 @@ STEPS: dict[str, Callable[[Ranks, Callable[[], Any]], Any]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_rank_that_fails_fails_all_with_its_error(store: dist.Store, step: str) -> None:
+def test_a_failure_on_one_rank_raises_its_error_on_all(store: dist.Store, step: str) -> None:
     def work(ranks: Ranks) -> Any:
         return STEPS[step](ranks, lambda: fail(f"of {ranks.rank}") if ranks.rank else None)
 
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_fails_all_with_its_error(store: dist.Store, step: str
         assert causes_of(outcome) == {1: "OSError('of 1')", 2: "OSError('of 2')"}
 
 
-def test_a_combination_that_fails_fails_all(store: dist.Store) -> None:
+def test_a_failing_combination_fails_all(store: dist.Store) -> None:
     def combine(values: list[Any]) -> Any:
         return fail("no")
 
@@ -161,7 +161,7 @@ def test_an_answer_that_does_not_pickle_fails_all(store: dist.Store) -> None:
         assert "cannot pickle" in causes_of(outcome)[0]
 
 
-def test_only_ranks_that_succeeded_undo(store: dist.Store) -> None:
+def test_only_ranks_that_succeeded_undo_their_part(store: dist.Store) -> None:
     undone: list[int] = []
 
     def work(ranks: Ranks) -> Any:
@@ -174,7 +174,7 @@ def test_only_ranks_that_succeeded_undo(store: dist.Store) -> None:
     assert sorted(undone) == [0, 2]
 
 
-def test_nothing_is_undone_once_combining_has_begun(store: dist.Store) -> None:
+def test_nothing_is_undone_once_combining_has_started(store: dist.Store) -> None:
     undone: list[Any] = []
     together(
         ranks_of(store, 2),
@@ -183,10 +183,10 @@ def test_nothing_is_undone_once_combining_has_begun(store: dist.Store) -> None:
     assert undone == []
 
 
-# --- who is silent -------------------------------------------------------------------------------
+# --- silent ranks --------------------------------------------------------------------------------
 
 
-def test_all_missing_ranks_are_named_with_the_phase_on_every_other(store: dist.Store) -> None:
+def test_all_missing_ranks_are_named_with_the_phase_on_every_other_rank(store: dist.Store) -> None:
     undone: list[Any] = []
     present = ranks_of(store, 4, SHORT)[:2]
     outcomes = together(present, lambda ranks: save(ranks, undo=undone.append))
@@ -204,7 +204,7 @@ def test_a_rank_that_fell_silent_later_is_named_with_the_others(store: dist.Stor
     assert "ranks 1, 2 sent no heartbeat" in str(outcome)
 
 
-def test_ranks_that_miss_their_coordinator_agree_on_who_is_missing(store: dist.Store) -> None:
+def test_ranks_that_miss_their_coordinator_agree_on_the_missing_ranks(store: dist.Store) -> None:
     present = ranks_of(store, 4, SHORT)[1:3]
     outcomes = together(present, save)
     assert causes_of(outcomes[1]) == causes_of(outcomes[2])
@@ -212,7 +212,7 @@ def test_ranks_that_miss_their_coordinator_agree_on_who_is_missing(store: dist.S
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_rank_that_comes_late_fails_like_the_others(store: dist.Store, step: str) -> None:
+def test_a_straggler_fails_like_the_others(store: dist.Store, step: str) -> None:
     *others, late = ranks_of(store, 3, SHORT)
     outcomes = together(others, lambda ranks: STEPS[step](ranks, lambda: None))
     outcomes |= together([late], lambda ranks: STEPS[step](ranks, lambda: None))
@@ -221,7 +221,7 @@ def test_a_rank_that_comes_late_fails_like_the_others(store: dist.Store, step: s
         assert set(causes_of(outcome)) == {2}
 
 
-def test_a_rank_that_comes_late_undoes_its_part(store: dist.Store) -> None:
+def test_a_straggler_undoes_its_part(store: dist.Store) -> None:
     undone: list[Any] = []
     together(ranks_of(store, 2, SHORT)[:1], save)
     together(ranks_of(store, 2, SHORT)[1:], lambda ranks: save(ranks, undo=undone.append))
@@ -229,7 +229,7 @@ def test_a_rank_that_comes_late_undoes_its_part(store: dist.Store) -> None:
 
 
 @pytest.mark.parametrize("step", ["reduce_scatter", "all_reduce"])
-def test_a_coordinator_that_was_given_up_fails_too(store: dist.Store, step: str) -> None:
+def test_a_coordinator_that_was_declared_dead_fails(store: dist.Store, step: str) -> None:
     coordinator, *others = ranks_of(store, 3, SHORT)
     outcomes = together(others, lambda ranks: STEPS[step](ranks, lambda: None))
     outcomes |= together([coordinator], lambda ranks: STEPS[step](ranks, lambda: None))
@@ -238,14 +238,16 @@ def test_a_coordinator_that_was_given_up_fails_too(store: dist.Store, step: str)
         assert set(causes_of(outcome)) == {0}
 
 
-def test_who_comes_after_the_coordinator_was_given_up_does_not_wait(store: dist.Store) -> None:
+def test_a_rank_that_arrives_after_the_coordinator_was_declared_dead_does_not_wait(
+    store: dist.Store,
+) -> None:
     _, patient, _ = ranks_of(store, 3, PATIENCE_SECONDS)
     _, _, impatient = ranks_of(store, 3, SHORT)
     outcomes = together([impatient], save) | together([patient], save)
     assert causes_of(outcomes[1]) == causes_of(outcomes[2])
 
 
-def test_a_coordinator_that_was_given_up_does_not_commit(store: dist.Store) -> None:
+def test_a_coordinator_that_was_declared_dead_does_not_commit(store: dist.Store) -> None:
     committed: list[Any] = []
     coordinator, other = ranks_of(store, 2, SHORT)
     together([other], save)
@@ -253,7 +255,7 @@ def test_a_coordinator_that_was_given_up_does_not_commit(store: dist.Store) -> N
     assert committed == []
 
 
-def test_nothing_is_undone_where_the_coordinator_may_have_committed(store: dist.Store) -> None:
+def test_nothing_is_undone_if_the_coordinator_may_have_committed(store: dist.Store) -> None:
     undone: list[Any] = []
     given_up = threading.Event()
 
@@ -269,7 +271,7 @@ def test_nothing_is_undone_where_the_coordinator_may_have_committed(store: dist.
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_that_counts_on_is_waited_for(store: dist.Store, slow: int) -> None:
+def test_ranks_wait_for_a_rank_whose_heartbeat_advances(store: dist.Store, slow: int) -> None:
     beaten_for_long = threading.Event()
     count = 0
 
@@ -292,7 +294,9 @@ def test_a_rank_that_counts_on_is_waited_for(store: dist.Store, slow: int) -> No
     assert outcomes == {rank: [True, True, True] for rank in range(3)}
 
 
-def test_a_coordinator_that_counts_on_while_combining_is_waited_for(store: dist.Store) -> None:
+def test_ranks_wait_for_a_coordinator_whose_heartbeat_advances_while_combining(
+    store: dist.Store,
+) -> None:
     beaten_for_long = threading.Event()
     count = 0
 
@@ -313,7 +317,7 @@ def test_a_coordinator_that_counts_on_while_combining_is_waited_for(store: dist.
     assert together(ranks_of(store, 2, SHORT), work) == {0: True, 1: True}
 
 
-def test_who_is_hurried_looks_as_often_as_at_first(store: dist.Store) -> None:
+def test_a_woken_rank_polls_the_store_as_often_as_at_the_start(store: dist.Store) -> None:
     waiting = ranks_of(store, 2)[1]
     looks: queue.SimpleQueue[float] = queue.SimpleQueue()
 
@@ -322,29 +326,29 @@ def test_who_is_hurried_looks_as_often_as_at_first(store: dist.Store) -> None:
             looks.put(time.monotonic())
 
     def rests(count: int) -> list[float]:
-        """Between so many looks."""
+        """Returns the times between ``count`` reads of the store."""
         return [
             b - a for a, b in pairwise(looks.get(timeout=PATIENCE_SECONDS) for _ in range(count))
         ]
 
-    def rests_around_a_hurry() -> tuple[float, float]:
-        """The longest of those before, and the sum of five after."""
+    def rests_around_a_wake() -> tuple[float, float]:
+        """Returns the longest rest before the wake, and the sum of five after it."""
         longest = max(rests(40))
         waiting.hurry()
-        # Perhaps it looked just before.
+        # It may have read the store just before.
         rests(2)
         return longest, sum(rests(6))
 
     with at_fault_points(hook), ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(save, waiting)
-        # Of several, since on a busy machine any rest may be long.
-        found = [rests_around_a_hurry() for _ in range(3)]
+        # Several measurements, because any rest may be long on a busy machine.
+        found = [rests_around_a_wake() for _ in range(3)]
         waiting.cancel((OSError("enough"), StackSummary()))
         assert "enough" in str(outcome.exception(PATIENCE_SECONDS))
     assert any(five < 2 * longest for longest, five in found), found
 
 
-def test_a_rank_whose_count_stands_still_is_given_up(store: dist.Store) -> None:
+def test_a_rank_whose_heartbeat_stops_advancing_is_declared_dead(store: dist.Store) -> None:
     others_have_failed = threading.Event()
     ranks = ranks_of(store, 2, SHORT)
 
@@ -365,8 +369,8 @@ def test_a_rank_whose_count_stands_still_is_given_up(store: dist.Store) -> None:
 # --- the store -----------------------------------------------------------------------------------
 
 
-def whole_save(ranks: Ranks, last: Callable[[Ranks], Any] = save) -> None:
-    """A save of several steps and a large value, with signs of life, to its end."""
+def complete_save(ranks: Ranks, last: Callable[[Ranks], Any] = save) -> None:
+    """Runs a save of several steps and a large value, with heartbeats, to its end."""
     beaten = threading.Event()
 
     def local() -> None:
@@ -382,21 +386,21 @@ def whole_save(ranks: Ranks, last: Callable[[Ranks], Any] = save) -> None:
 
 
 def test_a_save_leaves_no_keys(any_store: dist.Store) -> None:
-    assert together(ranks_of(any_store, 3, 5.0), whole_save) == dict.fromkeys(range(3))
+    assert together(ranks_of(any_store, 3, 5.0), complete_save) == dict.fromkeys(range(3))
     assert any_store.num_keys() == 0
 
 
-def test_a_save_that_fails_leaves_no_keys(any_store: dist.Store) -> None:
+def test_a_failed_save_leaves_no_keys(any_store: dist.Store) -> None:
     def last(ranks: Ranks) -> Any:
         return save(ranks, lambda: fail("no") if ranks.rank == 1 else None)
 
-    outcomes = together(ranks_of(any_store, 3, 5.0), lambda ranks: whole_save(ranks, last))
+    outcomes = together(ranks_of(any_store, 3, 5.0), lambda ranks: complete_save(ranks, last))
     assert all(set(causes_of(outcome)) == {1} for outcome in outcomes.values())
     assert any_store.num_keys() == 0
 
 
-def plan_of_what_is_alike(ranks: Ranks, fails_on: int | None = None) -> Any:
-    """What the coordinator has received of bytes that ranks have alike."""
+def shared_bytes_of(ranks: Ranks, fails_on: int | None = None) -> Any:
+    """Returns the bytes that the coordinator has received of data that ranks share."""
 
     def local() -> Any:
         token = ranks.share(b"alike" if ranks.rank < 2 else b"other")
@@ -410,19 +414,19 @@ def plan_of_what_is_alike(ranks: Ranks, fails_on: int | None = None) -> Any:
         ranks.close(PATIENCE_SECONDS)
 
 
-def test_what_ranks_have_alike_reaches_the_coordinator(any_store: dist.Store) -> None:
-    received = together(ranks_of(any_store, 3, 5.0), plan_of_what_is_alike)
+def test_shared_bytes_reach_the_coordinator(any_store: dist.Store) -> None:
+    received = together(ranks_of(any_store, 3, 5.0), shared_bytes_of)
     assert received == {rank: [b"alike", b"alike", b"other"] for rank in range(3)}
     assert any_store.num_keys() == 0
 
 
-def test_what_ranks_have_alike_goes_with_a_step_that_fails(any_store: dist.Store) -> None:
-    together(ranks_of(any_store, 3, 5.0), lambda ranks: plan_of_what_is_alike(ranks, fails_on=2))
+def test_shared_bytes_are_deleted_with_a_failed_step(any_store: dist.Store) -> None:
+    together(ranks_of(any_store, 3, 5.0), lambda ranks: shared_bytes_of(ranks, fails_on=2))
     assert any_store.num_keys() == 0
 
 
-def test_a_process_alone_shares_with_nobody() -> None:
-    assert plan_of_what_is_alike(Ranks()) == [b"alike"]
+def test_a_single_process_keeps_its_shared_bytes() -> None:
+    assert shared_bytes_of(Ranks()) == [b"alike"]
 
 
 def saved_and_closed(ranks: Ranks) -> None:
@@ -436,12 +440,12 @@ def names_of_keys(store: dist.Store) -> set[str]:
     return {key.removeprefix("torch_ckpt/test/save/0/") for key in store.list_keys()}
 
 
-def test_only_the_verdict_is_left_for_a_rank_that_was_given_up(store: dist.Store) -> None:
+def test_only_the_verdict_is_left_for_a_rank_that_was_declared_dead(store: dist.Store) -> None:
     together(ranks_of(store, 3, SHORT)[:2], saved_and_closed)
     assert names_of_keys(store) == {"1.write/verdict/", "1.write/to/all"}
 
 
-def test_a_rank_that_comes_late_leaves_none_of_its_values(store: dist.Store) -> None:
+def test_a_straggler_leaves_none_of_its_values(store: dist.Store) -> None:
     *others, late = ranks_of(store, 3, SHORT)
     together(others, saved_and_closed)
     before = names_of_keys(store)
@@ -463,7 +467,7 @@ def test_the_coordinator_closes_after_all_have_read_the_answer(store: dist.Store
     assert store.num_keys() == 0
 
 
-def test_the_coordinator_does_not_wait_for_ever_to_close(store: dist.Store) -> None:
+def test_the_coordinator_closes_after_a_timeout(store: dist.Store) -> None:
     coordinator, other = ranks_of(store, 2)
     together([coordinator, other], save)
     coordinator.close(timeout=0.05)

@@ -1,4 +1,4 @@
-"""What becomes of a meeting whose save, store or group ends early."""
+"""Rendezvous whose save, store or group ends early."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch_ckpt.ranks.store_thread import StoreThread
 
 
 @pytest.mark.parametrize("by", [torch_ckpt.save, torch_ckpt.async_save])
-def test_options_that_are_wrong_on_one_rank_fail_the_save_of_the_others_at_once(
+def test_wrong_options_on_one_rank_fail_the_save_of_the_others_at_once(
     by: Callable[..., Any], tmp_path: Path
 ) -> None:
     other_is_through = context.Event()
@@ -41,7 +41,7 @@ def test_options_that_are_wrong_on_one_rank_fail_the_save_of_the_others_at_once(
         if rank == 1:
             with pytest.raises(ValueError, match="max_host_bytes"):
                 by({"n": 1}, tmp_path, max_host_bytes=1)
-            # Long before this rank would be given up.
+            # Long before this rank would be declared dead.
             return other_is_through.wait(PATIENCE_SECONDS / 2)
         try:
             return by({"n": 1}, tmp_path, timeout=PATIENCE_SECONDS).result()
@@ -54,15 +54,15 @@ def test_options_that_are_wrong_on_one_rank_fail_the_save_of_the_others_at_once(
     assert was_told
 
 
-def test_a_coordinator_that_is_interrupted_does_not_wait_for_the_others_again(
+def test_an_interrupted_coordinator_does_not_wait_for_the_others_again(
     tmp_path: Path,
 ) -> None:
     def work(rank: int) -> float:
         if rank == 1:
-            return 0.0  # which does not come
+            return 0.0  # which does not arrive
         main = threading.get_ident()
         later = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
-        # While it waits, and not in the hook.
+        # The interrupt arrives during the wait, and not in the hook.
         with before("wait for ranks", later.start), pytest.raises(KeyboardInterrupt):
             torch_ckpt.save({"n": 1}, tmp_path, timeout=PATIENCE_SECONDS)
         return time.monotonic()
@@ -72,7 +72,7 @@ def test_a_coordinator_that_is_interrupted_does_not_wait_for_the_others_again(
     assert ended - begun < PATIENCE_SECONDS / 2
 
 
-def test_a_store_whose_server_has_gone_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_store_whose_server_has_ended_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     servers = [tcp_store()]
     ranks = ranks_of(servers[0].clone(), 2)
     together(ranks, save)
@@ -84,10 +84,10 @@ def test_a_store_whose_server_has_gone_is_an_error(capfd: pytest.CaptureFixture[
         [cause] = causes_of(outcome).values()
         assert f"rank {rank} lost the process group's store in 'write'" in cause
         assert cause.startswith("ConnectionError")
-    capfd.readouterr()  # of the store's own complaints
+    capfd.readouterr()  # of the store's own message
 
 
-def test_an_error_of_the_store_without_a_text_is_told_by_its_type() -> None:
+def test_an_error_of_the_store_without_a_text_is_named_by_its_type() -> None:
     def lose() -> None:
         raise ConnectionResetError
 
@@ -96,7 +96,7 @@ def test_an_error_of_the_store_without_a_text_is_told_by_its_type() -> None:
 
 
 class StoppedStore(dist.Store):  # type: ignore[misc]
-    """As TCPStore while its server is stopped; and one that has no clone."""
+    """TCPStore whose server is stopped, and a store that cannot be cloned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
     [(save, True), (lambda ranks: ranks.all_succeed("load", str), False)],
     ids=["save", "load"],
 )
-def test_a_rank_that_has_lost_the_store_does_not_ask_it_again(
+def test_a_rank_that_has_lost_the_store_makes_no_more_calls(
     work: Callable[[Ranks], Any], may_have_committed: bool
 ) -> None:
     stopped = StoppedStore()
@@ -139,18 +139,18 @@ def test_a_rank_that_has_lost_the_store_does_not_ask_it_again(
     assert ("rank 0 may have committed" in str(outcome)) == may_have_committed
 
 
-# --- meetings ------------------------------------------------------------------------------------
+# --- one rendezvous for each group ---------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_group_has_one_meeting() -> None:
+def test_a_group_has_one_rendezvous() -> None:
     meeting = Meeting.of(None, no_dist=False)
     assert meeting is Meeting.of(dist.group.WORLD, no_dist=False)
     assert meeting is not Meeting.of(dist.new_group([0]), no_dist=False)
     assert (meeting.rank, meeting.size, meeting.distributed) == (0, 1, True)
 
 
-def test_a_new_default_group_has_a_new_meeting_with_other_keys() -> None:
+def test_a_new_default_group_has_a_new_rendezvous_with_other_keys() -> None:
     store = dist.HashStore()
     for number in range(2):
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -160,7 +160,7 @@ def test_a_new_default_group_has_a_new_meeting_with_other_keys() -> None:
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_save_under_way_goes_on_without_its_group() -> None:
+def test_a_running_save_continues_without_its_group() -> None:
     ranks = Meeting.of(None, no_dist=False).ranks()
     dist.destroy_process_group()
     gc.collect()
@@ -169,8 +169,8 @@ def test_a_save_under_way_goes_on_without_its_group() -> None:
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_meeting_goes_with_its_group() -> None:
-    # Or the next group on the port would find the keys of this one in the server.
+def test_a_rendezvous_is_deleted_with_its_group() -> None:
+    # Otherwise the next group on the port would find the keys of this group in the server.
     meeting = weakref.ref(Meeting.of(None, no_dist=False))
     assert meeting() is not None
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a save or load that has failed on some ranks raises on all of them."""
+"""Exceptions that a save or load raises on all ranks if it fails on some."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fails() -> None:
     raise OSError("of this line")
 
 
-def test_the_stack_of_a_rank_that_failed_ends_at_the_line_that_raised() -> None:
+def test_the_stack_of_a_failed_rank_ends_at_the_raising_line() -> None:
     _, stack = attempt(fails)
     last = stack[-1]
     assert (last.filename, last.name) == (__file__, "fails")
@@ -38,7 +38,7 @@ def test_the_stack_of_a_rank_that_failed_ends_at_the_line_that_raised() -> None:
 
 
 def raised(*causes: BaseException) -> CheckpointFailed:
-    """What is raised where ranks 1, 2, ... failed so."""
+    """Returns the exception that is raised if ranks 1, 2, ... fail with these causes."""
     return failed_on("plan", {rank: (cause, NOTHING) for rank, cause in enumerate(causes, 1)})
 
 
@@ -68,7 +68,7 @@ class OwnObjects(RuntimeError):
     ],
     ids=lambda cause: type(cause).__name__,
 )
-def test_what_failed_on_a_rank_is_caught_by_its_type_and_by_the_bases(cause: Exception) -> None:
+def test_a_failure_on_a_rank_is_caught_by_its_type_and_bases(cause: Exception) -> None:
     for kind in (type(cause), torch_ckpt.CheckpointError, CheckpointException, Exception):
         with pytest.raises(kind) as caught:
             raise raised(cause)
@@ -76,14 +76,14 @@ def test_what_failed_on_a_rank_is_caught_by_its_type_and_by_the_bases(cause: Exc
         assert str(caught.value) == f"rank 1: {type(cause).__name__}: {cause}"
 
 
-def test_the_first_rank_decides_on_the_type_and_all_causes_are_there() -> None:
+def test_the_first_rank_determines_the_type_and_all_causes_are_listed() -> None:
     error = raised(torch_ckpt.Corrupt("one"), FileNotFoundError(2, "two", "/ckpt"))
     assert isinstance(error, torch_ckpt.Corrupt)
     assert not isinstance(error, OSError)
     assert list(error.failures) == [1, 2]
 
 
-def test_the_attributes_of_the_cause_are_there() -> None:
+def test_the_exception_has_the_attributes_of_the_cause() -> None:
     error: Any = raised(OSError(errno.ENOSPC, "No space left on device", "/ckpt/file"))
     assert (error.errno, error.filename) == (errno.ENOSPC, "/ckpt/file")
     report = torch_ckpt.LoadReport(missing=["a"])
@@ -96,7 +96,7 @@ def test_the_attributes_of_the_cause_are_there() -> None:
 @pytest.mark.parametrize(
     "twin", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))]
 )
-def test_it_can_be_copied_and_pickled(twin: Any) -> None:
+def test_the_exception_can_be_copied_and_pickled(twin: Any) -> None:
     error: Any = raised(FileNotFoundError(errno.ENOENT, "there is none", "/ckpt"), KeyError("b"))
     other = twin(error)
     assert isinstance(other, FileNotFoundError)
@@ -108,13 +108,13 @@ def test_it_can_be_copied_and_pickled(twin: Any) -> None:
 @pytest.mark.parametrize(
     "cause", [KeyboardInterrupt(), SystemExit(3), StopIteration(), OwnObjects(1)], ids=repr
 )
-def test_a_cause_that_cannot_lend_its_type_is_named(cause: BaseException) -> None:
+def test_a_cause_whose_type_cannot_be_used_is_named(cause: BaseException) -> None:
     error = raised(cause)
     assert type(error) is CheckpointFailed
     assert type(cause).__name__ in str(error)
 
 
-def test_a_failure_inside_of_a_failure_lends_its_own_cause() -> None:
+def test_a_nested_failure_has_the_type_of_its_own_cause() -> None:
     of_torch = CheckpointException("read", {0: (PermissionError(13, "no", "/x"), NOTHING)})
     error: Any = raised(of_torch)
     assert isinstance(error, PermissionError)
@@ -133,7 +133,7 @@ def test_many_different_causes_are_not_all_printed() -> None:
     assert len(lines) == 5
 
 
-def test_a_cause_in_the_callers_code_is_told_with_its_place() -> None:
+def test_a_cause_in_the_callers_code_is_reported_with_file_and_line() -> None:
     class Broken:
         def state_dict(self) -> dict[str, Any]:
             raise RuntimeError("the cache is gone")
@@ -148,7 +148,7 @@ def test_a_cause_in_the_callers_code_is_told_with_its_place() -> None:
     assert "in state_dict" in lines[-1]
 
 
-def test_a_wrong_path_prints_few_lines_of_which_the_last_helps(tmp_path: Path) -> None:
+def test_a_wrong_path_prints_few_lines_and_the_last_has_the_advice(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     program = (
         "import torch, torch_ckpt\n"
@@ -172,12 +172,12 @@ def test_results_of_background_saves_are_caught_by_type(tmp_path: Path) -> None:
     assert caught.value.filename is not None
 
 
-def test_what_dcp_raises_inside_of_a_call_of_ours_is_raised_as_ours(tmp_path: Path) -> None:
+def test_exceptions_of_dcp_within_our_calls_are_raised_as_ours(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     state = {"a": torch.zeros(2)}
     with pytest.raises(FileExistsError):
         torch_ckpt.save(state, tmp_path / "file" / "ck", planner=DefaultSavePlanner())
-    # torch's planner says in words alone what its reader has raised.
+    # torch's planner states the exception of its reader only as text.
     with pytest.raises(torch_ckpt.CheckpointError, match="metadata"):
         torch_ckpt.load(state, tmp_path / "none", planner=DefaultLoadPlanner())
     with pytest.raises(CheckpointException) as caught:
@@ -187,7 +187,7 @@ def test_what_dcp_raises_inside_of_a_call_of_ours_is_raised_as_ours(tmp_path: Pa
 
 @pytest.mark.parametrize("interrupted", [0, 1])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_who_is_interrupted_raises_that_and_the_others_name_it(
+def test_an_interrupted_rank_raises_the_interrupt_and_the_others_name_it(
     interrupted: int, kind: type[BaseException]
 ) -> None:
     def one(ranks: Any) -> Any:
@@ -204,7 +204,7 @@ def test_who_is_interrupted_raises_that_and_the_others_name_it(
     assert str(other).startswith(f"rank {interrupted}: {kind.__name__}")
 
 
-def test_an_interrupted_save_of_one_process_is_an_interruption() -> None:
+def test_an_interrupted_save_of_one_process_raises_the_interrupt() -> None:
     def interrupt() -> dict[str, Any]:
         raise KeyboardInterrupt
 

@@ -1,7 +1,7 @@
-"""Calls of the store by several ranks, in every order of two ranks' calls.
+"""Store calls of several ranks, in every order of two ranks' calls.
 
-The store here is an object of this process. A test runs the whole work of one rank just before
-the n-th call of another rank, for each n.
+The store is an object of this process. A test runs all the work of one rank just before the n-th
+call of another rank, for each n.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.meetings import PATIENCE_SECONDS, SHORT, tcp_store, together
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 from torch_ckpt.ranks.store_thread import peek
 
-# More than the calls of any work here.
+# More than the calls of any work in this file.
 MOST_CALLS = 60
 
 
@@ -36,7 +36,7 @@ class Keys:
 
 
 class RankStore(dist.Store):  # type: ignore[misc]
-    """The store as one rank sees it. Calls an action before the n-th call."""
+    """One rank's view of the store. Calls an action before the n-th call."""
 
     def __init__(self, keys: Keys) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class RankStore(dist.Store):  # type: ignore[misc]
         self._nth, self._act = -1, lambda: None
 
     def act_before(self, nth: int, act: Callable[[], None]) -> None:
-        """Counts calls from 0, from here on."""
+        """Sets the action and counts calls from 0 again."""
         self._calls, self._nth, self._act = 0, nth, act
 
     def _call(self) -> None:
@@ -98,13 +98,13 @@ class Group:
     def __init__(self, size: int, timeout: float = 20.0) -> None:
         self.keys = Keys()
         self.stores = [RankStore(self.keys) for _ in range(size)]
-        # Kept: a store of Python lives no longer than its object.
+        # Keeps a reference: a Python store lives no longer than its object.
         self._meetings = [Meeting(one, rank, size, "t") for rank, one in enumerate(self.stores)]
         self.ranks = [meeting.ranks(timeout) for meeting in self._meetings]
 
 
 def plan(ranks: Ranks) -> Any:
-    """Sends the coordinator bytes that all ranks have."""
+    """Sends bytes that all ranks share to the coordinator."""
     return ranks.reduce_scatter(
         "plan", lambda: ranks.share(b"template"), lambda tokens: [*map(ranks.shared, tokens)]
     )
@@ -119,8 +119,8 @@ def orders(run: Callable[[int], bool]) -> None:
     raise AssertionError("the calls do not end")
 
 
-def beside(act: Callable[[], object], acted: list[bool]) -> Callable[[], None]:
-    """Runs ``act`` to its end in a thread of its own."""
+def in_own_thread(act: Callable[[], object], acted: list[bool]) -> Callable[[], None]:
+    """Runs ``act`` to its end in a separate thread."""
 
     def run() -> None:
         acted.append(True)
@@ -135,7 +135,7 @@ def test_one_of_two_ranks_that_share_the_same_bytes_posts_them(first: int, secon
     def run(nth: int) -> bool:
         group, acted = Group(3), []
         one, other = group.ranks[first], group.ranks[second]
-        group.stores[first].act_before(nth, beside(lambda: other.share(b"template"), acted))
+        group.stores[first].act_before(nth, in_own_thread(lambda: other.share(b"template"), acted))
         one.share(b"template")
         if not acted:
             return False
@@ -155,11 +155,13 @@ def test_ranks_that_close_at_once_read_no_key_that_the_other_has_deleted(
 ) -> None:
     def run(nth: int) -> bool:
         group, acted = Group(3), []
-        # Both find no such bytes, then both post them, unless one call decides.
-        group.stores[first].act_before(1, beside(lambda: group.ranks[second].share(b"t"), []))
+        # Both find no such bytes, and both would post them if one call did not decide.
+        group.stores[first].act_before(
+            1, in_own_thread(lambda: group.ranks[second].share(b"t"), [])
+        )
         group.ranks[first].share(b"t")
         assert set(together(group.ranks, plan).values()) == {b"template"}
-        group.stores[first].act_before(nth, beside(group.ranks[second].close, acted))
+        group.stores[first].act_before(nth, in_own_thread(group.ranks[second].close, acted))
         group.ranks[first].close()
         # The other rank has not closed if there was no such call.
         group.ranks[0].close(PATIENCE_SECONDS if acted else 0.05)

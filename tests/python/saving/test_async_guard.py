@@ -1,4 +1,4 @@
-"""torch_ckpt.async_save: optimizers that wait, and memory that is kept and let go of."""
+"""torch_ckpt.async_save: optimizers that wait for staging, and memory that is kept and released."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torch_ckpt import AsyncSave, Background
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.saving.background import CHUNK_BYTES
 
-# Every checkpoint that is replaced makes torch say so.
+# torch warns of every checkpoint that is replaced.
 pytestmark = [
     pytest.mark.usefixtures("no_save_after"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -67,7 +67,7 @@ def test_a_guarded_step_waits_until_staged(
     assert not torch.equal(model.weight, expected["weight"])
 
 
-def test_a_guarded_step_waits_no_longer_than_staged(tmp_path: Path, gate: Gate) -> None:
+def test_a_guarded_step_waits_only_until_staged(tmp_path: Path, gate: Gate) -> None:
     model, optimizer = trained(torch.optim.SGD)
     handle = torch_ckpt.async_save(
         {"model": model}, tmp_path / "c", staging="overlapped", write_done=gate
@@ -108,17 +108,17 @@ def test_one_save_guards_many_optimizers(tmp_path: Path, opened_by_a_step: Gate)
     assert_checkpoint(tmp_path / "c", expected)
 
 
-def test_a_failing_save_holds_no_step_back(tmp_path: Path, opened_by_a_step: Gate) -> None:
+def test_a_failing_save_does_not_block_a_step(tmp_path: Path, opened_by_a_step: Gate) -> None:
     model, optimizer = trained(torch.optim.SGD)
     handle = torch_ckpt.async_save({"model": model}, unwritable(tmp_path), staging="overlapped")
     handle.guard(optimizer)
     step(model, optimizer)
-    # And the step has not told its error.
+    # The step has not raised the save's error.
     with pytest.raises(CheckpointException):
         handle.result()
 
 
-def test_a_failed_save_holds_no_step_back(tmp_path: Path) -> None:
+def test_a_failed_save_does_not_block_a_step(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.SGD)
     handle = torch_ckpt.async_save({"model": model}, unwritable(tmp_path), staging="overlapped")
     wait_for_futures([handle.committed])
@@ -141,18 +141,18 @@ def test_a_guarded_optimizer_pickles(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("empty_pool")
 @pytest.mark.parametrize("budget", [4096, CHUNK_BYTES // 2, 2 * CHUNK_BYTES + 1])
-def test_a_state_above_the_budget_goes_in_waves(tmp_path: Path, budget: int) -> None:
+def test_a_state_above_the_budget_is_staged_in_waves(tmp_path: Path, budget: int) -> None:
     chunks = 5 if budget > CHUNK_BYTES else 1
     state = {"a": large(1, chunks), "b": large(2, chunks), "more": everything()}
     handle = torch_ckpt.async_save(state, tmp_path / "c", max_host_bytes=budget)
-    # What is staged and not written is in memory.
+    # Staged data that is not yet written is in memory.
     assert handle.progress().bytes_done >= handle.metrics().bytes - budget
     handle.result()
     assert pool_bytes() <= budget
     assert_checkpoint(tmp_path / "c", state)
 
 
-def test_no_more_than_the_budget_is_staged_at_once(tmp_path: Path) -> None:
+def test_the_budget_limits_the_staged_bytes(tmp_path: Path) -> None:
     budget = 2 * CHUNK_BYTES
     ahead = []
 
@@ -171,13 +171,14 @@ def test_no_more_than_the_budget_is_staged_at_once(tmp_path: Path) -> None:
 
 
 def fill_pool(path: Path, state: StateDict) -> int:
-    """Saves until the pool has memory for all of a state in one file; how much that is."""
+    """Saves until the pool has memory for all of a state in one file. Returns the number of
+    bytes."""
     size: int = sum(tensor.nbytes for tensor in state.values())
-    # The file is a little larger than its tensors are.
+    # The file is a little larger than its tensors.
     expected = (size // CHUNK_BYTES + 1) * CHUNK_BYTES
 
     def save() -> bool:
-        # What a save does not wait for is made while it lasts, if somebody comes to it.
+        # Memory beyond the first chunks is allocated during the save, if a thread becomes free.
         torch_ckpt.async_save(state, path, thread_count=1).result()
         torch_ckpt._core.join_executor()
         return pool_bytes() == expected
@@ -196,7 +197,7 @@ def test_the_memory_is_kept_from_save_to_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("empty_pool")
-def test_a_synchronous_save_leaves_the_memory_to_the_next_one(tmp_path: Path) -> None:
+def test_a_synchronous_save_keeps_the_memory_for_the_next_one(tmp_path: Path) -> None:
     state = {"t": large()}
     kept = fill_pool(tmp_path / "first", state)
     torch_ckpt.save(state, tmp_path / "second", thread_count=1)
@@ -204,7 +205,7 @@ def test_a_synchronous_save_leaves_the_memory_to_the_next_one(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("empty_pool")
-def test_a_smaller_budget_frees_what_is_above_it(tmp_path: Path) -> None:
+def test_a_smaller_budget_frees_the_memory_above_it(tmp_path: Path) -> None:
     state = {"t": large()}
     fill_pool(tmp_path / "first", state)
     torch_ckpt.async_save(state, tmp_path / "second", max_host_bytes=CHUNK_BYTES).result()
@@ -230,17 +231,17 @@ def test_the_second_save_allocates_nothing(tmp_path: Path, trim: bool) -> None:
     with calling({"mmap": lambda: made.append(None)}):
         torch_ckpt.async_save(state, tmp_path / "second", thread_count=1).result()
         torch_ckpt._core.join_executor()
-    # Where the memory was freed before, it is seen to be made.
+    # Memory that was freed before is allocated again.
     assert bool(made) == trim
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """Knows whether it has been freed, and does not keep it."""
+    """Returns a weak reference, which shows whether the memory has been freed."""
     reference: Any = StorageWeakRef
     return reference(tensor.untyped_storage())
 
 
-def test_sources_are_let_go_of_when_they_are_staged(tmp_path: Path, gate: Gate) -> None:
+def test_sources_are_released_when_they_are_staged(tmp_path: Path, gate: Gate) -> None:
     tensors = [torch.ones(1000) for _ in range(3)]
     memory = [memory_of(tensor) for tensor in tensors]
     state = {"t": tensors[0], "nested": [{"u": tensors[1]}], "pair": (tensors[2], 1)}
@@ -252,7 +253,7 @@ def test_sources_are_let_go_of_when_they_are_staged(tmp_path: Path, gate: Gate) 
     handle.result()
 
 
-def test_sources_stay_until_they_are_staged(tmp_path: Path, held: Gate) -> None:
+def test_sources_are_kept_until_they_are_staged(tmp_path: Path, held: Gate) -> None:
     tensor = torch.ones(1000)
     storage = memory_of(tensor)
     handle = torch_ckpt.async_save({"t": tensor}, tmp_path / "c", staging="overlapped")
@@ -263,8 +264,8 @@ def test_sources_stay_until_they_are_staged(tmp_path: Path, held: Gate) -> None:
     assert storage.expired()
 
 
-def assert_lets_go(save: Callable[[torch.Tensor], AsyncSave]) -> None:
-    """Fails where a failed save, whose error somebody holds, keeps a source alive."""
+def assert_releases_its_source(save: Callable[[torch.Tensor], AsyncSave]) -> None:
+    """Checks that a failed save releases its source although its error is referenced."""
     tensor = torch.ones(1_000_000)
     storage = memory_of(tensor)
     handle = save(tensor)
@@ -274,16 +275,20 @@ def assert_lets_go(save: Callable[[torch.Tensor], AsyncSave]) -> None:
     assert storage.expired()
 
 
-def test_a_save_that_fails_in_planning_lets_go_of_its_sources(tmp_path: Path) -> None:
-    assert_lets_go(lambda tensor: torch_ckpt.async_save({"t": tensor}, unwritable(tmp_path)))
+def test_a_save_that_fails_in_planning_releases_its_sources(tmp_path: Path) -> None:
+    assert_releases_its_source(
+        lambda tensor: torch_ckpt.async_save({"t": tensor}, unwritable(tmp_path))
+    )
 
 
-def test_a_save_that_fails_in_writing_lets_go_of_its_sources(tmp_path: Path) -> None:
+def test_a_save_that_fails_in_writing_releases_its_sources(tmp_path: Path) -> None:
     with files_limited_to(1_000_000):
-        assert_lets_go(lambda tensor: torch_ckpt.async_save({"t": tensor}, tmp_path / "c"))
+        assert_releases_its_source(
+            lambda tensor: torch_ckpt.async_save({"t": tensor}, tmp_path / "c")
+        )
 
 
-def test_a_save_that_is_changed_too_early_lets_go_of_its_sources(
+def test_a_save_whose_source_changed_too_early_releases_its_sources(
     tmp_path: Path, held: Gate
 ) -> None:
     def save_and_change(tensor: torch.Tensor) -> AsyncSave:
@@ -292,4 +297,4 @@ def test_a_save_that_is_changed_too_early_lets_go_of_its_sources(
         held.open()
         return handle
 
-    assert_lets_go(save_and_change)
+    assert_releases_its_source(save_and_change)

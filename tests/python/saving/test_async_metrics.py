@@ -1,4 +1,4 @@
-"""torch_ckpt.async_save: what it tells, and how quiet it is beside training."""
+"""torch_ckpt.async_save: metrics, logs and traces, and the priority of its threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support import (
 from torch_ckpt import Background, CheckpointError
 from torch_ckpt.saving.background import CHUNK_BYTES
 
-# Every checkpoint that is replaced makes torch say so.
+# torch warns of every checkpoint that is replaced.
 pytestmark = [
     pytest.mark.usefixtures("no_save_after"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -49,7 +49,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("staging", STAGINGS)
 @forked
-def test_the_metrics_tell_what_the_save_took(tmp_path: Path, staging: str) -> None:
+def test_metrics_report_bytes_and_times_of_the_save(tmp_path: Path, staging: str) -> None:
     begun = time.perf_counter()
     handle = torch_ckpt.async_save({"t": large()}, tmp_path / "c", staging=staging)
     returned = time.perf_counter() - begun
@@ -92,7 +92,7 @@ def test_a_finished_save_is_one_log_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="torch_ckpt"):
-        # Overlapped, where the caller's part ends before the save begins.
+        # With overlapped staging, the call returns before the save starts.
         handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", staging="overlapped")
         handle.result()
     records: list[Any] = [r for r in caplog.records if r.name == "torch_ckpt"]
@@ -109,7 +109,7 @@ def test_a_failed_save_is_no_log_record(tmp_path: Path, caplog: pytest.LogCaptur
     assert [r for r in caplog.records if r.name == "torch_ckpt"] == []
 
 
-def test_a_trace_is_what_chrome_shows(tmp_path: Path) -> None:
+def test_a_trace_has_the_format_of_chrome(tmp_path: Path) -> None:
     state = {"t": large(), "u": large()}
     options: dict[str, Any] = {"staging": "overlapped", "trace": tmp_path / "trace.json"}
     handle = torch_ckpt.async_save(state, tmp_path / "c", **options)
@@ -157,7 +157,7 @@ def training(step: int, model: float, optim: float = 0.0) -> StateDict:
 
 
 def warnings_of(tmp_path: Path, states: list[StateDict], **options: Any) -> list[str]:
-    """What saves of these states, the first of a process, warn of."""
+    """Returns the warnings of saves of these states, the first saves of a process."""
 
     def save() -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -170,19 +170,19 @@ def warnings_of(tmp_path: Path, states: list[StateDict], **options: Any) -> list
     return texts
 
 
-def test_weights_that_stay_while_steps_are_counted_are_named(tmp_path: Path) -> None:
+def test_unchanged_weights_are_named_if_steps_are_counted(tmp_path: Path) -> None:
     (warning,) = warnings_of(tmp_path, [training(1, 1.0, 1.0), training(2, 1.0, 2.0)])
     assert warning.startswith(f"{tmp_path}/c1: model.w, model.b are bit for bit the same as")
     assert "although optim.step has changed" in warning
 
 
-def test_of_many_tensors_that_stay_five_are_named(tmp_path: Path) -> None:
+def test_five_of_many_unchanged_tensors_are_named(tmp_path: Path) -> None:
     states = [{"m": {f"t{i}": torch.ones(3) for i in range(8)}, "step": n} for n in (1, 2)]
     (warning,) = warnings_of(tmp_path, states)
     assert "m.t3, m.t4 and 3 more are bit for bit" in warning
 
 
-def test_a_number_that_is_no_tensor_counts_steps_as_well(tmp_path: Path) -> None:
+def test_a_plain_number_can_count_steps(tmp_path: Path) -> None:
     (warning,) = warnings_of(tmp_path, [{"m": [torch.ones(3)], "step": n} for n in (1, 2)])
     assert "although step has changed" in warning
 
@@ -199,7 +199,7 @@ UNSUSPICIOUS = {
 
 
 @pytest.mark.parametrize("case", UNSUSPICIOUS)
-def test_there_is_no_warning_where(tmp_path: Path, case: str) -> None:
+def test_no_warning_is_given(tmp_path: Path, case: str) -> None:
     assert warnings_of(tmp_path, UNSUSPICIOUS[case]) == []
 
 
@@ -222,7 +222,7 @@ def test_each_group_is_named_once(tmp_path: Path) -> None:
 
 
 @forked
-def test_a_warning_turned_into_an_error_says_that_the_checkpoint_is_committed(
+def test_a_warning_turned_into_an_error_reports_that_the_checkpoint_is_committed(
     tmp_path: Path,
 ) -> None:
     torch_ckpt.async_save(training(1, 1.0), tmp_path / "c1").result()
@@ -234,7 +234,7 @@ def test_a_warning_turned_into_an_error_says_that_the_checkpoint_is_committed(
     assert_checkpoint(tmp_path / "c2", training(2, 1.0))
 
 
-# --- beside training -----------------------------------------------------------------------------
+# --- priorities ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,22 +246,22 @@ def test_a_warning_turned_into_an_error_says_that_the_checkpoint_is_committed(
         ({"max_bytes_per_second": -1}, "max_bytes_per_second must not be negative, got -1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_background_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Background(**options)
 
 
 def nice_of_threads() -> dict[int, int]:
-    """By thread id."""
+    """Returns the niceness by thread id."""
     threads: list[str] = []
-    # One that ends meanwhile may hide another one from the listing.
+    # A thread that ends during the listing may hide another one from it.
     while threads != (again := sorted(os.listdir("/proc/self/task"))):
         threads = again
     found = {}
     for thread in threads:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
             status = Path(f"/proc/self/task/{thread}/stat").read_text()
-            # The name, in parentheses, may hold anything. "nice" is the 19th field.
+            # The name, in parentheses, may contain any character. "nice" is the 19th field.
             found[int(thread)] = int(status.rpartition(")")[2].split()[19 - 3])
     return found
 
@@ -269,8 +269,8 @@ def nice_of_threads() -> dict[int, int]:
 Answer = tuple[list[int], set[str]]
 
 
-def threads_beside(path: Path, kind: str, own_nice: int) -> Answer:
-    """How much nicer than the process how many threads of a save are; and I/O classes."""
+def threads_of_a_save(path: Path, kind: str, own_nice: int) -> Answer:
+    """Returns the niceness of a save's threads beyond the process's, counted, and I/O classes."""
 
     def save() -> Answer:
         warnings.simplefilter("ignore")
@@ -300,22 +300,22 @@ def threads_beside(path: Path, kind: str, own_nice: int) -> Answer:
 
 
 def test_the_threads_of_a_synchronous_save_are_as_nice_as_the_process(tmp_path: Path) -> None:
-    nicer, _ = threads_beside(tmp_path / "c", "save", 0)
+    nicer, _ = threads_of_a_save(tmp_path / "c", "save", 0)
     assert nicer == []
 
 
 @pytest.mark.parametrize("kind", ["async_save", "dcp.async_save"])
-def test_the_threads_of_a_background_save_are_quiet(tmp_path: Path, kind: str) -> None:
-    nicer, classes = threads_beside(tmp_path / "c", kind, 0)
+def test_the_threads_of_a_background_save_have_low_priority(tmp_path: Path, kind: str) -> None:
+    nicer, classes = threads_of_a_save(tmp_path / "c", kind, 0)
     assert nicer == [7, 7, 7]
     assert classes <= {"idle"}
 
 
 @pytest.mark.parametrize(("own_nice", "nicer_by"), [(4, [3, 3, 3]), (9, [])])
-def test_a_process_that_is_nice_itself_is_not_made_less_so(
+def test_a_background_save_keeps_the_niceness_of_a_nicer_process(
     tmp_path: Path, own_nice: int, nicer_by: list[int]
 ) -> None:
-    nicer, _ = threads_beside(tmp_path / "c", "async_save", own_nice)
+    nicer, _ = threads_of_a_save(tmp_path / "c", "async_save", own_nice)
     assert nicer == nicer_by
 
 
@@ -328,6 +328,6 @@ def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
         background=Background(max_bytes_per_second=limit),
     )
     handle.result()
-    # The last write begins when those before it have had their time.
+    # The last write starts after the time that the earlier writes are allowed.
     at_least = (handle.metrics().bytes - CHUNK_BYTES) / limit
     assert handle.metrics().written_s >= at_least

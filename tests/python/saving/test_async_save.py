@@ -1,4 +1,4 @@
-"""torch_ckpt.async_save: the life of a save, its errors and hooks, wrong arguments."""
+"""torch_ckpt.async_save: waiting, errors, hooks, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from torch_ckpt import CheckpointError, OnCommitFailed
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.saving.background import CHUNK_BYTES
 
-# Every checkpoint that is replaced makes torch say so.
+# torch warns of every checkpoint that is replaced.
 pytestmark = [
     pytest.mark.usefixtures("no_save_after"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 
 
-def test_a_blocking_call_returns_staged(tmp_path: Path, gate: Gate) -> None:
+def test_a_blocking_call_returns_after_staging(tmp_path: Path, gate: Gate) -> None:
     handle = torch_ckpt.async_save({"t": large()}, tmp_path / "c", write_done=gate)
     assert handle.staged.done()
     assert not handle.done()
@@ -51,7 +51,7 @@ def test_a_blocking_call_returns_staged(tmp_path: Path, gate: Gate) -> None:
     handle.result()
 
 
-def test_an_overlapped_call_returns_before(tmp_path: Path, held: Gate) -> None:
+def test_an_overlapped_call_returns_before_staging(tmp_path: Path, held: Gate) -> None:
     handle = torch_ckpt.async_save({"t": large()}, tmp_path / "c", staging="overlapped")
     assert not handle.staged.done()
     held.open()
@@ -73,7 +73,7 @@ def test_waiting_too_long_is_a_timeout_and_the_save_continues(tmp_path: Path, he
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
 
 
-def test_the_result_may_be_asked_for_again(tmp_path: Path) -> None:
+def test_the_result_can_be_read_again(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c")
     metadata = handle.result()
     assert handle.result() is metadata
@@ -88,7 +88,7 @@ def test_the_futures_cannot_be_cancelled(tmp_path: Path, held: Gate) -> None:
     handle.result()
 
 
-def test_the_futures_call_back(tmp_path: Path) -> None:
+def test_the_futures_run_callbacks(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", staging="overlapped")
     called = threading.Event()
     handle.committed.add_done_callback(lambda future: called.set())
@@ -114,7 +114,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, opened_by_waiting: Ga
     assert_checkpoint(tmp_path / "second", {"t": torch.zeros(3)})
 
 
-def test_a_synchronous_save_waits_for_the_one_under_way(
+def test_a_synchronous_save_waits_for_a_running_one(
     tmp_path: Path, opened_by_waiting: Gate
 ) -> None:
     first = torch_ckpt.async_save(
@@ -125,7 +125,7 @@ def test_a_synchronous_save_waits_for_the_one_under_way(
     assert_checkpoint(tmp_path / "c", {"t": torch.zeros(3)})
 
 
-def test_a_second_save_may_refuse_to_wait(tmp_path: Path, gate: Gate) -> None:
+def test_a_second_save_can_refuse_to_wait(tmp_path: Path, gate: Gate) -> None:
     first = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "first", write_done=gate)
     with pytest.raises(CheckpointError, match=r"the save to .*first has not ended yet"):
         torch_ckpt.async_save({"t": torch.zeros(3)}, tmp_path / "second", if_busy="raise")
@@ -135,12 +135,12 @@ def test_a_second_save_may_refuse_to_wait(tmp_path: Path, gate: Gate) -> None:
     assert not (tmp_path / "second").exists()
 
 
-def test_who_refuses_to_wait_saves_where_nothing_is_under_way(tmp_path: Path) -> None:
+def test_a_save_that_refuses_to_wait_succeeds_if_no_save_is_running(tmp_path: Path) -> None:
     for name in ("first", "second"):
         torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / name, if_busy="raise").result()
 
 
-def test_saves_of_many_threads_are_made_one_by_one(tmp_path: Path) -> None:
+def test_saves_of_many_threads_run_one_by_one(tmp_path: Path) -> None:
     def save(number: int) -> None:
         torch_ckpt.async_save({"t": large(number)}, tmp_path / str(number), max_host_bytes=1 << 20)
 
@@ -158,9 +158,7 @@ def test_saves_of_many_threads_are_made_one_by_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", SEEN)
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_an_error_that_was_raised_is_told_nowhere_else(
-    tmp_path: Path, way: str, staging: str
-) -> None:
+def test_a_raised_error_is_reported_only_once(tmp_path: Path, way: str, staging: str) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, unwritable(tmp_path), staging=staging)
     with pytest.raises(CheckpointException):
         SEEN[way](handle)
@@ -169,13 +167,13 @@ def test_an_error_that_was_raised_is_told_nowhere_else(
 
 
 @pytest.mark.parametrize("name", ["staged", "committed"])
-def test_an_error_that_was_looked_at_is_told_nowhere_else(tmp_path: Path, name: str) -> None:
+def test_an_error_that_was_read_is_not_reported_again(tmp_path: Path, name: str) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, unwritable(tmp_path))
     assert isinstance(getattr(handle, name).exception(), CheckpointException)
     torch_ckpt.check_for_errors()
 
 
-def test_an_unseen_error_is_raised_by_the_next_call_and_once(tmp_path: Path) -> None:
+def test_an_unseen_error_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, unwritable(tmp_path))
     with pytest.raises(CheckpointException):
         torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c")
@@ -184,7 +182,7 @@ def test_an_unseen_error_is_raised_by_the_next_call_and_once(tmp_path: Path) -> 
     assert handle.done()
 
 
-def test_an_unseen_error_is_raised_by_check_for_errors_and_once(tmp_path: Path) -> None:
+def test_an_unseen_error_is_raised_once_by_check_for_errors(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, unwritable(tmp_path))
     wait_for_futures([handle.committed])
     with pytest.raises(CheckpointException):
@@ -193,7 +191,7 @@ def test_an_unseen_error_is_raised_by_check_for_errors_and_once(tmp_path: Path) 
     torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c").result()
 
 
-def test_a_synchronous_save_leaves_an_unseen_error_unseen(tmp_path: Path) -> None:
+def test_a_synchronous_save_does_not_raise_an_unseen_error(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, unwritable(tmp_path))
     torch_ckpt.save({"t": torch.ones(3)}, tmp_path / "c")
     with pytest.raises(CheckpointException):
@@ -201,7 +199,7 @@ def test_a_synchronous_save_leaves_an_unseen_error_unseen(tmp_path: Path) -> Non
     assert handle.done()
 
 
-def test_errors_that_wait_are_raised_one_by_one(tmp_path: Path) -> None:
+def test_several_unseen_errors_are_raised_one_by_one(tmp_path: Path) -> None:
     first = torch_ckpt.async_save({"t": torch.ones(3)}, unwritable(tmp_path))
     wait_for_futures([first.committed])
     with pytest.raises(CheckpointException) as error:
@@ -262,7 +260,7 @@ def test_an_object_that_does_not_pickle_fails_the_save(tmp_path: Path) -> None:
     assert list((tmp_path / "c").iterdir()) == []
 
 
-def test_an_existing_checkpoint_may_be_protected(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_can_be_protected(tmp_path: Path) -> None:
     torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c").result()
     with pytest.raises(CheckpointException, match="already exists"):
         torch_ckpt.async_save({"t": torch.zeros(3)}, tmp_path / "c", overwrite=False).result()
@@ -279,7 +277,7 @@ def test_a_handle_dropped_before_the_end_warns(tmp_path: Path, gate: Gate) -> No
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
 
 
-def test_the_error_of_a_dropped_handle_is_told(tmp_path: Path, held: Gate) -> None:
+def test_the_error_of_a_dropped_handle_is_warned_of(tmp_path: Path, held: Gate) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, unwritable(tmp_path), staging="overlapped")
     committed = handle.committed
     with pytest.warns(UserWarning, match="dropped"):
@@ -301,7 +299,7 @@ def test_a_handle_dropped_after_the_end_does_not_warn(tmp_path: Path) -> None:
 # --- hooks ---------------------------------------------------------------------------------------
 
 
-def test_write_done_is_called_beside_training_and_before_the_commit(tmp_path: Path) -> None:
+def test_write_done_is_called_on_another_thread_before_the_commit(tmp_path: Path) -> None:
     seen: list[tuple[str, bool, bool]] = []
 
     def look() -> None:
@@ -314,7 +312,7 @@ def test_write_done_is_called_beside_training_and_before_the_commit(tmp_path: Pa
     assert seen == [("torch_ckpt save", True, False)]
 
 
-def test_what_write_done_raises_fails_the_save(tmp_path: Path) -> None:
+def test_an_exception_in_write_done_fails_the_save(tmp_path: Path) -> None:
     def refuse() -> None:
         raise PermissionError("not today")
 
@@ -343,7 +341,7 @@ def test_on_commit_is_called_with_the_metadata_after_the_commit(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("error", [OSError, CheckpointException])
-def test_what_on_commit_raises_says_that_the_checkpoint_is_committed(
+def test_an_exception_in_on_commit_reports_that_the_checkpoint_is_committed(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
     def fail(_: Metadata) -> None:
@@ -369,7 +367,7 @@ def test_on_commit_is_not_called_for_a_failed_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hook", ["write_done", "on_commit"])
 @pytest.mark.parametrize("save", [torch_ckpt.save, torch_ckpt.async_save])
-def test_a_save_from_a_hook_is_refused_since_it_would_wait_for_itself(
+def test_a_save_from_a_hook_is_refused_as_it_would_wait_for_itself(
     tmp_path: Path, hook: str, save: Callable[..., object]
 ) -> None:
     def save_more(*_: Metadata) -> None:
@@ -380,7 +378,7 @@ def test_a_save_from_a_hook_is_refused_since_it_would_wait_for_itself(
         handle.result(LIMIT)
 
 
-def test_a_callback_of_the_future_may_save(tmp_path: Path) -> None:
+def test_a_callback_of_the_future_can_save(tmp_path: Path) -> None:
     saved = threading.Event()
 
     def save_more(_: object) -> None:
@@ -422,6 +420,6 @@ def test_contradicting_options_are_an_error_of_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_option_that_nobody_has_is_a_type_error(tmp_path: Path) -> None:
+def test_an_unknown_option_is_a_type_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="stagign"):
         torch_ckpt.async_save({}, tmp_path / "c", stagign="blocking")

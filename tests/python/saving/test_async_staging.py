@@ -1,4 +1,4 @@
-"""torch's own async_save with the writer, which stages for it."""
+"""torch's async_save with torch_ckpt's writer, which stages the state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support import (
 from torch_ckpt import Background
 from torch_ckpt.saving.background import CHUNK_BYTES
 
-# Every checkpoint that is replaced makes torch say so.
+# torch warns of every checkpoint that is replaced.
 pytestmark = [
     pytest.mark.usefixtures("no_save_after"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -45,7 +45,7 @@ def test_the_writer_is_an_async_stager(tmp_path: Path) -> None:
     assert isinstance(torch_ckpt.FileSystemWriter(tmp_path), AsyncStager)
 
 
-def test_a_staged_copy_is_the_state(tmp_path: Path) -> None:
+def test_a_staged_copy_equals_the_state(tmp_path: Path) -> None:
     staged = torch_ckpt.FileSystemWriter(tmp_path).stage(everything())
     assert_equal(staged, everything())
     assert type(staged["model"]) is OrderedDict
@@ -58,14 +58,14 @@ def test_a_staged_copy_keeps_the_strides_of_dense_tensors(tmp_path: Path) -> Non
     assert staged["t"].stride() == (1, 6)
 
 
-def test_a_staged_copy_shares_nothing_with_the_state(tmp_path: Path) -> None:
+def test_a_staged_copy_shares_no_memory_with_the_state(tmp_path: Path) -> None:
     state = everything()
     staged = torch_ckpt.FileSystemWriter(tmp_path).stage(state)
     spoil(state)
     assert_equal(staged, everything())
 
 
-def test_staging_leaves_the_state_as_it_is(tmp_path: Path) -> None:
+def test_staging_does_not_change_the_state(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     mapping = OwnMapping(p=parameter)
     torch_ckpt.FileSystemWriter(tmp_path).stage({"m": mapping, "o": OrderedDict(p=parameter)})
@@ -87,7 +87,7 @@ def test_the_memory_of_a_staged_copy_returns_to_the_pool(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("by", ["storage_writer", "async_stager"])
-def test_torchs_own_async_save_saves_what_was_there_at_the_call(tmp_path: Path, by: str) -> None:
+def test_torchs_async_save_saves_a_snapshot(tmp_path: Path, by: str) -> None:
     state = everything() | {"large": large()}
     slow = Background(max_bytes_per_second=64 << 20)
     writer = torch_ckpt.FileSystemWriter(tmp_path / "c", background=slow)
@@ -100,7 +100,7 @@ def test_torchs_own_async_save_saves_what_was_there_at_the_call(tmp_path: Path, 
     assert_checkpoint(tmp_path / "c", everything() | {"large": large()})
 
 
-def test_torchs_own_async_save_raises_what_failed(tmp_path: Path) -> None:
+def test_torchs_async_save_raises_the_error_of_the_save(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(unwritable(tmp_path))
     future: Any = dcp_async_save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
     with pytest.raises(CheckpointException):
@@ -116,7 +116,7 @@ def test_the_writer_pickles_after_staging(tmp_path: Path) -> None:
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
 
 
-def test_bytes_of_staged_tensors_are_those_of_the_sources(tmp_path: Path) -> None:
+def test_bytes_of_staged_tensors_equal_those_of_the_sources(tmp_path: Path) -> None:
     state = {str(dtype): random_tensor((7, 3), dtype) for dtype in DTYPES}
     staged = torch_ckpt.FileSystemWriter(tmp_path).stage(state)
     assert [bytes_of(t) for t in staged.values()] == [bytes_of(t) for t in state.values()]

@@ -1,4 +1,5 @@
-"""torch_ckpt.async_save: what is saved is the state at the call, or the change is told."""
+"""torch_ckpt.async_save: the checkpoint has the snapshot of the state, or the save fails by
+name."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from tests.support import (
 from torch_ckpt import Background, SourceChanged
 from torch_ckpt.saving.background import CHUNK_BYTES
 
-# Every checkpoint that is replaced makes torch say so.
+# torch warns of every checkpoint that is replaced.
 pytestmark = [
     pytest.mark.usefixtures("no_save_after"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -49,7 +50,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_everything_comes_back(tmp_path: Path, staging: str) -> None:
+def test_every_kind_of_value_is_loaded_as_saved(tmp_path: Path, staging: str) -> None:
     torch_ckpt.async_save(everything(), tmp_path / "c", staging=staging).result()
     assert_checkpoint(tmp_path / "c", everything())
 
@@ -63,14 +64,14 @@ def test_every_dtype_makes_the_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_the_data_files_are_those_of_save(tmp_path: Path, staging: str) -> None:
+def test_the_data_files_equal_those_of_save(tmp_path: Path, staging: str) -> None:
     state = everything() | {"large": large()}
     torch_ckpt.save(state, tmp_path / "saved")
     torch_ckpt.async_save(state, tmp_path / "async", staging=staging).result()
     assert contents(tmp_path / "async") == contents(tmp_path / "saved")
 
 
-def test_the_metadata_is_that_of_save(tmp_path: Path) -> None:
+def test_the_metadata_equals_that_of_save(tmp_path: Path) -> None:
     saved = torch_ckpt.save(everything(), tmp_path / "saved")
     returned = torch_ckpt.async_save(everything(), tmp_path / "async").result()
     assert returned.state_dict_metadata == saved.state_dict_metadata
@@ -80,7 +81,7 @@ def test_the_metadata_is_that_of_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"thread_count": 1}, {"single_file_per_rank": False}], ids=str)
-def test_options_of_the_writer_are_heard(tmp_path: Path, options: StateDict) -> None:
+def test_options_of_the_writer_are_used(tmp_path: Path, options: StateDict) -> None:
     state = everything()
     torch_ckpt.save(state, tmp_path / "saved", **options)
     torch_ckpt.async_save(state, tmp_path / "async", **options).result()
@@ -95,7 +96,7 @@ def test_one_writer_can_be_used_for_many_saves(tmp_path: Path) -> None:
     assert writer.max_host_bytes is None
 
 
-def test_the_callers_writer_may_be_used_elsewhere_meanwhile(tmp_path: Path, held: Gate) -> None:
+def test_the_callers_writer_can_be_used_during_the_save(tmp_path: Path, held: Gate) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path / "c")
     state = {"t": torch.ones(3)}
     handle = torch_ckpt.async_save(state, storage_writer=writer, staging="overlapped")
@@ -107,9 +108,9 @@ def test_the_callers_writer_may_be_used_elsewhere_meanwhile(tmp_path: Path, held
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_changes_after_staged_do_not_reach_the_checkpoint(tmp_path: Path, staging: str) -> None:
+def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path, staging: str) -> None:
     state = everything() | {"large": large()}
-    # The third of the large one's chunks is written an eighth of a second after it was staged.
+    # The third chunk of the large tensor is written an eighth of a second after its staging.
     slow = Background(max_bytes_per_second=64 << 20)
     handle = torch_ckpt.async_save(state, tmp_path / "c", staging=staging, background=slow)
     handle.wait_staged()
@@ -118,7 +119,7 @@ def test_changes_after_staged_do_not_reach_the_checkpoint(tmp_path: Path, stagin
     assert_checkpoint(tmp_path / "c", everything() | {"large": large()})
 
 
-def test_containers_may_change_right_after_an_overlapped_call(tmp_path: Path, held: Gate) -> None:
+def test_containers_can_change_right_after_an_overlapped_call(tmp_path: Path, held: Gate) -> None:
     state = everything()
     handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
     del state["model"]["weight"]
@@ -134,7 +135,7 @@ def test_containers_may_change_right_after_an_overlapped_call(tmp_path: Path, he
     assert_checkpoint(tmp_path / "c", everything())
 
 
-def test_tensors_may_be_freed_right_after_an_overlapped_call(tmp_path: Path, held: Gate) -> None:
+def test_tensors_can_be_freed_right_after_an_overlapped_call(tmp_path: Path, held: Gate) -> None:
     state = everything()
     handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
     del state
@@ -144,9 +145,7 @@ def test_tensors_may_be_freed_right_after_an_overlapped_call(tmp_path: Path, hel
     assert_checkpoint(tmp_path / "c", everything())
 
 
-def test_data_may_be_assigned_anew_right_after_an_overlapped_call(
-    tmp_path: Path, held: Gate
-) -> None:
+def test_data_can_be_assigned_right_after_an_overlapped_call(tmp_path: Path, held: Gate) -> None:
     parameter = torch.nn.Parameter(torch.ones(5))
     handle = torch_ckpt.async_save({"p": parameter}, tmp_path / "c", staging="overlapped")
     parameter.data = torch.zeros(5)
@@ -156,7 +155,7 @@ def test_data_may_be_assigned_anew_right_after_an_overlapped_call(
 
 
 class Counting:
-    """A Stateful that counts how often it was asked."""
+    """Stateful that counts the calls of its methods."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -170,7 +169,7 @@ class Counting:
         self.asked, self.weight = state["asked"], state["weight"]
 
 
-def test_a_stateful_is_asked_once_and_in_the_call(tmp_path: Path, held: Gate) -> None:
+def test_a_stateful_is_read_once_during_the_call(tmp_path: Path, held: Gate) -> None:
     stateful = Counting()
     handle = torch_ckpt.async_save({"s": stateful}, tmp_path / "c", staging="overlapped")
     assert stateful.asked == 1
@@ -184,7 +183,7 @@ def test_a_stateful_is_asked_once_and_in_the_call(tmp_path: Path, held: Gate) ->
     assert_equal(loaded.weight, torch.full((4,), 7.0))
 
 
-def test_what_a_stateful_raises_is_raised_by_the_call_alone(tmp_path: Path) -> None:
+def test_an_exception_of_a_stateful_is_raised_only_by_the_call(tmp_path: Path) -> None:
     stateful = Counting()
     stateful.state_dict = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
     with pytest.raises(ZeroDivisionError):
@@ -193,7 +192,7 @@ def test_what_a_stateful_raises_is_raised_by_the_call_alone(tmp_path: Path) -> N
     torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c").result()
 
 
-def test_models_and_optimizers_resume_where_they_were(tmp_path: Path) -> None:
+def test_models_and_optimizers_resume_from_their_saved_state(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.AdamW)
     state = {"model": model, "optimizer": optimizer.state_dict()}
     torch_ckpt.async_save(state, tmp_path / "c").result()
@@ -207,7 +206,7 @@ def test_models_and_optimizers_resume_where_they_were(tmp_path: Path) -> None:
     assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def test_the_callers_own_mapping_stays_as_it_is(tmp_path: Path) -> None:
+def test_the_callers_mapping_is_unchanged(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     mapping = OwnMapping(p=parameter)
     torch_ckpt.async_save({"m": mapping}, tmp_path / "c").result()
@@ -226,7 +225,7 @@ class Pair(NamedTuple):
     number: int
 
 
-def test_objects_that_hold_tensors_are_copied_in_the_call(tmp_path: Path, held: Gate) -> None:
+def test_objects_that_hold_tensors_are_copied_during_the_call(tmp_path: Path, held: Gate) -> None:
     pair = Pair(torch.ones(3), 1)
     handle = torch_ckpt.async_save({"pair": pair}, tmp_path / "c", staging="overlapped")
     pair.tensor.zero_()
@@ -265,7 +264,7 @@ STRUCTURES: dict[str, StateDict] = {
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_a_save_knows_nothing_of_the_structure_before(tmp_path: Path, name: str) -> None:
+def test_a_save_ignores_the_structure_of_the_previous_one(tmp_path: Path, name: str) -> None:
     for number, state in enumerate((STRUCTURES["first"], STRUCTURES[name], STRUCTURES["first"])):
         path = tmp_path / f"{name}-{number}"
         ours = torch_ckpt.async_save(state, path, warn_unchanged=False).result()
@@ -294,7 +293,7 @@ TOO_EARLY: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("change", TOO_EARLY)
-def test_a_tensor_changed_before_it_was_copied_fails_the_save_by_its_name(
+def test_a_tensor_changed_before_its_copy_fails_the_save_by_name(
     tmp_path: Path, held: Gate, change: str
 ) -> None:
     state, base = with_a_view()
@@ -323,7 +322,7 @@ def test_tensors_in_lists_tuples_and_mappings_are_named(tmp_path: Path, held: Ga
         handle.result()
 
 
-def test_of_many_changed_tensors_ten_are_named(tmp_path: Path, held: Gate) -> None:
+def test_ten_of_many_changed_tensors_are_named(tmp_path: Path, held: Gate) -> None:
     state = {f"t{i}": torch.zeros(2) for i in range(12)}
     handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
     for tensor in state.values():
@@ -333,7 +332,7 @@ def test_of_many_changed_tensors_ten_are_named(tmp_path: Path, held: Gate) -> No
         handle.result()
 
 
-def test_a_change_while_the_call_waits_is_noticed_as_well(tmp_path: Path, held: Gate) -> None:
+def test_a_change_while_the_call_waits_is_detected(tmp_path: Path, held: Gate) -> None:
     tensor = torch.zeros(3)
 
     def change() -> None:
@@ -349,9 +348,9 @@ def test_a_change_while_the_call_waits_is_noticed_as_well(tmp_path: Path, held: 
         handle.result()
 
 
-def test_a_change_amid_the_copying_is_noticed(tmp_path: Path) -> None:
+def test_a_change_during_the_copy_is_detected(tmp_path: Path) -> None:
     first, last = large(1), large(2)
-    # Two of six chunks have been copied at most when the first one is written.
+    # At most two of six chunks have been copied when the first one is written.
     with before("pwrite", lambda: last.add_(1)):
         handle = torch_ckpt.async_save(
             {"first": first, "last": last},
@@ -364,7 +363,7 @@ def test_a_change_amid_the_copying_is_noticed(tmp_path: Path) -> None:
             handle.result()
 
 
-def test_a_save_that_is_changed_too_early_leaves_no_file(tmp_path: Path, held: Gate) -> None:
+def test_a_save_whose_source_changed_too_early_leaves_no_file(tmp_path: Path, held: Gate) -> None:
     tensor = large()
     handle = torch_ckpt.async_save({"t": tensor}, tmp_path / "c", staging="overlapped")
     tensor.add_(1)
@@ -374,7 +373,7 @@ def test_a_save_that_is_changed_too_early_leaves_no_file(tmp_path: Path, held: G
     assert list((tmp_path / "c").iterdir()) == []
 
 
-def test_a_save_that_is_changed_too_early_keeps_the_old_checkpoint(
+def test_a_save_whose_source_changed_too_early_keeps_the_old_checkpoint(
     tmp_path: Path, held: Gate
 ) -> None:
     torch_ckpt.save({"t": large(1)}, tmp_path / "c")
@@ -389,7 +388,7 @@ def test_a_save_that_is_changed_too_early_keeps_the_old_checkpoint(
     assert_checkpoint(tmp_path / "c", {"t": large(1)})
 
 
-def test_reading_and_gradients_are_no_changes(tmp_path: Path, held: Gate) -> None:
+def test_reads_and_gradients_are_not_changes(tmp_path: Path, held: Gate) -> None:
     model, optimizer = trained(torch.optim.SGD)
     expected = copied(model.state_dict())
     handle = torch_ckpt.async_save(model.state_dict(), tmp_path / "c", staging="overlapped")
@@ -401,17 +400,17 @@ def test_reading_and_gradients_are_no_changes(tmp_path: Path, held: Gate) -> Non
     assert_checkpoint(tmp_path / "c", expected)
 
 
-def test_buffers_that_a_forward_pass_updates_are_noticed(tmp_path: Path, held: Gate) -> None:
+def test_buffers_that_a_forward_pass_updates_are_detected(tmp_path: Path, held: Gate) -> None:
     model = torch.nn.BatchNorm1d(4)
     handle = torch_ckpt.async_save({"model": model}, tmp_path / "c", staging="overlapped")
     model(torch.ones(2, 4))
     held.open()
-    # By the counter alone: the kernel does not count up the versions of what it averages.
+    # Only by the counter: the kernel does not increment the versions of the averages.
     with pytest.raises(CheckpointException, match=r"model\.num_batches_tracked: changed"):
         handle.result()
 
 
-def test_of_fused_optimizers_the_step_is_noticed(tmp_path: Path, held: Gate) -> None:
+def test_the_step_of_fused_optimizers_is_detected(tmp_path: Path, held: Gate) -> None:
     model, optimizer = trained(torch.optim.Adam, fused=True)
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
@@ -419,7 +418,7 @@ def test_of_fused_optimizers_the_step_is_noticed(tmp_path: Path, held: Gate) -> 
     held.open()
     with pytest.raises(CheckpointException) as error:
         handle.result()
-    # Not the parameters and moments: fused steps do not count their versions up.
+    # Fused steps do not increment the versions of parameters and moments.
     assert str(cause_of(error.value)).startswith(
         "optim.state.0.step, optim.state.1.step: changed before"
     )

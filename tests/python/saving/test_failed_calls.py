@@ -1,4 +1,4 @@
-"""A system call of a save or a load fails, or comes back early: strace lets it."""
+"""System calls of a save or a load that fail or return early by strace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support import (
 )
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 
-# What a child process under strace does; see under_strace.py.
+# Work of the child process under strace; see under_strace.py.
 
 
 def saving(path: str, seed: int, options: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def test_a_failed_call_while_overwriting_keeps_the_old_checkpoint(
     assert_is_checkpoint(tmp_path, state_of(0))
 
 
-def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path) -> None:
+def test_the_first_failure_is_reported(tmp_path: Path) -> None:
     outcome = under_strace.run(
         saving,
         str(tmp_path),
@@ -157,7 +157,7 @@ COMMIT_TRACE = "openat,pwrite64,fsync,close,/^rename"
 
 
 def commit_calls(outcome: under_strace.Outcome) -> list[under_strace.Call]:
-    """The calling thread's, from the temporary metadata file to the last fsync."""
+    """Selects the calling thread's calls from the temporary metadata file to the last fsync."""
     calls = outcome.calls
     first = next(i for i, call in enumerate(calls) if ".metadata.tmp-" in call.arguments)
     last = max(i for i, call in enumerate(calls) if call.name == "fsync")
@@ -166,7 +166,7 @@ def commit_calls(outcome: under_strace.Outcome) -> list[under_strace.Call]:
 
 @pytest.fixture(scope="module")
 def sound_commit(tmp_path_factory: pytest.TempPathFactory) -> list[under_strace.Call]:
-    """The calls of a commit over an older checkpoint, nothing failing."""
+    """Returns the calls of a successful commit that replaces a checkpoint."""
     path = tmp_path_factory.mktemp("sound")
     save(state_of(0), path)
     outcome = under_strace.run(
@@ -184,7 +184,7 @@ def test_a_commit_is_durable_before_and_after_it_is_visible(
     assert above >= 1
     assert names == [
         *("openat", "pwrite64", "fsync", "close"),  # the metadata under a temporary name
-        *("openat", "openat", "fsync", "close"),  # the directory above: to go there, and to sync
+        *("openat", "openat", "fsync", "close"),  # the directory above: to open it, and to sync
         *("openat", "openat", "fsync", "close", "close") * (above - 1),  # and those above it
         *("openat", "close", "close"),  # nothing is above the last one
         *("openat", "close"),  # the directory, to find the data files in it
@@ -193,8 +193,8 @@ def test_a_commit_is_durable_before_and_after_it_is_visible(
     ]
 
 
-# The position of each call in the list above (from its end: behind the directories), and whether
-# the checkpoint is visible when it fails.
+# The position of each call in the list above (negative: from its end, which has the directories),
+# and whether the checkpoint is visible when the call fails.
 COMMIT_STEPS = [
     pytest.param(0, False, errno.EIO, id="open the temporary file"),
     pytest.param(1, False, errno.EIO, id="write it"),
@@ -204,7 +204,7 @@ COMMIT_STEPS = [
     pytest.param(5, False, errno.EIO, id="open the parent"),
     pytest.param(6, False, errno.EIO, id="fsync the parent"),
     pytest.param(-4, False, errno.EIO, id="list the directory"),
-    # EIO would not tell whether it was carried out.
+    # EIO would leave open whether the call was carried out.
     pytest.param(-2, False, errno.ENOSPC, id="rename"),
     pytest.param(-1, True, errno.EIO, id="fsync the directory"),
 ]
@@ -257,10 +257,8 @@ def test_a_failed_fsync_of_the_directory_fails_the_save(tmp_path: Path, thread_c
 
 @pytest.mark.parametrize("count", [4096, 1000, 1])
 @pytest.mark.parametrize("direct_io", [False, "auto"])
-def test_a_short_write_is_continued_where_it_ended(
-    tmp_path: Path, count: int, direct_io: bool | str
-) -> None:
-    # strace skips the call that it lets return early, so those bytes are missing in the file.
+def test_a_short_write_is_continued(tmp_path: Path, count: int, direct_io: bool | str) -> None:
+    # strace skips a call that it makes return early, so those bytes are missing in the file.
     outcome = under_strace.run(
         saving,
         str(tmp_path),
@@ -282,7 +280,7 @@ def test_a_short_write_is_continued_where_it_ended(
     assert size == (tmp_path / "sound" / "__0_0.distcp").stat().st_size
 
 
-def test_a_write_of_no_bytes_is_a_full_disk_and_no_endless_loop(tmp_path: Path) -> None:
+def test_a_write_of_no_bytes_is_a_full_disk_and_not_an_endless_loop(tmp_path: Path) -> None:
     outcome = under_strace.run(
         saving,
         str(tmp_path),
@@ -301,15 +299,13 @@ RETRIED = [
     ("fallocate", "EINTR"),
     ("fallocate", "EOPNOTSUPP"),  # a file system without it
     ("openat", "EINVAL"),  # a file system without O_DIRECT
-    ("pwrite64", "EINVAL"),  # one that says so late
+    ("pwrite64", "EINVAL"),  # a file system that fails only at the first write
     ("close", "EINTR"),  # Linux has closed it
 ]
 
 
 @pytest.mark.parametrize(("call", "error"), RETRIED)
-def test_a_call_that_is_no_failure_does_not_fail_the_save(
-    tmp_path: Path, call: str, error: str
-) -> None:
+def test_a_tolerated_failure_does_not_fail_the_save(tmp_path: Path, call: str, error: str) -> None:
     outcome = under_strace.run(
         saving,
         str(tmp_path),
@@ -337,12 +333,12 @@ def test_every_file_and_the_directory_are_fsynced(tmp_path: Path, thread_count: 
     outcome = under_strace.run(
         saving, str(tmp_path), 0, {"thread_count": thread_count}, trace="fsync"
     )
-    # Data files, the directory with them, the metadata, the directories above, the directory.
+    # Data files, their directory, the metadata, the directories above, the directory.
     assert len(outcome.calls_of("fsync")) == thread_count + 3 + directories_above(tmp_path)
 
 
 def directories_above(path: Path) -> int:
-    """Up to the root of the file system."""
+    """Returns the directories up to the root of the file system."""
     above = [parent for parent in path.parents if parent.stat().st_dev == path.stat().st_dev]
     return len(above)
 
@@ -374,9 +370,7 @@ def test_a_failed_call_on_a_data_file_fails_the_load(
 
 
 @pytest.mark.parametrize(("call", "error"), [("pread64", "EINTR"), ("preadv2", "EOPNOTSUPP")])
-def test_a_call_that_is_no_failure_does_not_fail_the_load(
-    tmp_path: Path, call: str, error: str
-) -> None:
+def test_a_tolerated_failure_does_not_fail_the_load(tmp_path: Path, call: str, error: str) -> None:
     save(state_of(0), tmp_path, thread_count=2)
     outcome = under_strace.run(
         loading,
@@ -390,7 +384,7 @@ def test_a_call_that_is_no_failure_does_not_fail_the_load(
     assert outcome.error is None
 
 
-def test_direct_io_that_is_not_to_be_had_is_refused_by_name(tmp_path: Path) -> None:
+def test_unavailable_direct_io_is_refused_by_name(tmp_path: Path) -> None:
     outcome = under_strace.run(
         saving,
         str(tmp_path),

@@ -1,4 +1,4 @@
-"""A save that fails says so, publishes nothing and leaves nothing behind; the old one stays."""
+"""Failed saves: they raise, publish nothing, leave no files and keep the old checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_metadata_that_no_load_accepts_is_not_committed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("thread_count", THREAD_COUNTS)
 @pytest.mark.parametrize("direct_io", [False, "auto"])
-def test_a_full_disk_fails_the_save_and_is_empty_again(
+def test_a_full_disk_fails_the_save_and_its_files_are_deleted(
     small_disk: Path, thread_count: int, direct_io: bool | str
 ) -> None:
     path = small_disk / "checkpoint"
@@ -74,7 +74,7 @@ def test_a_disk_too_small_for_two_checkpoints_keeps_the_first(
 def test_a_full_disk_without_room_for_the_metadata_publishes_nothing(small_disk: Path) -> None:
     path = small_disk / "checkpoint"
     path.mkdir()
-    # The data fit, but then there is no page left.
+    # There is space for the data, and then no page is left.
     state = {"a": torch.zeros(1 << 20, dtype=torch.uint8)}
     save(state, path, thread_count=1)
     size = data_files(path)[0].stat().st_size
@@ -115,7 +115,7 @@ def test_a_read_only_disk_fails_the_save_and_can_be_loaded_from(small_disk: Path
 
 
 @pytest.mark.parametrize("path", ["file", "file/below"])
-def test_a_file_in_the_place_of_the_directory_fails_the_save(tmp_path: Path, path: str) -> None:
+def test_a_file_in_place_of_the_directory_fails_the_save(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("keep")
     with pytest.raises(dcp.CheckpointException) as error:
         save(state_of(), tmp_path / path)
@@ -127,7 +127,7 @@ def test_a_file_in_the_place_of_the_directory_fails_the_save(tmp_path: Path, pat
 
 @pytest.mark.filterwarnings("ignore:an unused file could not be removed")
 @pytest.mark.parametrize("thread_count", THREAD_COUNTS)
-def test_a_directory_in_the_place_of_a_data_file_is_no_reason_to_lose_data(
+def test_a_directory_in_place_of_a_data_file_loses_no_data(
     tmp_path: Path, thread_count: int
 ) -> None:
     (tmp_path / f"__0_{thread_count - 1}.distcp").mkdir()
@@ -135,10 +135,10 @@ def test_a_directory_in_the_place_of_a_data_file_is_no_reason_to_lose_data(
     assert_is_checkpoint(tmp_path, state_of())
 
 
-def test_stock_torch_with_four_threads_reports_success_where_a_file_could_not_be_written(
+def test_stock_torch_with_four_threads_reports_success_if_a_file_could_not_be_written(
     tmp_path: Path,
 ) -> None:
-    # What the tests of this file are for. Newer torch may have mended it.
+    # The defect that torch_ckpt avoids. Newer torch may have fixed it.
     (tmp_path / "__0_1.distcp").mkdir()
     hook, threading_hook = [], pytest.MonkeyPatch()
     threading_hook.setattr("threading.excepthook", hook.append)
@@ -153,7 +153,7 @@ def test_stock_torch_with_four_threads_reports_success_where_a_file_could_not_be
         stock_load(emptied(state_of()), tmp_path)
 
 
-def test_the_checkpoint_that_stock_torch_published_so_is_refused_with_its_reason(
+def test_the_incomplete_checkpoint_of_stock_torch_is_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "__0_1.distcp").mkdir()
@@ -178,7 +178,7 @@ def error_of_save(path: Path) -> dcp.CheckpointException:
     return error.value
 
 
-def test_the_raised_exception_makes_the_way_to_other_ranks(tmp_path: Path) -> None:
+def test_the_raised_exception_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
     error = error_of_save(tmp_path)
     copy = pickle.loads(pickle.dumps(error))
     cause, copied = cause_of(error), cause_of(copy)
@@ -207,7 +207,7 @@ class Unhelpful(dcp.DefaultSavePlanner):
         return "not a tensor"
 
 
-def test_a_planner_that_gives_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_planner_that_returns_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match="a: the planner resolved") as error:
         save_with(torch_ckpt.FileSystemWriter(tmp_path), {"a": torch.zeros(2)}, planner=Unhelpful())
     assert isinstance(cause_of(error.value), CheckpointError)
@@ -222,7 +222,7 @@ SPARSE = {
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", SPARSE)
-def test_a_tensor_that_torch_cannot_save_is_not_saved(tmp_path: Path, kind: str) -> None:
+def test_a_tensor_that_torch_cannot_save_is_refused(tmp_path: Path, kind: str) -> None:
     for saver in (save, stock_save):
         path = tmp_path / saver.__name__
         with pytest.raises(dcp.CheckpointException):
@@ -254,7 +254,7 @@ def test_a_failed_save_leaves_no_file_open_and_the_engine_ready(tmp_path: Path) 
     assert_is_checkpoint(tmp_path / "bad", state_of())
 
 
-def test_a_link_in_the_place_of_a_data_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_data_file_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("keep")
     (tmp_path / "checkpoint").mkdir()
@@ -267,7 +267,7 @@ def test_a_link_in_the_place_of_a_data_file_is_not_followed(tmp_path: Path) -> N
 # --- progress and Ctrl-C -------------------------------------------------------------------------
 
 
-def test_progress_of_a_save_grows_to_the_total(tmp_path: Path) -> None:
+def test_progress_of_a_save_reaches_the_total(tmp_path: Path) -> None:
     seen: list[Progress] = []
     save(state_of(), tmp_path, progress=seen.append)
     written = sum(file.stat().st_size for file in data_files(tmp_path))
@@ -304,16 +304,16 @@ def complain(_progress: Progress) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"), [(interrupt, "KeyboardInterrupt"), (complain, "progress function failed")]
+    ("function", "text"), [(interrupt, "KeyboardInterrupt"), (complain, "progress function failed")]
 )
 @pytest.mark.parametrize("bytes_in_all", [LARGE, 200 << 20], ids=["done by then", "under way"])
 def test_an_interrupted_save_removes_its_files(
-    scratch: Path, function: Callable[[Progress], None], said: str, bytes_in_all: int
+    scratch: Path, function: Callable[[Progress], None], text: str, bytes_in_all: int
 ) -> None:
     save(state_of(0), scratch)
     before = names_in(scratch)
     with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)) as error:
         save(state_of(1, bytes_in_all), scratch, progress=function, max_host_bytes=1 << 20)
-    assert said in error.exconly()
+    assert text in error.exconly()
     assert names_in(scratch) == before
     assert_is_checkpoint(scratch, state_of(0))

@@ -1,4 +1,4 @@
-"""The seam that other tests use: csrc/os/fault.h from Python."""
+"""The fault points for tests: csrc/os/fault.h from Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 
 
-def test_a_system_call_of_the_engine_is_told_with_its_path(tmp_path: Path) -> None:
+def test_a_system_call_of_the_engine_is_reported_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "one").touch()
     reached: list[tuple[str, str]] = []
     with at_fault_points(lambda operation, path: reached.append((operation, path))):
@@ -29,7 +29,7 @@ def test_a_call_fails_with_the_errno_that_the_hook_returns(tmp_path: Path) -> No
     assert (tmp_path / "one").exists()
 
 
-def test_a_point_of_python_fails_as_a_call_of_the_engine(tmp_path: Path) -> None:
+def test_a_point_in_python_fails_like_a_call_of_the_engine(tmp_path: Path) -> None:
     with failing("look", EIO, tmp_path), pytest.raises(OSError, match="look") as raised:
         _core.fault_point("look", tmp_path)
     assert (raised.value.errno, raised.value.filename) == (EIO, str(tmp_path))
@@ -41,7 +41,7 @@ def test_a_hook_ends_with_its_scope() -> None:
     _core.fault_point("look")
 
 
-def test_two_threads_meet_in_a_hook() -> None:
+def test_two_threads_can_be_in_a_hook_at_the_same_time() -> None:
     both = threading.Barrier(2)
     with at_fault_points(lambda _operation, _path: both.wait() and None):
         other = threading.Thread(target=_core.fault_point, args=("here",))
@@ -51,17 +51,17 @@ def test_two_threads_meet_in_a_hook() -> None:
     assert not both.broken
 
 
-def test_what_a_hook_raises_is_not_lost() -> None:
+def test_an_exception_of_a_hook_is_raised_at_the_end() -> None:
     with pytest.raises(ZeroDivisionError), at_fault_points(lambda _operation, _path: 1 // 0):
         _core.fault_point("look")
 
 
-def test_a_point_that_is_not_reached_is_told() -> None:
+def test_a_point_that_is_not_reached_is_an_error() -> None:
     with pytest.raises(AssertionError, match="rename was not reached"), before("rename", list):
         pass
 
 
-def test_nested_hooks_are_all_called_and_one_that_fails_the_call_is_enough() -> None:
+def test_all_nested_hooks_are_called_and_any_can_fail_the_call() -> None:
     reached: list[str] = []
     with (
         at_fault_points(lambda operation, _path: reached.append(operation)),
@@ -74,7 +74,7 @@ def test_nested_hooks_are_all_called_and_one_that_fails_the_call_is_enough() -> 
     assert reached == ["there", "there", "here", "inside"]
 
 
-def test_who_comes_to_a_point_that_is_held_waits_until_it_is_opened() -> None:
+def test_a_thread_at_a_held_point_waits_until_the_gate_opens() -> None:
     passed: list[str] = []
     with held("here") as gate:
         other = threading.Thread(target=lambda: (_core.fault_point("here"), passed.append("it")))

@@ -1,4 +1,4 @@
-"""Plans that are used again, and when they are not."""
+"""Plans that are reused, and changes that prevent reuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_plan_yet() -> Iterator[None]:
 
 
 class Plans:
-    """Counts the plans that the coordinator makes; the next one fails with ``error``."""
+    """Counts the plans that the coordinator makes. The next one fails with ``error``."""
 
     made = 0
     error = 0
@@ -83,7 +83,7 @@ def test_an_unchanged_structure_is_planned_once(tmp_path: Path, plans: Plans) ->
 
 
 @forked
-def test_a_forked_child_makes_a_plan_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_makes_its_own_plan(tmp_path: Path) -> None:
     save(tmp_path / "parent", state(0))
 
     def plans_of_child() -> int:
@@ -161,7 +161,7 @@ def test_a_rank_that_missed_an_answer_gets_a_new_plan(tmp_path: Path, plans: Pla
     assert_holds(tmp_path / "after", state(2))
 
 
-def test_a_plan_that_failed_is_not_kept(tmp_path: Path, plans: Plans) -> None:
+def test_a_failed_plan_is_not_kept(tmp_path: Path, plans: Plans) -> None:
     plans.error = EIO
     with pytest.raises(CheckpointException, match="plan of all ranks"):
         save(tmp_path / "failed", state(1))

@@ -48,7 +48,7 @@ def test_the_bar_is_coloured_unless_no_color_is_set(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100])
 @pytest.mark.parametrize("title", ["save x", "save " + "0123456789" * 10])
-def test_the_line_is_shorter_than_the_terminal_is_wide(
+def test_the_line_is_shorter_than_the_width_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, columns: int, title: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -1,4 +1,4 @@
-"""What a save compares of the tensors that several ranks have."""
+"""Comparison of replicated tensors by checksums during a save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_ckpt.saving.replica_check import checksums_of, differing_values
 @pytest.mark.parametrize("mode", ["warn", "error"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (3, 5), (700, 900)])
-def test_the_checksum_does_not_depend_on_how_a_tensor_lies_in_memory(
+def test_the_checksum_is_independent_of_the_memory_layout(
     mode: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = (torch.rand(shape) * 100).to(dtype)
@@ -32,7 +32,7 @@ def test_a_single_element_has_the_same_checksum_with_any_stride(mode: str) -> No
     assert checksums_of([element], [], mode) == checksums_of([torch.tensor([1.0])], [], mode)
 
 
-def test_the_first_and_the_last_item_of_a_large_tensor_are_looked_at() -> None:
+def test_the_first_and_the_last_item_of_a_large_tensor_are_checked() -> None:
     before = checksums_of([torch.zeros(1_000_003)], [], "warn")
     for place in (0, -1):
         changed = torch.zeros(1_000_003)
@@ -40,7 +40,7 @@ def test_the_first_and_the_last_item_of_a_large_tensor_are_looked_at() -> None:
         assert checksums_of([changed], [], "warn") != before
 
 
-def test_names_of_only_some_ranks_are_compared_among_these() -> None:
+def test_names_of_some_ranks_are_compared_among_these_ranks() -> None:
     one, other = (
         checksums_of([torch.zeros(1)], [], "warn"),
         checksums_of([torch.ones(1)], [], "warn"),
@@ -60,7 +60,7 @@ def of_object(value: Any) -> bytes:
     return checksums_of([], [value], "warn")
 
 
-#: Pairs of equal objects that are not built in the same way.
+#: Pairs of equal objects that were built differently.
 EQUAL: list[tuple[Any, Any]] = [
     (["ab", "ab"], ["ab", "".join(["a", "b"])]),
     # Their hashes collide, so a set lists them in the order of insertion.
@@ -73,11 +73,11 @@ EQUAL: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("one", "other"), EQUAL, ids=lambda value: type(value).__name__)
-def test_equal_objects_have_one_checksum(one: Any, other: Any) -> None:
+def test_equal_objects_have_the_same_checksum(one: Any, other: Any) -> None:
     assert of_object(one) == of_object(other)
 
 
-def test_objects_that_differ_have_different_checksums() -> None:
+def test_different_objects_have_different_checksums() -> None:
     objects: list[Any] = [
         *(0, 1, True, 1.0, "1", b"1", None, [1], (1,), {1}, {"a": 1}, {"a": 2}),
         *(Own(x=1), Own(x=2), {"t": torch.zeros(2)}, {"t": torch.ones(2)}),

@@ -1,4 +1,4 @@
-"""torch_ckpt.reserve_pool: memory that is there before the first save, and stays."""
+"""torch_ckpt.reserve_pool: memory that is allocated before the first save and kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from torch_ckpt.saving.host_memory import Reserve
 
 @pytest.fixture(autouse=True)
 def empty_pool() -> Iterator[None]:
-    """Saves of earlier tests that still end, or are garbage, would put their memory into it."""
+    """Waits for saves of earlier tests and collects garbage, which would return memory to the
+    pool."""
     for thread in threading.enumerate():
         if thread.name in ("torch_ckpt save", "torch_ckpt call", "torch_ckpt reserve"):
             thread.join(LIMIT)
@@ -46,7 +47,7 @@ def alone_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free(amount: int) -> Callable[[], int]:
-    """So many bytes are free beside the pool's."""
+    """Sets the bytes that are free in addition to the pool's."""
     return lambda: amount - _core.pool_bytes()
 
 
@@ -54,12 +55,12 @@ def make(reserve: Reserve, chunks: int, wait: bool = True) -> int:
     return reserve.make(chunks * CHUNK_BYTES, None, wait)
 
 
-def test_so_much_is_there_in_whole_chunks() -> None:
+def test_the_bytes_are_reserved_in_whole_chunks() -> None:
     assert torch_ckpt.reserve_pool(5 * CHUNK_BYTES + 1) == 6 * CHUNK_BYTES
     assert _core.pool_bytes() == 6 * CHUNK_BYTES
 
 
-def test_nothing_is_reserved_for_nothing() -> None:
+def test_zero_bytes_reserve_nothing() -> None:
     assert torch_ckpt.reserve_pool(0) == 0
     assert _core.pool_bytes() == 0
 
@@ -76,13 +77,13 @@ def test_a_fraction_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("meta")])
-def test_only_cuda_devices_have_memory_page_locked(device: torch.device | str) -> None:
+def test_memory_is_page_locked_only_for_cuda_devices(device: torch.device | str) -> None:
     with pytest.raises(ValueError, match="device must be a CUDA device"):
         torch_ckpt.reserve_pool(CHUNK_BYTES, device=device)
     assert _core.reserve_bytes() == 0
 
 
-def test_a_second_call_makes_only_what_is_missing() -> None:
+def test_a_second_call_allocates_only_what_is_missing() -> None:
     torch_ckpt.reserve_pool(2 * CHUNK_BYTES)
     assert torch_ckpt.reserve_pool(5 * CHUNK_BYTES) == 5 * CHUNK_BYTES
     assert _core.pool_bytes() == 5 * CHUNK_BYTES
@@ -104,7 +105,7 @@ _state_chunks = 4
 @pytest.mark.parametrize(
     ("staging", "reserve"), [("blocking", True), ("overlapped", True), ("overlapped", False)]
 )
-def test_the_first_save_makes_no_memory(tmp_path: Path, staging: str, reserve: bool) -> None:
+def test_the_first_save_allocates_no_memory(tmp_path: Path, staging: str, reserve: bool) -> None:
     if reserve:
         torch_ckpt.reserve_pool(_state_chunks * CHUNK_BYTES)
     made: list[str] = []
@@ -117,30 +118,30 @@ def test_the_first_save_makes_no_memory(tmp_path: Path, staging: str, reserve: b
     with at_fault_points(look):
         torch_ckpt.async_save(_state, tmp_path / "c", **options).result()
         _core.join_executor()
-    # Where nothing was reserved, it is seen to be made.
+    # Without a reservation, memory is allocated.
     assert bool(made) != reserve
 
 
-def test_a_save_with_a_smaller_budget_leaves_it(tmp_path: Path) -> None:
+def test_a_save_with_a_smaller_budget_keeps_the_reservation(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     torch_ckpt.async_save(_state, tmp_path / "c", max_host_bytes=CHUNK_BYTES).result()
     assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
-def test_a_save_without_a_budget_leaves_it(tmp_path: Path) -> None:
+def test_a_save_without_a_budget_keeps_the_reservation(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     torch_ckpt.async_save(_state, tmp_path / "c", thread_count=1).result()
     assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
-def test_a_load_leaves_it(tmp_path: Path) -> None:
+def test_a_load_keeps_the_reservation(tmp_path: Path) -> None:
     torch_ckpt.save(_state, tmp_path / "c")
     torch_ckpt.reserve_pool(20 * CHUNK_BYTES)
     torch_ckpt.load({"t": torch.empty_like(_state["t"])}, tmp_path / "c")
     assert _core.pool_bytes() == 20 * CHUNK_BYTES
 
 
-def test_torchs_async_save_leaves_it(tmp_path: Path) -> None:
+def test_torchs_async_save_keeps_the_reservation(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     staged = torch_ckpt.FileSystemWriter(tmp_path).stage(_state)
     assert _core.reserved_bytes() == 5 * CHUNK_BYTES
@@ -148,7 +149,7 @@ def test_torchs_async_save_leaves_it(tmp_path: Path) -> None:
     assert _core.reserved_bytes() == 5 * CHUNK_BYTES
 
 
-def test_saves_may_take_all_of_it() -> None:
+def test_saves_can_use_the_entire_reservation() -> None:
     torch_ckpt.reserve_pool(50 * CHUNK_BYTES)
     assert host_memory.default_snapshot_bytes(1, free(0)) == 50 * CHUNK_BYTES
 
@@ -156,7 +157,7 @@ def test_saves_may_take_all_of_it() -> None:
 # --- limits --------------------------------------------------------------------------------------
 
 
-def test_no_more_is_made_than_half_of_what_is_free(caplog: pytest.LogCaptureFixture) -> None:
+def test_at_most_half_of_the_free_memory_is_reserved(caplog: pytest.LogCaptureFixture) -> None:
     reserve = Reserve(free(20 * CHUNK_BYTES))
     with caplog.at_level(logging.WARNING, "torch_ckpt"):
         assert make(reserve, 50) == 10 * CHUNK_BYTES
@@ -164,7 +165,7 @@ def test_no_more_is_made_than_half_of_what_is_free(caplog: pytest.LogCaptureFixt
     assert _core.reserve_bytes() == 10 * CHUNK_BYTES, "saves keep no more than was made"
 
 
-def test_ranks_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_machine_share_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert make(Reserve(free(40 * CHUNK_BYTES)), 50) == 5 * CHUNK_BYTES
 
@@ -177,7 +178,7 @@ def test_ranks_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=["version 2", "version 1"],
 )
-def test_the_control_groups_limit_counts_and_its_cached_files_do_not(
+def test_the_limit_of_the_control_group_counts_and_its_cached_files_do_not(
     limit: str, used: str, total: str, tmp_path: Path
 ) -> None:
     (tmp_path / limit).write_text(f"{30 * CHUNK_BYTES}\n")
@@ -189,7 +190,7 @@ def test_the_control_groups_limit_counts_and_its_cached_files_do_not(
     assert host_memory.free_memory([group]) == 20 * CHUNK_BYTES
 
 
-def test_who_takes_memory_meanwhile_is_noticed() -> None:
+def test_memory_used_by_others_in_the_meantime_is_noticed() -> None:
     found = iter([200 * CHUNK_BYTES, 200 * CHUNK_BYTES, 4 * CHUNK_BYTES])
     reserve = Reserve(lambda: next(found) - _core.pool_bytes(), CHUNK_BYTES)
     assert make(reserve, 50) == 2 * CHUNK_BYTES
@@ -211,7 +212,7 @@ def test_memory_that_the_system_does_not_have_is_an_error() -> None:
 # --- trimming ------------------------------------------------------------------------------------
 
 
-def test_trim_pool_frees_it_and_saves_keep_it_no_longer(tmp_path: Path) -> None:
+def test_trim_pool_frees_the_reservation_and_saves_no_longer_keep_it(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     torch_ckpt.trim_pool(2 * CHUNK_BYTES)
     assert _core.pool_bytes() == 2 * CHUNK_BYTES
@@ -225,7 +226,7 @@ def test_trim_pool_frees_it_and_saves_keep_it_no_longer(tmp_path: Path) -> None:
 
 
 class Held(Reserve):
-    """Stops as it looks for the ``nth`` time how much memory is free, at each chunk."""
+    """Blocks at the ``nth`` query of the free memory. There is one query for each chunk."""
 
     def __init__(self, nth: int = 1) -> None:
         super().__init__(self._look, CHUNK_BYTES)
@@ -239,7 +240,7 @@ class Held(Reserve):
         return 2000 * CHUNK_BYTES
 
 
-def test_without_waiting_it_returns_at_once_and_goes_on() -> None:
+def test_a_call_without_waiting_returns_at_once_and_continues_in_the_background() -> None:
     held = Held()
     assert make(held, 3, wait=False) == 0
     held.gate.wait()
@@ -248,7 +249,7 @@ def test_without_waiting_it_returns_at_once_and_goes_on() -> None:
     assert _core.pool_bytes() == 3 * CHUNK_BYTES
 
 
-def test_what_goes_on_can_be_waited_for() -> None:
+def test_a_background_reservation_can_be_waited_for() -> None:
     reserve = Reserve()
     make(reserve, 20, wait=False)
     assert make(reserve, 20) == 20 * CHUNK_BYTES
@@ -257,7 +258,7 @@ def test_what_goes_on_can_be_waited_for() -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_only_who_does_not_wait_gets_quiet_threads(wait: bool) -> None:
+def test_only_a_call_without_waiting_uses_low_priority_threads(wait: bool) -> None:
     nice: list[int] = []
 
     def look(operation: str, _path: str) -> None:
@@ -272,7 +273,7 @@ def test_only_who_does_not_wait_gets_quiet_threads(wait: bool) -> None:
     assert nice == [own if wait else max(own, Background().nice)]
 
 
-def test_trim_pool_ends_what_goes_on() -> None:
+def test_trim_pool_ends_a_background_reservation() -> None:
     held = Held(nth=3)
     make(held, 50, wait=False)
     held.gate.wait()
@@ -283,7 +284,7 @@ def test_trim_pool_ends_what_goes_on() -> None:
     assert _core.pool_bytes() == 0
 
 
-def test_a_failure_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_of_a_background_reservation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     reserve = Reserve()
     with caplog.at_level(logging.WARNING, "torch_ckpt"), failing("mmap", errno.ENOMEM):
         make(reserve, 1, wait=False)
@@ -292,7 +293,7 @@ def test_a_failure_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixt
     assert os.strerror(errno.ENOMEM) in caplog.text
 
 
-def test_leaving_ends_what_goes_on() -> None:
+def test_leave_ends_a_background_reservation() -> None:
     held = Held(nth=3)
     make(held, 50, wait=False)
     held.gate.wait()
@@ -302,7 +303,7 @@ def test_leaving_ends_what_goes_on() -> None:
     assert _core.pool_bytes() == 3 * CHUNK_BYTES, "the step that was under way, and no more"
 
 
-def test_the_interpreter_leaves_amid_it() -> None:
+def test_the_interpreter_can_exit_during_a_reservation() -> None:
     done = run_script(
         f"import torch_ckpt; torch_ckpt.reserve_pool({200 * CHUNK_BYTES}, wait=False)"
     )
@@ -313,7 +314,7 @@ def test_the_interpreter_leaves_amid_it() -> None:
 # --- forks ---------------------------------------------------------------------------------------
 
 
-def test_a_forked_child_has_none_and_makes_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_has_no_reservation_and_makes_its_own(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
 
     def work() -> None:
@@ -327,7 +328,7 @@ def test_a_forked_child_has_none_and_makes_its_own(tmp_path: Path) -> None:
     assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
-def test_a_child_that_is_forked_amid_it_does_not_wait(gate: Gate) -> None:
+def test_a_child_forked_during_a_reservation_does_not_wait(gate: Gate) -> None:
     def work() -> None:
         gate.open()
         assert torch_ckpt.reserve_pool(2 * CHUNK_BYTES) == 2 * CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""torch_ckpt.SavePlanner: what dcp.save and dcp.async_save write with it."""
+"""torch_ckpt.SavePlanner with dcp.save and dcp.async_save."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def saved(state: StateDict, path: Path, planner: torch_ckpt.SavePlanner | None =
     return save_with(torch_ckpt.FileSystemWriter(path), state, planner=planner)
 
 
-def test_stock_torch_loads_what_was_planned_by_the_engine(tmp_path: Path) -> None:
+def test_stock_torch_loads_a_save_planned_by_the_engine(tmp_path: Path) -> None:
     state = nested_state()
     saved(state, tmp_path)
     loaded = nested_state()
@@ -44,20 +44,20 @@ def test_stock_torch_loads_what_was_planned_by_the_engine(tmp_path: Path) -> Non
     assert_equal(loaded["model"]["weight"], state["model"]["weight"])
 
 
-def test_the_metadata_that_is_returned_is_that_of_the_directory(tmp_path: Path) -> None:
+def test_the_returned_metadata_equals_that_of_the_directory(tmp_path: Path) -> None:
     metadata = saved({"w": f32(3, 4), "step": 7}, tmp_path)
     assert isinstance(metadata, Metadata)
     assert metadata == read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_metadata_at_which_nobody_has_looked_can_be_copied(tmp_path: Path, copied: object) -> None:
+def test_lazy_metadata_can_be_copied(tmp_path: Path, copied: object) -> None:
     metadata = saved({"w": f32(3)}, tmp_path)
     assert callable(copied)
     assert copied(metadata) == read_metadata(tmp_path)
 
 
-def test_one_planner_serves_saves_one_after_the_other(tmp_path: Path) -> None:
+def test_one_planner_can_be_used_for_several_saves(tmp_path: Path) -> None:
     planner = torch_ckpt.SavePlanner()
     for number in range(2):
         state = {"w": torch.full((3,), float(number))}
@@ -68,7 +68,7 @@ def test_one_planner_serves_saves_one_after_the_other(tmp_path: Path) -> None:
         assert_equal(loaded["w"], torch.full((3,), float(number)))
 
 
-def test_async_save_of_torch_goes_through_the_planner(tmp_path: Path) -> None:
+def test_async_save_of_torch_uses_the_planner(tmp_path: Path) -> None:
     state = {"w": f32(5, 2), "epoch": 3}
     future = dcp.async_save(
         state,
@@ -140,7 +140,7 @@ def test_with_writers_that_do_not_use_the_engine_it_is_torchs_planner(
     assert_equal(loaded, state)
 
 
-def test_one_planner_serves_both_kinds_of_writers(tmp_path: Path) -> None:
+def test_one_planner_can_be_used_with_both_kinds_of_writers(tmp_path: Path) -> None:
     planner = torch_ckpt.SavePlanner()
     writers = [torch_ckpt.FileSystemWriter, dcp.FileSystemWriter, torch_ckpt.FileSystemWriter]
     for number, writer in enumerate(writers):
@@ -151,7 +151,7 @@ def test_one_planner_serves_both_kinds_of_writers(tmp_path: Path) -> None:
         assert_equal(loaded["w"], torch.full((3,), float(number)))
 
 
-def test_a_writer_that_only_borrows_what_ours_tells_planners_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_writer_that_returns_our_storage_meta_is_refused(tmp_path: Path) -> None:
     class Borrowing(dcp.FileSystemWriter):
         def storage_meta(self) -> StorageMeta | None:
             return torch_ckpt.FileSystemWriter(tmp_path).storage_meta()

@@ -1,4 +1,4 @@
-"""Plain tensors that say of themselves which parts of a larger one they hold (torch 2.15)."""
+"""Plain tensors that declare the parts of a larger tensor that they hold (torch 2.15)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def in_parts(values: torch.Tensor) -> torch.Tensor:
-    """The two halves of a vector, in the other order and with padding between them."""
+    """Makes the two halves of a vector, in reverse order and with padding between them."""
     half = len(values) // 2
     local: Any = torch.cat([values[half:], torch.full((1,), -1.0), values[:half]])
     local.global_shape = (2 * half,)
@@ -29,7 +29,7 @@ def in_parts(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_the_parts_are_saved_and_not_the_tensor(tmp_path: Path, kept: bool) -> None:
+def test_the_parts_are_saved_instead_of_the_tensor(tmp_path: Path, kept: bool) -> None:
     values = torch.arange(6.0)
     for number in range(2 if kept else 1):
         torch_ckpt.save({"w": in_parts(values + number), "step": number}, tmp_path)
@@ -41,7 +41,7 @@ def test_the_parts_are_saved_and_not_the_tensor(tmp_path: Path, kept: bool) -> N
     assert torch.equal(whole["w"], values + (1 if kept else 0))
 
 
-def test_the_parts_are_loaded_where_they_lie(tmp_path: Path) -> None:
+def test_the_parts_are_loaded_at_their_offsets(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.arange(6.0)}, tmp_path)
     target = in_parts(torch.zeros(6))
     torch_ckpt.load({"w": target}, tmp_path)

@@ -1,4 +1,4 @@
-"""_C.Save.unfinished: what each file of a save is doing."""
+"""_C.Save.unfinished: the phase and progress of each unfinished file of a save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.background import CHUNK_BYTES, Background, EngineOptions
 
-#: No wait here is meant to be long, in seconds.
+#: Limit of waits that should not block, in seconds.
 LIMIT = 60.0
 
 
@@ -41,7 +41,7 @@ def start(path: Path, values: list[Any], background: Background, buckets: int = 
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[_C.Save]:
-    """A save whose second chunk has its turn in some weeks."""
+    """Makes a save whose second chunk is scheduled in some weeks."""
     state = random_tensor((3, CHUNK_BYTES), torch.uint8, 1)
     save = start(tmp_path, [state], Background(max_bytes_per_second=1))
     assert save.wait_staged(LIMIT)
@@ -52,16 +52,16 @@ def stuck(tmp_path: Path) -> Iterator[_C.Save]:
     assert save.unfinished() == [], "a failed save has no files under way"
 
 
-def test_a_file_that_does_not_move_is_told_with_its_phase_and_bytes(stuck: _C.Save) -> None:
+def test_a_blocked_file_is_reported_with_its_phase_and_bytes(stuck: _C.Save) -> None:
     planned = stuck.progress()[0]
     deadline = time.monotonic() + LIMIT
-    # The disk takes the first chunk in its own time.
+    # The first chunk is written asynchronously.
     while stuck.unfinished() != [("__0_0.distcp", "writing", CHUNK_BYTES, planned)]:
         assert time.monotonic() < deadline, stuck.unfinished()
         os.sched_yield()
 
 
-def test_another_thread_may_ask_while_one_waits(stuck: _C.Save) -> None:
+def test_another_thread_can_query_while_one_waits(stuck: _C.Save) -> None:
     seen: list[Any] = []
     waiting = threading.Thread(target=lambda: seen.append(stuck.wait(0.5)))
     waiting.start()
@@ -71,10 +71,10 @@ def test_another_thread_may_ask_while_one_waits(stuck: _C.Save) -> None:
     assert seen == [False]
 
 
-def test_a_forked_child_has_no_files_under_way(stuck: _C.Save) -> None:
+def test_a_forked_child_has_no_unfinished_files(stuck: _C.Save) -> None:
     assert stuck.unfinished() != []
     with warnings.catch_warnings():
-        # Since Python 3.12: that there are threads, which is what this is about.
+        # Python 3.12 and newer warn if the process has threads, which this test needs.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -86,19 +86,19 @@ def test_a_forked_child_has_no_files_under_way(stuck: _C.Save) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_save_that_has_ended_has_none(tmp_path: Path) -> None:
+def test_a_finished_save_has_no_unfinished_files(tmp_path: Path) -> None:
     save = start(tmp_path, [b"some bytes", torch.ones(3)], Background(), buckets=2)
     assert save.wait(LIMIT)
     assert save.unfinished() == []
 
 
-def test_bytes_that_do_not_lie_one_behind_the_other_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_not_consecutive_are_refused(tmp_path: Path) -> None:
     every_second = memoryview(b"0123456789")[::2]
     with pytest.raises(ValueError, match="value 0: the bytes do not lie one behind the other"):
         start(tmp_path, [every_second], Background())
 
 
-def test_a_row_of_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_an_item_of_an_absent_file_is_refused(tmp_path: Path) -> None:
     row = ("t", 1, 0, 8, torch.uint8, (8,), (), (), torch.zeros(8, dtype=torch.uint8))
     with pytest.raises(IndexError, match="there is no file number"):
         _C.load_tensors(

@@ -1,4 +1,4 @@
-"""Saves by a build without CUDA on a machine with it."""
+"""Saves by a build without CUDA on a machine with CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_ckpt.saving.items import as_value
 
 
 class OnDevice(torch.Tensor):
-    """Says that it lies on a CUDA device."""
+    """Tensor that claims to be on a CUDA device."""
 
     is_cuda = True  # type: ignore[assignment]
 
