@@ -396,8 +396,8 @@ def case_saves_with_cached_plans_have_their_own_values(launch: Launch) -> None:
 
 
 test_on_ranks = on_ranks(globals())
-test_what_another_number_of_ranks_saved_is_loaded = between(
-    "what_this_number_of_ranks_saves_for_another",
-    "what_another_number_of_ranks_saved_is_loaded",
+test_a_checkpoint_of_another_number_of_ranks_is_loaded = between(
+    "this_number_of_ranks_saves_for_another",
+    "a_checkpoint_of_another_number_of_ranks_is_loaded",
     [(2, 4), (4, 2)],
 )

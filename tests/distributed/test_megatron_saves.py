@@ -480,8 +480,8 @@ def case_plans_are_cached_with_the_interface_of_the_other_library(launch: Launch
 
 
 test_on_ranks = on_ranks(globals(), (1, 2, 4))
-test_what_other_numbers_of_ranks_saved_is_loaded = between(
-    "what_this_number_of_ranks_saves_for_others",
-    "what_other_numbers_of_ranks_saved_is_loaded",
+test_checkpoints_of_other_numbers_of_ranks_are_loaded = between(
+    "this_number_of_ranks_saves_for_others",
+    "checkpoints_of_other_numbers_of_ranks_are_loaded",
     [(1, 4), (2, 4), (4, 2)],
 )

@@ -195,7 +195,7 @@ def case_a_program_is_saved_for_other_numbers_of_ranks(launch: Launch) -> None:
 
 @on(only=True)
 def case_a_program_of_another_number_of_ranks_is_restored(launch: Launch) -> None:
-    for left in launch.workdir.glob("*-ranks/a_program_is_left_for_others"):
+    for left in launch.workdir.glob("*-ranks/a_program_is_saved_for_other_numbers_of_ranks"):
         ranks = int(left.parent.name.partition("-")[0])
         wraps = ["ddp", "fsdp", "tp"]
         pairs = [(wrap, wrap) for wrap in wraps] + [("fsdp", "ddp"), ("ddp", "fsdp")]
@@ -348,6 +348,8 @@ def case_callbacks_run_only_on_the_coordinator(launch: Launch) -> None:
 
 
 test_on_ranks = on_ranks(globals(), (1, 2, 4))
-test_what_some_ranks_left_others_restore = between(
-    "a_program_is_left_for_others", "what_others_left_is_restored", [(2, 1), (2, 4), (4, 1), (4, 2)]
+test_programs_of_other_numbers_of_ranks_are_restored = between(
+    "a_program_is_saved_for_other_numbers_of_ranks",
+    "a_program_of_another_number_of_ranks_is_restored",
+    [(2, 1), (2, 4), (4, 1), (4, 2)],
 )

@@ -11,8 +11,8 @@ from tests.distributed.launcher import Outcomes
 from tests.distributed.store_cases import TIMEOUT, play, stop_the_host
 from tests.ranks import ranks
 
-KILLED = "a_killed_rank_is_given_up"
-STOPPED = "a_stopped_rank_is_given_up_and_fails_when_it_goes_on"
+KILLED = "a_killed_rank_is_declared_dead"
+STOPPED = "a_stopped_rank_is_declared_dead_and_fails_when_it_continues"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,9 @@ def launch(request: pytest.FixtureRequest, outcomes: dict[int, Outcomes]) -> Out
 def test_each_kind_of_step_returns_the_values_of_the_ranks(launch: Outcomes) -> None:
     size = launch.ranks.size
     failures = [[rank, repr(OSError(f"on {rank}"))] for rank in range(1, size)]
-    for rank, results in enumerate(launch.found("each_kind_of_step_gives_what_the_ranks_brought")):
+    for rank, results in enumerate(
+        launch.found("each_kind_of_step_returns_the_values_of_the_ranks")
+    ):
         assert results == [rank + 10, list(range(size)), rank, failures]
 
 

@@ -1,4 +1,4 @@
-"""Where a load reads: beneath the directory that the metadata was read in, and nowhere else."""
+"""Loads open files only in the directory in which the metadata was read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def refusal(work: Callable[[], Any]) -> BaseException:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether somebody shares the directory, as a process that wants to remove files would see."""
+    """Returns True if a process holds a shared lock, as a process that removes files would see."""
     directory = OpenDirectory(path)
     try:
         return not directory.try_lock_exclusive()
@@ -72,7 +72,7 @@ def is_in_use(path: Path) -> bool:
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_link_in_the_place_of_a_data_file_is_refused(
+def test_a_link_in_place_of_a_data_file_is_refused(
     tmp_path: Path, loader: Callable[[StateDict, Path], None], where: str
 ) -> None:
     path = tmp_path / "checkpoint"
@@ -87,7 +87,7 @@ def test_a_link_in_the_place_of_a_data_file_is_refused(
     assert "copy the files themselves" in str(cause)
 
 
-def test_a_link_in_the_place_of_a_folder_of_data_files_is_refused(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_folder_of_data_files_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     metadata = save(STATE, path, thread_count=1)
     (tmp_path / "elsewhere").mkdir()
@@ -100,7 +100,7 @@ def test_a_link_in_the_place_of_a_folder_of_data_files_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_link_in_the_place_of_the_metadata_is_refused(tmp_path: Path, where: str) -> None:
+def test_a_link_in_place_of_the_metadata_is_refused(tmp_path: Path, where: str) -> None:
     path = tmp_path / "checkpoint"
     save(STATE, path)
     real = (path if where == "inside" else tmp_path) / "real"
@@ -119,7 +119,7 @@ def test_a_link_to_the_checkpoint_is_followed(tmp_path: Path) -> None:
     assert_equal(target, STATE)
 
 
-def test_a_hard_link_to_a_data_file_is_a_file(tmp_path: Path) -> None:
+def test_a_hard_link_to_a_data_file_is_loaded(tmp_path: Path) -> None:
     save(STATE, tmp_path / "checkpoint", thread_count=1)
     (file,) = data_files(tmp_path / "checkpoint")
     os.link(file, tmp_path / "other name")
@@ -142,7 +142,7 @@ def test_a_name_that_is_no_file_beneath_the_directory_is_refused(
     assert repr(file) in str(cause)
 
 
-def test_metadata_is_not_read_before_its_size_has_been_looked_at(tmp_path: Path) -> None:
+def test_metadata_is_read_only_after_its_size_was_checked(tmp_path: Path) -> None:
     with (tmp_path / ".metadata").open("wb") as stream:
         stream.truncate(MAX_METADATA_BYTES + 1)
     with pytest.raises(torch_ckpt.CheckpointError, match=f"the limit is {MAX_METADATA_BYTES}"):
@@ -150,7 +150,7 @@ def test_metadata_is_not_read_before_its_size_has_been_looked_at(tmp_path: Path)
 
 
 @pytest.mark.parametrize("use", USES)
-def test_of_no_directory_the_error_is_that_there_is_no_checkpoint(
+def test_the_error_for_no_directory_is_that_there_is_no_checkpoint(
     tmp_path: Path, use: Callable[[StateDict, Path], None]
 ) -> None:
     with pytest.raises((dcp.CheckpointException, FileNotFoundError)) as error:
@@ -169,7 +169,7 @@ def test_of_no_directory_the_error_is_that_there_is_no_checkpoint(
 
 
 @pytest.mark.parametrize("use", USES)
-def test_nobody_has_the_directory_after_a_load(
+def test_no_lock_on_the_directory_is_left_after_a_load(
     tmp_path: Path, use: Callable[[StateDict, Path], None]
 ) -> None:
     save(STATE, tmp_path)
@@ -184,7 +184,7 @@ def test_nobody_has_the_directory_after_a_load(
 
 
 @pytest.mark.parametrize("use", USES)
-def test_nobody_has_the_directory_after_a_load_that_failed(
+def test_no_lock_on_the_directory_is_left_after_a_failed_load(
     tmp_path: Path, use: Callable[[StateDict, Path], None]
 ) -> None:
     save(STATE, tmp_path, thread_count=1)
@@ -199,7 +199,7 @@ def test_nobody_has_the_directory_after_a_load_that_failed(
     assert not is_in_use(tmp_path)
 
 
-def test_the_directory_is_shared_from_the_metadata_to_the_data(tmp_path: Path) -> None:
+def test_the_directory_is_locked_from_the_metadata_to_the_data(tmp_path: Path) -> None:
     seen = []
 
     class Watching(dcp.DefaultLoadPlanner):
@@ -220,7 +220,7 @@ def test_the_directory_is_shared_from_the_metadata_to_the_data(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", ["reset", "release", "drop", "read another"])
-def test_a_reader_that_reads_no_data_lets_go_of_the_directory(tmp_path: Path, how: str) -> None:
+def test_a_reader_that_reads_no_data_releases_the_directory(tmp_path: Path, how: str) -> None:
     save(STATE, tmp_path / "one")
     save(STATE, tmp_path / "two")
     reader = torch_ckpt.FileSystemReader(tmp_path / "one")
@@ -241,7 +241,7 @@ def test_a_reader_that_reads_no_data_lets_go_of_the_directory(tmp_path: Path, ho
     assert not is_in_use(tmp_path / "one")
 
 
-def test_a_reader_whose_metadata_comes_from_elsewhere_opens_the_directory_itself(
+def test_a_reader_with_metadata_from_elsewhere_opens_the_directory_itself(
     tmp_path: Path,
 ) -> None:
     save(STATE, tmp_path)
@@ -254,7 +254,7 @@ def test_a_reader_whose_metadata_comes_from_elsewhere_opens_the_directory_itself
     assert not is_in_use(tmp_path)
 
 
-def test_a_load_reads_on_in_a_directory_that_was_moved_meanwhile(tmp_path: Path) -> None:
+def test_a_load_continues_in_a_directory_that_was_moved(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
 
     class Moving(dcp.DefaultLoadPlanner):
@@ -277,7 +277,7 @@ def save_another(path: Path) -> None:
     save(OTHER, path)
 
 
-def test_a_save_amid_a_load_leaves_the_load_its_checkpoint(tmp_path: Path) -> None:
+def test_a_load_during_a_save_reads_the_old_checkpoint(tmp_path: Path) -> None:
     left = []
 
     class SavingMeanwhile(dcp.DefaultLoadPlanner):

@@ -1,4 +1,4 @@
-"""Checksum tables in the metadata, whoever asks for the save."""
+"""Checksum tables in the metadata, for every function that saves."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def quiet() -> Any:
 
 
 @pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: saver.__name__)
-def test_every_byte_of_a_checkpoint_is_in_a_checksum(tmp_path: Path, saver: Any) -> None:
+def test_every_byte_of_a_checkpoint_has_a_checksum(tmp_path: Path, saver: Any) -> None:
     saver(state(), tmp_path)
     assert_tables_match(tmp_path, metadata_of(tmp_path))
 
 
 @pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: saver.__name__)
-def test_stock_torch_loads_what_has_tables(tmp_path: Path, saver: Any) -> None:
+def test_stock_torch_loads_a_checkpoint_with_tables(tmp_path: Path, saver: Any) -> None:
     saver(state(1), tmp_path)
     loaded = emptied(state())
     stock_load(loaded, tmp_path)
@@ -120,7 +120,7 @@ def test_stock_torch_loads_what_has_tables(tmp_path: Path, saver: Any) -> None:
 
 
 @pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: saver.__name__)
-def test_nothing_but_the_attribute_is_more_than_torchs_own(tmp_path: Path, saver: Any) -> None:
+def test_only_the_attribute_differs_from_torchs_metadata(tmp_path: Path, saver: Any) -> None:
     saver(state(), tmp_path / "ours")
     stock_save(state(), tmp_path / "stock")
     ours, stock = metadata_of(tmp_path / "ours"), read_metadata(tmp_path / "stock")
@@ -130,7 +130,7 @@ def test_nothing_but_the_attribute_is_more_than_torchs_own(tmp_path: Path, saver
 
 
 @pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: saver.__name__)
-def test_a_save_in_place_of_another_has_its_own_tables(tmp_path: Path, saver: Any) -> None:
+def test_a_save_that_replaces_another_has_its_own_tables(tmp_path: Path, saver: Any) -> None:
     for seed in range(3):
         saver(state(seed), tmp_path)
         assert_tables_match(tmp_path, metadata_of(tmp_path))
@@ -141,12 +141,12 @@ def test_the_metadata_that_a_save_returns_has_the_tables(tmp_path: Path) -> None
     assert_tables_match(tmp_path, metadata)
 
 
-def test_a_state_of_no_items_has_no_tables(tmp_path: Path) -> None:
+def test_a_state_without_items_has_no_tables(tmp_path: Path) -> None:
     by_dcp_save({}, tmp_path)
     assert checksum_tables(metadata_of(tmp_path)) == {}
 
 
-def test_small_tensors_cost_sixteen_bytes_each(tmp_path: Path) -> None:
+def test_a_small_tensor_adds_sixteen_bytes(tmp_path: Path) -> None:
     save({str(i): torch.ones(256) for i in range(1000)}, tmp_path, thread_count=1)
     (table,) = checksum_tables(metadata_of(tmp_path)).values()
     assert len(table) == 4 + 4 + 16 * 1000 + 4
@@ -164,7 +164,7 @@ def test_only_payloads_of_several_blocks_and_bytes_have_blocks(tmp_path: Path) -
 
 
 class Unchanged(StreamTransformExtension):
-    """Keeps the engine from writing."""
+    """Extension without effect, which keeps the engine from writing."""
 
     @staticmethod
     def from_descriptor(version: str) -> Unchanged:
@@ -184,12 +184,12 @@ class Unchanged(StreamTransformExtension):
         return input
 
 
-def test_what_torch_writes_itself_has_no_tables(tmp_path: Path) -> None:
+def test_data_that_torch_writes_has_no_tables(tmp_path: Path) -> None:
     save(state(), tmp_path, _extensions=[Unchanged()])
     assert not hasattr(metadata_of(tmp_path), "torch_ckpt")
 
 
-def test_a_stock_save_after_ours_with_a_plan_that_torch_keeps_has_no_tables(
+def test_a_stock_save_with_a_cached_plan_after_ours_has_no_tables(
     tmp_path: Path,
 ) -> None:
     def planner() -> dcp.DefaultSavePlanner:
@@ -208,25 +208,25 @@ def some_metadata() -> Metadata:
     return Metadata({}, {}, {})
 
 
-def test_tables_survive_the_allow_list() -> None:
+def test_tables_pass_the_allow_list() -> None:
     encoded = encode_metadata(with_checksum_tables(some_metadata(), {"a": b"table"}))
     assert checksum_tables(decode_metadata(encoded, "here")) == {"a": b"table"}
 
 
-def test_tables_take_the_place_of_others_in_a_copy() -> None:
+def test_tables_replace_others_in_a_copy() -> None:
     first = with_checksum_tables(some_metadata(), {"a": b"1"})
     assert checksum_tables(with_checksum_tables(first, {"b": b"2"})) == {"b": b"2"}
     assert checksum_tables(with_checksum_tables(first, {})) == {}
     assert checksum_tables(first) == {"a": b"1"}
 
 
-def test_metadata_with_tables_is_copied_and_pickled_as_any_other() -> None:
+def test_metadata_with_tables_can_be_copied_and_pickled() -> None:
     metadata = with_checksum_tables(some_metadata(), {"a": b"1"})
     for other in (copy.deepcopy(metadata), pickle.loads(pickle.dumps(metadata))):
         assert checksum_tables(other) == {"a": b"1"}
 
 
-def test_metadata_of_others_has_no_tables(tmp_path: Path) -> None:
+def test_metadata_of_other_writers_has_no_tables(tmp_path: Path) -> None:
     stock_save({"a": torch.ones(3)}, tmp_path)
     assert checksum_tables(read_metadata(tmp_path)) == {}
 
@@ -247,7 +247,7 @@ def test_metadata_of_others_has_no_tables(tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_malformed_tables_are_none(malformed: Any) -> None:
+def test_malformed_tables_are_ignored(malformed: Any) -> None:
     metadata = some_metadata()
     metadata.torch_ckpt = malformed  # type: ignore[attr-defined]
     assert checksum_tables(metadata) == {}

@@ -1,4 +1,4 @@
-"""The checksum that zip records carry, as the engine computes it."""
+"""CRC-32 of zip records, as the engine computes it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch_ckpt import _core
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 4096, 1_000_003])
-def test_a_checksum_is_that_of_zlib(size: int) -> None:
+def test_a_checksum_equals_that_of_zlib(size: int) -> None:
     data = random.Random(size).randbytes(size)
     assert _core.crc32(data) == zlib.crc32(data)
 
 
-def test_a_checksum_goes_on_from_that_of_what_comes_before() -> None:
+def test_a_checksum_can_continue_an_earlier_one() -> None:
     data = random.Random(1).randbytes(100_000)
     assert _core.crc32(data[777:], _core.crc32(memoryview(data)[:777])) == zlib.crc32(data)
 

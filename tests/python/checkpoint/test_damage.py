@@ -1,4 +1,4 @@
-"""Damage of all kinds, and metadata that means harm, are refused by name."""
+"""Damage of all kinds and malicious metadata are refused by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
 
 class Tagged(torch.Tensor):
-    """A subclass without state of its own."""
+    """Subclass without additional state."""
 
 
 # --- damage --------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ DAMAGE_STATE = {
 
 
 def refused_or_right(path: Path) -> bool:
-    """Whether a load raises, or gives what was saved; False where it gives something else."""
+    """Returns True if a load raises or returns the saved state, and False for any other state."""
     loaded = emptied(DAMAGE_STATE)
     try:
         load(loaded, path)
@@ -77,7 +77,7 @@ def refused_or_right(path: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def damaged_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in one file, which each test damages and repairs again."""
+    """Makes a checkpoint in one file, which each test damages and repairs again."""
     path = tmp_path_factory.mktemp("damaged")
     save(DAMAGE_STATE, path, thread_count=1)
     return path
@@ -89,7 +89,7 @@ def test_a_flipped_bit_anywhere_is_never_loaded(damaged_directory: Path) -> None
     choice = random.Random(0)
     survivors = []
     for _ in range(200):
-        # Evenly among the records, so that the small ones get their share.
+        # Distributed evenly over the records, so that small records are covered.
         metadata = torch_ckpt.FileSystemReader(damaged_directory).read_metadata()
         name = choice.choice(sorted(DAMAGE_STATE))
         place = place_of(metadata, name)
@@ -108,7 +108,9 @@ def a_bit_of_every_byte(path: Path, name: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", ["scalar", "transposed", "lr"])
-def test_no_byte_of_a_small_record_may_change(damaged_directory: Path, name: str) -> None:
+def test_a_change_of_any_byte_of_a_small_record_is_refused(
+    damaged_directory: Path, name: str
+) -> None:
     file = damaged_directory / "__0_0.distcp"
     reader = torch_ckpt.FileSystemReader(damaged_directory)
     metadata = reader.read_metadata()
@@ -136,7 +138,7 @@ def test_a_damaged_payload_is_named_with_tensor_and_file(
     tmp_path: Path, name: str, saver: Callable[..., Metadata]
 ) -> None:
     saver(DAMAGE_STATE, tmp_path, thread_count=1)
-    # Older torch does not return the places of what it stored.
+    # Older torch does not return the locations of stored items.
     place = place_of(read_metadata(tmp_path), name)
     data = (tmp_path / place.relative_path).read_bytes()
     record = data[place.offset : place.offset + place.length]
@@ -150,7 +152,7 @@ def test_a_damaged_payload_is_named_with_tensor_and_file(
     assert isinstance(cause, Corrupt)
     text = str(cause)
     assert text.startswith(f"{name}: ")
-    # The record, or the block of it.
+    # The record, or its block.
     (said,) = re.findall(rf"{place.relative_path} at byte (\d+): ", text)
     assert place.offset <= int(said) <= position
     assert "the bytes are damaged: CRC-32 0x" in text
@@ -167,7 +169,7 @@ def test_a_damaged_object_is_named_with_its_file(tmp_path: Path) -> None:
     assert isinstance(cause_of(error.value), Corrupt)
 
 
-def test_damage_is_not_looked_for_where_verification_is_off(tmp_path: Path) -> None:
+def test_damage_is_not_detected_without_verification(tmp_path: Path) -> None:
     save({"weight": torch.zeros(1000, dtype=torch.uint8)}, tmp_path, thread_count=1)
     (file,) = data_files(tmp_path)
     flip_bit(file, file.read_bytes().index(bytes(900)) + 10, 0)
@@ -209,7 +211,7 @@ def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
     assert "weight" in str(cause)
 
 
-def test_swapped_data_files_are_noticed(tmp_path: Path) -> None:
+def test_swapped_data_files_are_detected(tmp_path: Path) -> None:
     state = {"weight": f32(40, 30), "bias": f32(30, 40)}
     save(state, tmp_path, thread_count=2)
     one, two = data_files(tmp_path)
@@ -222,14 +224,14 @@ def test_swapped_data_files_are_noticed(tmp_path: Path) -> None:
 
 
 class Casting(dcp.DefaultSavePlanner):
-    """Stores another dtype than the one that its plan, and so the metadata, says."""
+    """Stores another dtype than its plan and the metadata have."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return super().transform_object(write_item, object).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(40, 30), (700, 500)], ids=["small", "large"])
-def test_a_record_of_another_dtype_than_the_metadata_says_is_cast_as_stock_does(
+def test_a_record_of_another_dtype_than_the_metadata_is_converted_as_by_stock(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
@@ -242,7 +244,7 @@ def test_a_record_of_another_dtype_than_the_metadata_says_is_cast_as_stock_does(
 
 
 @pytest.mark.parametrize("kind", ["zeros", "noise", "text"])
-def test_a_data_file_of_something_else_is_noticed(tmp_path: Path, kind: str) -> None:
+def test_a_foreign_data_file_is_detected(tmp_path: Path, kind: str) -> None:
     state = {"weight": f32(40, 30), "bias": f32(3)}
     save(state, tmp_path, thread_count=1)
     (file,) = data_files(tmp_path)
@@ -272,7 +274,7 @@ def test_a_compressed_record_is_refused_by_name(tmp_path: Path) -> None:
     assert "is compressed" in str(error_of_load(state, tmp_path))
 
 
-def test_a_fifo_in_the_place_of_a_data_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_a_data_file_is_refused_without_waiting(tmp_path: Path) -> None:
     state = {"weight": f32(40, 30)}
     save(state, tmp_path, thread_count=1)
     (tmp_path / "__0_0.distcp").unlink()
@@ -282,7 +284,7 @@ def test_a_fifo_in_the_place_of_a_data_file_is_refused_and_not_waited_for(tmp_pa
     assert "weight" in str(cause)
 
 
-def test_a_directory_in_the_place_of_a_data_file_is_refused(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_a_data_file_is_refused(tmp_path: Path) -> None:
     state = {"weight": f32(40, 30)}
     save(state, tmp_path, thread_count=1)
     (tmp_path / "__0_0.distcp").unlink()
@@ -294,7 +296,7 @@ def test_a_directory_in_the_place_of_a_data_file_is_refused(tmp_path: Path) -> N
 
 
 def error_of_metadata(path: Path) -> BaseException:
-    """What the reader raises; ``dcp.load`` tries another file then and wraps both errors."""
+    """Returns the reader's exception. ``dcp.load`` would try another file and wrap both errors."""
     with pytest.raises(dcp.CheckpointException):
         load({"a": 1}, path)
     with pytest.raises((CheckpointError, OSError)) as error:
@@ -308,7 +310,7 @@ def error_of_metadata(path: Path) -> BaseException:
     [b"", b"\0" * 100, b"not a pickle", pickle.dumps({"a": 1})[:-3], pickle.dumps([1])],
     ids=["empty", "zeros", "text", "cut short", "a list"],
 )
-def test_metadata_that_is_not_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
     save({"weight": f32(3)}, tmp_path)
     (tmp_path / ".metadata").write_bytes(content)
     cause = error_of_metadata(tmp_path)
@@ -316,21 +318,21 @@ def test_metadata_that_is_not_metadata_is_refused(tmp_path: Path, content: bytes
     assert str(tmp_path / ".metadata") in str(cause)
 
 
-def test_a_fifo_in_the_place_of_the_metadata_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_the_metadata_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".metadata")
     assert ".metadata is not a regular file" in str(error_of_metadata(tmp_path))
 
 
-def test_a_directory_in_the_place_of_the_metadata_is_refused(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_the_metadata_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").mkdir()
     assert isinstance(error_of_metadata(tmp_path), IsADirectoryError)
 
 
-def test_truncated_metadata_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+def test_metadata_truncated_at_any_byte_is_refused(tmp_path: Path) -> None:
     save({"weight": f32(3), "step": 1}, tmp_path)
     file = tmp_path / ".metadata"
     content = file.read_bytes()
-    # A file that lacks exactly the seal is one of stock torch.
+    # A file that lacks exactly the seal is a file of stock torch.
     for size in set(range(0, len(content), 7)) - {len(content) - _core.SEAL_BYTES}:
         file.write_bytes(content[:size])
         with pytest.raises(Corrupt):
@@ -338,7 +340,7 @@ def test_truncated_metadata_is_refused_wherever_it_ends(tmp_path: Path) -> None:
 
 
 class Runs:
-    """A pickle that calls a function when it is loaded."""
+    """Object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -373,7 +375,7 @@ def test_metadata_that_would_run_code_is_refused(
     assert not mark.exists()
 
 
-def test_an_attack_inside_good_metadata_is_refused(tmp_path: Path) -> None:
+def test_an_attack_inside_valid_metadata_is_refused(tmp_path: Path) -> None:
     metadata = save({"weight": f32(3)}, tmp_path)
     mark = tmp_path / "mark"
     metadata.planner_data = {"weight": Runs(os.system, f"touch {mark}")}
@@ -382,7 +384,7 @@ def test_an_attack_inside_good_metadata_is_refused(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_metadata_of_a_trusted_writer_may_name_more(tmp_path: Path) -> None:
+def test_metadata_of_a_trusted_writer_may_name_other_classes(tmp_path: Path) -> None:
     metadata = save({"weight": f32(3)}, tmp_path)
     metadata.planner_data["more"] = Tagged
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -442,7 +444,7 @@ def test_a_data_file_in_a_folder_of_the_checkpoint_is_read(tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_metadata_with_impossible_places_is_refused_by_name(
+def test_metadata_with_impossible_locations_is_refused_by_name(
     tmp_path: Path, name: str, field: str, value: Any
 ) -> None:
     state = {"weight": f32(3), "step": 1}
@@ -454,7 +456,7 @@ def test_metadata_with_impossible_places_is_refused_by_name(
     assert str(cause).startswith(f"{name}: ")
 
 
-def test_metadata_that_would_fill_the_memory_is_refused_by_name(tmp_path: Path) -> None:
+def test_metadata_that_would_exhaust_the_memory_is_refused_by_name(tmp_path: Path) -> None:
     metadata = save({"step": 1}, tmp_path, thread_count=1)
     place_of(metadata, "step").length = 2**50
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -474,8 +476,8 @@ def test_metadata_with_impossible_sizes_is_refused(tmp_path: Path, sizes: tuple[
         load(emptied(state), tmp_path)
 
 
-def test_metadata_without_a_place_for_an_item_is_refused(tmp_path: Path) -> None:
-    # What stock torch publishes when a writing thread of its fails.
+def test_metadata_without_a_location_for_an_item_is_refused(tmp_path: Path) -> None:
+    # Stock torch publishes such metadata if one of its writing threads fails.
     state = {"weight": f32(3), "bias": f32(2)}
     metadata = save(state, tmp_path)
     metadata.storage_data = {
@@ -496,7 +498,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_errors_of_a_load_can_be_pickled(tmp_path: Path) -> None:
-    # They travel between ranks.
+    # They are sent to other ranks.
     save({"weight": f32(3)}, tmp_path, thread_count=1)
     data_files(tmp_path)[0].unlink()
     cause = error_of_load({"weight": f32(3)}, tmp_path)

@@ -1,4 +1,4 @@
-"""The index of a checkpoint says what its metadata says."""
+"""The index of a checkpoint has the contents of its metadata."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ STATE: dict[str, Any] = {
 
 
 def shard_of(stored: ChunkStorageMetadata | None, info: _StorageInfo | None) -> _core.StoredShard:
-    """What an index has of a shard, or of an object as None."""
+    """Returns the index's description of a shard, or of an object for None."""
     box = (tuple(stored.offsets), tuple(stored.sizes)) if stored else ((), ())
     place = (info.relative_path, info.offset, info.length) if info else (None, 0, 0)
     return (*box, *place, False)
 
 
-def assert_says_the_same(index: _core.CheckpointIndex, metadata: Metadata) -> None:
+def assert_equals_metadata(index: _core.CheckpointIndex, metadata: Metadata) -> None:
     assert index.names() == list(metadata.state_dict_metadata)
     assert index.tables() == checksum_tables(metadata)
     for name, stored in metadata.state_dict_metadata.items():
@@ -61,14 +61,14 @@ def assert_says_the_same(index: _core.CheckpointIndex, metadata: Metadata) -> No
 
 
 @pytest.mark.parametrize("saver", [save, stock_save])
-def test_it_is_that_of_a_save(tmp_path: Path, saver: Any) -> None:
+def test_the_index_equals_the_metadata_of_a_save(tmp_path: Path, saver: Any) -> None:
     saver(STATE, tmp_path)
     data = (tmp_path / ".metadata").read_bytes()
-    assert_says_the_same(decode_index(data, "here"), read_metadata(tmp_path))
+    assert_equals_metadata(decode_index(data, "here"), read_metadata(tmp_path))
 
 
 def random_metadata(choice: random.Random) -> Metadata:
-    """Of tensors in rows, and objects, over several files."""
+    """Makes metadata of tensors in rows, and of objects, over several files."""
     stored: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for number in range(choice.randint(0, 30)):
@@ -96,14 +96,14 @@ def random_metadata(choice: random.Random) -> Metadata:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_is_that_of_any_metadata(seed: int) -> None:
+def test_the_index_equals_random_metadata(seed: int) -> None:
     metadata = random_metadata(random.Random(seed))
     index = decode_index(encode_metadata(metadata), "here")
-    assert_says_the_same(index, metadata)
-    assert_says_the_same(index_of(metadata, "here"), metadata)
+    assert_equals_metadata(index, metadata)
+    assert_equals_metadata(index_of(metadata, "here"), metadata)
 
 
-def test_a_record_that_nothing_describes_is_told_apart() -> None:
+def test_a_record_without_a_description_is_listed_as_stray() -> None:
     info = _StorageInfo("__0_0.distcp", 0, 900)
     index = index_of(Metadata({}, {}, {MetadataIndex("lost"): info}), "here")
     assert index.strays() == [("lost", shard_of(None, info))]
@@ -112,7 +112,7 @@ def test_a_record_that_nothing_describes_is_told_apart() -> None:
 @pytest.mark.parametrize(
     ("rows", "whole"), [((0, 2, 3), True), ((0, 3), True), ((0, 1, 2), False), ((), False)]
 )
-def test_a_tensor_that_its_shards_do_not_fill_is_named(rows: tuple[int, ...], whole: bool) -> None:
+def test_a_tensor_that_its_shards_do_not_cover_is_named(rows: tuple[int, ...], whole: bool) -> None:
     chunks = [
         ChunkStorageMetadata(torch.Size([a, 0]), torch.Size([b - a, 4])) for a, b in pairwise(rows)
     ]
@@ -122,7 +122,7 @@ def test_a_tensor_that_its_shards_do_not_fill_is_named(rows: tuple[int, ...], wh
     assert index.uncovered() == ([] if whole else ["w"])
 
 
-def test_another_name_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+def test_a_new_name_replaces_the_old_one(tmp_path: Path) -> None:
     save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path)
     index = decode_index((tmp_path / ".metadata").read_bytes(), "here")
     index.rename(["c", "a"])
@@ -131,7 +131,7 @@ def test_another_name_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     assert "b" not in index
 
 
-def test_what_a_trusted_writer_has_put_in_is_refused_where_it_cannot_be() -> None:
+def test_an_invalid_value_of_a_trusted_writer_is_refused() -> None:
     class Other:
         pass
 

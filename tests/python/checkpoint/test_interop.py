@@ -1,4 +1,4 @@
-"""Round trips with stock torch, of now and of before, and with its tools."""
+"""Round trips with current and older stock torch, and with its tools."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PAIRS: list[tuple[Saver, Loader]] = [(save, stock_load), (stock_save, load), (sa
     ("pair", "thread_count", "single_file_per_rank"),
     pairwise(itertools.product(PAIRS, [1, 2, 3, 4], [True, False])),
 )
-def test_what_one_saves_the_other_loads(
+def test_each_of_ours_and_stock_loads_the_saves_of_the_other(
     tmp_path: Path, pair: tuple[Saver, Loader], thread_count: int, single_file_per_rank: bool
 ) -> None:
     saver, loader = pair
@@ -64,7 +64,7 @@ def test_what_one_saves_the_other_loads(
 
 
 class Counter:
-    """Has its state handled by torch, through its two methods."""
+    """Stateful that torch saves and loads through its two methods."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -121,7 +121,7 @@ def test_a_state_without_tensors_makes_the_round_trip(
 
 
 def rewrite_metadata(directory: Path, reducers: dict[type, Callable[[Any], Any]]) -> None:
-    """Pickles the metadata again, with other forms of some of its classes."""
+    """Pickles the metadata again, with other versions of some of its classes."""
     file = directory / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     with file.open("wb") as stream:
@@ -148,7 +148,7 @@ def entries_of(record: bytes) -> dict[str, bytes]:
 
 
 def written_by_old_torch(record: bytes) -> bytes:
-    """As torch 1.6 wrote it: no byteorder, .format_version or .storage_alignment."""
+    """Makes a record like torch 1.6: no byteorder, .format_version or .storage_alignment."""
     entries = entries_of(record)
     stream = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(stream)
@@ -159,7 +159,7 @@ def written_by_old_torch(record: bytes) -> bytes:
 
 
 def written_by_python(record: bytes) -> bytes:
-    """A zip of another writer: sizes in the local headers, no alignment, no zip64 records."""
+    """Makes a zip of another writer: sizes in local headers, no alignment, no zip64 records."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         for name, data in entries_of(record).items():
@@ -181,7 +181,7 @@ def in_other_order(record: bytes) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         entries = entries_of(record)
-        # torch.load wants a local header first, of whatever entry.
+        # torch.load requires a local header first, of any entry.
         for name in ("version", "data/0", "byteorder", "data.pkl"):
             archive.writestr(f"archive/{name}", entries[name])
     return stream.getvalue()
@@ -294,7 +294,9 @@ def test_storage_infos_of_three_fields_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attribute", ["storage_meta", "version"])
-def test_metadata_from_before_an_attribute_existed_is_read(tmp_path: Path, attribute: str) -> None:
+def test_metadata_from_before_an_attribute_was_added_is_read(
+    tmp_path: Path, attribute: str
+) -> None:
     stock_save(nested_state(), tmp_path)
 
     def without(metadata: Metadata) -> Any:
@@ -311,7 +313,7 @@ def test_metadata_from_before_an_attribute_existed_is_read(tmp_path: Path, attri
 
 
 class _Noter(pickle.Unpickler):
-    """Notes the names of all that a pickle imports."""
+    """Records the names of all that a pickle imports."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -322,7 +324,7 @@ class _Noter(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
 
-def test_the_metadata_names_stock_classes_only(tmp_path: Path) -> None:
+def test_the_metadata_names_only_stock_classes(tmp_path: Path) -> None:
     save(nested_state(), tmp_path)
     noter = _Noter((tmp_path / ".metadata").read_bytes())
     noter.load()
@@ -331,13 +333,13 @@ def test_the_metadata_names_stock_classes_only(tmp_path: Path) -> None:
     assert not strangers
 
 
-def test_the_metadata_holds_no_path_objects(tmp_path: Path) -> None:
+def test_the_metadata_contains_no_path_objects(tmp_path: Path) -> None:
     save(nested_state(), tmp_path)
     assert b"pathlib" not in (tmp_path / ".metadata").read_bytes()
 
 
 class _OldProperties:
-    """Unpacks five fields, as torch before 2.15."""
+    """Unpacks five fields, like torch before 2.15."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state
@@ -350,7 +352,7 @@ class _OldTorch(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
 
-def test_the_metadata_is_read_by_torch_that_knows_five_tensor_properties(tmp_path: Path) -> None:
+def test_torch_that_has_five_tensor_properties_reads_the_metadata(tmp_path: Path) -> None:
     save({"weight": f32(3, 2).requires_grad_()}, tmp_path)
     metadata = _OldTorch(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
     properties = metadata.state_dict_metadata["weight"].properties
@@ -359,7 +361,7 @@ def test_the_metadata_is_read_by_torch_that_knows_five_tensor_properties(tmp_pat
 
 
 def comparable(metadata: Metadata) -> dict[str, Any]:
-    """What must be equal in the metadata of two saves of one state."""
+    """Selects what must be equal in the metadata of two saves of one state."""
     return {
         "tensors": {
             name: (stored.size, stored.chunks, stored.properties.__getstate__()[:5])
@@ -379,7 +381,7 @@ def comparable(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def test_the_metadata_says_what_stock_metadata_says(tmp_path: Path) -> None:
+def test_the_metadata_equals_stock_metadata(tmp_path: Path) -> None:
     save(nested_state(), tmp_path / "ours", thread_count=1)
     stock_save(nested_state(), tmp_path / "stock", thread_count=1)
     ours = pickle.loads((tmp_path / "ours" / ".metadata").read_bytes())
@@ -387,13 +389,13 @@ def test_the_metadata_says_what_stock_metadata_says(tmp_path: Path) -> None:
     assert comparable(ours) == comparable(stock)
 
 
-def test_the_metadata_is_what_save_returned(tmp_path: Path) -> None:
+def test_the_stored_metadata_equals_the_result_of_save(tmp_path: Path) -> None:
     returned = save(nested_state(), tmp_path)
     read = torch_ckpt.FileSystemReader(tmp_path).read_metadata()
     assert comparable(read) == comparable(returned)
 
 
-def test_the_metadata_tells_which_save_and_which_load_it_was(tmp_path: Path) -> None:
+def test_the_metadata_identifies_the_save_and_the_load(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     save_with(writer, {"a": 1})
     reader = torch_ckpt.FileSystemReader(tmp_path)
@@ -423,7 +425,7 @@ def test_we_load_what_torch_converted_from_a_torch_save_file(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
 @pytest.mark.parametrize("saver", [save, stock_save])
-def test_chosen_keys_are_loaded_without_a_state_dict(tmp_path: Path, saver: Saver) -> None:
+def test_selected_keys_are_loaded_without_a_state_dict(tmp_path: Path, saver: Saver) -> None:
     state = nested_state()
     saver(state, tmp_path)
     loaded = _load_state_dict_from_keys(

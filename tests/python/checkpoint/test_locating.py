@@ -1,4 +1,4 @@
-"""Paths that name a checkpoint: its directory, a step of a run, the root of a run."""
+"""Paths of a checkpoint: its directory, a step of a run, the root of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch_ckpt.steps import LocalSteps
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Root of a run with steps 3 and 40. The value of each step is its number."""
+    """Makes the root of a run with steps 3 and 40. The value of each step is its number."""
     for step in (3, 40):
         saved(LocalSteps(tmp_path / "run"), step, float(step))
     return tmp_path / "run"
@@ -52,7 +52,7 @@ def found(path: Path) -> str:
 
 
 @pytest.mark.parametrize("load", [loaded, loaded_by_dcp])
-def test_a_load_accepts_a_step_by_its_number_and_a_root_for_its_newest_step(
+def test_a_load_accepts_a_step_and_a_root_for_its_newest_step(
     root: Path, load: Callable[[Path], float]
 ) -> None:
     assert load(root / "3") == 3.0
@@ -60,7 +60,7 @@ def test_a_load_accepts_a_step_by_its_number_and_a_root_for_its_newest_step(
     assert load(root) == 40.0
 
 
-def test_a_reader_that_is_used_again_looks_for_the_newest_step_again(root: Path) -> None:
+def test_a_reused_reader_finds_the_newest_step_again(root: Path) -> None:
     reader = torch_ckpt.FileSystemReader(root)
     state = {"w": torch.zeros(5, 3)}
     torch_ckpt.load(state, storage_reader=reader, no_dist=True)
@@ -70,7 +70,9 @@ def test_a_reader_that_is_used_again_looks_for_the_newest_step_again(root: Path)
 
 
 @pytest.mark.parametrize("name", ["40", ""])
-def test_each_function_that_looks_at_a_checkpoint_accepts_them(root: Path, name: str) -> None:
+def test_each_function_that_reads_a_checkpoint_accepts_steps_and_roots(
+    root: Path, name: str
+) -> None:
     step, path = str(root / "0000000040"), root / name
     assert torch_ckpt.verify(path).checkpoint == step
     assert torch_ckpt.show(path).checkpoint == step
@@ -93,25 +95,25 @@ def test_a_step_is_found_in_the_working_directory(
     assert found(Path(".")) == "0000000040"
 
 
-def test_a_directory_of_that_very_name_is_not_taken_for_a_step(tmp_path: Path) -> None:
+def test_a_directory_with_the_exact_name_is_not_replaced_by_a_step(tmp_path: Path) -> None:
     save({"t": torch.ones(3)}, tmp_path / "0000000007")
     save({"t": torch.ones(3)}, tmp_path / "7")
     assert found(tmp_path / "7") == "7"
 
 
-def test_a_step_that_is_not_there_is_told_with_the_newest_one(root: Path) -> None:
+def test_the_error_for_an_absent_step_names_the_newest_one(root: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such step; the newest step is 40"):
         open_checkpoint(root / "41")
 
 
 @pytest.mark.parametrize("name", ["40", ""])
-def test_no_deletion_removes_a_step_that_is_open(root: Path, name: str) -> None:
+def test_an_open_step_is_not_deleted(root: Path, name: str) -> None:
     with closing(open_checkpoint(root / name)):
         assert not LocalSteps(root).delete(40)
     assert LocalSteps(root).delete(40)
 
 
-def test_no_deletion_removes_the_step_that_a_load_of_a_root_reads(root: Path) -> None:
+def test_the_step_that_a_load_of_a_root_reads_is_not_deleted(root: Path) -> None:
     deleted = []
 
     def delete(operation: str, path: str) -> None:
@@ -124,7 +126,7 @@ def test_no_deletion_removes_the_step_that_a_load_of_a_root_reads(root: Path) ->
     assert not any(deleted)
 
 
-def test_a_newest_step_that_is_deleted_before_it_is_opened_is_replaced_by_the_one_before(
+def test_a_newest_step_that_is_deleted_before_it_is_opened_is_replaced_by_the_previous_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_late(path: Any) -> OpenDirectory:
@@ -136,7 +138,7 @@ def test_a_newest_step_that_is_deleted_before_it_is_opened_is_replaced_by_the_on
     assert found(root) == "0000000003"
 
 
-def test_a_newest_step_that_is_deleted_while_it_is_opened_is_replaced_by_the_one_before(
+def test_a_newest_step_that_is_deleted_while_it_is_opened_is_replaced_by_the_previous_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_early(path: Any) -> OpenDirectory:
@@ -179,13 +181,13 @@ def test_a_load_of_another_format_names_convert(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_of_a_checkpoint_is_told_as_one(root: Path) -> None:
+def test_the_error_for_a_file_of_a_checkpoint_names_the_checkpoint(root: Path) -> None:
     step = root / "0000000040"
     with pytest.raises(CheckpointError, match=f"but a file of the checkpoint {step}; pass that"):
         open_checkpoint(step / ".metadata")
 
 
-def test_another_file_is_not_a_directory(tmp_path: Path) -> None:
+def test_another_file_is_refused_as_it_is_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("x")
     with pytest.raises(CheckpointError, match="is not a directory; pass the directory of"):
         open_checkpoint(tmp_path / "notes")

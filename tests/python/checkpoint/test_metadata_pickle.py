@@ -1,4 +1,4 @@
-"""What a metadata pickle may do, and the seal behind it."""
+"""Programs that a metadata pickle may contain, and the seal behind it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PROTOCOLS = [2, 3, 4, 5]
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Makes a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -87,7 +87,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def unpickled(data: bytes) -> Any:
-    """What a program makes, whether it can be or not."""
+    """Returns what a program makes, valid or not."""
     _core.MetadataProgram(data, ROLES)
     return _AllowListUnpickler(io.BytesIO(data)).load()
 
@@ -111,10 +111,10 @@ def test_stock_metadata_of_every_protocol_is_read(
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("protocol", PROTOCOLS[1:])
 @pytest.mark.filterwarnings("ignore:.*ShardedTensor")
-def test_our_metadata_is_read_whoever_pickles_it_again(
+def test_our_metadata_pickled_again_by_any_pickler_is_read(
     group: None, tmp_path: Path, name: str, protocol: int
 ) -> None:
-    # Protocol 2 has no bytes, which checksum tables are, and calls a codec to make them.
+    # Protocol 2 has no bytes, which checksum tables are, and makes them through a codec.
     save(STATES[name](), tmp_path)
     data = (tmp_path / ".metadata").read_bytes()
     accepts(data, pickle.loads(data))
@@ -122,7 +122,7 @@ def test_our_metadata_is_read_whoever_pickles_it_again(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_plans_that_are_kept_beside_the_metadata_are_read(protocol: int) -> None:
+def test_metadata_with_stored_plans_is_read(protocol: int) -> None:
     state = {"weight": torch.zeros(3, 4), "step": 3}
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
@@ -167,14 +167,14 @@ def test_metadata_of_older_sharded_tensors_is_read(protocol: int) -> None:
     ],
     ids=lambda value: f"{type(value).__name__} {str(value)[:12]!a}",
 )
-def test_what_a_planner_may_keep_is_read(protocol: int, value: Any) -> None:
+def test_values_that_a_planner_may_store_are_read(protocol: int, value: Any) -> None:
     metadata = Metadata({}, planner_data=value, storage_data={})
     again = decode_metadata(pickle.dumps(metadata, protocol), "here")
     assert again.planner_data == value
     assert type(again.planner_data) is type(value)
 
 
-def test_every_name_has_the_role_that_its_object_asks_for() -> None:
+def test_every_name_has_the_role_that_its_object_needs() -> None:
     for name, role in ROLES.items():
         module, _, attribute = name.partition(" ")
         if module == "pathlib._local":  # of Python 3.13
@@ -206,7 +206,7 @@ print(len(index.decode_index(sys.stdin.buffer.read(), "a test")))
 """
 
 
-def test_metadata_with_a_dtype_that_only_the_installed_torch_knows_is_read(
+def test_metadata_with_a_dtype_that_only_the_installed_torch_has_is_read(
     tmp_path: Path,
 ) -> None:
     save({"a": torch.zeros(2)}, tmp_path)
@@ -222,14 +222,14 @@ def test_metadata_with_a_dtype_that_only_the_installed_torch_knows_is_read(
 def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None:
     printed = Path(__file__).parents[2] / "cpp" / "stock_metadata.cpp"
     pairs = re.findall(r'\{"(\S+ \S+)",\s*index::GlobalRole::(\w+)\}', printed.read_text())
-    # Each torch has dtypes of its own.
+    # Versions of torch differ in their dtypes.
     dtypes = {name for name, role in ROLES.items() if role == "value"}
     again = "run tests/cpp/stock_metadata.py again"
     assert dict(pairs).items() >= {n: r for n, r in ROLES.items() if n not in dtypes}.items(), again
     assert {n for n, role in pairs if role != "value"} == ROLES.keys() - dtypes, again
 
 
-def test_a_role_that_is_none_is_refused() -> None:
+def test_an_invalid_role_is_refused() -> None:
     with pytest.raises(ValueError, match="torch Size: 'guest' is not a role"):
         _core.MetadataProgram(b"N.", {"torch Size": "guest"})
 
@@ -291,13 +291,13 @@ PROGRAMS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("program", "why"), PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_that_means_harm_is_refused_before_it_runs(program: bytes, why: str) -> None:
+def test_a_malicious_program_is_refused_before_it_runs(program: bytes, why: str) -> None:
     message = f"here is damaged or not a checkpoint's metadata: pickle at byte .*{why}"
     with pytest.raises(Corrupt, match=message):
         decode_metadata(PROTO + program, "here")
 
 
-def test_no_program_changes_what_the_process_shares() -> None:
+def test_no_program_changes_shared_objects_of_the_process() -> None:
     before = dict(vars(Metadata)), dict(vars(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST))
     for program, _ in PROGRAMS.values():
         with pytest.raises(Corrupt):
@@ -306,7 +306,7 @@ def test_no_program_changes_what_the_process_shares() -> None:
 
 
 @pytest.mark.parametrize("metadata", [small, rich])
-def test_metadata_of_a_python_that_looks_members_up_by_getattr_is_read(
+def test_metadata_of_a_python_that_looks_up_members_by_getattr_is_read(
     metadata: Callable[[], Metadata],
 ) -> None:
     data = with_looked_up_members(metadata(), 4)
@@ -322,18 +322,18 @@ def test_an_attribute_of_an_enum_that_is_not_a_member_is_unsafe(name: str) -> No
         unpickled(PROTO + program)
 
 
-def test_ours_names_no_member_by_getattr(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_metadata_uses_no_getattr(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_getattr(member: Any, protocol: int) -> Any:
         return getattr, (type(member), member.name)
 
-    # As Python 3.11.0 to 3.11.3 have it.
+    # As Python 3.11.0 to 3.11.3 pickles members.
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_getattr)
     assert b"getattr" in pickle.dumps(small(), 4)
     assert b"getattr" not in encode_metadata(small())
 
 
 def shared_by_the_process() -> dict[str, dict[str, Any]]:
-    """The attributes of all that metadata may name, and of the members of its enums."""
+    """Returns the attributes of all that metadata may name, and of the members of its enums."""
     found = {}
     for name in ROLES:
         module, _, attribute = name.partition(" ")
@@ -346,18 +346,18 @@ def shared_by_the_process() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: int) -> None:
+def test_an_accepted_damaged_program_leaves_the_process_unchanged(protocol: int) -> None:
     seed = 7
     rng = random.Random(seed)
     pickles = [pickle.dumps(rich(), protocol), pickle.dumps(small(), protocol)]
-    unpickled(pickles[0])  # fills what torch fills when it is first asked
+    unpickled(pickles[0])  # fills what torch fills lazily
     before = shared_by_the_process()
     passed = 0
     for number in range(3000):
         data = bytearray(rng.choice(pickles))
         for _ in range(rng.randint(1, 2)):
             place = rng.randrange(len(data))
-            # The bytes of a program are opcodes and small numbers, mostly.
+            # The bytes of a program are mostly opcodes and small numbers.
             data[place] = rng.choice(pickles[0]) if rng.random() < 0.5 else rng.randrange(256)
         try:
             _core.MetadataProgram(bytes(data), ROLES)
@@ -368,7 +368,7 @@ def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: in
             _AllowListUnpickler(io.BytesIO(data)).load()
         except (MemoryError, RecursionError, SystemError) as error:
             pytest.fail(f"seed {seed}, number {number}: {error!r}")
-        except Exception:  # a text that is none, a size of -1: refused by what is made of it
+        except Exception:  # invalid text, a size of -1: refused by the called constructor
             continue
         assert before == shared_by_the_process(), f"seed {seed}, number {number}"
     print(f"{passed} of 3000 damaged programs passed")
@@ -384,7 +384,7 @@ def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: in
     ],
     ids=["a module's", "a member's", "no text"],
 )
-def test_another_name_is_unsafe_and_said(program: bytes, name: str) -> None:
+def test_a_name_that_is_not_allowed_is_unsafe_and_quoted(program: bytes, name: str) -> None:
     message = (
         f"^here: the metadata names {name}, which is not on the list of what a checkpoint may "
         "contain; pass allow_pickle=True .*only if you trust its writer$"
@@ -401,8 +401,8 @@ def test_a_trusted_pickle_is_not_walked() -> None:
     assert decode_metadata(data, "here", allow_pickle=True) == metadata
 
 
-def test_want_of_memory_is_not_called_damage() -> None:
-    # More than what earlier tests may have left free in the heap.
+def test_lack_of_memory_is_not_reported_as_damage() -> None:
+    # More than earlier tests may have left free in the heap.
     large = 256 << 20
     data = pickle.dumps(Metadata({}, planner_data={"t": ("x" * large,)}, storage_data={}))
 
@@ -432,14 +432,14 @@ def dcp_metadata(state: dict[str, Any]) -> Metadata:
     return metadata
 
 
-def test_the_seal_is_what_the_document_says(sealed: bytes) -> None:
+def test_the_seal_has_the_documented_format(sealed: bytes) -> None:
     body, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
     assert seal == b"TCM1" + struct.pack("<IQ", zlib.crc32(body), len(body))
     assert body.endswith(b".")
     assert pickle.loads(body) == pickle.loads(sealed)
 
 
-def test_stock_torch_does_not_see_the_seal(tmp_path: Path) -> None:
+def test_stock_torch_ignores_the_seal(tmp_path: Path) -> None:
     state = {"weight": torch.arange(12.0).view(3, 4), "step": 3}
     save(state, tmp_path)
     assert (tmp_path / ".metadata").read_bytes()[-SEAL_BYTES:].startswith(b"TCM1")
@@ -451,7 +451,7 @@ def test_stock_torch_does_not_see_the_seal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True], ids=["", "allow_pickle"])
-def test_every_flipped_bit_is_found(sealed: bytes, allow_pickle: bool) -> None:
+def test_every_flipped_bit_is_detected(sealed: bytes, allow_pickle: bool) -> None:
     decode_metadata(sealed, "here", allow_pickle=allow_pickle)
     flipped = 0
     for place in range(len(sealed)):
@@ -466,10 +466,10 @@ def test_every_flipped_bit_is_found(sealed: bytes, allow_pickle: bool) -> None:
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True], ids=["", "allow_pickle"])
-def test_a_file_cut_anywhere_is_refused_except_where_the_pickle_ends(
+def test_a_file_truncated_anywhere_but_at_the_end_of_the_pickle_is_refused(
     sealed: bytes, allow_pickle: bool
 ) -> None:
-    # There it is what stock torch would have written.
+    # That file equals one of stock torch.
     whole = decode_metadata(sealed, "here", allow_pickle=allow_pickle)
     for size in range(len(sealed)):
         if size == len(sealed) - SEAL_BYTES:

@@ -1,4 +1,4 @@
-"""Objects: which come back as they were, which are refused, and who is asked."""
+"""Objects in checkpoints: safe ones are loaded, others are refused, and planners are called."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def record_of(value: Any, **options: Any) -> bytes:
 
 
 def again(value: Any) -> Any:
-    """What a load makes of it."""
+    """Saves and loads an object."""
     return decode(record_of(value), "name", "file")
 
 
@@ -110,13 +110,13 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__} {str(v)[:40]!r}")
 @pytest.mark.parametrize("protocol", [2, 3, 4])
-def test_harmless_objects_come_back_as_they_were(value: Any, protocol: int) -> None:
+def test_safe_objects_are_loaded_unchanged(value: Any, protocol: int) -> None:
     found = decode(record_of(value, pickle_protocol=protocol), "name", "file")
     assert type(found) is type(value)
     assert found == value
 
 
-def test_a_deque_and_a_defaultdict_keep_what_equality_does_not_see() -> None:
+def test_a_deque_and_a_defaultdict_keep_what_equality_ignores() -> None:
     assert again(deque([1], maxlen=7)).maxlen == 7
     assert again(defaultdict(set)).default_factory is set
 
@@ -135,22 +135,22 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype} {a.shape}")
-def test_arrays_come_back_as_they_were(array: Any) -> None:
+def test_arrays_are_loaded_unchanged(array: Any) -> None:
     found = again(array)
-    # numpy itself stores the other byte order and reads it into this machine's.
+    # numpy itself stores the other byte order and converts it when it loads.
     assert found.dtype == pickle.loads(pickle.dumps(array, 2)).dtype
     assert found.flags.f_contiguous == array.flags.f_contiguous
     assert numpy.array_equal(found, array)
 
 
-def test_numpys_random_state_comes_back() -> None:
+def test_numpys_random_state_is_loaded() -> None:
     state = numpy.random.RandomState(3).get_state()
     restored = numpy.random.RandomState()
     restored.set_state(again(state))
     assert restored.randint(10**9) == numpy.random.RandomState(3).randint(10**9)
 
 
-def test_a_buffer_comes_back_at_its_position() -> None:
+def test_a_buffer_is_loaded_with_its_position() -> None:
     buffer = io.BytesIO(b"hello")
     buffer.read(2)
     assert again(buffer).read() == b"llo"
@@ -172,7 +172,7 @@ TENSORS = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype} {t.layout} {tuple(t.shape)}")
-def test_tensors_in_objects_come_back_and_stay_shared(tensor: torch.Tensor) -> None:
+def test_tensors_in_objects_are_loaded_and_stay_shared(tensor: torch.Tensor) -> None:
     one, other = again((tensor, tensor))
     assert one is other
     assert type(one) is type(tensor)
@@ -187,19 +187,19 @@ def test_views_of_one_storage_stay_views_of_one_storage() -> None:
     assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def test_a_tensors_attributes_come_back() -> None:
+def test_a_tensors_attributes_are_loaded() -> None:
     tensor = torch.ones(2)
     tensor.tag = "mine"  # type: ignore[attr-defined]
     assert again((tensor,))[0].tag == "mine"
 
 
-def test_quantized_tensors_in_objects_come_back() -> None:
+def test_quantized_tensors_in_objects_are_loaded() -> None:
     tensor = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
     assert torch.equal(again((tensor,))[0].dequantize(), tensor.dequantize())
 
 
 class Own:
-    """A class of the user's."""
+    """Class of a user."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -214,13 +214,13 @@ class Pair(NamedTuple):
 
 
 class OwnDict(dict[str, int]):
-    """A subclass with attributes."""
+    """Subclass with attributes."""
 
 
 @pytest.mark.parametrize(
     "value", [Own(3), Pair(1, 2), OwnDict(a=1)], ids=lambda v: type(v).__name__
 )
-def test_a_class_of_the_users_is_refused_until_he_declares_it_safe(value: Any) -> None:
+def test_a_users_class_is_refused_until_it_is_declared_safe(value: Any) -> None:
     with pytest.raises(Unsafe, match=type(value).__name__) as error:
         again(value)
     assert "torch.serialization.add_safe_globals" in str(error.value)
@@ -231,10 +231,10 @@ def test_a_class_of_the_users_is_refused_until_he_declares_it_safe(value: Any) -
 
 
 class OwnTensor(torch.Tensor):
-    """A subclass of the user's."""
+    """Tensor subclass of a user."""
 
 
-def test_a_subclass_of_tensors_is_refused_until_the_user_declares_it_safe() -> None:
+def test_a_users_tensor_subclass_is_refused_until_it_is_declared_safe() -> None:
     tensor = torch.arange(3.0).as_subclass(OwnTensor)
     tensor.tag = "mine"  # type: ignore[attr-defined]
     with pytest.raises(Unsafe, match="OwnTensor"):
@@ -247,7 +247,7 @@ def test_a_subclass_of_tensors_is_refused_until_the_user_declares_it_safe() -> N
 
 
 class AsTensor:
-    """What says that it is a tensor of a type."""
+    """Object that claims to be a tensor of some type."""
 
     def __init__(self, kind: type, state: Any) -> None:
         self.kind = kind
@@ -259,10 +259,10 @@ class AsTensor:
         return torch._tensor._rebuild_from_type_v2, (tensor, self.kind, arguments, self.state)
 
 
-def test_only_what_is_a_tensor_and_declared_safe_is_rebuilt_as_its_class_says() -> None:
+def test_only_tensors_of_safe_classes_are_rebuilt_by_their_class() -> None:
     with torch.serialization.safe_globals([Own]), pytest.raises(Unsafe, match=r"constructs .*Own"):
         again(AsTensor(Own, {}))
-    # A plain one has attributes, and no slots that a state may set.
+    # A plain tensor has attributes, but no slots that a state may set.
     assert again(AsTensor(torch.Tensor, {"tag": 1})).tag == 1
     with pytest.raises(Corrupt, match="is not a dict of attributes"):
         again(AsTensor(torch.Tensor, (None, {"requires_grad": True})))
@@ -273,22 +273,22 @@ class StartsGroup:
         return DeviceMesh, ("cpu", [0])
 
 
-def test_what_torch_declares_safe_starts_no_process_group() -> None:
+def test_classes_that_torch_declares_safe_start_no_process_group() -> None:
     assert DeviceMesh in torch.serialization.get_safe_globals()
-    # Where it can be started.
+    # Only if a process group can be started.
     with mock.patch.object(torch.distributed, "init_process_group") as started:
         with pytest.raises(Unsafe, match=r"calls torch\.distributed\.device_mesh\.DeviceMesh"):
             again(StartsGroup())
         assert not started.called
 
 
-def test_placements_come_back() -> None:
+def test_placements_are_loaded() -> None:
     value = [Shard(1), Replicate(), Partial("sum")]
     assert again(value) == value
 
 
 class Color(enum.Enum):
-    """An enum of the user's."""
+    """Enum of a user."""
 
     RED = (1,)
 
@@ -298,7 +298,7 @@ class ChangesRed:
         return Color, ((1,),), {"evil": True}
 
 
-def test_a_member_of_an_enum_that_is_declared_safe_is_found_and_not_changed() -> None:
+def test_a_member_of_a_safe_enum_is_found_and_not_changed() -> None:
     with torch.serialization.safe_globals([Color]):
         assert again([Color.RED, Color.RED]) == [Color.RED, Color.RED]
         with pytest.raises(Unsafe, match="sets the state of a Color"):
@@ -306,7 +306,7 @@ def test_a_member_of_an_enum_that_is_declared_safe_is_found_and_not_changed() ->
     assert not hasattr(Color.RED, "evil")
 
 
-def test_containers_within_each_other_come_back_as_they_were() -> None:
+def test_nested_containers_are_loaded_unchanged() -> None:
     inner = defaultdict(deque, {i: deque([i], maxlen=3) for i in range(3000)})
     value = deque([inner, inner, deque([defaultdict(None, {"a": deque([deque()])})])])
     assert again(value) == value
@@ -316,12 +316,12 @@ def test_containers_within_each_other_come_back_as_they_were() -> None:
     assert found[0] is found
 
 
-def test_many_paths_that_share_their_parts_come_back() -> None:
+def test_many_paths_with_shared_parts_are_loaded() -> None:
     value = [Path("/data") / ("long" * 60) / str(i) for i in range(1000)]
     assert again(value) == value
 
 
-def test_hooks_that_are_filled_later_are_not_those_of_the_tensor() -> None:
+def test_hooks_that_are_filled_later_do_not_belong_to_the_tensor() -> None:
     class Made:
         def __reduce__(self) -> Any:
             storage = torch.ones(1).storage()
@@ -335,26 +335,26 @@ def test_hooks_that_are_filled_later_are_not_those_of_the_tensor() -> None:
     assert tensor.grad.item() == 2
 
 
-def test_a_tensor_of_a_device_that_is_not_here_is_told_as_such() -> None:
+def test_a_tensor_of_an_absent_device_has_its_own_error() -> None:
     record = record_of((torch.ones(3),)).replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00hpu")
     with pytest.raises(CheckpointError, match="the object in file has a tensor on hpu") as error:
         decode(record, "name", "file")
     assert type(error.value) is CheckpointError
 
 
-def test_what_is_declared_safe_under_another_name_is_found() -> None:
+def test_a_class_declared_safe_under_another_name_is_found() -> None:
     with torch.serialization.safe_globals([(Own, f"{Own.__module__}.Own")]):
         assert again(Own(3)) == Own(3)
 
 
-def test_nothing_of_ours_is_declared_safe_for_other_loads() -> None:
+def test_none_of_our_classes_is_declared_safe_for_other_loads() -> None:
     with torch.serialization.safe_globals([argparse.Namespace]):
         before = torch.serialization.get_safe_globals()
         again(argparse.Namespace(a=deque([1])))
         assert torch.serialization.get_safe_globals() == before
 
 
-def test_objects_are_decoded_by_several_threads_at_once() -> None:
+def test_objects_are_decoded_by_several_threads_at_the_same_time() -> None:
     value = {"a": [deque([i]) for i in range(300)]}
     record = record_of(value)
     found: list[Any] = []
@@ -369,7 +369,7 @@ def test_objects_are_decoded_by_several_threads_at_once() -> None:
     assert found == [value] * 4
 
 
-def test_a_reason_quotes_little_and_nothing_that_a_terminal_acts_on() -> None:
+def test_a_reason_quotes_little_text_and_no_control_characters() -> None:
     def named(name: str) -> bytes:
         program = b"\x80\x02c" + name.encode() + b"\nb\n."
         return with_entry(record_of(7), "data.pkl", program)
@@ -386,14 +386,14 @@ def test_an_object_array_is_refused_by_name() -> None:
         again(numpy.array([1, {}], dtype=object))
 
 
-def test_every_cut_of_a_record_is_refused() -> None:
+def test_every_truncated_record_is_refused() -> None:
     record = record_of({"a": (torch.ones(3), 5)})
     for size in range(0, len(record), 13):
         with pytest.raises(Corrupt):
             decode(record[:size], "name", "file")
 
 
-def test_any_changed_byte_of_a_program_does_nothing_but_fail_or_give_another_value() -> None:
+def test_a_changed_byte_of_a_program_only_fails_or_gives_another_value() -> None:
     seed = 5
     generator = random.Random(seed)
     record = record_of({"a": [1, 2.0, deque([3]), argparse.Namespace(b="c")], "d": torch.ones(2)})
@@ -415,7 +415,7 @@ def test_any_changed_byte_of_a_program_does_nothing_but_fail_or_give_another_val
 
 @pytest.mark.parametrize("saver", [save, stock_save])
 @pytest.mark.parametrize("flatten", [True, False])
-def test_objects_go_where_torchs_planner_puts_them(
+def test_objects_are_stored_where_torchs_planner_stores_them(
     tmp_path: Path, saver: Any, flatten: bool
 ) -> None:
     state = {"a": {"b": deque([1]), "weight": torch.ones(2)}, "c": "text"}
@@ -427,14 +427,14 @@ def test_objects_go_where_torchs_planner_puts_them(
     loaded: dict[str, Any] = {"a": {"b": 0, "weight": torch.zeros(2)}, "c": 0}
     if not flatten:
         loaded = {"b": 0, "c": 0}
-    # Flattening in either sense makes another dict.
+    # Flattening in either direction makes a new dict.
     load(loaded, tmp_path, planner=dcp.DefaultLoadPlanner(flatten, flatten))
     assert (loaded["a"]["b"] if flatten else loaded["b"]) == deque([1])
     assert loaded["c"] == "text"
 
 
 class Noting(dcp.DefaultLoadPlanner):
-    """Notes what it gets."""
+    """Planner that records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,7 +446,7 @@ class Noting(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def test_a_planner_with_a_load_bytes_of_its_own_gets_the_bytes(tmp_path: Path) -> None:
+def test_a_planner_with_its_own_load_bytes_receives_the_bytes(tmp_path: Path) -> None:
     save({"step": 7}, tmp_path)
     planner = Noting()
     state = {"step": 0}
@@ -456,7 +456,7 @@ def test_a_planner_with_a_load_bytes_of_its_own_gets_the_bytes(tmp_path: Path) -
 
 
 class Raw(dcp.DefaultLoadPlanner):
-    """Of bytes that are no pickle."""
+    """Planner for bytes that are not a pickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = value.read()
@@ -467,7 +467,7 @@ class RawSaving(dcp.DefaultSavePlanner):
         return io.BytesIO(object)
 
 
-def test_bytes_of_a_planners_own_need_a_trusted_writer(tmp_path: Path) -> None:
+def test_bytes_of_a_planner_need_a_trusted_writer(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     dcp.save({"step": b"raw"}, storage_writer=writer, planner=RawSaving(), no_dist=True)
     with pytest.raises(dcp.CheckpointException) as error:
@@ -480,7 +480,7 @@ def test_bytes_of_a_planners_own_need_a_trusted_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_a_trusted_writers_objects_are_unpickled_as_torch_does(tmp_path: Path, ours: bool) -> None:
+def test_a_trusted_writers_objects_are_unpickled_as_by_torch(tmp_path: Path, ours: bool) -> None:
     save({"own": Own(3)}, tmp_path)
     state: dict[str, Any] = {"own": None}
     if ours:
@@ -490,8 +490,8 @@ def test_a_trusted_writers_objects_are_unpickled_as_torch_does(tmp_path: Path, o
     assert state == {"own": Own(3)}
 
 
-def test_importing_and_loading_imports_no_numpy() -> None:
-    # It need not be installed.
+def test_importing_and_loading_does_not_import_numpy() -> None:
+    # It may not be installed.
     program = """
 import sys
 sys.modules["numpy"] = None
@@ -503,7 +503,7 @@ assert torch_ckpt.checkpoint.objects.decode(stream.getvalue(), "name", "file") =
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
-def test_values_of_numpy_without_numpy_are_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_numpy_without_numpy_are_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     record = record_of(numpy.arange(3))
     safe_types._numpy_names.cache_clear()
     monkeypatch.setitem(sys.modules, "numpy", None)

@@ -1,4 +1,4 @@
-"""What our writer stores is, byte for byte, what torch's stores."""
+"""Records of our writer equal those of torch byte for byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMPLEX = [torch.complex64, torch.complex128]
 
 
 def stored(tensor: torch.Tensor, directory: Path) -> bytes:
-    """The bytes that our writer puts on the disk for one tensor."""
+    """Returns the bytes that our writer stores for one tensor."""
     save({"tensor": tensor}, directory, thread_count=1, sync_files=False)
     (file,) = data_files(directory)
     return file.read_bytes()
@@ -113,7 +113,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (1, 3, 2)], ids=str)
-def test_a_record_is_torchs_for_every_dtype(
+def test_a_record_equals_torchs_for_every_dtype(
     tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = random_tensor(shape, dtype)
@@ -121,7 +121,7 @@ def test_a_record_is_torchs_for_every_dtype(
 
 
 @pytest.mark.parametrize("dtype", V3_DTYPES, ids=str)
-def test_the_record_of_a_part_is_torchs_for_dtypes_without_a_storage_class(
+def test_the_record_of_a_part_equals_torchs_for_dtypes_without_a_storage_class(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     tensor = random_tensor((6, 4), dtype)[1:4]
@@ -136,13 +136,13 @@ def test_torch_ckpt_saves_the_dtypes_that_dcp_cannot(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_record_is_torchs_for_every_layout(tmp_path: Path, layout: str) -> None:
+def test_a_record_equals_torchs_for_every_layout(tmp_path: Path, layout: str) -> None:
     tensor = LAYOUTS[layout]()
     assert stored(tensor, tmp_path) == record_of(tensor)
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 65535, 65536])
-def test_a_record_is_torchs_around_the_widths_of_pickled_numbers(
+def test_a_record_equals_torchs_around_the_widths_of_pickled_numbers(
     tmp_path: Path, count: int
 ) -> None:
     tensor = random_tensor((count,), torch.uint8)
@@ -150,13 +150,13 @@ def test_a_record_is_torchs_around_the_widths_of_pickled_numbers(
 
 
 @pytest.mark.parametrize("name", ["x", "a.b.c", "ü", "n" * 300])
-def test_a_record_does_not_depend_on_the_tensors_name(tmp_path: Path, name: str) -> None:
+def test_a_record_is_independent_of_the_tensors_name(tmp_path: Path, name: str) -> None:
     save({name: f32(3)}, tmp_path, thread_count=1)
     assert data_files(tmp_path)[0].read_bytes() == record_of(f32(3))
 
 
 @pytest.mark.parametrize("around", [-1, 0, 1])
-def test_a_record_is_torchs_where_a_file_ends_near_a_chunks_end(
+def test_a_record_equals_torchs_if_a_file_ends_near_the_end_of_a_chunk(
     tmp_path: Path, around: int
 ) -> None:
     overhead = len(record_of(f32(2**20))) - 2**22
@@ -165,7 +165,7 @@ def test_a_record_is_torchs_where_a_file_ends_near_a_chunks_end(
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 8192, 1 << 20])
-def test_a_record_is_torchs_however_small_the_staging_memory(
+def test_a_record_equals_torchs_with_any_amount_of_staging_memory(
     tmp_path: Path, chunk_bytes: int
 ) -> None:
     tensor = random_tensor((300, 1001), torch.int16)[:, 1:]
@@ -185,7 +185,7 @@ MIXED_STATE = {
 }
 
 
-def test_a_whole_file_is_torchs_when_one_thread_writes(tmp_path: Path) -> None:
+def test_a_complete_file_equals_torchs_with_one_thread(tmp_path: Path) -> None:
     save(MIXED_STATE, tmp_path / "ours", thread_count=1)
     stock_save(MIXED_STATE, tmp_path / "stock", thread_count=1)
     (ours,), (stock,) = data_files(tmp_path / "ours"), data_files(tmp_path / "stock")
@@ -193,7 +193,7 @@ def test_a_whole_file_is_torchs_when_one_thread_writes(tmp_path: Path) -> None:
     assert ours.read_bytes() == stock.read_bytes()
 
 
-def test_all_files_are_torchs_when_each_item_has_one(tmp_path: Path) -> None:
+def test_all_files_equal_torchs_with_one_item_each(tmp_path: Path) -> None:
     save(MIXED_STATE, tmp_path / "ours", single_file_per_rank=False)
     stock_save(MIXED_STATE, tmp_path / "stock", single_file_per_rank=False)
     ours, stock = data_files(tmp_path / "ours"), data_files(tmp_path / "stock")
@@ -202,7 +202,7 @@ def test_all_files_are_torchs_when_each_item_has_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct_io", [True, False, "auto"])
-def test_direct_io_leaves_no_trace_in_the_file(tmp_path: Path, direct_io: bool | str) -> None:
+def test_direct_io_does_not_change_the_file(tmp_path: Path, direct_io: bool | str) -> None:
     state = {"large": f32(1000, 1000), "small": f32(3)}
     try:
         save(state, tmp_path, thread_count=1, direct_io=direct_io)
@@ -219,8 +219,8 @@ def test_direct_io_leaves_no_trace_in_the_file(tmp_path: Path, direct_io: bool |
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """A tensor of any dtype and shape under a chain of views."""
-    # Complex ones have the most kinds of views.
+    """Makes a tensor of any dtype and shape under a chain of views."""
+    # Complex tensors have the most kinds of views.
     dtype = draw(st.sampled_from(DTYPES) | st.sampled_from(COMPLEX))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     tensor = random_tensor(shape, dtype, seed=draw(st.integers(0, 100)))
@@ -271,7 +271,7 @@ def unsqueezed(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restrided(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
-    """Any geometry that stays within the storage; overlapping, with gaps, in any order."""
+    """Applies any geometry within the storage: overlapping, with gaps, in any order."""
     sizes = draw(st.lists(st.integers(0, 4), max_size=3))
     strides = [draw(st.integers(0, 6)) for _ in sizes]
     held = tensor.untyped_storage().nbytes() // tensor.itemsize
@@ -318,7 +318,7 @@ VIEWS = [
 
 @settings(max_examples=500, derandomize=True, deadline=None, database=None)
 @given(tensors())
-def test_a_record_is_torchs_after_any_chain_of_views(tensor: torch.Tensor) -> None:
+def test_a_record_equals_torchs_after_any_chain_of_views(tensor: torch.Tensor) -> None:
     expected = record_of(tensor)
     with tempfile.TemporaryDirectory() as directory:
         assert stored(tensor, Path(directory)) == expected
@@ -326,7 +326,7 @@ def test_a_record_is_torchs_after_any_chain_of_views(tensor: torch.Tensor) -> No
 
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
 @given(st.lists(tensors(), max_size=6))
-def test_what_was_saved_is_loaded_after_any_chain_of_views(values: list[torch.Tensor]) -> None:
+def test_a_tensor_is_loaded_after_any_chain_of_views(values: list[torch.Tensor]) -> None:
     state = {f"tensor {i}": value for i, value in enumerate(values)}
     loaded = {
         name: random_tensor(tuple(value.shape), value.dtype, seed=1)
@@ -343,13 +343,13 @@ def test_what_was_saved_is_loaded_after_any_chain_of_views(values: list[torch.Te
 
 
 def available_bytes(path: Path) -> int:
-    """What can be had of both memory and disk."""
+    """Returns the bytes that are available both in memory and on the disk."""
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(memory, shutil.disk_usage(path).free)
 
 
 class Ends(io.RawIOBase):
-    """A file of which the size is kept, and the bytes at both ends."""
+    """File that keeps only its size, and the bytes at both ends."""
 
     KEPT = 1 << 20
 
@@ -366,10 +366,10 @@ class Ends(io.RawIOBase):
 
 @pytest.mark.large
 @pytest.mark.alone
-def test_a_record_is_torchs_beyond_four_gib(scratch: Path) -> None:
+def test_a_record_equals_torchs_beyond_four_gib(scratch: Path) -> None:
     if available_bytes(scratch) < 6 << 30:
         pytest.skip("needs 6 GiB of memory and of disk")
-    # Zeros that nobody wrote take no memory; a few marks show that the bytes lie where they should.
+    # Untouched zeros use no memory. A few marks verify the positions of the bytes.
     tensor = torch.zeros(2**32 + 7, dtype=torch.uint8)
     marks = [0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 6]
     tensor[marks] = torch.arange(1, len(marks) + 1, dtype=torch.uint8)
@@ -381,7 +381,7 @@ def test_a_record_is_torchs_beyond_four_gib(scratch: Path) -> None:
     with file.open("rb") as stream:
         assert stream.read(Ends.KEPT) == ends.first
         stream.seek(-Ends.KEPT, os.SEEK_END)
-        # With the archive's directory, and in that a CRC-32 of all elements.
+        # With the archive's directory, which has a CRC-32 of all elements.
         assert stream.read() == ends.last
     part = {"tensor": torch.zeros(2**32 + 7, dtype=torch.uint8)}
     load(part, scratch / "ours")

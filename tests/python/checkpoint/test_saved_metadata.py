@@ -1,4 +1,4 @@
-"""The metadata of a save, as the ranks get it that have not made it."""
+"""Metadata of a save on the ranks that have not written it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_ckpt.checkpoint.saved_metadata import MOST_BYTES_SENT, SavedMetadata
 
 
 def sent(path: Path, ranks: int) -> bytes:
-    """What the coordinator of a save of a tensor sends to others."""
+    """Returns the message with which the coordinator sends the metadata of a saved tensor."""
     torch_ckpt.save({"weight": torch.arange(4)}, path)
     data = (path / ".metadata").read_bytes()
     return pickle.dumps(SavedMetadata(data, str(path), ranks))
@@ -27,7 +27,7 @@ def test_small_metadata_is_sent_to_other_ranks(tmp_path: Path) -> None:
     assert set(pickle.loads(message).metadata().state_dict_metadata) == {"weight"}
 
 
-def test_metadata_that_many_ranks_would_get_is_read_when_somebody_looks_at_it(
+def test_metadata_for_many_ranks_is_read_lazily(
     tmp_path: Path,
 ) -> None:
     message = sent(tmp_path, MOST_BYTES_SENT)
@@ -35,7 +35,7 @@ def test_metadata_that_many_ranks_would_get_is_read_when_somebody_looks_at_it(
     assert set(pickle.loads(message).metadata().state_dict_metadata) == {"weight"}
 
 
-def test_metadata_that_another_save_has_replaced_is_not_that_of_the_first(tmp_path: Path) -> None:
+def test_metadata_that_another_save_has_replaced_is_refused(tmp_path: Path) -> None:
     metadata = pickle.loads(sent(tmp_path, MOST_BYTES_SENT)).metadata()
     torch_ckpt.save({"weight": torch.arange(4)}, tmp_path)
     with pytest.raises(CheckpointError, match="another save has replaced"):

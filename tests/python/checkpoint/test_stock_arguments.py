@@ -1,4 +1,4 @@
-"""Our classes take what torch's take; and what becomes of a checkpoint that is written over."""
+"""Classes with the arguments of torch's classes, and checkpoints that are overwritten."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support import (
 # --- the arguments of torch's classes ------------------------------------------------------------
 
 
-def test_the_writer_takes_torchs_arguments_by_position(tmp_path: Path) -> None:
+def test_the_writer_accepts_torchs_arguments_by_position(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path, False, False, 3, 5_000_000, True, False, None)
     assert isinstance(writer, dcp.FileSystemWriter)
     assert not writer.single_file_per_rank
@@ -59,7 +59,7 @@ def test_the_writer_takes_torchs_arguments_by_position(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_writer_refuses_options_that_make_no_sense(
+def test_the_writer_refuses_invalid_options(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -67,7 +67,7 @@ def test_the_writer_refuses_options_that_make_no_sense(
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_path_may_be_a_string_or_a_path(tmp_path: Path, kind: type) -> None:
+def test_a_path_can_be_a_string_or_a_path(tmp_path: Path, kind: type) -> None:
     save({"a": f32(3)}, kind(tmp_path / "new" / "deep"))
     loaded = {"a": torch.zeros(3)}
     load(loaded, kind(tmp_path / "new" / "deep"))
@@ -85,7 +85,7 @@ def test_checkpoint_id_overrides_the_path(tmp_path: Path, kind: type) -> None:
     assert_equal(loaded["a"], f32(3))
 
 
-def test_one_writer_and_one_reader_serve_many_checkpoints(tmp_path: Path) -> None:
+def test_one_writer_and_one_reader_work_for_many_checkpoints(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     reader = torch_ckpt.FileSystemReader(tmp_path)
     for step in range(4):
@@ -96,7 +96,7 @@ def test_one_writer_and_one_reader_serve_many_checkpoints(tmp_path: Path) -> Non
         assert_equal(loaded, nested_state(step))
 
 
-def test_one_writer_saves_to_one_path_again_and_again(tmp_path: Path) -> None:
+def test_one_writer_saves_to_one_path_repeatedly(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     for step in range(4):
         save_with(writer, nested_state(step))
@@ -106,7 +106,7 @@ def test_one_writer_saves_to_one_path_again_and_again(tmp_path: Path) -> None:
 
 
 def test_the_methods_that_torch_calls_need_no_reset(tmp_path: Path) -> None:
-    # As torch's deprecated save_state_dict and other frameworks do.
+    # torch's deprecated save_state_dict and other frameworks do not call reset.
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner({"a": f32(3)}, writer.storage_meta(), True)
@@ -127,7 +127,7 @@ def test_the_methods_that_torch_calls_need_no_reset(tmp_path: Path) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("kind", [torch_ckpt.FileSystemWriter, torch_ckpt.FileSystemReader])
-def test_checkpoint_ids_are_valid_where_torchs_are(
+def test_checkpoint_ids_are_valid_if_torchs_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, checkpoint_id: Any, valid: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_checkpoint_ids_are_valid_where_torchs_are(
     assert kind.__mro__[1].validate_checkpoint_id(checkpoint_id) is valid
 
 
-def test_a_relative_path_is_taken_from_the_working_directory(
+def test_a_relative_path_is_relative_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -147,7 +147,9 @@ def test_a_relative_path_is_taken_from_the_working_directory(
     assert_equal(loaded["a"], f32(3))
 
 
-def test_saving_into_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_can_be_made_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     save({"a": f32(3)}, ".")
     loaded = {"a": torch.zeros(3)}
@@ -155,7 +157,7 @@ def test_saving_into_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
     assert_equal(loaded["a"], f32(3))
 
 
-def test_a_save_without_fsync_is_the_same_checkpoint(tmp_path: Path) -> None:
+def test_a_save_without_fsync_writes_the_same_checkpoint(tmp_path: Path) -> None:
     save(nested_state(), tmp_path / "a", sync_files=True)
     save(nested_state(), tmp_path / "b", sync_files=False)
     a, b = data_files(tmp_path / "a"), data_files(tmp_path / "b")
@@ -169,7 +171,7 @@ def test_thread_count_is_the_number_of_files(tmp_path: Path, thread_count: int) 
     assert names == [f"__0_{i}.distcp" for i in range(thread_count)]
 
 
-def test_a_rank_makes_one_file_by_default_for_each_16_mib_that_it_begins(tmp_path: Path) -> None:
+def test_the_default_is_one_file_for_each_started_16_mib_of_a_rank(tmp_path: Path) -> None:
     save({f"t{i}": f32(100) for i in range(8)}, tmp_path / "little")
     assert len(data_files(tmp_path / "little")) == 1
     save({f"t{i}": f32(9 << 18) for i in range(2)}, tmp_path / "18 MiB")
@@ -184,7 +186,7 @@ def test_files_are_balanced_by_size(tmp_path: Path) -> None:
     assert large - small < 20_000
 
 
-def test_a_separation_hint_gives_its_items_files_of_their_own(tmp_path: Path) -> None:
+def test_items_with_the_separation_hint_have_separate_files(tmp_path: Path) -> None:
     state = {
         "optimizer": {f"m{i}": f32(10) for i in range(3)},
         "model": {f"w{i}": f32(10) for i in range(3)},
@@ -203,7 +205,7 @@ def test_a_separation_hint_gives_its_items_files_of_their_own(tmp_path: Path) ->
         assert_equal(loaded, state)
 
 
-def test_a_separation_hint_begins_the_names_of_files_of_one_item_too(tmp_path: Path) -> None:
+def test_the_separation_hint_starts_the_names_of_files_of_one_item(tmp_path: Path) -> None:
     state: StateDict = {"optimizer.a": torch.ones(2), "model.a": torch.ones(3), "optimizer.b": 1}
     options = {"single_file_per_rank": False, "separation_hint": "optimizer", "thread_count": 2}
     metadata = save(state, tmp_path, **options)
@@ -215,7 +217,7 @@ def test_a_separation_hint_begins_the_names_of_files_of_one_item_too(tmp_path: P
     }
 
 
-def test_a_separation_hint_that_nothing_matches_changes_no_content(tmp_path: Path) -> None:
+def test_a_separation_hint_without_a_match_changes_no_content(tmp_path: Path) -> None:
     save(nested_state(), tmp_path, thread_count=2, separation_hint="nobody")
     loaded = emptied(nested_state())
     stock_load(loaded, tmp_path)
@@ -225,12 +227,12 @@ def test_a_separation_hint_that_nothing_matches_changes_no_content(tmp_path: Pat
 # --- overwriting ---------------------------------------------------------------------------------
 
 
-def test_overwriting_warns_of_nothing(tmp_path: Path) -> None:
+def test_overwriting_causes_no_warning(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     dcp.save({"a": 1}, storage_writer=writer, no_dist=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # That there is one process is told at each save.
+        # torch warns at each save without a process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save({"a": 1}, storage_writer=writer, no_dist=True)
 
@@ -273,7 +275,7 @@ def test_data_files_of_an_uncommitted_save_do_not_touch_the_old_checkpoint(
 
 
 @pytest.mark.parametrize("first_saver", [save, stock_save])
-def test_the_old_files_are_gone_after_the_new_checkpoint_is_committed(
+def test_the_old_files_are_deleted_after_the_commit_of_the_new_checkpoint(
     tmp_path: Path, first_saver: Callable[..., object]
 ) -> None:
     first_saver(nested_state(0), tmp_path, single_file_per_rank=False)
@@ -282,7 +284,7 @@ def test_the_old_files_are_gone_after_the_new_checkpoint_is_committed(
     assert {file.name for file in tmp_path.iterdir()} == used | {".metadata"}
 
 
-def test_left_overs_of_an_uncommitted_save_are_gone_after_the_next(tmp_path: Path) -> None:
+def test_files_of_an_uncommitted_save_are_deleted_by_the_next_save(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match="Refused"):
         save_with(StopsBeforeCommit(tmp_path, thread_count=4), nested_state(1))
     assert data_files(tmp_path)
@@ -293,7 +295,7 @@ def test_left_overs_of_an_uncommitted_save_are_gone_after_the_next(tmp_path: Pat
     assert_equal(loaded, nested_state(2))
 
 
-def test_files_that_are_not_ours_survive_overwriting(tmp_path: Path) -> None:
+def test_foreign_files_survive_overwriting(tmp_path: Path) -> None:
     names = ["notes.txt", "model.distcp", "__0_0.distcp.bak", "tokenizer.json"]
     for name in names:
         (tmp_path / name).write_text("keep")
@@ -302,7 +304,7 @@ def test_files_that_are_not_ours_survive_overwriting(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_text() == "keep" for name in names)
 
 
-def test_a_directory_without_a_commit_holds_no_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_without_a_commit_has_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match="Refused"):
         save_with(StopsBeforeCommit(tmp_path), nested_state(1))
     with pytest.raises(dcp.CheckpointException, match=NO_CHECKPOINT):

@@ -1,4 +1,4 @@
-"""What the metadata may say; what it may not is in tests/attacks."""
+"""Valid metadata; tests/attacks has the invalid."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def metadata(tmp_path: Path) -> Metadata:
     return read_metadata(tmp_path)
 
 
-def test_attributes_that_nobody_uses_are_left_alone(metadata: Metadata) -> None:
-    # Megatron keeps plans there, and torch's next version may have more fields.
+def test_unused_attributes_are_ignored(metadata: Metadata) -> None:
+    # Megatron stores plans in them, and newer versions of torch may have more fields.
     metadata.all_local_plans = [1, 2]  # type: ignore[attr-defined]
     metadata.version = "9.0"
     for info in metadata.storage_data.values():
@@ -58,13 +58,13 @@ def test_attributes_that_nobody_uses_are_left_alone(metadata: Metadata) -> None:
     index_of(metadata, "here")
 
 
-def test_places_of_names_that_are_not_described_are_left_alone(metadata: Metadata) -> None:
+def test_locations_without_a_description_are_ignored(metadata: Metadata) -> None:
     metadata.storage_data[MetadataIndex("other")] = _StorageInfo("other.distcp", 0, 10)
     index_of(metadata, "here")
 
 
-def test_a_description_without_a_place_passes(metadata: Metadata) -> None:
-    # What a save left out is refused where it is wanted, by name; the rest can be loaded.
+def test_a_description_without_a_location_passes(metadata: Metadata) -> None:
+    # A load of an omitted item is refused by name; the others can be loaded.
     metadata.state_dict_metadata["lost"] = BytesStorageMetadata()
     index_of(metadata, "here")
 
@@ -89,7 +89,7 @@ def test_empty_shards_may_be_many(metadata: Metadata) -> None:
 
 
 @pytest.mark.parametrize("kept", [{"weight": ["of", "its", "own"]}, [], 3, "a"], ids=str)
-def test_a_planner_may_keep_what_it_likes(metadata: Metadata, kept: Any) -> None:
+def test_a_planner_may_store_any_values(metadata: Metadata, kept: Any) -> None:
     metadata.planner_data = kept
     index_of(metadata, "here")
 
@@ -115,7 +115,7 @@ def test_a_field_of_another_type_is_refused(metadata: Metadata, field: str, valu
 
 
 @pytest.mark.parametrize("part", ["properties", "size", "chunks"])
-def test_a_description_that_lacks_a_part_is_refused(metadata: Metadata, part: str) -> None:
+def test_an_incomplete_description_is_refused(metadata: Metadata, part: str) -> None:
     stored = copy.copy(metadata.state_dict_metadata["weight"])
     delattr(stored, part)
     metadata.state_dict_metadata["weight"] = stored
@@ -124,7 +124,7 @@ def test_a_description_that_lacks_a_part_is_refused(metadata: Metadata, part: st
 
 
 @pytest.mark.parametrize("part", ["offsets", "sizes"])
-def test_a_shard_that_lacks_a_part_is_refused(metadata: Metadata, part: str) -> None:
+def test_an_incomplete_shard_is_refused(metadata: Metadata, part: str) -> None:
     stored = metadata.state_dict_metadata["weight"]
     chunk = copy.copy(stored.chunks[0])
     delattr(chunk, part)
@@ -134,8 +134,8 @@ def test_a_shard_that_lacks_a_part_is_refused(metadata: Metadata, part: str) -> 
         index_of(metadata, "here")
 
 
-def test_a_trusted_writers_metadata_is_checked_as_well(tmp_path: Path) -> None:
-    # Disks are not trusted.
+def test_a_trusted_writers_metadata_is_checked(tmp_path: Path) -> None:
+    # The disk is not trusted.
     metadata = save(STATE, tmp_path)
     next(iter(metadata.storage_data.values())).offset = -1
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -144,19 +144,19 @@ def test_a_trusted_writers_metadata_is_checked_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["a", "a.b", "a/b", "./a", "a//b", "..a", "a..", ".a", "é" * 2000])
-def test_clean_paths_lie_beneath(file: str) -> None:
+def test_clean_paths_are_beneath_the_directory(file: str) -> None:
     assert lies_beneath(file)
 
 
 @pytest.mark.parametrize(
     "file", ["", ".", "..", "/", "/a", "../a", "a/..", "a/../b", "a\0", "a\\b", "a" * 5000, 3, None]
 )
-def test_others_do_not(file: Any) -> None:
+def test_other_paths_are_not_beneath_the_directory(file: Any) -> None:
     assert not lies_beneath(file)
 
 
 def test_two_tensors_may_not_share_their_list_of_shards(metadata: Metadata) -> None:
-    # Many names with one long list are little metadata and much work.
+    # Many names with one long list would make little metadata expensive.
     size, half = torch.Size([4]), torch.Size([2])
     shards = [ChunkStorageMetadata(torch.Size([begin]), half) for begin in (0, 2)]
     for name in ("nested.list.0", "nested.list.1"):
@@ -169,7 +169,7 @@ def test_two_tensors_may_not_share_their_list_of_shards(metadata: Metadata) -> N
         index_of(metadata, "here")
 
 
-def test_the_transforms_of_a_record_are_few(metadata: Metadata) -> None:
+def test_the_number_of_transforms_of_a_record_is_limited(metadata: Metadata) -> None:
     info = next(iter(metadata.storage_data.values()))
     info.transform_descriptors = ["zlib"] * 64
     index_of(metadata, "here")
@@ -178,7 +178,7 @@ def test_the_transforms_of_a_record_are_few(metadata: Metadata) -> None:
         index_of(metadata, "here")
 
 
-def test_the_reason_reaches_who_loads_with_dcp(tmp_path: Path) -> None:
+def test_the_reason_is_in_the_error_of_dcp_load(tmp_path: Path) -> None:
     # torch tries another file after any failure, and up to 2.14 drops the reason.
     metadata = save({"step": 3}, tmp_path)
     next(iter(metadata.storage_data.values())).offset = -1

@@ -1,4 +1,4 @@
-"""Damage: whatever byte of a checkpoint is another, no load takes it for what was saved."""
+"""Damage: no load returns other values, whichever byte of a checkpoint is changed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LOADERS = [load, dcp_load]
 
 
 def refusal(work: Callable[[], Any]) -> BaseException:
-    """The cause of the CheckpointException that it must raise, which is one sentence."""
+    """Returns the cause of the CheckpointException that the load must raise; it is one sentence."""
     with pytest.raises(dcp.CheckpointException) as error:
         work()
     cause = cause_of(error.value)
@@ -76,7 +76,8 @@ class Damage:
         self.choice = random.Random(seed)
 
     def place(self, names: list[str], begin: float = 0, end: float = 1) -> tuple[str, int, int]:
-        """A byte in the file and a bit of it; in a part of a record of one of these names."""
+        """Chooses a byte of the file and a bit of it, in a part of a record of one of these
+        names."""
         name = self.choice.choice(names)
         stored = place_of(self.metadata, name)
         first, last = int(begin * stored.length), int(end * stored.length)
@@ -90,7 +91,7 @@ class Damage:
             stream.write(bytes([value ^ (1 << bit)]))
 
     def undetected(self, tries: int, place: Callable[[], Any], attempt: Callable[[], bool]) -> Any:
-        """The places whose damage an attempt, which returns whether it was noticed, missed."""
+        """Returns the flipped bits that ``attempt`` did not detect."""
         missed = []
         for _ in range(tries):
             name, byte, bit = place()
@@ -126,7 +127,7 @@ def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- bit flips -----------------------------------------------------------------------------------
 
 
-def test_no_flipped_bit_gets_through_a_load_of_all(ours: Path) -> None:
+def test_a_full_load_detects_every_flipped_bit(ours: Path) -> None:
     damage, names = Damage(ours, seed=1), sorted(STATE)
     target = emptied(STATE)
     missed = damage.undetected(
@@ -138,7 +139,7 @@ def test_no_flipped_bit_gets_through_a_load_of_all(ours: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks", "many blocks", "transposed", "small"])
-def test_no_flipped_bit_gets_through_a_load_of_rows(ours: Path, name: str) -> None:
+def test_a_load_of_rows_detects_every_flipped_bit_or_is_correct(ours: Path, name: str) -> None:
     damage = Damage(ours, seed=2)
     tensor = STATE[name]
     rows = tensor.size(0)
@@ -166,7 +167,7 @@ def test_no_flipped_bit_gets_through_a_load_of_rows(ours: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["blocks", "many blocks"])
-def test_every_flipped_bit_in_the_wanted_rows_is_an_error(ours: Path, name: str) -> None:
+def test_every_flipped_bit_in_the_loaded_rows_is_an_error(ours: Path, name: str) -> None:
     damage = Damage(ours, seed=3)
     tensor = STATE[name]
     rows = tensor.size(0)
@@ -180,7 +181,7 @@ def test_every_flipped_bit_in_the_wanted_rows_is_an_error(ours: Path, name: str)
     assert missed == []
 
 
-def test_no_flipped_bit_of_an_object_gets_through(ours: Path) -> None:
+def test_every_flipped_bit_of_an_object_is_detected(ours: Path) -> None:
     damage, names = Damage(ours, seed=4), ["note", "long note", "step"]
     missed = damage.undetected(
         150,
@@ -190,7 +191,7 @@ def test_no_flipped_bit_of_an_object_gets_through(ours: Path) -> None:
     assert missed == []
 
 
-def test_stocks_checkpoints_are_refused_or_right(stocks: Path) -> None:
+def test_damaged_stock_checkpoints_are_refused_or_loaded_correctly(stocks: Path) -> None:
     damage, names = Damage(stocks, seed=5), sorted(STATE)
 
     def is_refused_or_right() -> bool:
@@ -209,7 +210,7 @@ def test_stocks_checkpoints_are_refused_or_right(stocks: Path) -> None:
 
 
 class Shard(torch.Tensor):
-    """Some rows of a tensor, as a sharded tensor tells torch's planners of its own."""
+    """Rows of a tensor, declared to torch's planners as by a sharded tensor."""
 
     rows: torch.Tensor
     whole: torch.Size
@@ -236,11 +237,11 @@ class Shard(torch.Tensor):
         raise NotImplementedError(str(function))
 
 
-# --- what an error says --------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def payload_position(path: Path, name: str, at: int) -> int:
-    """Where byte ``at`` of a tensor's payload lies in the only data file."""
+    """Returns the position of byte ``at`` of a tensor's payload in the only data file."""
     (file,) = data_files(path)
     place = place_of(read_metadata(path), name)
     payload = STATE[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -249,7 +250,7 @@ def payload_position(path: Path, name: str, at: int) -> int:
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("at", [0, BLOCK, 3 * BLOCK + 17])
-def test_a_damaged_block_is_named_with_all_that_is_known(
+def test_the_error_for_a_damaged_block_has_all_details(
     tmp_path: Path, ours: Path, loader: Any, at: int
 ) -> None:
     shutil.copytree(ours, tmp_path / "c")
@@ -266,9 +267,7 @@ def test_a_damaged_block_is_named_with_all_that_is_known(
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_damage_is_loaded_where_verification_is_off(
-    tmp_path: Path, ours: Path, loader: Any
-) -> None:
+def test_damage_is_loaded_without_verification(tmp_path: Path, ours: Path, loader: Any) -> None:
     shutil.copytree(ours, tmp_path / "c")
     Damage(tmp_path / "c", 0).flip(payload_position(ours, "blocks", 5), 3)
     target = torch.zeros(400, 250)
@@ -282,7 +281,7 @@ def test_damage_is_loaded_where_verification_is_off(
 
 @pytest.fixture
 def two_files(tmp_path: Path) -> tuple[Path, Path, Path]:
-    """A checkpoint, and its two files with one tensor each."""
+    """Makes a checkpoint, and returns its two files with one tensor each."""
     path = tmp_path / "two files"
     state = {name: random_tensor((300, 200), torch.float32, i) for i, name in enumerate("ab")}
     save(state, path, thread_count=2)
@@ -296,7 +295,7 @@ def blank() -> StateDict:
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("keep", [0, 1, 5000, -1], ids=lambda keep: f"{keep} bytes")
-def test_a_shortened_file_is_named(two_files: Any, loader: Any, keep: int) -> None:
+def test_a_truncated_file_is_named(two_files: Any, loader: Any, keep: int) -> None:
     path, one, _two = two_files
     size = keep if keep >= 0 else one.stat().st_size + keep
     os.truncate(one, size)
@@ -326,7 +325,7 @@ def swap(one: Path, two: Path) -> None:
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_exchanged_files_are_noticed_although_each_is_intact(two_files: Any, loader: Any) -> None:
+def test_swapped_files_are_detected_although_each_is_intact(two_files: Any, loader: Any) -> None:
     path, one, two = two_files
     swap(one, two)
     cause = refusal(lambda: loader(blank(), path))
@@ -335,7 +334,7 @@ def test_exchanged_files_are_noticed_although_each_is_intact(two_files: Any, loa
     assert str(one) in str(cause) or str(two) in str(cause)
 
 
-def test_a_file_of_another_save_is_noticed(two_files: Any, tmp_path: Path) -> None:
+def test_a_file_of_another_save_is_detected(two_files: Any, tmp_path: Path) -> None:
     path, one, _two = two_files
     other = {name: random_tensor((300, 200), torch.float32, 7) for name in "ab"}
     save(other, tmp_path / "other", thread_count=2)
@@ -377,7 +376,7 @@ def test_a_damaged_table_is_an_error_that_names_the_file(
     assert "the metadata's checksums of this file are damaged" in str(cause)
 
 
-def test_a_damaged_table_hinders_nobody_who_does_not_verify(two_files: Any) -> None:
+def test_a_damaged_table_does_not_matter_without_verification(two_files: Any) -> None:
     path, _one, _two = two_files
     rewrite_tables(path, flipped)
     state = blank()

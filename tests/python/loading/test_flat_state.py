@@ -1,4 +1,4 @@
-"""A state dict as rows: as torch flattens it."""
+"""State dicts flattened to items as torch flattens them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATES = st.dictionaries(KEYS, st.recursive(LEAVES, containers, max_leaves=12), 
 
 
 @given(STATES)
-def test_names_paths_and_values_are_those_of_torch(state: dict[Any, Any]) -> None:
+def test_names_paths_and_values_equal_those_of_torch(state: dict[Any, Any]) -> None:
     try:
         flat, paths = flatten_state_dict(state)
     except ValueError as error:
@@ -49,12 +49,12 @@ def test_names_paths_and_values_are_those_of_torch(state: dict[Any, Any]) -> Non
         assert rows.path(number) == paths[name]
 
 
-def test_names_may_have_surrogates() -> None:
+def test_names_can_have_surrogates() -> None:
     rows = _C.FlatState({"\udc80": {"\ud800": 1}}, chunks_here)
     assert rows.names() == ["\udc80.\ud800"]
 
 
-def test_what_a_key_raises_is_raised() -> None:
+def test_an_exception_of_a_key_is_raised() -> None:
     class Key:
         def __str__(self) -> str:
             raise KeyError("no text")
@@ -63,14 +63,14 @@ def test_what_a_key_raises_is_raised() -> None:
         _C.FlatState({"a": {Key(): 1}}, chunks_here)
 
 
-def test_a_state_dict_that_holds_itself_is_refused() -> None:
+def test_a_state_dict_that_contains_itself_is_refused() -> None:
     state: dict[str, Any] = {}
     state["self"] = state
     with pytest.raises(RecursionError):
         _C.FlatState(state, chunks_here)
 
 
-def test_a_value_that_was_removed_makes_room_for_another_of_its_name() -> None:
+def test_a_removed_value_can_be_replaced_by_another_of_its_name() -> None:
     rows = _C.FlatState({"a": 1, "b": torch.zeros(2)}, chunks_here)
     with pytest.raises(ValueError, match="duplicated flatten key a"):
         rows.add("a", ("a",), 2)
@@ -81,7 +81,7 @@ def test_a_value_that_was_removed_makes_room_for_another_of_its_name() -> None:
     assert rows.others() == [0]
 
 
-def test_rows_that_are_not_there_are_refused() -> None:
+def test_indexes_of_absent_items_are_refused() -> None:
     rows = _C.FlatState({}, chunks_here)
     for use in (rows.name, rows.value, rows.path, rows.remove):
         with pytest.raises(IndexError):

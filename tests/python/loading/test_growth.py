@@ -1,4 +1,4 @@
-"""Targets of other sizes than what is stored, and metadata that does not cover a tensor."""
+"""Targets whose size differs from the stored one, and metadata that does not cover a tensor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GROWTHS: list[tuple[Shape, Shape]] = [
 @pytest.mark.parametrize(
     ("growth", "loader", "saver"), pairwise(itertools.product(GROWTHS, LOADERS, SAVERS))
 )
-def test_a_larger_target_is_filled_up_with_zeros(
+def test_a_larger_target_is_zero_filled(
     tmp_path: Path, growth: tuple[Shape, Shape], loader: Any, saver: Any
 ) -> None:
     stored, wanted = growth
@@ -69,7 +69,7 @@ def test_a_larger_target_is_filled_up_with_zeros(
 @pytest.mark.parametrize(
     "wanted", [torch.full((6, 4), 7.0).t(), torch.full((4, 12), 7.0)[:, ::2]], ids=["t", "strided"]
 )
-def test_a_larger_target_may_be_strided_and_of_another_dtype(
+def test_a_larger_target_can_be_strided_and_of_another_dtype(
     tmp_path: Path, loader: Any, wanted: torch.Tensor
 ) -> None:
     save({"t": torch.ones(2, 3, dtype=torch.int16)}, tmp_path)
@@ -81,7 +81,7 @@ def test_a_larger_target_may_be_strided_and_of_another_dtype(
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_inference_tensors_are_filled_and_filled_up(tmp_path: Path, loader: Any) -> None:
+def test_inference_tensors_are_loaded_and_zero_filled(tmp_path: Path, loader: Any) -> None:
     save({"t": torch.ones(3, 4), "q": quantized(4)}, tmp_path)
     with torch.inference_mode():
         state = {"t": torch.full((5, 4), 7.0), "q": quantized(4, end=2)}
@@ -94,7 +94,7 @@ def test_inference_tensors_are_filled_and_filled_up(tmp_path: Path, loader: Any)
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_record_of_another_shape_is_damage(tmp_path: Path, loader: Any) -> None:
-    """Of what only torch reads; the engine compares what it reads itself."""
+    """Damages values that only torch reads. The engine checks the values that it reads itself."""
     save({"t": quantized(4)}, tmp_path)
 
     def change(stored: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_smaller_target_and_one_of_other_dimensions_are_refused(
         itertools.product([(2, 4), (3, 1), (0, 4), (2, 6), (5, 2), (6, 6), (3, 4)], LOADERS, SAVERS)
     ),
 )
-def test_the_region_that_both_have_is_loaded_where_shapes_may_differ(
+def test_the_common_region_is_loaded_if_shapes_may_differ(
     tmp_path: Path, loader: Any, saver: Any, wanted: Shape
 ) -> None:
     tensor = random_tensor((3, 4), torch.int32)
@@ -144,7 +144,9 @@ def test_the_region_that_both_have_is_loaded_where_shapes_may_differ(
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_other_dimensions_are_refused_where_shapes_may_differ(tmp_path: Path, loader: Any) -> None:
+def test_other_dimensions_are_refused_although_shapes_may_differ(
+    tmp_path: Path, loader: Any
+) -> None:
     save({"the tensor": torch.ones(3, 4)}, tmp_path)
     target = torch.full((3,), 7.0)
     cause = refusal(lambda: loader({"the tensor": target}, tmp_path, allow_shape_mismatch=True))
@@ -152,7 +154,7 @@ def test_other_dimensions_are_refused_where_shapes_may_differ(tmp_path: Path, lo
     assert (target == 7).all()
 
 
-def test_what_is_cut_off_is_reported(tmp_path: Path) -> None:
+def test_truncated_tensors_are_reported(tmp_path: Path) -> None:
     save({"t": torch.ones(3, 3), "u": torch.ones(3, 3)}, tmp_path)
     state = {"t": torch.ones(2, 3), "u": torch.ones(2, 4)}
     report = torch_ckpt.preflight(state, tmp_path, allow_shape_mismatch=True)
@@ -162,7 +164,7 @@ def test_what_is_cut_off_is_reported(tmp_path: Path) -> None:
     assert "2 smaller than stored:\n  t: stored [3, 3], wanted [2, 3]" in str(report)
 
 
-def test_a_shard_that_is_lost_is_found_where_shapes_may_differ(tmp_path: Path) -> None:
+def test_a_lost_shard_is_detected_although_shapes_may_differ(tmp_path: Path) -> None:
     save({"t": torch.ones(4)}, tmp_path)
 
     def change(stored: Any) -> None:
@@ -174,16 +176,14 @@ def test_a_shard_that_is_lost_is_found_where_shapes_may_differ(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_larger_target_is_refused_where_zeros_were_not_asked_for(
-    tmp_path: Path, loader: Any
-) -> None:
+def test_a_larger_target_is_refused_without_zero_fill(tmp_path: Path, loader: Any) -> None:
     save({"the tensor": torch.ones(3, 4)}, tmp_path)
     target = torch.full((5, 4), 7.0)
     assert "the tensor" in str(refusal(lambda: loader({"the tensor": target}, tmp_path)))
     assert (target == 7).all()
 
 
-def test_what_is_filled_up_is_reported(tmp_path: Path) -> None:
+def test_zero_filled_tensors_are_reported(tmp_path: Path) -> None:
     save({"t": torch.ones(3), "u": torch.ones(3)}, tmp_path)
     state = {"t": torch.ones(5), "u": torch.zeros(3)}
     report = torch_ckpt.preflight(state, tmp_path, zero_fill=True)
@@ -193,7 +193,7 @@ def test_what_is_filled_up_is_reported(tmp_path: Path) -> None:
     assert (state["t"] == 1).all()
 
 
-def test_only_chosen_names_are_filled_up(tmp_path: Path) -> None:
+def test_only_selected_names_are_zero_filled(tmp_path: Path) -> None:
     save({"t": torch.ones(3), "u": torch.ones(3)}, tmp_path)
     state = {"t": torch.full((5,), 7.0), "u": torch.full((5,), 7.0)}
     load(state, tmp_path, zero_fill=True, names=["t"])
@@ -202,14 +202,14 @@ def test_only_chosen_names_are_filled_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_nothing_is_zeroed_where_the_state_does_not_fit(tmp_path: Path, free: bool) -> None:
+def test_nothing_is_zeroed_if_the_state_does_not_fit(tmp_path: Path, free: bool) -> None:
     save({"t": torch.ones(3), "u": torch.ones(3)}, tmp_path)
     state = {"t": torch.full((5,), 7.0), "u": torch.full((2,), 7.0)}
     mismatch(lambda: load(state, tmp_path, zero_fill=True, free_before_read=free))
     assert state["t"].tolist() == [7] * 5
 
 
-def test_values_and_zeros_are_there_after_freeing_too(tmp_path: Path) -> None:
+def test_values_and_zeros_are_loaded_after_freeing(tmp_path: Path) -> None:
     save({"t": torch.ones(3)}, tmp_path)
     state = {"t": torch.full((5,), 7.0)}
     load(state, tmp_path, zero_fill=True, free_before_read=True)
@@ -218,7 +218,7 @@ def test_values_and_zeros_are_there_after_freeing_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("saver", SAVERS)
-def test_names_that_are_no_utf8_are_loaded(
+def test_names_that_are_not_utf8_are_loaded(
     tmp_path: Path, saver: Callable[..., object], loader: Callable[..., object]
 ) -> None:
     saver({"a\udc80": torch.ones(3), "b\udc80": [1, "text"], "\u00e9": torch.ones(2)}, tmp_path)
@@ -281,14 +281,14 @@ def test_metadata_that_does_not_cover_a_tensor_is_damage(
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("loader", [load, dcp_load])
-def test_a_shard_that_is_there_twice_does_not_stand_for_one_that_is_missing(
+def test_a_duplicate_shard_does_not_replace_a_missing_one(
     tmp_path: Path, one_rank_mesh: DeviceMesh, sharded: bool, loader: Callable[..., object]
 ) -> None:
     path = tmp_path / "checkpoint"
     mine = distribute_tensor(torch.ones(4, 3), one_rank_mesh, [Shard(0)])
     save({"t": mine}, path)
     metadata = read_metadata(path)
-    # As many elements as there are, and none of the last row.
+    # The shards have as many elements as the tensor, but none of the last row.
     places = [((0, 0), (3, 2)), ((0, 1), (3, 2))]
     metadata.state_dict_metadata["t"].chunks = [
         dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -308,7 +308,7 @@ def test_a_shard_that_is_there_twice_does_not_stand_for_one_that_is_missing(
 class TestGapIn:
     @staticmethod
     def boxes_of(whole: tuple[int, ...], generator: random.Random) -> list[Box]:
-        """Cuts a box in two, over and over."""
+        """Cuts a box in two, repeatedly."""
         boxes = [((0,) * len(whole), whole)]
         for _ in range(generator.randrange(8)):
             offsets, sizes = boxes.pop(generator.randrange(len(boxes)))
@@ -321,12 +321,12 @@ class TestGapIn:
         return boxes
 
     @pytest.mark.parametrize("seed", range(40))
-    def test_it_is_what_marking_each_element_finds(self, seed: int) -> None:
+    def test_it_finds_the_same_gap_as_marking_each_element(self, seed: int) -> None:
         generator = random.Random(seed)
         whole = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
         boxes = self.boxes_of(whole, generator)
         assert gap_in(whole, boxes) is None
-        # One instead of another, so that there are overlaps and often a gap.
+        # Replaces a box, so that boxes overlap and often leave a gap.
         boxes[generator.randrange(len(boxes))] = boxes[generator.randrange(len(boxes))]
         seen = torch.zeros(whole, dtype=torch.bool)
         for offsets, sizes in boxes:
@@ -334,11 +334,11 @@ class TestGapIn:
         missing = (~seen).nonzero().tolist()
         assert gap_in(whole, boxes) == (missing[0] if missing else None)
 
-    def test_boxes_that_are_the_whole_twice_have_no_gap(self) -> None:
+    def test_two_complete_sets_of_boxes_have_no_gap(self) -> None:
         assert gap_in((2, 3), [((0, 0), (2, 3))] * 2) is None
         assert gap_in((), [((), ())] * 2) is None
 
-    def test_more_cut_dimensions_than_corners_are_counted_for_are_looked_at(self) -> None:
+    def test_a_gap_is_found_with_more_cut_dimensions_than_corners_are_counted_for(self) -> None:
         whole = (2,) * 8
         boxes = [(place, (1,) * 8) for place in itertools.product((0, 1), repeat=8)]
         assert gap_in(whole, boxes) is None
@@ -346,22 +346,22 @@ class TestGapIn:
 
 
 class TestGrowingSize:
-    def test_it_equals_what_has_room_for_it(self) -> None:
+    def test_it_equals_every_size_that_is_at_least_as_large(self) -> None:
         size = GrowingSize((3, 4))
         assert size == (3, 4)
         assert size == torch.Size([5, 4])
         assert not size != torch.Size([5, 4])  # noqa: SIM202
 
     @pytest.mark.parametrize("other", [(2, 9), (9, 3), (3,), (3, 4, 5), (), [3, 4], None, 3])
-    def test_it_differs_from_all_else(self, other: object) -> None:
+    def test_it_differs_from_all_other_values(self, other: object) -> None:
         assert GrowingSize((3, 4)) != other
         assert not GrowingSize((3, 4)) == other  # noqa: SIM201
 
-    def test_that_of_a_scalar_equals_only_itself(self) -> None:
+    def test_a_scalar_size_equals_only_itself(self) -> None:
         assert GrowingSize(()) == ()
         assert GrowingSize(()) != (1,)
 
-    def test_it_is_hashed_and_pickled_as_what_it_is(self) -> None:
+    def test_it_is_hashed_as_a_tuple_and_pickled_with_its_class(self) -> None:
         size = GrowingSize((3, 4))
         assert hash(size) == hash((3, 4))
         back = pickle.loads(pickle.dumps(size))

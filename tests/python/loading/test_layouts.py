@@ -1,4 +1,4 @@
-"""Loads into other layouts and dtypes than what is stored."""
+"""Loads into layouts and dtypes other than the stored ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_ckpt.loading.dtypes import loses_precision
 
 
 def permuted(choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with the dimensions in another order in memory."""
+    """Copies the values into memory with another order of dimensions."""
     order = choice.sample(range(tensor.dim()), tensor.dim())
     back = sorted(range(tensor.dim()), key=lambda dim: order[dim])
     return tensor.permute(order).contiguous().permute(back)
@@ -36,7 +36,7 @@ def conjugated(_choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gapped(choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with other memory between them."""
+    """Copies the values into memory with gaps between them."""
     if tensor.dim() == 0:
         return tensor
     dim, step = choice.randrange(tensor.dim()), choice.randint(2, 3)
@@ -86,7 +86,7 @@ def test_random_boxes_are_read_from_any_layout_into_any_other(
     ("stored", "wanted", "saver", "dtype"),
     pairwise(itertools.product(LAYOUTS, LAYOUTS, SAVERS, [torch.complex64, torch.complex128])),
 )
-def test_whole_tensors_are_read_from_any_layout_into_any_other(
+def test_full_tensors_are_read_from_any_layout_into_any_other(
     tmp_path: Path, saver: Any, stored: Any, wanted: Any, dtype: torch.dtype
 ) -> None:
     choice = random.Random(0)
@@ -107,7 +107,7 @@ def test_whole_tensors_are_read_from_any_layout_into_any_other(
 
 
 def knows(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether torch's copy_ does."""
+    """Returns True if torch's copy_ supports the conversion."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -118,7 +118,7 @@ def knows(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def source_for(stored: torch.dtype, wanted: torch.dtype, count: int) -> torch.Tensor:
-    """Random bytes; but torch itself is not of one mind on numbers that no integer can hold."""
+    """Makes random bytes, but no numbers for which torch's own integer conversions disagree."""
     tensor = random_tensor((count,), stored, seed=1)
     has_integers = not (wanted.is_floating_point or wanted.is_complex)
     if not has_integers or not (stored.is_floating_point or stored.is_complex):
@@ -128,7 +128,7 @@ def source_for(stored: torch.dtype, wanted: torch.dtype, count: int) -> torch.Te
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, but a NaN is a NaN."""
+    """Compares bit for bit, except that all NaNs are equal."""
     if bytes_of(one) == bytes_of(other):
         return True
     if not (one.is_floating_point() or one.is_complex()):
@@ -137,25 +137,25 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not torch.equal(nan, other.isnan()):
         return False
     if one.is_complex():
-        # Which of the two parts is one may differ where torch has no arithmetic for the dtype.
+        # Which of the two parts is NaN may differ if torch has no arithmetic for the dtype.
         return torch.equal(one[~nan], other[~nan])
     return bytes_of(items_of(one)[~nan]) == bytes_of(items_of(other)[~nan])
 
 
 def items_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A row of bytes for each element."""
+    """Returns the bytes of each element."""
     return tensor.reshape(-1, 1).contiguous().view(torch.uint8)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
-def test_every_conversion_is_that_of_copy(tmp_path: Path, stored: torch.dtype) -> None:
+def test_every_conversion_equals_that_of_copy(tmp_path: Path, stored: torch.dtype) -> None:
     state, targets, expected = {}, {}, {}
     choice = random.Random(stored.itemsize)
     for wanted in DTYPES:
         if not knows(stored, wanted):
             continue
-        # Below and above the size of a record that is read by itself.
+        # Below and above the size from which a record is read separately.
         counts = (211, 300_000 // stored.itemsize)
         for count, step in zip(counts, choice.sample((1, 2), 2), strict=True):
             name = f"{wanted} {count} {'strided' if step == 2 else 'dense'}"
@@ -171,12 +171,12 @@ def test_every_conversion_is_that_of_copy(tmp_path: Path, stored: torch.dtype) -
 UNKNOWN = [(a, b) for a in DTYPES for b in DTYPES if not knows(a, b)]
 
 
-def test_there_are_conversions_that_torch_does_not_know() -> None:
+def test_some_conversions_are_unsupported_by_torch() -> None:
     assert UNKNOWN
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_an_unknown_conversion_is_one_error_that_names_the_tensor(
+def test_an_unsupported_conversion_is_one_error_that_names_the_tensor(
     tmp_path: Path, loader: Any
 ) -> None:
     stored = list(dict.fromkeys(pair[0] for pair in UNKNOWN))
@@ -190,7 +190,7 @@ def test_an_unknown_conversion_is_one_error_that_names_the_tensor(
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_one_warning_names_what_is_narrowed_and_nothing_else(tmp_path: Path, loader: Any) -> None:
+def test_one_warning_names_only_the_narrowed_tensors(tmp_path: Path, loader: Any) -> None:
     save({name: torch.ones(3) for name in ("narrow", "wide", "same", "whole")}, tmp_path)
     state = {
         "narrow": torch.zeros(3, dtype=torch.bfloat16),
@@ -209,14 +209,14 @@ def test_one_warning_names_what_is_narrowed_and_nothing_else(tmp_path: Path, loa
     assert "same" not in said[0]
 
 
-def test_the_warning_counts_what_it_has_no_room_for(tmp_path: Path) -> None:
+def test_the_warning_counts_the_names_beyond_its_limit(tmp_path: Path) -> None:
     save({f"t{i}": torch.ones(3) for i in range(20)}, tmp_path)
     with pytest.warns(UserWarning, match=r"t0 \(torch.float32 to torch.float16\).* and 12 more"):
         load({f"t{i}": torch.zeros(3).half() for i in range(20)}, tmp_path)
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_load_does_not_warn_of_one_that_failed_before(tmp_path: Path, ours: bool) -> None:
+def test_a_load_does_not_warn_of_an_earlier_failed_one(tmp_path: Path, ours: bool) -> None:
     save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
     reader = torch_ckpt.FileSystemReader(tmp_path)
 
@@ -236,7 +236,7 @@ def test_a_load_does_not_warn_of_one_that_failed_before(tmp_path: Path, ours: bo
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_widening_warns_of_nothing(tmp_path: Path, loader: Any) -> None:
+def test_widening_causes_no_warning(tmp_path: Path, loader: Any) -> None:
     save({"t": torch.ones(3), "i": torch.ones(3, dtype=torch.int8)}, tmp_path)
     state = {"t": torch.zeros(3).double(), "i": torch.zeros(3)}
     with warnings.catch_warnings(record=True) as caught:
@@ -245,7 +245,7 @@ def test_widening_warns_of_nothing(tmp_path: Path, loader: Any) -> None:
     assert not [w for w in caught if "less precision or range" in str(w.message)]
 
 
-def test_a_second_load_by_one_reader_warns_again_of_its_own(tmp_path: Path) -> None:
+def test_a_second_load_by_one_reader_warns_of_its_own_conversions(tmp_path: Path) -> None:
     save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
     reader = torch_ckpt.FileSystemReader(tmp_path)
     for name, other in ("ab", "ba"):
@@ -297,7 +297,7 @@ def test_a_second_load_by_one_reader_warns_again_of_its_own(tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_precision_is_lost_where_the_target_cannot_hold_all_values(
+def test_precision_is_lost_if_the_target_cannot_represent_all_values(
     stored: torch.dtype, wanted: torch.dtype, loses: bool
 ) -> None:
     assert loses_precision(stored, wanted) is loses
@@ -307,7 +307,7 @@ EIGHT_BITS = [dtype for dtype in DTYPES if dtype.itemsize == 1 and knows(dtype, 
 
 
 @pytest.mark.parametrize("stored", EIGHT_BITS, ids=str)
-def test_what_is_said_to_lose_nothing_comes_back(stored: torch.dtype) -> None:
+def test_lossless_conversions_return_the_same_values(stored: torch.dtype) -> None:
     every = torch.arange(2 if stored == torch.bool else 256, dtype=torch.uint8).view(stored)
     every = every[every.float().isfinite()]
     kept = [
@@ -316,7 +316,7 @@ def test_what_is_said_to_lose_nothing_comes_back(stored: torch.dtype) -> None:
         if knows(stored, wanted) and knows(wanted, stored) and not loses_precision(stored, wanted)
     ]
     back = {wanted: zeros(every.shape, wanted).copy_(every).to(stored) for wanted in kept}
-    # Not bit by bit: some dtypes have no negative zero.
+    # Compared as numbers: some dtypes have no negative zero.
     lossy = [wanted for wanted in kept if not torch.equal(back[wanted].float(), every.float())]
     assert stored in kept
     assert not lossy

@@ -1,4 +1,4 @@
-"""What the engine makes of targets and metadata that are out of the ordinary."""
+"""Loads by the engine with unusual targets and metadata."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refusal(state: dict[str, Any], path: Path, **options: Any) -> BaseException:
     return cause_of(error.value)
 
 
-def test_want_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
+def test_lack_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
     large = 1 << 40
     with open(tmp_path / "a", "wb") as file:
         file.truncate(large)
@@ -61,9 +61,7 @@ def test_want_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_of_two_names_that_fill_the_same_memory_the_later_wins(
-    tmp_path: Path, verify: bool
-) -> None:
+def test_the_later_of_two_names_with_the_same_memory_wins(tmp_path: Path, verify: bool) -> None:
     size = 4 * MIB
     save({"a": torch.full((size,), 1.0), "b": torch.full((size,), 2.0)}, tmp_path)
     for _ in range(5):
@@ -72,7 +70,7 @@ def test_of_two_names_that_fill_the_same_memory_the_later_wins(
         assert tied.unique().tolist() == [2.0]
 
 
-def test_the_later_wins_too_where_only_a_part_is_shared(tmp_path: Path) -> None:
+def test_the_later_name_wins_if_only_a_part_is_shared(tmp_path: Path) -> None:
     save({"a": torch.full((100, 100), 1.0), "b": torch.full((50, 100), 2.0)}, tmp_path)
     whole = torch.zeros(100, 100)
     load({"a": whole, "b": whole[50:]}, tmp_path)
@@ -80,7 +78,7 @@ def test_the_later_wins_too_where_only_a_part_is_shared(tmp_path: Path) -> None:
     assert whole[50:].unique().tolist() == [2.0]
 
 
-def test_the_later_wins_too_where_the_earlier_is_stored_transposed(tmp_path: Path) -> None:
+def test_the_later_name_wins_if_the_earlier_is_stored_transposed(tmp_path: Path) -> None:
     save({"a": torch.full((300, 200), 1.0).t(), "b": torch.full((200, 300), 2.0)}, tmp_path)
     tied = torch.zeros(200, 300)
     load({"a": tied, "b": tied}, tmp_path)
@@ -88,7 +86,7 @@ def test_the_later_wins_too_where_the_earlier_is_stored_transposed(tmp_path: Pat
 
 
 def test_parts_of_one_tensor_are_read_at_once(tmp_path: Path) -> None:
-    # Their rows lie interleaved in the target.
+    # Their rows are interleaved in the target.
     save({"left": torch.full((64, 32), 1.0), "right": torch.full((64, 32), 2.0)}, tmp_path)
     both = torch.zeros(64, 64)
     load({"left": both[:, :32], "right": both[:, 32:]}, tmp_path)
@@ -121,8 +119,8 @@ def test_views_with_gaps_are_filled_at_the_smallest_limit(tmp_path: Path, column
     assert around[:, -3:].unique().tolist() == [-1.0]
 
 
-def test_elements_that_overlap_in_the_record_come_through_memory_of_our_own(tmp_path: Path) -> None:
-    # As many as the storage has, or torch would save a copy in which nothing overlaps.
+def test_elements_that_overlap_in_the_record_are_read_through_a_buffer(tmp_path: Path) -> None:
+    # As many elements as the storage has, or torch would save a copy without overlaps.
     values = torch.arange(9.0).as_strided((3, 3), (1, 1))
     stock_save({"t": values}, tmp_path)
     # The engine cannot write into a negated view.
@@ -131,7 +129,7 @@ def test_elements_that_overlap_in_the_record_come_through_memory_of_our_own(tmp_
     assert torch.equal(target, values)
 
 
-def test_a_target_whose_elements_overlap_is_refused(tmp_path: Path) -> None:
+def test_a_target_with_overlapping_elements_is_refused(tmp_path: Path) -> None:
     save({"t": torch.ones(4, 3)}, tmp_path)
     with pytest.raises(dcp.CheckpointException, match="more than one element"):
         load({"t": torch.zeros(3).expand(4, 3)}, tmp_path)
@@ -141,7 +139,7 @@ def test_a_target_whose_elements_overlap_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [10**5, 10**10, 10**15])
-def test_a_length_beyond_the_file_is_damage_and_no_reason_to_make_room(
+def test_a_length_beyond_the_file_is_damage_and_allocates_nothing(
     tmp_path: Path, length: int
 ) -> None:
     metadata = save({"note": "x"}, tmp_path)
@@ -154,7 +152,7 @@ def test_a_length_beyond_the_file_is_damage_and_no_reason_to_make_room(
 
 
 def memory_of_an_object(path: Path) -> int:
-    """Bytes that reading it takes."""
+    """Returns the bytes that reading the object needs."""
     reader = torch_ckpt.FileSystemReader(path)
     metadata = reader.read_metadata()
     reader.set_up_for_load(0, metadata)
@@ -169,7 +167,7 @@ def memory_of_an_object(path: Path) -> int:
 
 def test_the_bytes_of_an_object_are_held_once(tmp_path: Path) -> None:
     save({"note": b"x" * (50 * MIB)}, tmp_path)
-    # And what the threads read it by.
+    # The tolerance is for the buffers of the threads.
     limit = 50 * MIB + 32 * MIB + 8 * MIB
     assert in_fresh_process(memory_of_an_object, tmp_path) < limit
 

@@ -1,4 +1,4 @@
-"""Memory that a load takes: its limit, estimates, and objects deleted before it reads others."""
+"""Memory of a load: the limit, estimates, and objects that are deleted before others are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ ROWS, COLUMNS = 25600, 1024
 
 
 def memory_of_a_load(path: Path, limit: int, free: bool) -> tuple[int, ReadMemory, bool]:
-    """Bytes beyond its targets, what the estimate was, and whether all values are right."""
+    """Loads a state. Returns the bytes beyond the targets, the estimate, and whether all values
+    match."""
     warnings.simplefilter("ignore")
     state = {
         "plain": torch.ones(ROWS, COLUMNS),
@@ -67,7 +68,7 @@ def test_a_load_holds_no_more_than_its_limit_beyond_the_targets(
 ) -> None:
     growth, estimate, right = in_fresh_process(memory_of_a_load, three_hundred_mib, limit, free)
     assert right
-    # Threads' stacks, the plan and the allocator's arenas.
+    # Allowance for stacks of threads, the plan and the allocator's arenas.
     allowance = 8 * MIB
     assert growth <= limit + allowance
     assert growth <= estimate.beyond_targets_bytes + allowance
@@ -95,7 +96,7 @@ def test_the_estimate_is_of_the_states_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 10])
-def test_objects_load_at_the_least_limit_and_not_below(tmp_path: Path, count: int) -> None:
+def test_objects_load_at_the_smallest_limit_and_not_below(tmp_path: Path, count: int) -> None:
     state = {f"note {i}": "x" * (2_000_000 + i) for i in range(count)}
     save(state, tmp_path)
     least = torch_ckpt.estimate_read_memory(emptied(state), tmp_path).least_inflight_bytes
@@ -108,7 +109,7 @@ def test_objects_load_at_the_least_limit_and_not_below(tmp_path: Path, count: in
 
 @pytest.mark.filterwarnings("ignore:loading converts")
 @pytest.mark.parametrize("target", [torch.zeros(700, 600).t(), torch.zeros(600, 700).half()])
-def test_tensors_load_at_the_least_limit(tmp_path: Path, target: torch.Tensor) -> None:
+def test_tensors_load_at_the_smallest_limit(tmp_path: Path, target: torch.Tensor) -> None:
     save({"t": torch.ones(600, 700)}, tmp_path)
     least = torch_ckpt.estimate_read_memory({"t": target}, tmp_path).least_inflight_bytes
     load({"t": target}, tmp_path, max_inflight_bytes=least)
@@ -124,7 +125,7 @@ def test_estimates_and_comparisons_open_no_data_file(tmp_path: Path) -> None:
     assert torch_ckpt.estimate_read_memory(emptied(state), tmp_path).stored_bytes > 600 * 700 * 4
 
 
-def test_meta_tensors_are_looked_at_and_stay_meta_tensors(tmp_path: Path) -> None:
+def test_meta_tensors_are_checked_and_stay_meta_tensors(tmp_path: Path) -> None:
     save({"model": {"t": torch.ones(600, 700)}}, tmp_path)
     state = {"model": {"t": torch.empty(600, 700, device="meta")}}
     assert torch_ckpt.preflight(state, tmp_path).fits
@@ -134,7 +135,7 @@ def test_meta_tensors_are_looked_at_and_stay_meta_tensors(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_meta_tensors_get_memory_where_they_are_loaded(tmp_path: Path, free: bool) -> None:
+def test_meta_tensors_are_materialized_when_they_are_loaded(tmp_path: Path, free: bool) -> None:
     save({"model": {"a": torch.ones(3), "b": torch.ones(3)}, "c": torch.ones(3)}, tmp_path)
 
     def on_meta() -> StateDict:
@@ -162,7 +163,7 @@ def emptied_on_cpu(state: Any) -> Any:
     return torch.zeros(state.shape)
 
 
-def test_an_estimate_of_what_does_not_fit_says_so(tmp_path: Path) -> None:
+def test_an_estimate_for_a_state_that_does_not_fit_raises_the_mismatch(tmp_path: Path) -> None:
     save({"t": torch.ones(3)}, tmp_path)
     with pytest.raises(LoadMismatch, match="1 with another shape"):
         torch_ckpt.estimate_read_memory({"t": torch.zeros(4)}, tmp_path)
@@ -171,7 +172,7 @@ def test_an_estimate_of_what_does_not_fit_says_so(tmp_path: Path) -> None:
 # --- free_before_read ----------------------------------------------------------------------------
 
 
-def test_values_are_right_after_freeing(tmp_path: Path) -> None:
+def test_values_are_loaded_after_freeing(tmp_path: Path) -> None:
     state = {
         "a": random_tensor((700, 500), torch.float32),
         "b": {"c": random_tensor((70,), torch.int64), "d": random_tensor((3, 4), torch.float16)},
@@ -197,8 +198,8 @@ def test_tensors_that_share_memory_with_another_process_are_loaded_in_place(tmp_
     assert target.is_shared()
 
 
-def test_memory_beside_overlapping_targets_is_kept(tmp_path: Path) -> None:
-    # Together the targets have as many bytes as the storage. malloc maps that many anew.
+def test_memory_outside_of_overlapping_targets_is_kept(tmp_path: Path) -> None:
+    # The targets together have as many bytes as the storage. malloc maps that many separately.
     whole = torch.full((10 << 20,), 7.0)
     quarter = len(whole) // 4
     targets = {"a": whole[: 2 * quarter], "b": whole[quarter : 3 * quarter]}
@@ -219,7 +220,7 @@ def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
 
 
 class Counted:
-    """Counts the instances there are."""
+    """Counts its instances."""
 
     alive = 0
     most = 0
@@ -259,13 +260,13 @@ class Wrapped:
         self.value = state["value"]
 
 
-def test_objects_are_let_go_of_before_their_replacements_are_made(tmp_path: Path) -> None:
+def test_objects_are_released_before_their_replacements_are_made(tmp_path: Path) -> None:
     save(counted_state(), tmp_path)
     gc.collect()
     assert Counted.alive == 0
     state = counted_state()
     held, Counted.most = Counted.alive, 0
-    # Who holds on to its value itself, as a Stateful may, is not made to let go.
+    # A Stateful may keep references to its values. It is not made to release them.
     load(state, tmp_path, free_before_read=True, allow_pickle=True)
     assert Counted.most <= held + 1
     assert Counted.alive == held
@@ -280,7 +281,7 @@ def test_objects_are_let_go_of_before_their_replacements_are_made(tmp_path: Path
 
 
 class Watch:
-    """How many of some tensors there were at most at a time."""
+    """Counts the maximum number of some tensors that existed at the same time."""
 
     def __init__(self) -> None:
         self.alive: list[weakref.ref[torch.Tensor]] = []
@@ -293,7 +294,7 @@ class Watch:
 
 
 class Copying:
-    """A Stateful whose state dict is a copy, as of parameters that lie elsewhere."""
+    """Stateful whose state dict is a copy, as if its parameters were on another device."""
 
     def __init__(self, value: float, watch: Watch) -> None:
         self.weight = torch.full((100,), value)
@@ -306,11 +307,11 @@ class Copying:
         self.weight.copy_(state["weight"])
 
 
-def test_copies_of_one_key_are_there_at_a_time(tmp_path: Path) -> None:
+def test_copies_of_one_key_at_a_time_exist(tmp_path: Path) -> None:
     save({f"k{i}": Copying(i, Watch()) for i in range(5)}, tmp_path)
     watch = Watch()
     state = {f"k{i}": Copying(7, watch) for i in range(5)}
-    gc.disable()  # It must not take the collector to be rid of them.
+    gc.disable()  # The copies must be freed without the garbage collector.
     try:
         load(state, tmp_path, free_before_read=True)
     finally:
@@ -320,8 +321,8 @@ def test_copies_of_one_key_are_there_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["negated", "conjugated"])
-def test_what_is_read_by_way_of_a_copy_gives_its_memory_back(tmp_path: Path, way: str) -> None:
-    # The memory of many small copies would stay with malloc, beyond every limit.
+def test_reading_through_copies_returns_their_memory(tmp_path: Path, way: str) -> None:
+    # malloc would keep the memory of many small copies, beyond every limit.
     assert in_fresh_process(memory_that_loads_keep, tmp_path, way) < 8 * MIB
 
 

@@ -1,4 +1,4 @@
-"""torch_ckpt.LoadPlanner: what dcp.load reads with it."""
+"""torch_ckpt.LoadPlanner with dcp.load."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_objects_are_replaced(tmp_path: Path) -> None:
     assert loaded["names"] == ["a", "b"]
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
     save({"a": f32(3), "b": f32(3)}, tmp_path)
     loaded = {"a": torch.zeros(3), "b": torch.zeros(4)}
     with pytest.raises(dcp.CheckpointException) as caught:
@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     assert_equal(loaded["a"], torch.zeros(3))
 
 
-def test_what_does_not_fit_is_said_in_the_words_of_torch(tmp_path: Path) -> None:
+def test_a_mismatch_has_the_text_of_torch(tmp_path: Path) -> None:
     save({"a": f32(3)}, tmp_path)
     wrong: list[dict[str, Any]] = [{"b": torch.zeros(3)}, {"a": torch.zeros(4)}]
     for state in wrong:
@@ -76,7 +76,7 @@ def test_after_a_load_it_has_the_attributes_of_torchs_planner(tmp_path: Path) ->
     assert not hasattr(ours, "unknown")
 
 
-def test_a_partial_load_leaves_what_is_missing(tmp_path: Path) -> None:
+def test_a_partial_load_keeps_the_values_of_missing_names(tmp_path: Path) -> None:
     save({"a": f32(3)}, tmp_path)
     loaded = {"a": torch.zeros(3), "new": torch.ones(2)}
     loaded_by(loaded, tmp_path, allow_partial_load=True)
@@ -97,7 +97,7 @@ def test_with_the_reader_of_torch_it_is_torchs_planner(tmp_path: Path) -> None:
     assert loaded["epoch"] == 2
 
 
-def test_a_reader_that_borrows_our_metadata_fails_instead_of_loading_nothing(
+def test_a_reader_that_returns_our_metadata_fails_instead_of_loading_nothing(
     tmp_path: Path,
 ) -> None:
     class Borrowing(dcp.FileSystemReader):
@@ -119,7 +119,7 @@ def test_a_reader_that_borrows_our_metadata_fails_instead_of_loading_nothing(
     assert "torch_ckpt.LoadPlanner" in str(cause_of(caught.value))
 
 
-def test_larger_tensors_are_filled_with_zeros_where_the_reader_is_to(tmp_path: Path) -> None:
+def test_larger_tensors_are_zero_filled_if_the_reader_allows_it(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, tmp_path)
     loaded = {"w": torch.full((5,), 7.0)}
     reader = torch_ckpt.FileSystemReader(tmp_path, zero_fill=True)
@@ -127,7 +127,7 @@ def test_larger_tensors_are_filled_with_zeros_where_the_reader_is_to(tmp_path: P
     assert_equal(loaded["w"], torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]))
 
 
-def test_a_shard_whose_place_the_metadata_does_not_give_is_named(tmp_path: Path) -> None:
+def test_a_shard_without_a_location_in_the_metadata_is_named(tmp_path: Path) -> None:
     class Forgetful(torch_ckpt.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             metadata = super().read_metadata(*args, **kwargs)
@@ -141,7 +141,7 @@ def test_a_shard_whose_place_the_metadata_does_not_give_is_named(tmp_path: Path)
     assert str(cause_of(caught.value)).startswith(expected)
 
 
-def test_one_planner_serves_loads_one_after_the_other(tmp_path: Path) -> None:
+def test_one_planner_can_be_used_for_several_loads(tmp_path: Path) -> None:
     planner = torch_ckpt.LoadPlanner()
     for number in range(2):
         path = tmp_path / str(number)
@@ -151,15 +151,15 @@ def test_one_planner_serves_loads_one_after_the_other(tmp_path: Path) -> None:
         assert_equal(loaded["w"], torch.full((3,), float(number)))
 
 
-def test_metadata_of_our_reader_is_torchs_for_whoever_looks_at_it(tmp_path: Path) -> None:
+def test_metadata_of_our_reader_can_be_read_as_torchs(tmp_path: Path) -> None:
     save({"w": f32(3)}, tmp_path)
-    # The reader is gone when somebody looks.
+    # The reader is deleted before the metadata is read.
     metadata = torch_ckpt.FileSystemReader(tmp_path).read_metadata()
     assert list(metadata.state_dict_metadata) == ["w"]
     assert type(metadata) is Metadata
 
 
-def test_stock_loads_with_our_reader_still_go_through_torchs_planner(tmp_path: Path) -> None:
+def test_stock_loads_with_our_reader_use_torchs_planner(tmp_path: Path) -> None:
     state = nested_state()
     save(state, tmp_path)
     loaded = nested_state()

@@ -1,4 +1,4 @@
-"""What a load may be asked for: a part, what does not fit, a planner of one's own."""
+"""Options of a load: a part of the state, states that do not fit, a user's planner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STORED: StateDict = {
 
 
 def misfit() -> StateDict:
-    """Differs from STORED in every way."""
+    """Makes a state that differs from STORED in every way."""
     return {
         "model": {
             "weight": torch.full((3, 3), 7.0),
@@ -51,7 +51,7 @@ def assert_untouched(state: StateDict) -> None:
     assert_equal(state, misfit())
 
 
-def assert_says_all_that_differs(report: torch_ckpt.LoadReport) -> None:
+def assert_names_all_differences(report: torch_ckpt.LoadReport) -> None:
     assert not report.fits
     assert report.missing == ["absent"]
     assert report.unexpected == ["extra"]
@@ -63,12 +63,12 @@ def assert_says_all_that_differs(report: torch_ckpt.LoadReport) -> None:
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_all_that_differs_is_in_one_message_and_nothing_is_changed(
+def test_all_differences_are_in_one_message_and_nothing_is_changed(
     stored: Path, free: bool
 ) -> None:
     state = misfit()
     cause = mismatch(lambda: load(state, stored, free_before_read=free))
-    assert_says_all_that_differs(cause.report)
+    assert_names_all_differences(cause.report)
     for said in (
         "1 missing in the checkpoint:\n  absent",
         "1 with another shape:\n  model.weight: stored [3, 2], wanted [3, 3]",
@@ -81,7 +81,7 @@ def test_all_that_differs_is_in_one_message_and_nothing_is_changed(
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_a_stored_object_does_not_take_the_place_of_a_tensor(stored: Path, free: bool) -> None:
+def test_a_stored_object_does_not_replace_a_tensor(stored: Path, free: bool) -> None:
     state = {"step": torch.full((2,), 7.0)}
     cause = mismatch(lambda: load(state, stored, free_before_read=free))
     assert cause.report.kinds == [("step", "an object", "a Tensor")]
@@ -92,9 +92,9 @@ def test_a_stored_object_does_not_take_the_place_of_a_tensor(stored: Path, free:
     assert counter["step"] == STORED["step"]
 
 
-def test_preflight_says_the_same_and_changes_nothing(stored: Path) -> None:
+def test_preflight_raises_the_same_mismatch_and_changes_nothing(stored: Path) -> None:
     state = misfit()
-    assert_says_all_that_differs(torch_ckpt.preflight(state, stored))
+    assert_names_all_differences(torch_ckpt.preflight(state, stored))
     assert_untouched(state)
 
 
@@ -108,18 +108,16 @@ def test_a_mismatch_is_pickled_with_its_report(stored: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:loading converts")
 @pytest.mark.parametrize("free", [False, True])
-def test_what_fits_is_loaded_and_the_rest_is_left_where_that_is_asked_for(
-    stored: Path, free: bool
-) -> None:
+def test_a_partial_load_loads_what_fits_and_keeps_the_rest(stored: Path, free: bool) -> None:
     state, expected = misfit(), misfit()
     report = load(state, stored, strict=False, free_before_read=free)
-    assert_says_all_that_differs(report)
+    assert_names_all_differences(report)
     expected["model"]["list"] = [torch.ones(1, dtype=torch.float16), 5]
     expected["step"] = 3
     assert_equal(state, expected)
 
 
-def test_a_load_of_all_reports_all_as_loaded(stored: Path) -> None:
+def test_a_full_load_reports_all_names_as_loaded(stored: Path) -> None:
     state = emptied(STORED)
     report = load(state, stored)
     assert report.fits
@@ -129,7 +127,9 @@ def test_a_load_of_all_reports_all_as_loaded(stored: Path) -> None:
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_a_state_of_nothing_finds_all_of_a_checkpoint_unexpected(stored: Path, free: bool) -> None:
+def test_an_empty_state_reports_all_names_of_a_checkpoint_as_unexpected(
+    stored: Path, free: bool
+) -> None:
     report = load({}, stored, free_before_read=free)
     assert report.fits
     assert report.loaded == []
@@ -138,12 +138,12 @@ def test_a_state_of_nothing_finds_all_of_a_checkpoint_unexpected(stored: Path, f
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_a_state_of_nothing_needs_a_checkpoint(tmp_path: Path, free: bool) -> None:
+def test_an_empty_state_needs_a_checkpoint(tmp_path: Path, free: bool) -> None:
     cause = refusal(lambda: load({}, tmp_path, free_before_read=free))
     assert isinstance(cause, FileNotFoundError)
 
 
-def test_a_message_about_many_names_counts_the_rest(stored: Path) -> None:
+def test_a_message_about_many_names_counts_the_others(stored: Path) -> None:
     cause = mismatch(lambda: load({f"absent {i:02}": 0 for i in range(30)}, stored))
     assert "30 missing in the checkpoint:" in str(cause)
     assert "absent 07" in str(cause)
@@ -164,7 +164,7 @@ def test_a_message_about_many_names_counts_the_rest(stored: Path) -> None:
         (lambda name: False, set()),
     ],
 )
-def test_only_chosen_names_are_loaded(
+def test_only_selected_names_are_loaded(
     stored: Path, names: Any, loaded: set[str], free: bool
 ) -> None:
     if hasattr(names, "__next__"):
@@ -178,14 +178,14 @@ def test_only_chosen_names_are_loaded(
     assert torch.equal(state["extra"], torch.ones(1)) == ("extra" in loaded)
 
 
-def test_names_that_are_not_chosen_need_not_fit(stored: Path) -> None:
+def test_names_that_are_not_selected_need_not_fit(stored: Path) -> None:
     state = misfit()
     load(state, stored, names=["step"])
     assert state["step"] == 3
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_patterns_that_match_nothing_are_named(stored: Path, free: bool) -> None:
+def test_patterns_without_a_match_are_named(stored: Path, free: bool) -> None:
     state = emptied(STORED)
     names = ["step", "modle.*", "b*"]
     cause = refusal(lambda: load(state, stored, names=names, free_before_read=free))
@@ -203,7 +203,7 @@ def test_a_plain_string_of_names_is_refused(stored: Path, ask: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"strict": False}, {"names": ["a"]}, {"free_before_read": True}], ids=str
 )
-def test_a_planner_does_not_go_with_the_options_of_our_own(stored: Path, options: Any) -> None:
+def test_a_planner_excludes_our_options(stored: Path, options: Any) -> None:
     with pytest.raises(ValueError, match="do not work with a planner"):
         load({}, stored, planner=dcp.DefaultLoadPlanner(), **options)
 
@@ -215,7 +215,7 @@ def test_a_load_by_a_planner_has_no_report(stored: Path) -> None:
 
 
 class Holder:
-    """A Stateful that counts how often it was told."""
+    """Stateful that counts the calls of its methods."""
 
     def __init__(self, value: float) -> None:
         self.weight = torch.full((4,), value)
@@ -231,7 +231,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_stateful_values_are_told_once(tmp_path: Path, free: bool) -> None:
+def test_stateful_values_are_loaded_once(tmp_path: Path, free: bool) -> None:
     save({"a": Holder(1), "b": Holder(2)}, tmp_path)
     a, b = Holder(7), Holder(7)
     state = {"a": a, "b": b}
@@ -243,9 +243,7 @@ def test_stateful_values_are_told_once(tmp_path: Path, free: bool) -> None:
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_stateful_values_of_which_no_name_is_chosen_are_not_told(
-    tmp_path: Path, free: bool
-) -> None:
+def test_stateful_values_without_a_selected_name_are_not_loaded(tmp_path: Path, free: bool) -> None:
     save({"a": Holder(1), "b": Holder(2)}, tmp_path)
     a, b = Holder(7), Holder(7)
     load({"a": a, "b": b}, tmp_path, names=["b._objects"], free_before_read=free)
@@ -254,7 +252,7 @@ def test_stateful_values_of_which_no_name_is_chosen_are_not_told(
     assert b.nested == {"count": 2}
 
 
-def test_stateful_values_are_not_told_of_what_does_not_fit(tmp_path: Path) -> None:
+def test_stateful_values_are_not_loaded_if_they_do_not_fit(tmp_path: Path) -> None:
     save({"a": Holder(1)}, tmp_path)
     a = Holder(7)
     mismatch(lambda: load({"a": a, "b": torch.zeros(1)}, tmp_path))
@@ -264,7 +262,7 @@ def test_stateful_values_are_not_told_of_what_does_not_fit(tmp_path: Path) -> No
 
 @pytest.fixture
 def of_torch_2_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, StateDict]:
-    """A checkpoint of which a dict without tensors is one item, as torch 2.3 saved it."""
+    """Makes a checkpoint in which a dict without tensors is one item, as torch 2.3 saved it."""
     state = {
         "options": {"lr": 0.1, "betas": (0.9, 0.95)},
         "model": {"weight": torch.ones(3, 2), "note": "text"},
@@ -287,7 +285,7 @@ def test_checkpoints_with_the_names_of_torch_2_3_are_loaded(
     assert_equal(loaded, state)
 
 
-def test_a_load_with_the_names_of_torch_2_3_leaves_the_names_of_other_threads_alone(
+def test_a_load_with_the_names_of_torch_2_3_does_not_affect_other_threads(
     of_torch_2_3: tuple[Path, StateDict],
 ) -> None:
     class Watching(dict[str, Any]):
@@ -304,7 +302,7 @@ def test_a_load_with_the_names_of_torch_2_3_leaves_the_names_of_other_threads_al
 
 
 @pytest.mark.parametrize("ask", [torch_ckpt.preflight, torch_ckpt.estimate_read_memory])
-def test_asking_about_no_checkpoint_is_an_error_of_its_own(tmp_path: Path, ask: Any) -> None:
+def test_preflight_without_a_checkpoint_is_an_error(tmp_path: Path, ask: Any) -> None:
     with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
         ask({}, tmp_path)
 
@@ -313,7 +311,7 @@ def test_asking_about_no_checkpoint_is_an_error_of_its_own(tmp_path: Path, ask: 
 
 
 class Noting(dcp.DefaultLoadPlanner):
-    """Notes its hooks' calls, and receives tensors elsewhere."""
+    """Planner that records the calls of its hooks, and receives tensors in other memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +343,7 @@ class Noting(dcp.DefaultLoadPlanner):
 @pytest.mark.filterwarnings("ignore:loading converts")
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("limit", [MIB + 5000, 1 << 30], ids=["little memory", "much memory"])
-def test_hooks_are_called_in_pairs_in_order_and_here(
+def test_hooks_are_called_in_pairs_in_order_on_the_calling_thread(
     tmp_path: Path, loader: Any, limit: int
 ) -> None:
     state: StateDict = {f"t{i}": torch.full((i * 100, 7), float(i)) for i in range(5)}
@@ -378,7 +376,7 @@ def test_a_planners_conversion_warns_once(tmp_path: Path, loader: Any) -> None:
 
 
 class WithoutStateDict(dcp.LoadPlanner):
-    """As much of a planner as torch asks for."""
+    """Planner with only the methods that torch requires."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, *args: Any) -> None:
         self.inner = dcp.DefaultLoadPlanner()
@@ -422,7 +420,7 @@ class Failing(dcp.DefaultLoadPlanner):
         raise Corrupt(f"planner's own: {read_item.dest_index.fqn}")
 
 
-def test_what_a_hook_raises_fails_the_load(tmp_path: Path) -> None:
+def test_an_exception_of_a_hook_fails_the_load(tmp_path: Path) -> None:
     save({"t": torch.ones(3)}, tmp_path)
     cause = refusal(lambda: load({"t": torch.zeros(3)}, tmp_path, planner=Failing()))
     assert str(cause) == "planner's own: t"

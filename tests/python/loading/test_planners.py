@@ -1,4 +1,4 @@
-"""Planners of the user's own, and what goes through torch's code: extensions, file systems."""
+"""Planners of users, and data that is read or written by torch's code: extensions, file systems."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support import (
 
 @pytest.fixture
 def _fresh_plan_cache() -> Iterator[None]:
-    """torch keeps cached plans in class attributes."""
+    """Clears torch's cached plans, which are class attributes."""
     caches = [
         getattr(SavePlanner, name) for name in vars(SavePlanner) if name.startswith("_cached_")
     ]
@@ -57,7 +57,7 @@ def caching_planner() -> dcp.DefaultSavePlanner:
 
 @pytest.mark.usefixtures("_fresh_plan_cache")
 @pytest.mark.parametrize("same_path", [True, False])
-def test_saves_with_a_cached_plan_hold_their_own_values(tmp_path: Path, same_path: bool) -> None:
+def test_saves_with_a_cached_plan_have_their_own_values(tmp_path: Path, same_path: bool) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     for step in range(3):
         path = tmp_path if same_path else tmp_path / str(step)
@@ -107,14 +107,14 @@ def test_a_save_planner_is_asked_once_for_each_item_on_the_calling_thread(tmp_pa
 
 
 class _Halving(dcp.DefaultSavePlanner):
-    """Changes what is stored, through the hook that torch documents for it."""
+    """Changes the stored values, through the hook that torch documents."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         object = super().transform_object(write_item, object)
         return object / 2 if isinstance(object, torch.Tensor) else object
 
 
-def test_what_a_save_planner_makes_of_a_tensor_is_stored(tmp_path: Path) -> None:
+def test_the_tensors_that_a_save_planner_returns_are_stored(tmp_path: Path) -> None:
     save_with(torch_ckpt.FileSystemWriter(tmp_path), {"a": f32(5)}, planner=_Halving())
     loaded = {"a": torch.zeros(5)}
     load(loaded, tmp_path)
@@ -126,7 +126,7 @@ class _Renaming(dcp.DefaultSavePlanner):
         return self.state_dict["other"]
 
 
-def test_what_a_save_planner_looks_up_is_stored(tmp_path: Path) -> None:
+def test_the_objects_that_a_save_planner_looks_up_are_stored(tmp_path: Path) -> None:
     state = {"a": f32(5), "other": f32(5, seed=1)}
     save_with(torch_ckpt.FileSystemWriter(tmp_path), state, planner=_Renaming())
     loaded = {"a": torch.zeros(5)}
@@ -135,7 +135,7 @@ def test_what_a_save_planner_looks_up_is_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_a_state_dict_may_be_kept_unflattened(tmp_path: Path, flatten: bool) -> None:
+def test_a_state_dict_can_be_kept_unflattened(tmp_path: Path, flatten: bool) -> None:
     state = {"flat": f32(5), "nested": {"a": 1, "b": [2, 3]}}
     save_planner = dcp.DefaultSavePlanner(flatten_state_dict=flatten)
     save_with(torch_ckpt.FileSystemWriter(tmp_path), state, planner=save_planner)
@@ -146,7 +146,7 @@ def test_a_state_dict_may_be_kept_unflattened(tmp_path: Path, flatten: bool) -> 
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=flatten)
     dcp.load(by_stock, storage_reader=stock_reader, planner=planner, no_dist=True)
     assert_equal(loaded["flat"], state["flat"])
-    # Unflattened, torch's planner keeps loaded objects to itself.
+    # Without flattening, torch's planner does not return loaded objects.
     assert_equal(loaded, by_stock)
 
 
@@ -154,7 +154,7 @@ def test_a_state_dict_may_be_kept_unflattened(tmp_path: Path, flatten: bool) -> 
 
 
 class _Flipped(io.RawIOBase):
-    """Inverts every byte on its way through."""
+    """Stream that inverts every byte."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.raw = raw
@@ -204,9 +204,7 @@ def flip_registry() -> ExtensionRegistry:
 
 
 @pytest.mark.parametrize("free_before_read", [False, True])
-def test_our_own_load_reads_what_extensions_have_stored(
-    tmp_path: Path, free_before_read: bool
-) -> None:
+def test_our_load_reads_data_stored_by_extensions(tmp_path: Path, free_before_read: bool) -> None:
     state = {"a": f32(5), "b": f32(3), "c": 7}
     save(state, tmp_path, _extensions=[Flip()])
     loaded = emptied(state)
@@ -215,7 +213,7 @@ def test_our_own_load_reads_what_extensions_have_stored(
     assert_equal(loaded, state)
 
 
-def test_what_extensions_have_stored_is_not_read_through_a_link(tmp_path: Path) -> None:
+def test_data_stored_by_extensions_is_not_read_through_a_link(tmp_path: Path) -> None:
     state = {"a": f32(5), "b": f32(3), "c": 7}
     save(state, tmp_path / "checkpoint", thread_count=1, _extensions=[Flip()])
     (file,) = data_files(tmp_path / "checkpoint")
@@ -230,7 +228,7 @@ def test_what_extensions_have_stored_is_not_read_through_a_link(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("thread_count", [1, 3])
-def test_stream_extensions_transform_what_is_stored(tmp_path: Path, thread_count: int) -> None:
+def test_stream_extensions_transform_the_stored_bytes(tmp_path: Path, thread_count: int) -> None:
     state = {"a": f32(5), "b": f32(3), "c": 7}
     metadata = save(state, tmp_path, thread_count=thread_count, _extensions=[Flip()])
     place = place_of(metadata, "a")
@@ -299,7 +297,7 @@ def test_another_file_system_is_written_and_read_through_torchs_code(thread_coun
             torch_ckpt.load(loaded, storage_reader=reader(path), no_dist=True, **option)
 
 
-def test_values_that_go_before_they_are_read_cannot_be_read_once_for_all_ranks(
+def test_values_that_are_freed_before_reading_cannot_be_read_once(
     tmp_path: Path,
 ) -> None:
     save(nested_state(), tmp_path)
@@ -307,7 +305,7 @@ def test_values_that_go_before_they_are_read_cannot_be_read_once_for_all_ranks(
         torch_ckpt.load(nested_state(), tmp_path, free_before_read=True, read_once=True)
 
 
-def test_a_failing_file_system_of_another_kind_fails_the_save(
+def test_a_failure_of_another_file_system_fails_the_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer, _reader = in_memory_classes()
@@ -316,13 +314,13 @@ def test_a_failing_file_system_of_another_kind_fails_the_save(
     def full(self: Any, data: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    # fsspec's: no file system of another kind here can be filled.
+    # A file system of fsspec: only such a one can be made full here.
     monkeypatch.setattr(MemoryFile, "write", full)
     with pytest.raises(dcp.CheckpointException, match="No space left"):
         save_with(writer("memory://full", thread_count=4, sync_files=False), nested_state())
 
 
-def test_torchs_own_classes_stay_as_they_are() -> None:
+def test_torchs_own_classes_are_unchanged() -> None:
     from torch.distributed.checkpoint import filesystem, hf_storage
 
     assert dcp.FileSystemWriter is filesystem.FileSystemWriter
@@ -332,7 +330,7 @@ def test_torchs_own_classes_stay_as_they_are() -> None:
     assert not issubclass(hf_storage.HuggingFaceStorageWriter, torch_ckpt.FileSystemWriter)
 
 
-def test_hugging_face_storage_works_beside_ours(tmp_path: Path) -> None:
+def test_hugging_face_storage_works_with_torch_ckpt_imported(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     state = {"a": f32(5, 3), "b": f32(2)}
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping={"a": 1, "b": 1})
@@ -344,8 +342,8 @@ def test_hugging_face_storage_works_beside_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_pythons_garbage_collector_is_left_as_it_was(tmp_path: Path, fails: bool) -> None:
-    # What failed in earlier tests may still keep the collector relaxed.
+def test_the_garbage_collector_is_restored(tmp_path: Path, fails: bool) -> None:
+    # Failures of earlier tests may still keep the collector relaxed.
     gc.collect()
     before = gc.isenabled(), gc.get_threshold()
     state = nested_state()
@@ -358,18 +356,18 @@ def test_pythons_garbage_collector_is_left_as_it_was(tmp_path: Path, fails: bool
     assert (gc.isenabled(), gc.get_threshold()) == before
 
 
-def test_failed_loads_do_not_keep_the_collector_from_what_they_leave(tmp_path: Path) -> None:
+def test_failed_loads_let_the_collector_free_their_garbage(tmp_path: Path) -> None:
     gc.collect()
     before = gc.get_threshold()
     save(nested_state(), tmp_path)
     for _ in range(2):
         with contextlib.suppress(dcp.CheckpointException):
             load({"epoch": 0, "missing": 0}, tmp_path)
-    # The second found that the first had failed.
+    # The second load found that the first had failed.
     assert gc.get_threshold() == before
 
 
-def test_the_collectors_next_run_ends_what_a_failed_load_has_left(tmp_path: Path) -> None:
+def test_the_next_collection_frees_what_a_failed_load_has_left(tmp_path: Path) -> None:
     gc.collect()
     before = gc.get_threshold()
     save(nested_state(), tmp_path)

@@ -1,4 +1,4 @@
-"""Loading parts of tensors into any kind of target, and how much is read for it."""
+"""Loads of parts of tensors into any kind of target, and the bytes that they read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Offsets = tuple[int, ...]
 
 
 class Regions(dcp.DefaultLoadPlanner):
-    """Fills each target with the region at an offset of a stored tensor."""
+    """Planner that fills each target with the region at an offset of a stored tensor."""
 
     def __init__(self, wanted: dict[str, tuple[str, Offsets]]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_region_is_read_into_any_target(
     tmp_path: Path, region: str, target_kind: str, stored_kind: str, scale: int
 ) -> None:
-    # Numbers, since the signs of NaNs would not survive negation.
+    # Numbers, because negation would not keep the signs of NaNs.
     torch.manual_seed(0)
     tensor = torch.randn(40 * scale, 30 * scale)
     offsets, lengths = (tuple(scale * n for n in numbers) for numbers in REGIONS[region])
@@ -129,7 +129,7 @@ def test_a_region_is_read_into_any_target(
 
 
 @pytest.mark.parametrize("target_kind", ["part of a larger one", "rows of a larger one"])
-def test_nothing_around_a_target_is_written(tmp_path: Path, target_kind: str) -> None:
+def test_memory_around_a_target_is_unchanged(tmp_path: Path, target_kind: str) -> None:
     save({"weight": torch.ones(20, 30)}, tmp_path)
     target = TARGETS[target_kind]((7, 30))
     load_region(tmp_path, "weight", (5, 0), target)
@@ -200,7 +200,7 @@ def test_a_region_outside_the_stored_tensor_is_refused(tmp_path: Path, offsets: 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.int32, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.int64, torch.complex64])
-def test_values_are_cast_to_the_targets_dtype(
+def test_values_are_converted_to_the_targets_dtype(
     tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
 ) -> None:
     tensor = torch.arange(-20, 20).reshape(8, 5).to(stored)
@@ -210,7 +210,7 @@ def test_values_are_cast_to_the_targets_dtype(
     assert_equal(target["weight"], tensor.to(wanted))
 
 
-def test_a_parameter_is_filled_in_place_and_stays_a_leaf(tmp_path: Path) -> None:
+def test_a_parameter_is_loaded_in_place_and_stays_a_leaf(tmp_path: Path) -> None:
     save({"weight": f32(3, 2)}, tmp_path)
     parameter = torch.nn.Parameter(torch.zeros(3, 2))
     address = parameter.data_ptr()
@@ -221,7 +221,7 @@ def test_a_parameter_is_filled_in_place_and_stays_a_leaf(tmp_path: Path) -> None
     assert_equal(parameter.detach(), f32(3, 2))
 
 
-def test_autograd_notices_that_a_load_changed_a_tensor(tmp_path: Path) -> None:
+def test_autograd_detects_that_a_load_changed_a_tensor(tmp_path: Path) -> None:
     save({"weight": f32(3)}, tmp_path)
     weight = torch.nn.Parameter(torch.ones(3))
     loss = (weight * weight).sum()
@@ -231,7 +231,7 @@ def test_autograd_notices_that_a_load_changed_a_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored_kind", STORED)
-def test_an_inference_tensor_is_filled(tmp_path: Path, stored_kind: str) -> None:
+def test_an_inference_tensor_is_loaded(tmp_path: Path, stored_kind: str) -> None:
     save({"weight": STORED[stored_kind](torch.ones(3, 2))}, tmp_path)
     with torch.inference_mode():
         target = torch.zeros(3, 2)
@@ -239,7 +239,7 @@ def test_an_inference_tensor_is_filled(tmp_path: Path, stored_kind: str) -> None
     assert torch.equal(target, torch.ones(3, 2))
 
 
-def test_inference_mode_may_be_on(tmp_path: Path) -> None:
+def test_a_load_works_in_inference_mode(tmp_path: Path) -> None:
     save({"weight": f32(3, 2), "step": 3}, tmp_path)
     state = {"weight": torch.zeros(3, 2), "step": 0}
     with torch.inference_mode():
@@ -255,7 +255,7 @@ def test_a_sequence_of_targets_in_one_storage_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [1, 300], ids=["small", "large"])
-def test_a_conjugate_is_read_as_its_values(tmp_path: Path, scale: int) -> None:
+def test_a_conjugate_is_loaded_as_its_values(tmp_path: Path, scale: int) -> None:
     torch.manual_seed(0)
     tensor = torch.randn(4 * scale, 3 * scale, dtype=torch.complex64)
     save({"weight": tensor.conj()}, tmp_path)
@@ -288,7 +288,7 @@ def test_a_missing_name_is_refused(tmp_path: Path) -> None:
         load({"bias": torch.zeros(2)}, tmp_path)
 
 
-def test_a_missing_name_is_left_alone_where_that_is_allowed(tmp_path: Path) -> None:
+def test_a_missing_name_is_unchanged_if_allowed(tmp_path: Path) -> None:
     save({"weight": f32(3, 2)}, tmp_path)
     state = {"bias": torch.ones(2), "weight": torch.zeros(3, 2)}
     load(state, tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
@@ -296,7 +296,7 @@ def test_a_missing_name_is_left_alone_where_that_is_allowed(tmp_path: Path) -> N
 
 
 class Noting(dcp.DefaultLoadPlanner):
-    """Notes the calls of its hooks."""
+    """Planner that records the calls of its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ def test_a_load_planners_hooks_are_called_in_pairs_and_in_the_plans_order(tmp_pa
 
 
 class Aside(dcp.DefaultLoadPlanner):
-    """Receives elsewhere and copies when a tensor is complete, as a GPU planner does."""
+    """Planner that receives tensors in a buffer and copies complete ones, as a GPU planner does."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return torch.empty(read_item.lengths)
@@ -350,7 +350,7 @@ class Aside(dcp.DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn].copy_(tensor)
 
 
-def test_a_load_planner_may_receive_elsewhere(tmp_path: Path) -> None:
+def test_a_load_planner_can_receive_in_a_buffer(tmp_path: Path) -> None:
     state = {"a": f32(30, 4), "b": f32(7)}
     save(state, tmp_path)
     loaded = emptied(state)
@@ -372,7 +372,7 @@ def quantized(channels: bool, end: float = 3) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("channels", [False, True], ids=["per tensor", "per channel"])
 @pytest.mark.parametrize("saver", [save, stock_save])
-def test_quantized_tensors_are_loaded_as_stock_loads_them(
+def test_quantized_tensors_are_loaded_as_by_stock(
     tmp_path: Path, channels: bool, saver: Callable[..., Metadata]
 ) -> None:
     tensor = quantized(channels)
@@ -384,23 +384,23 @@ def test_quantized_tensors_are_loaded_as_stock_loads_them(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_record_of_a_quantized_tensor_is_torchs(tmp_path: Path) -> None:
+def test_the_record_of_a_quantized_tensor_equals_torchs(tmp_path: Path) -> None:
     save({"weight": quantized(False)}, tmp_path)
     assert data_files(tmp_path)[0].read_bytes() == record_of(quantized(False))
 
 
 class Tagged(torch.Tensor):
-    """A subclass without state of its own."""
+    """Subclass without additional state."""
 
 
-def test_a_tensor_subclass_is_written_as_torch_writes_it(tmp_path: Path) -> None:
+def test_a_tensor_subclass_is_written_as_by_torch(tmp_path: Path) -> None:
     tensor = f32(3, 2).as_subclass(Tagged)
     save({"weight": tensor}, tmp_path)
     assert data_files(tmp_path)[0].read_bytes() == record_of(tensor)
 
 
 @pytest.mark.parametrize("saver", [save, stock_save])
-def test_a_tensor_subclass_is_loaded_where_torch_may_load_it(
+def test_a_tensor_subclass_is_loaded_if_torch_may_load_it(
     tmp_path: Path, saver: Callable[..., Metadata]
 ) -> None:
     saver({"weight": f32(3, 2).as_subclass(Tagged)}, tmp_path)
@@ -427,7 +427,7 @@ def test_a_target_of_a_subclass_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct_io", [False, "auto"])
-def test_a_quarter_of_the_rows_costs_a_quarter_of_the_bytes(
+def test_reading_a_quarter_of_the_rows_reads_a_quarter_of_the_bytes(
     tmp_path: Path, direct_io: bool | str
 ) -> None:
     count, rows = 4, 2048
@@ -443,7 +443,7 @@ def test_a_quarter_of_the_rows_costs_a_quarter_of_the_bytes(
     assert_equal(targets, {name: tensor[1024:1536] for name, tensor in state.items()})
 
 
-def test_columns_cost_the_rows_that_they_cross(tmp_path: Path) -> None:
+def test_reading_columns_reads_all_rows_that_they_cross(tmp_path: Path) -> None:
     save({"weight": f32(2048, 1024)}, tmp_path, sync_files=False)
     before = bytes_read()
     load_region(tmp_path, "weight", (512, 7), torch.zeros(512, 5), direct_io=False)

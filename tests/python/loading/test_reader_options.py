@@ -1,4 +1,4 @@
-"""The reader's options: all of them read the same, and no more than is needed."""
+"""Options of the reader: all combinations load the same values, and read no more than needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS_STATE = {
     ("thread_count", "direct_io", "verify"),
     pairwise(itertools.product([1, 2, 8], [True, False, "auto"], [True, False])),
 )
-def test_every_pair_of_options_reads_the_same(
+def test_every_pair_of_options_loads_the_same_values(
     tmp_path: Path, thread_count: int, direct_io: bool | str, verify: bool
 ) -> None:
     if direct_io is True and not direct_io_works(tmp_path):
@@ -46,7 +46,7 @@ def test_every_pair_of_options_reads_the_same(
 
 
 @pytest.mark.parametrize("direct_io", [True, False, "auto"])
-def test_what_the_page_cache_does_not_hold_is_read(tmp_path: Path, direct_io: bool | str) -> None:
+def test_data_outside_of_the_page_cache_is_read(tmp_path: Path, direct_io: bool | str) -> None:
     if direct_io is True and not direct_io_works(tmp_path):
         pytest.skip("this file system has no direct I/O")
     save(OPTIONS_STATE, tmp_path)
@@ -59,7 +59,7 @@ def test_what_the_page_cache_does_not_hold_is_read(tmp_path: Path, direct_io: bo
     assert_equal(loaded, OPTIONS_STATE)
 
 
-def test_temporary_copies_take_turns_under_a_small_limit(tmp_path: Path) -> None:
+def test_temporary_copies_wait_for_each_other_under_a_small_limit(tmp_path: Path) -> None:
     state = {f"t{i}": f32(400, 500, seed=i) for i in range(6)}  # 800 kB each
     save(state, tmp_path)
     loaded = {name: torch.zeros(500, 400).t() for name in state}
@@ -67,7 +67,7 @@ def test_temporary_copies_take_turns_under_a_small_limit(tmp_path: Path) -> None
     assert_equal(loaded, state)
 
 
-def test_direct_targets_need_no_room_under_the_limit(tmp_path: Path) -> None:
+def test_direct_targets_need_no_memory_under_the_limit(tmp_path: Path) -> None:
     state = {"large": f32(1500, 1000)}
     save(state, tmp_path)
     loaded = emptied(state)
@@ -103,14 +103,14 @@ def test_an_object_beyond_the_limit_is_refused_by_name(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_reader_refuses_options_that_make_no_sense(
+def test_the_reader_refuses_invalid_options(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
         torch_ckpt.FileSystemReader(tmp_path, **options)
 
 
-def test_progress_of_a_load_grows_to_the_total(tmp_path: Path) -> None:
+def test_progress_of_a_load_reaches_the_total(tmp_path: Path) -> None:
     save(OPTIONS_STATE, tmp_path)
     seen: list[Progress] = []
     load(emptied(OPTIONS_STATE), tmp_path, progress=seen.append)
@@ -131,13 +131,13 @@ def test_control_c_ends_a_load(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in error.exconly()
 
 
-def test_a_whole_load_reads_nothing_twice(tmp_path: Path) -> None:
+def test_a_full_load_reads_nothing_twice(tmp_path: Path) -> None:
     save(OPTIONS_STATE, tmp_path, sync_files=False)
     loaded = emptied(OPTIONS_STATE)
     stored = sum(file.stat().st_size for file in tmp_path.iterdir())
     before = bytes_read()
     load(loaded, tmp_path, direct_io=False)
-    # The transposed tensor's archive is looked at once more.
+    # The archive of the transposed tensor is read once more.
     assert bytes_read() - before <= 1.05 * stored
 
 
@@ -156,7 +156,7 @@ def test_a_load_leaves_no_file_open(tmp_path: Path) -> None:
 
 
 def save_and_load_before_and_after_a_fork(path: Path) -> int:
-    """The exit code of the child; 0 where it got what it saved."""
+    """Returns the exit code of a child that saves and loads; 0 if it loaded what it saved."""
     warnings.simplefilter("ignore")
     save({"a": torch.ones(1000)}, path)
     load({"a": torch.zeros(1000)}, path)

@@ -1,4 +1,4 @@
-"""Loads of what has other names in the checkpoint than in the state dict."""
+"""Loads from checkpoints whose names differ from those of the state dict."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refused(path: Path, rename: Rename, match: str) -> None:
 
 @pytest.mark.parametrize("free", [False, True], ids=["", "free_before_read"])
 @pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
-def test_what_has_other_names_is_loaded(tmp_path: Path, rename: Any, free: bool) -> None:
+def test_renamed_values_are_loaded(tmp_path: Path, rename: Any, free: bool) -> None:
     saved(tmp_path)
     state = fresh()
     report = torch_ckpt.load(state, tmp_path, rename=rename, free_before_read=free)
@@ -54,9 +54,7 @@ def test_what_has_other_names_is_loaded(tmp_path: Path, rename: Any, free: bool)
 
 
 @pytest.mark.parametrize("option", ["zero_fill", "allow_shape_mismatch"])
-def test_pairs_that_can_be_read_only_once_rename_what_is_zero_filled_too(
-    tmp_path: Path, option: str
-) -> None:
+def test_a_generator_of_pairs_renames_zero_filled_values(tmp_path: Path, option: str) -> None:
     saved(tmp_path)
     state = {"model": {"encoder": {"w": torch.ones(6)}}}
     pairs = zip(["encoder.*", "step"], ["model.encoder.*", "count"], strict=True)
@@ -77,7 +75,7 @@ def test_preflight_and_the_estimate_have_the_new_names(tmp_path: Path) -> None:
     assert memory.target_bytes == 24
 
 
-def test_names_chooses_from_the_new_names(tmp_path: Path) -> None:
+def test_names_selects_from_the_new_names(tmp_path: Path) -> None:
     saved(tmp_path)
     state = fresh()
     torch_ckpt.load(state, tmp_path, rename={"encoder.*": "model.encoder.*"}, names=["model.*"])
@@ -85,7 +83,7 @@ def test_names_chooses_from_the_new_names(tmp_path: Path) -> None:
     assert state["count"] == 0
 
 
-def test_a_pattern_that_matches_nothing_is_named(tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     rename = {**RENAMES["mapping"], "enc.*": "x.*"}
     refused(tmp_path, rename, "no name matches 'enc.*'; the names are encoder.w, encoder.b, step")
@@ -115,7 +113,7 @@ def test_a_rename_of_another_form_is_refused(tmp_path: Path, rename: Any, match:
     refused(tmp_path, rename, match)
 
 
-def test_the_first_pair_that_matches_counts() -> None:
+def test_the_first_matching_pair_is_used() -> None:
     pairs = [("a.*", "first.*"), ("*.b", "second.*")]
     assert new_names(["a.b", "c.b", "d"], pairs) == {
         "a.b": "first.b",
@@ -124,7 +122,7 @@ def test_the_first_pair_that_matches_counts() -> None:
     }
 
 
-def test_stars_stand_for_what_those_at_their_places_match() -> None:
+def test_stars_stand_for_the_text_that_stars_at_their_positions_match() -> None:
     assert new_names(["h.3.attn.w"], {"h.*.attn.*": "layers.*.a.*"}) == {
         "h.3.attn.w": "layers.3.a.w"
     }
@@ -145,7 +143,7 @@ def test_stars_stand_for_what_those_at_their_places_match() -> None:
         (("a", "b"), "a.b", ("a", "b")),
     ],
 )
-def test_the_place_of_a_renamed_value_keeps_what_its_name_ends_in(
+def test_the_path_of_a_renamed_value_keeps_the_end_of_its_name(
     path: Any, name: str, expected: Any
 ) -> None:
     assert new_path(path, ".".join(map(str, path)), name) == expected
@@ -155,7 +153,7 @@ def test_a_path_that_does_not_spell_its_name_is_not_kept() -> None:
     assert new_path(("list", 7), "other.7", "new.7") == ("new.7",)
 
 
-def test_a_manager_restores_a_model_of_other_names(tmp_path: Path) -> None:
+def test_a_manager_restores_a_model_with_other_names(tmp_path: Path) -> None:
     torch.manual_seed(0)
     old = nn.ModuleDict({"body": nn.Linear(2, 3)})
     new = nn.ModuleDict({"backbone": nn.ModuleDict({"body": nn.Linear(2, 3)})})
@@ -167,7 +165,7 @@ def test_a_manager_restores_a_model_of_other_names(tmp_path: Path) -> None:
     assert_equal(list(new.state_dict().values()), list(old.state_dict().values()))
 
 
-def test_rename_does_not_go_with_a_planner(tmp_path: Path) -> None:
+def test_rename_and_a_planner_exclude_each_other(tmp_path: Path) -> None:
     saved(tmp_path)
     planner = dcp.DefaultLoadPlanner()
     with pytest.raises(ValueError, match="rename and free_before_read do not work with a planner"):

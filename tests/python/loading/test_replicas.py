@@ -1,4 +1,4 @@
-"""Who reads what several ranks want, and in which parts it is sent."""
+"""read_once: assignment of reads to ranks, and the parts in which data is sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_ckpt.loading.shared_reads import _batches, _choose_owners, _cut_large
 Plan = list[tuple[bytes | None, int]]
 
 
-def test_what_all_want_is_spread_by_bytes() -> None:
+def test_reads_for_all_ranks_are_distributed_by_bytes() -> None:
     plan: Plan = [(bytes([i]), 100) for i in range(8)]
     owners = _choose_owners([plan] * 4)
     assert {owner for owner, _ranks in owners.values()} == {0, 1, 2, 3}
@@ -27,7 +27,7 @@ def test_what_all_want_is_spread_by_bytes() -> None:
     assert all(ranks == (0, 1, 2, 3) for _owner, ranks in owners.values())
 
 
-def test_who_has_much_of_its_own_reads_little_for_others() -> None:
+def test_a_rank_with_many_reads_of_its_own_reads_little_for_others() -> None:
     shared: Plan = [(bytes([i]), 100) for i in range(8)]
     owners = _choose_owners([[*shared, (None, 550), (b"mine", 250)], shared])
     assert {owner for owner, _ranks in owners.values()} == {1}
@@ -35,7 +35,7 @@ def test_who_has_much_of_its_own_reads_little_for_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_that_several_want_has_one_owner_who_wants_it(seed: int) -> None:
+def test_each_item_that_several_ranks_need_is_read_by_one_of_them(seed: int) -> None:
     choice = random.Random(seed)
     sizes = {bytes([i]): choice.randrange(1000) for i in range(50)}
     plans: list[Plan] = [
@@ -52,13 +52,13 @@ def test_all_that_several_want_has_one_owner_who_wants_it(seed: int) -> None:
             assert owner in wants, f"seed {seed}"
 
 
-def test_the_order_of_a_ranks_rows_changes_nothing() -> None:
+def test_the_order_of_a_ranks_items_has_no_effect() -> None:
     plan: Plan = [(bytes([i]), 10 * i) for i in range(20)]
     assert _choose_owners([plan, plan]) == _choose_owners([plan, plan[::-1]])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_batches_hold_all_bytes_in_order_and_none_too_many(seed: int) -> None:
+def test_batches_contain_all_bytes_in_order_within_the_limit(seed: int) -> None:
     choice = random.Random(seed)
     most = choice.randint(1, 50)
     tensors = [
@@ -85,7 +85,7 @@ def reading_of(
     ("saver", "verify", "parts"),
     [(save, True, 10), (save, False, 10), (stock_save, True, 1), (stock_save, False, 10)],
 )
-def test_only_what_is_verified_in_parts_is_cut(
+def test_only_records_that_are_verified_in_parts_are_cut(
     tmp_path: Path, saver: object, verify: bool, parts: int
 ) -> None:
     tensor = random_tensor((100, 1000), torch.float32)
@@ -99,7 +99,7 @@ def test_only_what_is_verified_in_parts_is_cut(
     assert bytes_of(target) == bytes_of(tensor)
 
 
-def test_a_tensor_of_one_row_or_none_is_not_cut(tmp_path: Path) -> None:
+def test_a_tensor_with_at_most_one_row_is_not_cut(tmp_path: Path) -> None:
     for number, shape in enumerate([(), (1, 500), (0, 5)]):
         save({"t": random_tensor(shape, torch.float32)}, tmp_path / str(number))
         reader, reading = reading_of(tmp_path / str(number), torch.zeros(shape))
@@ -117,7 +117,9 @@ def test_a_tensor_of_one_row_or_none_is_not_cut(tmp_path: Path) -> None:
     ],
     ids=["strided", "transposed", "negated", "conjugated"],
 )
-def test_what_is_not_its_bytes_is_for_nobody_else(tmp_path: Path, target: torch.Tensor) -> None:
+def test_targets_with_other_bytes_than_the_record_share_no_read(
+    tmp_path: Path, target: torch.Tensor
+) -> None:
     save({"t": torch.ones(5, 4)}, tmp_path)
     _reader, reading = reading_of(tmp_path, target)
     assert [digest for digest, _size in _digests(b"one", list(reading.files), reading.rows)] == [
@@ -125,7 +127,7 @@ def test_what_is_not_its_bytes_is_for_nobody_else(tmp_path: Path, target: torch.
     ]
 
 
-def test_rows_for_one_memory_and_another_have_one_digest(tmp_path: Path) -> None:
+def test_items_for_different_memory_have_the_same_digest(tmp_path: Path) -> None:
     save({"t": torch.ones(5, 4)}, tmp_path)
     digests = []
     for target in (torch.zeros(5, 4), torch.ones(5, 4), torch.zeros(5, 4).double()):
@@ -135,8 +137,8 @@ def test_rows_for_one_memory_and_another_have_one_digest(tmp_path: Path) -> None
     assert None not in digests
 
 
-def test_the_same_places_in_two_checkpoints_have_two_digests(tmp_path: Path) -> None:
-    """Of the same size, saved by processes that know nothing of each other."""
+def test_the_same_locations_in_two_checkpoints_have_different_digests(tmp_path: Path) -> None:
+    """Saves checkpoints of the same size by independent processes."""
     digests = []
     for name in ("one", "two", "one"):
         if not (tmp_path / name).exists():
@@ -146,7 +148,7 @@ def test_the_same_places_in_two_checkpoints_have_two_digests(tmp_path: Path) -> 
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_nothing_is_shared_of_metadata_that_came_from_elsewhere(tmp_path: Path) -> None:
+def test_reads_with_metadata_from_elsewhere_are_not_shared(tmp_path: Path) -> None:
     save({"t": torch.ones(5, 4)}, tmp_path)
     reader, reading = reading_of(tmp_path, torch.zeros(5, 4), read_once=True)
     reader.set_up_for_load(0, torch_ckpt.FileSystemReader(tmp_path).read_metadata())
@@ -167,10 +169,10 @@ def test_nothing_is_shared_of_metadata_that_came_from_elsewhere(tmp_path: Path) 
         ("nccl", "cpu", "cuda:3"),
     ],
 )
-def test_bytes_are_sent_from_where_the_backend_can(
+def test_bytes_are_sent_from_devices_that_the_backend_supports(
     monkeypatch: pytest.MonkeyPatch, config: str, wanted: str, expected: str
 ) -> None:
-    # torch's: no machine of ours has all of these backends and devices.
+    # torch's own table: no test machine has all of these backends and devices.
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _group: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert shared_reads._device_of(None, torch.device(wanted)) == torch.device(expected)
