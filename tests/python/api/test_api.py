@@ -1,4 +1,4 @@
-"""torch_ckpt.save and torch_ckpt.load: the files of dcp.save, by a shorter way."""
+"""torch_ckpt.save and torch_ckpt.load, which write and read the files of dcp.save and dcp.load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ StateDict = dict[str, Any]
 
 
 def nested_state() -> StateDict:
-    """One of everything that a plain state dict may hold."""
+    """Makes a state with one value of each kind that a plain state dict may hold."""
     return {
         "model": {
             "weight": random_tensor((33, 17), torch.float32, seed=1),
@@ -50,7 +50,7 @@ def nested_state() -> StateDict:
 
 
 def blank(value: Any) -> Any:
-    """The same structure with other values, for a load to replace."""
+    """Makes the same structure with other values, for a load to replace."""
     if isinstance(value, torch.Tensor):
         return zeros(tuple(value.shape), value.dtype)
     if isinstance(value, dict):
@@ -144,7 +144,7 @@ def test_a_tensor_is_loaded_in_place(tmp_path: Path) -> None:
 
 
 class Counter:
-    """A Stateful that remembers what was loaded into it."""
+    """Stateful that records the loaded state."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -331,7 +331,7 @@ def test_a_derived_writer_or_reader_refuses_a_url_when_it_is_used(
         """Keeps the local file system."""
 
     class Reader(torch_ckpt.FileSystemReader):
-        """Keeps it, too."""
+        """Keeps the local file system."""
 
     monkeypatch.chdir(tmp_path)
     calls: list[Callable[[], Any]] = [
@@ -345,7 +345,7 @@ def test_a_derived_writer_or_reader_refuses_a_url_when_it_is_used(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_path_may_have_colons_in_it(tmp_path: Path) -> None:
+def test_a_local_path_may_contain_colons(tmp_path: Path) -> None:
     for name in ("a:b", "./a://b", Path("s3://bucket/run")):
         torch_ckpt.save({"t": torch.ones(3)}, tmp_path / name)
         assert data_files(tmp_path / name)

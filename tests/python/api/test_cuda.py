@@ -1,4 +1,4 @@
-"""Saves from and loads to a CUDA device, where there is one; fake_device.h stands in elsewhere."""
+"""Saves from and loads to a CUDA device, if there is one; fake_device.h simulates one elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 StateDict = dict[str, Any]
 
-# Long enough for copies that do not wait for it to be caught: some milliseconds of a device.
+# Long enough to detect copies that do not wait for it: some milliseconds of a device.
 _SPIN_CYCLES = 50_000_000
 
 
@@ -108,7 +108,7 @@ def test_sources_may_be_freed_after_the_call(tmp_path: Path) -> None:
     spin()
     handle = torch_ckpt.async_save(values, tmp_path / "c", staging="overlapped")
     values.clear()
-    # The caching allocator hands freed memory out at once.
+    # The caching allocator reuses freed memory at once.
     others = [torch.full((1 << 22,), 4.0, device="cuda") for _ in range(4)]
     handle.result()
     assert others
@@ -137,7 +137,7 @@ def test_a_synchronous_save_waits_for_the_current_stream(tmp_path: Path) -> None
 
 
 def targets_like(expected: StateDict) -> StateDict:
-    """Tensors of the same dtypes, strides and devices, of other values."""
+    """Makes tensors of the same dtypes, strides and devices with other values."""
     return {
         k: torch.full_like(v, -1) if isinstance(v, torch.Tensor) else None
         for k, v in expected.items()
@@ -191,7 +191,7 @@ def test_a_temporary_is_not_written_before_work_that_still_reads_its_memory(
 ) -> None:
     values = torch.randn(1000, 3000)
     torch_ckpt.save({"weight": values}, tmp_path)
-    # Spread on the device, by way of a temporary of 1000 x 3000.
+    # Spread on the device, through a temporary of 1000 x 3000.
     target = torch.zeros(3000, 1000, device="cuda").t()
     copies: list[torch.Tensor] = []
     record = reader.record_events

@@ -1,6 +1,6 @@
-"""States and surroundings that only a real CUDA device shows; skips without one.
+"""States and conditions that need a real CUDA device; skipped without one.
 
-The engine's order of copies is tested against a simulated device (tests/cpp/fake_device.h).
+The engine's order of copies is tested with a simulated device (tests/cpp/fake_device.h).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPIN_CYCLES = 50_000_000
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes on the host, whatever its dtype and strides."""
+    """Returns the tensor's bytes on the host, for any dtype and strides."""
     return tensor.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -45,7 +45,7 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def random_bytes(dtype: torch.dtype, count: int = 10_007) -> torch.Tensor:
-    """Every pattern of bits that the dtype has, NaNs included."""
+    """Makes every bit pattern of the dtype, including NaNs."""
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), device=DEVICE).bool()
     size = torch.empty(0, dtype=dtype).element_size()

@@ -1,4 +1,4 @@
-"""Directories whose names are not UTF-8: a checkpoint in one works as in any other."""
+"""Directories whose names are not UTF-8: checkpoints in them work as in any other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATE = {"weight": torch.arange(10.0), "step": 3}
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """One in Latin-1, as old archives and other systems leave them."""
+    """Makes a name in Latin-1, as in old archives and on other systems."""
     return Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xe9sum\xe9"))
 
 

@@ -31,7 +31,7 @@ from tests.gates import LIMIT, Gate
 from tests.interpreters import run_script
 from torch_ckpt import CheckpointError
 
-# Every checkpoint that is replaced makes torch say so.
+# torch warns of every checkpoint that is replaced.
 pytestmark = [
     pytest.mark.usefixtures("no_save_after"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -187,7 +187,7 @@ def test_workers_of_a_data_loader_start_during_a_save(tmp_path: Path, gate: Gate
     assert_checkpoint(tmp_path / "c", state)
 
 
-#: What a save is amid when its process is killed.
+#: Phases of a save in which its process is killed.
 MOMENTS = {"writing": "pwrite", "written": "files are written"}
 
 

@@ -1,7 +1,7 @@
-"""Ctrl-C at any moment of a load or a verification: no descriptor is left open.
+"""Ctrl-C at any moment of a load or a verification leaves no open descriptor.
 
-A signal handler runs between two instructions of Python's bytecode. A trace function that raises
-stands for it, at each instruction of the functions that open something.
+A signal handler runs between two bytecode instructions. A trace function that raises simulates it,
+at each instruction of the functions that open files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _FUNCTIONS = {
 
 
 def interrupted_at(number: int, work: Callable[[], Any]) -> bool:
-    """Runs ``work``, in which Ctrl-C comes before one instruction; False where there are fewer."""
+    """Runs ``work`` with Ctrl-C before one instruction. Returns False if there are fewer
+    instructions."""
     left = number
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -66,7 +67,7 @@ def interrupted_at(number: int, work: Callable[[], Any]) -> bool:
 def descriptors() -> set[tuple[str, str]]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        # That of the listing itself is closed by now.
+        # The descriptor of the listing itself is closed by now.
         with suppress(FileNotFoundError):
             found.add((name, os.readlink(f"/proc/self/fd/{name}")))
     return found
@@ -76,7 +77,7 @@ def descriptors() -> set[tuple[str, str]]:
 def test_an_interrupt_at_any_instruction_leaves_no_open_descriptor(
     tmp_path: Path, what: str
 ) -> None:
-    # An object beside the tensor: it is read by torch's code.
+    # An object in addition to the tensor: torch's code reads it.
     torch_ckpt.save({"t": torch.arange(4.0), "step": 1}, tmp_path, no_dist=True, thread_count=1)
     work: dict[str, Callable[[], Any]] = {
         "load": lambda: torch_ckpt.load({"t": torch.zeros(4), "step": 0}, tmp_path, no_dist=True),

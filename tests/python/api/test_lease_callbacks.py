@@ -1,4 +1,4 @@
-"""What csrc/python/directory.cpp asks Python while files are removed: which ones metadata names."""
+"""Callbacks of csrc/python/directory.cpp during the removal of files: the names in the metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Named = Callable[[OpenDirectory, str], Iterable[str]]
 
 @pytest.fixture(params=[b"plain", b"odd\xff"], ids=["plain", "not UTF-8"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> OpenDirectory:
-    """With metadata, and a file that it may name."""
+    """Makes metadata, and a file that it may name."""
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + request.param))
     path.mkdir()
     for name in (".metadata", "__0_0.distcp"):
@@ -85,7 +85,7 @@ def test_an_error_of_the_callback_is_raised(directory: OpenDirectory, error: Exc
 
 
 @pytest.mark.parametrize("remove", REMOVING)
-def test_the_callback_may_keep_its_directory(
+def test_the_callback_can_keep_its_directory(
     directory: OpenDirectory, remove: Callable[..., None]
 ) -> None:
     kept: list[OpenDirectory] = []
@@ -114,7 +114,7 @@ def test_an_interrupt_takes_precedence_over_the_error_of_the_commit(
     assert isinstance(raised.value.__context__, NotCommitted)
 
 
-# The thread comes back to Python while the interpreter ends.
+# The thread returns to Python while the interpreter ends.
 ENDS = """
 import ctypes, os, sys, threading
 from torch_ckpt import _core

@@ -1,4 +1,4 @@
-"""Several saves and loads in one directory at once, and what dead saves leave there."""
+"""Concurrent saves and loads in one directory, and files of killed saves."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ TENSORS = 8
 
 
 def state_of(number: int) -> dict[str, Any]:
-    """All of it says which state it is, so that a mix shows."""
+    """Makes a state whose values all identify it, so that a mixture is detected."""
     return {f"t{i}": torch.full((1000 + i,), number) for i in range(TENSORS)} | {"n": number}
 
 
 def assert_holds(path: Path, number: int) -> None:
-    """Fails where the checkpoint is not that state, to us or to stock torch."""
+    """Checks that torch_ckpt and stock torch load that state from the checkpoint."""
     for loader in (load, stock_load):
         loaded = state_of(-1)
         loader(loaded, path)
@@ -57,7 +57,7 @@ def named_by_metadata(path: Path) -> set[str]:
 
 
 class HeldPlanner(DefaultSavePlanner):
-    """Holds a save between its plan and its first byte."""
+    """Blocks a save between its plan and its first byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,9 +72,10 @@ class HeldPlanner(DefaultSavePlanner):
 
 @contextmanager
 def held_save(path: Path, number: int, **options: Any) -> Iterator[list[BaseException]]:
-    """A save that has leased the directory and written nothing; it goes on after the block.
+    """Starts a save that has leased the directory and written nothing; it continues after the
+    block.
 
-    What it raises is in the list after the block.
+    Its exception is in the list after the block.
     """
     planner = HeldPlanner()
     raised: list[BaseException] = []
@@ -163,7 +164,7 @@ def test_a_save_whose_checkpoint_was_replaced_at_once_keeps_the_new_one_complete
     reached: list[str] = []
 
     def hook(operation: str, _path: str) -> None:
-        # The one after the rename comes between the two saves' commits.
+        # The point after the rename is between the commits of the two saves.
         if operation == "fsync_directory" and reached == ["rename"]:
             reached.append("replace")
             save_by_another_thread(tmp_path, 2)
@@ -181,7 +182,7 @@ def test_an_abandoned_save_commits_nothing(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     kept = names_in(tmp_path)
     with held_save(tmp_path, 1) as raised:
-        # As the end of the interpreter does, beside a daemon thread that saves.
+        # The interpreter does so at exit if a daemon thread saves.
         for lease in list(DirectoryLease._last.values()):
             lease.abandon()
     (error,) = raised
@@ -214,7 +215,7 @@ def test_a_save_that_cannot_protect_its_files_does_not_start(
         DirectoryLease(OpenDirectory(tmp_path), None, patience=0.0)
     assert str(tmp_path) in str(raised.value)
     remover.close()
-    # The error is kept, and the descriptor is not.
+    # The error is referenced, and the descriptor is closed.
     assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
@@ -348,7 +349,7 @@ def test_a_forked_childs_copy_of_a_lease_neither_removes_nor_protects_files(
         os.close(end)
         os.read(may_end, 1)
         os._exit(0 if found else 1)
-    # The child lives on, as a worker of a DataLoader does.
+    # The child continues to run, like a worker of a DataLoader.
     lease.commit(b"", {mine.name}, sync=True, replace=True)
     assert OpenDirectory(tmp_path).try_lock_exclusive()
     os.close(may_end)
@@ -398,7 +399,7 @@ def test_files_of_the_old_checkpoint_stay_while_a_power_failure_may_restore_it(
 
 
 def killed_amid_its_data(path: Path) -> None:
-    """A save by a child that dies with its files written and nothing committed."""
+    """Makes a child that is killed after its files are written and before the commit."""
 
     def work() -> None:
         with before("files are written", lambda: os.kill(os.getpid(), signal.SIGKILL)):
@@ -464,7 +465,7 @@ def test_a_missing_directory_has_no_leftovers(tmp_path: Path) -> None:
 
 
 class HeldLoadPlanner(dcp.DefaultLoadPlanner):
-    """Holds a load between its metadata and its first byte."""
+    """Blocks a load between its metadata and its first byte."""
 
     def __init__(self, between: Callable[[], object]) -> None:
         super().__init__()

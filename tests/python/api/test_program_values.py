@@ -181,7 +181,7 @@ def test_numbers_that_name_other_parameters_are_refused(tmp_path: Path) -> None:
 
 
 class Lazy:
-    """Has no state until it has been used."""
+    """Has no state until its first use."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -216,7 +216,7 @@ def test_an_empty_dict_that_has_values_in_the_checkpoint_is_refused(
     )
 
 
-def test_an_empty_dict_is_allowed_if_names_are_chosen(tmp_path: Path) -> None:
+def test_an_empty_dict_is_allowed_if_names_are_selected(tmp_path: Path) -> None:
     torch_ckpt.save({"a": {"b": 1}, "step": 3}, tmp_path)
     state: State = {"a": {}, "step": 0}
     torch_ckpt.load(state, tmp_path, names=["step"])

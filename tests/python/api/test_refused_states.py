@@ -1,4 +1,4 @@
-"""What cannot be saved, or would not load, is named by its full key when it is to be saved."""
+"""Values that cannot be saved or loaded are named by their full key when they are saved."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_module_is_not_called_for_its_state(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_value_that_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_is_not_a_state_dict_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
         torch_ckpt.save([torch.ones(2)], tmp_path)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
@@ -124,9 +124,9 @@ def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_storage_is_an_object(tmp_path: Path) -> None:
+def test_a_storage_is_saved_as_an_object(tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        # That the class goes away one day.
+        # The class is deprecated.
         warnings.simplefilter("ignore")
         stored = torch.arange(4.0).storage()
         torch_ckpt.save({"s": stored}, tmp_path)

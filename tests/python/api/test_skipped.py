@@ -1,4 +1,4 @@
-"""What a load with strict=False leaves as it is."""
+"""Values that a load with strict=False leaves unchanged."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_single_top_level_values_may_be_missing(saved: Path) -> None:
         assert load({"epoch": 0, "seed": 1}, saved, False).loaded == ["epoch"]
 
 
-def test_a_state_that_was_not_chosen_may_be_missing(saved: Path) -> None:
+def test_a_state_that_was_not_selected_may_be_missing(saved: Path) -> None:
     state = {"model": {"a": torch.zeros(2)}, "optimizer": {"a": torch.zeros(2)}}
     assert load(state, saved, False, names=["model.*"]).fits
     assert (state["model"]["a"] == 1).all()

@@ -20,7 +20,7 @@ COMMANDS = list(subcommands(build_parser()))
 
 
 def completed(script: str, words: list[str]) -> list[str]:
-    """The words that bash would offer for the last of ``words``."""
+    """Returns the words that bash would offer for the last of ``words``."""
     assignment = f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}"
     code = f"{script}\n{assignment}; _torch_ckpt; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     command = ["bash", "--noprofile", "--norc", "-u", "-c", code]
@@ -48,7 +48,7 @@ def test_bash_completes_commands_options_and_choices(words: list[str], offered: 
     assert completed(script, ["torch-ckpt", *words]) == offered
 
 
-def test_bash_completes_paths_where_no_word_is_expected() -> None:
+def test_bash_completes_paths_if_no_word_is_expected() -> None:
     script = completion_script(build_parser(), "bash")
     assert completed(script, ["torch-ckpt", "verify", "check"]) == []
     assert "complete -o default -F _torch_ckpt torch-ckpt" in script

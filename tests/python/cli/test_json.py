@@ -27,7 +27,7 @@ OPEN = {"metrics", "notes", "writer_options", "reader_options", "value"}
 
 
 def documented() -> dict[str, str]:
-    """The shape of each command's document, by command."""
+    """Returns the documented shape of each command's document."""
     (block,) = re.findall(r"```text\n(ls .*?)```", DOCUMENT.read_text(), re.S)
     shapes = {}
     for entry in re.split(r"\n(?=\w)", block.strip()):

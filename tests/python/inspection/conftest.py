@@ -1,4 +1,4 @@
-"""Checkpoints of one state, by ours and by stock torch, and copies to damage."""
+"""Checkpoints of one state, by torch_ckpt and by stock torch, and copies to damage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["ours", "stocks"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Makes a copy to damage."""
     path = tmp_path / "checkpoint"
     shutil.copytree(request.getfixturevalue(request.param), path)
     return path

@@ -1,4 +1,4 @@
-"""``diff``: what differs is told, how much and where; what does not is equal."""
+"""``diff``: differences of values, shapes, dtypes and names, and checkpoints that are equal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def difference(
 
 
 def shards(path: Path, name: str, tensor: torch.Tensor, boxes: list[Any]) -> None:
-    """Writes a checkpoint of one tensor, each of its shards in a file of its own."""
+    """Writes a checkpoint of one tensor, with each of its shards in a separate file."""
     path.mkdir()
     chunks, places = [], {}
     for number, (offsets, sizes) in enumerate(boxes):
@@ -89,7 +89,7 @@ def shards(path: Path, name: str, tensor: torch.Tensor, boxes: list[Any]) -> Non
 
 
 @pytest.mark.parametrize("write", [save, stock_save])
-def test_the_same_state_is_equal(tmp_path: Path, write: Callable[..., Any]) -> None:
+def test_two_checkpoints_of_one_state_are_equal(tmp_path: Path, write: Callable[..., Any]) -> None:
     report = compared(tmp_path, STATE, STATE, write=write)
     assert report.equal, str(report)
     assert report.same == len(STATE)
@@ -98,14 +98,14 @@ def test_the_same_state_is_equal(tmp_path: Path, write: Callable[..., Any]) -> N
 
 @pytest.mark.parametrize("write", [save, stock_save])
 def test_the_same_bits_of_every_dtype_are_equal(tmp_path: Path, write: Callable[..., Any]) -> None:
-    # Random bits, with many NaNs among them.
+    # Random bits, which include many NaNs.
     state = {str(dtype): random_tensor((30, 40), dtype) for dtype in DTYPES}
     report = compared(tmp_path, state, state, write=write)
     assert report.equal, str(report)
     assert report.same == len(DTYPES)
 
 
-def test_other_shards_of_one_tensor_are_equal(tmp_path: Path) -> None:
+def test_different_shards_of_one_tensor_are_equal(tmp_path: Path) -> None:
     tensor = random_tensor((40, 30), torch.float32)
     shards(tmp_path / "rows", "t", tensor, [((0, 0), (25, 30)), ((25, 0), (15, 30))])
     quarters = [((r, c), (20, 15)) for r in (0, 20) for c in (0, 15)]
@@ -115,7 +115,7 @@ def test_other_shards_of_one_tensor_are_equal(tmp_path: Path) -> None:
         assert torch_ckpt.diff(tmp_path / "rows", tmp_path / other).equal
 
 
-def test_one_changed_element_of_other_shards_is_found(tmp_path: Path) -> None:
+def test_one_changed_element_in_different_shards_is_found(tmp_path: Path) -> None:
     tensor = random_tensor((40, 30), torch.int16)
     shards(tmp_path / "rows", "t", tensor, [((0, 0), (25, 30)), ((25, 0), (15, 30))])
     tensor[31, 17] += 5
@@ -127,7 +127,7 @@ def test_one_changed_element_of_other_shards_is_found(tmp_path: Path) -> None:
 # --- names, kinds, shapes, dtypes ----------------------------------------------------------------
 
 
-def test_names_of_one_of_them_are_told(tmp_path: Path) -> None:
+def test_names_in_only_one_checkpoint_are_listed(tmp_path: Path) -> None:
     report = compared(
         tmp_path, {"both": 1, "left": 1, "l": torch.zeros(1)}, {"both": 1, "right": 1}
     )
@@ -136,19 +136,19 @@ def test_names_of_one_of_them_are_told(tmp_path: Path) -> None:
     assert report.same == 1
 
 
-def test_a_tensor_and_an_object_are_of_different_kinds(tmp_path: Path) -> None:
+def test_a_tensor_and_an_object_have_different_kinds(tmp_path: Path) -> None:
     report = compared(tmp_path, {"x": torch.zeros(1)}, {"x": 0})
     assert not report.equal
     assert report.kinds == [("x", "a tensor", "an object")]
 
 
-def test_shapes_are_told(tmp_path: Path) -> None:
+def test_different_shapes_are_reported(tmp_path: Path) -> None:
     report = compared(tmp_path, {"x": torch.zeros(3, 4)}, {"x": torch.zeros(4, 3)})
     assert not report.equal
     assert report.shapes == [("x", (3, 4), (4, 3))]
 
 
-def test_dtypes_are_told_and_values_are_compared(tmp_path: Path) -> None:
+def test_different_dtypes_are_reported_and_values_are_compared(tmp_path: Path) -> None:
     values = torch.tensor([1.0, 2.0, 3.0])
     report = compared(tmp_path, {"x": values}, {"x": values.to(torch.bfloat16)})
     assert report.dtypes == [("x", "float32", "bfloat16")]
@@ -219,7 +219,7 @@ def test_integers_are_compared_exactly(
     assert isinstance(found.largest_absolute, int)
 
 
-def test_how_many_how_much_and_where_is_told(tmp_path: Path) -> None:
+def test_the_count_size_and_index_of_differences_are_reported(tmp_path: Path) -> None:
     a = torch.ones(10, 20)
     b = a.clone()
     b[2, 3] = 1.5
@@ -234,7 +234,7 @@ def test_how_many_how_much_and_where_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_nan_is_equal_to_nan_at_the_same_place_alone(tmp_path: Path) -> None:
+def test_a_nan_equals_only_a_nan_at_the_same_index(tmp_path: Path) -> None:
     a = torch.tensor([math.nan, math.nan, 1.0, complex(math.nan, 1)])
     b = a.clone()
     b[1] = 2.0
@@ -243,14 +243,14 @@ def test_nan_is_equal_to_nan_at_the_same_place_alone(tmp_path: Path) -> None:
     assert (found.differing, found.largest_absolute, found.index) == (2, math.inf, (1,))
 
 
-def test_infinities_differ_from_all_else_within_any_tolerance(tmp_path: Path) -> None:
+def test_infinities_differ_from_all_other_values_within_any_tolerance(tmp_path: Path) -> None:
     a = torch.tensor([math.inf, math.inf, 1.0, -math.inf])
     b = torch.tensor([math.inf, -math.inf, math.inf, 5.0])
     found = difference(tmp_path, a, b, atol=1e300, rtol=1e300)
     assert (found.differing, found.outside, found.index) == (3, 3, (1,))
 
 
-def test_values_that_are_equal_in_other_bits_are_equal_and_told(tmp_path: Path) -> None:
+def test_equal_values_with_different_bits_are_equal_and_reported(tmp_path: Path) -> None:
     a = torch.tensor([0.0, math.nan])
     b = torch.tensor([0x80000000, 0x7FC00001], dtype=torch.int64).to(torch.uint32)
     report = compared(tmp_path, {"t": a}, {"t": b.view(torch.float32)})
@@ -258,7 +258,7 @@ def test_values_that_are_equal_in_other_bits_are_equal_and_told(tmp_path: Path) 
     assert (report.bits, report.tensors) == (["t"], [])
 
 
-def test_tolerances_are_those_of_the_second_checkpoint(tmp_path: Path) -> None:
+def test_tolerances_are_relative_to_the_second_checkpoint(tmp_path: Path) -> None:
     a, b = torch.tensor([100.0, 1.0, 0.0]), torch.tensor([101.0, 1.0, 0.5])
     report = compared(tmp_path, {"t": a}, {"t": b}, atol=0.5, rtol=0.005)
     assert report.equal
@@ -304,7 +304,7 @@ def test_many_small_tensors_are_compared_together(tmp_path: Path) -> None:
         ((2, 9), 100),
     ],
 )
-def test_boxes_make_up_the_tensor(shape: tuple[int, ...], most: int) -> None:
+def test_boxes_cover_the_tensor(shape: tuple[int, ...], most: int) -> None:
     seen = torch.zeros(shape, dtype=torch.int64)
     for offsets, lengths in split_into_boxes(shape, most):
         assert math.prod(lengths) <= most
@@ -361,7 +361,7 @@ def test_objects_larger_than_the_memory_are_compared(tmp_path: Path) -> None:
 # --- checkpoints that cannot be read -------------------------------------------------------------
 
 
-def test_damage_is_no_difference_but_an_error(tmp_path: Path) -> None:
+def test_damage_is_an_error_and_not_a_difference(tmp_path: Path) -> None:
     save(STATE, tmp_path / "a", thread_count=1)
     save(STATE, tmp_path / "b", thread_count=1)
     file = data_files(tmp_path / "b")[0]
@@ -394,7 +394,7 @@ def test_options_out_of_range_are_refused(
         torch_ckpt.diff(tmp_path, tmp_path, **options)
 
 
-def test_progress_grows_to_the_total(tmp_path: Path) -> None:
+def test_progress_reaches_the_total(tmp_path: Path) -> None:
     seen: list[Progress] = []
     state = {"a": torch.zeros(100, 3), "b": torch.zeros(7)}
     compared(tmp_path, state, state, progress=seen.append)
@@ -404,7 +404,7 @@ def test_progress_grows_to_the_total(tmp_path: Path) -> None:
 # --- the command line ----------------------------------------------------------------------------
 
 
-def test_the_commands_exit_code_says_whether_they_are_equal(
+def test_the_commands_exit_code_depends_on_equality(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save({"x": torch.tensor([1.0, 2.0])}, tmp_path / "a")
@@ -420,7 +420,7 @@ def test_the_commands_exit_code_says_whether_they_are_equal(
     assert "there is no such directory" in capsys.readouterr().err
 
 
-def test_names_choose_what_is_compared(tmp_path: Path) -> None:
+def test_names_select_the_compared_values(tmp_path: Path) -> None:
     common = {"model": {"a": torch.zeros(3), "b": 1}, "modelling": 1}
     save({**common, "step": 1, "only a": 1}, tmp_path / "a")
     save({**common, "step": 2, "only b": 1}, tmp_path / "b")
@@ -433,7 +433,7 @@ def test_names_choose_what_is_compared(tmp_path: Path) -> None:
         torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["other"])
 
 
-def test_the_quiet_command_prints_what_differs_and_nothing_else(
+def test_the_command_can_print_only_differences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save({"x": torch.zeros(3), "n": 1}, tmp_path / "a")
@@ -444,7 +444,7 @@ def test_the_quiet_command_prints_what_differs_and_nothing_else(
     assert "object: n: the stored bytes differ" in capsys.readouterr().out
 
 
-def test_the_command_gives_json_without_infinities(
+def test_the_command_writes_json_without_infinities(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save({"x": torch.tensor([1.0, math.inf])}, tmp_path / "a")
@@ -470,7 +470,7 @@ def test_the_command_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("tolerance", ["-1", "nan", "much"])
-def test_a_tolerance_that_is_none_is_a_wrong_command_line(tolerance: str) -> None:
+def test_an_invalid_tolerance_is_a_wrong_command_line(tolerance: str) -> None:
     with pytest.raises(SystemExit) as error:
         cli.main(["diff", "a", "b", f"--atol={tolerance}"])
     assert error.value.code == 2

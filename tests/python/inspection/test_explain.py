@@ -1,4 +1,4 @@
-"""``torch-ckpt explain``: who wrote what, and what stands out."""
+"""``torch-ckpt explain``: the data that each rank wrote, and ranks that stand out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ MB = 1_000_000
 def checkpoint(
     path: Path, bytes_of_ranks: list[int], phases: list[list[float]] | str | None = None
 ) -> Path:
-    """The metadata of a tensor of which each rank has stored some bytes; without data files."""
+    """Makes the metadata of a tensor of which each rank has stored some bytes, without data
+    files."""
     chunks, places, begin = [], {}, 0
     for rank, count in enumerate(bytes_of_ranks):
         chunk = ChunkStorageMetadata(torch.Size([begin]), torch.Size([count]))
@@ -49,7 +50,7 @@ def checkpoint(
     return path
 
 
-def test_each_rank_is_listed_with_what_it_wrote(tmp_path: Path) -> None:
+def test_each_rank_is_listed_with_the_bytes_that_it_wrote(tmp_path: Path) -> None:
     found = explain(checkpoint(tmp_path, [3 * MB, 4 * MB]))
     assert [(s.rank, s.records, s.bytes, s.files) for s in found.ranks] == [
         (0, 1, 3 * MB, ["__0_0.distcp"]),
@@ -57,7 +58,7 @@ def test_each_rank_is_listed_with_what_it_wrote(tmp_path: Path) -> None:
     ]
 
 
-def test_the_seconds_of_a_save_of_ours_are_known(tmp_path: Path) -> None:
+def test_the_duration_of_a_save_of_ours_is_listed(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.ones(1000), "step": 3}, tmp_path)
     (share,) = explain(tmp_path).ranks
     for seconds in (share.plan_s, share.find_s, share.write_s):
@@ -65,7 +66,7 @@ def test_the_seconds_of_a_save_of_ours_are_known(tmp_path: Path) -> None:
         assert 0 <= seconds < 60
 
 
-def test_what_is_one_record_is_counted_apart(tmp_path: Path) -> None:
+def test_a_tensor_of_one_record_is_counted_separately(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.ones(1000), "step": 3}, tmp_path)
     (share,) = explain(tmp_path).ranks
     stored = sum(os.path.getsize(file) for file in tmp_path.glob("*.distcp"))
@@ -73,7 +74,7 @@ def test_what_is_one_record_is_counted_apart(tmp_path: Path) -> None:
     assert share.largest[0] == "w"
 
 
-def test_a_checkpoint_of_stock_torch_has_no_seconds(tmp_path: Path) -> None:
+def test_a_checkpoint_of_stock_torch_has_no_duration(tmp_path: Path) -> None:
     stock_save({"w": torch.ones(10)}, tmp_path)
     (share,) = explain(tmp_path).ranks
     assert share.rank == 0
@@ -97,7 +98,7 @@ def test_a_slow_rank_is_named(tmp_path: Path, phases: list[list[float]], remark:
     assert any(remark in line for line in found.remarks)
 
 
-def test_of_ranks_that_are_alike_none_is_named(tmp_path: Path) -> None:
+def test_no_rank_is_named_if_all_are_similar(tmp_path: Path) -> None:
     found = explain(checkpoint(tmp_path, [MB] * 3, [[0.1, 0.1, 1.0]] * 3))
     assert len(found.remarks) == 1
 
@@ -106,7 +107,7 @@ NO_SECONDS = ["", "{", "[1]", '[["a", 1, 2]]', "[null]", "[[1, 2]]", "5", "[" * 
 
 
 @pytest.mark.parametrize("phases", [*NO_SECONDS, f"[[1, 2, {10**400}]]"])
-def test_seconds_that_make_no_sense_are_not_known(tmp_path: Path, phases: str) -> None:
+def test_an_invalid_duration_is_ignored(tmp_path: Path, phases: str) -> None:
     found = explain(checkpoint(tmp_path, [MB, MB], phases))
     assert [share.write_s for share in found.ranks] == [None, None]
 
@@ -118,11 +119,11 @@ def test_the_command_prints_a_line_for_each_rank(tmp_path: Path, capsys: Any) ->
     assert [line.split()[0] for line in lines[1:3]] == ["0", "1"]
 
 
-def test_the_document_is_json(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_writes_json(tmp_path: Path, capsys: Any) -> None:
     assert main(["explain", "--json", str(checkpoint(tmp_path, [MB, MB]))]) == 0
     assert [share["rank"] for share in json.loads(capsys.readouterr().out)["ranks"]] == [0, 1]
 
 
-def test_without_a_checkpoint_the_command_says_so(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_reports_a_missing_checkpoint(tmp_path: Path, capsys: Any) -> None:
     assert main(["explain", str(tmp_path)]) == 2
     assert "there is no .metadata" in capsys.readouterr().err

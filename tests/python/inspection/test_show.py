@@ -1,4 +1,4 @@
-"""``show``: what tensors and objects of a checkpoint hold is told, and none of its code is run."""
+"""``show``: the contents of tensors and objects, without running their code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STATE: StateDict = {
 
 
 class Custom:
-    """No harmless type."""
+    """Class that is not allow-listed."""
 
 
 def shown(path: Path, name: str, **options: Any) -> Any:
@@ -53,7 +53,7 @@ def shown_tensor(tmp_path: Path, tensor: torch.Tensor, **options: Any) -> ShownT
 
 
 @pytest.mark.parametrize("write", [save, stock_save])
-def test_a_tensor_is_shown_with_its_statistics_first_values_and_places(
+def test_a_tensor_is_shown_with_its_statistics_first_values_and_locations(
     write: Any, tmp_path: Path
 ) -> None:
     write(STATE, tmp_path)
@@ -70,8 +70,10 @@ def test_a_tensor_is_shown_with_its_statistics_first_values_and_places(
     assert item.statistics.std == pytest.approx(float(expected))
 
 
-def test_a_tensor_of_many_boxes_and_shards_has_the_statistics_of_the_whole(tmp_path: Path) -> None:
-    # More than is held at once, which ends within the second shard.
+def test_a_tensor_of_many_boxes_and_shards_has_the_statistics_of_the_full_tensor(
+    tmp_path: Path,
+) -> None:
+    # More than is read at once; the limit is within the second shard.
     tensor = torch.randn(3000, 500, generator=torch.Generator().manual_seed(5)) * 1e-3 + 1e3
     halves = [((0, 0), (1700, 500)), ((1700, 0), (1300, 500))]
     shards(tmp_path / "c", "t", tensor, halves)
@@ -84,7 +86,7 @@ def test_a_tensor_of_many_boxes_and_shards_has_the_statistics_of_the_whole(tmp_p
     assert item.statistics.std == pytest.approx(float(wide.std(correction=0)), rel=1e-9)
 
 
-def test_values_that_are_not_finite_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_counted_and_excluded(tmp_path: Path) -> None:
     values = [math.nan, math.inf, -math.inf, -1.0, 3.0, 0.0, -0.0]
     statistics = shown_tensor(tmp_path, torch.tensor(values)).statistics
     assert statistics == show.Statistics(-1.0, 3.0, 0.5, 1.5, 2, 1, 2)
@@ -105,7 +107,7 @@ def test_a_tensor_without_a_finite_value_has_no_mean(tmp_path: Path) -> None:
         (torch.bool, [True, False]),
     ],
 )
-def test_the_ends_of_integers_are_exact(
+def test_the_extremes_of_integers_are_exact(
     dtype: torch.dtype, numbers: list[int], tmp_path: Path
 ) -> None:
     item = shown_tensor(tmp_path, torch.tensor(numbers, dtype=dtype))
@@ -114,7 +116,7 @@ def test_the_ends_of_integers_are_exact(
     assert item.first == numbers
 
 
-def test_of_complex_numbers_the_magnitudes_are_described(tmp_path: Path) -> None:
+def test_complex_numbers_have_statistics_of_their_magnitudes(tmp_path: Path) -> None:
     item = shown_tensor(tmp_path, torch.tensor([3 + 4j, 0, -1j], dtype=torch.complex64))
     assert item.statistics is not None
     assert (item.statistics.min, item.statistics.max, item.statistics.zeros) == (0.0, 5.0, 1)
@@ -136,18 +138,18 @@ def test_a_tensor_without_elements_has_no_statistics(
     assert (item.statistics, item.first) == (None, [])
 
 
-def test_all_names_are_shown_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_all_names_are_shown_in_numerical_order(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     names = [item.name for item in torch_ckpt.show(tmp_path).items]
     assert names == ["config.betas", "layers.9.weight", "layers.10.weight", "step"]
 
 
-def test_a_name_with_brackets_is_no_pattern_where_there_is_one(tmp_path: Path) -> None:
+def test_a_name_with_brackets_is_matched_exactly_if_it_exists(tmp_path: Path) -> None:
     save({"lr[1]": torch.ones(1), "lr1": torch.zeros(1)}, tmp_path)
     assert shown(tmp_path, "lr[1]").first == [1.0]
 
 
-def test_a_name_stands_for_all_names_below_it(tmp_path: Path) -> None:
+def test_a_prefix_selects_all_names_below_it(tmp_path: Path) -> None:
     save({**STATE, "layers.1": 1, "layers.1.bias": 2, "layers.10": 3}, tmp_path)
     assert [item.name for item in torch_ckpt.show(tmp_path, ["layers.1"]).items] == [
         "layers.1",
@@ -159,13 +161,13 @@ def test_a_name_stands_for_all_names_below_it(tmp_path: Path) -> None:
     ]
 
 
-def test_a_pattern_that_fits_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     with pytest.raises(torch_ckpt.CheckpointError, match=r"no name matches heads\.\*\."):
         torch_ckpt.show(tmp_path, ["layers.*", "heads.*"])
 
 
-def test_an_object_is_shown_as_python_writes_it(tmp_path: Path) -> None:
+def test_an_object_is_shown_as_its_repr(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     item = shown(tmp_path, "config.betas")
     assert isinstance(item, ShownObject)
@@ -173,7 +175,7 @@ def test_an_object_is_shown_as_python_writes_it(tmp_path: Path) -> None:
     assert list(item.lines())[1] == "  (0.9, 0.95)"
 
 
-def test_an_object_of_another_type_is_not_unpickled_unless_that_is_allowed(tmp_path: Path) -> None:
+def test_an_object_of_another_class_is_unpickled_only_if_allowed(tmp_path: Path) -> None:
     save({"custom": Custom()}, tmp_path)
     item = shown(tmp_path, "custom")
     assert item.value is None
@@ -182,19 +184,19 @@ def test_an_object_of_another_type_is_not_unpickled_unless_that_is_allowed(tmp_p
     assert isinstance(shown(tmp_path, "custom", allow_pickle=True).value, Custom)
 
 
-def test_a_long_object_is_cut(tmp_path: Path) -> None:
+def test_a_long_object_is_truncated(tmp_path: Path) -> None:
     save({"table": {1: [f"entry {i}" * 20 for i in range(100)]}}, tmp_path)
     lines = list(shown(tmp_path, "table.1").lines())
     assert lines[-2] == "  and 160 more lines"
     assert len(lines) == 43
 
 
-def test_what_a_terminal_would_act_on_is_escaped(tmp_path: Path) -> None:
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
     save({"\x1b[2J": "\x1b]0;title\x07"}, tmp_path)
     assert all(line.isprintable() for line in torch_ckpt.show(tmp_path).lines())
 
 
-def test_what_is_damaged_is_named_and_the_rest_is_shown(
+def test_damaged_values_are_named_and_the_others_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(STATE, tmp_path)
@@ -211,7 +213,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(
     assert last.startswith("damaged: layers.10.weight: ")
 
 
-def test_what_was_in_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_values_of_a_missing_file_are_named(tmp_path: Path) -> None:
     save(STATE, tmp_path, thread_count=1)
     (file,) = data_files(tmp_path)
     file.unlink()
@@ -220,7 +222,7 @@ def test_what_was_in_a_missing_file_is_named(tmp_path: Path) -> None:
     assert all(what.endswith("No such file or directory") for _, what in report.damaged)
 
 
-def test_an_error_of_the_machine_is_not_damage(tmp_path: Path) -> None:
+def test_an_io_error_is_not_damage(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     too_many = pytest.raises(OSError, match="Too many open files")
     with failing("openat2", errno.EMFILE, data_files(tmp_path)[0]), too_many:
@@ -234,7 +236,7 @@ def test_options_out_of_range_are_refused(tmp_path: Path) -> None:
         torch_ckpt.show(tmp_path, "layers.*")
 
 
-def test_the_command_line_prints_what_is_chosen(
+def test_the_command_line_prints_the_selected_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(STATE, tmp_path)
@@ -248,7 +250,7 @@ def test_the_command_line_prints_what_is_chosen(
     assert lines[4:6] == ["step: an object, 1.3 kB", "  7"]
 
 
-def test_the_command_line_writes_json_of_everything(
+def test_the_command_line_writes_all_values_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(STATE | {"bad": torch.tensor([math.nan, 1j])}, tmp_path)
@@ -263,7 +265,7 @@ def test_the_command_line_writes_json_of_everything(
 
 
 @pytest.mark.parametrize("arguments", [["heads"], ["--first", "-1"]])
-def test_the_command_line_says_what_it_cannot_do(
+def test_the_command_line_reports_errors(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(STATE, tmp_path)

@@ -1,4 +1,4 @@
-"""``verify``: all damage is found and named, and nothing else."""
+"""``verify``: it finds and names all damage, and only damage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def damaged_names(report: torch_ckpt.VerifyReport) -> list[str | None]:
 
 
 @pytest.mark.parametrize("direct_io", [True, False, "auto"])
-def test_a_sound_checkpoint_is_sound(checkpoint: Path, direct_io: bool | str) -> None:
+def test_an_intact_checkpoint_has_no_damage(checkpoint: Path, direct_io: bool | str) -> None:
     report = torch_ckpt.verify(checkpoint, direct_io=direct_io)
     assert report.ok, str(report)
     assert not report.unverifiable
@@ -61,7 +61,9 @@ def test_a_sound_checkpoint_is_sound(checkpoint: Path, direct_io: bool | str) ->
 
 
 @pytest.mark.parametrize("write", [save, stock_save])
-def test_a_checkpoint_of_every_dtype_is_sound(tmp_path: Path, write: Callable[..., Any]) -> None:
+def test_a_checkpoint_of_every_dtype_has_no_damage(
+    tmp_path: Path, write: Callable[..., Any]
+) -> None:
     state = {str(dtype): random_tensor((300, 40), dtype) for dtype in DTYPES}
     write(state, tmp_path)
     report = torch_ckpt.verify(tmp_path)
@@ -70,7 +72,9 @@ def test_a_checkpoint_of_every_dtype_is_sound(tmp_path: Path, write: Callable[..
 
 
 @pytest.mark.parametrize("write", [save, stock_save])
-def test_what_only_torch_load_knows_is_sound(tmp_path: Path, write: Callable[..., Any]) -> None:
+def test_values_that_only_torch_load_reads_have_no_damage(
+    tmp_path: Path, write: Callable[..., Any]
+) -> None:
     quantized = torch.quantize_per_tensor(torch.randn(300, 300), 0.1, 0, torch.quint8)
     write({"quantized": quantized}, tmp_path)
     report = torch_ckpt.verify(tmp_path)
@@ -82,21 +86,23 @@ def test_what_only_torch_load_knows_is_sound(tmp_path: Path, write: Callable[...
 
 
 @pytest.mark.parametrize("write", [save, stock_save])
-def test_empty_tensors_and_objects_are_sound(tmp_path: Path, write: Callable[..., Any]) -> None:
+def test_empty_tensors_and_objects_have_no_damage(
+    tmp_path: Path, write: Callable[..., Any]
+) -> None:
     write({"a": torch.empty(0), "b": torch.empty(3, 0, 2), "c": "", "d": b"", "e": []}, tmp_path)
     report = torch_ckpt.verify(tmp_path)
     assert report.ok, str(report)
     assert (report.records, report.unverifiable) == (5, [])
 
 
-def test_a_state_of_nothing_is_sound(tmp_path: Path) -> None:
+def test_an_empty_state_has_no_damage(tmp_path: Path) -> None:
     save({}, tmp_path)
     report = torch_ckpt.verify(tmp_path)
     assert report.ok
     assert (report.records, report.bytes) == (0, 0)
 
 
-def test_the_threads_and_the_memory_change_nothing(ours: Path) -> None:
+def test_the_numbers_of_threads_and_bytes_do_not_change_the_result(ours: Path) -> None:
     for threads in (1, 3, 16):
         assert torch_ckpt.verify(ours, thread_count=threads, max_inflight_bytes=MIB).ok
 
@@ -116,7 +122,7 @@ def test_options_out_of_range_are_refused(
         torch_ckpt.verify(ours, **options)
 
 
-def test_progress_grows_to_the_total(ours: Path) -> None:
+def test_progress_reaches_the_total(ours: Path) -> None:
     seen: list[Progress] = []
     report = torch_ckpt.verify(ours, progress=seen.append)
     done = [progress.bytes_done for progress in seen]
@@ -133,7 +139,7 @@ def test_every_flipped_bit_of_ours_is_found_and_named(our_copy: Path) -> None:
     places = [(name, *place(our_copy, name)) for name in sorted(STATE)]
     missed = []
     for _ in range(300):
-        # Names first, so that small records are hit too.
+        # Names first, so that small records are covered.
         name, file, offset, length = choice.choice(places)
         byte, bit = choice.randrange(length), choice.randrange(8)
         flip_bit(file, offset + byte, bit)
@@ -145,7 +151,7 @@ def test_every_flipped_bit_of_ours_is_found_and_named(our_copy: Path) -> None:
     assert torch_ckpt.verify(our_copy).ok
 
 
-def test_every_flipped_bit_of_a_payload_of_stocks_is_found(stocks: Path, tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_stock_payload_is_found(stocks: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(stocks, tmp_path / "checkpoint"))
     choice = random.Random(8)
     names = ["small", "blocks", "many blocks", "scalar"]
@@ -163,7 +169,7 @@ def test_every_flipped_bit_of_a_payload_of_stocks_is_found(stocks: Path, tmp_pat
     assert missed == [], "seed 8"
 
 
-def test_the_damaged_block_is_told(our_copy: Path) -> None:
+def test_the_damaged_block_is_reported(our_copy: Path) -> None:
     begin = payload_offset(our_copy, "many blocks")
     file, _offset, _length = place(our_copy, "many blocks")
     flip_bit(file, begin + 5 * (16 << 10) + 1234, 0)
@@ -173,7 +179,7 @@ def test_the_damaged_block_is_told(our_copy: Path) -> None:
     assert "the checkpoint's metadata has 0x" in damage.what
 
 
-def test_neighbouring_damaged_blocks_are_told_once_and_others_apart(our_copy: Path) -> None:
+def test_adjacent_damaged_blocks_are_reported_as_one_and_others_separately(our_copy: Path) -> None:
     begin = payload_offset(our_copy, "many blocks")
     file, _offset, _length = place(our_copy, "many blocks")
     for block in (2, 3, 4, 9):
@@ -182,7 +188,7 @@ def test_neighbouring_damaged_blocks_are_told_once_and_others_apart(our_copy: Pa
     assert found == [(begin + (32 << 10), 48 << 10), (begin + (144 << 10), 16 << 10)]
 
 
-def test_damage_of_several_files_is_all_named(checkpoint: Path) -> None:
+def test_damage_in_several_files_is_named(checkpoint: Path) -> None:
     names = ["small", "blocks", "many blocks", "scalar"]
     for name in names:
         flip_bit(place(checkpoint, name)[0], payload_offset(checkpoint, name) + 2, 4)
@@ -218,7 +224,7 @@ def test_damage_in_a_record_that_is_read_in_pieces_is_found(tmp_path: Path) -> N
             flip_bit(file, offset + at, 6)
 
 
-def test_a_damaged_checksum_table_is_told_of_its_file(our_copy: Path) -> None:
+def test_a_damaged_checksum_table_is_reported_for_its_file(our_copy: Path) -> None:
     file = place(our_copy, "blocks")[0].name
 
     def damage(metadata: Any) -> None:
@@ -235,7 +241,7 @@ def test_a_damaged_checksum_table_is_told_of_its_file(our_copy: Path) -> None:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_named_with_all_that_was_in_it(checkpoint: Path) -> None:
+def test_a_missing_file_is_named_with_all_its_values(checkpoint: Path) -> None:
     file = place(checkpoint, "blocks")[0]
     names = [name for name in STATE if place(checkpoint, name)[0] == file]
     file.unlink()
@@ -247,7 +253,7 @@ def test_a_missing_file_is_named_with_all_that_was_in_it(checkpoint: Path) -> No
     assert report.records == len(STATE) - len(names)
 
 
-def test_of_a_truncated_file_the_records_behind_its_end_are_named(checkpoint: Path) -> None:
+def test_records_behind_the_end_of_a_truncated_file_are_named(checkpoint: Path) -> None:
     file = place(checkpoint, "blocks")[0]
     cut = file.stat().st_size - 100
     lost = sorted(
@@ -271,7 +277,7 @@ def test_bytes_behind_the_last_record_are_damage(checkpoint: Path) -> None:
     assert damage.what == "the file is longer than its records"
 
 
-def test_a_file_that_is_empty_is_no_reason_to_stop(checkpoint: Path) -> None:
+def test_verification_continues_after_an_empty_file(checkpoint: Path) -> None:
     file = place(checkpoint, "blocks")[0]
     os.truncate(file, 0)
     names = ("small", "many blocks", "scalar")
@@ -280,7 +286,7 @@ def test_a_file_that_is_empty_is_no_reason_to_stop(checkpoint: Path) -> None:
     assert {"blocks", other} <= set(damaged_names(torch_ckpt.verify(checkpoint)))
 
 
-def test_swapped_files_are_noticed(tmp_path: Path) -> None:
+def test_swapped_files_are_detected(tmp_path: Path) -> None:
     for number, write in enumerate((save, stock_save)):
         path = tmp_path / str(number)
         write(
@@ -298,7 +304,7 @@ def test_swapped_files_are_noticed(tmp_path: Path) -> None:
         assert damaged_names(torch_ckpt.verify(path)) == ["a", "b"]
 
 
-def test_swapped_files_of_one_shape_are_noticed_in_ours(tmp_path: Path) -> None:
+def test_swapped_files_of_one_shape_are_detected_in_ours(tmp_path: Path) -> None:
     shape = (40, 30)
     save(
         {
@@ -316,7 +322,7 @@ def test_swapped_files_of_one_shape_are_noticed_in_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
-def test_what_is_no_file_is_told(checkpoint: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_file_is_reported(checkpoint: Path, kind: str) -> None:
     file = place(checkpoint, "blocks")[0]
     file.rename(checkpoint / "real")
     match kind:
@@ -331,10 +337,8 @@ def test_what_is_no_file_is_told(checkpoint: Path, kind: str) -> None:
     assert ("it is a link" if kind == "link" else "not a regular file") in damage.what
 
 
-def test_an_error_of_the_machine_is_not_damage(
-    ours: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch_ckpt.verify(ours)  # what is imported only then is
+def test_an_io_error_is_not_damage(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch_ckpt.verify(ours)  # for modules that are imported late
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)
     os.close(free)
@@ -354,7 +358,7 @@ def test_an_error_of_the_machine_is_not_damage(
     assert (outcomes[0], outcomes[-1], set(outcomes)) == (2, 0, {0, 2})
 
 
-def test_what_could_not_be_read_is_named_and_what_is_damaged_counts_more(
+def test_unreadable_files_are_named_and_damage_takes_precedence(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = place(checkpoint, "blocks")[0]
@@ -377,7 +381,7 @@ def test_what_could_not_be_read_is_named_and_what_is_damaged_counts_more(
         assert cli.main(["verify", str(checkpoint)]) == 1
 
 
-def test_files_that_nothing_names_are_told_and_are_no_damage(checkpoint: Path) -> None:
+def test_unreferenced_files_are_listed_and_are_not_damage(checkpoint: Path) -> None:
     (checkpoint / "__7_0.distcp").write_bytes(b"of a save that died")
     (checkpoint / "readme").write_text("hello")
     (checkpoint / "folder").mkdir()
@@ -398,7 +402,7 @@ def test_a_record_outside_the_directory_is_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("offset", [-1, (1 << 63) - 1, 1 << 70, "0", 1.5, True], ids=repr)
-def test_an_impossible_place_is_refused(checkpoint: Path, offset: Any) -> None:
+def test_an_impossible_location_is_refused(checkpoint: Path, offset: Any) -> None:
     def move(metadata: Metadata) -> None:
         place_of(metadata, "small").offset = offset
 
@@ -407,10 +411,10 @@ def test_an_impossible_place_is_refused(checkpoint: Path, offset: Any) -> None:
         torch_ckpt.verify(checkpoint)
 
 
-# --- what the metadata says ----------------------------------------------------------------------
+# --- contents of the metadata --------------------------------------------------------------------
 
 
-def test_a_shape_that_is_not_the_records_is_told(checkpoint: Path) -> None:
+def test_a_shape_that_differs_from_the_record_is_reported(checkpoint: Path) -> None:
     def reshape(metadata: Any) -> None:
         entry = metadata.state_dict_metadata["small"]
         entry.size = torch.Size([3, 40])
@@ -424,14 +428,14 @@ def test_a_shape_that_is_not_the_records_is_told(checkpoint: Path) -> None:
 
 
 class Casting(dcp.DefaultSavePlanner):
-    """Stores another dtype than the one that its plan, and so the metadata, says."""
+    """Stores another dtype than its plan and the metadata have."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return super().transform_object(write_item, object).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("writer", [torch_ckpt.FileSystemWriter, dcp.FileSystemWriter])
-def test_another_dtype_is_told_where_no_table_says_that_it_was_stored(
+def test_a_different_dtype_is_reported_unless_a_table_records_it(
     tmp_path: Path, writer: Any
 ) -> None:
     state = {"weight": random_tensor((40, 30), torch.float32)}
@@ -446,7 +450,7 @@ def test_another_dtype_is_told_where_no_table_says_that_it_was_stored(
 
 
 @pytest.mark.parametrize("name", ["small", "note"])
-def test_what_the_metadata_does_not_place_is_told(checkpoint: Path, name: str) -> None:
+def test_a_value_without_a_location_is_reported(checkpoint: Path, name: str) -> None:
     def forget(metadata: Metadata) -> None:
         metadata.storage_data = {
             index: info for index, info in metadata.storage_data.items() if index.fqn != name
@@ -465,13 +469,13 @@ def test_what_the_metadata_does_not_place_is_told(checkpoint: Path, name: str) -
     [
         ([((0, 0), (40, 2))], "no shard covers the element at [0, 2]"),
         ([((0, 0), (20, 3)), ((21, 0), (19, 3))], "no shard covers the element at [20, 0]"),
-        # As many elements as there should be, but some twice.
+        # As many elements as in the tensor, but some are duplicates.
         ([((0, 0), (20, 3)), ((10, 0), (20, 3))], "no shard covers the element at [30, 0]"),
         ([((0, 0), (40, 1)), ((0, 1), (39, 2))], "no shard covers the element at [39, 1]"),
         ([], "the tensor has no shards"),
     ],
 )
-def test_shards_that_do_not_cover_their_tensor_are_told(
+def test_shards_that_do_not_cover_their_tensor_are_reported(
     our_copy: Path, chunks: list[Any], what: str
 ) -> None:
     def cut(metadata: Any) -> None:
@@ -484,7 +488,7 @@ def test_shards_that_do_not_cover_their_tensor_are_told(
     assert any(text.startswith(what) for text in told), told
 
 
-def test_what_has_no_checksum_is_told_and_is_no_damage(tmp_path: Path) -> None:
+def test_missing_checksums_are_reported_and_are_not_damage(tmp_path: Path) -> None:
     state = {"small": STATE["small"], "blocks": STATE["blocks"], "note": "note"}
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -498,7 +502,7 @@ def test_what_has_no_checksum_is_told_and_is_no_damage(tmp_path: Path) -> None:
     assert "as far as there are checksums" in str(report)
 
 
-def test_metadata_whose_fields_are_of_other_types_is_refused(checkpoint: Path) -> None:
+def test_metadata_with_fields_of_other_types_is_refused(checkpoint: Path) -> None:
     def damage(metadata: Any) -> None:
         metadata.state_dict_metadata = [1]
 
@@ -507,7 +511,7 @@ def test_metadata_whose_fields_are_of_other_types_is_refused(checkpoint: Path) -
         torch_ckpt.verify(checkpoint)
 
 
-def test_metadata_that_stores_nothing_is_told(checkpoint: Path) -> None:
+def test_metadata_without_any_locations_is_reported(checkpoint: Path) -> None:
     def lose(metadata: Any) -> None:
         metadata.storage_data = None
 
@@ -517,7 +521,7 @@ def test_metadata_that_stores_nothing_is_told(checkpoint: Path) -> None:
     assert not report.ok
 
 
-def test_checkpoints_of_single_ranks_are_verified_too(tmp_path: Path) -> None:
+def test_checkpoints_of_single_ranks_are_verified(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     dcp.save(STATE, storage_writer=writer, no_dist=True, use_collectives=False)
     assert not (tmp_path / ".metadata").exists()

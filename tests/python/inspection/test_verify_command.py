@@ -38,7 +38,7 @@ def test_the_command_lists_all_damage(our_copy: Path, capsys: pytest.CaptureFixt
     assert lines[-1].endswith("2 places damaged")
 
 
-def test_the_command_can_print_damage_only(
+def test_the_command_can_print_only_damage(
     our_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["verify", "--quiet", str(our_copy)]) == 0
@@ -66,7 +66,7 @@ def test_the_command_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture
     assert r"\x1b[2Jname" in output
 
 
-def test_the_command_explains_that_there_is_no_checkpoint(
+def test_the_command_reports_a_missing_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["verify", str(tmp_path)]) == 2

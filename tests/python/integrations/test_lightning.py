@@ -160,7 +160,7 @@ def test_tensors_of_a_checkpoint_have_their_names_for_stock_dcp(tmp_path: Path) 
     assert torch.equal(target["state_dict.net.0.weight"], weights(trainer)["net.0.weight"])
 
 
-# --- the plugin by itself ------------------------------------------------------------------------
+# --- CheckpointIO --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_an_old_checkpoint_is_removed_after_the_new_one_is_durable(io: Any, tmp_
         if operation == "wait for the save before a removal":
             removal_waits.set()
         if (operation, path) == ("rename", f"{tmp_path}/new/.metadata"):
-            # Otherwise the thread that removes might reach the directory only later.
+            # Otherwise the removing thread might reach the directory later.
             assert removal_waits.wait(60)
         if operation in ("rename", "fsync_directory", "rmtree"):
             calls.append(f"{operation} {os.path.relpath(path, tmp_path)}")
@@ -290,7 +290,7 @@ def test_an_old_checkpoint_is_removed_after_the_new_one_is_durable(io: Any, tmp_
 
 
 class Own:
-    """A type that is not allow-listed."""
+    """Class that is not allow-listed."""
 
 
 def test_objects_of_other_classes_are_loaded_only_with_weights_only_false(

@@ -1,4 +1,5 @@
-"""nvidia-resiliency-ext's shapes: its cache's rules, its asynchronous torch.save, its queues."""
+"""nvidia-resiliency-ext's interfaces: rules of its cache, its asynchronous torch.save, its
+queues."""
 
 from __future__ import annotations
 
@@ -51,13 +52,13 @@ def plan(name: str) -> SavePlan:
 # --- the cache's rules ---------------------------------------------------------------------------
 
 
-def test_a_new_cache_has_nothing() -> None:
+def test_a_new_cache_is_empty() -> None:
     cache = CheckpointMetadataCache()
     assert cache.get_cache_metadata() == (None, None, False, None)
     assert cache.get_metadata_caching_status() == (False, False)
 
 
-def test_two_equal_plans_make_the_cache_valid_and_another_one_ends_that() -> None:
+def test_two_equal_plans_make_the_cache_valid_and_another_one_invalidates_it() -> None:
     cache = CheckpointMetadataCache()
     status = []
     for name in ("a", "a", "a", "b", "b"):
@@ -68,14 +69,14 @@ def test_two_equal_plans_make_the_cache_valid_and_another_one_ends_that() -> Non
 
 
 @pytest.mark.parametrize("all_ranks", [True, False])
-def test_what_all_ranks_have_found_counts_more_than_this_ranks_plan(all_ranks: bool) -> None:
+def test_the_result_of_all_ranks_overrides_this_ranks_comparison(all_ranks: bool) -> None:
     cache = CheckpointMetadataCache()
     cache.set_cache_metadata(plan("a"), plan("a"), False)
     cache.set_cache_metadata(plan("a"), plan("a"), False, all_ranks)
     assert cache.get_metadata_caching_status() == (all_ranks, False)
 
 
-def test_loaded_metadata_brings_the_plans_of_all_ranks() -> None:
+def test_loaded_metadata_contains_the_plans_of_all_ranks() -> None:
     cache = CheckpointMetadataCache()
     metadata = Metadata({})
     metadata.all_local_plans = [plan("a")]  # type: ignore[attr-defined]
@@ -85,7 +86,7 @@ def test_loaded_metadata_brings_the_plans_of_all_ranks() -> None:
     assert cache.get_cache_metadata()[3] is None
 
 
-def test_loaded_plans_are_forgotten_once_they_were_not_all_ranks(tmp_path: Path) -> None:
+def test_loaded_plans_are_dropped_once_a_rank_has_another_plan(tmp_path: Path) -> None:
     cache = CheckpointMetadataCache()
     metadata = Metadata({})
     metadata.all_local_plans = [plan("a")]  # type: ignore[attr-defined]
@@ -112,7 +113,7 @@ KEPT, MADE = Metadata({}), Metadata({})
         (1, False, False, MADE, MADE),
     ],
 )
-def test_the_coordinator_gets_the_kept_metadata_where_it_is_valid(
+def test_the_coordinator_gets_the_kept_metadata_if_it_is_valid(
     rank: int, as_cached: bool, as_loaded: bool, made: Any, expected: Any
 ) -> None:
     cache = CheckpointMetadataCache()
@@ -162,7 +163,7 @@ def save(state: StateDict, path: Path, planner: Any = None, **options: Any) -> N
 
 
 @pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, DecentralizedPlanner])
-def test_saves_with_the_cache_hold_their_own_values(tmp_path: Path, planner: Any) -> None:
+def test_saves_with_the_cache_have_their_own_values(tmp_path: Path, planner: Any) -> None:
     cache = CheckpointMetadataCache()
     status = []
     for seed in range(4):
@@ -172,7 +173,7 @@ def test_saves_with_the_cache_hold_their_own_values(tmp_path: Path, planner: Any
 
 
 @forked
-def test_the_processs_cache_is_used_where_none_is_given(tmp_path: Path) -> None:
+def test_the_processs_cache_is_the_default(tmp_path: Path) -> None:
     Counting.made = 0
     nvrx.init_checkpoint_metadata_cache()
     for seed in range(4):
@@ -193,7 +194,7 @@ def test_without_a_cache_every_save_is_planned(tmp_path: Path, options: StateDic
 
 
 @forked
-def test_a_restart_saves_by_the_plans_of_what_it_loaded(tmp_path: Path) -> None:
+def test_a_restarted_run_saves_by_the_loaded_plans(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "before", Counting())
     Counting.made = 0
     nvrx.init_checkpoint_metadata_cache(
@@ -202,11 +203,11 @@ def test_a_restart_saves_by_the_plans_of_what_it_loaded(tmp_path: Path) -> None:
     for seed in range(1, 4):
         save(small_state(seed), tmp_path / f"c{seed}", Counting(), enable_cache=True)
     assert Counting.made == 0
-    # By now the plans of two saves were the same.
+    # The plans of two saves have been equal by now.
     assert nvrx.get_metadata_caching_status() == (True, False)
 
 
-def test_a_state_that_changes_after_a_restart_is_planned_anew(tmp_path: Path) -> None:
+def test_a_state_that_changes_after_a_restart_is_planned_again(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "before", Counting())
     Counting.made = 0
     cache = CheckpointMetadataCache()
@@ -222,7 +223,7 @@ def test_a_state_that_changes_after_a_restart_is_planned_anew(tmp_path: Path) ->
 # --- writer --------------------------------------------------------------------------------------
 
 
-def test_the_writer_takes_its_options(tmp_path: Path) -> None:
+def test_the_writer_accepts_its_options(tmp_path: Path) -> None:
     opened: list[str] = []
 
     def opening(path: str, mode: str) -> Any:
@@ -249,7 +250,7 @@ def test_the_writer_takes_its_options(tmp_path: Path) -> None:
     "before", [[], [False], [False, open]], ids=["four arguments", "0.4", "0.7"]
 )
 @pytest.mark.parametrize("by_name", [False, True], ids=["by position", "by name"])
-def test_the_function_of_processes_takes_what_theirs_takes(
+def test_the_function_of_processes_accepts_their_arguments(
     tmp_path: Path, before: list[Any], by_name: bool
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
@@ -267,7 +268,7 @@ def test_the_function_of_processes_takes_what_theirs_takes(
     assert_equal(loaded, small_state())
 
 
-def test_a_failure_is_raised_as_theirs_raises_it(tmp_path: Path) -> None:
+def test_a_failure_is_raised_as_by_theirs(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     save_state_dict_async_plan(small_state(), writer)
     assert writer.results_queue is not None
@@ -279,8 +280,8 @@ def test_a_failure_is_raised_as_theirs_raises_it(tmp_path: Path) -> None:
 # --- queues --------------------------------------------------------------------------------------
 
 
-def priorities_told(calls_queue: Any, path: Path, gate: Gate) -> list[Priority]:
-    """Those of the threads that write a save by a queue."""
+def priorities_of_queue_writers(calls_queue: Any, path: Path, gate: Gate) -> list[Priority]:
+    """Returns the priorities of the threads that write a save of a queue."""
     finalizing = save_state_dict_async_plan(small_state(), FileSystemWriterAsync(path))
     function, preload, arguments = finalizing[0].get_save_function_and_args()
     finalize = [lambda: save_state_dict_async_finalize(*finalizing)]
@@ -294,28 +295,32 @@ def priorities_told(calls_queue: Any, path: Path, gate: Gate) -> list[Priority]:
 
 
 @forked
-def test_priorities_of_the_warm_up_are_heard(tmp_path: Path, gate: Gate) -> None:
+def test_priorities_of_the_warm_up_are_used(tmp_path: Path, gate: Gate) -> None:
     calls_queue = AsyncCallsQueue(persistent=True, cpu_shm_mode=True)
     AsyncCallsQueue.warmup_persistent_caller(
         0, cpu_priority=3, io_priority=2, cpu_shm_mode=True, otel_bootstrap=None
     )
-    assert_priorities(priorities_told(calls_queue, tmp_path / "c", gate), 3, is_idle=False)
+    assert_priorities(
+        priorities_of_queue_writers(calls_queue, tmp_path / "c", gate), 3, is_idle=False
+    )
 
 
 @forked
 def test_priorities_of_a_queue_are_its_own(tmp_path: Path, gate: Gate) -> None:
     AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=3)
     calls_queue = AsyncCallsQueue(cpu_priority=5, io_priority=1, sigterm_timeout=3, is_daemon=False)
-    assert_priorities(priorities_told(calls_queue, tmp_path / "c", gate), 5, is_idle=False)
+    assert_priorities(
+        priorities_of_queue_writers(calls_queue, tmp_path / "c", gate), 5, is_idle=False
+    )
 
 
 @forked
-def test_the_warm_up_is_not_megatrons() -> None:
+def test_the_warm_up_is_separate_from_megatrons() -> None:
     AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=3)
     assert megatron.AsyncCallsQueue._default_background is None
 
 
-def test_instances_are_the_queues_of_this_kind_that_somebody_has() -> None:
+def test_instances_are_the_referenced_queues_of_this_kind() -> None:
     before = AsyncCallsQueue.get_instances()
     mine = AsyncCallsQueue()
     of_megatron = megatron.AsyncCallsQueue()
@@ -339,7 +344,7 @@ def test_all_queues_are_aborted_together(gate: Gate) -> None:
 # --- torch.save ----------------------------------------------------------------------------------
 
 
-def test_an_asynchronous_torch_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
+def test_an_asynchronous_torch_save_saves_a_snapshot(tmp_path: Path) -> None:
     checkpoint = TorchAsyncCheckpoint()
     state = state_of()
     checkpoint.async_save(state, tmp_path / "file.pt")
@@ -355,7 +360,7 @@ def test_an_asynchronous_torch_save_holds_what_was_there_at_the_call(tmp_path: P
 @pytest.mark.parametrize(
     "state", [torch.arange(5), [torch.ones(2), "text"], 7], ids=["t", "l", "i"]
 )
-def test_anything_may_be_saved(tmp_path: Path, state: Any) -> None:
+def test_any_object_can_be_saved(tmp_path: Path, state: Any) -> None:
     checkpoint = TorchAsyncCheckpoint(persistent_queue=False)
     checkpoint.async_save(state, tmp_path / "file.pt")
     checkpoint.close()
@@ -373,7 +378,7 @@ def test_arguments_are_those_of_torch_save() -> None:
     assert not old.getvalue().startswith(b"PK")
 
 
-def test_several_are_saved_in_order(tmp_path: Path) -> None:
+def test_several_saves_are_finalized_in_order(tmp_path: Path) -> None:
     checkpoint = TorchAsyncCheckpoint()
     for number in range(3):
         checkpoint.async_save({"n": number}, tmp_path / "file.pt")

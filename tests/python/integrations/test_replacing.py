@@ -1,4 +1,4 @@
-"""install() and uninstall(), on small packages of both shapes; test_peers.py has the real ones."""
+"""install() and uninstall() with small fake packages; test_peers.py has the real ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FileSystemWriterAsync:
     def __init__(self, path, *args, separation_hint=None, use_msc=False, **kwargs): ...
 """
 
-#: Relative to the strategies; the name of the results queue is what has changed.
+#: Relative to the strategies. Only the name of the results queue has changed.
 MEGATRON_CORE = {
     "filesystem_async": f"{WRITER}\ndef RESULTS_QUEUE(): ...",
     "async_utils": QUEUE,
@@ -87,7 +87,7 @@ RESULTS_QUEUES = ["get_write_results_queue", "_get_write_results_queue"]
 
 
 class Packages:
-    """Packages that are found in one directory only, whatever else is installed."""
+    """Finds packages in one directory only, whatever is installed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -103,7 +103,7 @@ class Packages:
         return spec
 
     def write(self, package: str, modules: dict[str, str]) -> None:
-        """Modules of a package."""
+        """Writes the modules of a package."""
         directory = self.directory / package.replace(".", "/")
         directory.mkdir(parents=True, exist_ok=True)
         while directory != self.directory:
@@ -148,7 +148,7 @@ def strategy(module: str) -> Any:
 
 
 def all_names() -> dict[tuple[str, str], object]:
-    """Whatever the packages' imported modules have."""
+    """Returns all attributes of the packages' imported modules."""
     return {
         (title, name): value
         for title, module in sys.modules.items()
@@ -227,7 +227,7 @@ def test_every_line_is_logged(packages: Packages, caplog: pytest.LogCaptureFixtu
     assert [record.getMessage() for record in caplog.records] == [f"replaced {x}" for x in lines]
 
 
-def test_what_was_imported_by_name_before_is_replaced_too(packages: Packages) -> None:
+def test_names_imported_before_are_replaced(packages: Packages) -> None:
     packages.write_both()
     packages.write(
         "megatron.training",
@@ -241,7 +241,7 @@ def test_what_was_imported_by_name_before_is_replaced_too(packages: Packages) ->
     assert "megatron.training.saving.Request -> torch_ckpt.nvrx.AsyncRequest" in lines
 
 
-def test_what_another_package_has_imported_by_name_is_left_and_named(
+def test_a_name_that_another_package_has_imported_is_kept_and_reported(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     packages.write_both()
@@ -254,8 +254,8 @@ def test_what_another_package_has_imported_by_name_is_left_and_named(
     assert "trainer.Writer existed before install() and was not replaced" in caplog.text
 
 
-def test_what_is_looked_up_at_each_save_is_ours(packages: Packages) -> None:
-    """As newer Megatron-core does, which then chooses between the two packages."""
+def test_names_that_are_looked_up_at_each_save_are_ours(packages: Packages) -> None:
+    """Newer Megatron-core does so, and then chooses between the two packages."""
     packages.write_both()
     source = f"""
 def get_async_strategy(name):
@@ -275,14 +275,14 @@ def get_async_strategy(name):
     assert get_async_strategy("mcore")["FileSystemWriterAsync"] is megatron.FileSystemWriterAsync
 
 
-def test_an_idle_queue_that_was_made_before_is_replaced(packages: Packages) -> None:
+def test_an_idle_queue_from_before_is_replaced(packages: Packages) -> None:
     packages.write_both()
     base = strategy("base")
     install()
     assert type(base.async_calls) is megatron.AsyncCallsQueue
 
 
-def test_a_queue_with_saves_under_way_stays_and_is_named(
+def test_a_queue_with_running_saves_is_kept_and_named(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
     packages.write_both()
@@ -293,7 +293,7 @@ def test_a_queue_with_saves_under_way_stays_and_is_named(
     assert f"{STRATEGIES}.base.async_calls existed before install()" in caplog.text
 
 
-def test_a_second_install_is_like_the_first(packages: Packages) -> None:
+def test_a_second_install_has_the_same_result(packages: Packages) -> None:
     packages.write_both()
     strategy("torch")
     lines = install()
@@ -302,7 +302,7 @@ def test_a_second_install_is_like_the_first(packages: Packages) -> None:
     assert all_names() == names
 
 
-def test_uninstall_puts_back_all_that_was_there(packages: Packages) -> None:
+def test_uninstall_restores_all_names(packages: Packages) -> None:
     packages.write_both()
     strategy("torch")
     strategy("base")
@@ -324,7 +324,7 @@ def test_a_second_uninstall_does_nothing(packages: Packages) -> None:
     assert uninstall() == []
 
 
-def test_uninstall_also_puts_back_what_was_imported_by_name_since(packages: Packages) -> None:
+def test_uninstall_restores_names_imported_after_install(packages: Packages) -> None:
     packages.write_both()
     theirs = imported(f"{STRATEGIES}.filesystem_async").FileSystemWriterAsync
     install()
@@ -338,7 +338,7 @@ def test_uninstall_also_puts_back_what_was_imported_by_name_since(packages: Pack
     )
 
 
-def test_uninstall_leaves_what_somebody_else_has_replaced(
+def test_uninstall_keeps_what_other_code_has_replaced(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
     packages.write_both()
@@ -350,7 +350,7 @@ def test_uninstall_leaves_what_somebody_else_has_replaced(
     assert "other code has replaced it" in caplog.text
 
 
-def test_a_queue_of_ours_with_saves_under_way_is_put_back_once_they_are_finalized(
+def test_our_queue_with_running_saves_is_restored_after_they_are_finalized(
     packages: Packages,
 ) -> None:
     packages.write_both()
@@ -368,8 +368,8 @@ def test_a_queue_of_ours_with_saves_under_way_is_put_back_once_they_are_finalize
     assert base.async_calls is theirs
 
 
-def test_a_request_of_ours_is_one_of_theirs_in_a_worker_of_theirs(packages: Packages) -> None:
-    """There nothing is installed, and other requests are dropped without a word."""
+def test_a_request_of_ours_is_a_request_of_theirs_in_their_worker(packages: Packages) -> None:
+    """Nothing is installed in the worker, and it drops other requests silently."""
     packages.write_both()
     of_megatron = strategy("async_utils").AsyncRequest
     of_nvrx = imported(f"{ASYNC_CKPT}.core").AsyncRequest
@@ -380,12 +380,12 @@ def test_a_request_of_ours_is_one_of_theirs_in_a_worker_of_theirs(packages: Pack
     assert received == megatron.AsyncRequest(print, ("a",), [], call_idx=3)
 
 
-def test_a_request_of_ours_is_ours_where_theirs_are_not_imported(packages: Packages) -> None:
+def test_a_request_of_ours_is_ours_if_theirs_are_not_imported(packages: Packages) -> None:
     received = pickle.loads(pickle.dumps(megatron.AsyncRequest(None, (), [])))
     assert type(received) is megatron.AsyncRequest
 
 
-def test_without_any_of_the_packages_nothing_is_replaced_and_that_is_a_warning(
+def test_without_the_packages_nothing_is_replaced_and_a_warning_is_given(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert install() == []
@@ -410,7 +410,7 @@ def test_a_package_that_fails_to_import_is_named_with_the_reason(
     )
 
 
-def test_a_package_that_lacks_what_it_needs_is_not_said_to_be_not_installed(
+def test_a_package_with_a_missing_dependency_is_not_reported_as_not_installed(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
     packages.write_both()
@@ -423,7 +423,7 @@ def test_a_package_that_lacks_what_it_needs_is_not_said_to_be_not_installed(
     )
 
 
-def test_a_version_that_lacks_a_module_gets_the_others(packages: Packages) -> None:
+def test_a_version_without_a_module_gets_the_other_replacements(packages: Packages) -> None:
     packages.write_both()
     (packages.directory / ASYNC_CKPT.replace(".", "/") / "torch_ckpt.py").unlink()
     lines = install()
@@ -431,7 +431,7 @@ def test_a_version_that_lacks_a_module_gets_the_others(packages: Packages) -> No
     assert "TorchAsyncCheckpoint" not in "".join(lines)
 
 
-def test_options_of_the_writer_win_over_what_megatron_passes(
+def test_options_of_the_writer_override_megatrons_arguments(
     packages: Packages, tmp_path: Path
 ) -> None:
     packages.write_both()
@@ -448,8 +448,8 @@ def test_options_of_the_reader_reach_it(packages: Packages, tmp_path: Path) -> N
     assert imported(module).CachedMetadataFileSystemReader(tmp_path).allow_pickle
 
 
-def test_a_class_with_options_has_the_signature_of_the_one_without(packages: Packages) -> None:
-    """Megatron looks for options there."""
+def test_a_class_with_options_has_the_signature_of_the_class_without(packages: Packages) -> None:
+    """Megatron reads the options from the signature."""
     packages.write_both()
     install(writer={"thread_count": 3})
     replaced = imported(f"{ASYNC_CKPT}.filesystem_async").FileSystemWriterAsync
@@ -466,7 +466,7 @@ def test_a_class_with_options_has_the_signature_of_the_one_without(packages: Pac
     ],
     ids=["of the writer", "of the reader", "not an option", "a value"],
 )
-def test_an_option_that_is_refused_replaces_nothing(
+def test_a_refused_option_replaces_nothing(
     packages: Packages, call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     packages.write_both()

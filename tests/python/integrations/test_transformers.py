@@ -23,7 +23,7 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 from torch_ckpt.integrations.transformers import CheckpointCallback  # noqa: E402
 
-# 5 steps of 4 samples in an epoch.
+# An epoch has 5 steps of 4 samples.
 SAMPLES = 20
 
 
@@ -54,7 +54,7 @@ def trainer_for(root: Path, **options: Any) -> Any:
 
 
 class Killed(BaseException):
-    """As far as the manager and Trainer go."""
+    """Ends training like a kill, as far as the manager and Trainer are concerned."""
 
 
 class KillAt(transformers.TrainerCallback):
@@ -125,7 +125,7 @@ def test_the_interval_of_the_manager_determines_when_to_save(tmp_path: Path) -> 
         assert manager.all_steps() == [4, 8, 12, 15]
 
 
-def test_metrics_of_an_evaluation_choose_the_best_step(tmp_path: Path) -> None:
+def test_metrics_of_an_evaluation_select_the_best_step(tmp_path: Path) -> None:
     options = {"interval": 5, "keep_best": 1, "best_metric": "eval_loss", "keep_last": 1}
     trainer = train(tmp_path, manager=options, eval_strategy="epoch", learning_rate=1e-2)
     rated = [logs["eval_loss"] for logs in trainer.state.log_history if "eval_loss" in logs]
@@ -147,14 +147,14 @@ def test_a_preemption_notice_saves_and_stops_training(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
     trainer = trainer_for(tmp_path / "told")
 
-    class Tell(transformers.TrainerCallback):
+    class Notify(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 3:
                 signal.raise_signal(signal.SIGTERM)
 
     with torch_ckpt.CheckpointManager(tmp_path / "told" / "checkpoints", interval=100) as manager:
         callback = CheckpointCallback(trainer, manager)
-        trainer.add_callback(Tell())
+        trainer.add_callback(Notify())
         trainer.train(resume_from_checkpoint=callback.resume())
         assert manager.should_stop
         assert manager.all_steps() == [trainer.state.global_step]

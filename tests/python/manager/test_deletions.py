@@ -15,10 +15,10 @@ from torch_ckpt.steps import LocalSteps
 
 
 def deletions(root: Path, report: Callable[[Event], object] = lambda _event: None) -> Deletions:
-    def told(event: Event) -> None:
+    def forward(event: Event) -> None:
         report(event)
 
-    return Deletions(LocalSteps(root), Retention(keep_last=1), told)
+    return Deletions(LocalSteps(root), Retention(keep_last=1), forward)
 
 
 def test_steps_that_no_rule_keeps_are_deleted_after_a_commit(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_step_may_lack_a_metric_that_another_step_has(tmp_path: Path) -> None:
         assert made.save(3, state_of(3))
 
 
-def test_steps_without_a_number_stay_until_enough_have_one_and_one_warning_says_so(
+def test_steps_without_a_number_stay_until_enough_have_one_and_one_warning_is_given(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(tmp_path, **BEST) as made:

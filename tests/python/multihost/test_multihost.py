@@ -1,4 +1,4 @@
-"""torch_ckpt.multihost on one rank, with and without a process group, and its parts alone."""
+"""torch_ckpt.multihost on one rank, with and without a process group, and its parts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch_ckpt._base.formatting import ranks_text
 from torch_ckpt.multihost import RanksDisagree, layout
 from torch_ckpt.ranks import calls
 
-#: For what nothing should be waiting.
+#: Limit of waits that should not block, in seconds.
 PATIENCE = 60.0
 
-#: How often watches look.
+#: Seconds between two polls of a watch.
 POLL = 0.02
 
 Pair = namedtuple("Pair", ["one", "two"])
@@ -39,7 +39,7 @@ def tree() -> dict[str, Any]:
 # --- one process without torch.distributed -------------------------------------------------------
 
 
-def test_a_process_alone_broadcasts_to_itself() -> None:
+def test_a_single_process_broadcasts_to_itself() -> None:
     before = tree()
     after = multihost.broadcast_one_to_all(before)
     assert torch.equal(after["t"], before["t"])
@@ -51,7 +51,7 @@ def test_a_process_alone_broadcasts_to_itself() -> None:
         multihost.broadcast_one_to_all(before, is_source=False)
 
 
-def test_a_process_alone_gathers_from_itself() -> None:
+def test_a_single_process_gathers_from_itself() -> None:
     stacked, tiled = (multihost.process_allgather(tree(), tiled) for tiled in (False, True))
     assert stacked["t"].shape == (1, 2, 3)
     assert torch.equal(tiled["t"], tree()["t"])
@@ -61,7 +61,7 @@ def test_a_process_alone_gathers_from_itself() -> None:
     assert stacked["p"] == tiled["p"] == Pair(torch.tensor([True]), ["text"])
 
 
-def test_a_process_alone_agrees_with_itself() -> None:
+def test_a_single_process_agrees_with_itself() -> None:
     multihost.sync_global_devices("alone")
     multihost.assert_equal(tree(), "alone")
 
@@ -98,7 +98,7 @@ def test_arrays_of_any_kind_are_sent_and_compared(array: Any) -> None:
 
 def test_a_barrier_waits_for_the_work_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
-    # torch's: there may be no GPU.
+    # torch's function: the test machine may have no GPU.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("yes"))
     multihost.sync_global_devices("alone")
@@ -108,7 +108,7 @@ def test_a_barrier_waits_for_the_work_of_the_gpu(monkeypatch: pytest.MonkeyPatch
 # --- names and words -----------------------------------------------------------------------------
 
 
-def test_leaves_are_named_by_their_way_from_the_root() -> None:
+def test_leaves_are_named_by_their_path_from_the_root() -> None:
     taken = trees.Tree({"a": [1, (2, OrderedDict(c=3))], "d": Pair(4, []), 5: None})
     assert taken.names == ["a.0", "a.1.0", "a.1.1.c", "d.one", "5"]
     assert taken.leaves == [1, 2, 3, 4, None]
@@ -127,7 +127,7 @@ def test_leaves_are_named_by_their_way_from_the_root() -> None:
     }
 
 
-def test_names_that_could_be_two_leaves_are_written_as_python_does() -> None:
+def test_ambiguous_names_are_written_as_python_literals() -> None:
     assert trees.Tree({"a.b": 1, "a": {"b": 2}}).names == ["['a.b']", "['a'].b"]
     assert trees.Tree({1: 1, "1": 2}).names == ["[1]", "['1']"]
     assert trees.Tree(3).names == [""]
@@ -149,7 +149,7 @@ def test_the_bytes_of_a_view_are_those_of_its_elements() -> None:
     assert trees.as_bytes(torch.empty(0, 3)).shape == (0,)
 
 
-def test_what_is_no_plain_tensor_is_sent_as_an_object() -> None:
+def test_a_value_that_is_not_a_plain_tensor_is_sent_as_an_object() -> None:
     sparse = torch.eye(3).to_sparse()
     assert trees.kind(sparse) == trees.kind(torch.empty(2, device="meta")) == "an object"
     assert torch.equal(multihost.broadcast_one_to_all(sparse).to_dense(), torch.eye(3))
@@ -163,11 +163,11 @@ def test_what_is_no_plain_tensor_is_sent_as_an_object() -> None:
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_lost_process_group_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_process_group_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("Connection closed by peer\nand more")
 
-    # torch's: a group of one cannot lose a rank.
+    # torch's function: a group of one cannot lose a rank.
     monkeypatch.setattr(dist, "broadcast", fail)
     with pytest.raises(ConnectionError, match=r"broadcast_one_to_all\(\): rank 0 lost the process"):
         multihost.broadcast_one_to_all(torch.ones(1))
@@ -182,7 +182,7 @@ def test_calls_leave_nothing_in_the_store() -> None:
         multihost.process_allgather(tree())
         multihost.assert_equal(tree())
         multihost.broadcast_one_to_all(tree())
-    # What gloo itself leaves, it leaves at its first collective.
+    # gloo's own keys are created by its first collective.
     multihost.broadcast_one_to_all(tree())
     after = store.num_keys()
     multihost.broadcast_one_to_all(tree())
@@ -190,7 +190,7 @@ def test_calls_leave_nothing_in_the_store() -> None:
     assert after - before < 10
 
 
-def test_a_store_that_fails_is_told_as_such(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_store_has_its_own_error(capfd: pytest.CaptureFixture[str]) -> None:
     servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     dist.init_process_group("gloo", store=servers[0].clone(), rank=0, world_size=1)
     try:
@@ -200,11 +200,11 @@ def test_a_store_that_fails_is_told_as_such(capfd: pytest.CaptureFixture[str]) -
             multihost.sync_global_devices("x", timeout=1)
     finally:
         dist.destroy_process_group()
-    capfd.readouterr()  # of the store's own complaints
+    capfd.readouterr()  # of the store's own message
 
 
 @pytest.mark.usefixtures("default_group")
-def test_wrong_placements_are_told_by_leaf() -> None:
+def test_wrong_placements_are_reported_by_leaf() -> None:
     mesh = init_device_mesh("cpu", (1,))
     local = {"a": torch.ones(2), "b": {"c": torch.ones(3, 3)}}
     wrong: list[tuple[Any, str]] = [
@@ -223,7 +223,7 @@ def test_wrong_placements_are_told_by_leaf() -> None:
 
 
 @pytest.mark.usefixtures("default_group")
-def test_what_is_global_already_stays_as_it_is() -> None:
+def test_a_global_tensor_is_unchanged_by_the_conversion_to_global() -> None:
     mesh = init_device_mesh("cpu", (1,))
     made = multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
     again = multihost.local_to_global({**made, "b": torch.ones(2)}, mesh, [Replicate()])
@@ -232,7 +232,7 @@ def test_what_is_global_already_stays_as_it_is() -> None:
 
 
 @pytest.mark.usefixtures("default_group")
-def test_what_is_local_already_stays_as_it_is() -> None:
+def test_a_local_tensor_is_unchanged_by_the_conversion_to_local() -> None:
     mesh = init_device_mesh("cpu", (1,))
     made = multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
     local = {"b": torch.ones(2), "c": numpy.ones(2), "d": 1}
@@ -252,13 +252,13 @@ def test_a_tensor_of_another_mesh_is_not_made_local() -> None:
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_local_tensor_may_be_a_part_of_a_sum() -> None:
+def test_a_local_tensor_can_be_a_partial_sum() -> None:
     mesh = init_device_mesh("cpu", (1,))
     made = multihost.local_to_global(torch.ones(2), mesh, [Partial()])
     assert made.placements == (Partial(),)
 
 
-def test_shards_are_cut_as_torch_cuts_them() -> None:
+def test_shards_are_split_as_torch_splits_them() -> None:
     for length in range(9):
         for size in range(1, 5):
             parts = [part.shape[0] for part in torch.empty(length).chunk(size) if length]
@@ -274,7 +274,7 @@ def test_shards_are_cut_as_torch_cuts_them() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_go_by_way_of_the_device_where_nccl_is_all_there_is(
+def test_tensors_are_sent_through_the_device_if_nccl_is_the_only_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[str] = []
@@ -284,7 +284,7 @@ def test_tensors_go_by_way_of_the_device_where_nccl_is_all_there_is(
         sent.append(buffer.device.type)
         return broadcast(buffer, **options)
 
-    # torch's: what it is given tells the way.
+    # torch's function: its arguments show the device.
     monkeypatch.setattr(dist, "broadcast", note)
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     try:
@@ -302,7 +302,7 @@ def test_tensors_go_by_way_of_the_device_where_nccl_is_all_there_is(
         dist.destroy_process_group()
 
 
-def test_failures_are_told_as_the_caller_knows_them() -> None:
+def test_failures_name_the_function_that_the_caller_used() -> None:
     def explained(causes: dict[int, BaseException], rank: int) -> BaseException:
         from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,4 +1,4 @@
-"""torch_ckpt.multihost: all ranks stop at the same step when one of them is told to."""
+"""torch_ckpt.multihost: a preemption notice to one rank stops all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from torch_ckpt import multihost
 from torch_ckpt.multihost import PreemptionWatch
 from torch_ckpt.ranks.meeting import Meeting
 
-#: For what nothing should be waiting.
+#: Limit of waits that should not block, in seconds.
 PATIENCE = 60.0
 
-#: How often watches look.
+#: Seconds between two polls of a watch.
 POLL = 0.02
 
 Pair = namedtuple("Pair", ["one", "two"])
@@ -41,7 +41,7 @@ def watch() -> Iterator[PreemptionWatch]:
         yield watch
 
 
-def test_a_signal_to_a_process_alone_ends_its_step(watch: PreemptionWatch) -> None:
+def test_a_signal_to_a_single_process_ends_its_step(watch: PreemptionWatch) -> None:
     assert not any(multihost.reached_preemption_sync_point(step) for step in range(6))
     os.kill(os.getpid(), signal.SIGUSR1)
     assert multihost.reached_preemption_sync_point(6)
@@ -55,26 +55,26 @@ def test_a_signal_before_the_first_step_ends_the_first_step(watch: PreemptionWat
     assert watch.reached(1000)
 
 
-def test_steps_may_be_called_for_now_and_then(watch: PreemptionWatch) -> None:
+def test_steps_can_be_skipped(watch: PreemptionWatch) -> None:
     assert not watch.reached(10)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert watch.reached(20)
 
 
-def test_each_signal_is_a_notice_of_its_own(watch: PreemptionWatch) -> None:
+def test_each_signal_is_a_separate_notice(watch: PreemptionWatch) -> None:
     for step in range(0, 100, 2):
         assert not watch.reached(step)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert watch.reached(step + 1)
 
 
-def test_a_file_is_one_notice_until_it_is_gone(tmp_path: Path) -> None:
+def test_a_file_is_one_notice_until_it_is_deleted(tmp_path: Path) -> None:
     file = tmp_path / "stop"
 
     looked: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def looks(count: int) -> None:
-        """Waits until the watch has looked for the file so often."""
+        """Waits until the watch has checked for the file ``count`` times."""
         with calling({"stat": lambda: looked.put(None)}):
             for _ in range(count):
                 looked.get(timeout=PATIENCE)
@@ -95,7 +95,7 @@ def test_a_file_is_one_notice_until_it_is_gone(tmp_path: Path) -> None:
         assert first_true(step + 2) > step + 1
 
 
-def test_handlers_are_called_too_and_come_back() -> None:
+def test_previous_handlers_are_called_and_restored() -> None:
     called: list[int] = []
 
     def handler(number: int, frame: Any) -> None:
@@ -118,7 +118,7 @@ def test_control_c_can_be_a_notice() -> None:
         assert watch.reached(0)
 
 
-def test_a_signal_without_a_name_is_a_notice_by_its_number() -> None:
+def test_a_signal_without_a_name_is_named_by_its_number() -> None:
     number = signal.SIGRTMIN + 3
     with multihost.watch_for_preemption([number], poll_seconds=POLL) as watch:
         os.kill(os.getpid(), number)
@@ -126,7 +126,7 @@ def test_a_signal_without_a_name_is_a_notice_by_its_number() -> None:
         assert watch.reason == f"signal {number} on rank 0"
 
 
-def test_where_one_signal_cannot_be_watched_none_is() -> None:
+def test_if_one_signal_cannot_be_watched_none_is() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(ValueError, match=r"SIGKILL.* is not a signal that a process can watch"):
         multihost.watch_for_preemption([signal.SIGUSR1, signal.SIGKILL])
@@ -135,7 +135,7 @@ def test_where_one_signal_cannot_be_watched_none_is() -> None:
         assert not watch.reached(0)
 
 
-def test_forked_children_are_ended_by_the_signal() -> None:
+def test_forked_children_are_terminated_by_the_signal() -> None:
     with multihost.watch_for_preemption(poll_seconds=POLL) as watch:
         read, write = os.pipe()
         child = os.fork()
@@ -153,7 +153,7 @@ def test_forked_children_are_ended_by_the_signal() -> None:
         assert not watch.reached(0)
 
 
-def test_the_first_call_watches_for_sigterm_and_python_ends_well() -> None:
+def test_the_first_call_watches_for_sigterm_and_python_exits_with_code_0() -> None:
     program = """
 import os, signal
 from torch_ckpt.multihost import reached_preemption_sync_point as reached
@@ -182,7 +182,7 @@ def test_a_negative_step_is_refused(watch: PreemptionWatch) -> None:
         watch.reached(-1)
 
 
-def test_signals_are_watched_from_the_main_thread_only() -> None:
+def test_signals_can_be_watched_only_from_the_main_thread() -> None:
     with ThreadPoolExecutor(1) as pool:
         refused = pool.submit(multihost.reached_preemption_sync_point, 0)
         assert "main thread" in str(refused.exception(PATIENCE))
@@ -198,7 +198,7 @@ def test_a_watch_ends_with_its_group(default_group: None) -> None:
         gc.collect()
         watch._thread.join(PATIENCE)
         assert meeting() is None
-        # The signal means what it did; and so it does when the next group has been watched.
+        # The previous handler is restored, also after the next group has been watched.
         os.kill(os.getpid(), signal.SIGUSR1)
         assert called == ["before"]
         with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as other:
@@ -209,11 +209,11 @@ def test_a_watch_ends_with_its_group(default_group: None) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_group_goes_when_the_thread_that_watches_it_has_ended() -> None:
+def test_a_group_is_deleted_after_the_thread_that_watches_it_has_ended() -> None:
     asking, told = threading.Event(), threading.Event()
 
     class Slow:
-        """The store, which is being asked when the group goes."""
+        """Store that is in use when the group is deleted."""
 
         distributed, rank = True, 0
 
@@ -234,7 +234,7 @@ def test_a_group_goes_when_the_thread_that_watches_it_has_ended() -> None:
 
 
 def ranks_that_watch(size: int, timeout: float) -> list[PreemptionWatch]:
-    """Threads as ranks; without signals, of which a process has but one of each."""
+    """Makes threads as ranks, without signals, which are per process."""
     store = dist.HashStore()
     return [
         PreemptionWatch(
@@ -245,7 +245,7 @@ def ranks_that_watch(size: int, timeout: float) -> list[PreemptionWatch]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ranks_that_are_many_steps_apart_stop_at_the_same_one(seed: int) -> None:
+def test_ranks_with_different_step_numbers_stop_at_the_same_step(seed: int) -> None:
     draw = random.Random(seed)
     size = 4
     told_at = {draw.randrange(size): draw.randrange(200) for _notice in range(draw.choice([1, 2]))}
@@ -270,11 +270,11 @@ def test_ranks_that_are_many_steps_apart_stop_at_the_same_one(seed: int) -> None
     assert len({watch.reason for watch in watches}) == 1, f"seed {seed}"
 
 
-def test_a_call_for_a_step_that_was_posted_does_not_wait() -> None:
+def test_a_call_for_a_posted_step_does_not_wait() -> None:
     first, second = ranks_that_watch(2, PATIENCE)
     try:
         assert not first.reached(5)
-        # Held back before it posts: the agreement waits for it.
+        # Blocked before it posts: the agreement waits for it.
         second._changed.acquire()
         first._wake.put("notice")
         with first._changed:
@@ -288,7 +288,7 @@ def test_a_call_for_a_step_that_was_posted_does_not_wait() -> None:
 
 
 class Asked:
-    """A store that notes what it is asked for."""
+    """Store that records the keys of all calls."""
 
     def __init__(self) -> None:
         self.by: list[str] = []
@@ -298,7 +298,7 @@ class Asked:
         raise RuntimeError("nobody is there")
 
 
-def test_without_a_notice_no_step_asks_the_store() -> None:
+def test_without_a_notice_no_step_reads_the_store() -> None:
     store = Asked()
     meeting = Meeting(cast(Any, store), 0, 2, "test")
     watch = PreemptionWatch(meeting, (), None, PATIENCE, PATIENCE, lambda _w: None)

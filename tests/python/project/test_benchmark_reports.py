@@ -1,4 +1,4 @@
-"""Reports and charts: made here of the results that are committed, instead of a run's."""
+"""Reports and charts, made from the committed results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    """One document with the newest results of each group."""
+    """Joins the newest results of each group into one document."""
     found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     runs = [content for content in found if "groups" in content]
     whole: dict[str, Any] = {}
@@ -26,7 +26,7 @@ def document() -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     for run in runs:
         parameters |= run["parameters"]
-    # One of them skipped what another has measured.
+    # One result skipped what another has measured.
     return whole | {"groups": list(groups.values()), "parameters": parameters, "skipped": []}
 
 
@@ -99,7 +99,7 @@ def test_the_list_of_missed_targets_has_each_comparison_that_misses(full_run: st
     assert len(rows) == len(missed)
 
 
-def test_of_several_runs_the_last_with_a_group_counts(full_run: str, tmp_path: Path) -> None:
+def test_the_last_of_several_runs_of_a_group_is_used(full_run: str, tmp_path: Path) -> None:
     run = json.loads(Path(full_run).read_text())
     older, newer = (
         {
@@ -137,7 +137,7 @@ def is_of_queues(group: results.Group) -> bool:
     ],
     ids=["async", "loads", "queues", "manager"],
 )
-def test_a_document_gets_the_numbers_of_its_groups_alone(
+def test_a_document_gets_only_the_numbers_of_its_groups(
     document: dict[str, Any],
     tmp_path: Path,
     marker: str,
@@ -163,7 +163,7 @@ def test_a_document_gets_the_numbers_of_its_groups_alone(
 
 
 @pytest.mark.parametrize("marker", MARKERS)
-def test_a_trial_run_reaches_no_document(
+def test_a_trial_run_changes_no_document(
     document: dict[str, Any], tmp_path: Path, marker: str
 ) -> None:
     trial = write(tmp_path / "trial.json", document, quick=True, rounds=1)

@@ -1,4 +1,5 @@
-"""The benchmark still runs: one group here, all with make torture. No speed is asserted."""
+"""Trial runs of the benchmark: one group by default, all with make torture. No speed is
+asserted."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from benchmarks import peers, run, suites
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
-# A run starts dozens of processes that import torch, which takes minutes where all cores are busy.
+# A run starts dozens of processes that import torch, which takes minutes if all cores are busy.
 pytestmark = pytest.mark.timeout(900)
 
 
 def _run(directory: Path, groups: Sequence[str]) -> Path:
-    """The results of a run with tiny sizes."""
+    """Returns the results of a run with tiny sizes."""
     out = directory / "results" / "tiny.json"
     command = [sys.executable, "-m", "benchmarks.run", "--quick", "--size", "2MB"]
     command += ["--tensors", "30", "--small-tensors", "20", "--dir", str(directory / "work")]
@@ -33,20 +34,20 @@ def _run(directory: Path, groups: Sequence[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of all but the queues wrote, which take as long as all else together."""
+    """Results of all groups except the queues, which take as long as all others together."""
     groups = [group for group in run.GROUPS if group not in suites.QUEUE_GROUPS]
     return _run(tmp_path_factory.mktemp("bench"), groups)
 
 
 @pytest.fixture(scope="module")
 def queue_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of the queues wrote."""
+    """Results of the queues."""
     return _run(tmp_path_factory.mktemp("bench-queues"), list(suites.QUEUE_GROUPS))
 
 
 @pytest.fixture(scope="module")
 def queue_document(queue_file: Path) -> dict[str, Any]:
-    """The same as the JSON that other programs see."""
+    """Results of the queues, as JSON."""
     loaded = json.loads(queue_file.read_text())
     assert isinstance(loaded, dict)
     return loaded
@@ -54,7 +55,7 @@ def queue_document(queue_file: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def document(result_file: Path) -> dict[str, Any]:
-    """The same as the JSON that other programs see."""
+    """Results of all other groups, as JSON."""
     loaded = json.loads(result_file.read_text())
     assert isinstance(loaded, dict)
     return loaded
@@ -70,7 +71,7 @@ def assert_samples_are_whole(document: dict[str, Any]) -> None:
             assert sample["bytes"] > 0
 
 
-def test_a_quick_run_measures_a_group_and_must_not_pass_for_a_real_one(tmp_path: Path) -> None:
+def test_a_quick_run_measures_one_group_and_is_marked_as_quick(tmp_path: Path) -> None:
     document = json.loads(_run(tmp_path, ["save"]).read_text())
     assert [group["name"] for group in document["groups"]] == ["save"]
     assert_samples_are_whole(document)
@@ -81,12 +82,12 @@ def test_a_quick_run_measures_a_group_and_must_not_pass_for_a_real_one(tmp_path:
 
 
 @pytest.mark.torture
-def test_a_run_measures_every_group_or_says_why_not(document: dict[str, Any]) -> None:
+def test_a_run_measures_every_group_or_gives_the_reason(document: dict[str, Any]) -> None:
     names = {group["name"] for group in document["groups"]}
     assert names >= {"save", "load_warm", "small_save", "small_load"}
     assert names >= {"async", "async_small", "async_first"}
     assert names >= {"partial_warm", "reshard_warm", "replicas_warm", "manager"}
-    # The page cache of some file systems cannot be emptied (tmpfs is nothing but page cache).
+    # The page cache of some file systems cannot be dropped (tmpfs is nothing but page cache).
     cold = {"load_cold", "partial_cold", "reshard_cold", "replicas_cold"}
     skipped = [entry["what"] for entry in document["skipped"] if "cold" in entry["what"]]
     assert len(cold & names) + len(skipped) == len(cold)
@@ -102,7 +103,9 @@ def test_every_sample_records_wall_and_cpu_seconds_and_bytes(document: dict[str,
 
 
 @pytest.mark.torture
-def test_samples_beside_training_tell_what_training_loses(document: dict[str, Any]) -> None:
+def test_samples_of_background_saves_have_the_slowdown_of_training(
+    document: dict[str, Any],
+) -> None:
     groups = {group["name"]: group for group in document["groups"]}
     for name in ("async", "async_small", "async_first"):
         for sample in groups[name]["samples"]:
@@ -118,7 +121,7 @@ def test_samples_beside_training_tell_what_training_loses(document: dict[str, An
 
 
 @pytest.mark.torture
-def test_saves_through_queues_tell_what_training_loses(queue_document: dict[str, Any]) -> None:
+def test_saves_through_queues_have_the_slowdown_of_training(queue_document: dict[str, Any]) -> None:
     groups = queue_document["groups"]
     assert [g["name"] for g in groups] == ["megatron", "megatron_small", "megatron_ranks"]
     for sample in (sample for group in groups for sample in group["samples"]):
@@ -137,7 +140,7 @@ def test_saves_through_queues_tell_what_training_loses(queue_document: dict[str,
 
 
 @pytest.mark.torture
-def test_a_queue_without_workers_has_no_processes_and_keeps_the_state_of_the_call(
+def test_a_queue_without_workers_has_no_processes_and_saves_a_snapshot(
     queue_document: dict[str, Any],
 ) -> None:
     for group in queue_document["groups"]:
@@ -156,16 +159,16 @@ def test_peers_are_measured_with_their_workers_or_skipped_with_a_reason(
         if peer.title in skipped:
             assert "pip" in skipped[peer.title] or "/dev/shm" in skipped[peer.title]
             continue
-        # A worker and a manager at the least.
+        # At least a worker and a manager.
         assert of[name]["processes"] >= 2
-        # Whether the other's worker reads before or after the change is up to the scheduler.
+        # The scheduler decides whether the other worker reads before or after the change.
         assert of[name]["kept"] or name != "nvrx_copies"
     replaced = queue_document["parameters"]["megatron"]["replaced_for_peers"]
     assert ("torch.cuda.synchronize" in replaced) != torch.cuda.is_available()
 
 
 @pytest.mark.torture
-def test_loads_of_parts_and_by_ranks_tell_what_they_read(document: dict[str, Any]) -> None:
+def test_loads_of_parts_and_by_ranks_have_the_bytes_read(document: dict[str, Any]) -> None:
     groups = {group["name"]: group for group in document["groups"]}
     for name in ("partial_warm", "reshard_warm", "replicas_warm"):
         for sample in groups[name]["samples"]:
@@ -179,7 +182,7 @@ def test_loads_of_parts_and_by_ranks_tell_what_they_read(document: dict[str, Any
 
 
 @pytest.mark.torture
-def test_a_manager_is_held_to_its_time_in_a_step_and_to_what_it_adds_to_a_save(
+def test_a_manager_has_targets_for_its_time_in_a_step_and_in_a_save(
     document: dict[str, Any],
 ) -> None:
     held = {

@@ -1,4 +1,4 @@
-"""What the benchmark measures with: states, raw reads and writes, memory, steps of training."""
+"""Tools of the benchmark: states, raw reads and writes, memory, training steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_round_runs_all_contenders_and_starts_with_another() -> None:
     assert len({order[0] for order in orders}) == 5
 
 
-def test_a_ratio_is_the_median_of_the_rounds_not_of_the_times() -> None:
+def test_a_ratio_is_the_median_of_the_rounds_and_not_of_the_times() -> None:
     comparison = results.Comparison(
         key="k", work="w", quantity="speed", ours="o", per_round=[1.0, 9.0, 2.0], target=2.0
     )
@@ -87,7 +87,7 @@ def test_the_training_state_has_the_wanted_size_and_tensors(tensor_count: int) -
     assert states.payload_bytes(state) == pytest.approx(30_000_000, rel=0.01)
 
 
-def test_no_number_of_ranks_shares_the_rows_of_the_uneven_state_evenly() -> None:
+def test_no_number_of_ranks_divides_the_rows_of_the_uneven_state_evenly() -> None:
     state = states.uneven_state(10**6, 9)
     assert states.payload_bytes(state) == pytest.approx(10**6, rel=0.3)
     rows = [tensor.shape[0] for tensor in states.tensors(state)]
@@ -108,7 +108,7 @@ def test_the_shards_of_all_ranks_make_the_state(world: int) -> None:
         assert torch.equal(whole, torch.cat(of_ranks) if whole.dim() else of_ranks[0])
 
 
-def test_bytes_read_are_counted_whether_the_page_cache_has_them(tmp_path: Path) -> None:
+def test_bytes_read_are_counted_with_and_without_the_page_cache(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(bytes(3_000_000))
     before = measure.bytes_read()
@@ -124,7 +124,7 @@ def test_bytes_read_are_counted_whether_the_page_cache_has_them(tmp_path: Path) 
         ({2: (2.0, 1.0), 4: (1.0, 1.0)}, None),
     ],
 )
-def test_the_crossover_is_where_reading_once_begins_to_gain_for_good(
+def test_the_crossover_is_the_point_from_which_reading_once_is_always_faster(
     seconds: dict[int, tuple[float, float]], world: int | None
 ) -> None:
     names = {
@@ -152,7 +152,7 @@ def test_a_single_changed_element_is_found() -> None:
     assert states.first_difference(expected, actual) == "optimizer.state.norm.weight.exp_avg"
 
 
-def test_wiping_leaves_nothing_that_a_load_could_get_away_with() -> None:
+def test_wiping_leaves_no_value_that_would_hide_a_failed_load() -> None:
     state = states.training_state(10**6, 30)
     states.wipe(state)
     assert not any(torch.count_nonzero(tensor) for tensor in states.tensors(state))
@@ -181,7 +181,7 @@ def test_raw_reads_read_all_bytes(name: str, tmp_path: Path) -> None:
     assert limits.RawReader(shape).read(files) == 9_000_006
 
 
-def test_the_page_cache_can_be_filled_and_emptied(tmp_path: Path) -> None:
+def test_the_page_cache_can_be_filled_and_dropped(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(random.Random(0).randbytes(1 << 20))
     pagecache.warm([file])
@@ -193,7 +193,7 @@ def test_the_page_cache_can_be_filled_and_emptied(tmp_path: Path) -> None:
     assert pagecache.resident_fraction([file]) <= 0.01
 
 
-def test_memory_growth_sees_memory_that_is_freed_again() -> None:
+def test_memory_growth_includes_memory_that_is_freed_again() -> None:
     def save() -> None:
         torch.ones(8 << 20)
 
@@ -206,7 +206,7 @@ def test_memory_growth_sees_memory_that_is_freed_again() -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
-    """A child that does what the lines on its stdin say, and answers each."""
+    """Starts a child that runs commands from its stdin, and answers each."""
     program = "import sys\nfor line in sys.stdin:\n    exec(line)\n    print('done', flush=True)\n"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -255,7 +255,7 @@ def test_processor_time_of_a_process_includes_that_of_its_children(
 
 
 @pytest.mark.alone
-def test_the_watcher_sees_memory_and_processes_that_have_gone_by_its_end() -> None:
+def test_the_watcher_includes_memory_and_processes_that_have_ended() -> None:
     with processes.watcher() as watcher:
         watcher.start()
         idle = watcher.stop()
@@ -275,7 +275,7 @@ def test_the_watcher_sees_memory_and_processes_that_have_gone_by_its_end() -> No
     assert seen.bytes - idle.bytes >= 32 << 20
 
 
-def test_a_peer_that_cannot_be_installed_says_how_and_leaves_nothing(
+def test_a_peer_that_cannot_be_installed_gives_the_reason_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(peers, "_REPOSITORY", tmp_path)
@@ -294,7 +294,7 @@ def _device_without_a_gpu() -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_code_that_asks_for_the_current_one_runs_on_the_cpu() -> None:
+def test_without_a_gpu_code_for_the_current_device_runs_on_the_cpu() -> None:
     assert in_fresh_process(_device_without_a_gpu) == "cpu"
 
 
@@ -322,12 +322,12 @@ def test_a_save_through_queues_is_as_slow_as_its_slowest_rank() -> None:
     sample = queue_saves.sample_of("fake", measured, round_index=0, position=0)
     assert (sample.first_call_s, sample.call_s) == (9.0, 3.0)
     assert (sample.bytes, sample.memory_bytes, sample.processes) == (6, 10, 4)
-    # Of both ranks, and of one save; all that is no step.
+    # The slower rank's, for one save; everything except the steps.
     assert (sample.first_cpu_s, sample.cpu_s, sample.stall_s) == (0.5, 0.5, 4.0)
     assert (sample.steps, sample.step_median_ratio) == (12, 2.0)
 
 
-def test_one_rank_whose_save_was_torn_makes_the_sample_torn() -> None:
+def test_a_torn_save_on_one_rank_makes_the_sample_torn() -> None:
     common = {"bytes": 1, "memory_bytes": 1, "processes": 0}
     saves = [[_queue_save(rank, 1.0, 1.0)] * 2 for rank in (0, 1)]
     measured = [
@@ -337,7 +337,7 @@ def test_one_rank_whose_save_was_torn_makes_the_sample_torn() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_memcpy_copies_every_byte_whatever_the_number_of_threads(threads: int) -> None:
+def test_memcpy_copies_every_byte_with_any_number_of_threads(threads: int) -> None:
     source = states.training_state(10**6, 30)
     target = states.blank_copy(source)
     limits.copy_memory(source, target, threads)
@@ -365,7 +365,7 @@ def test_the_training_step_learns_on_one_thread() -> None:
 
 
 class _FakeSave:
-    """A save that becomes durable during a certain training step after its call."""
+    """Save that becomes durable during a certain training step after its call."""
 
     def __init__(self, durable_after_steps: int) -> None:
         self.saves = 0
@@ -390,7 +390,7 @@ class _FakeSave:
         return measure.Contender("fake", "fake", "ours", self.run)
 
 
-def test_a_long_save_is_a_sample_by_itself() -> None:
+def test_a_long_save_is_one_sample() -> None:
     fake = _FakeSave(7)
     effort = background.Effort(idle_steps=4, least_steps=5)
     traces = background.saves_beside_training(fake.contender(), fake.step, effort)
@@ -398,7 +398,7 @@ def test_a_long_save_is_a_sample_by_itself() -> None:
     assert [len(trace.idle_steps) for trace in traces] == [4]
 
 
-def test_short_saves_are_repeated_until_enough_steps_were_seen() -> None:
+def test_short_saves_are_repeated_until_enough_steps_were_measured() -> None:
     fake = _FakeSave(2)
     effort = background.Effort(idle_steps=4, least_steps=5)
     traces = background.saves_beside_training(fake.contender(), fake.step, effort)
@@ -426,7 +426,7 @@ def test_a_failed_save_ends_the_measurement() -> None:
         background.saves_beside_training(contender, lambda: None, background.Effort(1, 1))
 
 
-def test_cpu_seconds_are_of_the_save_and_not_of_the_steps() -> None:
+def test_cpu_seconds_exclude_the_steps() -> None:
     committed: Future[None] = Future()
     wanted, burnt = 0.1, threading.Event()
 
@@ -454,7 +454,7 @@ def test_cpu_seconds_are_of_the_save_and_not_of_the_steps() -> None:
     assert trace.cpu_s == pytest.approx(wanted, rel=0.5)
 
 
-def test_step_ratios_are_of_steps_beside_the_save_to_steps_before() -> None:
+def test_step_ratios_compare_steps_during_the_save_with_steps_before() -> None:
     trace = background.Trace(
         stall_s=0.5,
         staged_s=0.5,
@@ -471,7 +471,7 @@ def test_step_ratios_are_of_steps_beside_the_save_to_steps_before() -> None:
     assert sample.durable_s == sample.wall_s == 9.0
 
 
-def test_every_way_through_a_planner_is_compared_with_stock(tmp_path: Path) -> None:
+def test_every_use_of_a_planner_is_compared_with_stock(tmp_path: Path) -> None:
     out = tmp_path / "dtensors.json"
     sizes = ["--tensors", "3", "--plain", "4", "--rounds", "1"]
     found = dtensors.main([*sizes, "--dir", str(tmp_path), "--out", str(out)])
@@ -482,7 +482,7 @@ def test_every_way_through_a_planner_is_compared_with_stock(tmp_path: Path) -> N
     assert [set(state) for state in found["states"].values()] == [ways, ways]
 
 
-def test_the_plan_of_many_ranks_is_simulated_beside_that_of_stock(tmp_path: Path) -> None:
+def test_the_plan_of_many_ranks_is_simulated_and_compared_with_stock(tmp_path: Path) -> None:
     out = tmp_path / "planning.json"
     sizes = ["--ranks", "3", "--tensors", "2", "--rounds", "1", "--steady"]
     found = planning.main([*sizes, "--stock", "--out", str(out)])

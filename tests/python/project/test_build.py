@@ -49,7 +49,7 @@ def test_a_build_without_a_compiler_names_it(tmp_path: Path) -> None:
     )
 
 
-def test_a_build_without_a_library_says_what_cmake_says_of_it(tmp_path: Path) -> None:
+def test_a_build_without_a_library_reports_cmakes_message(tmp_path: Path) -> None:
     output = """-- Found Threads: TRUE
 CMake Error at CMakeLists.txt:47 (message):
   torch_ckpt needs ISA-L for its checksums:
@@ -61,7 +61,7 @@ CMake Error at CMakeLists.txt:47 (message):
     assert said == "torch_ckpt needs ISA-L for its checksums: apt install libisal-dev."
 
 
-# Without the import hook of a clone that is installed as editable.
+# Without the import hook of an editable install.
 _IMPORT = """
 import sys
 sys.meta_path = [f for f in sys.meta_path if "editable" not in f"{f} {f.__module__}"]
@@ -90,7 +90,7 @@ def import_copy(
     return done
 
 
-def test_an_import_of_a_clone_that_is_not_built_says_so(tmp_path: Path) -> None:
+def test_an_import_of_an_unbuilt_clone_names_the_build_command(tmp_path: Path) -> None:
     assert import_copy(tmp_path, "import torch_ckpt").stderr.splitlines()[-1] == (
         f"ImportError: the extension of torch_ckpt is not built (there is no _core.so in "
         f"{tmp_path}/torch_ckpt): run `make build` in the clone, or `pip install .` and import it "

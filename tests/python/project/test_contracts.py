@@ -1,7 +1,7 @@
-"""Contracts, tested by what their authors ship: fsspec's abstract tests, torch's checks of states.
+"""Contract tests of other projects: fsspec's abstract tests, and torch's checks of states.
 
-Nothing that torch_ckpt has is a file system of fsspec's. The file systems of the tests of remote
-steps are: they stand for all others, so they must keep fsspec's contract.
+torch_ckpt implements no fsspec file system, but its tests of remote steps do. These stand for all
+others, so they must keep fsspec's contract.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _load(state: dict[str, Any], path: Path) -> None:
 
 
 @pytest.mark.parametrize("load", [_load, _load_by_dcp])
-def test_what_is_loaded_is_the_state_by_torchs_own_checks(
+def test_a_loaded_state_passes_torchs_own_checks(
     tmp_path: Path, load: Callable[[dict[str, Any], Path], None]
 ) -> None:
     class Checks(VerifyStateDictMixin, unittest.TestCase):  # type: ignore[misc]

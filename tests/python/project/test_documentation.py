@@ -39,7 +39,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built once; a warning fails it."""
+    """Builds the site once. A warning fails the build."""
     for package in ("mkdocs", "material", "mkdocstrings_handlers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"no {package}: pip install --group docs")
@@ -47,7 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site],
         cwd=REPOSITORY,
-        # A proxy that nobody listens at: building asks nobody.
+        # No proxy listens at this address: building must use no network.
         env={**os.environ, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
@@ -75,13 +75,13 @@ def test_docstrings_show_no_sphinx_roles(site: Path) -> None:
     assert not re.search(r":(func|class|meth|mod|data|attr):", "".join(pages))
 
 
-def test_the_site_asks_no_other_server(site: Path) -> None:
+def test_the_site_loads_nothing_from_another_server(site: Path) -> None:
     asked = re.compile(r'<(?:script|img|link|iframe)[^>]+(?:src|href)="https?://[^"]*"')
     found = {asking for page in site.rglob("*.html") for asking in asked.findall(page.read_text())}
     assert not found
 
 
-#: What a page shows: its anchors, its links, what is wider than a phone, and markup left unread.
+#: The facts of a page: anchors, links, elements wider than a phone, and unparsed markup.
 _FACTS = """(() => {
     const width = document.documentElement.clientWidth;
     const scrolls = (node) => {
@@ -112,7 +112,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def shown(site: Path, browser: Browser) -> dict[str, dict[str, list[str]]]:
-    """The facts of each page at the width of a phone, by the URL of the page."""
+    """Returns the facts of each page at the width of a phone, by URL."""
     browser.set_width(390)
     found = {}
     for page in site.rglob("*.html"):
@@ -143,7 +143,7 @@ def test_no_page_is_wider_than_a_phone(shown: dict[str, dict[str, list[str]]]) -
     assert not {page: facts["wide"] for page, facts in shown.items() if facts["wide"]}
 
 
-def test_no_page_shows_markup_of_another_language(shown: dict[str, dict[str, list[str]]]) -> None:
+def test_no_page_shows_unparsed_markup(shown: dict[str, dict[str, list[str]]]) -> None:
     assert not {page: facts["markup"] for page, facts in shown.items() if facts["markup"]}
 
 
@@ -171,7 +171,7 @@ _CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
-def test_the_site_follows_the_color_scheme_and_can_be_read(
+def test_the_site_follows_the_color_scheme_with_sufficient_contrast(
     site: Path, browser: Browser, scheme: str, is_dark: bool
 ) -> None:
     browser.set_color_scheme(scheme)
@@ -186,7 +186,7 @@ def test_the_site_follows_the_color_scheme_and_can_be_read(
 @pytest.mark.parametrize(
     "page", [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")], ids=lambda page: page.name
 )
-def test_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> None:
+def test_links_of_a_page_into_the_repository_exist(page: Path) -> None:
     broken = [
         target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()
     ]
@@ -200,16 +200,16 @@ def test_the_table_of_injected_faults_has_the_committed_counts(page: str) -> Non
     assert promises.filled(text, counts) == text, "python -m tests.promises fills the table"
 
 
-def test_the_readme_fits_on_a_few_screens() -> None:
+def test_the_readme_has_at_most_a_few_screens() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 130
 
 
-def test_the_table_of_the_managers_options_is_that_of_its_signature() -> None:
+def test_the_table_of_the_managers_options_matches_its_signature() -> None:
     text = manager_options.PAGE.read_text()
     assert manager_options.filled(text) == text, "python -m tests.manager_options writes it anew"
 
 
-#: A table that a script fills, or that says itself when and where it was measured.
+#: A table that a script fills, or that states when and on which machine it was measured.
 TABLES = re.compile(r"<!-- [\w :-]+begin -->.*?<!-- [\w :-]+end -->|^\|[^\n]*$", re.M | re.S)
 
 #: Rates, and ratios of speeds.
@@ -221,13 +221,13 @@ FIGURE = re.compile(r"\d ?[GM]B/s|\d x\b|\d times (as fast|stock|the seconds)")
     [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")],
     ids=lambda page: page.name,
 )
-def test_prose_quotes_no_figure_that_a_script_would_have_to_keep_true(page: Path) -> None:
+def test_prose_quotes_no_figure_that_a_script_would_have_to_update(page: Path) -> None:
     prose = TABLES.sub("", page.read_text())
     assert [line for line in prose.splitlines() if FIGURE.search(line)] == []
 
 
 def members_without_docstring(name: str, member: Any) -> Iterator[str]:
-    """The public name itself, and methods and properties of a class of ours."""
+    """Yields the public name itself, and methods and properties of a class of torch_ckpt."""
     if not inspect.getdoc(member):
         yield name
     if not inspect.isclass(member):

@@ -1,4 +1,4 @@
-"""The measurements for a machine with a GPU, on the CPU with a few MB. No speed is asserted."""
+"""Measurements for a machine with a GPU, run on the CPU with a few MB. No speed is asserted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_figures_have_every_group_with_first_and_later_saves(tmp_path: Path) -> 
     assert not document["representative"], "what runs on the CPU must not pass for a GPU's figures"
 
 
-def test_a_measurement_that_fails_is_recorded_and_does_not_cost_the_others(tmp_path: Path) -> None:
+def test_a_measurement_that_fails_is_recorded_and_the_others_continue(tmp_path: Path) -> None:
     def run(module: str, arguments: Sequence[str], timeout: float) -> Any:
         if arguments[0] == "stock_thread":
             raise RuntimeError("out of device memory")
@@ -65,12 +65,12 @@ def test_a_measurement_that_fails_is_recorded_and_does_not_cost_the_others(tmp_p
     assert contenders == {"first_ours_blocking", "later_ours_blocking"}
 
 
-def test_what_no_time_is_left_for_is_named(tmp_path: Path) -> None:
+def test_measurements_beyond_the_time_limit_are_named(tmp_path: Path) -> None:
     document = _measure(tmp_path, "--seconds", "0")
     assert {entry["reason"] for entry in document["skipped"]} == {"there was no time left"}
 
 
-def test_torch_checkpointing_is_measured_or_said_to_be_missing(tmp_path: Path) -> None:
+def test_torch_checkpointing_is_measured_or_reported_as_missing(tmp_path: Path) -> None:
     only = ("--only", "on_disk", "--savers", "torch_checkpointing")
     document = _measure(tmp_path, *only)
     if document["skipped"]:
@@ -80,7 +80,7 @@ def test_torch_checkpointing_is_measured_or_said_to_be_missing(tmp_path: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU scripts/gpu_run.sh does it")
-def test_a_state_makes_the_round_trip_that_the_sanitizer_watches() -> None:
+def test_the_state_for_the_sanitizer_makes_the_round_trip() -> None:
     gpu_roundtrip.main(["--device", "cpu"])
 
 
@@ -109,7 +109,7 @@ def test_a_loss_that_differs_from_the_reference_fails_its_variant() -> None:
     ("device", "statuses", "expected"),
     [("H100", [0, 0], 0), ("H100", [0, 1], 1), ("none", [0, 0], 3), ("none", [124, 0], 1)],
 )
-def test_the_exit_status_says_how_the_parts_ended(
+def test_the_exit_status_depends_on_the_results_of_the_parts(
     tmp_path: Path, device: str, statuses: list[int], expected: int
 ) -> None:
     lines = [f"part{number}\t{status}\t2\t9\n" for number, status in enumerate(statuses)]

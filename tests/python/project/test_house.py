@@ -1,4 +1,4 @@
-"""The house that docs/design.md draws: arrows point down, and nothing goes round in a circle."""
+"""The layers in docs/design.md: imports point down, and there are no import cycles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sources() -> dict[str, set[str]]:
     return includes(REPOSITORY / "csrc")
 
 
-def test_every_module_is_in_a_package_that_has_a_floor(modules: dict[str, set[str]]) -> None:
+def test_every_module_is_in_a_package_with_a_floor(modules: dict[str, set[str]]) -> None:
     known = {part for floor in FLOORS for part in floor}
     assert {part_of(name) for name in modules} == known
 
@@ -39,11 +39,11 @@ def test_imports_point_down(modules: dict[str, set[str]]) -> None:
     assert upward(modules, FLOORS) == []
 
 
-def test_no_imports_go_round_in_a_circle(modules: dict[str, set[str]]) -> None:
+def test_there_are_no_import_cycles(modules: dict[str, set[str]]) -> None:
     assert circles(modules) == []
 
 
-def test_there_are_at_most_a_dozen_modules_beside_the_packages() -> None:
+def test_there_are_at_most_a_dozen_modules_outside_of_packages() -> None:
     assert len(list((REPOSITORY / "torch_ckpt").glob("*.py"))) <= 12
 
 
@@ -52,11 +52,11 @@ def test_includes_point_down(sources: dict[str, set[str]]) -> None:
     assert upward(sources, CSRC_FLOORS) == []
 
 
-def test_no_includes_go_round_in_a_circle(sources: dict[str, set[str]]) -> None:
+def test_there_are_no_include_cycles(sources: dict[str, set[str]]) -> None:
     assert circles(sources) == []
 
 
-def test_the_picture_in_the_design_is_that_of_the_imports() -> None:
+def test_the_picture_in_the_design_matches_the_imports() -> None:
     text = DESIGN.read_text()
     assert drawn(text) == text, "python -m tests.house draws it anew"
 
@@ -74,7 +74,7 @@ def test_the_picture_in_the_design_is_that_of_the_imports() -> None:
         "if TYPE_CHECKING:\n    from torch_ckpt.low import Kind",
     ],
 )
-def test_an_import_is_found_however_it_is_written(tmp_path: Path, line: str) -> None:
+def test_every_form_of_import_is_found(tmp_path: Path, line: str) -> None:
     package = tmp_path / "torch_ckpt"
     package.mkdir()
     for name, text in (("__init__", ""), ("low", ""), ("high", line)):
@@ -85,6 +85,6 @@ def test_an_import_is_found_however_it_is_written(tmp_path: Path, line: str) -> 
     assert upward(graph, (("high",), ("",), ("low",))) == []
 
 
-def test_a_circle_is_found() -> None:
+def test_a_cycle_is_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
     assert circles(graph) == ["a -> b -> c -> a"]

@@ -1,4 +1,4 @@
-"""Objects that are listed while threads make and drop others."""
+"""Lists of objects while threads make and drop others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch_ckpt._base.live_objects import LiveObjects
 
 
 class Thing:
-    """Something that can be referenced weakly."""
+    """Object that can be referenced weakly."""
 
 
-def test_others_may_come_and_go_while_they_are_read() -> None:
+def test_the_list_can_be_read_while_objects_are_made_and_dropped() -> None:
     live = LiveObjects[Thing]()
     kept, late = [Thing() for _ in range(3)], Thing()
     for thing in kept:
@@ -25,7 +25,7 @@ def test_others_may_come_and_go_while_they_are_read() -> None:
     assert set(live) == {kept[1], kept[2], late}
 
 
-def test_what_nobody_has_any_more_is_not_among_them() -> None:
+def test_dropped_objects_are_not_in_the_list() -> None:
     live = LiveObjects[Thing]()
     live.add(Thing())
     gc.collect()

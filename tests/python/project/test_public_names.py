@@ -1,4 +1,4 @@
-"""The public names of torch_ckpt, which import their modules at the first use."""
+"""Public names of torch_ckpt, which import their modules at the first use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def imported_for_type_checkers(package: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_lazy_name_is_that_of_the_module_which_type_checkers_see(package: str) -> None:
+def test_a_lazy_name_is_in_the_module_that_type_checkers_see(package: str) -> None:
     names = imported_for_type_checkers(package)
     assert names
     for module, name in names:
@@ -90,7 +90,7 @@ register(Part.CALLS, at_exit=lambda: print("torch_ckpt"))
 """
 
 
-def test_saves_end_before_what_they_need_also_if_torch_is_imported_later() -> None:
+def test_saves_end_before_the_modules_that_they_need_even_if_torch_is_imported_later() -> None:
     done = subprocess.run([sys.executable, "-c", _EXIT_ORDER], capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert lines[:2] == ["registered by the program", "torch_ckpt"]

@@ -1,4 +1,4 @@
-"""The code and the commands of README.md and docs/ run as they are after a plain install."""
+"""The code and the commands of README.md and docs/ run unchanged after a plain install."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITH_SNIPPETS = [
     document for document in DOCUMENTS if any(snippet.language for snippet in snippets_of(document))
 ]
 
-#: Trainers of others, which tests run, Slurm, and what torch itself needs NumPy for.
+#: Other projects' trainers, which other tests run; Slurm; and code for which torch needs NumPy.
 MOST_NOT_RUN = 8
 
 _CODE = re.compile(r"^(\$ |import |from \w+ import |torch-ckpt |torchrun |make |pip )", re.M)
@@ -31,7 +31,7 @@ _CODE = re.compile(r"^(\$ |import |from \w+ import |torch-ckpt |torchrun |make |
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str | None]:
-    """What failed in each document, all of them run by one process."""
+    """Returns the failures of each document. One process runs all documents."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.snippets", *WITH_SNIPPETS],
         cwd=REPOSITORY,
@@ -51,7 +51,7 @@ def test_the_snippets_of_a_document_run(outcomes: dict[str, str | None], documen
     assert failed is None, failed
 
 
-def test_few_snippets_are_not_run() -> None:
+def test_only_few_snippets_are_skipped() -> None:
     left_out = [
         f"{document.name}:{snippet.line}: {snippet.reason}"
         for document in DOCUMENTS
@@ -62,13 +62,13 @@ def test_few_snippets_are_not_run() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_code_is_in_blocks_that_say_their_language(document: Path) -> None:
+def test_blocks_with_code_name_their_language(document: Path) -> None:
     bare = [snippet for snippet in snippets_of(document) if not snippet.language]
     assert not [snippet for snippet in bare if _CODE.search(snippet.code)]
 
 
 def fault_of(words: list[str]) -> str | None:
-    """What is wrong with a command that is not run here."""
+    """Returns the defect of a command that this test does not run, or ""."""
     match words:
         case ["make", target]:
             makefile = (REPOSITORY / "Makefile").read_text()
@@ -83,7 +83,7 @@ def fault_of(words: list[str]) -> str | None:
 
 
 @pytest.mark.parametrize("document", WITH_SNIPPETS, ids=lambda document: document.name)
-def test_other_commands_name_what_is_there(document: Path) -> None:
+def test_commands_that_are_not_run_name_existing_files_and_options(document: Path) -> None:
     faults = {
         " ".join(words): fault
         for snippet in snippets_of(document)
@@ -94,7 +94,7 @@ def test_other_commands_name_what_is_there(document: Path) -> None:
     assert not faults
 
 
-def test_a_snippet_that_fails_is_told_by_its_line(tmp_path: Path) -> None:
+def test_a_failing_snippet_is_reported_with_its_line(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text("# A page\n\n```python\nimport torch\nimport tqdm\n```\n")
     assert snippets_of(document) == [Snippet(4, "python", "import torch\nimport tqdm\n", None)]

@@ -1,6 +1,6 @@
 """The stubs of the extension modules name the parameters that pybind11 documents.
 
-``make lint`` runs mypy's stubtest, which sees the names but not the signatures of such modules.
+``make lint`` runs mypy's stubtest, which checks the names but not the signatures of such modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def stub_functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str
 
 
 def stub_signature(function: ast.FunctionDef) -> _Signature:
-    """Returns (name, has a default) of each parameter."""
+    """Returns the name of each parameter, and whether it has a default."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
@@ -41,7 +41,7 @@ def stub_signature(function: ast.FunctionDef) -> _Signature:
 
 
 def documented_signature(documentation: str) -> _Signature | None:
-    """Returns the same of the first line of pybind11's docstring."""
+    """Returns the same from the first line of pybind11's docstring."""
     match = re.match(r"\w+\((.*)\) -> ", documentation)
     if match is None:
         return None
@@ -70,7 +70,7 @@ def test_a_stub_names_the_parameters_of_every_function(name: str) -> None:
     different, compared = {}, 0
     for path, function in stub_functions(stub.body):
         documented = documented_signature(attribute(module, path).__doc__ or "")
-        # Methods of which nothing names the parameters, and pybind11 numbers them.
+        # Methods whose parameters have no names, so that pybind11 numbers them.
         if documented is None or any(re.fullmatch(r"arg\d+", name) for name, _ in documented):
             continue
         compared += 1

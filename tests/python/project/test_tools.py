@@ -64,7 +64,7 @@ def test_the_package_metadata_names_licence_authors_and_the_supported_torch(tmp_
     assert {"torch<2.16,>=2.11", "torch>=2.11,<2.16"} & set(found.get_all("Requires-Dist", []))
 
 
-def test_a_source_distribution_has_all_that_the_build_reads(tmp_path: Path) -> None:
+def test_a_source_distribution_has_all_files_that_the_build_reads(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"],

@@ -1,4 +1,4 @@
-"""AppState: what is saved of a program, and that it goes on as if nothing had been."""
+"""AppState: the saved state of a program, which resumes without a difference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_bit_by_bit_after_a_restore(
+def test_training_resumes_bit_for_bit_after_a_restore(
     tmp_path: Path, name: str, before: int
 ) -> None:
     through = program(OPTIMIZERS[name])
@@ -49,7 +49,7 @@ def test_training_goes_on_bit_by_bit_after_a_restore(
 
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_save_changes_nothing_of_training(name: str, before: int) -> None:
+def test_a_save_does_not_affect_training(name: str, before: int) -> None:
     undisturbed = program(OPTIMIZERS[name])
     train(undisturbed, before + 3)
     saved = program(OPTIMIZERS[name])
@@ -61,9 +61,7 @@ def test_a_save_changes_nothing_of_training(name: str, before: int) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_a_restore_over_a_program_that_has_trained_leaves_nothing_of_it(
-    tmp_path: Path, before: int
-) -> None:
+def test_a_restore_replaces_all_of_a_trained_program(tmp_path: Path, before: int) -> None:
     saved = program(OPTIMIZERS["AdamW"])
     train(saved, before)
     save(saved, tmp_path)
@@ -83,7 +81,7 @@ def _resume(path: Path, steps: int) -> bytes:
     return result.getvalue()
 
 
-def test_training_goes_on_bit_by_bit_in_a_fresh_process(tmp_path: Path) -> None:
+def test_training_resumes_bit_for_bit_in_a_fresh_process(tmp_path: Path) -> None:
     interrupted = program(OPTIMIZERS["AdamW"])
     train(interrupted, 3)
     save(interrupted, tmp_path)
@@ -92,7 +90,7 @@ def test_training_goes_on_bit_by_bit_in_a_fresh_process(tmp_path: Path) -> None:
     assert_equal(torch.load(io.BytesIO(resumed), weights_only=False), outcome(interrupted))
 
 
-def test_a_part_that_is_not_loaded_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_part_that_is_not_loaded_is_unchanged(tmp_path: Path) -> None:
     saved = program(OPTIMIZERS["AdamW"])
     train(saved, 3)
     del saved["rng"]
@@ -130,7 +128,7 @@ def test_names_are_those_of_torch(make: Callable[[], nn.Module]) -> None:
     assert set(found["optimizer"]["state"]) == set(of_optimizer["state"])
 
 
-def test_a_compiled_model_and_a_plain_one_take_each_others_state(tmp_path: Path) -> None:
+def test_a_compiled_model_and_a_plain_one_load_the_state_of_each_other(tmp_path: Path) -> None:
     plain, compiled = model(), _compiled()
     kept({"model": compiled}, tmp_path / "compiled", {"model": plain})
     assert_equal(list(plain.state_dict().values()), list(compiled.state_dict().values()))
@@ -162,13 +160,13 @@ class _WithExtraState(nn.Module):
         self.extra = state
 
 
-def test_a_modules_extra_state_may_change_its_form(tmp_path: Path) -> None:
+def test_a_modules_extra_state_can_change_its_structure(tmp_path: Path) -> None:
     saved = _WithExtraState({"scales": [1.0, torch.ones(2)]})
     restored = kept({"model": saved}, tmp_path, {"model": _WithExtraState(None)})
     assert_equal(restored["model"].extra, saved.extra)
 
 
-def test_a_tensor_of_extra_state_may_change_its_length(tmp_path: Path) -> None:
+def test_a_tensor_of_extra_state_can_change_its_length(tmp_path: Path) -> None:
     packed = torch.arange(5, dtype=torch.uint8)
     fresh = _WithExtraState(torch.empty(0, dtype=torch.uint8))
     kept({"model": _WithExtraState(packed)}, tmp_path, {"model": fresh})
@@ -185,7 +183,7 @@ def test_a_module_on_the_meta_device_is_refused() -> None:
 # --- each rank's own -----------------------------------------------------------------------------
 
 
-def test_random_numbers_go_on_after_a_restore(tmp_path: Path) -> None:
+def test_random_numbers_continue_after_a_restore(tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [torch.rand(()).item(), random.random(), np.random.rand()]
 
@@ -195,7 +193,7 @@ def test_random_numbers_go_on_after_a_restore(tmp_path: Path) -> None:
     assert draw() == drawn
 
 
-def test_a_per_rank_value_may_change_its_form(tmp_path: Path) -> None:
+def test_a_per_rank_value_can_change_its_structure(tmp_path: Path) -> None:
     value = {"position": 3, "buffer": [torch.arange(3)]}
     restored = kept({"own": PerRank(value)}, tmp_path, {"own": PerRank(None)})
     assert_equal(restored["own"].value, value)
@@ -235,7 +233,7 @@ def test_a_per_rank_optimizer_needs_no_state_to_be_restored(tmp_path: Path) -> N
 
 
 class StatefulDataLoader:
-    """Has the name of torchdata's."""
+    """Has the name of torchdata's class."""
 
     position = 0
 
@@ -246,7 +244,7 @@ class StatefulDataLoader:
         self.position = state["position"]
 
 
-def test_a_data_loader_of_torchdata_is_each_ranks_own(tmp_path: Path) -> None:
+def test_a_torchdata_loader_is_saved_per_rank(tmp_path: Path) -> None:
     loader = StatefulDataLoader()
     loader.position = 7
     assert set(AppState({"loader": loader}).state_dict()["loader"]) == {"rank0"}
@@ -254,7 +252,7 @@ def test_a_data_loader_of_torchdata_is_each_ranks_own(tmp_path: Path) -> None:
     assert restored["loader"].position == 7
 
 
-def test_a_rank_of_which_nothing_was_saved_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_rank_without_a_saved_value_keeps_its_current_one(tmp_path: Path) -> None:
     save({"own": PerRank(1), "other": PerRank(2), "steps": 3}, tmp_path)
     state: State = {"own": PerRank(10), "other": PerRank(20), "steps": 0}
     told = pytest.warns(UserWarning, match="own, other: the checkpoint has no state of rank 4")
@@ -264,7 +262,7 @@ def test_a_rank_of_which_nothing_was_saved_keeps_what_it_has(tmp_path: Path) -> 
     assert (state["own"].value, state["other"].value, state["steps"]) == (10, 20, 3)
 
 
-def test_each_ranks_own_that_the_checkpoint_lacks_altogether_is_missing(tmp_path: Path) -> None:
+def test_a_per_rank_value_that_the_checkpoint_lacks_on_all_ranks_is_missing(tmp_path: Path) -> None:
     save({"loader": PerRank({"position": 7})}, tmp_path)
     with pytest.raises(CheckpointException) as caught:
         restore({"renamed": PerRank({"position": 0})}, tmp_path)
@@ -274,7 +272,7 @@ def test_each_ranks_own_that_the_checkpoint_lacks_altogether_is_missing(tmp_path
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_each_ranks_own_that_is_not_to_be_loaded_stays_without_a_warning(
+def test_a_per_rank_value_that_is_not_loaded_is_unchanged_without_a_warning(
     tmp_path: Path, rank: int
 ) -> None:
     save({"own": PerRank(1), "steps": 3}, tmp_path)
@@ -284,7 +282,7 @@ def test_each_ranks_own_that_is_not_to_be_loaded_stays_without_a_warning(
     assert (state["own"].value, state["steps"]) == (10, 3)
 
 
-def test_what_the_checkpoint_lacks_stays_in_a_load_that_is_not_strict(tmp_path: Path) -> None:
+def test_missing_values_are_unchanged_by_a_load_that_is_not_strict(tmp_path: Path) -> None:
     save({"steps": 3}, tmp_path)
     state: State = {"own": PerRank(10), "best": 0.5, "steps": 0}
     restore(state, tmp_path, strict=False)
@@ -320,14 +318,14 @@ def test_hooks_do_not_run_for_a_load() -> None:
 
 
 class _Embedding(nn.Embedding):
-    """Keeps new rows aside, until a checkpoint is made."""
+    """Module that buffers new rows until a checkpoint is made."""
 
     def before_checkpoint(self) -> None:
         with torch.no_grad():
             self.weight.fill_(7)
 
 
-def test_modules_within_a_module_are_told_of_the_checkpoint() -> None:
+def test_before_checkpoint_of_nested_modules_is_called() -> None:
     module = nn.Sequential(nn.Linear(2, 2), _Embedding(3, 2))
     found = AppState({"model": module}).state_dict()
     assert_equal(found["model"]["1.weight"], torch.full((3, 2), 7.0))

@@ -60,7 +60,7 @@ def test_schedulers_load_without_allow_pickle(tmp_path: Path, name: str) -> None
     assert_equal(restored["scheduler"].state_dict(), state["scheduler"].state_dict())
 
 
-def test_a_scheduler_may_get_other_milestones(tmp_path: Path) -> None:
+def test_a_scheduler_can_change_its_milestones(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     saved = lr_scheduler.MultiStepLR(optimizer, [2, 5])
     other = lr_scheduler.MultiStepLR(optimizer, [7])
@@ -76,7 +76,7 @@ def test_a_grad_scaler_is_restored(tmp_path: Path) -> None:
 
 
 class _Averages:
-    """Has a state of tensors and other things."""
+    """Stateful with a state of tensors and other values."""
 
     def __init__(self, value: float) -> None:
         self.tensors = [torch.full((3,), value), torch.full((2,), value)]
@@ -165,7 +165,7 @@ def test_plain_values_are_replaced_in_the_mapping(tmp_path: Path, value: Any) ->
     [([1, 2], None), (None, [1, 2]), ({"a": 1}, 0), (0.5, {}), ((1, 2), "text"), ([], {"a": 1})],
     ids=repr,
 )
-def test_a_plain_value_may_change_its_type(tmp_path: Path, saved: Any, fresh: Any) -> None:
+def test_a_plain_value_can_change_its_type(tmp_path: Path, saved: Any, fresh: Any) -> None:
     restored = kept(
         {"best": saved, "other": {"a": 1}}, tmp_path, {"best": fresh, "other": {"a": 0}}
     )
@@ -173,7 +173,7 @@ def test_a_plain_value_may_change_its_type(tmp_path: Path, saved: Any, fresh: An
 
 
 @pytest.mark.parametrize("fresh", [0, [1]])
-def test_a_plain_value_that_is_not_loaded_stays(tmp_path: Path, fresh: Any) -> None:
+def test_a_plain_value_that_is_not_loaded_is_unchanged(tmp_path: Path, fresh: Any) -> None:
     save({"best": 5, "other": 6}, tmp_path)
     state = {"best": fresh, "other": 7}
     restore(state, tmp_path, names=["other"])
@@ -190,13 +190,13 @@ def test_a_plain_value_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("saved", [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)])
-def test_a_numpy_number_is_restored_as_pythons(tmp_path: Path, saved: Any) -> None:
+def test_a_numpy_number_is_restored_as_a_python_number(tmp_path: Path, saved: Any) -> None:
     restored = kept({"best": saved}, tmp_path, {"best": float("inf")})["best"]
     assert restored == saved.item()
     assert type(restored) is type(saved.item())
 
 
-def test_keys_that_are_the_same_as_text_are_refused() -> None:
+def test_keys_with_the_same_text_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"^ema: .*equal as text"):
         AppState({"ema": {1: torch.zeros(2), "1": torch.ones(2)}}).state_dict()
 
@@ -258,15 +258,15 @@ def test_a_tensor_is_filled_in_place(tmp_path: Path) -> None:
 
 
 class _OfThisTest:
-    """What is named is named once in a process, for each name and class."""
+    """Has a unique name: a warning is given once in a process for each name and class."""
 
 
-def test_what_will_not_load_is_named_at_the_save() -> None:
+def test_a_value_that_cannot_be_loaded_is_named_at_the_save() -> None:
     with pytest.warns(UserWarning, match=r"config\.0: .*_OfThisTest.*add_safe_globals"):
         AppState({"config": [_OfThisTest()]}).state_dict()
 
 
-def test_what_comes_later_and_will_not_load_is_named_once() -> None:
+def test_a_later_value_that_cannot_be_loaded_is_named_once() -> None:
     config: State = {"nested": [{"a": 1}]}
     app_state = AppState({"config": config})
     app_state.state_dict()
@@ -280,12 +280,12 @@ class _Phase(enum.IntEnum):
     WARM_UP = 1
 
 
-def test_a_number_that_is_more_than_that_is_looked_at_too() -> None:
+def test_a_number_of_a_subclass_is_checked() -> None:
     with pytest.warns(UserWarning, match=r"phase: .*_Phase.*add_safe_globals"):
         AppState({"phase": _Phase.WARM_UP}).state_dict()
 
 
-def test_names_that_are_no_str_are_refused() -> None:
+def test_names_that_are_not_strings_are_refused() -> None:
     with pytest.raises(TypeError, match="must be str, got 1"):
         AppState({1: 2}).state_dict()  # type: ignore[dict-item]
 

@@ -46,7 +46,7 @@ def test_saving_with_gradients_before_the_first_step_keeps_them() -> None:
 
 
 class _Noisy(torch.optim.Optimizer):
-    """Draws its state at random."""
+    """Optimizer that draws its state at random."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -88,7 +88,7 @@ def test_frozen_parameters_have_no_state_in_the_checkpoint() -> None:
     assert set(found.state_dict()["optimizer"]["state"]) == {"bias"}
 
 
-def test_the_states_dtype_is_kept_where_it_is_not_the_parameters(tmp_path: Path) -> None:
+def test_a_states_dtype_is_kept_if_it_differs_from_the_parameters(tmp_path: Path) -> None:
     class Wide(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, {"lr": 0.1})
@@ -110,7 +110,7 @@ def test_the_states_dtype_is_kept_where_it_is_not_the_parameters(tmp_path: Path)
     )
 
 
-def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) -> None:
+def test_a_learning_rate_in_a_tensor_stays_in_this_tensor(tmp_path: Path) -> None:
     saved = program(OPTIMIZERS["AdamW with a tensor as learning rate"])
     saved["optimizer"].param_groups[0]["lr"].fill_(0.5)
     fresh = program(OPTIMIZERS["AdamW with a tensor as learning rate"])
@@ -120,7 +120,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) 
     assert rate == 0.5
 
 
-def test_several_models_and_optimizers_are_told_apart(tmp_path: Path) -> None:
+def test_several_models_and_optimizers_have_separate_names(tmp_path: Path) -> None:
     def gan(seed: int) -> State:
         torch.manual_seed(seed)
         parts = {"generator": nn.Linear(2, 3), "critic": nn.Linear(3, 1)}
@@ -150,14 +150,16 @@ def test_an_optimizer_of_several_modules_names_them() -> None:
     ]
 
 
-def test_an_optimizer_whose_names_would_be_the_same_has_numbers() -> None:
+def test_an_optimizer_with_duplicate_names_has_numbers() -> None:
     modules = {"a": nn.ModuleDict({"b": nn.Linear(2, 2)}), "a.b": nn.Linear(2, 2)}
     parameters = [p for module in modules.values() for p in module.parameters()]
     found = AppState({**modules, "optimizer": torch.optim.Adam(parameters)}).state_dict()
     assert list(found["optimizer"]["state"]) == ["0", "1", "2", "3"]
 
 
-def test_an_optimizer_of_no_module_in_the_mapping_is_restored_by_numbers(tmp_path: Path) -> None:
+def test_an_optimizer_without_a_module_in_the_mapping_is_restored_by_numbers(
+    tmp_path: Path,
+) -> None:
     def parts(steps: int) -> State:
         parameter = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.Adam([parameter])
@@ -171,7 +173,7 @@ def test_an_optimizer_of_no_module_in_the_mapping_is_restored_by_numbers(tmp_pat
     assert_equal(restored["optimizer"].state_dict(), state["optimizer"].state_dict())
 
 
-def test_parameters_that_were_grouped_otherwise_are_refused(tmp_path: Path) -> None:
+def test_parameters_in_other_groups_are_refused(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
     groups = [{"params": [layer.weight], "lr": 0.1}, {"params": [layer.bias], "lr": 0.2}]
     save({"model": layer, "optimizer": torch.optim.SGD(groups)}, tmp_path)
@@ -189,7 +191,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def _stepped(make: Callable[[nn.Module], torch.optim.Optimizer]) -> State:
-    """A layer, and an optimizer that has done two steps."""
+    """Makes a layer, and an optimizer after two steps."""
     layer = nn.Linear(2, 2)
     optimizer = make(layer)
     for _ in range(2):
@@ -198,7 +200,7 @@ def _stepped(make: Callable[[nn.Module], torch.optim.Optimizer]) -> State:
     return {"model": layer, "optimizer": optimizer}
 
 
-def test_a_parameter_that_was_trained_and_is_frozen_now_is_refused(tmp_path: Path) -> None:
+def test_a_trained_parameter_that_is_frozen_now_is_refused(tmp_path: Path) -> None:
     save(_stepped(lambda layer: torch.optim.AdamW(layer.parameters())), tmp_path)
     layer = nn.Linear(2, 2)
     layer.weight.requires_grad_(False)
@@ -209,7 +211,7 @@ def test_a_parameter_that_was_trained_and_is_frozen_now_is_refused(tmp_path: Pat
         restore(fresh, tmp_path)
 
 
-def test_a_parameter_that_was_never_trained_may_be_frozen_now(tmp_path: Path) -> None:
+def test_an_untrained_parameter_can_be_frozen_now(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
     save({"model": layer, "optimizer": torch.optim.AdamW(layer.parameters())}, tmp_path)
     layer.weight.requires_grad_(False)
@@ -218,7 +220,7 @@ def test_a_parameter_that_was_never_trained_may_be_frozen_now(tmp_path: Path) ->
     assert not optimizer.state
 
 
-def test_a_state_with_more_tensors_of_a_parameter_is_refused(tmp_path: Path) -> None:
+def test_a_state_with_additional_tensors_of_a_parameter_is_refused(tmp_path: Path) -> None:
     save(_stepped(lambda layer: torch.optim.AdamW(layer.parameters(), amsgrad=True)), tmp_path)
     layer = nn.Linear(2, 2)
     fresh = {"model": layer, "optimizer": torch.optim.AdamW(layer.parameters())}
@@ -226,7 +228,7 @@ def test_a_state_with_more_tensors_of_a_parameter_is_refused(tmp_path: Path) -> 
         restore(fresh, tmp_path)
 
 
-def test_an_option_that_was_a_tensor_and_is_none_now_is_refused(tmp_path: Path) -> None:
+def test_an_option_that_is_no_longer_a_tensor_is_refused(tmp_path: Path) -> None:
     rate = torch.tensor(0.1)
     save(_stepped(lambda layer: torch.optim.SGD(layer.parameters(), lr=rate)), tmp_path)
     layer = nn.Linear(2, 2)
@@ -250,7 +252,7 @@ def _lbfgs(seed: int, iterations: int) -> State:
     return {"model": layer, "optimizer": optimizer}
 
 
-def test_a_state_that_has_grown_since_is_refused(tmp_path: Path) -> None:
+def test_a_state_that_has_become_larger_is_refused(tmp_path: Path) -> None:
     save(_lbfgs(0, 6), tmp_path)
     with pytest.raises(
         CheckpointError, match=r"^optimizer: .*weight .23 tensors stored.*PerRank.optimizer"
@@ -258,7 +260,7 @@ def test_a_state_that_has_grown_since_is_refused(tmp_path: Path) -> None:
         restore(_lbfgs(1, 3), tmp_path)
 
 
-def test_groups_in_another_order_keep_their_learning_rates_that_are_tensors(
+def test_groups_in_another_order_keep_their_tensor_learning_rates(
     tmp_path: Path,
 ) -> None:
     def groups(layer: nn.Linear, rates: list[float]) -> list[dict[str, Any]]:
@@ -272,7 +274,7 @@ def test_groups_in_another_order_keep_their_learning_rates_that_are_tensors(
     assert (of_weight["lr"].item(), of_bias["lr"].item()) == (0.5, 0.25)
 
 
-def test_states_that_are_loaded_alone_are_taken(tmp_path: Path) -> None:
+def test_states_without_their_groups_can_be_loaded(tmp_path: Path) -> None:
     state = _stepped(lambda layer: torch.optim.AdamW(layer.parameters()))
     save(state, tmp_path)
     layer = nn.Linear(2, 2)
@@ -282,7 +284,7 @@ def test_states_that_are_loaded_alone_are_taken(tmp_path: Path) -> None:
     assert_equal(fresh["optimizer"].state_dict()["state"], expected)
 
 
-def test_a_state_that_the_rank_of_the_options_did_not_have_is_taken(tmp_path: Path) -> None:
+def test_a_state_that_the_rank_of_the_options_did_not_have_is_loaded(tmp_path: Path) -> None:
     # As with experts, whose parameters have no gradient on some ranks.
     layer = nn.Linear(2, 2)
     app_state = AppState({"model": layer, "optimizer": torch.optim.AdamW(layer.parameters())})

@@ -1,4 +1,4 @@
-"""Reading, saving and restoring an optimizer's state changes nothing of it, nor of its model."""
+"""Reads, saves and restores of an optimizer's state change neither the optimizer nor its model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("error", "ignore:torch.distributed is di
 Groups = Iterable[Any]
 Make = Callable[[Groups], Optimizer]
 
-#: How every optimizer of torch is made; those with a mapping need a PerRank.
+#: Arguments of every optimizer of torch; those with a mapping need a PerRank.
 CLASSES: dict[str, Make] = {
     "Adadelta": torch.optim.Adadelta,
     "Adafactor": torch.optim.Adafactor,
@@ -47,7 +47,7 @@ NEEDS_PER_RANK = ("LBFGS", "SparseAdam")
 
 
 class Delegating(Optimizer):
-    """Has the containers of another optimizer by properties, as Accelerate's wrapper has."""
+    """Returns another optimizer's containers from properties, as Accelerate's wrapper does."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -113,7 +113,8 @@ WRAPPERS: dict[str, Callable[[Optimizer], Optimizer]] = {
 def program(
     name: str, wrap: str = "plain", *, unused: bool = False, seed: int = 0
 ) -> dict[str, Any]:
-    """Two groups with options of their own; tables of rows, since Muon takes only matrices."""
+    """Makes two groups with their own options; tables of rows, because Muon accepts only
+    matrices."""
     torch.manual_seed(seed)
     names = ["first", "second", *(["unused"] if unused else [])]
     is_sparse = name == "SparseAdam"
@@ -161,10 +162,10 @@ def train(state: State, steps: int) -> None:
 
 
 def picture(*values: Any, identity: bool) -> Any:
-    """Everything that values hold, bit by bit.
+    """Returns all that values contain, bit for bit.
 
     Args:
-        identity: containers and tensors are the same ones, and nothing has written to these.
+        identity: include the identities of containers and tensors, and the versions of tensors.
     """
 
     def of(value: Any) -> Any:
@@ -201,7 +202,7 @@ def outcome(state: State) -> State:
     }
 
 
-#: Any two of a class, a wrapper, whether a parameter is unused, and steps before the save.
+#: Pairs of a class, a wrapper, whether a parameter is unused, and steps before the save.
 each_case = pytest.mark.parametrize(
     ("name", "wrap", "unused", "before"),
     pairwise(itertools.product(CLASSES, WRAPPERS, [False, True], [0, 2])),
@@ -209,7 +210,7 @@ each_case = pytest.mark.parametrize(
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS)
 
 
-def test_every_optimizer_of_torch_is_among_them() -> None:
+def test_every_optimizer_of_torch_is_covered() -> None:
     found = inspect.getmembers(torch.optim, inspect.isclass)
     of_torch = {name for name, kind in found if issubclass(kind, Optimizer)} - {"Optimizer"}
     assert of_torch == set(CLASSES)
@@ -229,12 +230,12 @@ def test_reading_and_saving_a_state_changes_no_attribute(
 
 
 @each_case
-def test_restoring_what_was_just_saved_changes_no_value(
+def test_restoring_the_current_state_changes_no_value(
     tmp_path: Path, name: str, wrap: str, unused: bool, before: int
 ) -> None:
     state = program(name, wrap, unused=unused)
     train(state, before)
-    # torch's own way adds a default and has options in another order.
+    # torch's own function adds a default and has options in another order.
     optimizer_of(state).load_state_dict(optimizer_of(state).state_dict())
     expected = picture(state["model"], state["optimizer"], identity=False)
     save(state, tmp_path)
@@ -260,7 +261,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("wrap", ["Accelerate", "delegating", "sharing"])
-def test_a_wrapper_and_the_optimizer_in_it_restore_each_others_state(
+def test_a_wrapper_and_its_optimizer_restore_the_states_of_each_other(
     tmp_path: Path, wrap: str
 ) -> None:
     for saved, fresh in ((wrap, "plain"), ("plain", wrap)):
@@ -272,7 +273,7 @@ def test_a_wrapper_and_the_optimizer_in_it_restore_each_others_state(
 
 
 class Holding(Optimizer):
-    """Has a state of its own, and steps another optimizer of the same parameters, as SAM does."""
+    """Has its own state, and steps another optimizer of the same parameters, as SAM does."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -287,7 +288,7 @@ class Holding(Optimizer):
 
 
 class Remembering(Optimizer):
-    """Steps the parameters in an attribute of its own, not the parameters of its groups."""
+    """Steps the parameters in its own attribute instead of those of its groups."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -301,7 +302,7 @@ class Remembering(Optimizer):
 
 
 class Counting(Optimizer):
-    """Writes into a list of its own when it steps."""
+    """Appends to its own list when it steps."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "history": [0]})
@@ -317,7 +318,7 @@ class Counting(Optimizer):
 
 
 @pytest.mark.parametrize("make", [Holding, Remembering, Counting])
-def test_what_an_optimizer_holds_beside_its_groups_is_not_stepped(make: Make) -> None:
+def test_attributes_beside_the_groups_are_not_stepped(make: Make) -> None:
     layer = nn.Linear(2, 2)
     optimizer = make(layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()
@@ -326,7 +327,7 @@ def test_what_an_optimizer_holds_beside_its_groups_is_not_stepped(make: Make) ->
     assert picture(layer, optimizer, identity=True) == expected
 
 
-def test_an_attribute_that_the_state_depends_on_is_heeded(tmp_path: Path) -> None:
+def test_an_attribute_that_the_state_depends_on_is_used(tmp_path: Path) -> None:
     class WithMean(Optimizer):
         def __init__(self, parameters: Any, kinds: tuple[str, ...]) -> None:
             super().__init__(parameters, {"lr": 0.1})
@@ -348,7 +349,7 @@ def test_an_attribute_that_the_state_depends_on_is_heeded(tmp_path: Path) -> Non
 
 
 @each_wrapper
-def test_an_overlapped_save_holds_back_the_next_step_of_a_wrapped_optimizer(
+def test_an_overlapped_save_blocks_the_next_step_of_a_wrapped_optimizer(
     tmp_path: Path, wrap: str
 ) -> None:
     state = program("AdamW", wrap)

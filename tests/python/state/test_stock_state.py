@@ -1,4 +1,4 @@
-"""Programs' states between the manager and stock torch, both ways."""
+"""States of programs, saved by the manager and restored by stock torch, and vice versa."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def no_warnings() -> Iterator[None]:
 
 
 def program(steps: int, rate: float = 0.1, **options: Any) -> State:
-    """Two groups of AdamW with options of their own, a scheduler, and what has been counted."""
+    """Makes two groups of AdamW with their own options, a scheduler, and counters."""
     torch.manual_seed(steps)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     weights, biases = [model[0].weight, model[1].weight], [model[0].bias, model[1].bias]
@@ -90,7 +90,7 @@ def mismatch(state: State, path: Path) -> torch_ckpt.LoadReport:
 
 
 @BOTH_SHAPES
-def test_all_of_a_program_that_stock_torch_saved_is_restored(tmp_path: Path, flatten: bool) -> None:
+def test_a_complete_program_saved_by_stock_torch_is_restored(tmp_path: Path, flatten: bool) -> None:
     saved, fresh = program(3, rate=0.7), program(0)
     save_by_stock(saved, tmp_path, flatten=flatten)
     report = restore(fresh, tmp_path)
@@ -108,7 +108,7 @@ def test_a_manager_restores_a_step_that_stock_torch_saved(tmp_path: Path) -> Non
 
 
 @BOTH_SHAPES
-def test_what_never_had_a_gradient_has_no_state_in_a_stock_checkpoint_nor_after_it(
+def test_a_parameter_without_a_gradient_has_no_state_in_a_stock_checkpoint_nor_after_it(
     tmp_path: Path, flatten: bool
 ) -> None:
     def parts() -> State:
@@ -124,7 +124,7 @@ def test_what_never_had_a_gradient_has_no_state_in_a_stock_checkpoint_nor_after_
 
 
 @BOTH_SHAPES
-def test_a_learning_rate_that_is_a_tensor_takes_stocks(tmp_path: Path, flatten: bool) -> None:
+def test_a_tensor_learning_rate_is_restored_from_stock(tmp_path: Path, flatten: bool) -> None:
     saved, fresh = program(1, rate=0.75), program(0)
     tensors = [torch.tensor(0.0), torch.tensor(0.0)]
     for group, tensor in zip(fresh["optimizer"].param_groups, tensors, strict=True):
@@ -139,7 +139,7 @@ def test_a_learning_rate_that_is_a_tensor_takes_stocks(tmp_path: Path, flatten: 
     ]
 
 
-def test_parameters_of_one_group_that_had_other_options_in_stocks_are_refused(
+def test_parameters_of_one_group_with_different_stock_options_are_refused(
     tmp_path: Path,
 ) -> None:
     save_by_stock(program(1), tmp_path, flatten=True)
@@ -150,7 +150,7 @@ def test_parameters_of_one_group_that_had_other_options_in_stocks_are_refused(
 
 
 @BOTH_SHAPES
-def test_a_stock_checkpoint_of_an_optimizer_with_less_state_is_missing_the_rest(
+def test_missing_state_of_an_optimizer_in_a_stock_checkpoint_is_named(
     tmp_path: Path, flatten: bool
 ) -> None:
     saved, fresh = program(1), program(0, amsgrad=True)
@@ -188,13 +188,13 @@ def test_a_leaf_that_a_stock_checkpoint_lacks_is_missing(tmp_path: Path) -> None
     assert mismatch(state, tmp_path).missing == ["train_state.nested.best"]
 
 
-def test_a_tensor_that_the_state_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_has_no_counterpart_in_the_state_is_refused(tmp_path: Path) -> None:
     stock_save({"train_state": {"step": torch.tensor(3)}}, tmp_path)
     report = mismatch({"train_state": {"step": 0}}, tmp_path)
     assert [name for name, _stored, _wanted in report.kinds] == ["train_state.step"]
 
 
-def test_dicts_within_lists_and_keys_that_are_numbers_are_restored_from_stock(
+def test_dicts_in_lists_and_keys_that_are_numbers_are_restored_from_stock(
     tmp_path: Path,
 ) -> None:
     saved = {"history": {"runs": [{"loss": 0.5}, {"loss": 0.25}], 7: "seven"}}
@@ -208,7 +208,7 @@ def test_dicts_within_lists_and_keys_that_are_numbers_are_restored_from_stock(
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_stock_torch_takes_what_is_saved_here(tmp_path: Path, steps: int) -> None:
+def test_stock_torch_restores_a_program_saved_by_the_manager(tmp_path: Path, steps: int) -> None:
     saved, fresh = program(steps, rate=0.7), program(0)
     torch_ckpt.save(AppState(saved).state_dict, tmp_path)
     stock_restore(fresh["model"], fresh["optimizer"], tmp_path)
@@ -232,7 +232,7 @@ def test_the_names_of_an_optimizer_are_those_of_stock_and_one_more(tmp_path: Pat
 
 
 class _Odd(torch.optim.Optimizer):
-    """Has options and states of many types."""
+    """Optimizer with options and states of many types."""
 
     def __init__(self, parameters: Any, odd: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "odd": odd})
@@ -247,7 +247,7 @@ class _Odd(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("odd", [{}, {1: 0.5}, [{"a": 1}], (torch.ones(2), 1), None, "text"])
-def test_options_and_states_of_any_type_are_restored_as_they_were(tmp_path: Path, odd: Any) -> None:
+def test_options_and_states_of_any_type_are_restored_unchanged(tmp_path: Path, odd: Any) -> None:
     def parts(steps: int, odd: Any) -> State:
         layer = nn.Linear(2, 2)
         optimizer = _Odd(layer.parameters(), odd)
@@ -262,17 +262,17 @@ def test_options_and_states_of_any_type_are_restored_as_they_were(tmp_path: Path
 
 
 class _Foreign:
-    """A type that nobody has declared safe."""
+    """Class that is not allow-listed."""
 
 
-def test_an_option_that_will_not_load_is_named_in_full() -> None:
+def test_an_option_that_cannot_be_loaded_is_named_with_its_full_key() -> None:
     layer = nn.Linear(2, 2)
     state = {"model": layer, "optimizer": _Odd(layer.parameters(), {"a": _Foreign()})}
     with pytest.warns(UserWarning, match=r"optimizer\.param_groups\.0\.odd.*Foreign"):
         AppState(state).state_dict()
 
 
-def test_an_option_that_the_checkpoint_does_not_know_stays(tmp_path: Path) -> None:
+def test_an_option_that_the_checkpoint_lacks_is_unchanged(tmp_path: Path) -> None:
     saved, fresh = program(1), program(0)
     torch_ckpt.save(AppState(saved).state_dict, tmp_path)
     for group in fresh["optimizer"].param_groups:

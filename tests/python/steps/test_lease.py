@@ -1,4 +1,4 @@
-"""One run writes beneath a root at a time: leases, whose runs live, have died, or are elsewhere."""
+"""Leases of a root, held by runs that live, have died, or are on another machine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from torch_ckpt import CheckpointManager, RootInUse
 from torch_ckpt.steps import lease
 from torch_ckpt.steps.lease import LEASE_NAME, Lease, Times
 
-#: So much older than a lease may be, in seconds.
+#: Age of a lease whose run is declared dead, in seconds.
 LONG_AGO = 1000.0
 
 
 class Child:
-    """A forked process that does some work, tells what came of it, and stays until it is ended."""
+    """Forked process that runs a function, sends its result, and stays until it is ended."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         out, into = os.pipe()
@@ -63,7 +63,7 @@ class Child:
 
 @contextmanager
 def run_in_a_child(root: Path) -> Iterator[Child]:
-    """Another run, which has the lease."""
+    """Starts another run, which holds the lease."""
     child = Child(Lease(os.fspath(root)).require)
     try:
         assert child.said() == "done"
@@ -83,7 +83,7 @@ def leased(root: Path, **options: Any) -> Iterator[Lease]:
 
 
 def record(root: Path, **fields: Any) -> Path:
-    """A lease that another process has left; by default one of another machine."""
+    """Writes the lease of another process; by default one of another machine."""
     root.mkdir(exist_ok=True)
     path = root / LEASE_NAME
     path.write_text(json.dumps({"host": "elsewhere", "pid": 123, "start": "7", **fields}))
@@ -110,7 +110,7 @@ def test_a_second_run_is_refused_while_the_first_is_alive_and_names_it(root: Pat
 
 def test_the_lease_of_a_dead_run_does_not_block(root: Path) -> None:
     with run_in_a_child(root) as child:
-        # Nobody has waited for it: it is still in the table of processes.
+        # Its exit status has not been collected: it is still in the process table.
         child.kill()
         eventually(lambda: lease._start_time(child.pid) is None)
         with leased(root):
@@ -145,7 +145,7 @@ def test_a_lease_is_removed_if_its_thread_cannot_start(
 
     root.mkdir(exist_ok=True)
     with monkeypatch.context() as patched:
-        # Python's own; a limit on threads would be one for those of the tests, too.
+        # Python's own function: a limit on threads would affect those of the tests.
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             Lease(os.fspath(root)).require()
@@ -200,7 +200,7 @@ def test_managers_of_one_process_share_the_lease_until_the_last_is_closed(root: 
 
 
 def tried_elsewhere(root: Path) -> str:
-    """What another process gets that wants the lease."""
+    """Returns the outcome of another process that requests the lease."""
     child = Child(Lease(os.fspath(root)).require)
     try:
         return child.said()
@@ -237,7 +237,7 @@ def test_a_forked_child_neither_holds_nor_releases_the_lease_of_its_parent(root:
         assert child.said() == "refused"
         made.require()
         made.release()
-        # The child lives on, and keeps nothing.
+        # The child continues to run and holds no lock.
         assert tried_elsewhere(root) == "done"
     finally:
         child.end()
@@ -355,7 +355,7 @@ def test_a_lease_is_touched_while_its_run_is_alive(root: Path) -> None:
         eventually(lambda: path.stat().st_mtime > time.time() - LONG_AGO / 2)
 
 
-# --- where it cannot be taken --------------------------------------------------------------------
+# --- leases that cannot be taken -----------------------------------------------------------------
 
 
 def test_a_root_on_a_read_only_disk_is_refused_unless_read_only(

@@ -1,4 +1,4 @@
-"""Steps beneath URLs: saved, loaded, verified, deleted, on each kind of file system."""
+"""Steps at URLs: saved, loaded, verified, deleted, on each kind of file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps beneath URLs that are deleted and swept, or must not be."""
+"""Deletions and sweeps of steps at URLs, and steps that must be kept."""
 
 from __future__ import annotations
 

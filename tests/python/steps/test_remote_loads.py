@@ -1,4 +1,4 @@
-"""Loads beneath URLs fetch ranges of bytes, and fail where those are not what they should be."""
+"""Loads from URLs: they fetch ranges of bytes, and refuse damaged data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_loading_a_quarter_of_the_names_fetches_a_quarter_of_the_bytes(flaky: Re
 
 
 class Shape:
-    """A stored tensor, and the part of it that is wanted."""
+    """A stored tensor, and the part that is loaded."""
 
     def __init__(self, tensor: torch.Tensor, offsets: list[int], lengths: list[int]) -> None:
         self.tensor, self.offsets, self.lengths = tensor, offsets, lengths
@@ -107,7 +107,7 @@ def ours() -> RemoteSteps:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> RemoteSteps:
-    """The same by torch's writer: without checksums of blocks."""
+    """Writes the tensor by torch's writer, without checksums of blocks."""
     steps = RemoteSteps(f"hooked://{uuid.uuid4().hex}/stock")
     path = tmp_path_factory.mktemp("stock")
     state = {name: shape.tensor for name, shape in PARTS.items()}
@@ -136,7 +136,7 @@ def test_a_part_of_a_record_fetches_its_bytes_and_few_blocks(
     Hooked.reads.clear()
     read_part(steps, name, PARTS[name])
     wanted = PARTS[name].part.nbytes
-    # The ends of the record twice, and what lies between them and the part; blocks of 16 KiB.
+    # The ends of the record twice, and the bytes between them and the part; blocks of 16 KiB.
     assert wanted <= bytes_read() < wanted + (400 << 10)
 
 

@@ -1,4 +1,4 @@
-"""Saves beneath URLs that fail, are killed, or replace a step."""
+"""Saves to URLs that fail, are killed, or replace a step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_files_that_vanish_before_the_marker_fail_the_save(flaky: RemoteSteps) -
     listed: list[str] = []
 
     def sweep_by_another_job(kind: str, path: str) -> None:
-        # The first listing is that of the save's beginning.
+        # The save lists the files first when it starts.
         if kind == "list":
             listed.append(path)
         if len(listed) == 2 and kind == "list":
@@ -162,7 +162,7 @@ torch_ckpt.save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
 
 @pytest.fixture(scope="module")
 def left_by_a_killed_save(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root in which the save of step 2 was killed before its marker."""
+    """Makes a root in which the save of step 2 was killed before its marker."""
     place = tmp_path_factory.mktemp("killed")
     assert run_script(KILLED, f"file://{place}/run", place).returncode == -signal.SIGKILL
     return place / "run"

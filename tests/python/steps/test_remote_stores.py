@@ -1,4 +1,4 @@
-"""The servers that other tests talk to."""
+"""Servers of other tests."""
 
 from __future__ import annotations
 

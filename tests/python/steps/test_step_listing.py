@@ -1,4 +1,4 @@
-"""What there is beneath a local root: steps, what is left of some, and what may go."""
+"""Contents of a local root: steps, leftovers, and what may be deleted."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_nothing_is_deleted_if_the_root_was_exchanged_since_the_save(
     with pytest.raises(OSError, match="another directory than at the last save"):
         store.delete(2)
     assert listed(store) == [(2, "complete")]
-    # Whose root it is by now.
+    # The root may belong to another run by now.
     saved(store, 3)
     assert store.delete(2)
     assert listed(store) == [(3, "complete")]
@@ -324,7 +324,7 @@ def test_the_sweep_of_a_run_spares_the_saves_of_its_ranks(store: LocalSteps) -> 
 def test_a_save_uses_the_directory_that_another_rank_has_made(store: LocalSteps) -> None:
     path = Path(store.root) / f"0000000002.tmp-{ATTEMPT}"
     path.mkdir(parents=True)
-    # Held open, so that no other one can get its number.
+    # Held open, so that no other directory can get its inode number.
     with closing(OpenDirectory(path)) as made:
         step = saved(store, 2)
         assert step.stat().st_ino == os.fstat(made.fd).st_ino

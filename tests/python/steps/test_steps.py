@@ -1,4 +1,4 @@
-"""A step is saved and named, replaced, or refused for want of room."""
+"""Saves of a step: its name, its replacement, and refusals for lack of space."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_failed_replacing_rename_keeps_the_old_step(store: LocalSteps) -> None
     assert value_of(Path(store.path_of(2))) == 1.0
 
 
-def test_if_the_last_fsync_fails_the_step_exists_and_the_error_says_so(
+def test_if_the_last_fsync_fails_the_step_exists_and_the_error_reports_that(
     store: LocalSteps,
 ) -> None:
     with failing("fsync_directory", EIO, store.root):
@@ -356,7 +356,7 @@ def test_a_save_without_enough_space_is_refused_before_it_writes(store: LocalSte
     assert names(store) == []
 
 
-def test_room_is_made_before_a_save_is_refused(small_disk: Path) -> None:
+def test_make_room_is_called_before_a_save_is_refused(small_disk: Path) -> None:
     store = LocalSteps(small_disk / "run")
     other = small_disk / "other"
     other.write_bytes(bytes(7 << 20))
@@ -381,7 +381,7 @@ def test_a_replaced_step_stays_pinned(store: LocalSteps) -> None:
 
 def test_a_step_that_replaces_one_during_its_deletion_stays(store: LocalSteps) -> None:
     saved(store, 3, 1.0)
-    # The deletion has the old step for itself, and is going to rename it.
+    # The deletion has locked the old step and is about to rename it.
     with before(
         "rename", lambda: saved(store, 3, 2.0, overwrite=True), f"{store.path_of(3)}.deleted-*"
     ):
@@ -399,7 +399,7 @@ def test_files_that_rank_0_does_not_see_fail_the_save(tmp_path: Path) -> None:
     assert [info.complete for info in store.entries()] in ([], [False])
 
 
-def test_room_is_not_made_if_there_is_enough(store: LocalSteps) -> None:
+def test_make_room_is_not_called_if_there_is_enough_space(store: LocalSteps) -> None:
     saved(store, 3, expected_bytes=1, make_room=fail(AssertionError("there is room")))
 
 

@@ -24,7 +24,7 @@ print(*sorted(m for m in set(sys.modules) - before if not m.startswith("torch_ck
 
 @pytest.fixture
 def memory() -> str:
-    """A URL in memory that nobody else has."""
+    """Makes a unique URL in memory."""
     return f"memory://{uuid.uuid4().hex}"
 
 
@@ -84,7 +84,7 @@ def test_mkdir_names_a_url_with_an_unknown_protocol() -> None:
 
 def test_mkdir_names_the_package_that_a_url_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    # Of tests that have used it. `fsspec.registry` is a view of what this module has.
+    # Entries of tests that have used it. `fsspec.registry` is a view of this module's dict.
     registry = sys.modules["fsspec.registry"]
     monkeypatch.delitem(registry._registry, "s3", raising=False)
     with pytest.raises(ImportError, match=r"s3://bucket/run: Install s3fs"):

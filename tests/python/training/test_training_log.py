@@ -1,4 +1,4 @@
-"""Scalars and histograms of a step; with a real TensorBoard where it is installed."""
+"""Scalars and histograms of a step, with a real TensorBoard if it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: traces that a viewer can read, where they were asked for."""
+"""Profiles: traces in their requested directories, readable by a viewer."""
 
 from __future__ import annotations
 
