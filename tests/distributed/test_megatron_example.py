@@ -29,7 +29,7 @@ def losses(path: Path) -> dict[int, set[float]]:
 
 
 @pytest.mark.timeout(800)
-def test_a_training_killed_in_a_save_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_training_killed_during_a_save_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = train("--steps", "10", "--checkpoints", tmp_path / "a", "--losses", tmp_path / "a.l")
     assert straight.returncode == 0, straight.stdout
     again = ("--checkpoints", tmp_path / "b", "--losses", tmp_path / "b.l")
