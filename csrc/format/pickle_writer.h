@@ -36,7 +36,7 @@ class PickleWriter {
       put(op::kBinint);
       little(value, 4);
     } else {
-      // As few bytes as keep the sign bit clear.
+      // The fewest bytes that keep the sign bit clear.
       std::size_t size = 5;
       while (size < 8 && value >> (8 * size - 1) != 0) ++size;
       put(op::kLong1);

@@ -45,7 +45,7 @@ struct FileResult {
 // A truncated or changed frame and all frames after it are refused (frame_damaged).
 enum class FrameKind : std::uint32_t { file = 1, failure = 2, object = 3, begin = 4 };
 
-/// The process that sent a value. The start time tells it from a later process with the same id.
+/// The process that sent a value. A later process with the same id has another start time.
 struct Sender {
   std::uint64_t process = 0;
   std::uint64_t start = 0;  // start time of the process, in the system's ticks

@@ -18,11 +18,11 @@ namespace torch_ckpt::index {
 namespace {
 
 // Bytes and elements are counted in 63 bits.
-constexpr std::uint64_t kMostBytes = std::numeric_limits<std::int64_t>::max();
+constexpr std::uint64_t kMaxBytes = std::numeric_limits<std::int64_t>::max();
 
-constexpr std::size_t kMostPathBytes = 4096;  // Linux's own limit
+constexpr std::size_t kMaxPathBytes = 4096;  // Linux's own limit
 
-/// As Python's decoder of pickled strings takes it, which lets surrogates pass.
+/// True if Python can decode the bytes of a pickled string. It allows surrogates.
 bool is_text(std::string_view bytes) {
   for (std::size_t i = 0; i < bytes.size();) {
     const auto lead = static_cast<unsigned char>(bytes[i]);
@@ -52,29 +52,29 @@ bool has_surrogates(std::string_view text) {
   return false;
 }
 
-bool lies_beneath(std::string_view file) {
-  return file.size() <= kMostPathBytes && !has_surrogates(file) && os::names_file_beneath(file);
+bool is_beneath(std::string_view file) {
+  return file.size() <= kMaxPathBytes && !has_surrogates(file) && os::names_file_beneath(file);
 }
 
-/// Of several spellings of a path, one.
-std::string plain(std::string_view file) {
-  std::string spelled;
+/// Removes empty parts and "." from a path.
+std::string normalized(std::string_view file) {
+  std::string path;
   while (!file.empty()) {
     const std::string_view part = file.substr(0, file.find('/'));
     file.remove_prefix(std::min(file.size(), part.size() + 1));
     if (part.empty() || part == ".") continue;
-    if (!spelled.empty()) spelled += '/';
-    spelled += part;
+    if (!path.empty()) path += '/';
+    path += part;
   }
-  return spelled;
+  return path;
 }
 
-/// As Python shows a string.
+/// Formats a file name as Python's repr() does, and truncates it.
 std::string quoted(std::string_view file) {
-  constexpr std::size_t kMost = 200;
+  constexpr std::size_t kMaxShown = 200;
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string text = "'";
-  for (const char c : file.substr(0, kMost)) {
+  for (const char c : file.substr(0, kMaxShown)) {
     const auto byte = static_cast<unsigned char>(c);
     if (c == '\\') {
       text += "\\\\";
@@ -86,7 +86,7 @@ std::string quoted(std::string_view file) {
       text += c;
     }
   }
-  return text + (file.size() > kMost ? "..." : "'");
+  return text + (file.size() > kMaxShown ? "..." : "'");
 }
 
 }  // namespace
@@ -102,7 +102,7 @@ class IndexBuilder {
       metadata_ = &values_.objects[values_.root.number()];
       index_.extents_ = values_.extents;
       products_.resize(values_.extents.size(), kUnknown);
-      add_entries() && add_places() && check_paths() && check_storage_meta() && add_tables();
+      add_entries() && add_locations() && check_paths() && check_storage_meta() && add_tables();
     }
     if (error_) return std::move(*error_);
     return std::move(index_);
@@ -112,14 +112,13 @@ class IndexBuilder {
   using Entry = CheckpointIndex::Entry;
   using Shard = CheckpointIndex::Shard;
   using Stray = CheckpointIndex::Stray;
-  using Text = CheckpointIndex::Text;
+  using TextRef = CheckpointIndex::TextRef;
 
   static constexpr std::uint32_t kNone = CheckpointIndex::kNone;
   static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
-  /// The offset of no opcode.
-  static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
+  static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
 
-  // --- errors: the first one ends it; all return false ---
+  // --- errors: the first one ends the run; all functions return false ---
 
   bool fail(std::string detail) {
     error_ = format_error(Errc::metadata_inconsistent, std::move(detail));
@@ -130,24 +129,24 @@ class IndexBuilder {
   }
   bool fail_outside(std::string_view name, const std::string& file) {
     error_ = format_error(Errc::outside_directory,
-                          std::string(name) + ": the metadata says that its data lies in " + file +
+                          std::string(name) + ": the metadata places its data in " + file +
                               ", which is not a file in the checkpoint's directory");
     return false;
   }
 
   // --- texts ---
 
-  /// Of a key that is no text what there is to show.
-  std::string shown(const Value& key) const {
-    if (key.kind == Kind::text) return std::string(values_.text(key));
-    return key.kind == Kind::small_integer ? values_.number(key) : values_.kind(key);
+  /// Describes a key for a message: its text or number, else its type.
+  std::string describe_key(const Value& key) const {
+    if (key.kind == ValueKind::text) return std::string(values_.text(key));
+    return key.kind == ValueKind::small_integer ? values_.number(key) : values_.kind(key);
   }
 
-  /// A long text, by the offset of its opcode. Any number of pairs may refer to one text, so what
-  /// costs time or memory in proportion to its bytes is done once.
+  /// Results for a long text. Any number of values may refer to one text, so work in proportion to
+  /// its length is done once for each text.
   struct LongText {
-    bool is_checked = false;    // as a name
-    bool is_looked_up = false;  // in the complete list of entries
+    bool is_checked = false;    // check_name() has succeeded
+    bool is_looked_up = false;  // `entry` is set, after all entries were added
     std::optional<std::uint32_t> entry;
   };
   static constexpr std::size_t kShortBytes = 256;
@@ -155,8 +154,8 @@ class IndexBuilder {
   LongText* long_text(const Value& value, std::string_view text) {
     return text.size() > kShortBytes ? &long_texts_[value.payload] : nullptr;
   }
-  /// The text in the index's memory, where it is put once.
-  Text added_text(const Value& value) {
+  /// Copies the text to the index, once for each opcode that pushes it.
+  TextRef added_text(const Value& value) {
     const auto [known, is_new] = added_texts_.try_emplace(value.payload);
     if (is_new) known->second = index_.add_text(values_.text(value));
     return known->second;
@@ -164,9 +163,9 @@ class IndexBuilder {
   bool check_name(const Value& value, std::string_view name, const char* where) {
     LongText* known = long_text(value, name);
     if (known != nullptr && known->is_checked) return true;
-    if (name.size() > CheckpointIndex::kMostNameBytes) {
+    if (name.size() > CheckpointIndex::kMaxNameBytes) {
       return fail(std::string(where) + " has a name of " + std::to_string(name.size()) +
-                  " bytes, more than " + std::to_string(CheckpointIndex::kMostNameBytes));
+                  " bytes, more than " + std::to_string(CheckpointIndex::kMaxNameBytes));
     }
     if (!is_text(name)) return fail(std::string(where) + " has a name that is not UTF-8");
     if (known != nullptr) known->is_checked = true;
@@ -184,7 +183,7 @@ class IndexBuilder {
     const std::size_t count = values_.count(*dict) / 2;
     index_.names_.reserve(count);
     index_.entries_.reserve(count);
-    index_.shards_.reserve(std::max(count, values_.places.size()));
+    index_.shards_.reserve(std::max(count, values_.storage_infos.size()));
     values_.for_each_pair(*dict, [&](const Value& key, const Value& value) {
       if (!error_) add_entry(key, value);
     });
@@ -192,7 +191,7 @@ class IndexBuilder {
   }
 
   bool add_entry(const Value& key, const Value& value) {
-    if (key.kind != Kind::text) {
+    if (key.kind != ValueKind::text) {
       return fail("state_dict_metadata has a key that is " + values_.kind(key));
     }
     const std::string_view name = values_.text(key);
@@ -208,10 +207,10 @@ class IndexBuilder {
         if (!add_tensor(name, values_.objects[value.number()], entry)) return false;
         break;
       default:
-        return fail(name, "the metadata describes it by " + values_.kind(value));
+        return fail(name,
+                    "the metadata has " + values_.kind(value) + " instead of its description");
     }
     entry.shard_count = static_cast<std::uint32_t>(index_.shards_.size()) - entry.first_shard;
-    // A pickler writes each key of a dict once.
     if (!index_.names_.add(name).second) {
       return fail(name, "state_dict_metadata has this name twice");
     }
@@ -220,8 +219,8 @@ class IndexBuilder {
   }
 
   bool add_tensor(std::string_view name, const Object& instance, Entry& entry) {
-    if (!instance.built || !values_.tensors[instance.first].is_whole) {
-      return fail(name, "the metadata does not have all of its description");
+    if (!instance.built || !values_.tensors[instance.first].is_complete) {
+      return fail(name, "the metadata lacks a part of its description");
     }
     const TensorRecord& record = values_.tensors[instance.first];
     const Object* chunks = values_.object(record.chunks, ObjectKind::list);
@@ -235,7 +234,8 @@ class IndexBuilder {
     if (!check_bytes(name, entry)) return false;
     const std::size_t count = values_.count(*chunks);
     if (count > 1) {
-      // Each name would ask for the work of all of them, and torch shares none.
+      // torch never shares a list of shards. Refuse it: a short pickle could otherwise give many
+      // tensors one long list.
       if (is_list_seen_.empty()) is_list_seen_.resize(values_.objects.size());
       const std::uint32_t number = record.chunks.number();
       if (is_list_seen_[number]) {
@@ -257,9 +257,9 @@ class IndexBuilder {
     const Object& instance = values_.objects[value.number()];
     const PropertiesRecord none;
     const PropertiesRecord& record = instance.built ? values_.properties[instance.first] : none;
-    if (record.dtype.kind != Kind::global ||
+    if (record.dtype.kind != ValueKind::global ||
         values_.globals[record.dtype.number()].type != Class::dtype) {
-      return fail(name, "the metadata says that its dtype is " + values_.kind(record.dtype));
+      return fail(name, "the metadata has " + values_.kind(record.dtype) + " instead of its dtype");
     }
     const auto [known, is_new] =
         dtypes_.try_emplace(record.dtype.number(), static_cast<std::uint32_t>(dtypes_.size()));
@@ -267,16 +267,16 @@ class IndexBuilder {
       const std::string& full = values_.globals[record.dtype.number()].name;
       index_.dtypes_.push_back(full.substr(full.find(' ') + 1));
       const format::Dtype* dtype = format::find_dtype(index_.dtypes_.back());
-      // Of dtypes without a size of their own, which cannot be loaded.
+      // A dtype without a known size cannot be loaded; the size only bounds the tensor here.
       item_bytes_.push_back(dtype == nullptr ? 1 : dtype->item_bytes);
     }
     entry.dtype = known->second;
     entry.requires_grad =
-        record.requires_grad.kind == Kind::boolean && record.requires_grad.is(Value::kIs);
+        record.requires_grad.kind == ValueKind::boolean && record.requires_grad.is(Value::kTrue);
     return true;
   }
 
-  /// Sets products_ of the extents.
+  /// Checks extents and sets their product in products_.
   bool check_extents(std::string_view name, const ExtentsField& field, const char* what) {
     if (field.problem != Object::kNothing) {
       std::string problem = values_.problems[field.problem];
@@ -286,10 +286,10 @@ class IndexBuilder {
     std::uint64_t& product = products_[field.id];
     if (product != kUnknown) return true;
     const std::span<const std::int64_t> numbers = values_.extents.at(field.id);
-    if (numbers.size() > CheckpointIndex::kMostDimensions) {
+    if (numbers.size() > CheckpointIndex::kMaxDimensions) {
       return fail(name, "the metadata has " + std::string(what) + " of " +
                             std::to_string(numbers.size()) + " dimensions, more than " +
-                            std::to_string(CheckpointIndex::kMostDimensions));
+                            std::to_string(CheckpointIndex::kMaxDimensions));
     }
     bool is_empty = false;
     for (const std::int64_t number : numbers) {
@@ -301,8 +301,8 @@ class IndexBuilder {
     }
     product = is_empty ? 0 : 1;
     for (const std::int64_t number : numbers) {
-      if (product > 0 && static_cast<std::uint64_t>(number) > kMostBytes / product) {
-        product = kMostBytes + 1;
+      if (product > 0 && static_cast<std::uint64_t>(number) > kMaxBytes / product) {
+        product = kMaxBytes + 1;
         break;
       }
       product *= static_cast<std::uint64_t>(number);
@@ -311,8 +311,8 @@ class IndexBuilder {
   }
 
   bool check_bytes(std::string_view name, const Entry& entry) {
-    if (products_[entry.size] <= kMostBytes / item_bytes_[entry.dtype]) return true;
-    return fail(name, "the metadata says that it has 2**63 or more bytes");
+    if (products_[entry.size] <= kMaxBytes / item_bytes_[entry.dtype]) return true;
+    return fail(name, "the metadata gives it 2**63 or more bytes");
   }
 
   bool add_shard(std::string_view name, const Value& value, const Entry& entry,
@@ -321,8 +321,8 @@ class IndexBuilder {
       return fail(name, "the metadata has " + values_.kind(value) + " instead of a shard");
     }
     const Object& instance = values_.objects[value.number()];
-    if (!instance.built || !values_.shards[instance.first].is_whole) {
-      return fail(name, "the metadata has a shard without a place");
+    if (!instance.built || !values_.shards[instance.first].is_complete) {
+      return fail(name, "the metadata has a shard without offsets or sizes");
     }
     const ShardRecord& record = values_.shards[instance.first];
     if (!check_extents(name, record.offsets, "a shard's offset") ||
@@ -338,7 +338,7 @@ class IndexBuilder {
     }
     held += products_[record.sizes.id];
     if (held > products_[entry.size]) {
-      // One shard many times over is how little metadata asks for much work.
+      // Refuse this: a short pickle could otherwise repeat one shard many times.
       return fail(name, "the metadata has shards with more elements than the " +
                             std::to_string(products_[entry.size]) + " of the tensor; they overlap");
     }
@@ -348,7 +348,7 @@ class IndexBuilder {
     return true;
   }
 
-  // --- places ---
+  // --- locations ---
 
   struct Range {
     std::uint64_t offset = 0;
@@ -357,89 +357,90 @@ class IndexBuilder {
     Value name;
   };
 
-  bool add_places() {
+  bool add_locations() {
     const auto stored = values_.attribute(*metadata_, "storage_data");
-    if (!stored || stored->kind == Kind::none) return true;
+    if (!stored || stored->kind == ValueKind::none) return true;
     const Object* dict = values_.object(*stored, ObjectKind::dict);
     if (dict == nullptr) return fail("storage_data is " + values_.kind(*stored) + ", not a dict");
     next_shards_.resize(index_.entries_.size());
     is_key_seen_.resize(values_.keys.size());
     ranges_.reserve(values_.count(*dict) / 2);
     values_.for_each_pair(*dict, [&](const Value& key, const Value& value) {
-      if (!error_) add_place(key, value);
+      if (!error_) add_location(key, value);
     });
     if (error_) return false;
-    share_places();
+    share_locations();
     return check_overlaps();
   }
 
-  bool add_place(const Value& key, const Value& value) {
+  bool add_location(const Value& key, const Value& value) {
     if (values_.type(key) != Class::key) {
       return fail("storage_data has a key that is " + values_.kind(key));
     }
     const Object& instance = values_.objects[key.number()];
     const KeyRecord none;
     const KeyRecord& index = instance.built ? values_.keys[instance.first] : none;
-    if (index.name.kind != Kind::text) {
+    if (index.name.kind != ValueKind::text) {
       return fail("storage_data has an index whose name is " + values_.kind(index.name));
     }
     const std::string_view name = values_.text(index.name);
     if (!check_name(index.name, name, "storage_data")) return false;
-    // Again and again, it would be little metadata and many records.
+    // A short pickle could otherwise repeat one key many times.
     if (is_key_seen_[instance.first]) return fail(name, "storage_data has the same key twice");
     is_key_seen_[instance.first] = true;
-    if (values_.type(value) != Class::place) {
-      return fail(name, "the metadata has " + values_.kind(value) + ", not its place in a file");
+    if (values_.type(value) != Class::storage_info) {
+      return fail(name, "the metadata has " + values_.kind(value) + " instead of its location");
     }
-    const Object& info = values_.objects[value.number()];
-    if (!info.built || !values_.places[info.first].is_whole) {
-      return fail(name, "the metadata says only in part where it is stored");
+    const Object& stored = values_.objects[value.number()];
+    if (!stored.built || !values_.storage_infos[stored.first].is_complete) {
+      return fail(name, "the metadata gives it an incomplete location");
     }
-    const PlaceRecord& place = values_.places[info.first];
+    const StorageInfoRecord& info = values_.storage_infos[stored.first];
     Shard found;
-    if (!find_file(name, place.file, found.file)) return false;
-    const bool are_counts = is_integer(place.offset) && is_integer(place.length);
-    if (!are_counts || place.offset.integer() < 0 || place.length.integer() < 0 ||
-        place.length.payload > kMostBytes - place.offset.payload) {
-      const std::string end = are_counts ? "; that ends nowhere in a file" : "";
-      return fail(name, "the metadata says that it is stored at byte " +
-                            values_.number(place.offset) + ", in " + values_.number(place.length) +
-                            " bytes" + end);
+    if (!find_file(name, info.file, found.file)) return false;
+    const auto is_count = [](const Value& number) {
+      return is_integer(number) && number.integer() >= 0;
+    };
+    const bool are_counts = is_count(info.offset) && is_count(info.length);
+    if (!are_counts || info.length.payload > kMaxBytes - info.offset.payload) {
+      return fail(name, "the metadata gives it the file offset " + values_.number(info.offset) +
+                            " and the length " + values_.number(info.length) +
+                            (are_counts ? "; their sum is 2**63 or more" : ""));
     }
-    found.offset = place.offset.payload;
-    found.length = place.length.payload;
-    if (!check_transforms(name, place.transforms, found.is_transformed)) return false;
+    found.offset = info.offset.payload;
+    found.length = info.length.payload;
+    if (!check_transforms(name, info.transforms, found.is_transformed)) return false;
     if (found.length > 0) ranges_.push_back({found.offset, found.length, found.file, index.name});
-    put(name, index, found);
+    assign_location(name, index, found);
     return true;
   }
 
   static bool is_integer(const Value& value) {
-    return value.kind == Kind::small_integer || value.kind == Kind::integer;
+    return value.kind == ValueKind::small_integer || value.kind == ValueKind::integer;
   }
 
-  /// The number of a file.
+  /// Sets `number` to the number of a file.
   bool find_file(std::string_view name, const Value& value, std::uint32_t& number) {
-    if (value.kind != Kind::text) return fail_outside(name, values_.kind(value));
-    // Its name is written once by most picklers.
+    if (value.kind != ValueKind::text) return fail_outside(name, values_.kind(value));
+    // Most picklers write the name of a file once, so its opcode identifies the file.
     if (value.payload == last_file_at_) {
       number = last_file_;
       return true;
     }
     const std::string_view file = values_.text(value);
-    if (file.size() > kMostPathBytes) return fail_outside(name, quoted(file));
+    if (file.size() > kMaxPathBytes) return fail_outside(name, quoted(file));
     const auto [known, is_new] =
         file_numbers_.try_emplace(file, static_cast<std::uint32_t>(index_.files_.size()));
     if (is_new) {
-      if (!is_text(file) || !lies_beneath(file)) return fail_outside(name, quoted(file));
+      if (!is_text(file) || !is_beneath(file)) return fail_outside(name, quoted(file));
       index_.files_.push_back(index_.add_text(file));
       if (file.find('/') != std::string_view::npos) {
-        const std::string spelled = plain(file);
-        const auto same = spellings_.try_emplace(spelled, known->second).first;
+        const std::string path = normalized(file);
+        const auto same = normalized_.try_emplace(path, known->second).first;
         same_file_.push_back(same->second);
       } else {
         same_file_.push_back(
-            spellings_.try_emplace(std::string(file), known->second).first->second);
+            normalized_.try_emplace(std::string(file), known->second).first->second);
       }
     }
     last_file_at_ = value.payload;
@@ -447,40 +448,40 @@ class IndexBuilder {
     return true;
   }
 
-  bool check_transforms(std::string_view name, const Value& value, bool& has_some) {
-    if (value.kind == Kind::none) return true;
+  bool check_transforms(std::string_view name, const Value& value, bool& has_transforms) {
+    if (value.kind == ValueKind::none) return true;
     const Object* list = values_.object(value, ObjectKind::list);
     std::size_t count = 0;
     bool are_texts = true;
-    const auto look_at = [&](const Value& part) {
-      are_texts = are_texts && part.kind == Kind::text;
+    const auto visit = [&](const Value& part) {
+      are_texts = are_texts && part.kind == ValueKind::text;
       ++count;
     };
     if (list != nullptr) {
-      values_.for_each(*list, look_at);
-    } else if (value.kind == Kind::tuple) {
-      std::ranges::for_each(values_.tuple(value), look_at);
+      values_.for_each(*list, visit);
+    } else if (value.kind == ValueKind::tuple) {
+      std::ranges::for_each(values_.tuple(value), visit);
     } else {
-      are_texts = value.kind == Kind::extents && value.is(Value::kIs) &&
+      are_texts = value.kind == ValueKind::extents && value.is(Value::kTuple) &&
                   values_.extents.at(value.number()).empty();
     }
-    if (count > CheckpointIndex::kMostTransforms) {
+    if (count > CheckpointIndex::kMaxTransforms) {
       return fail(name, "the metadata has " + std::to_string(count) + " transforms, more than " +
-                            std::to_string(CheckpointIndex::kMostTransforms));
+                            std::to_string(CheckpointIndex::kMaxTransforms));
     }
     if (!are_texts) {
       return fail(name, "the metadata has " + values_.kind(value) + " instead of its transforms");
     }
-    has_some = count > 0;
+    has_transforms = count > 0;
     return true;
   }
 
-  // Shards of tensors by entry and offsets.
+  // --- table of tensors' shards by entry and offsets ---
 
   static std::uint64_t shard_key(std::uint32_t entry, std::uint32_t offsets) {
     return (std::uint64_t{entry} << 32) | offsets;
   }
-  /// The slot of a shard, or the free one for it. A slot holds the shard's number + 1.
+  /// The slot of a shard, or the free slot for it. A slot holds the shard's number + 1.
   std::uint32_t& slot_of(std::uint64_t key) {
     if (shard_slots_.empty()) fill_shard_slots();
     const std::size_t mask = shard_slots_.size() - 1;
@@ -505,8 +506,8 @@ class IndexBuilder {
     }
   }
 
-  /// The number of an entry. Its name is written once by most picklers, and then known by its
-  /// place.
+  /// Returns the number of an entry. Most picklers write a name once, so recent names are found by
+  /// the offset of their opcode.
   std::optional<std::uint32_t> entry_of(std::string_view name, const Value& text) {
     Known& known = known_[(text.payload * 0x9e3779b97f4a7c15) >> (64 - kKnownBits)];
     if (known.at == text.payload) return known.entry;
@@ -521,7 +522,7 @@ class IndexBuilder {
     return entry;
   }
 
-  void put(std::string_view name, const KeyRecord& key, const Shard& place) {
+  void assign_location(std::string_view name, const KeyRecord& key, const Shard& location) {
     const std::uint32_t offsets =
         key.has_offsets && key.offsets.problem == Object::kNothing ? key.offsets.id : kNone;
     Shard* shard = nullptr;
@@ -531,7 +532,7 @@ class IndexBuilder {
         Shard& only = index_.shards_[entry.first_shard];
         if (only.offsets == offsets && key.has_offsets == entry.is_tensor) shard = &only;
       } else if (entry.shard_count > 1 && offsets != kNone) {
-        // Most writers list places in the order of the shards.
+        // Most writers store locations in the order of the shards.
         std::uint32_t& next = next_shards_[*number];
         if (next < entry.shard_count &&
             index_.shards_[entry.first_shard + next].offsets == offsets) {
@@ -547,14 +548,14 @@ class IndexBuilder {
       stray.offsets = offsets;
       shard = &stray.shard;
     }
-    shard->file = place.file;
-    shard->offset = place.offset;
-    shard->length = place.length;
-    shard->is_transformed = place.is_transformed;
+    shard->file = location.file;
+    shard->offset = location.offset;
+    shard->length = location.length;
+    shard->is_transformed = location.is_transformed;
   }
 
-  /// Empty shards of a tensor may lie at the same offsets, and have one record then.
-  void share_places() {
+  /// Empty shards of a tensor may have the same offsets. They then share one record.
+  void share_locations() {
     for (std::uint32_t number = 0; number < index_.entries_.size(); ++number) {
       const Entry& entry = index_.entries_[number];
       if (!entry.is_tensor || entry.shard_count < 2) continue;
@@ -570,7 +571,7 @@ class IndexBuilder {
   }
 
   bool check_overlaps() {
-    // Each file's together, without sorting what is one file's already.
+    // Group the ranges by file with a counting sort, then sort each group by offset.
     std::vector<std::uint32_t> begins(index_.files_.size() + 1);
     for (Range& range : ranges_) {
       range.file = same_file_[range.file];
@@ -587,34 +588,34 @@ class IndexBuilder {
       for (auto next_one = begin; next_one != end; ++next_one) {
         if (next_one == begin) continue;
         const Range& one = *(next_one - 1);
-        // A small file could stand for a large load.
+        // With overlaps, a small file could cause a large load.
         if (one.length > next_one->offset - one.offset) {
           return fail(values_.text(one.name),
-                      "the metadata says that it has " + std::to_string(one.length) +
-                          " bytes from " + std::to_string(one.offset) + " on in " +
-                          std::string(index_.text(index_.files_[file])) + ", and " +
-                          std::string(values_.text(next_one->name)) + " begins amid them, at " +
-                          std::to_string(next_one->offset));
+                      "the metadata gives it " + std::to_string(one.length) + " bytes from byte " +
+                          std::to_string(one.offset) + " on of " +
+                          std::string(index_.text(index_.files_[file])) + "; " +
+                          std::string(values_.text(next_one->name)) + " overlaps them from byte " +
+                          std::to_string(next_one->offset) + " on");
         }
       }
     }
     return true;
   }
 
-  // --- the rest ---
+  // --- paths ---
 
-  // torch's set_element walks each path, makes a dict or list for each part, and fills lists up to
-  // the number that it finds there. The lists of all paths together may have an item for each byte
-  // of the metadata, and kFreeItems more. A state dict makes lists with at most one item for each
-  // part of a path. A path of texts makes no list.
+  // torch's set_element follows each path, creates a dict or list for each part, and extends a list
+  // up to the index that the part has. All these lists together may have one item for each byte of
+  // the metadata, and kFreeItems more. The paths of a state dict need at most one item for each
+  // part. A path without numbers creates no list.
 
   static constexpr std::uint64_t kFreeItems = std::uint64_t{1} << 16;
 
-  /// The containers that paths lead to, by their parent and the part that leads there.
+  /// The containers that set_element would create, by their parent and the path part.
   struct Containers {
     struct Step {
       std::uint32_t parent = 0;
-      Kind kind = Kind::none;
+      ValueKind kind = ValueKind::none;
       std::uint64_t payload = 0;
       bool operator==(const Step&) const = default;
     };
@@ -626,7 +627,7 @@ class IndexBuilder {
       }
     };
     std::unordered_map<Step, std::uint32_t, Hash> numbers;
-    std::vector<std::uint64_t> items{0};  // if it is a list
+    std::vector<std::uint64_t> items{0};  // by container: items if it is a list
   };
 
   bool check_paths() {
@@ -634,7 +635,7 @@ class IndexBuilder {
     if (!paths) return true;
     const Object* dict = values_.object(*paths, ObjectKind::dict);
     if (dict == nullptr) dict = values_.object(*paths, ObjectKind::mapping);
-    if (dict == nullptr) return true;  // some planner's own, which torch makes nothing of
+    if (dict == nullptr) return true;  // data of a custom planner; torch builds nothing from it
     Containers made;
     NameTable words;
     std::uint64_t steps = values_.bytes.size() + kFreeItems;
@@ -643,24 +644,24 @@ class IndexBuilder {
     const auto walk = [&](const Value& key, const Value& part) {
       if (error_) return;
       check_index(key, part, made.items[at], items);
-      // Texts of the same bytes are one key, wherever they are written.
+      // Equal texts are the same key, even if two opcodes push them.
       const std::uint64_t payload =
-          part.kind == Kind::text ? words.add(values_.text(part)).first : part.payload;
+          part.kind == ValueKind::text ? words.add(values_.text(part)).first : part.payload;
       const auto [known, is_new] = made.numbers.try_emplace(
           {at, part.kind, payload}, static_cast<std::uint32_t>(made.items.size()));
       if (is_new) made.items.push_back(0);
       at = known->second;
     };
     const auto for_each_part = [&](const Value& path, const auto& visit) {
-      if (path.kind == Kind::extents) {
+      if (path.kind == ValueKind::extents) {
         for (const std::int64_t number : values_.extents.at(path.number())) {
-          visit(Value{Kind::integer, 0, 0, 1, static_cast<std::uint64_t>(number)});
+          visit(Value{ValueKind::integer, 0, 0, 1, static_cast<std::uint64_t>(number)});
         }
-      } else if (path.kind == Kind::tuple) {
+      } else if (path.kind == ValueKind::tuple) {
         for (const Value& part : values_.tuple(path)) visit(part);
       } else if (const Object* list = values_.object(path, ObjectKind::list)) {
         values_.for_each(*list, visit);
-      } else if (path.kind == Kind::object) {
+      } else if (path.kind == ValueKind::object) {
         const Object* keyed = values_.object(path, ObjectKind::dict);
         if (keyed == nullptr) keyed = values_.object(path, ObjectKind::mapping);
         if (keyed == nullptr) return;
@@ -671,11 +672,12 @@ class IndexBuilder {
       if (error_) return;
       bool are_texts = true;
       for_each_part(path, [&](const Value& part) {
-        are_texts = are_texts && part.kind == Kind::text;
+        are_texts = are_texts && part.kind == ValueKind::text;
         if (steps > 0) --steps;
       });
       if (steps == 0) {
-        fail(shown(key), "the metadata gives many names one long path");
+        fail(describe_key(key),
+             "the paths in the metadata have more parts than the metadata has bytes");
       } else if (!are_texts) {
         at = 0;
         for_each_part(path, [&](const Value& part) { walk(key, part); });
@@ -684,38 +686,41 @@ class IndexBuilder {
     return !error_;
   }
 
-  /// Takes from `left` the items that a list gets if the part is an index into it.
+  /// If the part is an index into a list, subtracts the items that the list gains from `left`.
   void check_index(const Value& key, const Value& part, std::uint64_t& items, std::uint64_t& left) {
     std::uint64_t end = 0;
     if (is_integer(part) && part.integer() >= 0) {
       end = part.payload + 1;
-    } else if (part.kind == Kind::real) {
-      // set_element compares the length of the list with it, if a further part follows.
+    } else if (part.kind == ValueKind::real) {
+      // set_element compares the list's length with the number if another part follows.
       const auto number = std::bit_cast<double>(part.payload);
       if (!(number > 0)) return;
       end = number < 1e18 ? static_cast<std::uint64_t>(number) + 2 : kUnknown;
-    } else if (is_integer(part) || part.kind == Kind::large_integer) {
+    } else if (is_integer(part) || part.kind == ValueKind::large_integer) {
       end = kUnknown;
     }
     if (end <= items) return;
     if (end - items > left) {
-      fail(shown(key), "the metadata places it in a list at " + shown_index(part) +
-                           "; the lists of all paths would have more items than the metadata has "
-                           "bytes");
+      fail(describe_key(key),
+           "the metadata places it in a list at " + describe_index(part) +
+               "; the lists of all paths would have more items than the metadata has "
+               "bytes");
       return;
     }
     left -= end - items;
     items = end;
   }
 
-  std::string shown_index(const Value& part) const {
-    return part.kind == Kind::real ? std::to_string(std::bit_cast<double>(part.payload))
-                                   : values_.number(part);
+  std::string describe_index(const Value& part) const {
+    return part.kind == ValueKind::real ? std::to_string(std::bit_cast<double>(part.payload))
+                                        : values_.number(part);
   }
+
+  // --- other attributes ---
 
   bool check_storage_meta() {
     const auto meta = values_.attribute(*metadata_, "storage_meta");
-    if (!meta || meta->kind == Kind::none || values_.type(*meta) == Class::storage_meta) {
+    if (!meta || meta->kind == ValueKind::none || values_.type(*meta) == Class::storage_meta) {
       return true;
     }
     return fail("storage_meta is " + values_.kind(*meta) + ", not a StorageMeta");
@@ -724,40 +729,40 @@ class IndexBuilder {
   bool add_tables() {
     const auto ours = values_.attribute(*metadata_, "torch_ckpt");
     index_.tables_.resize(index_.files_.size());
-    if (!ours || ours->kind == Kind::none) return true;
+    if (!ours || ours->kind == ValueKind::none) return true;
     const Object* dict = values_.object(*ours, ObjectKind::dict);
     std::optional<Value> version;
     std::optional<Value> checksums;
     std::optional<Value> phases;
     if (dict != nullptr) {
       values_.for_each_pair(*dict, [&](const Value& key, const Value& value) {
-        if (key.kind != Kind::text) return;
+        if (key.kind != ValueKind::text) return;
         if (values_.text(key) == "version") version = value;
         if (values_.text(key) == "checksums") checksums = value;
         if (values_.text(key) == "phases") phases = value;
       });
     }
     if (!version || !is_integer(*version)) {
-      return fail("torch_ckpt, which has the checksums, is damaged");
+      return fail("the attribute torch_ckpt, which has the checksums, has no valid version");
     }
     if (version->integer() != 1) return true;
-    if (phases && phases->kind == Kind::text) {
+    if (phases && phases->kind == ValueKind::text) {
       index_.phases_ = index_.add_text(values_.text(*phases));
     }
     const Object* tables = checksums ? values_.object(*checksums, ObjectKind::dict) : nullptr;
     if (tables == nullptr) {
       return fail("the checksums are " + kind_or_none(checksums) + ", not a dict");
     }
-    // Each has bytes of its own in the metadata.
+    // Tables that share no bytes are together no longer than the metadata.
     std::size_t table_bytes = 0;
     values_.for_each_pair(*tables, [&](const Value& file, const Value& table) {
       if (error_) return;
-      if (file.kind != Kind::text || table.kind != Kind::bytes) {
-        fail("the checksums of " + shown(file) + " are " + values_.kind(table));
+      if (file.kind != ValueKind::text || table.kind != ValueKind::bytes) {
+        fail("the checksums of " + describe_key(file) + " are " + values_.kind(table));
         return;
       }
       const std::string_view name = values_.text(file);
-      if (name.size() > kMostPathBytes) return;
+      if (name.size() > kMaxPathBytes) return;
       const auto number = file_numbers_.find(name);
       if (number == file_numbers_.end()) return;
       if (index_.tables_[number->second].bytes > 0) {
@@ -783,31 +788,31 @@ class IndexBuilder {
   const Object* metadata_ = nullptr;
   CheckpointIndex index_;
   std::optional<Error> error_;
-  std::vector<std::uint64_t> products_;  // of extents; kMostBytes + 1 for all that is more
-  std::vector<bool> is_list_seen_;       // by the object's number
-  std::vector<bool> is_key_seen_;        // by the record's number
-  std::map<std::uint32_t, std::uint32_t> dtypes_;  // by the global's number
+  std::vector<std::uint64_t> products_;            // by extents; kMaxBytes + 1 for anything larger
+  std::vector<bool> is_list_seen_;                 // by object
+  std::vector<bool> is_key_seen_;                  // by record
+  std::map<std::uint32_t, std::uint32_t> dtypes_;  // by global
   std::vector<std::uint64_t> item_bytes_;          // by dtype
   std::vector<Range> ranges_;
   std::map<std::string_view, std::uint32_t> file_numbers_;
-  std::map<std::string, std::uint32_t> spellings_;
-  std::vector<std::uint32_t> same_file_;  // by file: the first one of its spelling
-  std::uint64_t last_file_at_ = kNowhere;
+  std::map<std::string, std::uint32_t> normalized_;
+  std::vector<std::uint32_t> same_file_;  // by file: the first file with the same normalized path
+  std::uint64_t last_file_at_ = kNoOffset;
   std::uint32_t last_file_ = 0;
   std::vector<std::pair<std::uint64_t, std::uint32_t>> shard_slots_;
   std::vector<std::uint32_t> next_shards_;  // by entry
   std::unordered_map<std::uint64_t, LongText, SeededHash> long_texts_;
-  std::unordered_map<std::uint64_t, Text, SeededHash> added_texts_;
+  std::unordered_map<std::uint64_t, TextRef, SeededHash> added_texts_;
   struct Known {
-    std::uint64_t at = kNowhere;
+    std::uint64_t at = kNoOffset;
     std::uint32_t entry = 0;
   };
   static constexpr int kKnownBits = 12;
   std::vector<Known> known_ = std::vector<Known>(std::size_t{1} << kKnownBits);
 };
 
-CheckpointIndex::Text CheckpointIndex::add_text(std::string_view text) {
-  const Text added{texts_.size(), static_cast<std::uint32_t>(text.size())};
+CheckpointIndex::TextRef CheckpointIndex::add_text(std::string_view text) {
+  const TextRef added{texts_.size(), static_cast<std::uint32_t>(text.size())};
   texts_ += text;
   return added;
 }
@@ -854,18 +859,18 @@ void CheckpointIndex::set_files(
   }
 }
 
-bool CheckpointIndex::place(Placed shard, std::uint32_t file, std::uint64_t offset,
-                            std::uint64_t length) {
-  Shard& placed = shards_[entries_[shard.entry].first_shard + shard.number];
-  if (placed.file == file && placed.offset == offset && placed.length == length) return false;
-  if (placed.file == kNone) placed_.push_back(shard);
-  placed.file = file;
-  placed.offset = offset;
-  placed.length = length;
+bool CheckpointIndex::set_location(ShardId shard, std::uint32_t file, std::uint64_t offset,
+                                   std::uint64_t length) {
+  Shard& location = shards_[entries_[shard.entry].first_shard + shard.number];
+  if (location.file == file && location.offset == offset && location.length == length) return false;
+  if (location.file == kNone) located_shards_.push_back(shard);
+  location.file = file;
+  location.offset = offset;
+  location.length = length;
   return true;
 }
 
-void CheckpointIndex::add_from(const CheckpointIndex& other, std::string_view name) {
+void CheckpointIndex::copy_entry(const CheckpointIndex& other, std::string_view name) {
   const auto found = other.find(name);
   if (!found) return;
   const Entry& entry = other.entries_[*found];
@@ -882,7 +887,7 @@ void CheckpointIndex::add_from(const CheckpointIndex& other, std::string_view na
                     : add_shard({}, {});
     if (shard.file == kNone) continue;
     if (const auto file = file_names_.find(other.text(other.files_[shard.file]))) {
-      place({here, number}, *file, shard.offset, shard.length);
+      set_location({here, number}, *file, shard.offset, shard.length);
     }
   }
 }
@@ -908,7 +913,7 @@ Result<> CheckpointIndex::rename(std::span<const std::string> names) {
   return {};
 }
 
-Result<CheckpointIndex> CheckpointIndex::of(const PickleValues& values) {
+Result<CheckpointIndex> CheckpointIndex::build(const PickleValues& values) {
   return IndexBuilder(values).run();
 }
 

@@ -16,11 +16,11 @@ std::string listed(std::span<const std::int64_t> numbers) {
 }
 
 bool lies_inside(std::span<const std::int64_t> offsets, std::span<const std::int64_t> sizes,
-                 std::span<const std::int64_t> whole) {
-  if (offsets.size() != whole.size() || sizes.size() != whole.size()) return false;
-  for (std::size_t d = 0; d < whole.size(); ++d) {
-    if (offsets[d] < 0 || sizes[d] < 0 || offsets[d] > whole[d] ||
-        sizes[d] > whole[d] - offsets[d]) {
+                 std::span<const std::int64_t> tensor_sizes) {
+  if (offsets.size() != tensor_sizes.size() || sizes.size() != tensor_sizes.size()) return false;
+  for (std::size_t d = 0; d < tensor_sizes.size(); ++d) {
+    if (offsets[d] < 0 || sizes[d] < 0 || offsets[d] > tensor_sizes[d] ||
+        sizes[d] > tensor_sizes[d] - offsets[d]) {
       return false;
     }
   }

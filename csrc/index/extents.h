@@ -8,17 +8,18 @@
 
 namespace torch_ckpt::index {
 
-/// For messages: "[2, 3]".
+/// Formats numbers for a message: "[2, 3]".
 std::string listed(std::span<const std::int64_t> numbers);
 
-/// True if a box of `sizes` at `offsets` lies within a tensor of `whole`, all of that rank.
+/// True if a box of `sizes` at `offsets` is inside a tensor of `tensor_sizes`. False if they do not
+/// have the same number of dimensions.
 bool lies_inside(std::span<const std::int64_t> offsets, std::span<const std::int64_t> sizes,
-                 std::span<const std::int64_t> whole);
+                 std::span<const std::int64_t> tensor_sizes);
 
-/// Sizes and offsets, in elements: each list of numbers once, by an id. Equal ids are equal lists.
+/// Lists of sizes or offsets, in elements. Each list is stored once, so equal ids mean equal lists.
 class ExtentsTable {
  public:
-  /// The id of these numbers; the same for equal ones.
+  /// Adds the list unless it is in the table. Returns its id.
   std::uint32_t intern(std::span<const std::int64_t> numbers);
 
   std::span<const std::int64_t> at(std::uint32_t id) const {

@@ -10,7 +10,7 @@ namespace {
 
 namespace op = format::op;
 
-// As Python's picklers do: one opcode puts so many values into a list or dict.
+// Most items that one opcode adds to a list or dict, as in Python's picklers.
 constexpr std::size_t kBatch = 1000;
 
 constexpr std::string_view kMetadata = "torch.distributed.checkpoint.metadata";
@@ -26,28 +26,28 @@ void MetadataEncoder::describe() {
   put_entries();
   key("planner_data");
   put_paths();
-  described_ = end_part(after_description_);
+  description_ = end_part(after_description_);
 }
 
 const std::vector<std::string_view>& MetadataEncoder::encode(const MetadataExtras& extras) {
   describe();
-  if (!std::exchange(are_placed_, true)) placed_ = encode_places();
-  rest_ = encode_rest(extras);
+  if (!std::exchange(has_locations_, true)) locations_ = encode_locations();
+  tail_ = encode_tail(extras);
   file_names_.clear();
-  for (const Gap& gap : gaps_) {
+  for (const FileNameGap& gap : gaps_) {
     format::PickleWriter file(0);
     file.text(index_.text(index_.files()[gap.file]));
     file_names_.push_back(file.take_part());
   }
-  pieces_ = {described_};
+  pieces_ = {description_};
   std::size_t at = 0;
   for (std::size_t i = 0; i < gaps_.size(); ++i) {
-    pieces_.push_back(std::string_view(placed_).substr(at, gaps_[i].at - at));
+    pieces_.push_back(std::string_view(locations_).substr(at, gaps_[i].at - at));
     pieces_.emplace_back(file_names_[i]);
     at = gaps_[i].at;
   }
-  pieces_.push_back(std::string_view(placed_).substr(at));
-  pieces_.emplace_back(rest_);
+  pieces_.push_back(std::string_view(locations_).substr(at));
+  pieces_.emplace_back(tail_);
   seal_ = seal_of(pieces_);
   pieces_.emplace_back(seal_);
   return pieces_;
@@ -64,19 +64,19 @@ std::string MetadataEncoder::end_part(Memo& memo) {
   return pickle_.take_part();
 }
 
-std::string MetadataEncoder::encode_places() {
+std::string MetadataEncoder::encode_locations() {
   begin_part(after_description_);
   memo_.files.resize(index_.files().size());
   gaps_.clear();
   key("storage_data");
-  const auto order = index_.placed();
+  const auto order = index_.located_shards();
   items(order.size(), [&](std::size_t i) {
-    const CheckpointIndex::Placed& placed = order[i];
-    const Entry& entry = index_.entries()[placed.entry];
-    const Shard& shard = index_.shards(entry)[placed.number];
+    const CheckpointIndex::ShardId& id = order[i];
+    const Entry& entry = index_.entries()[id.entry];
+    const Shard& shard = index_.shards(entry)[id.number];
     begin_object(kMetadata, "MetadataIndex");
     key("fqn");
-    name(placed.entry);
+    name(id.entry);
     key("offset");
     if (entry.is_tensor) {
       extents(shard.offsets);
@@ -85,7 +85,7 @@ std::string MetadataEncoder::encode_places() {
     }
     key("index");
     if (entry.is_tensor) {
-      pickle_.number(placed.number);
+      pickle_.number(id.number);
     } else {
       pickle_.put(op::kNone);
     }
@@ -104,11 +104,11 @@ std::string MetadataEncoder::encode_places() {
     pickle_.number(shard.length);
     end_object();
   });
-  return end_part(after_places_);
+  return end_part(after_locations_);
 }
 
-std::string MetadataEncoder::encode_rest(const MetadataExtras& extras) {
-  begin_part(after_places_);
+std::string MetadataEncoder::encode_tail(const MetadataExtras& extras) {
+  begin_part(after_locations_);
   key("storage_meta");
   put_storage_meta(extras);
   key("version");
@@ -119,7 +119,7 @@ std::string MetadataEncoder::encode_rest(const MetadataExtras& extras) {
   return pickle_.take_part();
 }
 
-// --- what occurs again and again is written once ---
+// --- values that are written once and then fetched from the memo ---
 
 void MetadataEncoder::key(std::string_view text) {
   const auto [known, is_new] = memo_.keys.try_emplace(text, 0);
@@ -171,8 +171,8 @@ void MetadataEncoder::extents(std::uint32_t id) {
   known->second = pickle_.memoize();
 }
 void MetadataEncoder::shard(const Shard& shard) {
-  const std::uint64_t place = (std::uint64_t{shard.offsets} << 32) | shard.sizes;
-  const auto [known, is_new] = shards_.try_emplace(place, 0);
+  const std::uint64_t ids = (std::uint64_t{shard.offsets} << 32) | shard.sizes;
+  const auto [known, is_new] = shards_.try_emplace(ids, 0);
   if (!is_new) return pickle_.fetch(known->second);
   begin_object(kMetadata, "ChunkStorageMetadata");
   key("offsets");
@@ -182,7 +182,7 @@ void MetadataEncoder::shard(const Shard& shard) {
   end_object();
   known->second = pickle_.memoize();
 }
-/// The first five fields, which every torch knows; 2.15 has a sixth.
+/// Writes the first five fields, which all versions of torch have; torch 2.15 has a sixth.
 void MetadataEncoder::properties(const Entry& entry) {
   const auto [known, is_new] = properties_.try_emplace({entry.dtype, entry.requires_grad}, 0);
   if (!is_new) return pickle_.fetch(known->second);
@@ -208,7 +208,7 @@ void MetadataEncoder::properties(const Entry& entry) {
 
 // --- dicts and lists ---
 
-/// Calls put(i), which puts a key and a value on the stack, for each i below `count`.
+/// Writes a dict of `count` items. put(i) pushes the key and value of item i.
 template <class Put>
 void MetadataEncoder::items(std::size_t count, Put put) {
   pickle_.put(op::kEmptyDict);
@@ -264,7 +264,7 @@ void MetadataEncoder::put_paths() {
       } else if (parts.size() == 1) {
         name_or_text(text);
       } else {
-        word_of_path(word);
+        path_word(word);
       }
     }
     end_tuple(parts.size());
@@ -274,8 +274,8 @@ void MetadataEncoder::name_or_text(std::string_view text) {
   if (const auto entry = index_.find(text)) return name(*entry);
   pickle_.text(text);
 }
-void MetadataEncoder::word_of_path(std::string_view word) {
-  const auto [known, is_new] = words_.try_emplace(word, 0);
+void MetadataEncoder::path_word(std::string_view word) {
+  const auto [known, is_new] = path_words_.try_emplace(word, 0);
   if (!is_new) return pickle_.fetch(known->second);
   pickle_.text(word);
   known->second = pickle_.memoize();
@@ -298,24 +298,24 @@ void MetadataEncoder::put_storage_meta(const MetadataExtras& extras) {
 }
 
 void MetadataEncoder::put_tables(const MetadataExtras& extras) {
-  std::vector<std::uint32_t> having;
+  std::vector<std::uint32_t> files;
   for (std::uint32_t i = 0; i < index_.files().size(); ++i) {
-    if (index_.tables()[i].bytes > 0) having.push_back(i);
+    if (index_.tables()[i].bytes > 0) files.push_back(i);
   }
-  if (having.empty() && extras.phases.empty()) return;
+  if (files.empty() && extras.phases.empty()) return;
   key("torch_ckpt");
   pickle_.put(op::kEmptyDict);
   pickle_.put(op::kMark);
   key("version");
   pickle_.number(1);
   key("checksums");
-  items(having.size(), [&](std::size_t i) {
-    if (const std::uint32_t file = memo_.files[having[i]]; file != 0) {
+  items(files.size(), [&](std::size_t i) {
+    if (const std::uint32_t file = memo_.files[files[i]]; file != 0) {
       pickle_.fetch(file - 1);
     } else {
-      pickle_.text(index_.text(index_.files()[having[i]]));
+      pickle_.text(index_.text(index_.files()[files[i]]));
     }
-    pickle_.bytes(index_.text(index_.tables()[having[i]]));
+    pickle_.bytes(index_.text(index_.tables()[files[i]]));
   });
   if (!extras.phases.empty()) {
     key("phases");

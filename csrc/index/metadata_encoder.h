@@ -13,54 +13,59 @@
 
 namespace torch_ckpt::index {
 
-/// What metadata says beside its index.
+/// The parts of metadata that are not in its index.
 struct MetadataExtras {
-  /// Attributes of the StorageMeta, by name; it is left out where there are none.
+  /// Attributes of the StorageMeta, by name; empty: no StorageMeta.
   std::vector<std::pair<std::string, std::optional<std::string>>> storage_meta;
   std::string version;      // of DCP's format
-  std::string phases = {};  // how long each rank took, as JSON; empty: not known
+  std::string phases = {};  // durations on each rank, as JSON; empty: unknown
 };
 
-// The pickle of torch's Metadata, which every torch from 2.6 on reads. Equal parts are one object:
-// most tensors of a model share a handful of shapes, and with them their shards.
+// Encodes the pickle of torch's Metadata, which every torch from 2.6 on reads. Equal parts are
+// written once: most tensors of a model share a handful of shapes, and with them their shards.
 //
-// It has three parts, and what has been encoded of the first two is kept: the entries and paths;
-// the places of shards, without the names of files; what is another one in each save.
+// The pickle has three parts:
+//
+//   1. the entries and paths, encoded once;
+//   2. the locations of shards, encoded again only when they have changed. The names of the files
+//      are filled in for each save;
+//   3. what differs in each save.
 class MetadataEncoder {
  public:
-  /// Of an index that stays, and whose entries and paths do not change once they are described.
+  /// The index outlives the encoder. Its entries and paths do not change after describe().
   explicit MetadataEncoder(const CheckpointIndex& index) : index_(index) {}
 
   /// Encodes the entries and paths.
   void describe();
-  /// Places have changed; files may have other names and tables without that.
-  void forget_places() { are_placed_ = false; }
-  /// All of the pickle and its seal (index/metadata_seal.h), in pieces that hold until the next
-  /// call.
+  /// Call this after locations have changed. It is not needed for new names or checksum tables of
+  /// files.
+  void forget_locations() { has_locations_ = false; }
+  /// Returns the pickle and its seal (index/metadata_seal.h), in pieces that are valid until the
+  /// next call.
   const std::vector<std::string_view>& encode(const MetadataExtras& extras);
 
  private:
   using Entry = CheckpointIndex::Entry;
   using Shard = CheckpointIndex::Shard;
 
-  /// What has been written, by its number in the pickle; that of entries and files is one more.
+  /// Memo indices of the values that have been written.
   struct Memo {
     std::map<std::string_view, std::uint32_t> keys;
     std::map<std::pair<std::string_view, std::string_view>, std::uint32_t> globals;
-    std::vector<std::uint32_t> files;
+    std::vector<std::uint32_t> files;  // memo index + 1; 0: not written
     std::uint32_t size = 0;
   };
-  /// Where the name of a file belongs in the places.
-  struct Gap {
+  /// A position in the encoded locations where the name of a file is inserted.
+  struct FileNameGap {
     std::size_t at = 0;  // in bytes
     std::uint32_t file = 0;
   };
 
-  /// As it was behind the part before.
+  /// `memo` is the memo at the end of the previous part.
   void begin_part(const Memo& memo);
   std::string end_part(Memo& memo);
-  std::string encode_places();
-  std::string encode_rest(const MetadataExtras& extras);
+  std::string encode_locations();
+  std::string encode_tail(const MetadataExtras& extras);
 
   void key(std::string_view text);
   void global(std::string_view module, std::string_view name);
@@ -79,29 +84,30 @@ class MetadataEncoder {
   void put_entries();
   void put_paths();
   void name_or_text(std::string_view text);
-  void word_of_path(std::string_view word);
+  void path_word(std::string_view word);
   void put_storage_meta(const MetadataExtras& extras);
   void put_tables(const MetadataExtras& extras);
 
   const CheckpointIndex& index_;
   format::PickleWriter pickle_;
   Memo memo_;
-  std::vector<std::uint32_t> names_;
+  // More memo indices, of values that only the first two parts write.
+  std::vector<std::uint32_t> names_;  // by entry: memo index + 1; 0: not written
   std::unordered_map<std::uint32_t, std::uint32_t> extents_;
   std::unordered_map<std::uint64_t, std::uint32_t> shards_;
   std::map<std::pair<std::uint32_t, bool>, std::uint32_t> properties_;
-  std::unordered_map<std::string_view, std::uint32_t> words_;
+  std::unordered_map<std::string_view, std::uint32_t> path_words_;
 
   bool is_described_ = false;
-  std::string described_;
+  std::string description_;
   Memo after_description_;
-  bool are_placed_ = false;
-  std::string placed_;
-  std::vector<Gap> gaps_;
-  Memo after_places_;
-  // Of the last pickle.
+  bool has_locations_ = false;
+  std::string locations_;
+  std::vector<FileNameGap> gaps_;
+  Memo after_locations_;
+  // Buffers of the last encode().
   std::vector<std::string> file_names_;
-  std::string rest_;
+  std::string tail_;
   std::string seal_;
   std::vector<std::string_view> pieces_;
 };

@@ -1,18 +1,19 @@
-// The machine, as far as the checks need it:
+// The walk simulates the unpickler as far as the checks need it:
 //
-//   stack     values, and marks
-//   memo      what has been memoized; indices count up, as every pickler of CPython writes them
-//   objects   what can still change after it was pushed: lists, dicts, instances
-//   parts     what tuples, lists and dicts hold
+//   stack     values and marks
+//   memo      memoized values; indices count up, as all picklers of CPython write them
+//   objects   values that can change after they were pushed: lists, dicts, instances
+//   parts     the items of tuples, lists and dicts
 //
-// Most of a checkpoint's metadata is instances of a few classes. What these hold goes into a record
-// of its class when the instance gets its state, and the dict that was the state is let go of: with
-// it most of what the program makes. So it cannot be the state of another instance, too.
+// Most of the metadata consists of instances of a few classes. When such an instance gets its
+// state, the fields are stored in a record for its class, and the dict that was the state is
+// dropped. This frees most of the memory; it also means that a dict cannot be the state of two
+// instances.
 //
-// An object changes only until it is fetched from the memo for the first time. CPython's picklers
-// write nothing else unless a value holds itself, which metadata never does. With that rule no
-// value can become part of itself, and what a value weighs is known when it becomes part of
-// another.
+// An object may change only until it is first fetched from the memo. CPython's picklers obey this
+// rule except for values that contain themselves, which metadata does not have. The rule implies
+// that no value can contain itself, and that the weight of a value is final when the value becomes
+// a part of another.
 
 #include "index/metadata_pickle.h"
 
@@ -35,7 +36,7 @@ using Limits = MetadataLimits;
 constexpr std::uint64_t kOldestProtocol = 2;
 constexpr std::uint64_t kNewestProtocol = 5;
 
-constexpr std::size_t kUsualMostMemo = std::size_t{1} << 20;
+constexpr std::size_t kMaxReserve = std::size_t{1} << 20;
 
 std::string printable(std::string_view text) {
   std::string out(text);
@@ -58,7 +59,7 @@ Class class_named(std::string_view name, GlobalRole role) {
       {"torch.distributed.checkpoint.metadata TensorProperties", Class::properties},
       {"torch.distributed.checkpoint.metadata MetadataIndex", Class::key},
       {"torch.distributed.checkpoint.metadata StorageMeta", Class::storage_meta},
-      {"torch.distributed.checkpoint.filesystem _StorageInfo", Class::place},
+      {"torch.distributed.checkpoint.filesystem _StorageInfo", Class::storage_info},
       {"torch.distributed._shard.sharded_tensor.metadata TensorProperties", Class::properties},
       {"torch Size", Class::size},
   }};
@@ -72,24 +73,24 @@ class Walk {
  public:
   Walk(std::span<const std::byte> bytes, const Globals& allowed)
       : allowed_(allowed), reader_(bytes) {
-    found_.bytes = {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+    values_.bytes = {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
   }
 
   Result<PickleValues> run() {
-    // About what metadata has; memory that is not used stays untouched.
-    memo_.reserve(std::min(found_.bytes.size() / 12, kUsualMostMemo));
-    found_.objects.reserve(std::min(found_.bytes.size() / 24, kUsualMostMemo));
-    most_weight_ = Limits::most_weight(found_.bytes.size());
-    most_objects_ = Limits::most_objects(found_.bytes.size());
+    // About as many as metadata has. Reserved memory that is not used costs nothing.
+    memo_.reserve(std::min(values_.bytes.size() / 12, kMaxReserve));
+    values_.objects.reserve(std::min(values_.bytes.size() / 24, kMaxReserve));
+    max_weight_ = Limits::max_weight(values_.bytes.size());
+    max_objects_ = Limits::max_objects(values_.bytes.size());
     while (!error_ && !stopped_) {
       if (!reader_.next(token_)) return *reader_.error();
       step();
-      if (stack_.size() > Limits::kStack) too_large("holds more values than metadata ever does");
+      if (stack_.size() > Limits::kStack) too_large("too many values are on the stack");
     }
     if (error_) return std::move(*error_);
-    found_.end = reader_.position();
-    found_.root = stack_.back();
-    return std::move(found_);
+    values_.end = reader_.position();
+    values_.root = stack_.back();
+    return std::move(values_);
   }
 
  private:
@@ -104,93 +105,97 @@ class Walk {
 
   // --- values ---
 
-  Object& object(const Value& value) { return found_.objects[value.number()]; }
-  const Object& object(const Value& value) const { return found_.objects[value.number()]; }
+  Object& object(const Value& value) { return values_.objects[value.number()]; }
+  const Object& object(const Value& value) const { return values_.objects[value.number()]; }
   std::uint32_t weight(const Value& value) const {
-    return value.kind == Kind::object ? object(value).weight : value.weight;
+    return value.kind == ValueKind::object ? object(value).weight : value.weight;
   }
   std::uint8_t depth(const Value& value) const {
-    return value.kind == Kind::object ? object(value).depth : value.depth;
+    return value.kind == ValueKind::object ? object(value).depth : value.depth;
   }
   const PickleValues::Global& global(const Value& value) const {
-    return found_.globals[value.number()];
+    return values_.globals[value.number()];
   }
-  /// Of a value that is not a global, none.
+  /// The role of a global; GlobalRole::value for all other values.
   GlobalRole role(const Value& value) const {
-    return value.kind == Kind::global ? global(value).role : GlobalRole::value;
+    return value.kind == ValueKind::global ? global(value).role : GlobalRole::value;
   }
   static bool is_tuple(const Value& value) {
-    return value.kind == Kind::tuple || (value.kind == Kind::extents && value.is(Value::kIs));
+    return value.kind == ValueKind::tuple ||
+           (value.kind == ValueKind::extents && value.is(Value::kTuple));
   }
   static bool is_integer(const Value& value) {
-    return value.kind == Kind::small_integer || value.kind == Kind::integer;
+    return value.kind == ValueKind::small_integer || value.kind == ValueKind::integer;
   }
   static bool is_plain(const Value& value) {
     switch (value.kind) {
-      case Kind::none:
-      case Kind::boolean:
-      case Kind::small_integer:
-      case Kind::integer:
-      case Kind::large_integer:
-      case Kind::real:
-      case Kind::text:
+      case ValueKind::none:
+      case ValueKind::boolean:
+      case ValueKind::small_integer:
+      case ValueKind::integer:
+      case ValueKind::large_integer:
+      case ValueKind::real:
+      case ValueKind::text:
         return true;
-      case Kind::tuple:
-      case Kind::extents:
+      case ValueKind::tuple:
+      case ValueKind::extents:
         return value.is(Value::kPlain);
       default:
         return false;
     }
   }
 
-  /// Counts `part` in; false where the whole is more than metadata can be.
-  bool count_in(const Value& part, std::uint8_t& whole_depth, std::uint32_t& whole_weight) {
-    const unsigned deep = depth(part) + 1u;
-    if (deep > Limits::kDepth) {
-      fail(Errc::pickle_too_deep, "values lie deeper within each other than metadata's do");
+  /// Updates the depth and weight of a value for a new part. Fails if either exceeds its limit.
+  bool add_depth_and_weight(const Value& part, std::uint8_t& total_depth,
+                            std::uint32_t& total_weight) {
+    const unsigned new_depth = depth(part) + 1u;
+    if (new_depth > Limits::kDepth) {
+      fail(Errc::pickle_too_deep, "values are nested deeper than in any metadata");
       return false;
     }
-    whole_depth = std::max(whole_depth, static_cast<std::uint8_t>(deep));
-    if (weight(part) > most_weight_ - whole_weight) {
-      too_large("a value is reached more often than metadata's are");
+    total_depth = std::max(total_depth, static_cast<std::uint8_t>(new_depth));
+    if (weight(part) > max_weight_ - total_weight) {
+      too_large("a value is too large if its shared parts are counted each time");
       return false;
     }
-    whole_weight += weight(part);
+    total_weight += weight(part);
     return true;
   }
 
-  /// Classes and functions are called and nothing else; nor does a tuple with one go elsewhere.
+  /// Refuses classes, functions, and the tuple that looks up a member of an enum: these may only be
+  /// called or be arguments.
   bool can_be_part(const Value& value) {
     const bool is_called = role(value) != GlobalRole::value;
-    if (!is_called && !(value.kind == Kind::tuple && value.is(Value::kNamesMember))) return true;
-    fail(Errc::pickle_stack, "a class or function lies where a value belongs");
+    if (!is_called && !(value.kind == ValueKind::tuple && value.is(Value::kNamesMember)))
+      return true;
+    fail(Errc::pickle_stack, "a class or function is used as a value");
     return false;
   }
 
-  void push(Kind kind, std::uint64_t payload = 0, std::uint8_t flags = 0) {
+  void push(ValueKind kind, std::uint64_t payload = 0, std::uint8_t flags = 0) {
     stack_.push_back({kind, flags, 0, 1, payload});
   }
-  void push_text(Kind kind, std::uint8_t flags) {
+  void push_text(ValueKind kind, std::uint8_t flags) {
     stack_.push_back({kind, flags, 0, Limits::weight_of_text(token_.bytes.size()), token_.at});
   }
   void push_object(ObjectKind kind, const Value* type = nullptr) {
-    push(Kind::object, found_.objects.size());
+    push(ValueKind::object, values_.objects.size());
     Object object;
     object.kind = kind;
     if (type != nullptr) {
       object.role = role(*type);
       object.type = type->number();
     }
-    found_.objects.push_back(object);
-    if (found_.objects.size() > most_objects_) {
-      too_large("has more objects than metadata of its size ever does");
+    values_.objects.push_back(object);
+    if (values_.objects.size() > max_objects_) {
+      too_large("it has more objects than any metadata of its size");
     }
   }
   void push_integer(std::int64_t value) {
-    push(Kind::small_integer, static_cast<std::uint64_t>(value), Value::kKey);
+    push(ValueKind::small_integer, static_cast<std::uint64_t>(value), Value::kKey);
   }
   void push_long() {
-    // Two's complement, little-endian; its sign is the last byte's.
+    // Two's complement, little-endian; the last byte has the sign.
     const std::string_view bytes = token_.bytes;
     const bool is_negative = !bytes.empty() && (bytes.back() & 0x80) != 0;
     const char fill = is_negative ? '\xff' : '\0';
@@ -205,26 +210,25 @@ class Walk {
     const bool fits = (value < 0) == is_negative &&
                       (bytes.size() <= 8 || std::all_of(bytes.begin() + 8, bytes.end(),
                                                         [&](char c) { return c == fill; }));
-    if (fits) return push(Kind::integer, static_cast<std::uint64_t>(value));
-    push(Kind::large_integer, 0, is_negative ? Value::kIs : 0);
+    if (fits) return push(ValueKind::integer, static_cast<std::uint64_t>(value));
+    push(ValueKind::large_integer, 0, is_negative ? Value::kNegative : 0);
   }
 
-  /// Puts parts behind each other, and gives the number of the first.
+  /// Copies the values from `first_on_stack` on to the parts. Returns the index of the first.
   std::uint32_t add_parts(std::size_t first_on_stack) {
-    const std::size_t first = found_.parts.size();
-    found_.parts.insert(found_.parts.end(),
-                        stack_.begin() + static_cast<std::ptrdiff_t>(first_on_stack), stack_.end());
-    // Numbers have 32 bits.
-    if (found_.parts.size() >= Limits::kWeight) {
-      too_large("has more values than metadata ever does");
-    }
+    const std::size_t first = values_.parts.size();
+    values_.parts.insert(values_.parts.end(),
+                         stack_.begin() + static_cast<std::ptrdiff_t>(first_on_stack),
+                         stack_.end());
+    // Indices have 32 bits.
+    if (values_.parts.size() >= Limits::kWeight) too_large("it has too many values");
     return static_cast<std::uint32_t>(first);
   }
   void add_segment(Object& object, std::size_t first_on_stack) {
     const auto count = static_cast<std::uint32_t>(stack_.size() - first_on_stack);
     if (count == 0) return;
     const std::uint32_t first = add_parts(first_on_stack);
-    std::vector<PickleValues::Segment>& segments = found_.segments;
+    std::vector<PickleValues::Segment>& segments = values_.segments;
     if (object.last != Object::kNothing &&
         segments[object.last].first + segments[object.last].count == first) {
       segments[object.last].count += count;
@@ -236,11 +240,11 @@ class Walk {
     object.last = number;
   }
 
-  /// How many values lie above the last mark.
+  /// Number of values above the last mark.
   std::size_t height() const { return stack_.size() - (marks_.empty() ? 0 : marks_.back() + 1); }
   bool needs(std::size_t count) {
     if (height() >= count) return true;
-    bad_stack("too few values on the stack");
+    bad_stack("too few values are on the stack");
     return false;
   }
   Value pop() {
@@ -248,11 +252,11 @@ class Walk {
     stack_.pop_back();
     return value;
   }
-  /// The values above the last mark, which is gone afterwards; they are to be dropped by the
-  /// caller.
+  /// Forgets the last mark and returns the number of values above it. The caller removes them and
+  /// the mark from the stack.
   std::optional<std::size_t> values_since_mark() {
     if (marks_.empty()) {
-      bad_stack("no mark on the stack");
+      bad_stack("no mark is on the stack");
       return std::nullopt;
     }
     const std::size_t count = height();
@@ -272,13 +276,13 @@ class Walk {
         return stop();
       case op::kMark:
         marks_.push_back(stack_.size());
-        return push(Kind::mark);
+        return push(ValueKind::mark);
       case op::kNone:
-        return push(Kind::none, 0, Value::kKey);
+        return push(ValueKind::none, 0, Value::kKey);
       case op::kNewtrue:
-        return push(Kind::boolean, 0, Value::kKey | Value::kIs);
+        return push(ValueKind::boolean, 0, Value::kKey | Value::kTrue);
       case op::kNewfalse:
-        return push(Kind::boolean, 0, Value::kKey);
+        return push(ValueKind::boolean, 0, Value::kKey);
       case op::kBinint:
         return push_integer(static_cast<std::int32_t>(token_.number));
       case op::kBinint1:
@@ -287,15 +291,15 @@ class Walk {
       case op::kLong1:
         return push_long();
       case op::kBinfloat:
-        return push(Kind::real, __builtin_bswap64(token_.number));
+        return push(ValueKind::real, __builtin_bswap64(token_.number));
       case op::kShortBinunicode:
       case op::kBinunicode:
       case op::kBinunicode8:
-        return push_text(Kind::text, Value::kKey);
+        return push_text(ValueKind::text, Value::kKey);
       case op::kShortBinbytes:
       case op::kBinbytes:
       case op::kBinbytes8:
-        return push_text(Kind::bytes, 0);
+        return push_text(ValueKind::bytes, 0);
       case op::kEmptyTuple:
         return tuple(0);
       case op::kTuple1:
@@ -338,34 +342,36 @@ class Walk {
         return fetch(token_.number);
       default:
         return fail(Errc::pickle_opcode,
-                    "opcode " + std::to_string(token_.code) + " is none that metadata needs");
+                    "opcode " + std::to_string(token_.code) + " does not occur in metadata");
     }
   }
 
   void protocol(std::uint64_t version) {
-    if (token_.at != 0) return fail(Errc::pickle_opcode, "the protocol is named in the middle");
+    if (token_.at != 0) return fail(Errc::pickle_opcode, "PROTO is not at the beginning");
     if (version >= kOldestProtocol && version <= kNewestProtocol) return;
-    fail(Errc::pickle_opcode, "protocol " + std::to_string(version) + " is not known");
+    fail(Errc::pickle_opcode, "protocol " + std::to_string(version) + " is not supported");
   }
 
-  // The unpickler may read a frame's bytes at once, whatever the opcodes in it say.
+  // The unpickler may read all bytes of a frame at once, so check the frame's size.
   void frame(std::uint64_t count) {
-    if (!inside(reader_.position(), count, found_.bytes.size())) {
-      return fail(Errc::pickle_truncated, "a frame ends outside");
+    if (!inside(reader_.position(), count, values_.bytes.size())) {
+      return fail(Errc::pickle_truncated, "a frame ends past the end of the pickle");
     }
     frames_end_ = std::max(frames_end_, reader_.position() + static_cast<std::size_t>(count));
   }
 
   void stop() {
-    // Last, so that a program of protocol 0 that runs code is refused for the name.
-    if (static_cast<unsigned char>(found_.bytes.front()) != op::kProto) {
+    // Check this at the end, so that a program of protocol 0 that runs code is refused for the name
+    // of the code.
+    if (static_cast<unsigned char>(values_.bytes.front()) != op::kProto) {
       return fail(Errc::pickle_opcode, "the first opcode is not PROTO");
     }
     if (!marks_.empty() || stack_.size() != 1) {
-      return bad_stack("it ends with more or fewer than one value");
+      return bad_stack("the stack does not hold exactly one value at the end");
     }
-    if (frames_end_ > reader_.position())
-      return fail(Errc::pickle_truncated, "a frame ends behind STOP");
+    if (frames_end_ > reader_.position()) {
+      return fail(Errc::pickle_truncated, "a frame ends after STOP");
+    }
     if (can_be_part(stack_.back())) stopped_ = true;
   }
 
@@ -375,37 +381,37 @@ class Walk {
     make_tuple(*count);
     if (error_) return;
     const Value made = pop();
-    stack_.back() = made;  // in the mark's place
+    stack_.back() = made;  // replaces the mark
   }
   void tuple(std::size_t count) {
     if (needs(count)) make_tuple(count);
   }
   void make_tuple(std::size_t count) {
     Value made;
-    made.kind = Kind::tuple;
+    made.kind = ValueKind::tuple;
     made.flags = Value::kPlain | Value::kKey;
     const std::size_t first = stack_.size() - count;
     if (count == 2 && role(stack_[first]) == GlobalRole::enumeration &&
-        stack_[first + 1].kind == Kind::text) {
+        stack_[first + 1].kind == ValueKind::text) {
       made.flags |= Value::kNamesMember;
     }
     bool is_extents = true;
     for (std::size_t i = first; i < stack_.size(); ++i) {
       const Value& part = stack_[i];
       if (!made.is(Value::kNamesMember) && !can_be_part(part)) return;
-      if (!count_in(part, made.depth, made.weight)) return;
+      if (!add_depth_and_weight(part, made.depth, made.weight)) return;
       if (!is_plain(part)) made.flags &= ~(Value::kPlain | Value::kKey);
       if (!part.is(Value::kKey)) made.flags &= ~Value::kKey;
       is_extents = is_extents && is_integer(part);
     }
     if (is_extents) {
-      made.kind = Kind::extents;
-      made.flags |= Value::kIs;
+      made.kind = ValueKind::extents;
+      made.flags |= Value::kTuple;
       numbers_.clear();
       for (std::size_t i = first; i < stack_.size(); ++i) numbers_.push_back(stack_[i].integer());
-      made.payload = found_.extents.intern(numbers_);
+      made.payload = values_.extents.intern(numbers_);
     } else {
-      if (count == 2 && stack_[first].kind == Kind::none && is_state_dict(stack_[first + 1])) {
+      if (count == 2 && stack_[first].kind == ValueKind::none && is_state_dict(stack_[first + 1])) {
         made.flags |= Value::kSlots;
       }
       made.payload = add_parts(first) | (std::uint64_t{count} << 32);
@@ -414,16 +420,16 @@ class Walk {
     stack_.push_back(made);
   }
 
-  /// The object at the place, where it is of one of the kinds and may still change.
-  Object* changeable(std::size_t place, ObjectKind kind, ObjectKind or_kind) {
-    const Value& target = stack_[place];
-    if (target.kind != Kind::object ||
+  /// The object at this position of the stack. Fails if it is of another kind or may not change.
+  Object* changeable(std::size_t position, ObjectKind kind, ObjectKind or_kind) {
+    const Value& target = stack_[position];
+    if (target.kind != ValueKind::object ||
         (object(target).kind != kind && object(target).kind != or_kind)) {
-      bad_stack("items are put into something that cannot hold them");
+      bad_stack("items are added to a value of another type");
       return nullptr;
     }
     if (object(target).fetched) {
-      fail(Errc::pickle_shared, "a value changes after others may hold it");
+      fail(Errc::pickle_shared, "a value changes after it was fetched from the memo");
       return nullptr;
     }
     return &object(target);
@@ -437,14 +443,15 @@ class Walk {
   void append(std::size_t count) {
     if (needs(count + 1)) append_above(count, 0);
   }
-  /// The list lies below the values and, with one, the mark.
+  /// `marks`: 1 if a mark is between the list and the values, else 0.
   void append_above(std::size_t count, std::size_t marks) {
     if (!needs(count + marks + 1)) return;
     const std::size_t first = stack_.size() - count;
     Object* list = changeable(first - marks - 1, ObjectKind::list, ObjectKind::list);
     if (list == nullptr) return;
     for (std::size_t i = first; i < stack_.size(); ++i) {
-      if (!can_be_part(stack_[i]) || !count_in(stack_[i], list->depth, list->weight)) return;
+      if (!can_be_part(stack_[i])) return;
+      if (!add_depth_and_weight(stack_[i], list->depth, list->weight)) return;
     }
     add_segment(*list, first);
     stack_.resize(first - marks);
@@ -466,10 +473,10 @@ class Walk {
     if (dict == nullptr) return;
     for (std::size_t i = first; i < stack_.size(); i += 2) {
       if (!is_key(stack_[i])) return;
-      dict->attribute_names = dict->attribute_names && is_attribute_name(stack_[i]);
+      dict->only_attribute_names = dict->only_attribute_names && is_attribute_name(stack_[i]);
       for (std::size_t part = i; part < i + 2; ++part) {
         if (!can_be_part(stack_[part])) return;
-        if (!count_in(stack_[part], dict->depth, dict->weight)) return;
+        if (!add_depth_and_weight(stack_[part], dict->depth, dict->weight)) return;
       }
     }
     add_segment(*dict, first);
@@ -477,46 +484,46 @@ class Walk {
   }
 
   bool is_key(const Value& value) {
-    const bool instance = value.kind == Kind::object &&
+    const bool instance = value.kind == ValueKind::object &&
                           object(value).kind == ObjectKind::instance &&
                           object(value).role == GlobalRole::key_class;
     if (!instance && !value.is(Value::kKey)) {
-      fail(Errc::pickle_key, "a dict's key is none of those that metadata has");
+      fail(Errc::pickle_key, "the key of a dict is of a type that metadata does not have as key");
       return false;
     }
     if (weight(value) > Limits::kKeyWeight) {
-      fail(Errc::pickle_key, "a dict's key holds more values than metadata's do");
+      fail(Errc::pickle_key, "the key of a dict is too large");
       return false;
     }
     return true;
   }
 
-  // Names with two underscores are Python's own; an instance's could stand in the way of its
-  // class's.
+  // Refuses names with two underscores: such an attribute of an instance could hide a special
+  // attribute of its class.
   bool is_attribute_name(const Value& value) const {
-    if (value.kind != Kind::text) return false;
-    const std::string_view name = found_.text(value);
+    if (value.kind != ValueKind::text) return false;
+    const std::string_view name = values_.text(value);
     return name.size() <= Limits::kNameBytes && !name.starts_with("__");
   }
   bool is_state_dict(const Value& value) const {
-    return value.kind == Kind::object && object(value).kind == ObjectKind::dict &&
-           object(value).attribute_names;
+    return value.kind == ValueKind::object && object(value).kind == ObjectKind::dict &&
+           object(value).only_attribute_names;
   }
 
   void stack_global() {
     if (!needs(2)) return;
     const Value name = pop();
     const Value module = pop();
-    if (name.kind != Kind::text || module.kind != Kind::text) {
+    if (name.kind != ValueKind::text || module.kind != ValueKind::text) {
       return bad_stack("a name is not a string");
     }
-    if (std::max(found_.text(name).size(), found_.text(module).size()) > Limits::kNameBytes) {
-      return too_large("a name is longer than any of metadata's");
+    if (std::max(values_.text(name).size(), values_.text(module).size()) > Limits::kNameBytes) {
+      return too_large("a name has more than 256 bytes");
     }
-    push_global(found_.text(module), found_.text(name));
+    push_global(values_.text(module), values_.text(name));
   }
   void push_global(std::string_view module, std::string_view name) {
-    // No name of the table has a second space, so that one way alone leads to each.
+    // No key of the table has a second space, so each key stands for one module and name.
     full_name_.assign(module).append(" ").append(name);
     const auto allowed = allowed_.find(full_name_);
     if (allowed == allowed_.end()) {
@@ -525,21 +532,21 @@ class Walk {
                                 ", which is not on the list of what a checkpoint may contain");
       return;
     }
-    const auto [known, is_new] = global_numbers_.try_emplace(&*allowed, found_.globals.size());
+    const auto [known, is_new] = global_numbers_.try_emplace(&*allowed, values_.globals.size());
     if (is_new) {
-      found_.globals.push_back(
+      values_.globals.push_back(
           {full_name_, allowed->second, class_named(full_name_, allowed->second)});
     }
-    push(Kind::global, known->second);
+    push(ValueKind::global, known->second);
   }
 
   void reduce() {
     if (!needs(2)) return;
     const Value arguments = pop();
     const Value callee = pop();
-    if (callee.kind != Kind::global || !is_tuple(arguments)) {
+    if (callee.kind != ValueKind::global || !is_tuple(arguments)) {
       return fail(Errc::pickle_call,
-                  "something is called that is not a function, or its arguments are not a tuple");
+                  "a value that is not a function is called, or the arguments are not a tuple");
     }
     if (role(callee) == GlobalRole::mapping && arguments.weight == 1) {
       return push_object(ObjectKind::mapping, &callee);
@@ -550,24 +557,24 @@ class Walk {
     if (is_lookup && !arguments.is(Value::kNamesMember)) {
       error_ =
           format_error(Errc::pickle_forbidden,
-                       "the metadata calls getattr for something that is not a member of an enum, "
+                       "the metadata calls getattr for something other than a member of an enum, "
                        "which is not on the list of what a checkpoint may contain");
       return;
     }
     if (!is_lookup && (!is_function || !arguments.is(Value::kPlain))) {
-      return fail(Errc::pickle_call, "a call that metadata never makes");
+      return fail(Errc::pickle_call, "this call does not occur in metadata");
     }
     if (arguments.weight > Limits::kArgumentsWeight) {
-      return too_large("a function gets more arguments than metadata has for one");
+      return too_large("a function is called with too many arguments");
     }
     Value result;
-    result.kind = Kind::called;
+    result.kind = ValueKind::called;
     result.payload = callee.payload;
-    if (!count_in(arguments, result.depth, result.weight)) return;
-    if (global(callee).type == Class::size && arguments.kind == Kind::tuple) {
-      const std::span<const Value> given = found_.tuple(arguments);
-      if (given.size() == 1 && given[0].kind == Kind::extents) {
-        result.kind = Kind::extents;
+    if (!add_depth_and_weight(arguments, result.depth, result.weight)) return;
+    if (global(callee).type == Class::size && arguments.kind == ValueKind::tuple) {
+      const std::span<const Value> given = values_.tuple(arguments);
+      if (given.size() == 1 && given[0].kind == ValueKind::extents) {
+        result.kind = ValueKind::extents;
         result.payload = given[0].payload;
       }
     }
@@ -582,7 +589,7 @@ class Walk {
     const bool is_class = made == GlobalRole::dict_class || made == GlobalRole::key_class ||
                           made == GlobalRole::tuple_class || made == GlobalRole::slots_class;
     if (!is_class || !is_tuple(arguments) || arguments.weight != 1) {
-      return fail(Errc::pickle_call, "an object is made as metadata's never are");
+      return fail(Errc::pickle_call, "an object is created in a way that metadata does not use");
     }
     push_object(ObjectKind::instance, &callee);
   }
@@ -591,84 +598,85 @@ class Walk {
     if (!needs(2)) return;
     const Value state = pop();
     const Value& target = stack_.back();
-    if (target.kind != Kind::object || object(target).kind != ObjectKind::instance) {
-      return fail(Errc::pickle_state,
-                  "a state is given to something that is not an instance of a class");
+    if (target.kind != ValueKind::object || object(target).kind != ObjectKind::instance) {
+      return fail(Errc::pickle_state, "a value that is not an instance of a class gets a state");
     }
     Object& instance = object(target);
     if (instance.fetched) {
-      return fail(Errc::pickle_shared, "a value changes after others may hold it");
+      return fail(Errc::pickle_shared, "a value changes after it was fetched from the memo");
     }
     if (instance.built) return fail(Errc::pickle_state, "an object gets a second state");
     if (!is_state(state, instance.role)) {
-      return fail(Errc::pickle_state, "a state is not of its class's form");
+      return fail(Errc::pickle_state,
+                  "the state of an object does not have the form that its class uses");
     }
-    if (!count_in(state, instance.depth, instance.weight)) return;
+    if (!add_depth_and_weight(state, instance.depth, instance.weight)) return;
     instance.built = true;
-    keep_state(instance, state);
+    store_state(instance, state);
   }
   bool is_state(const Value& state, GlobalRole role) const {
-    if (state.kind == Kind::tuple && state.is(Value::kNamesMember)) return false;
+    if (state.kind == ValueKind::tuple && state.is(Value::kNamesMember)) return false;
     if (role == GlobalRole::tuple_class) return is_tuple(state);
     if (role == GlobalRole::slots_class) {
-      return state.kind == Kind::tuple && state.is(Value::kSlots);
+      return state.kind == ValueKind::tuple && state.is(Value::kSlots);
     }
     return is_state_dict(state);
   }
 
   // --- records ---
 
-  void keep_state(Object& instance, const Value& state) {
-    const bool is_dict = state.kind == Kind::object;
-    switch (found_.globals[instance.type].type) {
+  void store_state(Object& instance, const Value& state) {
+    const bool is_dict = state.kind == ValueKind::object;
+    switch (values_.globals[instance.type].type) {
       case Class::shard:
-        if (is_dict) return keep(instance, state, found_.shards, shard_of(object(state)));
+        if (is_dict) return store(instance, state, values_.shards, shard_of(object(state)));
         break;
       case Class::key:
-        if (is_dict) return keep(instance, state, found_.keys, key_of(object(state)));
+        if (is_dict) return store(instance, state, values_.keys, key_of(object(state)));
         break;
-      case Class::place:
-        if (is_dict) return keep(instance, state, found_.places, place_of(object(state)));
+      case Class::storage_info:
+        if (is_dict)
+          return store(instance, state, values_.storage_infos, storage_info_of(object(state)));
         break;
       case Class::tensor:
-        if (is_dict) return keep(instance, state, found_.tensors, tensor_of(object(state)));
+        if (is_dict) return store(instance, state, values_.tensors, tensor_of(object(state)));
         break;
       case Class::properties:
         if (!is_dict) {
-          instance.first = static_cast<std::uint32_t>(found_.properties.size());
-          found_.properties.push_back(properties_of(state));
+          instance.first = static_cast<std::uint32_t>(values_.properties.size());
+          values_.properties.push_back(properties_of(state));
           return;
         }
         break;
       default:
         break;
     }
-    instance.first = static_cast<std::uint32_t>(found_.parts.size());
-    found_.parts.push_back(state);
+    instance.first = static_cast<std::uint32_t>(values_.parts.size());
+    values_.parts.push_back(state);
   }
 
   template <class Record>
-  void keep(Object& instance, const Value& state, std::vector<Record>& records, Record record) {
+  void store(Object& instance, const Value& state, std::vector<Record>& records, Record record) {
     instance.first = static_cast<std::uint32_t>(records.size());
     records.push_back(std::move(record));
     Object& dict = object(state);
     if (dict.fetched || dict.first == Object::kNothing || dict.first != dict.last) return;
-    const PickleValues::Segment& segment = found_.segments[dict.first];
-    if (dict.first + 1 != found_.segments.size() ||
-        segment.first + segment.count != found_.parts.size()) {
+    const PickleValues::Segment& segment = values_.segments[dict.first];
+    if (dict.first + 1 != values_.segments.size() ||
+        segment.first + segment.count != values_.parts.size()) {
       return;
     }
-    found_.parts.resize(segment.first);
-    found_.segments.pop_back();
+    values_.parts.resize(segment.first);
+    values_.segments.pop_back();
     dict.first = dict.last = Object::kNothing;
-    dict.taken = true;
+    dict.dropped = true;
   }
 
   ShardRecord shard_of(const Object& dict) {
     ShardRecord record;
     int has = 0;
-    found_.for_each_pair(dict, [&](const Value& key, const Value& value) {
-      const std::string_view name = found_.text(key);
+    values_.for_each_pair(dict, [&](const Value& key, const Value& value) {
+      const std::string_view name = values_.text(key);
       if (name == "offsets") {
         record.offsets = extents_of(value);
         has |= 1;
@@ -677,16 +685,16 @@ class Walk {
         has |= 2;
       }
     });
-    record.is_whole = has == 3;
+    record.is_complete = has == 3;
     return record;
   }
 
   KeyRecord key_of(const Object& dict) {
     KeyRecord record;
-    found_.for_each_pair(dict, [&](const Value& key, const Value& value) {
-      const std::string_view name = found_.text(key);
+    values_.for_each_pair(dict, [&](const Value& key, const Value& value) {
+      const std::string_view name = values_.text(key);
       if (name == "fqn") record.name = value;
-      if (name == "offset" && value.kind != Kind::none) {
+      if (name == "offset" && value.kind != ValueKind::none) {
         record.offsets = extents_of(value);
         record.has_offsets = true;
       }
@@ -694,11 +702,11 @@ class Walk {
     return record;
   }
 
-  PlaceRecord place_of(const Object& dict) {
-    PlaceRecord record;
+  StorageInfoRecord storage_info_of(const Object& dict) {
+    StorageInfoRecord record;
     int has = 0;
-    found_.for_each_pair(dict, [&](const Value& key, const Value& value) {
-      const std::string_view name = found_.text(key);
+    values_.for_each_pair(dict, [&](const Value& key, const Value& value) {
+      const std::string_view name = values_.text(key);
       if (name == "relative_path") {
         record.file = value;
         has |= 1;
@@ -712,15 +720,15 @@ class Walk {
         record.transforms = value;
       }
     });
-    record.is_whole = has == 7;
+    record.is_complete = has == 7;
     return record;
   }
 
   TensorRecord tensor_of(const Object& dict) {
     TensorRecord record;
     int has = 0;
-    found_.for_each_pair(dict, [&](const Value& key, const Value& value) {
-      const std::string_view name = found_.text(key);
+    values_.for_each_pair(dict, [&](const Value& key, const Value& value) {
+      const std::string_view name = values_.text(key);
       if (name == "properties") {
         record.properties = value;
         has |= 1;
@@ -732,44 +740,44 @@ class Walk {
         has |= 4;
       }
     });
-    record.is_whole = has == 7;
+    record.is_complete = has == 7;
     return record;
   }
 
   PropertiesRecord properties_of(const Value& state) {
     PropertiesRecord record;
-    if (state.kind != Kind::tuple) return record;
-    const std::span<const Value> fields = found_.tuple(state);
+    if (state.kind != ValueKind::tuple) return record;
+    const std::span<const Value> fields = values_.tuple(state);
     record.dtype = fields[0];
     if (fields.size() > 2) record.requires_grad = fields[2];
     return record;
   }
 
   ExtentsField extents_of(const Value& value) {
-    if (value.kind == Kind::extents) return {value.number(), Object::kNothing};
-    std::string problem = found_.kind(value) + " instead of %";
-    if (value.kind == Kind::tuple) {
-      const std::span<const Value> parts = found_.tuple(value);
+    if (value.kind == ValueKind::extents) return {value.number(), Object::kNothing};
+    std::string problem = values_.kind(value) + " instead of %";
+    if (value.kind == ValueKind::tuple) {
+      const std::span<const Value> parts = values_.tuple(value);
       const auto bad = std::ranges::find_if_not(parts, is_integer);
-      problem = "% of " + found_.number(*bad);
+      problem = "% of " + values_.number(*bad);
     }
-    found_.problems.push_back(std::move(problem));
-    return {0, static_cast<std::uint32_t>(found_.problems.size() - 1)};
+    values_.problems.push_back(std::move(problem));
+    return {0, static_cast<std::uint32_t>(values_.problems.size() - 1)};
   }
 
   void memoize(std::uint64_t index) {
     if (!needs(1)) return;
     if (index != memo_.size()) {
-      return fail(Errc::pickle_stack, "a memo index is not the next one");
+      return fail(Errc::pickle_stack, "a memo index is not the next free one");
     }
     memo_.push_back(stack_.back());
   }
   void fetch(std::uint64_t index) {
-    if (index >= memo_.size()) return bad_stack("nothing is memoized at an index");
+    if (index >= memo_.size()) return bad_stack("no value has this memo index");
     const Value& value = memo_[index];
-    if (value.kind == Kind::object) {
-      if (object(value).taken) {
-        return fail(Errc::pickle_shared, "the state of an object is held by others");
+    if (value.kind == ValueKind::object) {
+      if (object(value).dropped) {
+        return fail(Errc::pickle_shared, "the state of an object is fetched from the memo");
       }
       object(value).fetched = true;
     }
@@ -780,17 +788,17 @@ class Walk {
   PickleReader reader_;
   PickleToken token_;
   std::size_t frames_end_ = 0;
-  std::uint32_t most_weight_ = 0;
-  std::size_t most_objects_ = 0;
+  std::uint32_t max_weight_ = 0;
+  std::size_t max_objects_ = 0;
   bool stopped_ = false;
   std::optional<Error> error_;
   std::vector<Value> stack_;
-  std::vector<std::size_t> marks_;  // their places on the stack
+  std::vector<std::size_t> marks_;  // their positions on the stack
   std::vector<Value> memo_;
   std::vector<std::int64_t> numbers_;
-  std::map<const void*, std::size_t> global_numbers_;  // by the entry of the table
+  std::map<const void*, std::size_t> global_numbers_;  // by address of the entry in allowed_
   std::string full_name_;
-  PickleValues found_;
+  PickleValues values_;
 };
 
 }  // namespace
@@ -836,13 +844,13 @@ std::string_view PickleValues::text(const Value& value) const {
 }
 
 Class PickleValues::type(const Value& value) const {
-  if (value.kind != Kind::object) return Class::other;
+  if (value.kind != ValueKind::object) return Class::other;
   const Object& found = objects[value.number()];
   return found.kind == ObjectKind::instance ? globals[found.type].type : Class::other;
 }
 
 const Object* PickleValues::object(const Value& value, ObjectKind kind) const {
-  if (value.kind != Kind::object || objects[value.number()].kind != kind) return nullptr;
+  if (value.kind != ValueKind::object || objects[value.number()].kind != kind) return nullptr;
   return &objects[value.number()];
 }
 
@@ -852,30 +860,30 @@ std::string PickleValues::kind(const Value& value) const {
     return "a " + name.substr(name.find_last_of(". ") + 1);
   };
   switch (value.kind) {
-    case Kind::mark:
-    case Kind::none:
+    case ValueKind::mark:
+    case ValueKind::none:
       return "a NoneType";
-    case Kind::boolean:
+    case ValueKind::boolean:
       return "a bool";
-    case Kind::small_integer:
-    case Kind::integer:
-    case Kind::large_integer:
-      return "a int";
-    case Kind::real:
+    case ValueKind::small_integer:
+    case ValueKind::integer:
+    case ValueKind::large_integer:
+      return "an int";
+    case ValueKind::real:
       return "a float";
-    case Kind::text:
+    case ValueKind::text:
       return "a str";
-    case Kind::bytes:
+    case ValueKind::bytes:
       return "a bytes";
-    case Kind::tuple:
+    case ValueKind::tuple:
       return "a tuple";
-    case Kind::extents:
-      return value.is(Value::kIs) ? "a tuple" : "a Size";
-    case Kind::called:
+    case ValueKind::extents:
+      return value.is(Value::kTuple) ? "a tuple" : "a Size";
+    case ValueKind::called:
       return last_part(value.number());
-    case Kind::global:
+    case ValueKind::global:
       return globals[value.number()].type == Class::dtype ? "a dtype" : last_part(value.number());
-    case Kind::object:
+    case ValueKind::object:
       break;
   }
   const Object& found = objects[value.number()];
@@ -890,10 +898,10 @@ std::string PickleValues::kind(const Value& value) const {
 }
 
 std::string PickleValues::number(const Value& value) const {
-  if (value.kind == Kind::large_integer) {
-    return value.is(Value::kIs) ? "less than -2**63, which is not a count" : "2**63 or more";
+  if (value.kind == ValueKind::large_integer) {
+    return value.is(Value::kNegative) ? "less than -2**63, which is not a count" : "2**63 or more";
   }
-  if (value.kind != Kind::small_integer && value.kind != Kind::integer) {
+  if (value.kind != ValueKind::small_integer && value.kind != ValueKind::integer) {
     return kind(value) + ", which is not a count";
   }
   return std::to_string(value.integer()) + (value.integer() < 0 ? ", which is not a count" : "");

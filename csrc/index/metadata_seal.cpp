@@ -31,9 +31,8 @@ Result<std::optional<std::uint64_t>> bytes_sealed(std::span<const std::byte> fil
   const auto crc = static_cast<std::uint32_t>(seal.number(4));
   if (!is_ours || seal.number(8) != covered) return std::optional<std::uint64_t>();
   if (format::crc32(0, file.first(covered)) != crc) {
-    return format_error(
-        Errc::checksum_mismatch,
-        "its bytes are not those that were written: the checksum at its end differs");
+    return format_error(Errc::checksum_mismatch,
+                        "its bytes do not match the checksum at the end of the file");
   }
   return std::optional<std::uint64_t>(covered);
 }

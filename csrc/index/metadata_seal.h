@@ -11,8 +11,8 @@
 
 namespace torch_ckpt::index {
 
-// The seal behind the pickle in a `.metadata` file of ours. Stock torch stops at the pickle's end
-// and never reads it. Integers are little-endian.
+// The seal after the pickle in a `.metadata` file that this engine wrote. Stock torch stops at the
+// end of the pickle and does not read the seal. Integers are little-endian.
 //
 //   seal := "TCM1" crc:u32 bytes:u64   ; CRC-32 and number of all bytes before it
 
@@ -20,10 +20,10 @@ inline constexpr std::size_t kSealBytes = 4 + 4 + 8;
 
 std::string seal_of(std::span<const std::string_view> pieces);
 
-/// How many bytes the seal at the end covers, all of them compared with it. Nothing where there is
-/// no seal: one that is damaged itself is stray bytes behind the pickle.
+/// Compares the bytes before the seal with it, and returns their number. nullopt if there is no
+/// seal: a damaged seal looks like any bytes after the pickle.
 ///
-/// Errc::checksum_mismatch where they are not those that were sealed.
+/// Fails with Errc::checksum_mismatch if the bytes have changed since they were sealed.
 Result<std::optional<std::uint64_t>> bytes_sealed(std::span<const std::byte> file);
 
 }  // namespace torch_ckpt::index

@@ -10,7 +10,7 @@
 
 namespace torch_ckpt::index {
 
-/// Names in the order in which they were added, each once, and found by what they say.
+/// Unique names, numbered in the order in which they were added.
 class NameTable {
  public:
   std::size_t size() const { return begins_.size() - 1; }
@@ -18,19 +18,18 @@ class NameTable {
     return std::string_view(texts_).substr(begins_[number], begins_[number + 1] - begins_[number]);
   }
   std::optional<std::uint32_t> find(std::string_view name) const;
-  /// Its number, and whether it is new.
+  /// Returns the number of the name, and true if it was not in the table before.
   std::pair<std::uint32_t, bool> add(std::string_view name);
-  /// Makes room for so many names.
   void reserve(std::size_t names);
 
  private:
   struct Slot {
     std::uint32_t number = kFree;
-    std::uint32_t hash = 0;  // of the name, in part: most others differ in it
+    std::uint32_t hash = 0;  // low bits of the name's hash, to avoid comparing most other names
   };
   static constexpr std::uint32_t kFree = 0xffffffff;
 
-  /// That of the name, or the free one where it belongs.
+  /// The slot of the name, or the free slot for it.
   std::size_t slot_of(std::string_view name, std::uint64_t hash) const;
 
   std::string texts_;

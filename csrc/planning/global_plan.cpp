@@ -155,10 +155,10 @@ Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
   for (std::uint32_t i = 0; i < here.size(); ++i) {
     const Row& row = here.row(i);
     if (row.kind == Kind::other && !row.is_here) continue;
-    if (here.name(i).size() > index::CheckpointIndex::kMostNameBytes) {
+    if (here.name(i).size() > index::CheckpointIndex::kMaxNameBytes) {
       return refused("rank " + std::to_string(rank) + " has a value whose name has " +
                      std::to_string(here.name(i).size()) + " bytes; at most " +
-                     std::to_string(index::CheckpointIndex::kMostNameBytes) +
+                     std::to_string(index::CheckpointIndex::kMaxNameBytes) +
                      " are allowed: " + std::string(here.name(i).substr(0, 100)) + "...");
     }
     const auto [number, is_new] = names_.add(here.name(i));
@@ -302,16 +302,16 @@ bool GlobalPlan::plans(std::string_view name) const {
   return number && row_of(entries_[*number]).kind != Kind::other;
 }
 
-std::vector<index::CheckpointIndex::Placed> GlobalPlan::describe(
+std::vector<index::CheckpointIndex::ShardId> GlobalPlan::describe(
     index::CheckpointIndex& index, const index::CheckpointIndex* rest) const {
-  std::vector<index::CheckpointIndex::Placed> shards(parts_.size());
+  std::vector<index::CheckpointIndex::ShardId> shards(parts_.size());
   const auto last = [&] { return static_cast<std::uint32_t>(index.entries().size() - 1); };
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
     const Entry& entry = entries_[number];
     const Row& row = row_of(entry);
     const StateTemplate& first = states_[entry.rank].state();
     if (row.kind == Kind::other) {
-      if (rest != nullptr) index.add_from(*rest, names_.at(number));
+      if (rest != nullptr) index.copy_entry(*rest, names_.at(number));
     } else if (row.kind == Kind::object) {
       index.add_object(names_.at(number));
       shards[entry.first_part] = {last(), index.add_shard({}, {})};

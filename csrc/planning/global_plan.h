@@ -42,8 +42,8 @@ class GlobalPlan {
 
   /// Adds all names to an index, without locations. Names planned by torch are taken from `rest`.
   /// Returns the shard of each part.
-  std::vector<index::CheckpointIndex::Placed> describe(index::CheckpointIndex& index,
-                                                       const index::CheckpointIndex* rest) const;
+  std::vector<index::CheckpointIndex::ShardId> describe(index::CheckpointIndex& index,
+                                                        const index::CheckpointIndex* rest) const;
   /// The part of a row in owned(rank), by its position there.
   std::uint32_t part(std::size_t rank, std::size_t number) const {
     return part_of_row_[rank][owned_[rank][number]];

@@ -21,7 +21,7 @@ void PlanMetadata::Described::set_files(std::span<const WrittenFiles> written) {
       files.emplace_back(file.name, file.checksum_table);
     }
   }
-  if (files.size() != index.files().size()) encoder.forget_places();
+  if (files.size() != index.files().size()) encoder.forget_locations();
   index.set_files(files);
 }
 
@@ -71,8 +71,8 @@ Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles>
           }
           is_placed[item.item] = true;
           const auto shard = described.shards[plan_.part(rank, item.item)];
-          if (described.index.place(shard, number, item.offset, item.length)) {
-            described.encoder.forget_places();
+          if (described.index.set_location(shard, number, item.offset, item.length)) {
+            described.encoder.forget_locations();
           }
           ++placed;
         }

@@ -43,7 +43,7 @@ class PlanMetadata {
     void set_files(std::span<const WrittenFiles> written);
 
     index::CheckpointIndex index;
-    std::vector<index::CheckpointIndex::Placed> shards;  // by part
+    std::vector<index::CheckpointIndex::ShardId> shards;  // by part
     index::MetadataEncoder encoder;
   };
   /// Returns the name of an item that the rank owns.

@@ -44,7 +44,7 @@ class MetadataProgram {
   }
 
   std::size_t end() const { return values_.end; }
-  Result<CheckpointIndex> index() const { return CheckpointIndex::of(values_); }
+  Result<CheckpointIndex> index() const { return CheckpointIndex::build(values_); }
 
  private:
   py::object data_;

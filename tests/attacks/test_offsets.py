@@ -53,7 +53,7 @@ def spoil(c: Checkpoint, case: str) -> str:
 @pytest.mark.parametrize("case", [c for c in CASES if c.split(" of ")[1] in IMPOSSIBLE])
 def test_a_number_that_is_none_is_refused(checkpoint: Checkpoint, case: str) -> None:
     name = spoil(checkpoint, case)
-    checkpoint.assert_stopped(case, Corrupt, says=f"{name}: the metadata says that it is stored")
+    checkpoint.assert_stopped(case, Corrupt, says=f"{name}: the metadata gives it the file offset")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.split(" of ")[1] in PAST_THE_END])

@@ -44,7 +44,7 @@ ATTACKS: dict[str, Attack] = {
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Corrupt, says="begins amid them")
+    checkpoint.assert_stopped(attack, Corrupt, says="overlaps them from byte")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -35,9 +35,7 @@ def spoil(c: Checkpoint, attack: str) -> None:
 @pytest.mark.parametrize("attack", PATHS)
 def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
     spoil(checkpoint, attack)
-    checkpoint.assert_stopped(
-        attack, Unsafe, says="weight: the metadata says that its data lies in"
-    )
+    checkpoint.assert_stopped(attack, Unsafe, says="weight: the metadata places its data in")
 
 
 @pytest.mark.parametrize("attack", PATHS)

@@ -111,7 +111,7 @@ def test_paths_that_make_long_lists_are_refused(
     checkpoint.publish()
     if not allow_pickle:
         checkpoint.assert_stopped(attack, Corrupt)
-    with pytest.raises(Corrupt, match=r"places it in a list|is reached more often"):
+    with pytest.raises(Corrupt, match=r"places it in a list|shared parts are counted"):
         read_metadata(checkpoint.path, allow_pickle=allow_pickle)
 
 

@@ -95,7 +95,7 @@ def test_it_is_refused_when_the_metadata_is_read(checkpoint: Checkpoint, attack:
 
 def test_a_million_shards_are_refused(checkpoint: Checkpoint) -> None:
     many_chunks(MANY)(checkpoint)
-    checkpoint.assert_stopped("shards: a million", Corrupt, says="is reached more often")
+    checkpoint.assert_stopped("shards: a million", Corrupt, says="shared parts are counted")
 
 
 def small_storage(c: Checkpoint) -> None:

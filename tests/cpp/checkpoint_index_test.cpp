@@ -18,7 +18,7 @@ using test::ok;
 TEST(CheckpointIndex, OfWhatIsNotACheckpointsMetadataIsRefused) {
   const auto values = walk_metadata_pickle(bytes_of("\x80\x04]."), test::stock_globals());
   ASSERT_TRUE(ok(values));
-  EXPECT_TRUE(test::fails(CheckpointIndex::of(*values), Errc::metadata_inconsistent));
+  EXPECT_TRUE(test::fails(CheckpointIndex::build(*values), Errc::metadata_inconsistent));
 }
 
 TEST(CheckpointIndex, ARenamingNeedsOneNameForEachEntryAndNoneTwice) {

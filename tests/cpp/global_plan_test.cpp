@@ -263,9 +263,9 @@ TEST(GlobalPlan, AShardOutsideItsTensorIsRejected) {
 
 TEST(GlobalPlan, ANameThatIsTooLongIsRejected) {
   std::vector<Rows> ranks(1);
-  ranks[0].add_tensor(std::string(index::CheckpointIndex::kMostNameBytes, 'n'), {1});
+  ranks[0].add_tensor(std::string(index::CheckpointIndex::kMaxNameBytes, 'n'), {1});
   EXPECT_TRUE(ok(GlobalPlan::of(states_of(ranks))));
-  ranks[0].add_tensor(std::string(index::CheckpointIndex::kMostNameBytes + 1, 'n'), {1});
+  ranks[0].add_tensor(std::string(index::CheckpointIndex::kMaxNameBytes + 1, 'n'), {1});
   EXPECT_TRUE(fails(GlobalPlan::of(states_of(ranks)), Errc::invalid_argument));
 }
 

@@ -64,7 +64,7 @@ CheckpointIndex decoded(const std::string& file) {
   const auto values = index::walk_metadata_pickle(test::bytes_of(file), test::stock_globals());
   EXPECT_TRUE(ok(values));
   EXPECT_EQ(values->end, *sealed);
-  auto index = CheckpointIndex::of(*values);
+  auto index = CheckpointIndex::build(*values);
   EXPECT_TRUE(ok(index));
   return std::move(index).value();
 }

@@ -164,7 +164,7 @@ std::string check_places(const index::PickleValues& values, const index::Checkpo
   if (dict != nullptr) {
     values.for_each_pair(*dict, [&](const index::Value& key, const index::Value& value) {
       const auto& [name, offsets, has_offsets] = values.keys[values.objects[key.number()].first];
-      const auto& place = values.places[values.objects[value.number()].first];
+      const auto& place = values.storage_infos[values.objects[value.number()].first];
       if (const auto entry = index.find(values.text(name))) {
         known.insert(
             {*entry, {place.offset.payload, place.length.payload, values.text(place.file)}});
@@ -231,7 +231,7 @@ std::string use_metadata(Bytes bytes) {
   if (index::walk_metadata_pickle(bytes.first(end - 1), stock_globals())) {
     return "a program is accepted without its STOP";
   }
-  const auto made = index::CheckpointIndex::of(*values);
+  const auto made = index::CheckpointIndex::build(*values);
   if (made) {
     auto broken = check_index(*made);
     return broken.empty() ? check_places(*values, *made) : broken;
@@ -246,10 +246,10 @@ namespace {
 
 std::uint64_t steps = 0;
 
-using index::Kind;
 using index::ObjectKind;
 using index::PickleValues;
 using index::Value;
+using index::ValueKind;
 
 /// Counts the items of the lists that torch's set_element makes of paths, and its steps.
 class ListsOfPaths {
@@ -268,11 +268,11 @@ class ListsOfPaths {
       const auto step = [&](const Value& part) {
         if (++walked_ <= most) at = descend(at, part);
       };
-      if (path.kind == Kind::tuple) {
+      if (path.kind == ValueKind::tuple) {
         for (const Value& part : values_.tuple(path)) step(part);
-      } else if (path.kind == Kind::extents) {
+      } else if (path.kind == ValueKind::extents) {
         for (const std::int64_t part : values_.extents.at(path.number())) {
-          step({Kind::integer, 0, 0, 1, static_cast<std::uint64_t>(part)});
+          step({ValueKind::integer, 0, 0, 1, static_cast<std::uint64_t>(part)});
         }
       } else if (const index::Object* list = values_.object(path, ObjectKind::list)) {
         values_.for_each(*list, step);
@@ -288,15 +288,16 @@ class ListsOfPaths {
   /// The container that the part leads to. The lists on the way grow up to it.
   std::uint32_t descend(std::uint32_t at, const Value& part) {
     double index = -1;
-    if (part.kind == Kind::small_integer || part.kind == Kind::integer) {
+    if (part.kind == ValueKind::small_integer || part.kind == ValueKind::integer) {
       index = static_cast<double>(part.integer());
-    } else if (part.kind == Kind::real) {
+    } else if (part.kind == ValueKind::real) {
       index = std::bit_cast<double>(part.payload);
     }
     ends_[at] = std::max(ends_[at], std::ceil(index) + 1);
-    const std::string key = part.kind == Kind::text ? "t" + std::string(values_.text(part))
-                                                    : std::to_string(static_cast<int>(part.kind)) +
-                                                          " " + std::to_string(part.payload);
+    const std::string key =
+        part.kind == ValueKind::text
+            ? "t" + std::string(values_.text(part))
+            : std::to_string(static_cast<int>(part.kind)) + " " + std::to_string(part.payload);
     const auto [known, is_new] =
         children_.try_emplace({at, key}, static_cast<std::uint32_t>(ends_.size()));
     if (is_new) ends_.push_back(0);
@@ -317,7 +318,7 @@ Cost cost_of_metadata(Bytes bytes) {
   const HeapMeter heap;
   steps = 0;
   if (const auto values = index::walk_metadata_pickle(bytes, stock_globals())) {
-    cost.is_accepted = index::CheckpointIndex::of(*values).has_value();
+    cost.is_accepted = index::CheckpointIndex::build(*values).has_value();
   }
   cost.steps = steps;
   cost.heap_bytes = heap.most();

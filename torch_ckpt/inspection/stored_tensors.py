@@ -123,7 +123,7 @@ class StoredTensors:
         for offsets, sizes, file, offset, length, is_transformed in self._index.shards(name):
             if file is None:
                 raise Corrupt(
-                    f"{self.path}: {name}: the metadata does not say where it is stored. "
+                    f"{self.path}: {name}: the metadata gives it no location. "
                     "Run torch-ckpt verify on the checkpoint"
                 )
             if is_transformed:

@@ -347,12 +347,10 @@ class _Verification:
             if shard[2] is not None:
                 records[shard[2:5]] = shard
             elif tensor is None:
-                self._incomplete(name, "the metadata does not say where it is stored")
+                self._incomplete(name, "the metadata gives it no location")
             else:
                 self._incomplete(
-                    name,
-                    "the metadata does not say where the shard at offset "
-                    f"{list(shard[0])} is stored",
+                    name, f"the metadata gives no location for the shard at offset {list(shard[0])}"
                 )
         if tensor is not None and not is_covered:
             fault = find_shard_fault(tensor[1], shards)

@@ -63,9 +63,8 @@ def place_of(item: ReadItem, storage: Mapping[MetadataIndex, _StorageInfo]) -> _
     info = storage.get(index)
     if info is None:
         raise Corrupt(
-            f"{index.fqn}: the metadata does not say where the shard at offset "
-            f"{tuple(index.offset) if index.offset else 0} is stored; "
-            "the save that wrote it was incomplete"
+            f"{index.fqn}: the metadata gives no location for the shard at offset "
+            f"{tuple(index.offset) if index.offset else 0}; the save that wrote it was incomplete"
         )
     return info
 

@@ -252,36 +252,45 @@ PROGRAMS: dict[str, tuple[bytes, str]] = {
     "a state for a member of an enum": (ENUM + b"K\0\x85R" + STATE + b"b.", "not an instance"),
     "a state for a size": (b"ctorch\nSize\n)\x85R" + STATE + b"b.", "not an instance"),
     "a second state": (METADATA + b")\x81" + STATE + b"b" + STATE + b"b.", "second state"),
-    "slots for what has none": (METADATA + b")\x81N" + STATE + b"\x86b.", "its class's form"),
-    "a name of Python's": (METADATA + b")\x81}X\7\0\0\0__doc__K\1sb.", "its class's form"),
+    "slots for what has none": (
+        METADATA + b")\x81N" + STATE + b"\x86b.",
+        "form that its class uses",
+    ),
+    "a name of Python's": (METADATA + b")\x81}X\7\0\0\0__doc__K\1sb.", "form that its class uses"),
     "an attribute of a class": (
         GETATTR + METADATA + b"X\4\0\0\0copy\x86R.",
-        "where a value belongs",
+        "used as a value",
     ),
-    "an attribute by no name": (GETATTR + ENUM + b"K\1\x86R.", "where a value belongs"),
-    "an attribute of three": (GETATTR + ENUM + b"X\1\0\0\0aN\x87R.", "where a value belongs"),
-    "a lookup as a value": (b"]" + ENUM + b"X\1\0\0\0a\x86a.", "where a value belongs"),
+    "an attribute by no name": (GETATTR + ENUM + b"K\1\x86R.", "used as a value"),
+    "an attribute of three": (GETATTR + ENUM + b"X\1\0\0\0aN\x87R.", "used as a value"),
+    "a lookup as a value": (b"]" + ENUM + b"X\1\0\0\0a\x86a.", "used as a value"),
     "a lookup as a state": (
         name_of(TensorProperties) + b")\x81" + ENUM + b"X\1\0\0\0a\x86b.",
-        "its class's form",
+        "form that its class uses",
     ),
-    "a lookup as an argument": (ENUM + b"\x94" + ENUM + b"X\1\0\0\0a\x86R.", "never makes"),
-    "a class among the values": (b"]" + METADATA + b"a.", "where a value belongs"),
-    "a class that is called": (METADATA + b")R.", "a call that metadata never makes"),
+    "a lookup as an argument": (
+        ENUM + b"\x94" + ENUM + b"X\1\0\0\0a\x86R.",
+        "call does not occur in metadata",
+    ),
+    "a class among the values": (b"]" + METADATA + b"a.", "used as a value"),
+    "a class that is called": (METADATA + b")R.", "this call does not occur in metadata"),
     "a text of 2^40 bytes": (b"\x8d" + struct.pack("<Q", 1 << 40) + b"a.", "ends within an opcode"),
     "bytes of 2^63 bytes": (b"\x8e" + struct.pack("<Q", 1 << 63) + b"a.", "ends within an opcode"),
-    "a frame of 2^62 bytes": (b"\x95" + struct.pack("<Q", 1 << 62) + b"N.", "frame ends outside"),
-    "a memo index of 2^31": (b"Nr" + struct.pack("<I", 1 << 31) + b".", "not the next one"),
-    "a key that doubles": (b"}N\x94" + TWICE + b"K\1s.", "reached more often"),
-    "a key that doubles less": (b"}N\x94" + TWICE[:48] + b"K\1s.", "holds more values"),
+    "a frame of 2^62 bytes": (
+        b"\x95" + struct.pack("<Q", 1 << 62) + b"N.",
+        "frame ends past the end",
+    ),
+    "a memo index of 2^31": (b"Nr" + struct.pack("<I", 1 << 31) + b".", "not the next free one"),
+    "a key that doubles": (b"}N\x94" + TWICE + b"K\1s.", "shared parts are counted"),
+    "a key that doubles less": (b"}N\x94" + TWICE[:48] + b"K\1s.", "key of a dict is too large"),
     "an argument that doubles": (
         b"ctorch\nSize\nN\x94" + TWICE[:52] + b"\x85R.",
-        "more arguments",
+        "too many arguments",
     ),
-    "lists within lists": (b"]" * 3000 + b"a" * 2999 + b".", "deeper within each other"),
-    "tuples within tuples": (b")" + b"\x85" * 100_000 + b".", "deeper within each other"),
-    "a list that holds itself": (b"]\x94h\0a.", "after others may hold it"),
-    "a list as key": (b"}]Ns.", "none of those that metadata has"),
+    "lists within lists": (b"]" * 3000 + b"a" * 2999 + b".", "nested deeper"),
+    "tuples within tuples": (b")" + b"\x85" * 100_000 + b".", "nested deeper"),
+    "a list that holds itself": (b"]\x94h\0a.", "after it was fetched"),
+    "a list as key": (b"}]Ns.", "metadata does not have as key"),
     "an instruction of a class": (b"(ios\nsystem\n.", "opcode 105"),
     "a persistent id": (b"X\1\0\0\0aQ.", "opcode 81"),
     "an extension": (b"\x82\1.", "opcode 130"),
@@ -504,5 +513,7 @@ def test_damaged_metadata_fails_the_load_by_name(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(Corrupt, match=r"\.metadata is damaged .*: the checksum at its end differs"):
+    with pytest.raises(
+        Corrupt, match=r"\.metadata is damaged .*: its bytes do not match the checksum"
+    ):
         torch_ckpt.FileSystemReader(tmp_path).read_metadata()

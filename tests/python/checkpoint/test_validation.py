@@ -96,7 +96,9 @@ def test_a_planner_may_store_any_values(metadata: Metadata, kept: Any) -> None:
 
 def test_errors_name_the_entry_and_the_file(metadata: Metadata) -> None:
     metadata.state_dict_metadata["weight"] = 3  # type: ignore[assignment]
-    with pytest.raises(Corrupt, match=r"^weight: .* a int \(here\)$"):
+    with pytest.raises(
+        Corrupt, match=r"^weight: .* has an int instead of its description \(here\)$"
+    ):
         index_of(metadata, "here")
 
 

@@ -137,7 +137,7 @@ def test_a_shard_without_a_location_in_the_metadata_is_named(tmp_path: Path) -> 
     save({"w": f32(3, 2)}, tmp_path)
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.load({"w": torch.zeros(3, 2)}, storage_reader=Forgetful(tmp_path), no_dist=True)
-    expected = "w: the metadata does not say where the shard at offset (0, 0) is stored; the save"
+    expected = "w: the metadata gives no location for the shard at offset (0, 0); the save"
     assert str(cause_of(caught.value)).startswith(expected)
 
 
