@@ -15,13 +15,13 @@ namespace {
 using test::bytes_of;
 using test::ok;
 
-TEST(CheckpointIndex, OfWhatIsNotACheckpointsMetadataIsRefused) {
+TEST(CheckpointIndex, RejectsAPickleThatIsNotMetadata) {
   const auto values = walk_metadata_pickle(bytes_of("\x80\x04]."), test::stock_globals());
   ASSERT_TRUE(ok(values));
   EXPECT_TRUE(test::fails(CheckpointIndex::build(*values), Errc::metadata_inconsistent));
 }
 
-TEST(CheckpointIndex, ARenamingNeedsOneNameForEachEntryAndNoneTwice) {
+TEST(CheckpointIndex, RenameNeedsOneUniqueNameForEachEntry) {
   CheckpointIndex index;
   index.add_object("a");
   index.add_object("b");
@@ -51,7 +51,7 @@ TEST(NameTable, GivesEachNameOneNumber) {
   EXPECT_EQ(NameTable().find("name"), std::nullopt);
 }
 
-TEST(NameTable, TellsNamesApartThatBeginAlike) {
+TEST(NameTable, DistinguishesNamesWithACommonPrefix) {
   NameTable table;
   std::string name;
   for (std::uint32_t i = 0; i < 100; ++i, name += '\0') {
@@ -71,7 +71,7 @@ TEST(ExtentsTable, GivesEqualExtentsOneId) {
     EXPECT_EQ(table.intern(added[i]), ids[i]);
     EXPECT_TRUE(std::ranges::equal(table.at(ids[i]), added[i]));
   }
-  // All empty ones are one.
+  // All empty lists have the same id.
   EXPECT_EQ(table.size(), 241u);
 }
 

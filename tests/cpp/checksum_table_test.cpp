@@ -20,7 +20,7 @@ constexpr std::uint64_t kKiB = 1024;
 constexpr std::uint64_t kMiB = kKiB * kKiB;
 constexpr std::uint64_t kGiB = kKiB * kMiB;
 
-// What the grammar in docs/format.md says, byte by byte.
+// The grammar of docs/format.md, byte by byte.
 std::string number(std::uint64_t value, std::size_t bytes) {
   std::string out;
   for (std::size_t i = 0; i < bytes; ++i) out += static_cast<char>((value >> (8 * i)) & 0xff);
@@ -40,7 +40,7 @@ std::vector<RecordSums> some_records() {
 
 std::string some_table() { return encode_checksum_table(some_records()); }
 
-TEST(BlockBytes, AreTheFewestThatMakeAThousandBlocks) {
+TEST(BlockBytes, AreTheFewestThatMakeAtMost1024Blocks) {
   EXPECT_EQ(block_bytes_for(0), 16 * kKiB);
   EXPECT_EQ(block_bytes_for(1), 16 * kKiB);
   EXPECT_EQ(block_bytes_for(16 * kMiB), 16 * kKiB);
@@ -50,13 +50,13 @@ TEST(BlockBytes, AreTheFewestThatMakeAThousandBlocks) {
   EXPECT_EQ(block_bytes_for(512 * kMiB + 1), kMiB);
 }
 
-TEST(BlockBytes, AreNoMoreThanOneMiBHoweverManyBlocksThatMakes) {
+TEST(BlockBytes, AreAtMostOneMiBForLargePayloads) {
   EXPECT_EQ(block_bytes_for(kGiB), kMiB);
   EXPECT_EQ(block_bytes_for(kGiB + 1), kMiB);
   EXPECT_EQ(block_bytes_for(1024 * kGiB), kMiB);
 }
 
-TEST(BlockBytes, AreMoreWhereTheTableCouldNotCountTheBlocks) {
+TEST(BlockBytes, ExceedOneMiBIfTheTableCouldNotCountTheBlocks) {
   constexpr std::uint64_t kMost = (1 << 24) - 1;
   EXPECT_EQ(block_bytes_for(kMost * kMiB), kMiB);
   EXPECT_EQ(block_bytes_for(kMost * kMiB + 1), 2 * kMiB);
@@ -65,7 +65,7 @@ TEST(BlockBytes, AreMoreWhereTheTableCouldNotCountTheBlocks) {
   EXPECT_LE(std::numeric_limits<std::uint64_t>::max() / block, kMost);
 }
 
-TEST(ChecksumTable, IsWrittenByItsGrammar) {
+TEST(ChecksumTable, IsEncodedByTheGrammarOfTheDocumentation) {
   const std::string expected = "TCS1" + number(3, 4) + entry(0, 0, 0x80 | 16, 1) +
                                entry(100, 0x12345678, 0, 0) +
                                entry(std::uint64_t{1} << 40, 0xffffffff, 20, 3) +
@@ -73,7 +73,7 @@ TEST(ChecksumTable, IsWrittenByItsGrammar) {
   EXPECT_EQ(some_table(), sealed(expected));
 }
 
-TEST(ChecksumTable, FindsEveryRecordThatWasWritten) {
+TEST(ChecksumTable, FindsEachRecord) {
   const std::string encoded = some_table();
   const auto table = ChecksumTable::decode(bytes_of(encoded));
   ASSERT_TRUE(ok(table));
@@ -81,7 +81,7 @@ TEST(ChecksumTable, FindsEveryRecordThatWasWritten) {
   for (const RecordSums& record : some_records()) EXPECT_EQ(table->find(record.offset), record);
 }
 
-TEST(ChecksumTable, FindsEveryOneOfManyRecords) {
+TEST(ChecksumTable, FindsEachOfManyRecords) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   std::vector<RecordSums> records;
@@ -101,7 +101,7 @@ TEST(ChecksumTable, FindsEveryOneOfManyRecords) {
   for (const RecordSums& record : records) EXPECT_EQ(table->find(record.offset), record);
 }
 
-TEST(ChecksumTable, FindsNothingBetweenRecords) {
+TEST(ChecksumTable, FindsNoRecordAtOtherOffsets) {
   const std::string encoded = some_table();
   const auto table = ChecksumTable::decode(bytes_of(encoded));
   ASSERT_TRUE(ok(table));
@@ -112,7 +112,7 @@ TEST(ChecksumTable, FindsNothingBetweenRecords) {
   }
 }
 
-TEST(ChecksumTable, OfNoRecordsFindsNone) {
+TEST(ChecksumTable, WithoutRecordsFindsNone) {
   const std::string encoded = encode_checksum_table({});
   const auto table = ChecksumTable::decode(bytes_of(encoded));
   ASSERT_TRUE(ok(table));
@@ -120,12 +120,12 @@ TEST(ChecksumTable, OfNoRecordsFindsNone) {
   EXPECT_EQ(table->find(0), std::nullopt);
 }
 
-TEST(ChecksumTable, TakesSixteenBytesForARecordWithoutBlocks) {
+TEST(ChecksumTable, NeedsSixteenBytesForARecordWithoutBlocks) {
   const std::vector<RecordSums> one(1);
   EXPECT_EQ(encode_checksum_table(one).size(), encode_checksum_table({}).size() + 16);
 }
 
-TEST(ChecksumTable, CutShortAnywhereIsDamaged) {
+TEST(ChecksumTable, IsDamagedIfTruncatedAnywhere) {
   const std::string encoded = some_table();
   for (std::size_t length = 0; length < encoded.size(); ++length) {
     EXPECT_TRUE(
@@ -134,7 +134,7 @@ TEST(ChecksumTable, CutShortAnywhereIsDamaged) {
   }
 }
 
-TEST(ChecksumTable, WithAnyBitFlippedIsDamaged) {
+TEST(ChecksumTable, IsDamagedIfAnyBitIsFlipped) {
   std::string encoded = some_table();
   for (std::size_t bit = 0; bit < 8 * encoded.size(); ++bit) {
     const auto flipped = static_cast<char>(1 << (bit % 8));
@@ -145,12 +145,12 @@ TEST(ChecksumTable, WithAnyBitFlippedIsDamaged) {
   }
 }
 
-TEST(ChecksumTable, WithMoreBytesBehindItIsDamaged) {
+TEST(ChecksumTable, IsDamagedIfBytesFollow) {
   EXPECT_TRUE(
       fails(ChecksumTable::decode(bytes_of(some_table() + "more")), Errc::checksum_mismatch));
 }
 
-// Tables that a hostile or a later writer has sealed.
+// Tables with a valid checksum, from a hostile writer or a later version.
 class SealedTable : public ::testing::TestWithParam<std::pair<const char*, std::string>> {};
 
 TEST_P(SealedTable, IsRefused) {
@@ -172,13 +172,13 @@ INSTANTIATE_TEST_SUITE_P(
         std::pair("FewerBlocksThanItHas",
                   "TCS1" + number(1, 4) + entry(0, 0, 16, 1) + number(7, 4) + number(8, 4)),
         std::pair("APartOfABlock", "TCS1" + number(1, 4) + entry(0, 0, 16, 1) + number(7, 5)),
-        std::pair("BlocksOfNoSize", "TCS1" + number(1, 4) + entry(0, 0, 0, 1) + number(7, 4)),
+        std::pair("BlocksWithoutASize", "TCS1" + number(1, 4) + entry(0, 0, 0, 1) + number(7, 4)),
         std::pair("BlocksLargerThanAnyFile",
                   "TCS1" + number(1, 4) + entry(0, 0, 64, 1) + number(7, 4)),
-        std::pair("ASizeOfNoBlocks", "TCS1" + number(1, 4) + entry(0, 0, 16, 0)),
+        std::pair("ABlockSizeWithoutBlocks", "TCS1" + number(1, 4) + entry(0, 0, 16, 0)),
         std::pair("RecordsOutOfOrder",
                   "TCS1" + number(2, 4) + entry(5, 0, 0, 0) + entry(4, 0, 0, 0)),
-        std::pair("TwoRecordsAtOnePlace",
+        std::pair("TwoRecordsAtTheSameOffset",
                   "TCS1" + number(2, 4) + entry(5, 0, 0, 0) + entry(5, 0, 0, 0))),
     [](const auto& defect) { return defect.param.first; });
 

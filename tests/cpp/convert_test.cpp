@@ -25,7 +25,7 @@ using test::Random;
 constexpr std::array kNames = {"float64", "float32", "float16", "bfloat16"};
 constexpr std::size_t kAllOfTwoBytes = 0x1'0000;
 
-// What the reference knows of a dtype of two bytes; it computes with values, not with bits.
+// Reference implementation of a 16-bit dtype. It computes with values, not with bits.
 struct TwoBytes {
   const char* name;
   int mantissa_bits;
@@ -95,7 +95,7 @@ INSTANTIATE_TEST_SUITE_P(AllWays, ConvertWays,
                                            Way{"chosen", find_conversion}),
                          [](const auto& way) { return way.param.name; });
 
-// Zeros of different sign are different; all NaNs are the same.
+// Zeros of different sign differ; all NaNs are equal.
 bool same(double one, double other) {
   if (std::isnan(one) || std::isnan(other)) return std::isnan(one) && std::isnan(other);
   return one == other && std::signbit(one) == std::signbit(other);
@@ -116,7 +116,7 @@ void ConvertWays::expect_rounded(const TwoBytes& to, const std::vector<float>& i
   }
 }
 
-TEST_P(ConvertWays, EveryValueOfTwoBytesKeepsItsValueAndComesBack) {
+TEST_P(ConvertWays, ConvertsEach16BitValueExactlyAndBack) {
   const auto all = all_of_two_bytes();
   for (const TwoBytes& type : {kHalf, kBFloat}) {
     SCOPED_TRACE(type.name);
@@ -137,7 +137,7 @@ TEST_P(ConvertWays, EveryValueOfTwoBytesKeepsItsValueAndComesBack) {
   }
 }
 
-TEST_P(ConvertWays, EveryValueOfTwoBytesIsRoundedToTheOtherTypeOfTwoBytes) {
+TEST_P(ConvertWays, RoundsEach16BitValueToTheOther16BitType) {
   const auto all = all_of_two_bytes();
   for (const auto& [from, to] : {std::pair(kHalf, kBFloat), std::pair(kBFloat, kHalf)}) {
     const auto out = converted<std::uint16_t>(from.name, to.name, all);
@@ -148,13 +148,13 @@ TEST_P(ConvertWays, EveryValueOfTwoBytesIsRoundedToTheOtherTypeOfTwoBytes) {
   }
 }
 
-TEST_P(ConvertWays, Float32IsRoundedAtEveryTieAndNextToIt) {
+TEST_P(ConvertWays, RoundsFloat32AtAndNextToEachTie) {
   for (const TwoBytes& to : {kHalf, kBFloat}) {
     std::vector<float> in;
     const auto infinity =
         static_cast<std::uint16_t>(((1 << to.exponent_bits) - 1) << to.mantissa_bits);
     for (std::uint16_t bits = 0; bits < infinity; ++bits) {
-      // The value after the largest one would be 2^(largest_exponent + 1): there it overflows.
+      // Values overflow from the tie between the largest value and 2^(largest_exponent + 1) on.
       const double above = bits + 1 < infinity ? to.value(static_cast<std::uint16_t>(bits + 1))
                                                : std::ldexp(1, to.largest_exponent() + 1);
       const auto tie = static_cast<float>((to.value(bits) + above) / 2);
@@ -167,12 +167,12 @@ TEST_P(ConvertWays, Float32IsRoundedAtEveryTieAndNextToIt) {
   }
 }
 
-TEST_P(ConvertWays, Float32sExtremesAreRounded) {
+TEST_P(ConvertWays, RoundsExtremeFloat32Values) {
   using Limits = std::numeric_limits<float>;
   std::vector<float> in = {0.0F, 1.0F, Limits::denorm_min(), std::nextafter(Limits::min(), 0.0F),
                            Limits::min(), Limits::max(), 65504.0F, 65519.996F, 65520.0F, 65536.0F,
                            0x1.fep127F, 0x1.fefffep127F, 0x1.ffp127F, INFINITY, NAN,
-                           // Its payload lies where a half has no bits.
+                           // A NaN whose payload is lost in 16 bits.
                            std::bit_cast<float>(0x7f80'0001U)};
   const std::vector<float> positive = in;
   for (const float value : positive) in.push_back(-value);
@@ -180,7 +180,7 @@ TEST_P(ConvertWays, Float32sExtremesAreRounded) {
   expect_rounded(kBFloat, in);
 }
 
-TEST_P(ConvertWays, AnyBitsOfFloat32AreRounded) {
+TEST_P(ConvertWays, RoundsRandomFloat32Bits) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   std::vector<float> any;
@@ -188,7 +188,7 @@ TEST_P(ConvertWays, AnyBitsOfFloat32AreRounded) {
   for (int i = 0; i < 200'000; ++i) {
     const auto bits = static_cast<std::uint32_t>(random.between(0, UINT32_MAX));
     any.push_back(std::bit_cast<float>(bits));
-    // Few of all are in the range of halves.
+    // Few random bits are in the range of float16, so move them there.
     const float mantissa = std::bit_cast<float>((bits & 0x807f'ffffU) | 0x3f80'0000U);
     near_halves.push_back(std::ldexp(mantissa, static_cast<int>(random.between(0, 44)) - 27));
   }
@@ -198,7 +198,7 @@ TEST_P(ConvertWays, AnyBitsOfFloat32AreRounded) {
   }
 }
 
-TEST_P(ConvertWays, AnyBitsOfFloat64AreRoundedToFloat32AndFromThereToTwoBytes) {
+TEST_P(ConvertWays, RoundsRandomFloat64BitsToFloat32AndThenTo16Bits) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   std::vector<double> in = {0.0, -0.0, INFINITY, -INFINITY, NAN, 1e300, -1e300, 1e-300, 0x1p-149};
@@ -221,12 +221,12 @@ TEST_P(ConvertWays, AnyBitsOfFloat64AreRoundedToFloat32AndFromThereToTwoBytes) {
   }
 }
 
-TEST_P(ConvertWays, Float64JustAboveATieOfHalvesBecomesTheTieFirst) {
+TEST_P(ConvertWays, RoundsFloat64JustAboveAFloat16TieToTheTieFirst) {
   const double above_tie = 1 + 0x1p-11 + 0x1p-40;
   EXPECT_EQ(converted<std::uint16_t>("float64", "float16", std::vector{above_tie})[0], 0x3c00);
 }
 
-TEST_P(ConvertWays, Float32KeepsItsValueInFloat64) {
+TEST_P(ConvertWays, ConvertsFloat32ToFloat64Exactly) {
   Random random(3);
   SCOPED_TRACE(random.seed_text());
   std::vector<float> in = {0.0F, -0.0F, INFINITY, -INFINITY, NAN, 0x1p-149F};
@@ -239,8 +239,8 @@ TEST_P(ConvertWays, Float32KeepsItsValueInFloat64) {
   }
 }
 
-// The input lies in memory of its own that ends with it: ASan sees what reads past it.
-TEST_P(ConvertWays, EveryLengthAndAlignmentWritesItsElementsAndNothingElse) {
+// The input ends at the end of its allocation, so that ASan detects reads past it.
+TEST_P(ConvertWays, WritesExactlyItsElementsAtAnyLengthAndAlignment) {
   constexpr std::size_t kMost = 40;
   constexpr std::size_t kGuard = 40;
   Random random(4);
@@ -282,7 +282,7 @@ TEST_P(ConvertWays, EveryLengthAndAlignmentWritesItsElementsAndNothingElse) {
   }
 }
 
-TEST_P(ConvertWays, OfNothingTouchesNoAddress) {
+TEST_P(ConvertWays, OfNoElementsReadsNoMemory) {
   for (const char* from : kNames) {
     for (const char* to : kNames) {
       const Conversion convert = conversion(GetParam(), from, to);
@@ -291,7 +291,7 @@ TEST_P(ConvertWays, OfNothingTouchesNoAddress) {
   }
 }
 
-TEST_P(ConvertWays, HasAllPairsOfDifferentFloats) {
+TEST_P(ConvertWays, HasAllPairsOfDifferentFloatTypes) {
   for (const char* from : kNames) {
     for (const char* to : kNames) {
       EXPECT_EQ(conversion(GetParam(), from, to) == nullptr, std::string_view(from) == to)
@@ -300,7 +300,7 @@ TEST_P(ConvertWays, HasAllPairsOfDifferentFloats) {
   }
 }
 
-TEST(Convert, HasNoOtherPair) {
+TEST(Convert, HasNoPairsOfOtherTypes) {
   const auto has = [](std::string_view from, std::string_view to) {
     return find_conversion(*find_dtype(from), *find_dtype(to)) != nullptr;
   };
@@ -313,7 +313,7 @@ TEST(Convert, HasNoOtherPair) {
   EXPECT_FALSE(has("uint16", "bfloat16"));
 }
 
-TEST(Convert, TakesTheVectorPathWhereThereIsOne) {
+TEST(Convert, UsesTheVectorImplementationIfItExists) {
   const Dtype& from = *find_dtype("float32");
   const Dtype& to = *find_dtype("bfloat16");
   const Conversion vector = internal::find_vector_conversion(from, to);

@@ -16,9 +16,11 @@ std::uint32_t reference(std::string_view data) {
       ::crc32(0, reinterpret_cast<const Bytef*>(data.data()), static_cast<uInt>(data.size())));
 }
 
-TEST(Crc32, CheckValueOfTheStandard) { EXPECT_EQ(crc32(0, bytes_of("123456789")), 0xcbf43926); }
+TEST(Crc32, HasTheCheckValueOfTheStandard) {
+  EXPECT_EQ(crc32(0, bytes_of("123456789")), 0xcbf43926);
+}
 
-TEST(Crc32, NothingChangesNothing) {
+TEST(Crc32, IsUnchangedByNoBytes) {
   EXPECT_EQ(crc32(0, {}), 0);
   EXPECT_EQ(crc32(0x12345678, {}), 0x12345678);
 }
@@ -36,7 +38,7 @@ TEST(Crc32, EqualsZlibsAtEveryLengthAndAlignment) {
   EXPECT_EQ(crc32(0, bytes_of(data)), reference(data));
 }
 
-TEST(Crc32, GoesOnFromWhereItStopped) {
+TEST(Crc32, ContinuesFromAnEarlierChecksum) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   const std::string data = random.bytes(1000);
@@ -60,8 +62,8 @@ TEST(Crc32, JoinsTheChecksumsOfTwoParts) {
   }
 }
 
-TEST(Crc32, JoinsALengthAboveFourGibibytes) {
-  // Zeros, doubled; the expected values are those that stock torch stored (stock_records.cpp).
+TEST(Crc32, JoinsPartsAboveFourGibibytes) {
+  // Doubles a string of zeros. The expected values are from stock torch (stock_records.cpp).
   std::vector<std::uint32_t> zeros{reference(std::string_view("\0", 1))};
   for (int bits = 0; bits < 32; ++bits) {
     zeros.push_back(crc32_join(zeros.back(), zeros.back(), std::uint64_t{1} << bits));

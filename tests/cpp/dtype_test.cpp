@@ -5,7 +5,7 @@
 namespace torch_ckpt::format {
 namespace {
 
-TEST(Dtype, IsFoundByTorchsName) {
+TEST(Dtype, IsFoundByItsNameInTorch) {
   const Dtype* dtype = find_dtype("bfloat16");
   ASSERT_NE(dtype, nullptr);
   EXPECT_EQ(dtype->name, "bfloat16");
@@ -17,13 +17,13 @@ TEST(Dtype, IsFoundByItsLegacyStorageClass) {
   EXPECT_EQ(find_dtype_of_storage("LongStorage"), find_dtype("int64"));
 }
 
-TEST(Dtype, WithoutALegacyClassIsFoundByNameOnly) {
+TEST(Dtype, WithoutALegacyClassIsFoundOnlyByName) {
   ASSERT_NE(find_dtype("float8_e5m2"), nullptr);
   EXPECT_TRUE(find_dtype("float8_e5m2")->storage.empty());
   EXPECT_EQ(find_dtype_of_storage(""), nullptr);
 }
 
-TEST(Dtype, ThatIsNotAPlainTensorsIsNotFound) {
+TEST(Dtype, OfOtherThanPlainTensorsIsNotFound) {
   EXPECT_EQ(find_dtype("qint8"), nullptr);
   EXPECT_EQ(find_dtype("int4"), nullptr);
   EXPECT_EQ(find_dtype(""), nullptr);

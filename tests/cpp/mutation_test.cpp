@@ -1,9 +1,9 @@
-// Thousands of damaged records, damaged programs and generated programs through the functions that
-// the fuzzers call, so that the sanitizers' builds always cover them. The same ones in every run,
-// unless the environment asks for more:
+// Passes thousands of damaged records, damaged programs and generated programs to the functions
+// that the fuzzers call, so that builds with sanitizers always cover them. They are the same in
+// every run unless the environment asks for more:
 //
-//   TORCH_CKPT_PROGRAMS=100000   so many generated programs, of up to 256 KiB; prints what they cost
-//   TORCH_CKPT_SEED=17           the seed of the first one; each later program has the next one
+//   TORCH_CKPT_PROGRAMS=100000   number of generated programs of up to 256 KiB; prints their cost
+//   TORCH_CKPT_SEED=17           seed of the first program; it increases by 1 for each program
 
 #include <gtest/gtest.h>
 
@@ -26,18 +26,18 @@ namespace torch_ckpt::test {
 namespace {
 
 constexpr int kRounds = 4000;
-constexpr std::size_t kMostSeedBytes = 8192;
+constexpr std::size_t kMaxSeedBytes = 8192;
 
-/// One to four of: a bit flipped, a byte or an edge of an integer put in, bytes doubled, moved,
-/// taken away.
+/// Makes one to four changes: flips a bit, writes a random byte or the limit of an integer, copies
+/// or removes bytes, or truncates the data.
 std::string mutated(std::string data, Random& random) {
   static constexpr std::string_view kEdges[] = {
       std::string_view("\xff\xff\xff\xff", 4), std::string_view("\0\0\0\0", 4),
       std::string_view("\xff\xff\xff\x7f", 4), std::string_view("\0\0\0\x80", 4),
       std::string_view("\xff\xff\xff\xff\xff\xff\xff\xff", 8)};
-  const auto place = [&] { return random.between(0, data.empty() ? 0 : data.size() - 1); };
+  const auto position = [&] { return random.between(0, data.empty() ? 0 : data.size() - 1); };
   for (std::uint64_t change = random.between(1, 4); change > 0 && !data.empty(); --change) {
-    const std::uint64_t at = place();
+    const std::uint64_t at = position();
     const std::uint64_t count = std::min<std::uint64_t>(random.between(1, 16), data.size() - at);
     switch (random.between(0, 5)) {
       case 0:
@@ -52,7 +52,7 @@ std::string mutated(std::string data, Random& random) {
         break;
       }
       case 3:
-        data.insert(place(), data.substr(at, count));
+        data.insert(position(), data.substr(at, count));
         break;
       case 4:
         data.erase(at, count);
@@ -69,7 +69,7 @@ std::vector<std::string> record_seeds() {
   std::vector<std::string> seeds;
   for (const StockRecord& stock : stock_records()) {
     seeds.emplace_back(stock.pickle);
-    if (stock.payload_bytes > kMostSeedBytes) continue;
+    if (stock.payload_bytes > kMaxSeedBytes) continue;
     seeds.push_back(record_of(stock.header(), std::string(stock.payload_bytes, 'p')));
   }
   std::vector<format::RecordSums> sums(3);
@@ -79,12 +79,12 @@ std::vector<std::string> record_seeds() {
   sums[2].offset = 1000;
   sums[2].raw = true;
   seeds.push_back(format::encode_checksum_table(sums));
-  // Its sum is put behind it again.
+  // The table without its checksum, which use_record() appends.
   seeds.push_back(seeds.back().substr(0, seeds.back().size() - 4));
   return seeds;
 }
 
-TEST(Mutations, OfRecordsAreRefusedOrReadWithinTheirBounds) {
+TEST(Mutations, OfRecordsAreRejectedOrReadInsideTheirBounds) {
   Random random(11);
   SCOPED_TRACE(random.seed_text());
   const auto seeds = record_seeds();
@@ -95,7 +95,7 @@ TEST(Mutations, OfRecordsAreRefusedOrReadWithinTheirBounds) {
   }
 }
 
-TEST(Mutations, OfMetadataAreRefusedOrEndWithStop) {
+TEST(Mutations, OfMetadataAreRejectedOrEndWithStop) {
   Random random(12);
   SCOPED_TRACE(random.seed_text());
   const auto& seeds = stock_metadata();
@@ -116,16 +116,16 @@ double cpu_seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-/// A generated program, small ones as likely as large ones.
-std::string generated(std::uint64_t seed, double most_bytes) {
+/// Generates a program of up to `max_bytes`. Sizes are distributed logarithmically.
+std::string generated(std::uint64_t seed, double max_bytes) {
   Random random(seed);
   const double scale = static_cast<double>(random.between(0, 1 << 20)) / (1 << 20);
-  const auto bytes = static_cast<std::size_t>(64 * std::pow(most_bytes / 64, scale));
+  const auto bytes = static_cast<std::size_t>(64 * std::pow(max_bytes / 64, scale));
   return metadata_program(
       [&](std::uint64_t low, std::uint64_t high) { return random.between(low, high); }, bytes);
 }
 
-TEST(MetadataPrograms, AreReadWithMemoryAndStepsInProportionToTheirBytes) {
+TEST(MetadataPrograms, NeedMemoryAndStepsInProportionToTheirSize) {
   const std::uint64_t first = from_environment("TORCH_CKPT_SEED", 1);
   for (std::uint64_t seed = first; seed < first + 4000; ++seed) {
     ASSERT_EQ(use_metadata_within_cost(bytes_of(generated(seed, 1 << 14))), "")
@@ -133,13 +133,13 @@ TEST(MetadataPrograms, AreReadWithMemoryAndStepsInProportionToTheirBytes) {
   }
 }
 
-TEST(MetadataPrograms, InLargeNumbersCostNoMoreThanALimitForEachByte) {
+TEST(MetadataPrograms, InLargeNumbersStayBelowTheLimitsForEachByte) {
   const std::uint64_t count = from_environment("TORCH_CKPT_PROGRAMS", 0);
-  if (count == 0) GTEST_SKIP() << "TORCH_CKPT_PROGRAMS says how many";
+  if (count == 0) GTEST_SKIP() << "Set TORCH_CKPT_PROGRAMS to the number of programs";
   const std::uint64_t first = from_environment("TORCH_CKPT_SEED", 1);
-  double most_heap = 0;
-  double most_steps = 0;
-  double most_seconds = 0;
+  double max_heap = 0;
+  double max_steps = 0;
+  double max_seconds = 0;
   std::uint64_t accepted = 0;
   std::uint64_t all_bytes = 0;
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
@@ -150,20 +150,20 @@ TEST(MetadataPrograms, InLargeNumbersCostNoMoreThanALimitForEachByte) {
     const double seconds = cpu_seconds() - begin;
     const auto bytes = static_cast<double>(program.size());
     const double fixed = kFixedHeapBytes;
-    most_heap = std::max(most_heap, (static_cast<double>(cost.heap_bytes) - fixed) / bytes);
+    max_heap = std::max(max_heap, (static_cast<double>(cost.heap_bytes) - fixed) / bytes);
     const double steps = static_cast<double>(cost.steps) - static_cast<double>(kFixedSteps);
-    most_steps = std::max(most_steps, steps / bytes);
-    most_seconds = std::max(most_seconds, (seconds - 1e-3) / bytes);
+    max_steps = std::max(max_steps, steps / bytes);
+    max_seconds = std::max(max_seconds, (seconds - 1e-3) / bytes);
     accepted += cost.is_accepted ? 1 : 0;
     all_bytes += program.size();
   }
   std::printf(
       "%llu programs, %llu bytes, %llu accepted: at most %.1f bytes of memory, %.1f steps and "
-      "%.3f us for a byte, beyond %zu bytes, %llu steps and 1 ms\n",
+      "%.3f us for each byte, plus %zu bytes, %llu steps and 1 ms\n",
       static_cast<unsigned long long>(count), static_cast<unsigned long long>(all_bytes),
-      static_cast<unsigned long long>(accepted), most_heap, most_steps, 1e6 * most_seconds,
+      static_cast<unsigned long long>(accepted), max_heap, max_steps, 1e6 * max_seconds,
       kFixedHeapBytes, static_cast<unsigned long long>(kFixedSteps));
-  EXPECT_LT(most_seconds, 1e-5);
+  EXPECT_LT(max_seconds, 1e-5);
 }
 
 }  // namespace

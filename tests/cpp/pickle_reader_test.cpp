@@ -13,7 +13,7 @@ std::span<const std::byte> bytes_of(std::string_view text) {
   return std::as_bytes(std::span(text));
 }
 
-/// Why the first token of a pickle cannot be read.
+/// Returns the error of reading the first token.
 Error refusal(std::string_view pickle) {
   PickleReader reader(bytes_of(pickle));
   PickleToken token;
@@ -21,7 +21,7 @@ Error refusal(std::string_view pickle) {
   return reader.error().value_or(Error{});
 }
 
-TEST(PickleReader, EveryTokenHasItsPlaceAndArgument) {
+TEST(PickleReader, ReadsTheOffsetAndArgumentOfEachToken) {
   using namespace std::string_view_literals;
   constexpr std::string_view kPickle =
       "\x80\x02"
@@ -41,7 +41,7 @@ TEST(PickleReader, EveryTokenHasItsPlaceAndArgument) {
   EXPECT_EQ(reader.position(), kPickle.size());
 }
 
-TEST(PickleReader, ATokenThatIsCutShortIsRefused) {
+TEST(PickleReader, RejectsATruncatedToken) {
   using namespace std::string_view_literals;
   for (const std::string_view pickle :
        {""sv, "J\0\0\0"sv, "X\x04\0\0\0abc"sv, "\x8e\xff\xff\xff\xff\xff\xff\xff\xff"sv,
@@ -50,7 +50,7 @@ TEST(PickleReader, ATokenThatIsCutShortIsRefused) {
   }
 }
 
-TEST(PickleReader, LongNamesAndIntegersAreRefused) {
+TEST(PickleReader, RejectsLongNamesAndIntegers) {
   EXPECT_EQ(refusal("c" + std::string(PickleReader::kNameBytes + 1, 'n')).code,
             Errc::pickle_too_large);
   EXPECT_EQ(refusal("\x8a\x11" + std::string(17, '\1')).code, Errc::pickle_too_large);

@@ -27,7 +27,7 @@ Result<RecordIndex> index(std::string_view record) {
   return index_record(bytes);
 }
 
-// A record that is mostly hole, as a sparse file would be.
+// A record whose payload is a hole that must not be read.
 class HollowRecord final : public RecordBytes {
  public:
   HollowRecord(const TensorHeader& header, std::uint32_t crc)
@@ -42,7 +42,7 @@ class HollowRecord final : public RecordBytes {
     EXPECT_TRUE(inside(offset, length, size()));
     const std::uint64_t tail_at = head_.size() + payload_bytes_;
     if (inside(offset, length, head_.size())) return bytes_of(head_).subspan(offset, length);
-    EXPECT_GE(offset, tail_at) << "the payload was looked at";
+    EXPECT_GE(offset, tail_at) << "the payload was read";
     return bytes_of(tail_).subspan(offset - tail_at, length);
   }
 
@@ -52,12 +52,12 @@ class HollowRecord final : public RecordBytes {
   std::string tail_;
 };
 
-// A writer of archives other than torch's: entries in any order, with any flaw.
+// An entry of an archive that torch would not write: in any order, with any flaw.
 struct ZipEntry {
   std::string name;
   std::string data;
   std::uint16_t method = 0;
-  std::string extra = {};  // of the directory's entry
+  std::string extra = {};  // of the entry in the directory
 };
 
 void put(std::string& out, std::uint64_t value, std::size_t bytes) {
@@ -110,7 +110,7 @@ const std::string& row_pickle() {
   return pickle;
 }
 
-/// The entries without which torch.load does not work.
+/// The entries that torch.load needs.
 std::vector<ZipEntry> minimal_entries() {
   return {{"x/data.pkl", row_pickle()}, {"x/data/0", "hello"}, {"x/version", "3\n"}};
 }
@@ -120,7 +120,7 @@ std::vector<ZipEntry> with(std::vector<ZipEntry> entries, ZipEntry entry) {
   return entries;
 }
 
-/// A record of ours with the number at `at` overwritten.
+/// Overwrites the number at `at`.
 std::string patched(std::string record, std::size_t at, std::uint64_t value, std::size_t bytes) {
   std::string number;
   put(number, value, bytes);
@@ -129,7 +129,7 @@ std::string patched(std::string record, std::size_t at, std::uint64_t value, std
 
 std::string small_record() { return record_of(row_major("uint8", {5}), "hello"); }
 
-// Everything that the session will trust.
+// Checks everything that a load session relies on.
 void expect_sound(const RecordIndex& found, std::uint64_t record_bytes) {
   EXPECT_TRUE(inside(found.payload_offset, found.payload_bytes, record_bytes));
   ASSERT_NE(found.header.dtype, nullptr);
@@ -165,7 +165,7 @@ TEST(RecordIndex, FindsAnEmptyPayload) {
 
 class StockRecordIndex : public ::testing::TestWithParam<test::StockRecord> {};
 
-TEST_P(StockRecordIndex, FindsThePayloadWithoutLookingAtIt) {
+TEST_P(StockRecordIndex, FindsThePayloadWithoutReadingIt) {
   HollowRecord record(GetParam().header(), GetParam().payload_crc);
   const auto found = index_record(record);
   ASSERT_TRUE(ok(found));
@@ -180,7 +180,7 @@ INSTANTIATE_TEST_SUITE_P(Records, StockRecordIndex, ::testing::ValuesIn(test::st
 
 class HollowRecordIndex : public ::testing::TestWithParam<std::uint64_t> {};
 
-TEST_P(HollowRecordIndex, FindsThePayloadAroundFourGibibytes) {
+TEST_P(HollowRecordIndex, FindsThePayloadNearFourGibibytes) {
   HollowRecord record(row_major("uint8", {GetParam()}), 0x12345678);
   const auto found = index_record(record);
   ASSERT_TRUE(ok(found));
@@ -192,14 +192,14 @@ INSTANTIATE_TEST_SUITE_P(Sizes, HollowRecordIndex,
                          ::testing::Values(0xfffffc00, 0xfffffffe, 0xffffffff, 0x100000000,
                                            std::uint64_t{5} << 30, std::uint64_t{1} << 50));
 
-TEST(RecordIndex, ReadsArchivesWithoutZip64OrOptionalEntries) {
+TEST(RecordIndex, AcceptsArchivesWithoutZip64OrOptionalEntries) {
   const std::string record = zip_of(minimal_entries());
   const auto found = index(record);
   ASSERT_TRUE(ok(found));
   EXPECT_EQ(record.substr(found->payload_offset, 5), "hello");
 }
 
-TEST(RecordIndex, ReadsEntriesInAnyOrderWithOthersAmongThem) {
+TEST(RecordIndex, AcceptsEntriesInAnyOrderAndOtherEntries) {
   const std::string record = zip_of({{"m/version", "3\n"},
                                      {"m/.extra", "anything"},
                                      {"m/data/0", "hello"},
@@ -214,7 +214,7 @@ TEST(RecordIndex, SkipsTheCommentsOfEntries) {
   EXPECT_TRUE(ok(index(zip_of(minimal_entries(), 300))));
 }
 
-TEST(RecordIndex, TooShortIsNotAZip) {
+TEST(RecordIndex, OfTooFewBytesIsNotAZip) {
   EXPECT_TRUE(fails(index(""), Errc::not_a_zip));
   EXPECT_TRUE(fails(index("PK\3\4"), Errc::not_a_zip));
 }
@@ -224,27 +224,27 @@ TEST(RecordIndex, WithoutAnEndRecordIsNotAZip) {
   EXPECT_TRUE(fails(index(small_record() + "trailing"), Errc::not_a_zip));
 }
 
-TEST(RecordIndex, CompressedEntriesAreRefused) {
+TEST(RecordIndex, RejectsCompressedEntries) {
   auto entries = minimal_entries();
   entries[1].method = 8;
   EXPECT_TRUE(fails(index(zip_of(entries)), Errc::zip_compressed));
 }
 
-TEST(RecordIndex, WithoutPickleOrVersionIsMissingARecord) {
+TEST(RecordIndex, RejectsAnArchiveWithoutPickleOrVersion) {
   EXPECT_TRUE(
       fails(index(zip_of({{"x/data/0", "hello"}, {"x/version", "3\n"}})), Errc::record_missing));
   EXPECT_TRUE(fails(index(zip_of({{"x/data.pkl", row_pickle()}, {"x/data/0", "hello"}})),
                     Errc::record_missing));
 }
 
-TEST(RecordIndex, OfAnythingButOneTensorIsLeftToTorch) {
+TEST(RecordIndex, LeavesArchivesOfOtherThanOneTensorToTorch) {
   EXPECT_TRUE(fails(index(zip_of({{"x/data.pkl", row_pickle()}, {"x/version", "3\n"}})),
                     Errc::pickle_unknown));
   EXPECT_TRUE(
       fails(index(zip_of(with(minimal_entries(), {"x/data/1", "second"}))), Errc::pickle_unknown));
 }
 
-TEST(RecordIndex, OfABigEndianMachineIsLeftToTorch) {
+TEST(RecordIndex, LeavesBigEndianArchivesToTorch) {
   for (const std::string_view order : {"big", "littl", "little\n", ""}) {
     EXPECT_TRUE(fails(index(zip_of(with(minimal_entries(), {"x/byteorder", std::string(order)}))),
                       Errc::pickle_unknown))
@@ -252,39 +252,39 @@ TEST(RecordIndex, OfABigEndianMachineIsLeftToTorch) {
   }
 }
 
-TEST(RecordIndex, WithAHugePickleIsLeftToTorch) {
+TEST(RecordIndex, LeavesAHugePickleToTorch) {
   auto entries = minimal_entries();
   entries[0].data = std::string(17 << 10, 'x');
   EXPECT_TRUE(fails(index(zip_of(entries)), Errc::pickle_unknown));
 }
 
-TEST(RecordIndex, WithManyEntriesIsLeftToTorch) {
+TEST(RecordIndex, LeavesArchivesWithManyEntriesToTorch) {
   auto entries = minimal_entries();
   for (int i = 0; i < 40; ++i) entries.push_back({"x/extra" + std::to_string(i), "1"});
   EXPECT_TRUE(fails(index(zip_of(entries)), Errc::pickle_unknown));
 }
 
-TEST(RecordIndex, EntriesInTwoFoldersOrNoneAreInconsistent) {
+TEST(RecordIndex, RejectsEntriesInTwoFoldersOrNone) {
   EXPECT_TRUE(
       fails(index(zip_of(with(minimal_entries(), {"y/other", "1"}))), Errc::zip_inconsistent));
   EXPECT_TRUE(
       fails(index(zip_of(with(minimal_entries(), {"other", "1"}))), Errc::zip_inconsistent));
 }
 
-TEST(RecordIndex, TwoEntriesOfANameAreInconsistent) {
+TEST(RecordIndex, RejectsTwoEntriesWithTheSameName) {
   for (const char* name : {"x/data/0", "x/data.pkl", "x/other"}) {
     const auto once = with(minimal_entries(), {"x/other", "1"});
     EXPECT_TRUE(fails(index(zip_of(with(once, {name, "again"}))), Errc::zip_inconsistent)) << name;
   }
 }
 
-TEST(RecordIndex, APickleOfMoreBytesThanAreStoredIsInconsistent) {
+TEST(RecordIndex, RejectsAPickleWithAnotherStorageSizeThanThePayload) {
   auto entries = minimal_entries();
   entries[1].data = "hell";
   EXPECT_TRUE(fails(index(zip_of(entries)), Errc::zip_inconsistent));
 }
 
-TEST(RecordIndex, ElementsOutsideTheStorageAreInconsistent) {
+TEST(RecordIndex, RejectsElementsOutsideTheStorage) {
   TensorHeader header = row_major("uint8", {5});
   header.storage_offset = 1;
   EXPECT_TRUE(fails(index(record_of(header, "hello")), Errc::zip_inconsistent));
@@ -295,14 +295,14 @@ TEST(RecordIndex, ElementsOutsideTheStorageAreInconsistent) {
   header.strides = {~std::uint64_t{0}, 1};
   header.storage_bytes = 5;
   EXPECT_TRUE(fails(index(record_of(header, "hello")), Errc::zip_inconsistent));
-  // Neither step is too large, and their sum is.
+  // Neither step overflows, but their sum does.
   header = row_major("uint8", {2, 2});
   header.strides = {std::uint64_t{1} << 63, std::uint64_t{1} << 63};
   header.storage_bytes = 5;
   EXPECT_TRUE(fails(index(record_of(header, "hello")), Errc::zip_inconsistent));
 }
 
-// A record of which one read fails.
+// A record whose nth read fails.
 class FailingRecord final : public RecordBytes {
  public:
   FailingRecord(std::string_view bytes, int nth) : record_(bytes_of(bytes)), left_(nth) {}
@@ -317,7 +317,7 @@ class FailingRecord final : public RecordBytes {
   int left_;
 };
 
-TEST(RecordIndex, AReadThatFailsIsToldWhicheverItIs) {
+TEST(RecordIndex, ReportsTheErrorOfAnyRead) {
   const std::string record = small_record();
   int failed = 0;
   while (true) {
@@ -327,18 +327,18 @@ TEST(RecordIndex, AReadThatFailsIsToldWhicheverItIs) {
     EXPECT_EQ(found.error().sys_errno, EIO) << found.error().message();
     ASSERT_LT(++failed, 100);
   }
-  // The end, the zip64 locator and end, the directory, and at least the pickle.
+  // The reads of the end, of the zip64 locator and end, of the directory, and of the pickle.
   EXPECT_GE(failed, 5);
 }
 
-TEST(RecordIndex, AnExpandedTensorReachesOnlyItsStorage) {
+TEST(RecordIndex, AcceptsAnExpandedTensor) {
   TensorHeader header = row_major("uint8", {1000, 5});
   header.strides = {0, 1};
   header.storage_bytes = 5;
   EXPECT_TRUE(ok(index(record_of(header, "hello"))));
 }
 
-TEST(RecordIndex, ADirectoryThatLiesOutsideIsInconsistent) {
+TEST(RecordIndex, RejectsADirectoryOutsideTheRecord) {
   const std::string record = small_record();
   const std::size_t end64 =
       record.size() - zip::kEndBytes - zip::kEnd64LocatorBytes - zip::kEnd64Bytes;
@@ -347,7 +347,7 @@ TEST(RecordIndex, ADirectoryThatLiesOutsideIsInconsistent) {
       fails(index(patched(record, end64 + 48, ~std::uint64_t{0}, 8)), Errc::zip_inconsistent));
 }
 
-TEST(RecordIndex, ADirectoryTooLargeForOneTensorIsLeftToTorch) {
+TEST(RecordIndex, LeavesADirectoryTooLargeForOneTensorToTorch) {
   const std::string record = small_record();
   const std::size_t end64 =
       record.size() - zip::kEndBytes - zip::kEnd64LocatorBytes - zip::kEnd64Bytes;
@@ -355,7 +355,7 @@ TEST(RecordIndex, ADirectoryTooLargeForOneTensorIsLeftToTorch) {
       fails(index(patched(record, end64 + 40, std::uint64_t{1} << 60, 8)), Errc::pickle_unknown));
 }
 
-TEST(RecordIndex, ALocatorThatPointsNowhereIsInconsistent) {
+TEST(RecordIndex, RejectsALocatorThatPointsToNoEndRecord) {
   const std::string record = small_record();
   const std::size_t locator = record.size() - zip::kEndBytes - zip::kEnd64LocatorBytes;
   EXPECT_TRUE(fails(index(patched(record, locator + 8, ~std::uint64_t{0} - 20, 8)),
@@ -363,7 +363,7 @@ TEST(RecordIndex, ALocatorThatPointsNowhereIsInconsistent) {
   EXPECT_TRUE(fails(index(patched(record, locator + 8, 0, 8)), Errc::zip_inconsistent));
 }
 
-TEST(RecordIndex, AnEntryThatReachesOutsideIsInconsistent) {
+TEST(RecordIndex, RejectsAnEntryOutsideTheRecord) {
   const std::string record = zip_of(minimal_entries());
   const std::size_t payload_entry = record.rfind("x/data/0") - zip::kDirectoryEntryBytes;
   EXPECT_TRUE(fails(index(patched(record, payload_entry + 42, record.size() - 10, 4)),
@@ -373,7 +373,7 @@ TEST(RecordIndex, AnEntryThatReachesOutsideIsInconsistent) {
   EXPECT_TRUE(fails(index(longer), Errc::zip_inconsistent));
 }
 
-TEST(RecordIndex, AMissingZip64FieldIsInconsistentAndNotTheLargestNumber) {
+TEST(RecordIndex, DoesNotReadAMissingZip64FieldAsTheLargestNumber) {
   const std::string record = zip_of(minimal_entries());
   const std::size_t payload_entry = record.rfind("x/data/0") - zip::kDirectoryEntryBytes;
   const std::string without = patched(patched(record, payload_entry + 20, 0xffffffff, 4),
@@ -381,7 +381,7 @@ TEST(RecordIndex, AMissingZip64FieldIsInconsistentAndNotTheLargestNumber) {
   EXPECT_TRUE(fails(index(without), Errc::zip_inconsistent));
 }
 
-TEST(RecordIndex, Zip64FieldsAreReadBehindOtherExtraFields) {
+TEST(RecordIndex, ReadsZip64FieldsAfterOtherExtraFields) {
   auto entries = minimal_entries();
   std::string& extra = entries[1].extra;
   put(extra, 0x4246, 2);
@@ -397,7 +397,7 @@ TEST(RecordIndex, Zip64FieldsAreReadBehindOtherExtraFields) {
       ok(index(patched(patched(record, entry + 20, 0xffffffff, 4), entry + 24, 0xffffffff, 4))));
 }
 
-TEST(RecordIndex, AZip64FieldThatIsCutShortIsInconsistent) {
+TEST(RecordIndex, RejectsATruncatedZip64Field) {
   auto entries = minimal_entries();
   put(entries[1].extra, zip::kExtraZip64, 2);
   put(entries[1].extra, 4, 2);
@@ -410,7 +410,7 @@ TEST(RecordIndex, AZip64FieldThatIsCutShortIsInconsistent) {
   EXPECT_EQ(found.error().detail, "a zip64 field is cut short");
 }
 
-TEST(RecordIndex, CutShortAnywhereIsRefused) {
+TEST(RecordIndex, RejectsARecordTruncatedAnywhere) {
   for (const std::string& record : {small_record(), zip_of(minimal_entries())}) {
     for (std::size_t length = 0; length < record.size(); ++length) {
       ASSERT_FALSE(index(std::string_view(record).substr(0, length)).has_value())
@@ -419,7 +419,7 @@ TEST(RecordIndex, CutShortAnywhereIsRefused) {
   }
 }
 
-TEST(RecordIndex, WithAnyOneByteChangedIsRefusedOrStaysWithinTheRecord) {
+TEST(RecordIndex, OfARecordWithAnyByteChangedStaysInsideTheRecord) {
   const std::string records[] = {small_record(), zip_of(minimal_entries(), 3),
                                  record_of(row_major("uint16", {2, 1, 3}), std::string(12, 'x')),
                                  record_of(row_major("float32", {0}), "")};
@@ -435,13 +435,13 @@ TEST(RecordIndex, WithAnyOneByteChangedIsRefusedOrStaysWithinTheRecord) {
   }
 }
 
-TEST(RecordIndex, ADamagedPickleIsFoundByItsChecksum) {
+TEST(RecordIndex, DetectsADamagedPickleByItsChecksum) {
   std::string record = small_record();
   record[record.find("cpu")] = 'C';
   EXPECT_TRUE(fails(index(record), Errc::checksum_mismatch));
 }
 
-TEST(RecordIndex, AHostilePickleOfRightChecksumIsRefusedOrStaysWithinTheRecord) {
+TEST(RecordIndex, OfAnyPickleWithAValidChecksumStaysInsideTheRecord) {
   for (std::size_t at = 0; at < row_pickle().size(); ++at) {
     for (int change = 1; change < 256; ++change) {
       auto entries = minimal_entries();
@@ -453,7 +453,7 @@ TEST(RecordIndex, AHostilePickleOfRightChecksumIsRefusedOrStaysWithinTheRecord) 
   }
 }
 
-TEST(RecordIndex, WithRandomNumbersInItsFieldsIsRefusedOrStaysWithinTheRecord) {
+TEST(RecordIndex, OfRandomNumbersInAllFieldsStaysInsideTheRecord) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   const std::string record = small_record();
@@ -483,12 +483,12 @@ std::string object_archive() {
                  {"o/version", "3\n"}});
 }
 
-TEST(CheckArchive, AnIntactArchiveOfAnythingPasses) {
+TEST(CheckArchive, AcceptsAnIntactArchive) {
   EXPECT_TRUE(ok(check(object_archive())));
   EXPECT_TRUE(ok(check(small_record())));
 }
 
-TEST(CheckArchive, ADamagedByteOfAnyEntryIsFoundAndToldWhere) {
+TEST(CheckArchive, ReportsTheOffsetOfADamagedEntry) {
   const std::string archive = object_archive();
   for (const std::string_view data : {"an object's", "its first", "its second", "3\n"}) {
     std::string damaged = archive;
@@ -500,24 +500,24 @@ TEST(CheckArchive, ADamagedByteOfAnyEntryIsFoundAndToldWhere) {
   }
 }
 
-TEST(CheckArchive, WhatIsNoArchiveIsLeftToItsReader) {
+TEST(CheckArchive, AcceptsBytesThatAreNoArchive) {
   EXPECT_TRUE(ok(check("")));
   EXPECT_TRUE(ok(check("hello")));
   EXPECT_TRUE(ok(check(object_archive() + "trailing")));
 }
 
-TEST(CheckArchive, CompressedEntriesAreLeftToTheirReader) {
+TEST(CheckArchive, AcceptsCompressedEntries) {
   EXPECT_TRUE(ok(check(zip_of({{"o/data", "damaged?", 8}}))));
 }
 
-TEST(CheckArchive, AZeroChecksumMeansThatTheWriterDidNotComputeOne) {
+TEST(CheckArchive, AcceptsAZeroChecksumAsNotComputed) {
   std::string archive = zip_of({{"o/data", "hello"}});
   const std::size_t entry = archive.rfind("o/data") - zip::kDirectoryEntryBytes;
   EXPECT_TRUE(ok(check(patched(archive, entry + 16, 0, 4))));
   EXPECT_TRUE(fails(check(patched(archive, entry + 16, 1, 4)), Errc::checksum_mismatch));
 }
 
-TEST(CheckArchive, ManyEntriesAreChecked) {
+TEST(CheckArchive, ChecksManyEntries) {
   std::vector<ZipEntry> entries;
   for (int i = 0; i < 1000; ++i) entries.push_back({"o/data/" + std::to_string(i), "hello"});
   std::string archive = zip_of(entries);
@@ -526,7 +526,7 @@ TEST(CheckArchive, ManyEntriesAreChecked) {
   EXPECT_TRUE(fails(check(archive), Errc::checksum_mismatch));
 }
 
-TEST(CheckArchive, AnyOneByteChangedFailsOnlyAsDamage) {
+TEST(CheckArchive, FailsOnlyWithAMismatchIfAnyByteIsChanged) {
   const std::string archive = object_archive();
   for (std::size_t at = 0; at < archive.size(); ++at) {
     std::string damaged = archive;
@@ -538,7 +538,7 @@ TEST(CheckArchive, AnyOneByteChangedFailsOnlyAsDamage) {
   }
 }
 
-// Counts the bytes that are read of a record.
+// Counts the bytes that are read.
 class CountedRecord final : public RecordBytes {
  public:
   explicit CountedRecord(std::string_view bytes) : record_(bytes_of(bytes)) {}
@@ -554,8 +554,8 @@ class CountedRecord final : public RecordBytes {
   std::uint64_t bytes_read_ = 0;
 };
 
-TEST(CheckArchive, EntriesThatOverlapCostNoMoreThanTheArchiveIsLong) {
-  // A zip bomb: every entry of the directory is the same large one.
+TEST(CheckArchive, ReadsNoMoreThanTheArchivesSizeIfEntriesOverlap) {
+  // A zip bomb: all entries of the directory are the same large entry.
   const std::string data(100'000, 'x');
   std::string archive = zip_of({{"o/data", data}});
   const std::size_t at = archive.rfind("o/data") - zip::kDirectoryEntryBytes;

@@ -281,7 +281,7 @@ TEST(Region, OfNoBytesHasNoRuns) {
   EXPECT_EQ(region.covering().bytes(), 0);
 }
 
-TEST(Region, ByDefaultIsEmpty) {
+TEST(Region, IsEmptyByDefault) {
   EXPECT_EQ(Region().bytes(), 0);
   EXPECT_TRUE(elements_of(Region()).empty());
   EXPECT_TRUE(Region().ranges(0, 1).empty());

@@ -8,7 +8,7 @@
 
 namespace torch_ckpt::test {
 
-// Metadata as torch's pickler writes it, and the names that it may use.
+// Metadata that Python has pickled for torch, and the permitted globals.
 struct StockMetadata {
   std::string name;
   std::string_view pickle;

@@ -3,8 +3,8 @@
     .venv/bin/python -m tests.cpp.stock_metadata > tests/cpp/stock_metadata.cpp
     clang-format -i tests/cpp/stock_metadata.cpp
 
-The C++ tests and the fuzzers need no torch; they begin with these constants. The table of names is
-that of torch_ckpt/checkpoint/index.py.
+The C++ tests and the fuzzers need no torch: they use these constants. The permitted globals are
+from torch_ckpt/checkpoint/index.py.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def small() -> Metadata:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    places = {item.index: _StorageInfo("__0_0.distcp", 70_000, 90) for item in plans[0].items}
-    metadata.storage_data = places
+    locations = {item.index: _StorageInfo("__0_0.distcp", 70_000, 90) for item in plans[0].items}
+    metadata.storage_data = locations
     metadata.storage_meta = StorageMeta(Path("/checkpoints/1"))
     return metadata
 
 
 def rich() -> Metadata:
-    """With the kinds of values that only Megatron's and older checkpoints have."""
+    """Adds kinds of values that only Megatron's and older checkpoints have."""
     metadata = small()
     planner = DefaultSavePlanner()
     planner.set_up_planner({"weight": torch.zeros(2), "step": 3}, is_coordinator=True)
@@ -55,7 +55,7 @@ def rich() -> Metadata:
 
 
 def with_looked_up_members(metadata: Metadata, protocol: int) -> bytes:
-    """As Python 3.11.0 to 3.11.3 pickles members of enums: by getattr."""
+    """Pickles members of enums by getattr, like Python 3.11.0 to 3.11.3."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol)
     pickler.dispatch_table = copyreg.dispatch_table | {

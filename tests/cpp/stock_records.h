@@ -10,8 +10,8 @@
 
 namespace torch_ckpt::test {
 
-// What stock torch wrote for one tensor. The bytes around the payload are kept as size and CRC-32;
-// stock_scalar_head() and _tail() show one record's in full.
+// The record that stock torch wrote for one tensor. It has only the sizes and CRC-32s of the bytes
+// around the payload; stock_scalar_head() and _tail() return these bytes of one record.
 struct StockRecord {
   std::string name;
   std::string_view dtype;
@@ -38,7 +38,7 @@ inline std::ostream& operator<<(std::ostream& out, const StockRecord& record) {
 
 const std::vector<StockRecord>& stock_records();
 
-/// The record of torch.tensor(3), before and behind its payload of eight bytes.
+/// The bytes of torch.tensor(3)'s record before and after its payload of eight bytes.
 std::string_view stock_scalar_head();
 std::string_view stock_scalar_tail();
 

@@ -1,9 +1,10 @@
-"""Prints tests/cpp/stock_records.cpp: what the installed torch writes for a few tensors.
+"""Prints tests/cpp/stock_records.cpp: records that the installed torch writes for a few tensors.
 
     .venv/bin/python tests/cpp/stock_records.py > tests/cpp/stock_records.cpp
     clang-format -i tests/cpp/stock_records.cpp
 
-The C++ tests need no torch; they compare with these constants. Takes 6 GiB of disk for a moment.
+The C++ tests need no torch: they compare with these constants. The script needs 6 GiB of temporary
+disk space.
 """
 
 import os
@@ -16,7 +17,7 @@ import torch
 
 
 def literal(data: bytes, columns: int = 88) -> str:
-    """A C++ literal. Octal escapes: they end after three digits, whatever follows."""
+    """Formats a C++ literal. Octal escapes end after three digits, even if a digit follows."""
     lines = [""]
     for byte in data:
         char = chr(byte)
@@ -35,7 +36,7 @@ def literal(data: bytes, columns: int = 88) -> str:
 
 
 def stored(tensor: torch.Tensor) -> tuple[bytes, int, int, bytes, bytes]:
-    """data.pkl, payload size, payload checksum, bytes before the payload, bytes behind it."""
+    """Returns data.pkl, payload size, payload checksum, and the bytes before and after it."""
     with tempfile.TemporaryFile() as file:
         torch.save(tensor, file)
         with zipfile.ZipFile(file) as archive:
@@ -65,7 +66,7 @@ SMALL = {
     "negative": torch._neg_view(torch.tensor([1.0, 2.0])),
     "conjugate_and_negative": torch._neg_view(COMPLEX.conj()),
 }
-# Around the two places where zip64 begins: headers behind the payload, then the payload itself.
+# Sizes around the two limits of zip64: for headers after the payload, and for the payload itself.
 LARGE = {
     "long_integers": 1 << 31,
     "ends_below_4_gib": 0xFFFFFFFE - 800,

@@ -16,7 +16,7 @@ using planning::StateTemplate;
 using Kind = StateTemplate::Kind;
 using Sizes = std::vector<std::int64_t>;
 
-// The state dict of a rank, row by row.
+// Builds the state of a rank.
 class Rows {
  public:
   void add_tensor(std::string_view name, const Sizes& size, std::string_view dtype = "float32") {

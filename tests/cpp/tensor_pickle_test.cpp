@@ -34,7 +34,7 @@ void expect_same(const TensorHeader& found, const TensorHeader& expected) {
   EXPECT_EQ(found.neg, expected.neg);
 }
 
-// What may come out of a damaged pickle that was not refused.
+// Checks the header of a damaged pickle that was accepted.
 void expect_well_formed(const Result<TensorHeader>& decoded) {
   ASSERT_NE(decoded->dtype, nullptr);
   ASSERT_EQ(decoded->sizes.size(), decoded->strides.size());
@@ -59,7 +59,7 @@ const StockRecord& stock(std::string_view name) {
   return stock_records().front();
 }
 
-// A dimension or offset as they come, and the odd one at an edge of the pickle's integers.
+// A random dimension or offset, often at a limit of the pickle's integers.
 std::uint64_t random_integer(Random& random) {
   static constexpr std::uint64_t kEdges[] = {
       0,          1,          0xff,       0x100,     0xffff,          0x10000, 0x7fffffff,
@@ -83,7 +83,7 @@ TEST_P(StockPickle, IsDecoded) {
 INSTANTIATE_TEST_SUITE_P(Records, StockPickle, ::testing::ValuesIn(stock_records()),
                          [](const auto& record) { return record.param.name; });
 
-TEST(TensorPickle, DecodingGivesBackWhatWasEncoded) {
+TEST(TensorPickle, SurvivesARoundTrip) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   const std::string_view dtypes[] = {"float32", "bool", "complex128", "uint16", "float8_e8m0fnu"};
@@ -106,7 +106,7 @@ TEST(TensorPickle, DecodingGivesBackWhatWasEncoded) {
   }
 }
 
-TEST(TensorPickle, CutShortAnywhereIsRefused) {
+TEST(TensorPickle, IsRejectedIfTruncatedAnywhere) {
   for (const StockRecord& record : stock_records()) {
     for (std::size_t length = 0; length < record.pickle.size(); ++length) {
       ASSERT_TRUE(fails(decode(record.pickle.substr(0, length)), Errc::pickle_unknown))
@@ -115,7 +115,7 @@ TEST(TensorPickle, CutShortAnywhereIsRefused) {
   }
 }
 
-TEST(TensorPickle, WithAnyOneByteChangedIsRefusedOrWellFormed) {
+TEST(TensorPickle, WithAnyByteChangedIsRejectedOrWellFormed) {
   for (const StockRecord& record : stock_records()) {
     for (std::size_t at = 0; at < record.pickle.size(); ++at) {
       std::string damaged(record.pickle);
@@ -131,7 +131,7 @@ TEST(TensorPickle, WithAnyOneByteChangedIsRefusedOrWellFormed) {
   }
 }
 
-TEST(TensorPickle, OfRandomBytesIsRefused) {
+TEST(TensorPickle, OfRandomBytesIsRejected) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 5000; ++round) {
@@ -141,24 +141,24 @@ TEST(TensorPickle, OfRandomBytesIsRefused) {
   }
 }
 
-TEST(TensorPickle, OnAnotherDeviceIsRefused) {
+TEST(TensorPickle, OfAnotherDeviceIsRejected) {
   const auto moved = replaced(stock("row").pickle, std::string_view("\3\0\0\0cpu", 7),
                               std::string_view("\6\0\0\0cuda:0", 10));
   EXPECT_TRUE(fails(decode(moved), Errc::pickle_unknown));
 }
 
-TEST(TensorPickle, ThatCallsAnotherFunctionIsRefused) {
+TEST(TensorPickle, WithACallOfAnotherFunctionIsRejected) {
   const auto hostile =
       replaced(stock("row").pickle, "torch._utils\n_rebuild_tensor_v2", "os\nsystem");
   EXPECT_TRUE(fails(decode(hostile), Errc::pickle_unknown));
 }
 
-TEST(TensorPickle, OfAnUnknownStorageClassIsRefused) {
+TEST(TensorPickle, OfAnUnknownStorageClassIsRejected) {
   const auto quantized = replaced(stock("row").pickle, "FloatStorage", "QInt8Storage");
   EXPECT_TRUE(fails(decode(quantized), Errc::pickle_unknown));
 }
 
-TEST(TensorPickle, ThatRequiresGradIsRefused) {
+TEST(TensorPickle, OfATensorThatRequiresGradIsRejected) {
   // NEWFALSE before the OrderedDict becomes NEWTRUE.
   const auto grad = replaced(stock("row").pickle,
                              "\x89"
@@ -168,7 +168,7 @@ TEST(TensorPickle, ThatRequiresGradIsRefused) {
   EXPECT_TRUE(fails(decode(grad), Errc::pickle_unknown));
 }
 
-TEST(TensorPickle, WithMoreDimensionsThanTorchHasIsRefused) {
+TEST(TensorPickle, WithMoreDimensionsThanTorchSupportsIsRejected) {
   TensorHeader header = row_major("float32", std::vector<std::uint64_t>(64, 1));
   EXPECT_TRUE(ok(decode(encode_tensor_pickle(header))));
   header.sizes.push_back(1);
@@ -176,13 +176,13 @@ TEST(TensorPickle, WithMoreDimensionsThanTorchHasIsRefused) {
   EXPECT_TRUE(fails(decode(encode_tensor_pickle(header)), Errc::pickle_unknown));
 }
 
-TEST(TensorPickle, WithFewerStridesThanSizesIsRefused) {
+TEST(TensorPickle, WithFewerStridesThanSizesIsRejected) {
   TensorHeader header = row_major("float32", {2, 3});
   header.strides.pop_back();
   EXPECT_TRUE(fails(decode(encode_tensor_pickle(header)), Errc::pickle_unknown));
 }
 
-TEST(TensorPickle, WithANegativeStrideIsRefused) {
+TEST(TensorPickle, WithANegativeStrideIsRejected) {
   // BININT1 1 becomes BININT -1.
   const auto negative = replaced(stock("row").pickle, std::string_view("K\1\x85", 3),
                                  std::string_view("J\xff\xff\xff\xff\x85", 6));
@@ -193,14 +193,14 @@ TEST(TensorPickle, WithANegativeStrideIsRefused) {
   EXPECT_TRUE(fails(decode(negative_long), Errc::pickle_unknown));
 }
 
-TEST(TensorPickle, WithAStorageSizeThatOverflowsIsRefused) {
+TEST(TensorPickle, WithAStorageSizeThatOverflowsIsRejected) {
   // LONG1 2^62 items of eight bytes.
   const auto huge = replaced(stock("scalar").pickle, std::string_view("K\1t", 3),
                              std::string_view("\x8a\10\0\0\0\0\0\0\0\x40t", 11));
   EXPECT_TRUE(fails(decode(huge), Errc::pickle_unknown));
 }
 
-TEST(TensorPickle, WithAnotherPicklersMemoIsDecoded) {
+TEST(TensorPickle, WithTheMemoOfAnotherPicklerIsDecoded) {
   // Stock readers ignore the memo, so it may be missing or written with LONG_BINPUT.
   const auto without = replaced(stock("row").pickle, std::string_view("q\5Q", 3), "Q");
   EXPECT_TRUE(ok(decode(without)));
@@ -209,24 +209,24 @@ TEST(TensorPickle, WithAnotherPicklersMemoIsDecoded) {
   EXPECT_TRUE(ok(decode(with_long)));
 }
 
-TEST(RowMajor, IsWhatATensorOfItsOwnStorageIs) {
+TEST(RowMajor, IsTrueForATensorThatOwnsItsStorage) {
   EXPECT_TRUE(row_major("float32", {}).is_plain_row_major());
   EXPECT_TRUE(row_major("float32", {3, 4}).is_plain_row_major());
 }
 
-TEST(RowMajor, DoesNotLookAtTheStrideOfADimensionOfOne) {
+TEST(RowMajor, IgnoresTheStrideOfADimensionOfLengthOne) {
   TensorHeader header = row_major("float32", {3, 1, 4});
   header.strides[1] = 77;
   EXPECT_TRUE(header.is_plain_row_major());
 }
 
-TEST(RowMajor, IsNotATransposedTensor) {
+TEST(RowMajor, IsFalseForATransposedTensor) {
   TensorHeader header = row_major("float32", {3, 4});
   header.strides = {1, 3};
   EXPECT_FALSE(header.is_plain_row_major());
 }
 
-TEST(RowMajor, IsNotAPartOfALargerStorage) {
+TEST(RowMajor, IsFalseForASliceOfALargerStorage) {
   TensorHeader header = row_major("float32", {3, 4});
   header.storage_bytes += 4;
   EXPECT_FALSE(header.is_plain_row_major());
@@ -235,7 +235,7 @@ TEST(RowMajor, IsNotAPartOfALargerStorage) {
   EXPECT_FALSE(header.is_plain_row_major());
 }
 
-TEST(RowMajor, IsNotATensorWithALazyConjugateOrSign) {
+TEST(RowMajor, IsFalseForALazyConjugateOrNegative) {
   TensorHeader header = row_major("complex64", {2});
   header.conj = true;
   EXPECT_FALSE(header.is_plain_row_major());
@@ -244,14 +244,14 @@ TEST(RowMajor, IsNotATensorWithALazyConjugateOrSign) {
   EXPECT_FALSE(header.is_plain_row_major());
 }
 
-TEST(RowMajor, IsAnEmptyTensorWithoutStorage) {
+TEST(RowMajor, IsTrueForAnEmptyTensorWithoutStorage) {
   TensorHeader header = row_major("float32", {0, 5});
   EXPECT_TRUE(header.is_plain_row_major());
   header.storage_bytes = 4;
   EXPECT_FALSE(header.is_plain_row_major());
 }
 
-TEST(RowMajor, IsNotATensorTooLargeToCount) {
+TEST(RowMajor, IsFalseForATensorWhoseSizeOverflows) {
   TensorHeader header = row_major("float32", {2, 2});
   header.sizes = {kMax, kMax};
   header.strides = {kMax, 1};

@@ -25,7 +25,7 @@ std::uint64_t number(std::string_view bytes, std::size_t at, std::size_t count) 
   return value;
 }
 
-/// Begin of the central directory's entry for `name`, in the tail.
+/// Offset in the tail of the central directory's entry for `name`.
 std::size_t directory_entry(std::string_view tail, std::string_view name) {
   const auto at = tail.rfind(name);
   EXPECT_NE(at, std::string_view::npos);
@@ -33,7 +33,7 @@ std::size_t directory_entry(std::string_view tail, std::string_view name) {
   return at - zip::kDirectoryEntryBytes;
 }
 
-/// Begin of the local header for `name`.
+/// Offset of the local header for `name`.
 std::size_t local_header(std::string_view bytes, std::string_view name) {
   const auto at = bytes.find(name);
   EXPECT_NE(at, std::string_view::npos);
@@ -53,7 +53,7 @@ Parts parts_of(std::uint64_t payload_bytes, std::uint32_t crc = 0xdeadbeef) {
           encode_tail(pickle, payload_bytes, crc)};
 }
 
-TEST(TorchRecord, OfAScalarIsStockTorchsByteForByte) {
+TEST(TorchRecord, OfAScalarEqualsStockTorchsByteForByte) {
   const std::string pickle = encode_tensor_pickle(row_major("int64", {}));
   EXPECT_EQ(encode_head(pickle, 8), test::stock_scalar_head());
   const std::string_view payload("\3\0\0\0\0\0\0\0", 8);
@@ -62,7 +62,7 @@ TEST(TorchRecord, OfAScalarIsStockTorchsByteForByte) {
 
 class StockRecordBytes : public ::testing::TestWithParam<StockRecord> {};
 
-TEST_P(StockRecordBytes, AreThoseThatStockTorchWrote) {
+TEST_P(StockRecordBytes, EqualThoseOfStockTorch) {
   const StockRecord& stock = GetParam();
   const std::string head = encode_head(stock.pickle, stock.payload_bytes);
   EXPECT_EQ(head.size(), stock.head_bytes);
@@ -72,7 +72,7 @@ TEST_P(StockRecordBytes, AreThoseThatStockTorchWrote) {
   EXPECT_EQ(crc32(0, bytes_of(tail)), stock.tail_crc);
 }
 
-TEST_P(StockRecordBytes, AreLaidOutBeforeTheyAreKnown) {
+TEST_P(StockRecordBytes, HaveTheLayoutThatWasComputedBefore) {
   const StockRecord& stock = GetParam();
   const RecordLayout layout = lay_out_record(stock.pickle, stock.payload_bytes);
   EXPECT_EQ(layout.head_bytes, stock.head_bytes);
@@ -83,7 +83,7 @@ TEST_P(StockRecordBytes, AreLaidOutBeforeTheyAreKnown) {
 INSTANTIATE_TEST_SUITE_P(Records, StockRecordBytes, ::testing::ValuesIn(stock_records()),
                          [](const auto& record) { return record.param.name; });
 
-TEST(TorchRecord, HasTheSizesThatTheLayoutSays) {
+TEST(TorchRecord, HasTheSizesOfItsLayout) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 2000; ++round) {
@@ -93,7 +93,7 @@ TEST(TorchRecord, HasTheSizesThatTheLayoutSays) {
   }
 }
 
-TEST(TorchRecord, AlignsThePayloadToSixtyFourBytesWhateverThePicklesLength) {
+TEST(TorchRecord, AlignsThePayloadTo64BytesForAnyPickle) {
   for (std::size_t length = 1; length < 400; ++length) {
     const std::string pickle(length, 'x');
     ASSERT_EQ(lay_out_record(pickle, 1000).head_bytes % 64, 0) << length;
@@ -101,7 +101,7 @@ TEST(TorchRecord, AlignsThePayloadToSixtyFourBytesWhateverThePicklesLength) {
   }
 }
 
-TEST(TorchRecord, OfAnEmptyPayloadHasNoDescriptorAndNoChecksum) {
+TEST(TorchRecord, WithAnEmptyPayloadHasNoDescriptorAndNoChecksum) {
   const Parts parts = parts_of(0);
   EXPECT_EQ(number(parts.tail, 0, 4), zip::kLocalHeader);
   const std::size_t entry = directory_entry(parts.tail, "archive/data/0");
@@ -109,7 +109,7 @@ TEST(TorchRecord, OfAnEmptyPayloadHasNoDescriptorAndNoChecksum) {
   EXPECT_EQ(number(parts.tail, entry + 16, 4), 0);
 }
 
-TEST(TorchRecord, BelowFourGibibytesUsesShortSizes) {
+TEST(TorchRecord, BelowFourGibibytesHas32BitSizes) {
   const std::uint64_t bytes = 0xfffffffe;
   const Parts parts = parts_of(bytes);
   EXPECT_EQ(number(parts.tail, 0, 4), zip::kDescriptor);
@@ -122,7 +122,7 @@ TEST(TorchRecord, BelowFourGibibytesUsesShortSizes) {
   EXPECT_EQ(number(parts.tail, entry + 30, 2), 0) << "no extra field";
 }
 
-TEST(TorchRecord, WithAHeaderBeyondFourGibibytesKeepsItsOffsetInZip64) {
+TEST(TorchRecord, WithAHeaderAboveFourGibibytesHasItsOffsetInZip64) {
   const std::uint64_t bytes = 0xfffffffe;
   const Parts parts = parts_of(bytes);
   const std::uint64_t offset = parts.layout.head_bytes + bytes + 16;
@@ -141,7 +141,7 @@ TEST(TorchRecord, WithAHeaderBeyondFourGibibytesKeepsItsOffsetInZip64) {
 
 class Zip64Record : public ::testing::TestWithParam<std::uint64_t> {};
 
-TEST_P(Zip64Record, HasItsSizesInTheExtraFields) {
+TEST_P(Zip64Record, HasItsSizesInTheExtraField) {
   const std::uint64_t bytes = GetParam();
   const Parts parts = parts_of(bytes);
   const std::string name = "archive/data/0";
@@ -167,7 +167,7 @@ TEST_P(Zip64Record, HasItsSizesInTheExtraFields) {
   EXPECT_EQ(number(parts.tail, entry_extra + 12, 8), bytes);
 }
 
-TEST_P(Zip64Record, HasALongDescriptor) {
+TEST_P(Zip64Record, HasADescriptorWith64BitSizes) {
   const Parts parts = parts_of(GetParam(), 0xdeadbeef);
   EXPECT_EQ(number(parts.tail, 0, 4), zip::kDescriptor);
   EXPECT_EQ(number(parts.tail, 4, 4), 0xdeadbeef);
@@ -176,7 +176,7 @@ TEST_P(Zip64Record, HasALongDescriptor) {
   EXPECT_EQ(number(parts.tail, 24, 4), zip::kLocalHeader);
 }
 
-TEST_P(Zip64Record, PointsToItsDirectoryByTheZip64EndRecord) {
+TEST_P(Zip64Record, HasTheDirectorysOffsetInTheZip64EndRecord) {
   const Parts parts = parts_of(GetParam());
   const std::size_t end = parts.tail.size() - zip::kEndBytes;
   const std::size_t locator = end - zip::kEnd64LocatorBytes;
@@ -196,7 +196,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, Zip64Record,
                          ::testing::Values(0xffffffff, 0x100000000, std::uint64_t{5} << 30,
                                            std::uint64_t{1} << 44));
 
-TEST(TorchRecord, TailTakesThePayloadsChecksumIntoTheSerializationId) {
+TEST(TorchRecord, IncludesThePayloadsChecksumInTheSerializationId) {
   const Parts one = parts_of(100, 1);
   const Parts two = parts_of(100, 2);
   const std::string hash = "15728199511854643026";

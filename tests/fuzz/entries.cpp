@@ -29,27 +29,27 @@ namespace {
 
 using Bytes = std::span<const std::byte>;
 
-constexpr std::size_t kMostDims = 64;
+constexpr std::size_t kMaxDims = 64;
 constexpr std::uint64_t kGap = 8;
-constexpr std::size_t kMostRanges = 16;
+constexpr std::size_t kMaxRanges = 16;
 
 std::string check_pickle(Bytes bytes) {
   const auto header = format::decode_tensor_pickle(bytes);
   if (!header) return {};
   if (header->dtype == nullptr) return "a tensor has no dtype";
-  if (header->sizes.size() != header->strides.size() || header->sizes.size() > kMostDims) {
-    return "a tensor's dimensions are none";
+  if (header->sizes.size() != header->strides.size() || header->sizes.size() > kMaxDims) {
+    return "a tensor has invalid dimensions";
   }
   const std::string encoded = format::encode_tensor_pickle(*header);
   const auto again = format::decode_tensor_pickle(std::as_bytes(std::span(encoded)));
-  if (!again || !(*again == *header)) return "a tensor is another after encoding and decoding";
+  if (!again || !(*again == *header)) return "a tensor does not survive a round trip";
   return {};
 }
 
-/// Reads the whole tensor into a row-major target of its own, as a load would.
+/// Reads the entire tensor into a new row-major target, as a load would.
 std::string read_payload(Bytes record, const format::RecordIndex& index) {
   if (!inside(index.payload_offset, index.payload_bytes, record.size())) {
-    return "a payload lies outside of its record";
+    return "a payload is outside of its record";
   }
   const Bytes payload = record.subspan(index.payload_offset, index.payload_bytes);
   const format::TensorHeader& header = index.header;
@@ -58,7 +58,7 @@ std::string read_payload(Bytes record, const format::RecordIndex& index) {
   std::uint64_t elements = 1;
   std::vector<std::int64_t> target_strides(header.sizes.size());
   for (std::size_t d = header.sizes.size(); d-- > 0;) {
-    // More elements than items in the record overlap or are none; the loader asks for neither.
+    // If there are more elements than the record has bytes, they overlap. No load reads these.
     target_strides[d] = static_cast<std::int64_t>(elements);
     const auto product = checked_mul(elements, header.sizes[d]);
     if (!product || *product > record.size()) return {};
@@ -68,13 +68,12 @@ std::string read_payload(Bytes record, const format::RecordIndex& index) {
   const auto region = planning::Region::of_box(
       header.sizes, plain ? std::span<const std::uint64_t>() : std::span(header.strides), offsets,
       header.sizes, target_strides, item, item);
-  if (!region) return plain ? "a row-major tensor cannot be read whole" : "";
-  // Views into the middle of a storage are asked for by their offset; torch.save never writes one.
-  if (region->covering().end > payload.size()) return "a region leaves its payload";
+  if (!region) return plain ? "a row-major tensor has no region" : "";
+  if (region->covering().end > payload.size()) return "a region is not inside its payload";
   std::uint64_t last = 0;
-  for (const auto& range : region->ranges(kGap, kMostRanges)) {
+  for (const auto& range : region->ranges(kGap, kMaxRanges)) {
     if (range.begin < last || range.end < range.begin || range.end > payload.size()) {
-      return "ranges are out of order or outside";
+      return "ranges are out of order or outside of the payload";
     }
     last = range.end;
   }
@@ -88,14 +87,14 @@ std::string read_payload(Bytes record, const format::RecordIndex& index) {
       ++copied;
     }
   });
-  return copied == elements ? "" : "a region does not reach every element";
+  return copied == elements ? "" : "a region does not contain all elements";
 }
 
 std::string check_record(Bytes bytes) {
   engine::RecordInMemory record(bytes);
   const auto archive = format::check_archive(record);
   if (!archive && archive.error().code != Errc::checksum_mismatch) {
-    return "checking an archive fails with something else than a mismatch";
+    return "check_archive() fails with another code than checksum_mismatch";
   }
   const auto index = format::index_record(record);
   return index ? read_payload(bytes, *index) : "";
@@ -104,7 +103,7 @@ std::string check_record(Bytes bytes) {
 std::string check_table(Bytes bytes, Bytes payload) {
   const auto table = format::ChecksumTable::decode(bytes);
   if (!table) return {};
-  // Offsets lie at the begin of entries of 16 bytes, behind 8 bytes of head.
+  // An entry has 16 bytes and begins with the offset. The entries begin after a head of 8 bytes.
   std::size_t found = 0;
   std::vector<format::RecordSums> records;
   for (std::size_t i = 0; i < table->size(); ++i) {
@@ -113,10 +112,10 @@ std::string check_table(Bytes bytes, Bytes payload) {
       offset |= static_cast<std::uint64_t>(bytes[8 + 16 * i + b]) << (8 * b);
     }
     const auto sums = table->find(offset);
-    if (!sums || sums->offset != offset) return "a table does not find what it holds";
+    if (!sums || sums->offset != offset) return "a table does not find its own record";
     records.push_back(*sums);
     found += sums->block_crcs.size();
-    // What a payload longer or shorter than the blocks' does is the loader's to refuse.
+    // A load rejects a payload that does not have this number of blocks.
     if (sums->block_bytes == 0) continue;
     const std::uint64_t blocks =
         payload.size() / sums->block_bytes + (payload.size() % sums->block_bytes != 0 ? 1 : 0);
@@ -124,10 +123,10 @@ std::string check_table(Bytes bytes, Bytes payload) {
     auto check = engine::PayloadCheck::by_blocks(*sums, payload.size());
     static_cast<void>(check.update(0, payload));
   }
-  if (found * 4 > bytes.size()) return "a table finds more blocks than it has room for";
+  if (found * 4 > bytes.size()) return "a table has more blocks than fit into it";
   const std::string encoded = format::encode_checksum_table(records);
   if (!std::ranges::equal(std::as_bytes(std::span(encoded)), bytes)) {
-    return "a table is another after decoding and encoding";
+    return "a table does not survive a round trip";
   }
   return {};
 }
@@ -138,7 +137,7 @@ std::string use_record(Bytes bytes) {
   if (auto broken = check_pickle(bytes); !broken.empty()) return broken;
   if (auto broken = check_record(bytes); !broken.empty()) return broken;
   if (auto broken = check_table(bytes, bytes); !broken.empty()) return broken;
-  // No mutation finds a CRC-32, so that it is made right here.
+  // A mutation practically never has the right CRC-32, so try again with the right one appended.
   std::vector<std::byte> summed(bytes.begin(), bytes.end());
   const std::uint32_t crc = format::crc32(0, bytes);
   for (int shift = 0; shift < 32; shift += 8) {
@@ -155,19 +154,19 @@ std::uint64_t elements_of(std::span<const std::int64_t> sizes) {
   return elements;
 }
 
-/// Each shard lies where a key of its entry's name says.
-std::string check_places(const index::PickleValues& values, const index::CheckpointIndex& index) {
-  using Place = std::tuple<std::uint64_t, std::uint64_t, std::string_view>;
-  std::set<std::pair<std::uint32_t, Place>> known;
+/// Checks that storage_data has the location of each shard under the name of its entry.
+std::string check_locations(const index::PickleValues& values,
+                            const index::CheckpointIndex& index) {
+  using Location = std::tuple<std::uint64_t, std::uint64_t, std::string_view>;
+  std::set<std::pair<std::uint32_t, Location>> known;
   const auto stored = values.attribute(values.objects[values.root.number()], "storage_data");
   const index::Object* dict = stored ? values.object(*stored, index::ObjectKind::dict) : nullptr;
   if (dict != nullptr) {
     values.for_each_pair(*dict, [&](const index::Value& key, const index::Value& value) {
       const auto& [name, offsets, has_offsets] = values.keys[values.objects[key.number()].first];
-      const auto& place = values.storage_infos[values.objects[value.number()].first];
+      const auto& info = values.storage_infos[values.objects[value.number()].first];
       if (const auto entry = index.find(values.text(name))) {
-        known.insert(
-            {*entry, {place.offset.payload, place.length.payload, values.text(place.file)}});
+        known.insert({*entry, {info.offset.payload, info.length.payload, values.text(info.file)}});
       }
     });
   }
@@ -175,15 +174,14 @@ std::string check_places(const index::PickleValues& values, const index::Checkpo
   for (const index::CheckpointIndex::Entry& entry : index.entries()) {
     for (const index::CheckpointIndex::Shard& shard : index.shards(entry)) {
       if (shard.file == index::CheckpointIndex::kNone) continue;
-      const Place place{shard.offset, shard.length, index.text(index.files()[shard.file])};
-      if (!known.contains({number, place})) return "a shard lies where a key of another name says";
+      const Location location{shard.offset, shard.length, index.text(index.files()[shard.file])};
+      if (!known.contains({number, location})) return "a shard has the location of another name";
     }
     ++number;
   }
   return {};
 }
 
-/// What is wrong with an index that was made of a program.
 std::string check_index(const index::CheckpointIndex& index) {
   std::uint32_t number = 0;
   for (const index::CheckpointIndex::Entry& entry : index.entries()) {
@@ -193,23 +191,25 @@ std::string check_index(const index::CheckpointIndex& index) {
     std::uint64_t elements = 0;
     for (const index::CheckpointIndex::Shard& shard : index.shards(entry)) {
       if (shard.file != index::CheckpointIndex::kNone && shard.file >= index.files().size()) {
-        return "a shard lies in a file that is not there";
+        return "a shard is in a file that does not exist";
       }
-      if (shard.offset + shard.length > std::uint64_t{1} << 63) return "a record has no end";
+      if (shard.offset + shard.length > std::uint64_t{1} << 63) return "a record ends past 2^63";
       if (!entry.is_tensor) continue;
       const auto whole = index.extents(entry.size);
       const auto offsets = index.extents(shard.offsets);
       const auto sizes = index.extents(shard.sizes);
-      if (offsets.size() != whole.size() || sizes.size() != whole.size()) return "another rank";
+      if (offsets.size() != whole.size() || sizes.size() != whole.size()) {
+        return "a shard has another number of dimensions than its tensor";
+      }
       for (std::size_t d = 0; d < whole.size(); ++d) {
         if (offsets[d] < 0 || sizes[d] < 0 || sizes[d] > whole[d] - offsets[d]) {
-          return "a shard lies outside of its tensor";
+          return "a shard is outside of its tensor";
         }
       }
       elements += elements_of(sizes);
     }
     if (entry.is_tensor && elements > elements_of(index.extents(entry.size))) {
-      return "shards have too much";
+      return "shards have more elements than their tensor";
     }
   }
   return {};
@@ -220,26 +220,26 @@ std::string check_index(const index::CheckpointIndex& index) {
 std::string use_metadata(Bytes bytes) {
   const auto values = index::walk_metadata_pickle(bytes, stock_globals());
   if (!values) {
-    return name(values.error().code).starts_with("pickle_") ? "" : "a refusal has another's code";
+    return name(values.error().code).starts_with("pickle_") ? "" : "an error has the wrong code";
   }
   const std::size_t end = values->end;
   if (end == 0 || end > bytes.size() || bytes[end - 1] != std::byte{'.'}) {
     return "a program does not end with STOP";
   }
   const auto again = index::walk_metadata_pickle(bytes.first(end), stock_globals());
-  if (!again || again->end != end) return "what follows STOP makes a difference";
+  if (!again || again->end != end) return "bytes after STOP make a difference";
   if (index::walk_metadata_pickle(bytes.first(end - 1), stock_globals())) {
     return "a program is accepted without its STOP";
   }
   const auto made = index::CheckpointIndex::build(*values);
   if (made) {
     auto broken = check_index(*made);
-    return broken.empty() ? check_places(*values, *made) : broken;
+    return broken.empty() ? check_locations(*values, *made) : broken;
   }
   const Errc code = made.error().code;
   return code == Errc::metadata_inconsistent || code == Errc::outside_directory
              ? ""
-             : "what cannot be has another's code";
+             : "inconsistent metadata has the wrong code";
 }
 
 namespace {
@@ -251,22 +251,22 @@ using index::PickleValues;
 using index::Value;
 using index::ValueKind;
 
-/// Counts the items of the lists that torch's set_element makes of paths, and its steps.
+/// Counts the steps of torch's set_element, and the items of the lists that it creates for paths.
 class ListsOfPaths {
  public:
   explicit ListsOfPaths(const PickleValues& values) : values_(values) {}
 
-  /// Empty where both are in proportion to the program.
+  /// Checks that both are in proportion to the program.
   std::string check() {
     const index::Object& root = values_.objects[values_.root.number()];
     const auto paths = values_.attribute(root, "planner_data");
     const index::Object* dict = paths ? values_.object(*paths, ObjectKind::dict) : nullptr;
     if (dict == nullptr) return {};
-    const std::uint64_t most = values_.bytes.size() + (std::uint64_t{1} << 16);
+    const std::uint64_t limit = values_.bytes.size() + (std::uint64_t{1} << 16);
     values_.for_each_pair(*dict, [&](const Value&, const Value& path) {
       std::uint32_t at = 0;
       const auto step = [&](const Value& part) {
-        if (++walked_ <= most) at = descend(at, part);
+        if (++walked_ <= limit) at = descend(at, part);
       };
       if (path.kind == ValueKind::tuple) {
         for (const Value& part : values_.tuple(path)) step(part);
@@ -278,14 +278,14 @@ class ListsOfPaths {
         values_.for_each(*list, step);
       }
     });
-    if (walked_ > most) return "paths have more parts than the metadata has bytes";
+    if (walked_ > limit) return "paths have more parts than the metadata has bytes";
     double items = 0;
     for (const double end : ends_) items += end;
-    return items > static_cast<double>(most) ? "paths make long lists" : "";
+    return items > static_cast<double>(limit) ? "paths create long lists" : "";
   }
 
  private:
-  /// The container that the part leads to. The lists on the way grow up to it.
+  /// Returns the container that the part leads to, and extends the list to the part's index.
   std::uint32_t descend(std::uint32_t at, const Value& part) {
     double index = -1;
     if (part.kind == ValueKind::small_integer || part.kind == ValueKind::integer) {
@@ -328,11 +328,11 @@ Cost cost_of_metadata(Bytes bytes) {
 std::string use_metadata_within_cost(Bytes bytes) {
   const Cost cost = cost_of_metadata(bytes);
   if (cost.heap_bytes > kFixedHeapBytes + kHeapBytesPerByte * bytes.size()) {
-    return std::to_string(bytes.size()) + " bytes of metadata take " +
+    return std::to_string(bytes.size()) + " bytes of metadata need " +
            std::to_string(cost.heap_bytes) + " bytes of memory";
   }
   if (cost.steps > kFixedSteps + kStepsPerByte * bytes.size()) {
-    return std::to_string(bytes.size()) + " bytes of metadata take " + std::to_string(cost.steps) +
+    return std::to_string(bytes.size()) + " bytes of metadata need " + std::to_string(cost.steps) +
            " steps";
   }
   if (cost.is_accepted) {
@@ -344,7 +344,7 @@ std::string use_metadata_within_cost(Bytes bytes) {
 
 }  // namespace torch_ckpt::test
 
-// Called for each basic block of sources that are compiled with -fsanitize-coverage=trace-pc.
-// libFuzzer has one of its own, which counts nothing here.
+// Called for each basic block of sources that are compiled with -fsanitize-coverage=trace-pc. Weak,
+// since libFuzzer defines it too; steps are not counted then.
 extern "C" __attribute__((weak)) void __sanitizer_cov_trace_pc();
 extern "C" void __sanitizer_cov_trace_pc() { ++torch_ckpt::test::steps; }

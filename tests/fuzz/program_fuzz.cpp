@@ -5,7 +5,7 @@
 #include "entries.h"
 #include "programs.h"
 
-/// The bytes are the generator's choices; those behind the last byte are the lowest.
+/// The bytes are the generator's choices. After the last byte it makes the lowest choices.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   std::size_t at = 0;
   const auto choose = [&](std::uint64_t low, std::uint64_t high) {

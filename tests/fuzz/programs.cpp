@@ -34,7 +34,7 @@ class ProgramWriter {
     instance(kMetadata, "Metadata", [&] {
       if (!one_in(16)) attribute("state_dict_metadata", [&] { entries(); });
       if (one_in(3)) attribute("planner_data", [&] { paths(); });
-      if (!one_in(4)) attribute("storage_data", [&] { places(); });
+      if (!one_in(4)) attribute("storage_data", [&] { locations(); });
       if (one_in(4)) attribute("all_local_plans", [&] { flood(); });
       if (one_in(2)) attribute("torch_ckpt", [&] { tables(); });
     });
@@ -73,7 +73,7 @@ class ProgramWriter {
     put(index < 256 ? op::kBinget : op::kLongBinget);
     number(index, index < 256 ? 1 : 4);
   }
-  /// Fetches a value of the kind; false where there is none, or a new one is to be made.
+  /// Fetches a value from the pool. Returns false if the caller is to write a new value.
   bool shares(const Pool& pool) {
     if (pool.empty() || (!repeats_ && choose_(0, 8) > shares_)) return false;
     fetch(repeats_ || one_in(2) ? pool.back() : pool[choose_(0, pool.size() - 1)]);
@@ -127,7 +127,7 @@ class ProgramWriter {
 
   // --- values ---
 
-  /// A new text, of which some are long.
+  /// Writes a new text. Some are long.
   void new_text(Pool& pool) {
     std::string text = std::to_string(memoized_);
     if (one_in(8)) text.append(choose_(0, std::min<std::size_t>(left() / 2, 1 << 16)), 'x');
@@ -145,7 +145,7 @@ class ProgramWriter {
     items();
     put(op::kSetitems);
   }
-  /// Writes a pair, in half of the files sometimes again and again.
+  /// Writes a pair. In half of the programs some pairs are repeated many times.
   template <class Pair>
   void pair(Pair write) {
     write();
@@ -257,7 +257,7 @@ class ProgramWriter {
     });
   }
 
-  // --- places ---
+  // --- locations ---
 
   void key() {
     if (shares(keys_)) return;
@@ -271,8 +271,8 @@ class ProgramWriter {
     });
     memoize(keys_);
   }
-  void place() {
-    if (shares(places_)) return;
+  void location() {
+    if (shares(locations_)) return;
     instance(kFilesystem, "_StorageInfo", [&] {
       attribute("relative_path", [&] { text(files_); });
       attribute("offset", [&] { integer(one_in(32) ? edge() : 100 * memoized_); });
@@ -287,21 +287,21 @@ class ProgramWriter {
         });
       }
     });
-    memoize(places_);
+    memoize(locations_);
   }
-  void places() {
+  void locations() {
     dict([&] {
       const std::size_t end = left() / choose_(1, 4);
       for (std::uint64_t i = choose_(0, bytes_ / 40); i > 0 && left() > end / 8; --i) {
         pair([&] {
           key();
-          place();
+          location();
         });
       }
     });
   }
 
-  // --- the rest ---
+  // --- paths, checksum tables and other values ---
 
   void path_part(std::uint64_t index) {
     switch (choose_(0, 9)) {
@@ -338,7 +338,7 @@ class ProgramWriter {
     memoize(paths_);
   }
   void paths() {
-    // The last index that the number of names allows, or each name's own.
+    // All names have the index of the last name, or each name its own index.
     const bool is_last = one_in(2);
     dict([&] {
       for (std::uint64_t i = 0; i < names_ && left() > 0; ++i) {
@@ -373,7 +373,7 @@ class ProgramWriter {
       if (one_in(4)) attribute("phases", [&] { text(texts_); });
     });
   }
-  /// Values in a list, as many as fit.
+  /// Writes a list of one value, repeated as often as it may fit.
   void flood() {
     static constexpr std::string_view kValues[] = {
         "N", "}", "]", ")", "N\x85", "K\1", "\x8c\1x", "N\x94", "]\x94", "}\x94", ")\x85\x85", "(t",
@@ -404,15 +404,15 @@ class ProgramWriter {
   const Choose& choose_;
   std::size_t bytes_;
   std::uint64_t names_;
-  std::uint64_t shares_;  // of 9 values, how many the memo gives
+  std::uint64_t shares_;  // about this many of 9 values are fetched from the memo
   bool repeats_pairs_;
-  bool repeats_ = false;  // the values of the pair before
+  bool repeats_ = false;  // use the values of the previous pair
   std::string out_;
   std::uint64_t memoized_ = 0;
   std::map<std::pair<std::string_view, std::string_view>, std::uint64_t> globals_;
   std::map<std::string_view, std::uint64_t> attributes_;
   Pool texts_, entry_names_, files_, extents_, chunks_, properties_, tensors_, objects_, keys_,
-      places_, paths_, tables_, anything_;
+      locations_, paths_, tables_, anything_;
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Writes what the fuzzers begin with: records and metadata as torch and this package write them.
+"""Writes the fuzzers' seeds: records and metadata as torch and this package write them.
 
 .venv/bin/python -m tests.fuzz.seeds build/fuzz/seeds
 """
@@ -45,7 +45,7 @@ def records() -> dict[str, bytes]:
         torch_ckpt.save(state, path, no_dist=True)
         for name, table in checksum_tables(read_metadata(path)).items():
             seeds[f"table.{name}"] = table
-            # The fuzzer puts the sum behind it again.
+            # use_record() appends the checksum.
             seeds[f"table.{name}.unsummed"] = table[:-4]
     return seeds
 
@@ -60,7 +60,7 @@ def metadata() -> dict[str, bytes]:
 
 def main() -> None:
     target = Path(sys.argv[1])
-    # Any bytes are choices of the generator of programs.
+    # For the generator of programs, any bytes are choices.
     kinds = {"record": records(), "metadata": metadata(), "program": {"choices": bytes(range(256))}}
     for kind, seeds in kinds.items():
         (target / kind).mkdir(parents=True, exist_ok=True)
