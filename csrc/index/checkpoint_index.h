@@ -76,8 +76,8 @@ class CheckpointIndex {
     std::uint32_t number = 0;
   };
 
-  /// Builds the index from a decoded metadata pickle. Paths and the order of locations are checked
-  /// but not kept.
+  /// Builds the index from a decoded metadata pickle. The index has neither its paths nor its order
+  /// of locations.
   ///
   /// Fails with Errc::metadata_inconsistent and the entry's name if the metadata contradicts
   /// itself, and with Errc::outside_directory for data outside of the checkpoint's directory.

@@ -20,13 +20,13 @@ namespace torch_ckpt::index {
 
 // The metadata of a checkpoint is a pickle, which is a program for Python's unpickler. A list of
 // permitted names does not make it safe: BUILD sets attributes of any object, lengths and memo
-// indices make the unpickler allocate memory, and hashing a tuple that contains another twice, and
-// so on, takes forever. The program is therefore first walked without running it. The index is
+// indices make the unpickler allocate memory, and tuples that each contain the previous one twice
+// take forever to hash. The program is therefore first walked without running it. The index is
 // built from the walk's result. Python runs only programs that have passed, and only if torch's
 // objects are needed.
 
-/// The permitted use of a global. Classes and functions may only be called and are never
-/// parts of other values, so no state can be set on a class, a function or a member of an enum.
+/// The permitted use of a global. Classes and functions may only be called and are never parts of
+/// other values, so no state can be set on a class, a function or a member of an enum.
 enum class GlobalRole : std::uint8_t {
   value,        // a part of other values; dtypes
   function,     // called with one tuple of scalars and tuples; torch.Size, paths
@@ -153,8 +153,8 @@ struct Object {
   static constexpr std::uint32_t kNothing = 0xffffffff;
 };
 
-/// Extents, or the index of a message about a value that is none. In the message, '%' stands for
-/// the name of the field.
+/// Extents, or the index of a message about a value that is not extents. In the message, '%' stands
+/// for the name of the field.
 struct ExtentsField {
   std::uint32_t id = 0;
   std::uint32_t problem = Object::kNothing;

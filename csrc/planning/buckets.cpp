@@ -9,11 +9,11 @@ namespace {
 
 std::size_t number_of_buckets(std::span<const ItemSize> items,
                               const std::vector<std::size_t>& subset, BucketCount count) {
-  if (count.bytes_each == 0) return std::max<std::size_t>(count.most, 1);
+  if (count.bytes_each == 0) return std::max<std::size_t>(count.max, 1);
   std::uint64_t bytes = 0;
   for (const std::size_t index : subset) bytes += items[index].bytes;
-  const std::uint64_t begun = bytes / count.bytes_each + (bytes % count.bytes_each != 0 ? 1 : 0);
-  return std::max<std::uint64_t>(std::min<std::uint64_t>(begun, count.most), 1);
+  const std::uint64_t shares = bytes / count.bytes_each + (bytes % count.bytes_each != 0 ? 1 : 0);
+  return std::max<std::uint64_t>(std::min<std::uint64_t>(shares, count.max), 1);
 }
 
 std::vector<Bucket> split_subset(std::span<const ItemSize> items,
@@ -65,12 +65,12 @@ Result<std::vector<NamedBucket>> split_with_hint(std::span<const ItemSize> items
     for (auto& bucket : split_by_size(items, count)) result.push_back({"", std::move(bucket)});
     return result;
   }
-  if (count.most < 2) {
+  if (count.max < 2) {
     return format_error(Errc::invalid_argument,
                         "separation_hint needs thread_count >= 2 (one file for each side), got " +
-                            std::to_string(count.most));
+                            std::to_string(count.max));
   }
-  const BucketCount half{count.most / 2, count.bytes_each};
+  const BucketCount half{count.max / 2, count.bytes_each};
   std::vector<std::size_t> hinted;
   std::vector<std::size_t> others;
   for (std::size_t i = 0; i < items.size(); ++i) {

@@ -20,10 +20,10 @@ struct ItemSize {
 /// Indices into the items, bytes items before tensors.
 using Bucket = std::vector<std::size_t>;
 
-/// The number of buckets: `most`, or fewer if there are few bytes.
+/// The number of buckets: `max`, or fewer if there are few bytes.
 struct BucketCount {
-  std::size_t most = 1;
-  std::uint64_t bytes_each = 0;  // one bucket for each `bytes_each` bytes; 0: always `most`
+  std::size_t max = 1;
+  std::uint64_t bytes_each = 0;  // one bucket for each `bytes_each` bytes; 0: always `max`
 };
 
 /// Splits items into `count` buckets: bytes items round-robin, then tensors by decreasing size,
@@ -40,7 +40,7 @@ struct NamedBucket {
 
 /// Like split_by_size(), but items whose name begins with `hint` have separate files, whose names
 /// begin with the hint. Each side has at most half of the buckets. An empty hint separates nothing.
-/// Fails with Errc::invalid_argument if a hint is given and `count.most` is below two.
+/// Fails with Errc::invalid_argument if a hint is given and `count.max` is below two.
 Result<std::vector<NamedBucket>> split_with_hint(std::span<const ItemSize> items,
                                                  std::span<const std::string> names,
                                                  BucketCount count, std::string_view hint);

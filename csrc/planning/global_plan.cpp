@@ -98,33 +98,34 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
   // Offsets and sizes of each box of the current rank, in `extents`.
   std::vector<std::pair<std::uint32_t, std::uint32_t>> boxes;
   for (std::uint32_t rank = 0; rank < plan.ranks(); ++rank) {
-    const RankState& here = plan.states_[rank];
+    const RankState& rank_state = plan.states_[rank];
     const auto [of_template, is_new] =
-        entries_of.try_emplace(&here.state(), std::vector<std::uint32_t>());
+        entries_of.try_emplace(&rank_state.state(), std::vector<std::uint32_t>());
     if (is_new) {
       auto entries = plan.add_entries(rank);
       if (!entries) return std::move(entries).error();
       of_template->second = std::move(*entries);
     }
     boxes.clear();
-    for (std::uint32_t box = 0; box < here.boxes(); ++box) {
-      boxes.emplace_back(extents.intern(here.offsets(box)), extents.intern(here.sizes(box)));
+    for (std::uint32_t box = 0; box < rank_state.boxes(); ++box) {
+      boxes.emplace_back(extents.intern(rank_state.offsets(box)),
+                         extents.intern(rank_state.sizes(box)));
     }
     std::vector<std::uint32_t>& parts = plan.part_of_row_[rank];
-    parts.assign(here.size(), kNone);
-    for (std::uint32_t i = 0; i < here.size(); ++i) {
-      const Kind kind = here.state().row(i).kind;
-      if (kind == Kind::other || !here.has(i)) continue;
+    parts.assign(rank_state.size(), kNone);
+    for (std::uint32_t i = 0; i < rank_state.size(); ++i) {
+      const Kind kind = rank_state.state().row(i).kind;
+      if (kind == Kind::other || !rank_state.has(i)) continue;
       const std::uint32_t number = of_template->second[i];
       Entry& entry = plan.entries_[number];
       if (kind == Kind::shard && entry.first_part == kNone) {
         entry.rank = rank;
         entry.row = i;
-      } else if (kind == Kind::shard && &plan.states_[entry.rank].state() != &here.state()) {
+      } else if (kind == Kind::shard && &plan.states_[entry.rank].state() != &rank_state.state()) {
         if (auto same = plan.check_same(entry, rank, i); !same) return std::move(same).error();
       }
-      const auto [offsets, sizes] =
-          kind == Kind::shard ? boxes[here.box(i)] : std::pair<std::uint32_t, std::uint32_t>();
+      const auto [offsets, sizes] = kind == Kind::shard ? boxes[rank_state.box(i)]
+                                                        : std::pair<std::uint32_t, std::uint32_t>();
       std::uint32_t& slot = known.slot(number, offsets, sizes);
       if (slot == kNone) {
         slot = static_cast<std::uint32_t>(plan.parts_.size());
@@ -135,7 +136,7 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
         part.entry = number;
         part.offsets = offsets;
         part.sizes = sizes;
-        part.bytes = here.bytes(i);
+        part.bytes = rank_state.bytes(i);
         (entry.last_part == kNone ? entry.first_part : plan.parts_[entry.last_part].next) = slot;
         entry.last_part = slot;
         plan.parts_.push_back(part);
@@ -150,18 +151,18 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
 }
 
 Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
-  const StateTemplate& here = states_[rank].state();
-  std::vector<std::uint32_t> entries(here.size(), kNone);
-  for (std::uint32_t i = 0; i < here.size(); ++i) {
-    const Row& row = here.row(i);
-    if (row.kind == Kind::other && !row.is_here) continue;
-    if (here.name(i).size() > index::CheckpointIndex::kMaxNameBytes) {
+  const StateTemplate& state = states_[rank].state();
+  std::vector<std::uint32_t> entries(state.size(), kNone);
+  for (std::uint32_t i = 0; i < state.size(); ++i) {
+    const Row& row = state.row(i);
+    if (row.kind == Kind::other && !row.is_present) continue;
+    if (state.name(i).size() > index::CheckpointIndex::kMaxNameBytes) {
       return refused("rank " + std::to_string(rank) + " has a value whose name has " +
-                     std::to_string(here.name(i).size()) + " bytes; at most " +
+                     std::to_string(state.name(i).size()) + " bytes; at most " +
                      std::to_string(index::CheckpointIndex::kMaxNameBytes) +
-                     " are allowed: " + std::string(here.name(i).substr(0, 100)) + "...");
+                     " are allowed: " + std::string(state.name(i).substr(0, 100)) + "...");
     }
-    const auto [number, is_new] = names_.add(here.name(i));
+    const auto [number, is_new] = names_.add(state.name(i));
     if (is_new) entries_.push_back({rank, i, kNone, kNone});
     entries[i] = number;
     // Compare dtype and size of a DTensor only on ranks that have a part of it: outside of its mesh
@@ -174,24 +175,25 @@ Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
 
 Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uint32_t row) const {
   if (first.rank == rank && first.row == row) return {};
-  const StateTemplate& there = states_[first.rank].state();
-  const StateTemplate& here = states_[rank].state();
-  const Row& a = there.row(first.row);
-  const Row& b = here.row(row);
+  const StateTemplate& first_state = states_[first.rank].state();
+  const StateTemplate& state = states_[rank].state();
+  const Row& a = first_state.row(first.row);
+  const Row& b = state.row(row);
   const bool has_size = a.kind == Kind::tensor || a.kind == Kind::shard;
-  if (a.kind == b.kind && (!has_size || (there.dtype(a) == here.dtype(b) &&
-                                         std::ranges::equal(there.sizes(a), here.sizes(b))))) {
+  if (a.kind == b.kind &&
+      (!has_size || (first_state.dtype(a) == state.dtype(b) &&
+                     std::ranges::equal(first_state.sizes(a), state.sizes(b))))) {
     return {};
   }
-  const std::string name(here.name(row));
+  const std::string name(state.name(row));
   const std::string ranks[2] = {"rank " + std::to_string(first.rank),
                                 "rank " + std::to_string(rank)};
   if (a.kind != b.kind) {
     return refused(name + ": " + ranks[0] + " has " + std::string(kind_name(a.kind)) + ", " +
                    ranks[1] + " " + std::string(kind_name(b.kind)));
   }
-  const std::string of[2] = {"torch." + there.dtype(a) + " " + listed(there.sizes(a)),
-                             "torch." + here.dtype(b) + " " + listed(here.sizes(b))};
+  const std::string of[2] = {"torch." + first_state.dtype(a) + " " + listed(first_state.sizes(a)),
+                             "torch." + state.dtype(b) + " " + listed(state.sizes(b))};
   const std::string why =
       a.kind == Kind::tensor
           ? "; plain tensors with the same name count as replicas, and only one of them is saved. "
@@ -235,7 +237,7 @@ void GlobalPlan::choose_owners() {
   }
 }
 
-bool GlobalPlan::are_cut_alike(const Entry& one, const Entry& other) const {
+bool GlobalPlan::have_equal_parts(const Entry& one, const Entry& other) const {
   if (!std::ranges::equal(states_[one.rank].state().sizes(row_of(one)),
                           states_[other.rank].state().sizes(row_of(other)))) {
     return false;
@@ -263,8 +265,9 @@ Result<> GlobalPlan::check_cover() const {
       hash = SeededHash()(hash ^ ((std::uint64_t{parts_[at].offsets} << 32) | parts_[at].sizes));
     }
     const auto [first, last] = proven.equal_range(hash);
-    if (std::any_of(first, last,
-                    [&](const auto& one) { return are_cut_alike(entries_[one.second], entry); })) {
+    if (std::any_of(first, last, [&](const auto& one) {
+          return have_equal_parts(entries_[one.second], entry);
+        })) {
       continue;
     }
     const auto whole = states_[entry.rank].state().sizes(row_of(entry));
@@ -303,7 +306,7 @@ bool GlobalPlan::plans(std::string_view name) const {
 }
 
 std::vector<index::CheckpointIndex::ShardId> GlobalPlan::describe(
-    index::CheckpointIndex& index, const index::CheckpointIndex* rest) const {
+    index::CheckpointIndex& index, const index::CheckpointIndex* torch_items) const {
   std::vector<index::CheckpointIndex::ShardId> shards(parts_.size());
   const auto last = [&] { return static_cast<std::uint32_t>(index.entries().size() - 1); };
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
@@ -311,7 +314,7 @@ std::vector<index::CheckpointIndex::ShardId> GlobalPlan::describe(
     const Row& row = row_of(entry);
     const StateTemplate& first = states_[entry.rank].state();
     if (row.kind == Kind::other) {
-      if (rest != nullptr) index.copy_entry(*rest, names_.at(number));
+      if (torch_items != nullptr) index.copy_entry(*torch_items, names_.at(number));
     } else if (row.kind == Kind::object) {
       index.add_object(names_.at(number));
       shards[entry.first_part] = {last(), index.add_shard({}, {})};

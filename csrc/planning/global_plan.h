@@ -40,10 +40,10 @@ class GlobalPlan {
   }
   std::uint32_t first_row(std::size_t number) const { return entries_[number].row; }
 
-  /// Adds all names to an index, without locations. Names planned by torch are taken from `rest`.
-  /// Returns the shard of each part.
-  std::vector<index::CheckpointIndex::ShardId> describe(index::CheckpointIndex& index,
-                                                        const index::CheckpointIndex* rest) const;
+  /// Adds all names to an index, without locations. Names planned by torch are taken from
+  /// `torch_items`. Returns the shard of each part.
+  std::vector<index::CheckpointIndex::ShardId> describe(
+      index::CheckpointIndex& index, const index::CheckpointIndex* torch_items) const;
   /// The part of a row in owned(rank), by its position there.
   std::uint32_t part(std::size_t rank, std::size_t number) const {
     return part_of_row_[rank][owned_[rank][number]];
@@ -81,7 +81,7 @@ class GlobalPlan {
   Result<> check_same(const Entry& first, std::uint32_t rank, std::uint32_t row) const;
   void choose_owners();
   /// True if the parts of two entries have the same offsets and sizes.
-  bool are_cut_alike(const Entry& one, const Entry& other) const;
+  bool have_equal_parts(const Entry& one, const Entry& other) const;
   Result<> check_cover() const;
 
   std::vector<RankState> states_;

@@ -8,10 +8,10 @@
 namespace torch_ckpt::planning {
 
 PlanMetadata::Described::Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
-                                   const index::CheckpointIndex* rest)
+                                   const index::CheckpointIndex* torch_items)
     : encoder(index) {
   set_files(written);
-  shards = plan.describe(index, rest);
+  shards = plan.describe(index, torch_items);
 }
 
 void PlanMetadata::Described::set_files(std::span<const WrittenFiles> written) {
@@ -33,20 +33,20 @@ void PlanMetadata::describe() {
 }
 
 Result<std::span<const std::string_view>> PlanMetadata::encode(
-    std::span<const WrittenFiles> written, const index::CheckpointIndex* rest,
+    std::span<const WrittenFiles> written, const index::CheckpointIndex* torch_items,
     const index::MetadataExtras& extras) {
   // Moved out, so that an exception discards it instead of leaving it half updated.
   auto described = std::move(described_);
   // Locations of the items planned by torch are only in their own index.
-  if (!described || has_rest_ || rest != nullptr) {
-    described = std::make_unique<Described>(plan_, written, rest);
+  if (!described || has_torch_items_ || torch_items != nullptr) {
+    described = std::make_unique<Described>(plan_, written, torch_items);
   } else {
     described->set_files(written);
   }
   if (auto placed = place(*described, written); !placed) return std::move(placed).error();
   const std::span<const std::string_view> pieces = described->encoder.encode(extras);
   described_ = std::move(described);
-  has_rest_ = rest != nullptr;
+  has_torch_items_ = torch_items != nullptr;
   return pieces;
 }
 

@@ -31,15 +31,16 @@ class PlanMetadata {
   void describe();
   /// Returns the pickle and its seal, in pieces that are valid until the next call. Fails with
   /// Errc::metadata_inconsistent if a rank has not reported exactly one location for each of its
-  /// rows. `written` is by rank. `rest` is the index of the items planned by torch; may be nullptr.
+  /// rows. `written` is by rank. `torch_items` is the index of the items planned by torch; may be
+  /// nullptr.
   Result<std::span<const std::string_view>> encode(std::span<const WrittenFiles> written,
-                                                   const index::CheckpointIndex* rest,
+                                                   const index::CheckpointIndex* torch_items,
                                                    const index::MetadataExtras& extras);
 
  private:
   struct Described {
     Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
-              const index::CheckpointIndex* rest);
+              const index::CheckpointIndex* torch_items);
     void set_files(std::span<const WrittenFiles> written);
 
     index::CheckpointIndex index;
@@ -52,7 +53,7 @@ class PlanMetadata {
 
   const GlobalPlan& plan_;
   std::unique_ptr<Described> described_;
-  bool has_rest_ = false;
+  bool has_torch_items_ = false;
 };
 
 }  // namespace torch_ckpt::planning

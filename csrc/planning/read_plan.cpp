@@ -11,10 +11,10 @@ namespace {
 
 // Limit for one record. Larger records have larger pieces, so that a record with an impossible size
 // in the metadata does not exhaust memory.
-constexpr std::uint64_t kMostPieces = 4096;
+constexpr std::uint64_t kMaxPieces = 4096;
 
 // Limit for one record. Above this, ranges are merged, and more is read than was requested.
-constexpr std::size_t kMostRanges = std::size_t{1} << 20;
+constexpr std::size_t kMaxRanges = std::size_t{1} << 20;
 
 bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
   if (record.length > std::min(limits.small_bytes, limits.batch_bytes)) return false;
@@ -33,7 +33,7 @@ bool continues(const ReadUnit& batch, const WantedRecord& record, const ReadPlan
 // cut_bytes, so that each block with a checksum lies within one piece.
 std::vector<std::vector<ByteRange>> cut(const WantedRecord& record, const ReadPlanLimits& limits) {
   std::vector<std::vector<ByteRange>> pieces(1);
-  const std::uint64_t piece_bytes = std::max(limits.piece_bytes, record.wanted() / kMostPieces);
+  const std::uint64_t piece_bytes = std::max(limits.piece_bytes, record.wanted() / kMaxPieces);
   std::uint64_t room = piece_bytes;
   const auto next_piece = [&] {
     pieces.emplace_back();
@@ -80,7 +80,7 @@ std::vector<ByteRange> ranges_of(const WantedPayload& payload) {
   std::vector<ByteRange> ranges;
   for (const Region* region : payload.regions) {
     if (region->covering().end > payload.bytes) continue;
-    const auto of_region = region->ranges(gap_bytes, kMostRanges);
+    const auto of_region = region->ranges(gap_bytes, kMaxRanges);
     ranges.insert(ranges.end(), of_region.begin(), of_region.end());
   }
   if (payload.is_whole) ranges = {{0, payload.bytes}};

@@ -113,23 +113,23 @@ std::optional<Region> Region::of_box(std::span<const std::uint64_t> sizes,
   return region;
 }
 
-std::vector<ByteRange> Region::ranges(std::uint64_t gap_bytes, std::size_t most) const {
+std::vector<ByteRange> Region::ranges(std::uint64_t gap_bytes, std::size_t max_ranges) const {
   if (elements_ == 0) return {};
   // Merges the blocks of a loop into one range if the gaps between them are small. Gaps grow
-  // outwards, so the loops that are not merged are the outer ones, [0, apart).
-  std::size_t apart = dims_.size();
-  while (apart > 0) {
-    const std::uint64_t gap = dims_[apart - 1].stored_stride - extents_[apart];
+  // outwards, so the loops that are not merged are the outer loops, [0, outer).
+  std::size_t outer = dims_.size();
+  while (outer > 0) {
+    const std::uint64_t gap = dims_[outer - 1].stored_stride - extents_[outer];
     std::uint64_t count = 1;
-    for (std::size_t d = 0; d < apart && count <= most; ++d) count *= dims_[d].count;
-    if (gap > gap_bytes && count <= most) break;
-    --apart;
+    for (std::size_t d = 0; d < outer && count <= max_ranges; ++d) count *= dims_[d].count;
+    if (gap > gap_bytes && count <= max_ranges) break;
+    --outer;
   }
   std::vector<ByteRange> found;
-  std::vector<std::uint64_t> index(apart, 0);
+  std::vector<std::uint64_t> index(outer, 0);
   for (std::uint64_t begin = begin_;;) {
-    found.push_back({begin, begin + extents_[apart]});
-    std::size_t d = apart;
+    found.push_back({begin, begin + extents_[outer]});
+    std::size_t d = outer;
     while (d > 0 && ++index[d - 1] == dims_[d - 1].count) {
       begin -= (dims_[d - 1].count - 1) * dims_[d - 1].stored_stride;
       index[d - 1] = 0;

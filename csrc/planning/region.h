@@ -72,8 +72,8 @@ class Region {
   }
 
   /// The requested bytes as ranges, in ascending order. Gaps of at most `gap_bytes` are included,
-  /// and larger gaps if there would otherwise be more than `most` ranges.
-  std::vector<ByteRange> ranges(std::uint64_t gap_bytes, std::size_t most) const;
+  /// and larger gaps if there would otherwise be more than `max_ranges` ranges.
+  std::vector<ByteRange> ranges(std::uint64_t gap_bytes, std::size_t max_ranges) const;
 
   /// Calls visit(const Run&) for the elements in the window, in ascending order. The window must
   /// not begin or end within an element.

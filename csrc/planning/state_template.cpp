@@ -113,8 +113,8 @@ std::string StateTemplate::encode() const {
   put(bytes, rows_.size());
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
-    put(bytes,
-        static_cast<std::uint64_t>(row.kind) | (row.is_here ? 4 : 0) | (row.requires_grad ? 8 : 0));
+    put(bytes, static_cast<std::uint64_t>(row.kind) | (row.is_present ? 4 : 0) |
+                   (row.requires_grad ? 8 : 0));
     put(bytes, names_.at(i));
     put(bytes, path(i).size());
     for (const PathPart& part : path(i)) {
@@ -144,7 +144,7 @@ Result<StateTemplate> StateTemplate::decode(std::string_view bytes) {
     Row row;
     const std::uint64_t head = reader.number();
     row.kind = static_cast<Kind>(head & 3);
-    row.is_here = (head & 4) != 0;
+    row.is_present = (head & 4) != 0;
     row.requires_grad = (head & 8) != 0;
     const std::string_view name = reader.text();
     path.clear();

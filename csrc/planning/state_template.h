@@ -29,7 +29,7 @@ class StateTemplate {
   };
   struct Row {
     Kind kind = Kind::other;
-    bool is_here = true;  // false: a value of Kind::other that is ignored
+    bool is_present = true;  // false: a value of Kind::other that is ignored
     bool requires_grad = false;
     std::uint32_t dtype = 0;
     std::uint32_t size = 0;  // of the global tensor
@@ -91,7 +91,7 @@ class RankState {
   /// True if the rank has a part of the row.
   bool has(std::size_t row) const {
     const StateTemplate::Row& what = template_->row(row);
-    return what.kind == StateTemplate::Kind::shard ? boxes_of_rows_[row] != kNone : what.is_here;
+    return what.kind == StateTemplate::Kind::shard ? boxes_of_rows_[row] != kNone : what.is_present;
   }
   /// The box of a shard that the rank has.
   std::uint32_t box(std::size_t row) const { return boxes_of_rows_[row]; }

@@ -10,14 +10,14 @@ namespace {
 
 // A box has 2^n corners in n dimensions, so their number is limited; real tensors are divided in
 // few dimensions.
-constexpr std::size_t kMostCut = 6;
+constexpr std::size_t kMaxDividedDims = 6;
 
 /// Sums the hashes of the corners of a box in some dimensions, with their signs.
 std::uint64_t sum_of_corners(std::span<const std::size_t> dims,
                              std::span<const std::int64_t> begins,
                              std::span<const std::int64_t> lengths) {
   std::uint64_t sum = 0;
-  std::int64_t corner[kMostCut];
+  std::int64_t corner[kMaxDividedDims];
   for (std::size_t ends = 0; ends < std::size_t{1} << dims.size(); ++ends) {
     bool is_negative = false;
     for (std::size_t i = 0; i < dims.size(); ++i) {
@@ -40,7 +40,7 @@ bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes) {
         std::ranges::any_of(boxes, [&](const Box& box) { return box.lengths[d] != whole[d]; });
     if (is_cut) cut.push_back(d);
   }
-  if (cut.size() > kMostCut) return false;
+  if (cut.size() > kMaxDividedDims) return false;
   if (cut.empty()) return boxes.size() == 1;
   const std::vector<std::int64_t> zeros(whole.size());
   std::uint64_t sum = 0;

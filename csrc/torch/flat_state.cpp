@@ -234,7 +234,7 @@ bool FlatState::fill_dtensor(Row& row) {
   if (row.box == 0) return false;
   row.local = THPVariable_Unpack(local.get());
   const Box& box = boxes_[row.box];
-  if (!box.is_here) return true;
+  if (!box.is_present) return true;
   const auto sizes = extents_.at(box.sizes);
   return row.local.sizes().equals(at::IntArrayRef(sizes.data(), sizes.size()));
 }
@@ -260,9 +260,9 @@ std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
   std::uint32_t box_number = 0;
   if (PyList_Check(chunks.get()) && PyList_GET_SIZE(chunks.get()) <= 1) {
     Box box;
-    box.is_here = PyList_GET_SIZE(chunks.get()) == 1;
+    box.is_present = PyList_GET_SIZE(chunks.get()) == 1;
     bool is_box = true;
-    if (box.is_here) {
+    if (box.is_present) {
       PyObject* chunk = PyList_GET_ITEM(chunks.get(), 0);
       const PythonRef offsets = checked(PyObject_GetAttrString(chunk, "offsets"));
       const PythonRef sizes = checked(PyObject_GetAttrString(chunk, "sizes"));
@@ -328,11 +328,11 @@ planning::RankState FlatState::to_rank_state() const {
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
     StateTemplate::Row planned;
-    planned.is_here = !row.is_removed;
+    planned.is_present = !row.is_removed;
     if (row.kind != Kind::other) {
       planned.kind =
           row.kind == Kind::plain ? StateTemplate::Kind::tensor : StateTemplate::Kind::shard;
-      planned.is_here = true;
+      planned.is_present = true;
       planned.requires_grad = THPVariable_Unpack(row.value.get()).requires_grad();
       const auto [dtype, is_new] = dtypes.try_emplace(row.local.scalar_type(), 0);
       if (is_new) {
@@ -354,8 +354,9 @@ planning::RankState FlatState::to_rank_state() const {
   planning::RankState made(std::move(of));
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].kind != Kind::dtensor) continue;
-    const Box& here = box(rows_[i]);
-    if (here.is_here) made.set_box(i, extents_.at(here.offsets), extents_.at(here.sizes));
+    const Box& local_box = box(rows_[i]);
+    if (local_box.is_present)
+      made.set_box(i, extents_.at(local_box.offsets), extents_.at(local_box.sizes));
   }
   return made;
 }

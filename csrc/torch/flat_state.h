@@ -35,7 +35,7 @@ class FlatState {
 
   /// The part of a tensor that this rank has.
   struct Box {
-    bool is_here = true;  // false if the rank is not in the mesh
+    bool is_present = true;  // false if the rank is not in the mesh
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;  // both in extents()
   };

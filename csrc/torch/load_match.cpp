@@ -72,7 +72,7 @@ LoadMatch::Status LoadMatch::compare(const FlatState::Row& row, const Entry& ent
   return Status::loaded;
 }
 
-std::vector<std::size_t> LoadMatch::with(Status status) const {
+std::vector<std::size_t> LoadMatch::rows_with(Status status) const {
   std::vector<std::size_t> rows;
   for (std::size_t i = 0; i < statuses_.size(); ++i) {
     if (statuses_[i] == status && !state_.row(i).is_removed) rows.push_back(i);
@@ -110,7 +110,7 @@ std::vector<std::uint32_t> LoadMatch::absent() const {
 
 std::vector<std::uint32_t> LoadMatch::keys() const {
   std::vector<bool> found(state_.keys().size());
-  for (const std::size_t row : with(Status::loaded)) found[state_.row(row).key] = true;
+  for (const std::size_t row : rows_with(Status::loaded)) found[state_.row(row).key] = true;
   std::vector<std::uint32_t> keys;
   for (std::uint32_t key = 0; key < found.size(); ++key) {
     if (found[key]) keys.push_back(key);
@@ -164,7 +164,7 @@ bool LoadMatch::plan_row(std::size_t number) {
                                    state_.extents().at(row.size).end());
   if (row.kind == FlatState::Kind::dtensor) {
     const FlatState::Box& box = state_.box(row);
-    if (!box.is_here) return true;
+    if (!box.is_present) return true;
     begins.assign(state_.extents().at(box.offsets).begin(), state_.extents().at(box.offsets).end());
     wanted.assign(state_.extents().at(box.sizes).begin(), state_.extents().at(box.sizes).end());
   }

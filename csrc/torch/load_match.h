@@ -44,7 +44,7 @@ class LoadMatch {
   }
 
   /// The rows with a status.
-  std::vector<std::size_t> with(Status status) const;
+  std::vector<std::size_t> rows_with(Status status) const;
   /// Names in the checkpoint that the state dict does not have.
   std::vector<std::uint32_t> unexpected() const;
   /// Top-level keys that contain values, none of which is loaded.

@@ -18,10 +18,10 @@ namespace torch_ckpt::tensors {
 namespace {
 
 // Limit on temporaries on a device in one wave.
-constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
+constexpr std::uint64_t kMaxDeviceBytes = std::uint64_t{256} << 20;
 
 // Limit on steps in one wave. A step needs more memory than a small tensor has.
-constexpr std::size_t kMostSteps = 1 << 16;
+constexpr std::size_t kMaxSteps = 1 << 16;
 
 engine::ReadRequest request_for(const TensorTarget& target, engine::ReadKind kind) {
   engine::ReadRequest request;
@@ -95,7 +95,7 @@ std::vector<std::size_t> LoadWaves::run() {
   for (std::size_t i = 0; i < targets_.size(); ++i) {
     const TensorTarget& target = targets_[i];
     if (target.dtype == nullptr) continue;
-    if (wave_.size() >= kMostSteps) run_all_waves();
+    if (wave_.size() >= kMaxSteps) run_all_waves();
     if (!filled_.add(target.name, target.tensor)) {
       run_all_waves();
       filled_.add(target.name, target.tensor);
@@ -143,12 +143,12 @@ bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool
   if (bytes == 0) return true;
   const std::uint64_t row_bytes = bytes / rows;
   if (!on_device) loads_.check_limit(target.name, row_bytes).value();
-  const std::uint64_t most = on_device ? kMostOnDevice : loads_.limit() / 2;
+  const std::uint64_t max_bytes = on_device ? kMaxDeviceBytes : loads_.limit() / 2;
   std::uint64_t& held = on_device ? held_on_device_ : held_;
-  const std::uint64_t part = std::max<std::uint64_t>(1, most / row_bytes);
+  const std::uint64_t part = std::max<std::uint64_t>(1, max_bytes / row_bytes);
   for (std::uint64_t begin = 0; begin < rows; begin += part) {
     const std::uint64_t count = std::min(part, rows - begin);
-    if (held > 0 && held + count * row_bytes > most) run_wave();
+    if (held > 0 && held + count * row_bytes > max_bytes) run_wave();
     Extents lengths = target.region_lengths;
     at::Tensor tensor = target.tensor;
     if (!lengths.empty()) {

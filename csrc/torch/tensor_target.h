@@ -28,8 +28,9 @@ struct TensorTarget {
   std::uint64_t region_bytes(std::uint64_t item_bytes) const;
 };
 
-/// Empty `region_lengths` for a tensor with dimensions mean all of it. Throws Failure for
-/// impossible sizes, for a region that does not lie within them, and for a tensor of another size.
+/// Creates a target. If the stored tensor has dimensions, empty `region_lengths` select all of it.
+/// Throws Failure for impossible sizes, for a region outside of them, and for a `tensor` of another
+/// size.
 TensorTarget make_target(std::string name, std::size_t file, std::uint64_t offset,
                          std::uint64_t length, at::ScalarType scalar_type, at::IntArrayRef sizes,
                          at::IntArrayRef region_offsets, at::IntArrayRef region_lengths,

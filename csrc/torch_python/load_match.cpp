@@ -44,7 +44,7 @@ SizeRule rule_named(const std::string& word) {
 /// Names, stored and wanted sizes of tensors that differ in them, of those of a status.
 py::list other_sizes(const LoadMatch& match, const std::string& status) {
   py::list found;
-  for (const std::size_t row : match.with(status_named(status))) {
+  for (const std::size_t row : match.rows_with(status_named(status))) {
     const CheckpointIndex::Entry* entry = match.tensor(row);
     if (entry == nullptr) continue;
     const auto stored = match.index().extents(entry->size);
@@ -137,16 +137,17 @@ void bind_load_match(py::module_& module) {
       .def(
           "rows_with",
           [](const LoadMatch& match, const std::string& status) {
-            return match.with(status_named(status));
+            return match.rows_with(status_named(status));
           },
           py::arg("status"))
       .def(
           "names_with",
           [](const LoadMatch& match, const std::string& status) {
-            return names_of(match.state(), match.with(status_named(status)));
+            return names_of(match.state(), match.rows_with(status_named(status)));
           },
           py::arg("status"))
-      .def("pending", [](const LoadMatch& match) { return match.with(LoadMatch::Status::pending); })
+      .def("pending",
+           [](const LoadMatch& match) { return match.rows_with(LoadMatch::Status::pending); })
       .def(
           "set_status",
           [](LoadMatch& match, std::size_t row, const std::string& status) {

@@ -147,7 +147,7 @@ TEST(Buckets, AreWithinOneTensorOfTheMean) {
 
 TEST(Buckets, HasOneBucketForEachStartedShareOfBytes) {
   const auto buckets_of = [](std::uint64_t bytes) {
-    return split_by_size(tensors({bytes}), {.most = 3, .bytes_each = 100}).size();
+    return split_by_size(tensors({bytes}), {.max = 3, .bytes_each = 100}).size();
   };
   EXPECT_EQ(buckets_of(0), 1);
   EXPECT_EQ(buckets_of(100), 1);
@@ -159,7 +159,7 @@ TEST(Buckets, HasOneBucketForEachStartedShareOfBytes) {
 TEST(SeparationHint, GivesEachSideBucketsForItsBytes) {
   const auto items = tensors({90, 80, 1});
   const std::vector<std::string> names{"model.a", "model.b", "optim.a"};
-  const auto split = split_with_hint(items, names, {.most = 4, .bytes_each = 100}, "optim");
+  const auto split = split_with_hint(items, names, {.max = 4, .bytes_each = 100}, "optim");
   ASSERT_TRUE(test::ok(split));
   std::vector<Bucket> buckets;
   for (const NamedBucket& bucket : *split) buckets.push_back(bucket.items);

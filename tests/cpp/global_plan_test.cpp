@@ -114,7 +114,7 @@ TEST(GlobalPlan, ReplicatedValuesAreWrittenOnce) {
   for (int rank = 0; rank < 4; ++rank) {
     for (int i = 0; i < 8; ++i) ranks[rank].add_tensor("t" + std::to_string(i), {100});
     ranks[rank].add_object("step");
-    ranks[rank].add_tensor("of rank " + std::to_string(rank), {10});
+    ranks[rank].add_tensor(std::string("of rank ").append(std::to_string(rank)), {10});
   }
   const auto plan = GlobalPlan::of(states_of(ranks));
   ASSERT_TRUE(ok(plan));
