@@ -1,12 +1,13 @@
-"""A disk that remembers every write and flush, and the states that a crash could have left.
+"""A disk that records every write and flush, and the states that a crash could leave on it.
 
-A disk keeps what was written before a flush. Of what came later it may lose any part, in any order,
-down to single sectors. So from the writes and flushes of a save follow the states that a crash may
-leave: everything before a flush, and some of the writes since.
+A disk keeps the data written before a flush. It may lose any part of later writes, in any order,
+down to single sectors. So the recorded writes and flushes of a save give the states that a crash
+may leave: all writes before a flush, and some of the writes after it.
 
-The disk is a server of NBD, spoken in its oldest and shortest form, in a thread of this process.
-nbdfuse makes a file of it, and a loop device makes a disk of the file, which passes flushes on as
-fsync. Loop devices have no writes past the cache (FUA); instead the kernel writes, then flushes.
+The disk is an NBD server in a thread of this process, with the oldest and shortest form of the
+protocol. nbdfuse exposes it as a file, and a loop device exposes the file as a disk and passes
+flushes on as fsync. Loop devices have no writes past the cache (FUA); the kernel writes and then
+flushes instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import pytest
 
 from tests.crash.disks import KINDS, Disk, copy_sparse
 
-# Larger writes are logged as several, of which a crash may lose one like any other.
+# Larger writes are logged in pieces, each of which a crash may lose.
 _PIECE_BYTES = 128 << 10
 
 _PATIENCE_SECONDS = 60
@@ -43,29 +44,29 @@ _EINVAL = 22
 
 
 @functools.cache
-def why_not() -> str:
-    """Why no disk can be recorded here; empty where it can."""
+def unavailable_reason() -> str:
+    """Returns the reason why this machine cannot record a disk; empty if it can."""
     if shutil.which("nbdfuse") is None:
         return "nbdfuse is not installed"
     if not os.path.exists("/dev/fuse"):
-        return "there is no /dev/fuse"
+        return "/dev/fuse does not exist"
     return ""
 
 
 def skip_without_recorder() -> None:
-    if reason := why_not():
+    if reason := unavailable_reason():
         pytest.skip(f"recording a disk: {reason}")
 
 
 @dataclass
 class Write:
-    """One write, as the disk got it."""
+    """One write to the disk."""
 
     offset: int
     data: bytes
 
     def sectors(self, size: int) -> list[Write]:
-        """The write in pieces that begin at multiples of ``size`` on the disk."""
+        """Splits the write at multiples of ``size`` on the disk."""
         end = self.offset + len(self.data)
         begins = [self.offset, *range(self.offset // size * size + size, end, size)]
         bounds = zip(begins, [*begins[1:], end], strict=True)
@@ -74,13 +75,13 @@ class Write:
 
 @dataclass
 class Log:
-    """What happened to a disk.
+    """The recorded writes and flushes of a disk.
 
     Attributes:
-        image: the disk's contents before.
-        sector_bytes: what the disk writes as a whole or not at all.
-        events: writes in their order; None is a flush.
-        marks: the number of events before something happened, by its name.
+        image: the disk's contents before the recording.
+        sector_bytes: size of the unit that the disk writes atomically.
+        events: the writes in order; None is a flush.
+        marks: the number of events before each mark, by its name.
     """
 
     image: Path
@@ -95,12 +96,12 @@ class Log:
 
 @dataclass(frozen=True)
 class CrashState:
-    """What a crash left.
+    """The state of a disk after a crash.
 
     Attributes:
         position: the number of events before the crash.
-        lost: the writes since the last flush that did not arrive, by number.
-        torn: of one write that arrived in part, the number, and the sectors of it that did.
+        lost: numbers of the lost writes, all after the last flush.
+        torn: number of a partly written write, and its written sectors; None: no such write.
     """
 
     position: int
@@ -113,15 +114,15 @@ class CrashState:
             parts.append(f"without the writes {sorted(self.lost)}")
         if self.torn:
             number, sectors = self.torn
-            parts.append(f"with sectors {sorted(sectors)} alone of write {number}")
+            parts.append(f"with only sectors {sorted(sectors)} of write {number}")
         return ", ".join(parts)
 
 
 @contextmanager
 def recorded(disk: Disk) -> Iterator[Log]:
-    """Mounts a disk and records what happens to it until it is unmounted, at the end of the block.
+    """Mounts a disk and records its writes and flushes until the end of the block.
 
-    The disk's image stays as it was: what is written goes to a copy.
+    All writes go to a copy of the disk's image.
     """
     log = Log(disk.image, KINDS[disk.kind].sector_bytes)
     copy = disk.image.with_suffix(".recorded")
@@ -142,22 +143,22 @@ def recorded(disk: Disk) -> Iterator[Log]:
 
 @contextmanager
 def _served(image: Path, log: Log, file: Path) -> Iterator[None]:
-    """Makes ``file`` stand for an image whose writes and flushes are logged."""
+    """Exposes an image as ``file`` and logs writes and flushes to it."""
     ours, theirs = socket.socketpair()
-    ready, told = os.pipe()
+    ready, pid_pipe = os.pipe()
     server = threading.Thread(target=_serve, args=(ours, image, log), daemon=True)
     server.start()
-    command = ["nbdfuse", "-P", f"/dev/fd/{told}", str(file), "--fd", str(theirs.fileno())]
-    fuse = subprocess.Popen(command, pass_fds=[theirs.fileno(), told])
+    command = ["nbdfuse", "-P", f"/dev/fd/{pid_pipe}", str(file), "--fd", str(theirs.fileno())]
+    fuse = subprocess.Popen(command, pass_fds=[theirs.fileno(), pid_pipe])
     theirs.close()
-    os.close(told)
+    os.close(pid_pipe)
     try:
-        said = os.read(ready, 32)
-        assert said, f"nbdfuse ended with code {fuse.wait(_PATIENCE_SECONDS)}"
+        # nbdfuse writes its process id once the file can be used.
+        assert os.read(ready, 32), f"nbdfuse ended with code {fuse.wait(_PATIENCE_SECONDS)}"
         yield
     finally:
         os.close(ready)
-        # Lazily: the loop device lets go of it a little later.
+        # Lazily, because the loop device releases the file a little later.
         subprocess.run(["umount", "-l", str(file)], check=False, capture_output=True)
         try:
             fuse.wait(_PATIENCE_SECONDS)
@@ -175,7 +176,7 @@ def _serve(connection: socket.socket, image: Path, log: Log) -> None:
         hello = _HELLO.pack(b"NBDMAGIC", 0x00420281861253, os.fstat(fd).st_size, flags)
         stream.write(hello)
         stream.flush()
-        # One at a time: a flush that comes after a write's answer covers it, as the disk's must.
+        # Serve one request at a time: a flush must cover all writes answered before it.
         while len(request := stream.read(_REQUEST.size)) == _REQUEST.size:
             magic, _flags, kind, handle, offset, length = _REQUEST.unpack(request)
             if magic != _REQUEST_MAGIC or kind == _DISCONNECT:
@@ -200,37 +201,38 @@ def _serve(connection: socket.socket, image: Path, log: Log) -> None:
 
 
 def prefixes(log: Log) -> list[CrashState]:
-    """A crash after each write, of which none is lost."""
+    """Returns a crash after each write, without lost writes."""
     numbers = [number for number, event in enumerate(log.events) if event is not None]
     return [CrashState(0), *(CrashState(number + 1) for number in numbers)]
 
 
 def reordered(log: Log, count: int, chance: random.Random) -> list[CrashState]:
-    """Crashes with some of the writes since the last flush lost, and perhaps one torn.
+    """Returns random crashes that lose some of the writes since the last flush and may tear one.
 
-    Each time between two flushes is as likely as any other, however much was written in it: there
-    is more to go wrong in a small write of a journal than amid a large file.
+    All intervals between flushes are equally likely, whatever was written in them: a small journal
+    write is more critical than a large file.
 
-    Different ones, in the order of their moments; fewer than ``count`` where chance finds no more.
+    The crashes are distinct and in order of position. They are fewer than ``count`` if the search
+    finds no more.
     """
     moments: dict[int, list[int]] = {}
     for number, event in enumerate(log.events):
         if event is not None:
-            moments.setdefault(_epoch_of(log, number + 1), []).append(number + 1)
+            moments.setdefault(_count_safe_events(log, number + 1), []).append(number + 1)
     found: set[CrashState] = set()
     for _ in range(20 * count if moments else 0):
         if len(found) == count:
             break
         begin = chance.choice(list(moments))
         end = chance.choice(moments[begin])
-        state = _some_of(log, range(begin, end), chance)
+        state = _choose_losses(log, range(begin, end), chance)
         if state.lost or state.torn:
             found.add(state)
     return sorted(found, key=lambda state: (state.position, str(state)))
 
 
-def _some_of(log: Log, writes: range, chance: random.Random) -> CrashState:
-    """A crash after writes of which any may be lost."""
+def _choose_losses(log: Log, writes: range, chance: random.Random) -> CrashState:
+    """Returns a random crash that may lose or tear any of some writes."""
     share = chance.choice((0.1, 0.5, 0.9))
     lost = frozenset(number for number in writes if chance.random() < share)
     torn = None
@@ -245,23 +247,23 @@ def _some_of(log: Log, writes: range, chance: random.Random) -> CrashState:
     return CrashState(writes.stop, lost, torn)
 
 
-def _epoch_of(log: Log, end: int) -> int:
-    """The number of events of which a crash after ``end`` events can lose nothing."""
+def _count_safe_events(log: Log, end: int) -> int:
+    """Returns the number of events that a crash after ``end`` events cannot lose."""
     return next((at + 1 for at in reversed(range(end)) if log.events[at] is None), 0)
 
 
 class States:
-    """Makes the images of a log's crash states, cheaply where their positions only grow."""
+    """Creates the images of crash states; fast if their positions only increase."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        # What no crash can take back any more.
+        # The writes that no later crash can lose.
         self._safe = log.image.with_suffix(".safe")
         copy_sparse(log.image, self._safe)
         self._applied = 0
 
     def make(self, state: CrashState, image: Path) -> None:
-        begin = _epoch_of(self._log, state.position)
+        begin = _count_safe_events(self._log, state.position)
         if begin < self._applied:
             copy_sparse(self._log.image, self._safe)
             self._applied = 0

@@ -1,8 +1,8 @@
-"""File systems of their own, in image files, that a power cut or a crash may hit.
+"""Separate file systems in image files, for power cuts and crashes.
 
-The cut is the kernel's own: ``FS_IOC_SHUTDOWN`` without a flush of the journal ends all traffic of
-a mounted file system at once, so that of what was not yet handed to the block device nothing will
-ever be. Mounting the image again replays the journal, as after a real one.
+The kernel cuts the power: ``FS_IOC_SHUTDOWN`` without a journal flush ends all traffic of a mounted
+file system at once, so data that the block device has not received is lost. Mounting the image
+again replays the journal, as after a real power cut.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _NO_LOG_FLUSH = struct.pack("I", 2)
 #: For commands that take milliseconds.
 _PATIENCE_SECONDS = 60
 
-#: Images lie in memory where there is room for them: flushes of the images' own disk are no part of
-#: what is looked at.
+#: Images are in memory if they fit: flushes of the disk that holds the images are not tested.
 _MEMORY = Path("/dev/shm")
 _MEMORY_BYTES_WANTED = 1 << 30
 
@@ -39,10 +38,10 @@ class Kind:
     """A kind of file system.
 
     Attributes:
-        image_bytes: of an image, which is sparse.
-        make: the command that makes it, without the image.
-        sector_bytes: what it takes a disk to write as a whole or not at all.
-        mount_options: for ``mount -o``.
+        image_bytes: size of an image, which is sparse.
+        make: the mkfs command, without the image.
+        sector_bytes: size of the unit that its disk must write atomically.
+        mount_options: options for ``mount -o``.
     """
 
     image_bytes: int
@@ -51,7 +50,7 @@ class Kind:
     mount_options: str = "loop"
 
 
-# What could be written lazily, and so amid a recording.
+# Write everything in mkfs; lazy initialization would write during a recording.
 _ALL_AT_ONCE = "lazy_itable_init=0,lazy_journal_init=0,nodiscard"
 
 #: By name.
@@ -59,22 +58,22 @@ KINDS = {
     "ext4": Kind(
         64 << 20,
         ("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-E", _ALL_AT_ONCE),
-        # Its superblock has 1 KiB, a checksum, and no place in the journal when it is mounted: on a
-        # disk that tears it, it cannot be mounted any more.
+        # The superblock has 1 KiB and a checksum, and mounting does not journal it. If a disk tears
+        # it, the file system cannot be mounted.
         sector_bytes=4096,
     ),
-    # The smallest that mkfs.xfs makes. Images are copies of each other, with one UUID.
+    # The smallest size that mkfs.xfs accepts. Images are copies and share a UUID.
     "xfs": Kind(300 << 20, ("mkfs.xfs", "-q", "-f", "-K"), 512, "loop,nouuid"),
 }
 
 
 @functools.cache
-def why_not(kind: str) -> str:
-    """Why a kind of file system cannot be tried here; empty where it can."""
+def unavailable_reason(kind: str) -> str:
+    """Returns the reason why a kind of file system cannot be used here; empty if it can."""
     if os.geteuid() != 0:
         return "mounting images takes root"
     if not os.path.exists("/dev/loop-control"):
-        return "no loop devices: /dev/loop-control is not there"
+        return "no loop devices: /dev/loop-control does not exist"
     command = KINDS[kind].make[0]
     if shutil.which(command) is None:
         return f"{command} is not installed"
@@ -95,12 +94,12 @@ def why_not(kind: str) -> str:
 
 
 def skip_without(kind: str) -> None:
-    if reason := why_not(kind):
+    if reason := unavailable_reason(kind):
         pytest.skip(f"{kind}: {reason}")
 
 
 class Disk:
-    """An image with a file system, and where it is mounted."""
+    """An image with a file system, and its mount point."""
 
     def __init__(self, kind: str, image: Path, point: Path) -> None:
         self.kind = kind
@@ -109,10 +108,10 @@ class Disk:
         self._mounted = False
 
     def mount(self) -> None:
-        """Mounts the image, which replays the journal where that is needed.
+        """Mounts the image, which replays the journal if necessary.
 
         Raises:
-            OSError: it cannot be mounted.
+            OSError: the image cannot be mounted.
         """
         self.mount_device(self.image, KINDS[self.kind].mount_options)
 
@@ -125,10 +124,10 @@ class Disk:
         self._mounted = True
 
     def unmount(self) -> None:
-        """Unmounts it, all written; after a cut nothing is written any more.
+        """Unmounts the disk, which writes all data, except after a power cut.
 
         Raises:
-            OSError: it is in use.
+            OSError: the file system is in use.
         """
         if not self._mounted:
             return
@@ -139,7 +138,7 @@ class Disk:
         self._mounted = False
 
     def sync(self) -> None:
-        """Writes all that is dirty, as the kernel does by itself after a while."""
+        """Writes all dirty data, as the kernel does after a while."""
         subprocess.run(["sync", "-f", str(self.point)], check=True, timeout=_PATIENCE_SECONDS)
 
     def cut(self) -> None:
@@ -148,7 +147,7 @@ class Disk:
 
 
 def cut_power(point: str | os.PathLike[str]) -> None:
-    """Ends all traffic between the file system that is mounted at ``point`` and its device."""
+    """Ends all traffic between the file system mounted at ``point`` and its device."""
     root = os.open(point, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.ioctl(root, _FS_IOC_SHUTDOWN, _NO_LOG_FLUSH)
@@ -157,7 +156,7 @@ def cut_power(point: str | os.PathLike[str]) -> None:
 
 
 class Workshop:
-    """Makes disks; see :func:`workshop`."""
+    """Creates disks; see :func:`workshop`."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -165,7 +164,7 @@ class Workshop:
         self._count = 0
 
     def disk(self, kind: str, like: Disk | None = None) -> Disk:
-        """A disk with an empty file system, or with what is on one that is not mounted."""
+        """Creates a disk with an empty file system, or as a copy of an unmounted disk."""
         self._count += 1
         name = f"{kind}-{self._count}"
         image = self.place / f"{name}.img"
@@ -184,7 +183,7 @@ class Workshop:
         return self._blank[kind]
 
 
-# Ends with the process whose pipe it reads, however that ends: mounts would outlive it.
+# Cleans up when the test process ends, even if it is killed, because mounts would outlive it.
 _JANITOR = """
 cat > /dev/null
 grep -o " $1/[^ ]*" /proc/mounts | sort -r | while read -r point; do
@@ -196,7 +195,7 @@ rm -rf "$1"
 
 @contextmanager
 def workshop() -> Iterator[Workshop]:
-    """A place for disks. Whatever happens, nothing stays mounted and no image stays."""
+    """Creates a directory for disks. All disks are unmounted and deleted in any case."""
     in_memory = os.access(_MEMORY, os.W_OK) and _free_bytes(_MEMORY) >= _MEMORY_BYTES_WANTED
     place = tempfile.mkdtemp(prefix="torch_ckpt-crash-", dir=_MEMORY if in_memory else None)
     janitor = subprocess.Popen(
@@ -213,7 +212,7 @@ def _free_bytes(place: Path) -> int:
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copies a file of which most is holes."""
+    """Copies a sparse file."""
     with open(source, "rb") as original, open(target, "wb") as copy:
         size = os.fstat(original.fileno()).st_size
         copy.truncate(size)
@@ -225,9 +224,9 @@ def copy_sparse(source: Path, target: Path) -> None:
 
 
 def dig_holes(image: Path) -> None:
-    """Gives back what holds zeros."""
+    """Releases the blocks that contain only zeros."""
     command = ["fallocate", "--dig-holes", str(image)]
-    # Where the file system has no holes the image is just larger.
+    # On a file system without holes, the image is only larger.
     subprocess.run(command, check=False, capture_output=True, timeout=_PATIENCE_SECONDS)
 
 

@@ -1,8 +1,8 @@
-"""A training run under a CheckpointManager that may be killed at any moment, and what must be there
-when it starts again.
+"""A training run under a CheckpointManager that may be killed at any time, and the steps that must
+exist when it starts again.
 
-A run tells what it does in a file for each rank, a line for each event, so that what was told
-before it was killed is known. A step that is reported as saved is in there.
+Each rank of a run logs events to a file, one line for each, such as each step whose save was
+reported. The file shows what happened before the run was killed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ KEPT = 2
 Note = list[Any]
 
 
-# --- what is saved -------------------------------------------------------------------------------
+# --- states --------------------------------------------------------------------------------------
 
 
 def state_of(step: int, run: int, rank: int) -> dict[str, Any]:
-    """What a run has after a step. No part of it is like that of another step, run or rank."""
+    """Returns the state of a run after a step. Every part differs between steps, runs and ranks."""
     base = 1000 * run + step
     model = nn.Linear(40, 30)
     with torch.no_grad():
@@ -51,7 +51,8 @@ def state_of(step: int, run: int, rank: int) -> dict[str, Any]:
 
 
 def difference(state: dict[str, Any], rank: int) -> str:
-    """Where a state is not that of the step and run which it says; empty where it is."""
+    """Compares a state with that of its step and run. Returns the difference; empty if there is
+    none."""
 
     def plain(state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "model": dict(state["model"].state_dict()), "own": state["own"].value}
@@ -64,7 +65,7 @@ def difference(state: dict[str, Any], rank: int) -> str:
 
 
 def names_beneath(root: Path) -> list[str]:
-    """What is there, but for the lease of a run that lives or was killed."""
+    """Returns the names in a root, without the lease of a running or killed run."""
     names = os.listdir(root) if root.exists() else []
     return sorted(name for name in names if name != LEASE_NAME)
 
@@ -73,11 +74,12 @@ def names_beneath(root: Path) -> list[str]:
 
 
 class Run:
-    """A start of a training run on one rank, up to its end or its death.
+    """One start of a training run on one rank, until it ends or is killed.
 
     Args:
-        number: of the start; it is in all that is saved.
-        options: of the manager.
+        log: file for the notes of this rank.
+        number: number of the start, which is part of all saved values.
+        options: options of the manager.
     """
 
     def __init__(self, rank: int, root: Path, log: Path, number: int, **options: Any) -> None:
@@ -95,31 +97,31 @@ class Run:
         self.state = state_of(0, number, rank)
 
     def note(self, *note: Any) -> None:
-        """Tells something."""
+        """Logs an event."""
         os.write(self._log, f"{json.dumps(note)}\n".encode())
 
     def restore(self, step: int | None = None) -> int:
-        """Restores, and tells what was found, and where it is not what it says."""
+        """Restores a step. Logs the step, its run, and the difference from the saved state."""
         done = self.manager.restore(self.state, step)
-        # The sweep has ended by now.
+        # Leftovers have been deleted by now.
         if step is None and self.rank == 0:
             self.note("names", names_beneath(self._root))
         found = [done, self.state["run"]] if done else [0, None]
         wrong = difference(self.state, self.rank)
         if done != self.state["step"]:
-            wrong = f"restore() returned {done}, and the state is of step {self.state['step']}"
+            wrong = f"restore() returned {done}, but the state has step {self.state['step']}"
         self.note("found", *found, wrong)
         if dist.is_initialized():
-            # None saves before rank 0 has looked.
+            # No rank may save before rank 0 has listed the names.
             dist.barrier()
         return done
 
     def save(self, step: int) -> None:
-        """Saves what the run has after a step."""
+        """Saves the state after a step."""
         self.state = state_of(step, self.number, self.rank)
         self.note("begins", step)
         self.manager.save(step, self.state)
-        # What is saved has been copied.
+        # The state has been copied and may change.
         self.manager.wait_until_staged()
         for value in self.state.values():
             if isinstance(value, torch.Tensor):
@@ -140,12 +142,13 @@ def train(
     steps: int | None,
     options: dict[str, Any],
 ) -> None:
-    """A run of a number of steps, or until it is killed.
+    """Runs the training for some steps, or until it is killed.
 
     Args:
-        logs: beginning of the paths of what the ranks tell.
-        number: of the start.
-        back_to: a step that is restored instead of the newest one, and trained on.
+        logs: prefix of the paths of the ranks' logs.
+        number: number of the start.
+        back_to: step to restore instead of the newest one; None: the newest one.
+        steps: number of steps; None: no limit.
     """
     if rank == 0:
         mark("makes its manager")
@@ -163,8 +166,8 @@ def train(
 
 
 def train_again(root: str, log: str, number: int) -> None:
-    """A run of one rank that goes back by a step, where there is one to go back to: it replaces the
-    newest one, and deletes it in the end."""
+    """Runs the training on one rank from the step before the newest, if there is one. This replaces
+    the newest step, and deletes it in the end."""
     run = Run(0, Path(root), Path(log), number)
     done = run.restore()
     for step in run.manager.all_steps()[-2:-1]:
@@ -174,83 +177,84 @@ def train_again(root: str, log: str, number: int) -> None:
     run.close()
 
 
-# --- what must be there --------------------------------------------------------------------------
+# --- expected steps ------------------------------------------------------------------------------
 
 
-def told(log: Path) -> list[Note]:
-    """What a rank has told."""
+def read_notes(log: Path) -> list[Note]:
+    """Returns the logged events of a rank."""
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 class Promises:
-    """What may be beneath a root after what runs have told.
+    """The steps that may or must be in a root, by the logs of its runs.
 
     Attributes:
-        under_way: steps that the last run had begun to save, and not reported.
-        reported: how many saves have been reported.
-        lost: steps that have gone although they were reported, and too few newer ones are there.
+        unreported: steps that the last run began to save but did not report.
+        reported: number of reported saves.
+        lost: reported steps that are missing without enough newer ones.
     """
 
     def __init__(self) -> None:
-        self.under_way: list[int] = []
+        self.unreported: list[int] = []
         self.reported = 0
         self.lost: list[int] = []
-        # By step, the runs of which it may be: the last that has reported it, and those that were
-        # killed when they saved it.
+        # The runs from which each step may be: the last run that reported it, and runs that were
+        # killed while they saved it.
         self._runs: dict[int, set[int]] = {}
         self._certain: set[int] = set()
 
-    def look_at(self, names: list[str]) -> Iterator[str]:
-        """What is wrong with what is beneath the root, once the leftovers have been swept."""
+    def check_names(self, names: list[str]) -> Iterator[str]:
+        """Yields what is wrong with the names in the root after leftovers were deleted."""
         leftovers = [name for name in names if not name.isdecimal()]
         if leftovers:
-            yield f"left beneath the root: {', '.join(leftovers)}"
+            yield f"leftovers in the root: {', '.join(leftovers)}"
         there = {int(name) for name in names if name.isdecimal()}
         for step in sorted(there - self._runs.keys()):
-            yield f"step {step} is there, and nobody has saved it"
+            yield f"step {step} exists, but no run has saved it"
         for step in sorted(self._certain - there):
             if sum(other > step for other in there) < KEPT:
                 self.lost.append(step)
-                yield f"step {step} was reported as saved, and is lost; there are {sorted(there)}"
+                yield f"step {step} was reported as saved, but is lost; there are {sorted(there)}"
         self._runs = {step: self._runs.get(step, set()) for step in sorted(there)}
         self._certain = there
 
-    def broken(self, number: int, by_rank: Sequence[list[Note]]) -> list[str]:
-        """What is wrong with what a run has found at its start; then takes what it has done.
+    def check_run(self, number: int, by_rank: Sequence[list[Note]]) -> list[str]:
+        """Returns what is wrong with the steps that a run found at its start. Then records its
+        saves.
 
         Args:
-            number: of the run.
-            by_rank: what it has told.
+            number: number of the run.
+            by_rank: the logged events of each rank.
         """
         wrong = []
         names = next((note[1] for note in by_rank[0] if note[0] == "names"), None)
         if names is not None:
-            wrong += self.look_at(names)
+            wrong += self.check_names(names)
         for rank, notes in enumerate(by_rank):
             found = [note[1:] for note in notes if note[0] == "found"]
             for place, (step, run, difference) in enumerate(found):
-                # Without the names, of what was under way nothing is known.
+                # Without the names it is not known whether unreported steps were committed.
                 newest = max(self._certain, default=0)
                 if place == 0 and (step < newest or (names is not None and step != newest)):
-                    wrong.append(f"rank {rank} restored step {step}, and the newest is {newest}")
+                    wrong.append(f"rank {rank} restored step {step}, but the newest is {newest}")
                 if difference:
                     wrong.append(f"rank {rank}: step {step} is damaged: {difference}")
                 elif step and run not in self._runs.get(step, ()):
                     of = self._runs.get(step)
                     wrong.append(f"rank {rank} restored step {step} of run {run} instead of {of}")
                 elif step:
-                    # The other ranks must find the same.
+                    # The other ranks must find the same run.
                     self._runs[step] = {run}
-        self._take(number, by_rank)
+        self._record_saves(number, by_rank)
         return wrong
 
-    def _take(self, number: int, by_rank: Sequence[list[Note]]) -> None:
+    def _record_saves(self, number: int, by_rank: Sequence[list[Note]]) -> None:
         reported = {note[1] for notes in by_rank for note in notes if note[0] == "saved"}
         begun = {note[1] for notes in by_rank for note in notes if note[0] == "begins"}
         for step in sorted(reported):
             self._runs[step] = {number}
         self._certain |= reported
         self.reported += len(reported)
-        self.under_way = sorted(begun - reported)
-        for step in self.under_way:
+        self.unreported = sorted(begun - reported)
+        for step in self.unreported:
             self._runs.setdefault(step, set()).add(number)

@@ -1,4 +1,4 @@
-"""Who saves: child processes, one for each rank, that may lose their disk at any moment."""
+"""Child processes that save, one for each rank, and that may lose their disk at any time."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ TIMEOUT_SECONDS = 60
 
 
 def part_of_state(step: int, rank: int) -> StateDict:
-    """What one rank saves. No tensor of a step is like one of another step.
+    """Returns the state of one rank. All tensors differ between steps.
 
-    One file of it is large enough for direct I/O, and one is not. Steps with equal tens make files
-    of equal layout; a history that has grown moves everything behind it.
+    One of its files is large enough for direct I/O, and one is not. Steps with the same tens digit
+    have files with the same layout; a longer history moves all later items.
     """
     large = random_tensor((300 * 1024,), torch.float32, 10 * step)
     return {
@@ -48,7 +48,7 @@ def part_of_state(step: int, rank: int) -> StateDict:
 
 @functools.cache
 def whole_state(step: int, ranks: int) -> StateDict:
-    """What all ranks save together; the same object every time, so not to be changed."""
+    """Returns the state of all ranks. It is cached and must not be modified."""
     state: StateDict = {}
     for rank in range(ranks):
         state |= part_of_state(step, rank)
@@ -93,7 +93,7 @@ def _managed_save(state: StateDict, root: Path, **options: Any) -> None:
 
 
 def _managed_save_again(state: StateDict, root: Path, **options: Any) -> None:
-    """Saves step 2, and replaces one that is there: training has gone back to step 1."""
+    """Saves step 2 after training was rewound to step 1, which replaces an existing step 2."""
     with _manager(root, **options) as manager:
         nothing = emptied(state)
         if 1 in manager.all_steps():
@@ -109,7 +109,7 @@ def _wait(response: Any) -> None:
     response.result(TIMEOUT_SECONDS)
 
 
-#: By name. Each returns when the save is reported as successful.
+#: Functions that save, by name. Each returns once the save is reported as successful.
 WAYS: dict[str, Callable[..., None]] = {
     "torch_ckpt.save": _save,
     "dcp.save": _dcp_save,
@@ -123,7 +123,7 @@ WAYS: dict[str, Callable[..., None]] = {
 
 
 def is_managed(way: str) -> bool:
-    """Whether the path is a root of steps, of which the newest counts."""
+    """Returns True if the path is a root of steps, of which the newest counts."""
     return way.startswith("CheckpointManager")
 
 
@@ -134,16 +134,16 @@ def engine_of(way: str) -> str:
 def save(way: str, step: int, path: Path, rank: int, **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Several files of a rank, which a save of so few bytes would not make by itself.
+        # By default so small a save would write one file per rank.
         WAYS[way](part_of_state(step, rank), path, thread_count=2, **options)
 
 
-def what_is_there(path: Path, engine: str, steps: list[int], ranks: int) -> str:
-    """What a load finds.
+def load_outcome(path: Path, engine: str, steps: list[int], ranks: int) -> str:
+    """Loads a checkpoint and describes the result.
 
     Returns:
-        ``step 7`` for all of it and nothing else, ``nothing`` where no checkpoint was committed,
-        ``mixture`` where it loads and is none of ``steps``, otherwise which error the load raised.
+        ``step 7`` if exactly this step was loaded; ``nothing`` if no checkpoint was committed;
+        ``mixture`` if the result is none of ``steps``; otherwise the error of the load.
     """
     if not (path / ".metadata").exists():
         return "nothing"
@@ -160,12 +160,13 @@ def what_is_there(path: Path, engine: str, steps: list[int], ranks: int) -> str:
     return _which(loaded, steps, ranks)
 
 
-def what_a_manager_finds(root: Path, steps: list[int], ranks: int) -> str:
-    """What a restore finds; see :func:`what_is_there`. Leftovers beside it are named, too."""
+def restore_outcome(root: Path, steps: list[int], ranks: int) -> str:
+    """Restores the newest step and describes the result as :func:`load_outcome` does, with
+    leftovers in the root."""
     state = emptied(whole_state(steps[0], ranks))
     try:
         with warnings.catch_warnings():
-            # Whoever passes over a damaged step only warns.
+            # A manager that skips a damaged step only warns.
             warnings.simplefilter("error", UserWarning)
             with _manager(root) as manager:
                 found = _which(state, steps, ranks) if manager.restore(state) else "nothing"
@@ -193,7 +194,7 @@ def _which(loaded: StateDict, steps: list[int], ranks: int) -> str:
 
 
 class Savers(Ranks):
-    """The ranks of a group, which stay from one save to the next. One thread uses them."""
+    """The ranks of a group, which make several saves. Used by one thread."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, _work)
@@ -212,14 +213,14 @@ class Savers(Ranks):
         *arguments: Any,
         marked: Callable[[str], None] | None = None,
     ) -> list[str]:
-        """Runs ``work(rank, *arguments)`` on every rank, to its end.
+        """Runs ``work(rank, *arguments)`` on every rank.
 
         Args:
-            work: a function that a fresh process can import.
-            marked: called for each :func:`mark` of a rank, which waits for its return.
+            work: a function that a new process can import.
+            marked: called for each :func:`mark` of a rank; the rank waits until it returns.
 
         Returns:
-            Of each rank the error that it ended with; empty where there was none.
+            The error of each rank; empty if it succeeded.
         """
         self.begin(work, *arguments)
         return [self.end(rank, marked) for rank in range(self.size)]
@@ -238,12 +239,12 @@ class Savers(Ranks):
                 return f"it {self.end_of(rank)}"
             if kind == "end":
                 return text
-            assert marked is not None, f"nobody expected the mark {text}"
+            assert marked is not None, f"unexpected mark {text}"
             marked(text)
             self.connection(rank).send(None)
 
     def connection(self, rank: int) -> Connection:
-        """For who waits for it beside other things; see :meth:`end`."""
+        """Returns the connection of a rank, to wait for several at once; see :meth:`end`."""
         return self.children[rank].connection
 
 
@@ -260,7 +261,7 @@ _to_parent: Connection | None = None
 
 
 def mark(name: str) -> None:
-    """Tells the test, from a rank, that it has come to some point, and waits for its answer."""
+    """Reports from a rank to the test that it has reached a point, and waits for the answer."""
     assert _to_parent is not None
     _to_parent.send(("mark", name))
     _to_parent.recv()
@@ -285,12 +286,12 @@ def _work(connection: Connection) -> None:
         except BaseException as error:
             outcome = f"{type(error).__name__}: {error}"
         if outcome:
-            # Frames of the failure have the directory open, and are in cycles.
+            # Frames of the error hold the directory open and are in reference cycles.
             gc.collect()
         connection.send(("end", outcome))
 
 
-# --- what they do --------------------------------------------------------------------------------
+# --- work of the ranks ---------------------------------------------------------------------------
 
 
 def save_only(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
@@ -300,6 +301,6 @@ def save_only(rank: int, way: str, step: int, path: Path, options: dict[str, Any
 def save_and_cut(
     rank: int, way: str, step: int, path: Path, options: dict[str, Any], point: Path
 ) -> None:
-    """Cuts the power in the very process whose save has returned: nothing can happen between."""
+    """Cuts the power in the process whose save has returned, so that nothing happens in between."""
     save(way, step, path, rank, **options)
     cut_power(point)

@@ -1,8 +1,8 @@
-"""What became of every case, counted: lines at the end of the session, and JSON.
+"""Counts of the outcomes of all cases: lines at the end of the session, and JSON.
 
-``TORCH_CKPT_TORTURE`` makes the tests of this directory try everything instead of a part.
-``TORCH_CKPT_SEED`` is the seed of all that is chosen by chance; the summary says which it was.
-``TORCH_CKPT_RESULTS`` names a directory for the JSON files.
+``TORCH_CKPT_TORTURE`` makes the tests of this directory try all cases instead of some.
+``TORCH_CKPT_SEED`` is the seed of all random choices; the summary shows it.
+``TORCH_CKPT_RESULTS`` is a directory for the JSON files.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SEED = int(os.environ.get("TORCH_CKPT_SEED", "1"))
 
 
 class Tally:
-    """The rows of one kind of test. A plugin of pytest's, so that it needs no conftest.
+    """The cases of one kind of test. A pytest plugin, so that it needs no conftest.
 
     Args:
-        name: of the JSON file.
-        title: begins the summary's line.
-        counted: what a row is one of, in the plural.
-        missed: what becomes of a row that is not all right.
-        in_full: whether the JSON file has all rows, or those that are not all right.
+        name: name of the JSON file.
+        title: first words of the summary's line.
+        counted: noun for the cases, in the plural.
+        missed: description of the cases that failed.
+        in_full: True to write all cases to the JSON file, and not only those that failed.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Tally:
         self._in_full = in_full
 
     def joined(self, config: pytest.Config) -> Tally:
-        """Itself, as a part of a session."""
+        """Registers this object with a session and returns it."""
         config.pluginmanager.register(self, f"torch_ckpt tally {self._name}")
         return self
 
     def add(self, engine: str, right: bool | None, **columns: Any) -> None:
-        """Adds a row.
+        """Adds a case.
 
         Args:
             engine: "torch_ckpt" or "stock".
-            right: whether what was promised was kept; None where nothing is promised.
+            right: True if the outcome is the promised one; None if nothing is promised.
         """
         self.rows.append({"engine": engine, "right": right, **columns})
 
@@ -69,9 +69,9 @@ class Tally:
         return f"{self._title}: {'; '.join(parts)} (seed {SEED})"
 
     def pytest_sessionfinish(self) -> None:
-        place = os.environ.get("TORCH_CKPT_RESULTS")
-        if place and self.rows:
-            Path(place).mkdir(parents=True, exist_ok=True)
+        directory = os.environ.get("TORCH_CKPT_RESULTS")
+        if directory and self.rows:
+            Path(directory).mkdir(parents=True, exist_ok=True)
             contents = {
                 "seed": SEED,
                 "everything": TORTURE,
@@ -81,21 +81,21 @@ class Tally:
                 "rows": [row for row in self.rows if self._in_full or not row["right"]],
             }
             text = json.dumps(contents, indent=1)
-            (Path(place) / f"{self._name}.json").write_text(f"{text}\n")
+            (Path(directory) / f"{self._name}.json").write_text(f"{text}\n")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.rows:
             terminalreporter.write_line(self.summary())
 
     def _judged(self) -> dict[str, dict[str, int]]:
-        """By engine and test, of how many cases how many broke what is promised."""
+        """Returns the number of cases, and of those that failed, by engine and test."""
         counts: dict[str, dict[str, int]] = {}
         for row in self.rows:
             if row["right"] is not None:
                 key = f"{row['engine']}, {row['test']}"
-                of = counts.setdefault(key, {"cases": 0, "broken": 0})
-                of["cases"] += 1
-                of["broken"] += not row["right"]
+                count = counts.setdefault(key, {"cases": 0, "broken": 0})
+                count["cases"] += 1
+                count["broken"] += not row["right"]
         return counts
 
     def _outcomes(self) -> dict[str, int]:

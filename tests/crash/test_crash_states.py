@@ -1,8 +1,8 @@
-"""Every state in which a crash could leave the disk during saves: the writes of real saves, cut off
-anywhere, with some of those that no flush has covered lost or torn.
+"""States that a crash can leave on the disk during saves: the writes of real saves up to a moment,
+without some of the writes that no flush covers, or with a torn one.
 
-In each there is the old checkpoint or the new one as a whole; once the save has been reported, the
-new one. Stock torch goes through the same, and is counted.
+Each state has the complete old or new checkpoint; after the save was reported, the new one. The
+same states of stock torch are counted.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.crash.savers import (
     Savers,
     engine_of,
     is_managed,
+    load_outcome,
     mark,
+    restore_outcome,
     save,
     save_only,
     savers,
-    what_a_manager_finds,
-    what_is_there,
     whole_state,
 )
 from tests.crash.tally import SEED, TORTURE, Tally
@@ -49,19 +49,19 @@ from torch_ckpt import CheckpointManager
 
 NOTHING = 0
 
-#: Of an unrelated checkpoint, which somebody exchanges for the save's.
+#: Step of an unrelated checkpoint, whose directory is exchanged with that of the save.
 OTHER = 31
 
-#: Saved after a crash, in every SAVED_AGAIN-th state: what a crash has left must not be in the way.
+#: Step to save after a crash, in every SAVED_AGAIN-th state, because leftovers must not prevent it.
 NEXT = 9
 SAVED_AGAIN = 4
 
-#: States of each scenario. In full: every prefix, and what chance chooses, half of FULL_STATES or
-#: as many as make FULL_STATES together.
+#: States of each scenario. A full run has all prefixes, and random states: half of FULL_STATES, or
+#: more if all states together are fewer than FULL_STATES.
 DEFAULT_STATES = 12
 FULL_STATES = 160
 
-#: For all states of a scenario.
+#: Limit for all states of a scenario.
 LONGEST_SECONDS = 1200
 
 
@@ -77,7 +77,7 @@ def shop() -> Iterator[Workshop]:
         yield shop
 
 
-# A save of step 12 has files of another layout than one of step 1.
+# The files of step 12 have another layout than those of step 1.
 _NAMES = {
     (NOTHING, 1): "first save",
     (1, 2): "overwrite",
@@ -91,11 +91,11 @@ class Scenario:
     """Saves whose disk is recorded.
 
     Attributes:
-        steps: what is there before, NOTHING or a step, and what is saved one after the other.
-        ranks: that save together.
+        steps: the step that exists before, or NOTHING, and then the steps to save in order.
+        ranks: number of ranks that save together.
         synced: the writer's ``sync_files``.
-        exchanged_before: a fault point of the save. Before it is reached first, somebody exchanges
-            the save's directory for that of an unrelated checkpoint.
+        exchanged_before: a fault point of the save. Before the save first reaches it, its directory
+            is exchanged with that of an unrelated checkpoint.
     """
 
     kind: str
@@ -107,7 +107,7 @@ class Scenario:
 
     @property
     def place(self) -> str:
-        """Where a disk has the checkpoint: directories that the first save makes."""
+        """The checkpoint's directory on the disk. The first save creates its parents, too."""
         return "a/b/ck" if self.steps[0] == NOTHING else "ck"
 
     def __str__(self) -> str:
@@ -120,35 +120,35 @@ class Scenario:
 # --- recording -----------------------------------------------------------------------------------
 
 
-def save_and_tell(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
-    """Saves; the test hears when the save begins, has been committed, and has been reported."""
+def save_and_mark(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
+    """Saves. Marks the begin of the save, its commit, and its report."""
     published = re.compile(r"\d{10}" if is_managed(way) else r"\.metadata")
     reached: list[str] = []
 
-    def tell(operation: str, where: str) -> None:
+    def observe(operation: str, where: str) -> None:
         if operation == "rename" and published.fullmatch(os.path.basename(where)):
             reached[:] = ["renamed"]
         elif reached == ["renamed"] and operation != "fsync_directory":
-            # What follows the last fsync.
-            reached[:] = ["told"]
+            # The first operation after the last fsync.
+            reached[:] = ["committed"]
             mark(f"committed {step}")
 
     if rank == 0:
         mark(f"began {step}")
-    with at_fault_points(tell):
+    with at_fault_points(observe):
         save(way, step, path, rank, **options)
     if rank == 0:
         mark(f"reported {step}")
 
 
-def save_amid_an_exchange(
+def save_during_exchange(
     rank: int, way: str, step: int, path: Path, options: dict[str, Any], operation: str
 ) -> None:
-    """The same, and somebody exchanges the directory before the operation is reached first."""
+    """Saves, and exchanges the directory before the save first reaches the operation."""
     if rank > 0:
-        return save_and_tell(rank, way, step, path, options)
+        return save_and_mark(rank, way, step, path, options)
     with before(operation, lambda: exchange(path, path.with_name("other")), f"{path}*"):
-        save_and_tell(rank, way, step, path, options)
+        save_and_mark(rank, way, step, path, options)
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -174,8 +174,7 @@ def record(shop: Workshop, scenario: Scenario) -> Log:
         with recorded(disk) as log:
             for step in saved:
                 _save_recorded(group, scenario, step, disk, log)
-            # What is still in memory comes to the disk in the end: crashes amid that are of
-            # interest, too.
+            # Also record the late writes of data that is still in memory.
             disk.sync()
     return log
 
@@ -184,9 +183,9 @@ def _save_recorded(group: Savers, scenario: Scenario, step: int, disk: Disk, log
     path = disk.point / scenario.place
     options = {} if scenario.synced else {"sync_files": False}
     work, *more = (
-        (save_amid_an_exchange, scenario.exchanged_before)
+        (save_during_exchange, scenario.exchanged_before)
         if scenario.exchanged_before
-        else (save_and_tell,)
+        else (save_and_mark,)
     )
     errors = group.do(work, scenario.way, step, path, options, *more, marked=log.mark)
     if f"reported {step}" in log.marks:
@@ -199,11 +198,11 @@ def _save_recorded(group: Savers, scenario: Scenario, step: int, disk: Disk, log
 # --- judging -------------------------------------------------------------------------------------
 
 
-def may_be_there(scenario: Scenario, log: Log, position: int) -> set[str]:
-    """What a load may find after a crash at a moment.
+def allowed_outcomes(scenario: Scenario, log: Log, position: int) -> set[str]:
+    """Returns the allowed outcomes of a load after a crash at a moment.
 
-    From the commit on, what it committed: before the save is reported it may already rely on that,
-    and removes the old files. Of a save that says that it is not committed, nothing.
+    After the commit it is only the new step: the save removes the old files before it is reported.
+    A save that reports that it did not commit allows no new step.
     """
     settled = scenario.steps[0]
     begun: set[int] = set()
@@ -232,7 +231,7 @@ def _moment(state: CrashState) -> int:
 
 
 class Sweep:
-    """Chosen crash states of a scenario, and what is wrong with them."""
+    """Some crash states of a scenario, and their violations."""
 
     def __init__(self, shop: Workshop, tally: Tally, scenario: Scenario) -> None:
         self.checked = 0
@@ -243,8 +242,8 @@ class Sweep:
         states = States(log)
         for state in chosen_states(log, random.Random(SEED + zlib.crc32(str(scenario).encode()))):
             states.make(state, self._disk.image)
-            allowed = may_be_there(scenario, log, state.position)
-            found = self._found()
+            allowed = allowed_outcomes(scenario, log, state.position)
+            found = self._find_outcome()
             right = found in allowed if scenario.synced else found != "mixture"
             if not right:
                 wanted = " or ".join(sorted(allowed))
@@ -268,48 +267,48 @@ class Sweep:
             + "\n".join(self.violations[:20])
         )
 
-    def _found(self) -> str:
-        """What a load finds, before and after the next save."""
+    def _find_outcome(self) -> str:
+        """Returns the outcome of a load, before and after another save."""
         scenario, path = self._scenario, self._disk.point / self._scenario.place
         engine = engine_of(scenario.way)
         steps = [step for step in scenario.steps if step != NOTHING]
         self._disk.mount()
         try:
             if is_managed(scenario.way):
-                return self._found_by_a_manager(path, steps)
+                return self._find_managed_outcome(path, steps)
             if scenario.exchanged_before:
-                return self._found_beside_the_other(engine, steps)
-            found = what_is_there(path, engine, steps, scenario.ranks)
+                return self._find_exchanged_outcome(engine, steps)
+            found = load_outcome(path, engine, steps, scenario.ranks)
             if engine == "torch_ckpt" and scenario.synced and self.checked % SAVED_AGAIN == 0:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     torch_ckpt.save(whole_state(NEXT, scenario.ranks), path, no_dist=True)
-                after = what_is_there(path, engine, [NEXT], scenario.ranks)
+                after = load_outcome(path, engine, [NEXT], scenario.ranks)
                 if after != f"step {NEXT}":
                     found += f", and after the next save {after}"
             return found
         finally:
             self._disk.unmount()
 
-    def _found_beside_the_other(self, engine: str, steps: list[int]) -> str:
-        """What is in the save's directory, wherever that is, if the other is as it was."""
-        places = [place for place in self._disk.point.iterdir() if place.name != "lost+found"]
+    def _find_exchanged_outcome(self, engine: str, steps: list[int]) -> str:
+        """Returns the outcome for the save's directory, or both if the other one has changed."""
+        paths = [path for path in self._disk.point.iterdir() if path.name != "lost+found"]
         found = [
-            what_is_there(place, engine, [*steps, OTHER], self._scenario.ranks) for place in places
+            load_outcome(path, engine, [*steps, OTHER], self._scenario.ranks) for path in paths
         ]
         if found.count(f"step {OTHER}") != 1 or len(found) != 2:
             return " and ".join(sorted(found))
         found.remove(f"step {OTHER}")
         return found[0]
 
-    def _found_by_a_manager(self, root: Path, steps: list[int]) -> str:
+    def _find_managed_outcome(self, root: Path, steps: list[int]) -> str:
         ranks = self._scenario.ranks
-        found = what_a_manager_finds(root, steps, ranks)
+        found = restore_outcome(root, steps, ranks)
         if self.checked % SAVED_AGAIN == 0:
             last = max(steps) * 10
             with CheckpointManager(root, keep_last=1, preemption_signals=()) as manager:
                 manager.save(last, dict(whole_state(last, ranks)))
-            after = what_a_manager_finds(root, [last], ranks)
+            after = restore_outcome(root, [last], ranks)
             if after != f"step {last}":
                 found += f", and after the next save {after}"
         return found
@@ -344,7 +343,7 @@ OURS_IN_FULL = [
     Scenario("xfs", "torch_ckpt.async_save", (1, 12), ranks=2, exchanged_before="unlink"),
     Scenario("xfs", "dcp.save", (1, 2), exchanged_before="rename"),
 ]
-# Nothing is asserted of stock torch: one scenario shows that the states are those of crashes.
+# Stock torch is only counted; one scenario suffices to show that the states are realistic.
 STOCK = [
     Scenario("ext4", "stock dcp.save", (1, 12)),
 ]
@@ -376,7 +375,7 @@ def _all(some: list[Scenario], more: list[Scenario]) -> Any:
 
 @pytest.mark.timeout(LONGEST_SECONDS)
 @_all(OURS, OURS_IN_FULL)
-def test_after_a_crash_at_any_moment_there_is_the_old_checkpoint_or_the_new_one(
+def test_a_crash_at_any_moment_leaves_the_old_or_the_new_checkpoint(
     shop: Workshop, tally: Tally, scenario: Scenario
 ) -> None:
     skip_without(scenario.kind)
@@ -386,7 +385,7 @@ def test_after_a_crash_at_any_moment_there_is_the_old_checkpoint_or_the_new_one(
 
 @pytest.mark.timeout(LONGEST_SECONDS)
 @_all(UNSYNCED, UNSYNCED_IN_FULL)
-def test_without_sync_files_no_crash_makes_a_mixture_that_loads(
+def test_without_sync_files_no_crash_leaves_a_loadable_mixture(
     shop: Workshop, tally: Tally, scenario: Scenario
 ) -> None:
     skip_without(scenario.kind)
@@ -396,7 +395,7 @@ def test_without_sync_files_no_crash_makes_a_mixture_that_loads(
 
 @pytest.mark.timeout(LONGEST_SECONDS)
 @_all(STOCK, STOCK_IN_FULL)
-def test_the_states_in_which_a_crash_leaves_stock_torch_are_counted(
+def test_crash_states_of_stock_torch_are_counted(
     shop: Workshop, tally: Tally, scenario: Scenario
 ) -> None:
     skip_without(scenario.kind)
@@ -404,11 +403,11 @@ def test_the_states_in_which_a_crash_leaves_stock_torch_are_counted(
     assert Sweep(shop, tally, scenario).checked > 0
 
 
-# --- the disk that remembers ---------------------------------------------------------------------
+# --- the recorded disk ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_recorded_writes_are_all_that_was_written(shop: Workshop, kind: str) -> None:
+def test_all_writes_are_recorded(shop: Workshop, kind: str) -> None:
     skip_without(kind)
     skip_without_recorder()
     disk = shop.disk(kind)
@@ -424,7 +423,7 @@ def test_the_recorded_writes_are_all_that_was_written(shop: Workshop, kind: str)
     after.unmount()
 
 
-def test_a_state_has_what_was_flushed_and_of_the_rest_what_arrived(tmp_path: Path) -> None:
+def test_a_state_has_all_flushed_writes_and_some_later_ones(tmp_path: Path) -> None:
     image = tmp_path / "image"
     image.write_bytes(b"." * 4096)
     log = _log_of(image, (0, b"a" * 512), None, (512, b"b" * 1024), (2048, b"c" * 512))
@@ -435,7 +434,7 @@ def test_a_state_has_what_was_flushed_and_of_the_rest_what_arrived(tmp_path: Pat
     assert state.read_bytes() == b"a" * 512 + b"." * 512 + b"b" * 512 + b"." * (4096 - 1536)
 
 
-def test_reordered_states_lose_only_what_no_flush_has_covered(tmp_path: Path) -> None:
+def test_reordered_states_lose_only_writes_that_no_flush_covers(tmp_path: Path) -> None:
     log = _log_of(tmp_path, (0, b"a" * 512), None, (512, b"b" * 1024), (2048, b"c" * 512), None)
     states = reordered(log, 50, random.Random(SEED))
     touched = [(state.position, number) for state in states for number in _touched(state)]

@@ -1,7 +1,7 @@
-"""A save is killed before every one of its system calls: what is there then is old or new.
+"""Kills of a save before each of its system calls, which leave the old or the new checkpoint.
 
-The calls are those that concern the checkpoint's tree, on all threads, in the order in which they
-come; see ../interposed.py. Stock torch goes through the same, counted and not asserted.
+The calls are those on the checkpoint's tree, of all threads, in their order; see ../interposed.py.
+The same kills of stock torch are counted, without assertions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COUNTS = Counts(
 def killed(
     server: Server, bench: Bench, scenario: Scenario, wanted: int
 ) -> Iterator[tuple[Call, Path]]:
-    """The call before which a save died, and the directory that it left; for one after another."""
+    """Yields each call before which a save was killed, and its directory."""
     work, threads = SAVES[scenario.how], scenario.threads
     with bench.directory(scenario) as (tree, path):
         sound = server.run(Order(), tree, work, str(path), NEW, threads)
@@ -54,8 +54,8 @@ def killed(
             yield run.hit, path
 
 
-def counted(scenario: Scenario, found: str) -> str:
-    """The column for what was found in the directory of a dead save."""
+def column_of(scenario: Scenario, found: str) -> str:
+    """Returns the column for the outcome in the directory of a killed save."""
     if found == "none" and scenario.overwrites:
         return "lost"
     return found.partition(":")[0]
@@ -72,9 +72,9 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     wanted = 1000 if scenario == THOROUGH else 5
     for call, path in killed(server, bench, scenario, wanted):
         found = found_in(path)
-        COUNTS.add(scenario.how, "points", counted(scenario, found))
+        COUNTS.add(scenario.how, "points", column_of(scenario, found))
         wrong = None if found in (scenario.before, "new") else f"the directory loads as {found}"
-        wrong = wrong or violation_afterwards(path)
+        wrong = wrong or save_again(path)
         if wrong:
             COUNTS.add(scenario.how, "violations")
             COUNTS.note(f"{scenario}: killed before {call}: {wrong}")
@@ -82,14 +82,14 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     assert not violations, "\n".join([str(scenario), *violations])
 
 
-def violation_afterwards(path: Path) -> str | None:
-    """What is wrong with the next save into the directory; None where all is well."""
+def save_again(path: Path) -> str | None:
+    """Saves again into the directory. Returns what is wrong then; None if nothing is."""
     save_alone(str(path), NEXT, 4)
     found = found_in(path)
     if found != "next":
         return f"after the next save the directory loads as {found}"
     left = unnamed_in(path)
-    return f"{sorted(left)} of the dead save stay for ever" if left else None
+    return f"{sorted(left)} of the killed save are never deleted" if left else None
 
 
 @pytest.mark.parametrize("scenario", STOCK, ids=str)
@@ -98,7 +98,7 @@ def test_stock_torch_is_killed_at_the_same_points(
 ) -> None:
     for call, path in killed(server, bench, scenario, 5):
         row = f"{scenario.how}, thread_count={scenario.threads}"
-        column = counted(scenario, found_in(path, stock=True))
+        column = column_of(scenario, found_in(path, stock=True))
         COUNTS.add(row, "points", column)
         if column in ("a mix", "unreadable", "lost"):
             COUNTS.note(f"{row}: {column}: killed before {call}")

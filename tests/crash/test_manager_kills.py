@@ -1,8 +1,8 @@
-"""A training run under a CheckpointManager is killed, at random moments and before every one of its
-system calls, and started again.
+"""Kills and restarts of a training run under a CheckpointManager, at random moments and before each
+of its system calls.
 
-What a start restores is one complete step, bit for bit; no step is lost whose save was reported,
-unless newer ones have taken its place; and nothing else is left beneath the root.
+A start restores one complete step, bit for bit. No step whose save was reported is lost, unless
+newer steps have replaced it, and the root has no leftovers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.crash.managed import (
     Promises,
     Run,
     names_beneath,
-    told,
+    read_notes,
     train,
     train_again,
 )
@@ -41,19 +41,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:step .* was restored, and the root has later steps"),
 ]
 
-#: By the number of ranks.
+#: Number of kills by the number of ranks.
 KILLS = {1: 90, 2: 80, 4: 60} if TORTURE else {1: 10, 2: 9, 4: 6}
 
-#: Where a start is killed, out of eight times how often, and after how many seconds at most.
+#: Phases in which a start is killed, with their weights and the longest delays in seconds.
 PHASES = {"makes its manager": (1, 0.01), "restores": (2, 0.04), "trains": (5, 0.4)}
 
-#: In one of so many kills a rank dies before the others, by so many seconds at most.
-ALONE, AHEAD_SECONDS = 3, 0.2
+#: In one of FIRST_ONE kills a rank is killed before the others, by AHEAD_SECONDS at most.
+FIRST_ONE, AHEAD_SECONDS = 3, 0.2
 
-#: By what they are, calls before which a run is killed, and before how many of them; all in full.
+#: System calls before which a run is killed, and the number of kills; a full run tries all.
 CALLS: dict[str, tuple[Sequence[str], int]] = {"rename": (("rename",), 100), "call": (KINDS, 12)}
 
-#: In one of so many starts an older step is restored.
+#: In one of BACK starts an older step is restored.
 BACK = 5
 
 
@@ -67,7 +67,7 @@ def tally(request: pytest.FixtureRequest) -> Tally:
 
 
 class Chain:
-    """Starts of one training run, each killed but the last."""
+    """Starts of one training run. All but the last are killed."""
 
     def __init__(self, ranks: int, workdir: Path, tally: Tally) -> None:
         self.promises = Promises()
@@ -76,50 +76,53 @@ class Chain:
         self._root = workdir / "runs" / "root"
         self._workdir = workdir
         self._tally = tally
-        # By start, when it was killed; those that have not been judged.
+        # When each start was killed, for kills that have not been judged.
         self._killed: dict[int, str] = {}
         self._number = 0
 
     def start_and_kill(self) -> None:
-        """One start, killed at a random moment; what it had found is judged."""
+        """Starts the run, kills it at a random moment, and judges the steps that it found."""
         chance = self._next()
         [phase] = chance.choices(list(PHASES), [often for often, _ in PHASES.values()])
         after = chance.uniform(0, PHASES[phase][1])
         order = chance.sample(range(self._ranks), self._ranks)
         ahead = chance.uniform(0, AHEAD_SECONDS)
-        alone = chance.randrange(ALONE) == 0 and self._ranks > 1
+        has_first = chance.randrange(FIRST_ONE) == 0 and self._ranks > 1
         with savers(self._ranks) as group:
             self._begin(group, None, chance)
-            _let_come(group, phase)
-            _let_run(group, after)
-            if alone:
+            _wait_for_phase(group, phase)
+            _run_for(group, after)
+            if has_first:
                 dead = order.pop(0)
                 os.kill(group.pids[dead], signal.SIGKILL)
-                _let_run(group, ahead, dead=dead)
+                _run_for(group, ahead, dead=dead)
             for rank in order:
                 os.kill(group.pids[rank], signal.SIGKILL)
-        first = f", rank {dead} first" if alone else ""
+        first = f", rank {dead} first" if has_first else ""
         self._judge(f"when it {phase}, after {after * 1000:.1f} ms{first}")
 
     def start_and_end(self) -> None:
-        """One start that is left alone, and saves."""
+        """Starts the run without a kill, and lets it save."""
         with savers(self._ranks) as group:
             self._begin(group, KEPT + 1, self._next())
-            _let_come(group, "trains")
+            _wait_for_phase(group, "trains")
             assert [group.end(rank) for rank in range(self._ranks)] == [""] * self._ranks
         self._judge(None)
         names = self._names()
-        self.violations += self.promises.look_at(names)
-        # One that was restored stays beside the last ones.
+        self.violations += self.promises.check_names(names)
+        # A restored step is kept in addition to the last ones.
         if len(names) > KEPT + 1:
-            self.violations.append(f"in the end too many steps are left: {names}")
+            self.violations.append(f"too many steps are left in the end: {names}")
 
     def _names(self) -> list[str]:
         return names_beneath(self._root)
 
     def _next(self) -> random.Random:
-        """Begins a start. What is chosen for it depends on the seed and its number alone, except
-        what is there to go back to."""
+        """Returns a random generator for the next start.
+
+        Its choices depend only on the seed and the number of the start, except for the step to
+        restore, which must exist.
+        """
         self._number += 1
         return random.Random(f"{SEED} {self._ranks} {self._number}")
 
@@ -132,14 +135,15 @@ class Chain:
         complete = [name for name in self._names() if name.isdecimal()]
         if steps is None and chance.randrange(BACK) == 0 and len(complete) > 1:
             back_to = int(chance.choice(complete[:-1]))
-        logs = self._workdir / f"told-{self._number}"
+        logs = self._workdir / f"log-{self._number}"
         group.begin(train, self._root, logs, self._number, back_to, steps, options)
 
     def _judge(self, killed: str | None) -> None:
-        """Judges the kills before, if the last start came so far as to look."""
-        by_rank = [told(self._workdir / f"told-{self._number}-{r}") for r in range(self._ranks)]
-        wrong = self.promises.broken(self._number, by_rank)
-        if wrong or all(map(_found, by_rank)):
+        """Judges the previous kills, if the last start has found a step."""
+        logs = [self._workdir / f"log-{self._number}-{rank}" for rank in range(self._ranks)]
+        by_rank = [read_notes(log) for log in logs]
+        wrong = self.promises.check_run(self._number, by_rank)
+        if wrong or all(map(_has_found, by_rank)):
             for when in self._killed.values():
                 self._tally.add(
                     "torch_ckpt",
@@ -155,23 +159,25 @@ class Chain:
             self._killed[self._number] = killed
 
 
-def _found(notes: list[Note]) -> bool:
+def _has_found(notes: list[Note]) -> bool:
     return any(note[0] == "found" for note in notes)
 
 
-def _let_come(group: Savers, phase: str) -> None:
-    """Returns when rank 0 comes to a phase."""
-    came = _let_run(group, TIMEOUT_SECONDS, phase=phase)
+def _wait_for_phase(group: Savers, phase: str) -> None:
+    """Waits until rank 0 reaches a phase."""
+    came = _run_for(group, TIMEOUT_SECONDS, phase=phase)
     assert came, f"rank 0 hangs before it {phase}"
 
 
-def _let_run(
+def _run_for(
     group: Savers, seconds: float, *, phase: str | None = None, dead: int | None = None
 ) -> bool:
-    """Lets ranks go on for some time, in which none may end, unless one is dead.
+    """Lets the ranks run for some time, or until rank 0 reaches a phase.
+
+    No rank may end unless one is dead.
 
     Returns:
-        Whether rank 0 has come to the phase; that ends it, too.
+        True if rank 0 has reached the phase.
     """
     until = time.monotonic() + seconds
     going_on = {group.connection(rank): rank for rank in range(group.size) if rank != dead}
@@ -193,9 +199,7 @@ def _let_run(
 
 
 @pytest.mark.parametrize("ranks", KILLS)
-def test_no_kill_loses_a_step_that_was_reported_as_saved(
-    ranks: int, tmp_path: Path, tally: Tally
-) -> None:
+def test_no_kill_loses_a_reported_step(ranks: int, tmp_path: Path, tally: Tally) -> None:
     chain = Chain(ranks, tmp_path, tally)
     for _ in range(KILLS[ranks]):
         chain.start_and_kill()
@@ -208,20 +212,20 @@ def test_no_kill_loses_a_step_that_was_reported_as_saved(
 
 @pytest.fixture(scope="module")
 def managed_server(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("example") / "told"
+    log = tmp_path_factory.mktemp("example") / "log"
     started = Server(shim, [(train_again, (str(log), 1))])
     yield started
     started.close()
 
 
 @dataclass(frozen=True)
-class Before:
-    """What an earlier run has left, and what a later one will sweep."""
+class EarlierRun:
+    """A root with the steps of an earlier run, and leftovers that a later run deletes."""
 
     workdir: Path
 
     def __post_init__(self) -> None:
-        first = Run(0, self.workdir / "root", self.workdir / "told", 1)
+        first = Run(0, self.workdir / "root", self.workdir / "log", 1)
         for step in (1, 2, 3):
             first.save(step)
         first.close()
@@ -232,26 +236,26 @@ class Before:
 
     @contextmanager
     def copied(self, number: int) -> Iterator[tuple[Path, Path, Promises]]:
-        """A tree with a root of its own in it, a log, and what is promised of the root."""
+        """Copies the root into a new tree. Yields the tree, the path of a log, and the promises."""
         tree = self.workdir / f"tree-{number}"
         shutil.copytree(self.workdir / "root", tree / "root")
         promises = Promises()
-        assert promises.broken(1, [told(self.workdir / "told")]) == []
-        yield tree, self.workdir / f"told-{number}", promises
+        assert promises.check_run(1, [read_notes(self.workdir / "log")]) == []
+        yield tree, self.workdir / f"log-{number}", promises
         shutil.rmtree(tree)
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_no_kill_before_a_system_call_loses_a_step_that_was_reported_as_saved(
+def test_no_kill_before_a_system_call_loses_a_reported_step(
     managed_server: Server, tmp_path: Path, tally: Tally, what: str
 ) -> None:
     kinds, wanted = CALLS[what]
-    before = Before(tmp_path)
+    before = EarlierRun(tmp_path)
     with before.copied(0) as (tree, log, promises):
         order = Order(kinds=kinds)
         sound = managed_server.run(order, tree, train_again, str(tree / "root"), str(log), 2)
         assert sound.error is None
-        assert promises.broken(2, [told(log)]) == []
+        assert promises.check_run(2, [read_notes(log)]) == []
         assert promises.reported == 6
     violations = []
     for number in points(sound.numbered, wanted, "managed", what):
@@ -260,20 +264,22 @@ def test_no_kill_before_a_system_call_loses_a_step_that_was_reported_as_saved(
             order = Order("kill", number, kinds=kinds)
             run = managed_server.run(order, tree, train_again, str(root), str(log), 2)
             if run.hit is None:
-                # Threads take turns in another order each time.
+                # The number of calls varies with the order in which threads run.
                 assert number > 1
                 break
             assert run.killed
-            wrong = promises.broken(2, [told(log)]) + wrong_afterwards(root, log, promises)
+            wrong = promises.check_run(2, [read_notes(log)])
+            wrong += run_again(root, log, promises)
             tally.add("torch_ckpt", not wrong, test=f"before a {what}", outcome=run.hit.kind)
             violations += [f"killed before {run.hit}: {line}" for line in wrong]
     assert not violations, f"with TORCH_CKPT_SEED={SEED}:\n" + "\n".join(violations)
 
 
-def wrong_afterwards(root: Path, log: Path, promises: Promises) -> list[str]:
-    """What is wrong with what the next run finds, and with what it leaves."""
+def run_again(root: Path, log: Path, promises: Promises) -> list[str]:
+    """Runs the training again. Returns what is wrong with the steps that it finds and leaves."""
     log = log.with_name(f"{log.name}-next")
     run = Run(0, root, log, 3)
     run.save(run.restore() + 1)
     run.close()
-    return promises.broken(3, [told(log)]) + list(promises.look_at(names_beneath(root)))
+    wrong = promises.check_run(3, [read_notes(log)])
+    return wrong + list(promises.check_names(names_beneath(root)))

@@ -1,7 +1,7 @@
-"""Saves whose power is cut: as soon as they are reported as successful, or amid the work.
+"""Power cuts right after a save is reported as successful, and during saves.
 
-What was reported is there afterwards. What was not is there or not, but always one of the two
-checkpoints as a whole. Stock torch goes through the same, and is counted.
+A reported checkpoint survives. After a cut during a save, the complete old or new checkpoint
+exists. The same cuts of stock torch are counted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.crash.savers import (
     TIMEOUT_SECONDS,
     Savers,
     engine_of,
+    load_outcome,
     save_and_cut,
     save_only,
     savers,
-    what_is_there,
 )
 from tests.crash.tally import TORTURE, Tally
 
-#: Steps: before, after, and after with another layout of the files.
+#: The old step, the new one, and a new one whose files have another layout.
 OLD, NEW, GROWN = 1, 2, 12
 
 
@@ -40,7 +40,7 @@ def tally(request: pytest.FixtureRequest) -> Tally:
 
 
 class Rig:
-    """Disks, and processes that save on them, kept from case to case."""
+    """Disks, and processes that save on them, reused between cases."""
 
     def __init__(self, shop: Workshop) -> None:
         self.shop = shop
@@ -56,7 +56,7 @@ class Rig:
         return self._groups[ranks]
 
     def disk(self, kind: str, engine: str, ranks: int, *, old: bool) -> Disk:
-        """A disk that is not mounted; with a checkpoint of OLD, written properly, where wanted."""
+        """Creates an unmounted disk, with a synced checkpoint of step OLD if ``old``."""
         if not old:
             return self.shop.disk(kind)
         key = (kind, engine, ranks)
@@ -70,12 +70,12 @@ class Rig:
             self._with_old[key] = disk
         return self.shop.disk(kind, like=self._with_old[key])
 
-    def after_the_cut(self, disk: Disk, engine: str, place: str, ranks: int) -> str:
-        """What a load finds once the disk has been mounted again."""
+    def load_after_cut(self, disk: Disk, engine: str, place: str, ranks: int) -> str:
+        """Mounts the disk again. Returns the outcome of a load, and deletes the disk."""
         disk.unmount()
         disk.mount()
         try:
-            return what_is_there(disk.point / place, engine, [OLD, NEW, GROWN], ranks)
+            return load_outcome(disk.point / place, engine, [OLD, NEW, GROWN], ranks)
         finally:
             disk.unmount()
             disk.image.unlink()
@@ -99,9 +99,7 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_takes_the_rename_that_was_not_synced_and_leaves_what_was(
-    rig: Rig, kind: str
-) -> None:
+def test_a_cut_loses_only_the_rename_that_was_not_synced(rig: Rig, kind: str) -> None:
     skip_without(kind)
     disk = rig.shop.disk(kind)
     disk.mount()
@@ -126,7 +124,7 @@ def test_a_cut_takes_the_rename_that_was_not_synced_and_leaves_what_was(
 # --- reported saves ------------------------------------------------------------------------------
 
 OUR_WAYS = ("torch_ckpt.save", "dcp.save", "torch_ckpt.async_save", "dcp.async_save")
-# Nothing is asserted of stock torch: one way shows that the cuts come where they should.
+# Stock torch is only counted; one way suffices to show that the cuts happen at the right moment.
 STOCK_WAYS = ("stock dcp.save", "stock dcp.async_save")[: 2 if TORTURE else 1]
 CASES = {
     "first": NEW,
@@ -136,12 +134,12 @@ CASES = {
 }
 
 
-#: How often each is tried.
+#: Number of trials of each case.
 ROUNDS = 3 if TORTURE else 1
 
 
 def _combinations(ways: tuple[str, ...]) -> list[Any]:
-    """All of them, or so many that any two values of two columns meet."""
+    """Returns all combinations, or enough for each pair of values of two columns."""
     columns = [tuple(KINDS), tuple(CASES), ways, (1, 2)]
     places = itertools.product(*(range(len(column)) for column in columns), range(ROUNDS))
     found = []
@@ -171,11 +169,11 @@ def test_a_reported_save_survives_a_power_cut(
         ranks=ranks,
         outcome=outcome,
     )
-    assert right, f"the save was reported, and after the power cut there is {outcome}"
+    assert right, f"the save was reported, but the power cut left {outcome}"
 
 
 @pytest.mark.parametrize(("kind", "case", "way", "ranks"), _combinations(STOCK_WAYS))
-def test_what_becomes_of_a_save_that_stock_torch_reported_is_counted(
+def test_reported_saves_of_stock_torch_are_counted(
     rig: Rig, tally: Tally, kind: str, case: str, way: str, ranks: int
 ) -> None:
     skip_without(kind)
@@ -195,7 +193,7 @@ def test_what_becomes_of_a_save_that_stock_torch_reported_is_counted(
 @pytest.mark.parametrize("way", ["torch_ckpt.save", "torch_ckpt.async_save", "stock dcp.save"])
 @pytest.mark.parametrize("case", ["first", "overwrite, other layout"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_sync_files_a_power_cut_may_take_a_save_but_never_makes_a_mixture_of_two(
+def test_without_sync_files_a_power_cut_may_lose_a_save_but_leaves_no_mixture(
     rig: Rig, tally: Tally, kind: str, case: str, way: str
 ) -> None:
     skip_without(kind)
@@ -217,33 +215,33 @@ def test_without_sync_files_a_power_cut_may_take_a_save_but_never_makes_a_mixtur
 def _cut_after_save(
     rig: Rig, kind: str, case: str, way: str, ranks: int, options: dict[str, Any]
 ) -> str:
-    """Saves; cuts the power as soon as the first rank has its save reported."""
+    """Saves, and cuts the power as soon as the save is reported on a rank."""
     engine = engine_of(way)
     disk = rig.disk(kind, engine, ranks, old=case.startswith("overwrite"))
     place = "a/b/ck" if case == "first, nested" else "ck"
     disk.mount()
     if case == "first":
-        # By somebody else, who has not synced it.
+        # A directory that another program has created and not synced.
         (disk.point / place).mkdir()
     errors = rig.group(ranks).do(
         save_and_cut, way, CASES[case], disk.point / place, options, disk.point
     )
-    # The other rank may meet the cut amid its own last steps.
+    # The cut may fail the other rank in its last operations.
     assert "" in errors, f"no rank's save was reported: {errors}"
-    return rig.after_the_cut(disk, engine, place, ranks)
+    return rig.load_after_cut(disk, engine, place, ranks)
 
 
-# --- cuts amid a save ----------------------------------------------------------------------------
+# --- cuts during a save --------------------------------------------------------------------------
 
 _RENAMES = "rename,renameat,renameat2"
 _REMOVALS = "unlink,unlinkat"
 _SIZES = "ftruncate,fallocate"
 
-#: Whose calls count: those of each thread for itself, the engine's threads included, or those of
-#: the thread that saves, where the commit is.
+#: Threads whose calls are counted: each thread separately, including the engine's, or only the
+#: thread that saves and commits.
 EVERY_THREAD, MAIN_THREAD = "every thread", "main thread"
 
-#: After which of a save's system calls it is held, and the power cut.
+#: The system call of a save after which the process is stopped and the power is cut.
 MOMENTS = {
     "a data file's first bytes have been written": (EVERY_THREAD, "pwrite64", 1),
     "a data file has been synced": (EVERY_THREAD, "fsync", 1),
@@ -253,11 +251,11 @@ MOMENTS = {
     "the first old file has been removed": (MAIN_THREAD, _REMOVALS, 1),
 }
 
-#: All calls of a save by which it changes what is on the disk.
+#: All calls by which a save changes the disk.
 SWEPT = ("pwrite64,write", "fsync,fdatasync", _RENAMES, _REMOVALS, "openat", _SIZES)
 
-#: Where a thread in the background commits, it is one of many. Data files have their sizes from
-#: threads of the engine's.
+#: An asynchronous save commits in a background thread, so all threads count. The engine's threads
+#: set the sizes of data files.
 SWEPT_SAVES = [
     (way, threads, calls)
     for way, threads in (
@@ -270,16 +268,16 @@ SWEPT_SAVES = [
     if threads == EVERY_THREAD or calls != _SIZES
 ]
 
-#: More calls of one kind than any thread of a save makes.
+#: More calls of one kind than a thread of a save makes.
 MOST_CALLS = 200
 
-#: For all calls of one kind.
+#: Limit for all calls of one kind.
 LONGEST_SECONDS = 1200
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_amid_an_overwriting_save_leaves_the_old_or_the_new_checkpoint(
+def test_a_cut_during_an_overwriting_save_leaves_the_old_or_the_new_checkpoint(
     rig: Rig, tally: Tally, kind: str, moment: str
 ) -> None:
     skip_without(kind)
@@ -288,7 +286,7 @@ def test_a_cut_amid_an_overwriting_save_leaves_the_old_or_the_new_checkpoint(
     assert outcome is not None, f"the save made no {nth} calls of {calls}"
     assert outcome in (f"step {OLD}", f"step {NEW}")
     if calls == _REMOVALS:
-        assert outcome == f"step {NEW}", "old files went before the commit was durable"
+        assert outcome == f"step {NEW}", "old files were deleted before the commit was durable"
 
 
 @pytest.mark.timeout(LONGEST_SECONDS)
@@ -317,7 +315,7 @@ STOCK_MOMENTS = [("fsync", 1), ("openat", 2), ("write", 3), (_RENAMES, 1)][: 4 i
 
 @pytest.mark.parametrize(("calls", "nth"), STOCK_MOMENTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_cut_amid_an_overwriting_save_of_stock_torch_leaves_is_counted(
+def test_cuts_during_overwriting_saves_of_stock_torch_are_counted(
     rig: Rig, tally: Tally, kind: str, calls: str, nth: int
 ) -> None:
     skip_without(kind)
@@ -327,10 +325,10 @@ def test_what_a_cut_amid_an_overwriting_save_of_stock_torch_leaves_is_counted(
 def _cut_at_call(
     rig: Rig, tally: Tally, kind: str, way: str, threads: str, calls: str, nth: int
 ) -> str | None:
-    """Cuts the power when a thread of an overwriting save has made its ``nth`` call of a kind.
+    """Cuts the power after a thread of an overwriting save has made its ``nth`` call of a kind.
 
     Returns:
-        What a load finds; None where the save ended before, and so has to be there.
+        The outcome of a load; None if the save ended before, which must then be loadable.
     """
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
@@ -338,18 +336,18 @@ def _cut_at_call(
     disk = rig.disk(kind, engine, 1, old=True)
     disk.mount()
     with savers() as group:
-        # What a process does only once, it shall not do in the save that is looked at.
+        # Exclude calls that a process makes only in its first save.
         warm_up = rig.shop.place / "warm-up"
         assert group.do(save_only, way, OLD, warm_up, {}) == [""]
         shutil.rmtree(warm_up)
         with _stopping_at(group.pids[0], threads, calls, nth) as tracer:
             group.begin(save_only, way, NEW, disk.point / "ck", {})
-            reported = not _stopped(tracer, group)
+            reported = not _wait_until_stopped(tracer, group)
             if reported:
                 assert group.end(0) == ""
             disk.cut()
             group.kill()
-    outcome = rig.after_the_cut(disk, engine, "ck", 1)
+    outcome = rig.load_after_cut(disk, engine, "ck", 1)
     if reported:
         assert outcome == f"step {NEW}" or engine == "stock"
         return None
@@ -368,10 +366,10 @@ def _cut_at_call(
 
 @contextmanager
 def _stopping_at(pid: int, threads: str, calls: str, nth: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Lets strace stop a process when one of its threads has made a call.
+    """Makes strace stop a process after one of its threads has made a call.
 
-    The signal is there when the call begins, and no call that is looked at waits for anything that
-    a signal ends: it is made, and then the process stops.
+    The signal is sent when the call begins. None of the traced calls is interrupted by a signal, so
+    the call completes and then the process stops.
     """
     command = ["strace", "-p", str(pid), "-e", f"trace={calls}"]
     if threads == EVERY_THREAD:
@@ -380,30 +378,30 @@ def _stopping_at(pid: int, threads: str, calls: str, nth: int) -> Iterator[subpr
     tracer = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         assert tracer.stderr is not None
-        said = os.read(tracer.stderr.fileno(), 4096)
-        while b"attached" not in said:
+        output = os.read(tracer.stderr.fileno(), 4096)
+        while b"attached" not in output:
             more = os.read(tracer.stderr.fileno(), 4096)
-            if not more and b"Operation not permitted" in said:
-                pytest.skip(f"strace may not attach here: {said.decode().strip()}")
-            assert more, f"strace does not attach: {said.decode()}"
-            said += more
+            if not more and b"Operation not permitted" in output:
+                pytest.skip(f"strace may not attach here: {output.decode().strip()}")
+            assert more, f"strace does not attach: {output.decode()}"
+            output += more
         yield tracer
     finally:
         tracer.kill()
         tracer.communicate()
 
 
-def _stopped(tracer: subprocess.Popen[bytes], group: Savers) -> bool:
-    """Waits until the traced process has been stopped, or has done its work."""
+def _wait_until_stopped(tracer: subprocess.Popen[bytes], group: Savers) -> bool:
+    """Waits until the traced process is stopped or has ended its work. Returns True if stopped."""
     assert tracer.stderr is not None
-    said = b""
-    while not re.search(rb"stopped by SIGSTOP", said):
+    output = b""
+    while not re.search(rb"stopped by SIGSTOP", output):
         ready = wait([tracer.stderr, group.connection(0)], TIMEOUT_SECONDS)
-        assert ready, f"the save neither ends nor stops; strace says:\n{said.decode()}"
+        assert ready, f"the save neither ends nor stops; output of strace:\n{output.decode()}"
         if tracer.stderr in ready:
             more = os.read(tracer.stderr.fileno(), 1 << 16)
-            assert more, f"strace has ended:\n{said.decode()}"
-            said += more
+            assert more, f"strace has ended:\n{output.decode()}"
+            output += more
         elif group.connection(0) in ready:
             return False
     return True
