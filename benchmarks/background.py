@@ -1,7 +1,7 @@
-"""Times saves that go on while training does.
+"""Times saves that run in the background of training.
 
-Training steps are timed without a save, then the save is called, then steps go on until it is
-durable. A sample holds as many such saves, one after another, as it takes to see enough steps.
+Some training steps are timed without a save. Then the save is called, and steps are timed until the
+save is durable. A sample repeats this until it has enough steps that ran during a save.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from typing import Any
 from .contenders import Running
 from .measure import Contender, Sample, alternate, settle
 
-# With a tiny state a save may be durable within a step, and yet a sample must end.
-MOST_SAVES_PER_SAMPLE = 15
+# A save of a tiny state may end within one step, so a sample would never see enough steps.
+MAX_SAVES_PER_SAMPLE = 15
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-# Of a line of /proc/PID/stat, counted from behind the command's name in parentheses.
+# Fields of /proc/PID/stat, counted from the first after the command's name in parentheses.
 _USER_TICKS, _SYSTEM_TICKS = 11, 12
-# Ten microseconds: finer digits only make the result file longer.
-_DIGITS = 5
+_DIGITS = 5  # ten microseconds: finer digits only make the result file longer
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much training a sample sees: steps without a save, and the least number beside saves."""
+    """Training steps of a sample: how many without a save, and the minimum during saves."""
 
     idle_steps: int
     least_steps: int
@@ -39,11 +38,12 @@ class Effort:
 
 @dataclass(frozen=True)
 class Trace:
-    """One save. Times are seconds since its call; steps are pairs of start and end.
+    """One save. Times are seconds since its call; a step is a pair of start and end.
 
-    `last_write_s` is when a data file last changed, to some 4 ms (the clock of file times); None
-    for what writes no files. `cpu_s` is of the save alone: this process and its children, less
-    what the training steps used. `idle_steps` ended before the call, so their times are negative.
+    `last_write_s` is the last change of a data file, with the resolution of file times (about
+    4 ms); None if the contender writes no files. `cpu_s` is the CPU time of this process and its
+    children without the training steps. `idle_steps` ran before the call, so their times are
+    negative.
     """
 
     stall_s: float
@@ -57,12 +57,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class BackgroundSample(Sample):
-    """The saves of one contender in one round: medians over them.
+    """Medians over the saves of one contender in one round.
 
-    `stall_s` is the time in the call, for which training stands still; `staged_s` and `durable_s`
-    are from the call until the state may change and until the save is durable. `wall_s` is
-    `durable_s`. The ratios are of the median and mean step beside a save to those without one just
-    before; None where no step ran.
+    `stall_s` is the time in the call, during which training stops. `staged_s` is the time from the
+    call until the state may change, `durable_s` until the save is durable; `wall_s` equals
+    `durable_s`. A ratio is the median (mean) step during a save divided by the median (mean) step
+    just before; None if no step ran.
     """
 
     stall_s: float
@@ -90,7 +90,7 @@ def _cpu_seconds() -> float:
 
 
 class _Stopwatch:
-    """Notes when a future ends, by the thread that ends it."""
+    """Records the time at which a future completes, on the thread that completes it."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.at: float | None = None
@@ -101,9 +101,9 @@ class _Stopwatch:
         self.at = time.perf_counter()
 
     def read(self) -> float:
-        """The time of the end, by time.perf_counter; waits for it."""
+        """Waits for the future; returns the time of its completion by time.perf_counter."""
         self._future.result()
-        # Those who wait are woken before callbacks run.
+        # result() may return before the callback has run.
         while self.at is None:
             time.sleep(1e-4)
         return self.at
@@ -116,7 +116,7 @@ def _timed(step: Callable[[], None]) -> tuple[float, float]:
 
 
 def _last_write(target: Path | None) -> float | None:
-    """When a data file of `target` last changed, by time.time."""
+    """Returns the time of the last change of a data file in `target`, by time.time."""
     files = [] if target is None else list(target.rglob("*.distcp"))
     return max((file.stat().st_mtime for file in files), default=None)
 
@@ -141,7 +141,7 @@ def _save_once(contender: Contender, step: Callable[[], None], idle_steps: int) 
             steps.append(_timed(step))
         training_cpu = time.thread_time() - trained
         durable = committed.read()
-        # The callback of what had ended by then ran a little after the return.
+        # If staging ended during the call, the callback ran shortly after the return.
         staged = returned if watch is None else min(watch.read(), durable)
     cpu = _cpu_seconds() - cpu_before - training_cpu
     last_write = _last_write(contender.target)
@@ -165,10 +165,10 @@ def _lengths(steps: Sequence[Sequence[float]]) -> list[float]:
     return [end - start for start, end in steps]
 
 
-def sample_of(
+def summarize(
     name: str, traces: list[Trace], bytes_moved: int, *, round_index: int = 0, position: int = 0
 ) -> BackgroundSample:
-    """What the saves of one contender in one round come to."""
+    """Summarizes the saves of one contender in one round."""
     idle = [length for trace in traces for length in _lengths(trace.idle_steps)]
     beside = [length for trace in traces for length in _lengths(trace.steps)]
     both = bool(idle and beside)
@@ -190,13 +190,11 @@ def sample_of(
     )
 
 
-def saves_beside_training(
-    contender: Contender, step: Callable[[], None], effort: Effort
-) -> list[Trace]:
-    """Saves until enough steps ran beside them; one where nothing goes on beside training."""
+def trace_saves(contender: Contender, step: Callable[[], None], effort: Effort) -> list[Trace]:
+    """Saves until enough steps ran during the saves; only once if no step runs during a save."""
     traces: list[Trace] = []
-    while len(traces) < MOST_SAVES_PER_SAMPLE:
-        # Short saves follow each other so closely that the steps before the first stand for all.
+    while len(traces) < MAX_SAVES_PER_SAMPLE:
+        # Later saves follow at once; the idle steps before the first one serve for all.
         idle_steps = effort.idle_steps if not traces else 0
         traces.append(_save_once(contender, step, idle_steps))
         seen = sum(len(trace.steps) for trace in traces)
@@ -205,7 +203,7 @@ def saves_beside_training(
     return traces
 
 
-def measure_beside_training(
+def measure_background_saves(
     contenders: Sequence[Contender],
     rounds: int,
     bytes_moved: int,
@@ -216,8 +214,8 @@ def measure_beside_training(
     """Samples every contender once per round; `step` is one step of training."""
     samples: list[BackgroundSample] = []
     for round_index, position, contender in alternate(contenders, rounds):
-        traces = saves_beside_training(contender, step, effort)
-        sample = sample_of(
+        traces = trace_saves(contender, step, effort)
+        sample = summarize(
             contender.name, traces, bytes_moved, round_index=round_index, position=position
         )
         samples.append(sample)

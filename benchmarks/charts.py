@@ -1,4 +1,4 @@
-"""Pictures of a result, as PNG: bar charts and a timeline. Only they need matplotlib."""
+"""Draws the bar charts and the timeline of a result as PNG. Only this module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .results import Group, Results, spread
 
 TIMELINE = "timeline"
 _COLOURS = {"ours": "#d9480f", "stock": "#4c6a85", "peer": "#4c6a85", "limit": "#c3ccd4"}
-_MEANINGS = {
+_KIND_LABELS = {
     "ours": "torch_ckpt",
     "stock": "stock torch",
     "peer": "others",
@@ -24,18 +24,17 @@ def _pyplot() -> Any:
         matplotlib = importlib.import_module("matplotlib")
     except ModuleNotFoundError as error:
         raise SystemExit(
-            "charts need matplotlib: pip install matplotlib (or pass --no-charts)"
+            "Charts need matplotlib. Run `pip install matplotlib`, or pass --no-charts."
         ) from error
-    # No display is needed to write files.
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # needs no display
     return importlib.import_module("matplotlib.pyplot")
 
 
 def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
-    # Beside training the time that counts is the one for which training stands still.
+    # For a background save, show the time during which training stops.
     quantity = "stall_s" if group.background or group.queued else "wall_s"
     spreads = {info.name: spread(group.values(info.name, quantity)) for info in group.contenders}
-    # Fastest on top, which is the end of the axis.
+    # The axis ends at the top, so the fastest contender comes last.
     order = sorted(group.contenders, key=lambda info: spreads[info.name].median, reverse=True)
     walls = [spreads[info.name] for info in order]
     medians = [wall.median for wall in walls]
@@ -77,10 +76,10 @@ def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
     axes.set_axisbelow(True)
     kinds = [kind for kind in _COLOURS if any(info.kind == kind for info in order)]
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in kinds]
-    # Above the bars: within the axes it would hide the longest whiskers.
+    # Inside the axes the legend would hide the longest whiskers.
     axes.legend(
         handles,
-        [_MEANINGS[kind] for kind in kinds],
+        [_KIND_LABELS[kind] for kind in kinds],
         loc="lower right",
         bbox_to_anchor=(1, 1),
         ncols=len(kinds),
@@ -89,15 +88,15 @@ def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
         borderaxespad=0.2,
     )
     figure.supxlabel(caption, fontsize=7, color="#666666")
-    # Without a date or version of its own in the file, equal data give equal bytes.
+    # Omit matplotlib's version, so that equal data gives equal bytes.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     pyplot.close(figure)
 
 
 def write(results: Results, directory: Path) -> dict[str, Path]:
-    """Writes `benchmark-<group>.png` for each group and the timeline of saves beside training.
+    """Writes `benchmark-<group>.png` for each group, and the timeline of background saves.
 
-    Returns the paths by group name, that of the timeline as TIMELINE.
+    Returns the paths by group name; the key of the timeline is TIMELINE.
     """
     pyplot = _pyplot()
     directory.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.cli_start --out benchmarks/results/DATE-cli-start.json
 
-Each round runs every command once in a process of its own, beginning with another command. For
-comparison it also starts Python alone, and Python with an import of torch.
+Each round runs every command once, each in its own process, and starts with a different command.
+For comparison a round also starts bare Python, and Python that imports torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch_ckpt
 
 from . import machine
 
-_LEAST_ROUNDS = 5
+_MIN_ROUNDS = 5
 
 
 def commands(root: Path) -> dict[str, list[str]]:
-    """Returns the command line of each contender, by its title."""
+    """Returns the command line of each contender by its title."""
     step = str(root / "2")
-    of_torch_ckpt = {
+    arguments_by_title = {
         "--version": ["--version"],
         "--help": ["--help"],
         "misspelled": ["lss"],
@@ -48,23 +48,23 @@ def commands(root: Path) -> dict[str, list[str]]:
         "import torch_ckpt": [sys.executable, "-c", "import torch_ckpt"],
         **{
             title: [sys.executable, "-m", "torch_ckpt", *arguments]
-            for title, arguments in of_torch_ckpt.items()
+            for title, arguments in arguments_by_title.items()
         },
     }
 
 
 def save_steps(root: Path) -> None:
-    """Saves the two steps that the commands read."""
+    """Saves the two steps that the commands inspect."""
     with torch_ckpt.CheckpointManager(root) as manager:
         for step in (1, 2):
             manager.save(step, {"weight": torch.full((256, 256), step), "step": step})
 
 
 def measure(rounds: int, root: Path) -> dict[str, list[float]]:
-    """Returns the milliseconds of each contender, one for each round."""
+    """Returns the milliseconds of each contender by round."""
     contenders = list(commands(root).items())
     milliseconds: dict[str, list[float]] = {title: [] for title, _ in contenders}
-    # The first start reads the files of Python, torch and torch_ckpt into the page cache.
+    # Round -1 is not counted: it reads the files of Python, torch and torch_ckpt from disk.
     for number in range(-1, rounds):
         first = number % len(contenders)
         for title, command in contenders[first:] + contenders[:first]:
@@ -76,13 +76,13 @@ def measure(rounds: int, root: Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures all commands, and prints or writes the result."""
+    """Measures all commands; prints or writes the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--out", type=Path, help="the JSON file; default: print it")
     arguments = parser.parse_args()
-    if arguments.rounds < _LEAST_ROUNDS:
-        parser.error(f"--rounds must be at least {_LEAST_ROUNDS}")
+    if arguments.rounds < _MIN_ROUNDS:
+        parser.error(f"--rounds must be at least {_MIN_ROUNDS}")
     with tempfile.TemporaryDirectory() as root:
         save_steps(Path(root))
         measured = measure(arguments.rounds, Path(root))

@@ -1,4 +1,4 @@
-"""The savers and loaders that are compared, by the names the results use."""
+"""The savers and loaders to compare, by their names in the results."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from .states import State
 
 Kind = Literal["ours", "stock", "peer", "limit"]
 
-# What torch's unreleased threaded reader has by default.
-STOCK_READ_THREADS = 8
+STOCK_READ_THREADS = 8  # the default of torch's unreleased threaded reader
 LOAD_BUDGET_BYTES = 64 << 20
 
 
@@ -46,10 +45,11 @@ class Saver:
 
 @dataclass(frozen=True)
 class Running:
-    """A save under way.
+    """A save in progress.
 
-    `committed` ends when it is durable and visible. `staged` ends when the state may change again;
-    None where that is so as soon as the call has returned. `handle` is what the caller must keep.
+    `committed` completes when the save is durable and visible, `staged` when the state may change.
+    `staged` is None if the state may change as soon as the call returns. The caller must keep
+    `handle` during the save.
     """
 
     committed: Future[Any]
@@ -59,7 +59,7 @@ class Running:
 
 @dataclass(frozen=True)
 class BackgroundSaver:
-    """One way to save a state to a fresh directory while training goes on."""
+    """One way to save a state to a fresh directory while training continues."""
 
     label: str
     kind: Kind
@@ -92,7 +92,7 @@ def _our_saver(label: str, **options: Any) -> Saver:
 
 
 def our_saver_with_budget(max_host_bytes: int) -> Saver:
-    """dcp.save with our writer, which may hold at most `max_host_bytes` bytes of chunks."""
+    """Returns dcp.save with our writer, whose chunks hold at most `max_host_bytes` bytes."""
     label = f"dcp.save with torch_ckpt, max_host_bytes={max_host_bytes >> 20} MiB"
     return _our_saver(label, max_host_bytes=max_host_bytes)
 
@@ -112,7 +112,7 @@ def _stock_background_saver(
             storage_writer=FileSystemWriter(path, sync_files=True),
             async_checkpointer_type=kind,
             async_stager=stager,
-            # The process has a group of its own, and without one it refuses.
+            # torch's checkpoint process needs a process group.
             no_dist=not process,
         )
         if isinstance(response, AsyncSaveResponse):
@@ -131,7 +131,7 @@ def _start_stock_with_our_writer(state: State, path: Path) -> Running:
 def our_background_saver(
     staging: Literal["blocking", "overlapped"], max_host_bytes: int | None = None
 ) -> BackgroundSaver:
-    """torch_ckpt.async_save; `max_host_bytes` in bytes, None for its default."""
+    """Returns torch_ckpt.async_save; None for `max_host_bytes` means its default."""
     options: dict[str, Any] = {} if max_host_bytes is None else {"max_host_bytes": max_host_bytes}
 
     def start(state: State, path: Path) -> Running:
@@ -146,8 +146,8 @@ def our_background_saver(
 
 @contextmanager
 def single_rank_group(backend: str = "gloo") -> Iterator[None]:
-    """A process group of this process alone, without which torch's process does not start."""
-    # Not every machine can look up its own name, which is what torch would do.
+    """Makes a process group of one rank, which torch's checkpoint process needs."""
+    # Without an address torch resolves the host's name, which fails on some machines.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -159,8 +159,8 @@ def single_rank_group(backend: str = "gloo") -> Iterator[None]:
 
 @contextmanager
 def background_savers() -> Iterator[dict[str, BackgroundSaver]]:
-    """All background savers. What torch keeps between their saves goes when the context ends."""
-    # As little as torch needs to use its staging memory again on a machine without CUDA.
+    """Yields all background savers. Ends torch's stager and checkpoint process with the context."""
+    # A stager that is kept reuses its staging memory. All options are off: some need CUDA.
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
         yield {
@@ -179,16 +179,16 @@ def background_savers() -> Iterator[dict[str, BackgroundSaver]]:
         }
     finally:
         stager.close()
-        # torch lets its process run until the program ends.
+        # torch itself ends its checkpoint process only with the program.
         _async_process_executor._CHECKPOINT_PROCESS = None
 
 
 @contextmanager
 def device_saver(name: str) -> Iterator[BackgroundSaver]:
-    """The named one of DEVICE_SAVERS. Its threads and processes end with the context.
+    """Yields a saver of DEVICE_SAVERS. Its threads and processes end with the context.
 
     Raises:
-        PeerUnavailableError: `name` is another project's, whose package could not be installed.
+        PeerUnavailableError: the saver's package could not be installed.
     """
     if name == "torch_checkpointing":
         with _torch_checkpointing() as saver:
@@ -196,7 +196,7 @@ def device_saver(name: str) -> Iterator[BackgroundSaver]:
         return
     if name == "stock_staged":
         on_device = torch.cuda.is_available()
-        # torch's defaults, which a machine without CUDA refuses in part.
+        # torch's defaults, except for those that need CUDA.
         options = StagingOptions(on_device, on_device, True, on_device)
         stager = DefaultStager(options)
         try:
@@ -211,9 +211,9 @@ def device_saver(name: str) -> Iterator[BackgroundSaver]:
 
 @contextmanager
 def _torch_checkpointing() -> Iterator[BackgroundSaver]:
-    """torch_checkpointing's asynchronous save, which makes no fsync.
+    """Yields torch_checkpointing's asynchronous save, which does not fsync.
 
-    Its direct I/O is off: on ext4 it fails with EINVAL at the end of a file.
+    Its direct I/O fails with EINVAL at the end of a file on ext4, so it is off.
     """
     path = str(peers.TORCH_CHECKPOINTING.install())
     if path not in sys.path:
@@ -225,7 +225,7 @@ def _torch_checkpointing() -> Iterator[BackgroundSaver]:
 
     def start(state: State, path: Path) -> Running:
         written = manager.save(str(path), {"state": state})
-        # There is no public name for it.
+        # The staging future has no public name.
         return Running(written, manager._staging_future)
 
     try:
@@ -234,7 +234,7 @@ def _torch_checkpointing() -> Iterator[BackgroundSaver]:
         manager.close()
 
 
-#: What is compared with tensors on a device.
+#: The savers to compare with tensors on a device.
 DEVICE_SAVERS = (
     "ours_overlapped",
     "ours_blocking",
@@ -245,16 +245,16 @@ DEVICE_SAVERS = (
 
 
 class ShardedPlanReader(FileSystemReader):
-    """torch's reader on eight threads, as torch's next release is to have it.
+    """torch's reader on eight threads, as planned for torch's next release.
 
-    The plan is dealt out evenly by the bytes of the records, and torch's own code reads each part.
+    Splits the plan evenly by the bytes of the records. torch's own code reads each part.
     """
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         parts: list[list[ReadItem]] = [[] for _ in range(STOCK_READ_THREADS)]
         loads = [0] * STOCK_READ_THREADS
         sizes = [self.storage_data[item.storage_index].length for item in plan.items]
-        # Largest first, each to the part that has least so far.
+        # Give each item, largest first, to the part with the fewest bytes.
         for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
             least = loads.index(min(loads))
             parts[least].append(plan.items[index])
@@ -318,7 +318,7 @@ LOADERS: dict[str, Loader] = {
     ),
     "ours_call": Loader("torch_ckpt.load", "ours", _load_by_call),
 }
-# Of all ranks of the process group together.
+# Collective: all ranks of the process group call these.
 RANK_SAVERS: dict[str, Saver] = {
     "stock": Saver("stock dcp.save", "stock", _save_stock_by_ranks),
     "ours": Saver("torch_ckpt.save", "ours", _save_by_call),

@@ -1,12 +1,12 @@
-"""Saves and loads of many small tensors by each way through the planner.
+"""Measures saves and loads of many small tensors with each planner.
 
     python -m benchmarks.dtensors --rounds 7 --out FILE
 
-Two ranks of gloo have 2,000 and 20,000 DTensors of 16 KiB each on every rank, sharded by rows; and
-one process has 20,000 plain tensors of 1 KiB. Each round saves and loads them in every way, in
-turning order. A ratio is stock torch's seconds to those of a way, in the same round; seconds are
-those of the slowest rank, CPU seconds those of rank 0. Loads are from the page cache. Nothing but
-the planner differs between "stock" and "stock, plans kept".
+Two gloo ranks save and load 2,000 and 20,000 DTensors, sharded by rows, with 16 KiB of each on
+every rank. One process saves and loads 20,000 plain tensors of 1 KiB. Each round runs all methods
+in another order. A ratio is stock torch's seconds divided by a method's seconds in the same round.
+Seconds are the slowest rank's, CPU seconds are rank 0's. Loads read from the page cache. "stock"
+and "stock, plans kept" differ only in the planner.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ def _stock_load(state: State, path: Path) -> None:
     dcp_load(state, storage_reader=FileSystemReader(path))
 
 
-Way = Callable[[State, Path], Any]
+Method = Callable[[State, Path], Any]
 
-# Nothing is fsynced: what differs is the time for each tensor.
-SAVES: dict[str, Way] = {
+# No fsync, because only the time for each tensor differs.
+SAVES: dict[str, Method] = {
     "stock": partial(_stock_save, keeps_plans=False),
     "stock, plans kept": partial(_stock_save, keeps_plans=True),
     "dcp.save with torch_ckpt.SavePlanner": _our_dcp_save,
     "torch_ckpt.save": lambda state, path: torch_ckpt.save(state, path, sync_files=False),
 }
-LOADS: dict[str, Way] = {
+LOADS: dict[str, Method] = {
     "stock": _stock_load,
     "dcp.load with torch_ckpt.LoadPlanner": _our_dcp_load,
     "torch_ckpt.load": torch_ckpt.load,
@@ -113,28 +113,28 @@ def _timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 def _measure(state: State, directory: Path, rounds: int) -> dict[str, Any]:
-    """Seconds and CPU seconds of every way, by round."""
+    """Times every method in every round; returns a summary of each."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     path = {name: directory / str(number) for number, name in enumerate(SAVES)}
     runs: dict[str, list[tuple[float, float]]] = {}
     targets = {name: torch.zeros_like(value) for name, value in state.items()}
     for number in range(-1, rounds):  # the first round warms up
-        for ways, kind in ((SAVES, "save"), (LOADS, "load")):
-            names = list(ways)
+        for methods, kind in ((SAVES, "save"), (LOADS, "load")):
+            names = list(methods)
             for index in order_of_round(len(names), max(number, 0), rounds):
                 name = names[index]
                 if kind == "save":
                     if is_first:
                         shutil.rmtree(path[name], ignore_errors=True)
                         os.sync()
-                    took = _timed(partial(ways[name], state, path[name]))
+                    took = _timed(partial(methods[name], state, path[name]))
                 else:
-                    took = _timed(partial(ways[name], targets, path["stock"]))
+                    took = _timed(partial(methods[name], targets, path["stock"]))
                 if number >= 0:
                     runs.setdefault(f"{kind}: {name}", []).append(took)
     for name, value in state.items():
         assert torch.equal(_local(targets[name]), _local(value)), name
-    return {way: _summary(took, runs[f"{way[:4]}: stock"]) for way, took in runs.items()}
+    return {method: _summary(took, runs[f"{method[:4]}: stock"]) for method, took in runs.items()}
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _on_rank(count: int, directory: Path, rounds: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Prints the ratios, and returns what is written to ``--out``."""
+    """Prints the ratios; returns the content of ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tensors", type=int, nargs="+", default=[2_000, 20_000])
@@ -183,13 +183,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         facts = dataclasses.asdict(machine.describe(directory))
     finally:
         shutil.rmtree(directory)
-    for title, ways in states.items():
+    for title, methods in states.items():
         print(title)
-        for way, of_way in ways.items():
+        for method, summary in methods.items():
             print(
-                f"  {way:45} {of_way['seconds']:8.3f} s {of_way['cpu_seconds']:8.3f} CPU s "
-                f"{of_way['times_as_fast_as_stock']:6.1f} x ({of_way['least']:.1f} to "
-                f"{of_way['most']:.1f})"
+                f"  {method:45} {summary['seconds']:8.3f} s {summary['cpu_seconds']:8.3f} CPU s "
+                f"{summary['times_as_fast_as_stock']:6.1f} x ({summary['least']:.1f} to "
+                f"{summary['most']:.1f})"
             )
     found = {"rounds": options.rounds, "states": states, "machine": facts}
     if options.out:

@@ -1,10 +1,10 @@
-"""What the first save of a process costs beside training, compared with later ones.
+"""Compares the first background save of a process with its later saves.
 
-Only stock code has saved anything in the process before, and only synchronously. So buffers,
-threads and processes that a saver keeps from save to save are made by its first one. A saver of
-ours with "_reserved" behind its name finds memory that torch_ckpt.reserve_pool has made before.
+Before, only stock code has saved in the process, and synchronously. So the first save makes the
+buffers, threads and processes that a saver keeps between saves. For a saver whose name ends in
+"_reserved", torch_ckpt.reserve_pool reserves the memory before.
 
-`python -m benchmarks.first_saves SAVER ...` is that fresh process; it prints one JSON object.
+`python -m benchmarks.first_saves SAVER ...` is the fresh process; it prints one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch_ckpt
 
 from . import fresh_process
-from .background import BackgroundSample, Effort, Trace, sample_of, saves_beside_training
+from .background import BackgroundSample, Effort, Trace, summarize, trace_saves
 from .contenders import SAVERS, BackgroundSaver, background_savers, single_rank_group
 from .measure import Contender
 from .states import payload_bytes, small_tensors_state, training_state
@@ -35,43 +35,43 @@ MEASURED_SAVERS = (
     "ours_overlapped",
     "ours_overlapped_reserved",
 )
-# More than any saver of ours makes: each is a chunk that is not full.
-_MOST_FILES = 16
+# No saver of ours makes more files. The last chunk of each file may be partly unused.
+_MAX_FILES = 16
 _CHUNK_BYTES = 4 << 20
 LATER_SAVES = 3
 _WARM_UP_STEPS = 3
 
 
 def first(name: str) -> str:
-    """The contender that a saver's first save is."""
+    """Returns the contender name of a saver's first save."""
     return f"first_{name}"
 
 
 def later(name: str) -> str:
-    """The contender that a saver's later saves are."""
+    """Returns the contender name of a saver's later saves."""
     return f"later_{name}"
 
 
 def saver_of(name: str) -> str:
-    """Which of contenders.background_savers() a measured one is."""
+    """Returns the saver's name in contenders.background_savers()."""
     return name.removesuffix(_RESERVED)
 
 
 def label_of(name: str, saver: BackgroundSaver) -> str:
-    """What a measured saver is called."""
+    """Returns the label of a measured saver."""
     return saver.label + (", reserve_pool before" if name.endswith(_RESERVED) else "")
 
 
 def sample_in_fresh_process(
     name: str, *, state_bytes: int, tensor_count: int, directory: Path, round_index: int
 ) -> list[BackgroundSample]:
-    """Samples of one saver's first save and of its later saves in the same process."""
+    """Samples one saver's first save, and its later saves in the same process."""
     arguments = [name, "--size", str(state_bytes), "--tensors", str(tensor_count)]
     arguments += ["--dir", str(directory.resolve())]
     measured = fresh_process.run("first_saves", arguments)
     traces = [Trace(**entry) for entry in measured["saves"]]
     return [
-        sample_of(contender, of_contender, measured["bytes"], round_index=round_index)
+        summarize(contender, of_contender, measured["bytes"], round_index=round_index)
         for contender, of_contender in ((first(name), traces[:1]), (later(name), traces[1:]))
     ]
 
@@ -93,7 +93,7 @@ def main() -> None:
         stack.callback(partial(shutil.rmtree, path, ignore_errors=True))
         saver = stack.enter_context(background_savers())[saver_of(arguments.saver)]
         if arguments.saver.endswith(_RESERVED):
-            torch_ckpt.reserve_pool(payload_bytes(state) + _MOST_FILES * _CHUNK_BYTES)
+            torch_ckpt.reserve_pool(payload_bytes(state) + _MAX_FILES * _CHUNK_BYTES)
         if arguments.saver == "stock_process":
             stack.enter_context(single_rank_group())
         stack.enter_context(one_thread())
@@ -111,7 +111,7 @@ def main() -> None:
         )
         one_save = Effort(idle_steps=0, least_steps=0)
         for _ in range(1 + LATER_SAVES):
-            traces += saves_beside_training(contender, training.step, one_save)
+            traces += trace_saves(contender, training.step, one_save)
     saves = [asdict(trace) for trace in traces]
     print(json.dumps({"bytes": payload_bytes(state), "saves": saves}))
 

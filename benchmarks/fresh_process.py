@@ -1,4 +1,4 @@
-"""Runs a module of this package in a process of its own, where nothing has been warmed up yet."""
+"""Runs a module of this package in a fresh process, in which nothing is warmed up."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ _ADDRESS = "127.0.0.1"
 
 
 class FreshProcessError(RuntimeError):
-    """The process failed. Holds what it wrote to stderr."""
+    """The process failed. The message contains its stderr."""
 
 
 def run(module: str, arguments: Sequence[str], timeout: float | None = None) -> Any:
-    """The JSON value that `python -m benchmarks.MODULE ARGUMENTS` printed as its last line.
+    """Runs `python -m benchmarks.MODULE ARGUMENTS`; returns the JSON value of its last line.
 
-    After `timeout` seconds the process and those that it has started are killed.
+    After `timeout` seconds the process and the processes that it started are killed.
     """
     process = _start(module, arguments, os.environ)
     try:
         return _outcome(process, timeout)
     except subprocess.TimeoutExpired as error:
-        raise FreshProcessError(f"benchmarks.{module} took more than {timeout:.0f} s") from error
+        raise FreshProcessError(f"benchmarks.{module} exceeded {timeout:.0f} s") from error
     finally:
         _kill(process)
 
 
 def run_ranks(module: str, arguments: Sequence[str], world: int) -> list[Any]:
-    """The same of `world` processes at once, in which `env://` makes a process group, by rank.
+    """Runs a module as `world` ranks at once; returns their JSON values by rank.
 
-    Where one fails, all are killed, with the processes that they have started.
+    `env://` makes a process group in each rank. If a rank fails, all ranks and the processes that
+    they started are killed.
     """
-    # As torchrun's agent does it: the store outlives every rank.
+    # As under torchrun, the store outlives every rank.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         _ADDRESS, 0, is_master=True, wait_for_workers=False
     )
@@ -66,7 +67,7 @@ def run_ranks(module: str, arguments: Sequence[str], world: int) -> list[Any]:
             for outcome in as_completed(outcomes):
                 outcome.result()
         except BaseException:
-            # The others would wait for it for minutes, and its workers for ever.
+            # The other ranks would wait for the failed rank for minutes, its workers for ever.
             for rank in ranks:
                 _kill(rank)
             raise
@@ -88,7 +89,7 @@ def _start(
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills what is left of a process and of those that it has started."""
+    """Kills a process and the processes that it started, if any still run."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -1,9 +1,9 @@
 """Measures saves and loads of a state on a CUDA device: ``python -m benchmarks.gpu``.
 
-Each thing is measured in a process of its own with a time limit, and the results are written after
-each one, so that a hang or a crash costs that one alone. Copies to the host are measured with a
-checkpoint directory in memory, where no disk holds them back; savers are compared on the disk.
-With `--device cpu` and a small `--size` the same code runs without a device.
+Each measurement runs in its own process with a time limit, and the results are written after each
+one, so a hang or a crash costs one measurement. Copies to the host are measured with a checkpoint
+directory in memory, where no disk delays them; savers are compared on the disk. With
+`--device cpu` and a small `--size` the same code runs without a device.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from . import fresh_process, machine
-from .background import Trace, sample_of
+from .background import Trace, summarize
 from .contenders import DEVICE_SAVERS
 from .measure import Sample
 from .results import ContenderInfo, Group, Results, Skipped
 from .run import parse_size
 
-#: What runs a module of this package with arguments, for at most so many seconds.
+#: Runs a module of this package with arguments, for at most so many seconds.
 Runner = Callable[[str, Sequence[str], float], Any]
 
 COPIES_TO_HOST = "copies_to_host"
@@ -35,17 +35,17 @@ ON_DISK = "on_disk"
 LOADS = "loads"
 PARTS = (COPIES_TO_HOST, LOADS, ON_DISK)
 _LIMIT_BYTES = 2_000_000_000
-# What the disk writes in so many seconds is what savers are compared with, within these bounds.
+# The state for the disk is as large as the disk writes in _DISK_SECONDS, within these bounds.
 _DISK_SECONDS = 3.0
 _DISK_BYTES = (200_000_000, 3_000_000_000)
-# A process that has so little time does not begin.
-_LEAST_SECONDS = 8.0
+# With less time left a process is not started.
+_MIN_SECONDS = 8.0
 _SPARE_HOST_BYTES = 1 << 30
 
 
 @dataclass
 class _Run:
-    """State of a run: the options, the results so far, and the time that is left."""
+    """State of a run: the options, the results so far, and the deadline."""
 
     options: argparse.Namespace
     results: Results
@@ -58,7 +58,7 @@ class _Run:
     def measure(self, what: str, arguments: Sequence[object], seconds: float) -> Any | None:
         """Returns the measurement of a process; None, and a reason in the results, if it fails."""
         left = min(seconds, self.deadline - time.monotonic())
-        if left < _LEAST_SECONDS:
+        if left < _MIN_SECONDS:
             self.skip(what, "there was no time left")
             return None
         command = [*map(str, arguments), "--device", self.options.device]
@@ -76,7 +76,7 @@ class _Run:
         self.write()
 
     def add(self, group: str, title: str, total: int, info: ContenderInfo, sample: Sample) -> None:
-        """Adds a sample to a group, which it makes if need be."""
+        """Adds a sample to a group. Makes the group if it does not exist."""
         if group not in self.groups:
             self.groups[group] = Group(group, title, total, [], [])
             self.results.groups.append(self.groups[group])
@@ -85,7 +85,7 @@ class _Run:
         self.groups[group].samples.append(sample)
 
     def write(self) -> None:
-        """Writes what there is so far."""
+        """Writes the results so far."""
         self.results.write(self.options.out)
 
 
@@ -114,7 +114,7 @@ def _measure_saver(run: _Run, name: str, group: str, shape: str, total: int, whe
     arguments: list[object] = [name, *_sizes(run, shape, total), "--dir", where]
     arguments += ["--saves", run.options.saves, "--idle-steps", run.options.idle_steps]
     if where == run.in_memory:
-        # By default half of the free memory, which may not be all of the state.
+        # The default, half of the free memory, may be less than the state.
         arguments += ["--max-host-bytes", total + _SPARE_HOST_BYTES]
     found = run.measure(f"{group}_{shape}: {name}", arguments, run.options.seconds_each)
     if found is None:
@@ -124,7 +124,7 @@ def _measure_saver(run: _Run, name: str, group: str, shape: str, total: int, whe
     for kind, of_kind in (("first", traces[:1]), ("later", traces[1:])):
         contender = f"{kind}_{name}"
         info = ContenderInfo(contender, f"{found['label']}: {kind}", found["kind"])
-        sample = sample_of(contender, of_kind, found["bytes"])
+        sample = summarize(contender, of_kind, found["bytes"])
         run.add(f"{group}_{shape}", work, found["bytes"], info, sample)
     memory = run.results.parameters["device_memory_bytes"]
     memory[f"{group}_{shape}.{name}"] = found["device_memory_bytes"]
@@ -150,7 +150,7 @@ def _measure_loads(run: _Run, shape: str, total: int) -> None:
 
 
 def _disk_bytes(run: _Run) -> int:
-    """Bytes of the states that are written to the disk."""
+    """Returns the size of the states to write to the disk, in bytes."""
     if run.options.disk_size is not None:
         return int(run.options.disk_size)
     least, most = _DISK_BYTES
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None, run: Runner = fresh_process.run
     directories: list[Path] = []
     try:
         in_memory = options.dir
-        # The directory holds the checkpoint, and the process's memory the same once more.
+        # The checkpoint and the staging memory each hold the state once.
         if options.memory_dir.is_dir() and (
             shutil.disk_usage(options.memory_dir).free > 2 * options.size
         ):
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None, run: Runner = fresh_process.run
 
 
 def end_by_signal(number: int, _frame: object) -> None:
-    """Ends this process in the way that ends what it has started."""
+    """Raises SystemExit, so that this process also ends the processes that it started."""
     raise SystemExit(128 + number)
 
 

@@ -1,7 +1,7 @@
-"""Measures one thing with tensors on a CUDA device, in a process of its own.
+"""Makes one measurement with tensors on a CUDA device, in its own process.
 
 `python -m benchmarks.gpu_process WORK ...` prints one JSON object. WORK is "limits" (copies between
-the device and the host, reads and writes of the disk), "io" (which ways of I/O the machine has),
+the device and the host, reads and writes of the disk), "io" (the I/O interfaces of the machine),
 "loads", or the name of a saver. With `--device cpu` the same code runs without a device.
 """
 
@@ -25,7 +25,7 @@ import torch
 import torch_ckpt
 
 from . import limits, machine, pagecache, states
-from .background import Effort, Trace, saves_beside_training
+from .background import Effort, Trace, trace_saves
 from .contenders import DEVICE_SAVERS, LOADERS, Running, device_saver, our_background_saver
 from .measure import Contender, settle
 from .states import State, payload_bytes
@@ -40,14 +40,14 @@ _READ_SHAPES = ("raw_direct_8x4", "raw_direct_16x1", "raw_buffered_2")
 
 
 def state_of(shape: str, total_bytes: int, tensor_count: int, device: str) -> State:
-    """A training state of decoder shapes ("few"), or tensors of one size ("many")."""
+    """Builds a training state of decoder shapes ("few"), or tensors of one size ("many")."""
     if shape == "few":
         return states.training_state(total_bytes, tensor_count, device=device)
     return states.small_tensors_state(tensor_count, total_bytes // tensor_count, device=device)
 
 
 def synchronize(device: str) -> None:
-    """Waits for the device's work, if it is one."""
+    """Waits for the work of a CUDA device; does nothing for "cpu"."""
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -56,7 +56,7 @@ def synchronize(device: str) -> None:
 
 
 def measure_limits(options: argparse.Namespace) -> dict[str, Any]:
-    """Bytes a second of single large copies and of the disk; the best of a few attempts."""
+    """Returns the bytes per second of single large copies and of the disk; the best of a few."""
     on_device = torch.empty(options.size, dtype=torch.uint8, device=options.device)
     on_device.random_()
     found: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def _disk_limits(options: argparse.Namespace) -> dict[str, Any]:
         try:
             pagecache.evict(files)
         except pagecache.CacheStateError as error:
-            # tmpfs is nothing but page cache.
+            # tmpfs consists of page cache only.
             found["disk_read_error"] = str(error)
             break
         rate = _best_rate(partial(limits.RawReader(read_shape).read, files), options.size, 1)
@@ -127,7 +127,7 @@ class _CuFileError(ctypes.Structure):
 
 
 def describe_io(options: argparse.Namespace) -> dict[str, Any]:
-    """Which of io_uring, direct I/O and cuFile work here, and what the kernel says of them."""
+    """Reports whether io_uring, direct I/O and cuFile work, and the kernel's settings for them."""
     return {
         "io_uring": _io_uring(),
         "io_uring_disabled": _contents("/proc/sys/kernel/io_uring_disabled"),
@@ -162,7 +162,7 @@ def _memory_available() -> int:
 
 
 def _io_uring() -> str:
-    """ "works", or why io_uring_setup(2) fails."""
+    """Returns "works", or the error of io_uring_setup(2)."""
     setup_number, parameter_bytes = 425, 120
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(parameter_bytes)
@@ -174,7 +174,7 @@ def _io_uring() -> str:
 
 
 def _cufile(device: str) -> str:
-    """ "opens", or why cuFile's driver cannot be opened."""
+    """Returns "opens", or the reason why cuFile's driver cannot be opened."""
     folders = [Path(entry) / "nvidia" for entry in sys.path if entry]
     found = [path for folder in folders for path in folder.glob("*/lib/libcufile.so.0")]
     for name in ("libcufile.so.0", *map(str, found)):
@@ -195,9 +195,9 @@ def _cufile(device: str) -> str:
 
 
 def measure_saves(options: argparse.Namespace) -> dict[str, Any]:
-    """Traces of the first save of the process and of later ones, and the device memory of one.
+    """Traces the first save of the process and later saves, and the device memory of a save.
 
-    A saver of ours has to leave a checkpoint that loads, bit for bit.
+    A checkpoint of our savers must load bit for bit.
     """
     state = state_of(options.shape, options.size, options.tensors, options.device)
     total = payload_bytes(state)
@@ -227,7 +227,7 @@ def measure_saves(options: argparse.Namespace) -> dict[str, Any]:
         traces: list[Trace] = []
         for number in range(options.saves):
             idle_steps = options.idle_steps if number == 0 else 0
-            traces += saves_beside_training(contender, step, Effort(idle_steps, least_steps=0))
+            traces += trace_saves(contender, step, Effort(idle_steps, least_steps=0))
         used = _device_memory(contender, options.device)
     if saver.kind == "ours":
         _require_saved(state, target)
@@ -242,7 +242,7 @@ def measure_saves(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _device_memory(contender: Contender, device: str) -> int | None:
-    """Bytes of the device beyond those allocated before that one save takes; None without one."""
+    """Saves once; returns the bytes of device memory that the save added, None for "cpu"."""
     contender.prepare()
     synchronize(device)
     before = 0
@@ -267,7 +267,7 @@ def _require_saved(state: State, path: Path) -> None:
 
 
 def measure_loads(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of loads to the device, from the page cache and from the disk."""
+    """Times loads to the device, from the page cache and from the disk."""
     state = state_of(options.shape, options.size, options.tensors, options.device)
     path: Path = options.dir / "loaded"
     torch_ckpt.save(state, path)
@@ -300,7 +300,7 @@ def measure_loads(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Does what the command line asks for."""
+    """Runs the measurement that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("work", choices=("limits", "io", "loads", *DEVICE_SAVERS))
     parser.add_argument("--device", default="cuda")
@@ -310,7 +310,7 @@ def measure(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dir", type=Path, required=True, help="an existing directory")
     parser.add_argument("--saves", type=int, default=3, help="saves, or loads of each kind")
     parser.add_argument("--idle-steps", type=int, default=100, help="timed before the first save")
-    parser.add_argument("--max-host-bytes", type=int, help="of savers of ours")
+    parser.add_argument("--max-host-bytes", type=int, help="for our savers")
     options = parser.parse_args(arguments)
     if options.work == "limits":
         return measure_limits(options)

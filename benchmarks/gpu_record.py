@@ -1,8 +1,8 @@
-"""Makes one record and one table of a run of scripts/gpu_run.sh; needs nothing but Python.
+"""Makes the record and the table of a run of scripts/gpu_run.sh. Imports no package.
 
-`python -m benchmarks.gpu_record FOLDER DEVICE` reads parts.tsv, figures.json and training.json
-there, writes record.json and prints the table. DEVICE is "none" if there is no CUDA device. The
-exit status is 0 if every part passed, 1 if one did not, and 3 if all passed without a device.
+`python -m benchmarks.gpu_record FOLDER DEVICE` reads parts.tsv, figures.json and training.json in
+FOLDER, writes record.json there, and prints the table. DEVICE is "none" if there is no CUDA device.
+The exit status is 0 if all parts passed, 3 if they passed without a device, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MOST_LINES = 60
+MAX_LINES = 60
 _WIDTH = 150
 _NO_DEVICE = 3
 _TIMED_OUT = (124, 137)
 
 
 def _read(path: Path) -> Any:
-    """The JSON value of a file, or None if a part that was stopped has left none."""
+    """Reads a JSON file; returns None if its part was stopped before writing it."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -43,7 +43,7 @@ def _outcome(status: int) -> str:
 
 
 def _tests_line(log: Path) -> str:
-    """pytest's last line, which has the numbers."""
+    """Returns pytest's last line, which has the counts of tests."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -74,7 +74,7 @@ def _lengths(steps: list[list[float]]) -> list[float]:
 
 
 def _steps(saves: list[dict[str, Any]], kind: str) -> str:
-    """Mean and 99th percentile of the steps, in milliseconds."""
+    """Formats the mean and the 99th percentile of the steps, in milliseconds."""
     lengths = _lengths([step for save in saves for step in save[kind]])
     if not lengths:
         return "-"
@@ -120,7 +120,7 @@ def _loads(group: dict[str, Any], parameters: dict[str, Any]) -> list[str]:
 
 
 def table(record: dict[str, Any]) -> list[str]:
-    """At most 60 lines."""
+    """Formats the record in at most MAX_LINES lines."""
     lines = [f"device: {record['device']}"]
     for part in record["parts"]:
         outcome = _outcome(part["status"])
@@ -144,7 +144,7 @@ def table(record: dict[str, Any]) -> list[str]:
         for skipped in figures["skipped"]:
             last = skipped["reason"].strip().splitlines() or [""]
             lines.append(f"not measured: {skipped['what']}: {last[-1]}")
-    return [line[:_WIDTH] for line in lines[:MOST_LINES]]
+    return [line[:_WIDTH] for line in lines[:MAX_LINES]]
 
 
 def main(folder: Path, device: str) -> int:
@@ -158,7 +158,7 @@ def main(folder: Path, device: str) -> int:
         "figures": _read(folder / "figures.json"),
     }
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
-    # What they hold is in the record now.
+    # The record contains these files.
     for name in ("parts.tsv", "figures.json", "training.json"):
         (folder / name).unlink(missing_ok=True)
     print("\n".join(table(record)), flush=True)

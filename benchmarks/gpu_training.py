@@ -1,9 +1,9 @@
-"""Trains with FSDP2 and AdamW on a CUDA device, kills that, resumes it and compares the losses.
+"""Trains with FSDP2 and AdamW on a CUDA device, is killed, resumes, and compares the losses.
 
 `python -m benchmarks.gpu_training --out FILE` runs every variant. The reference trains without
-saves. A variant trains with a CheckpointManager that saves after each step in the background, is
-killed by SIGKILL while it does, and is resumed by another process. Every loss, of the steps before
-and after, must be that of the reference bit for bit. With `--device cpu` the same runs on gloo.
+saves. A variant trains with a CheckpointManager that saves each step in the background. SIGKILL
+ends it, and another process resumes it. Every loss before and after the kill must equal the
+reference's loss bit for bit. With `--device cpu` the same code runs on gloo.
 
 `python -m benchmarks.gpu_training --train VARIANT ...` is one such process. It prints
 "restored STEP", and after each step "STEP LOSS", the loss as a hexadecimal number.
@@ -47,7 +47,7 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. `reference` names the variant whose losses it must have, if any."""
+    """One way to train. `reference` names the variant whose losses must be equal, if any."""
 
     staging: str | None  # None: no saves
     reference: str = ""
@@ -62,7 +62,7 @@ VARIANTS = {
     "blocking": Variant("blocking", "reference"),
     "overlapped": Variant("overlapped", "reference"),
     "expandable": Variant("overlapped", "reference", environment=_EXPANDABLE),
-    # NCCL's collectives stay out of the captured graph.
+    # Without sharding, the captured graph contains no collectives of NCCL.
     "captured_reference": Variant(None, sharded=False, captured=True),
     "captured_blocking": Variant("blocking", "captured_reference", sharded=False, captured=True),
     "captured_overlapped": Variant(
@@ -111,7 +111,7 @@ class _Transformer(nn.Module):
 
 
 def _batch(step: int, device: str) -> Tensor:
-    """One-hot words of a step; the next word of each is what training has to find."""
+    """Returns a batch of one-hot words. Training predicts the next word."""
     generator = torch.Generator().manual_seed(step)
     words = torch.randint(0, _WORDS, (_BATCH, _TOKENS + 1), generator=generator)
     return nn.functional.one_hot(words, _WORDS).float().to(device)
@@ -126,10 +126,10 @@ def _loss(model: nn.Module, words: Tensor) -> Tensor:
 def _step_function(
     model: nn.Module, optimizer: torch.optim.Optimizer, variant: Variant, device: str
 ) -> Callable[[Tensor], Tensor]:
-    """A function that trains on a batch and returns the loss; a replayed graph if so wanted.
+    """Returns a function that trains on a batch and returns the loss.
 
-    The graph reads and writes the tensors of model and optimizer where they are when this is
-    called. So a checkpoint has to be restored before.
+    For a captured variant the function replays a graph. The graph uses the present memory of the
+    tensors of model and optimizer, so restore a checkpoint before this call.
     """
 
     def step(words: Tensor) -> Tensor:
@@ -155,13 +155,16 @@ def _step_function(
 
 
 def _prepare_optimizer(model: nn.Module, device: str) -> torch.optim.Optimizer:
-    """AdamW whose state is there, and unchanged values: a graph must not capture its creation."""
+    """Makes AdamW and its state, so that a graph does not capture its creation.
+
+    The parameters do not change.
+    """
     capturable = device != "cpu"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=capturable)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with contextlib.ExitStack() as stack:
         if capturable:
-            # As CUDA graphs ask for: the first steps are on a stream of their own.
+            # CUDA graphs require that the first steps run on a side stream.
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             stack.callback(torch.cuda.current_stream().wait_stream, side)
@@ -178,7 +181,7 @@ def _prepare_optimizer(model: nn.Module, device: str) -> torch.optim.Optimizer:
 
 
 def _train(options: argparse.Namespace) -> None:
-    """Trains in this process, from the newest checkpoint on."""
+    """Trains in this process, starting from the newest checkpoint."""
     variant = VARIANTS[options.train]
     device: str = options.device
     torch.use_deterministic_algorithms(True)
@@ -215,7 +218,7 @@ def _train(options: argparse.Namespace) -> None:
         step = _step_function(model, optimizer, variant, device)
         for number in range(first + 1, options.steps + 1):
             if manager is not None and variant.captured:
-                # A replayed graph does not ask the optimizer's guard.
+                # A replayed graph does not run the optimizer's guard.
                 manager.wait_until_staged()
             loss = float(step(_batch(number, device)))
             if manager is not None:
@@ -223,7 +226,7 @@ def _train(options: argparse.Namespace) -> None:
             print(f"{number} {loss.hex()}", flush=True)
 
 
-# --- the process that starts the others ----------------------------------------------------------
+# --- the process that starts the trainings -------------------------------------------------------
 
 
 @dataclass
@@ -251,12 +254,12 @@ class Outcome:
 def _run(
     name: str, options: argparse.Namespace, directory: Path, kill_after: int = 0
 ) -> TrainingRun:
-    """Trains in another process, which is killed when it has reported step `kill_after`."""
+    """Trains in another process and kills it when it reports step `kill_after`."""
     command = [sys.executable, "-m", "benchmarks.gpu_training", "--train", name]
     command += ["--device", options.device, "--steps", str(options.steps)]
     command += ["--width", str(options.width), "--layers", str(options.layers)]
     environment = os.environ | VARIANTS[name].environment
-    # Without it cuBLAS is not deterministic, and PyTorch refuses it.
+    # PyTorch's deterministic mode requires it for cuBLAS.
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     run = TrainingRun()
     process = subprocess.Popen(
@@ -292,7 +295,7 @@ def _run(
 def _compare(
     name: str, options: argparse.Namespace, directory: Path, reference: TrainingRun
 ) -> Outcome:
-    """Trains a variant, kills it and resumes it."""
+    """Trains a variant, kills it, resumes it, and compares its losses with the reference's."""
     began = time.monotonic()
     kill_after = options.steps // 2
     first = _run(name, options, directory, kill_after)
@@ -343,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the variants and writes how they ended."""
+    """Runs the variants and writes their outcomes."""
     options = _parser().parse_args(arguments)
     if options.train:
         _train(options)

@@ -1,9 +1,8 @@
-"""What the machine itself can do with the same number of bytes: raw writes, raw reads, memcpy.
+"""The machine's limits for the same number of bytes: raw writes, raw reads, memcpy.
 
-These are the yardsticks, so they do nothing but move bytes: blocks of some MiB from or to
-page-aligned memory, several in flight, fsync of written files and their directory at the end.
-os.pwrite, os.preadv and ctypes.memmove release the GIL, hence plain Python threads reach the speed
-of the system calls.
+These baselines only move bytes: blocks of a few MiB from or to page-aligned memory, several in
+flight, with an fsync of written files and their directory at the end. os.pwrite, os.preadv and
+ctypes.memmove release the GIL, so Python threads reach the speed of the system calls.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _ARENA_BYTES = 64 << 20
 
 
 def _aligned_memory(size: int) -> mmap.mmap:
-    """Private memory of `size` bytes at a page boundary, on huge pages where the kernel has them.
+    """Maps `size` bytes of page-aligned memory, on huge pages if the kernel supports them.
 
-    With huge pages a direct write of 4 MiB pins two pages instead of 1,024, which takes up to a
-    fifth off its time. Private, since Python's default is shared memory, which gets no huge pages.
+    With huge pages a direct write of 4 MiB pins two pages instead of 1,024, and takes up to a
+    fifth less time. The memory is private: shared memory, Python's default, gets no huge pages.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel built without huge pages refuses; ordinary pages serve as well, only slower.
+    # A kernel without huge pages refuses. Ordinary pages also work, but are slower.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -39,7 +38,7 @@ def _aligned_memory(size: int) -> mmap.mmap:
 
 @dataclass(frozen=True)
 class WriteShape:
-    """How a raw write is laid out: the best shape differs between disks, so several are tried."""
+    """Layout of a raw write. The fastest one depends on the disk, so several are measured."""
 
     files: int
     in_flight_per_file: int
@@ -47,7 +46,7 @@ class WriteShape:
 
     @property
     def label(self) -> str:
-        """For tables, such as 'raw direct write, 2 files x 2 in flight'."""
+        """Label in tables, such as 'raw direct write, 2 files x 2 in flight'."""
         way = "direct" if self.direct else "buffered"
         files = "1 file" if self.files == 1 else f"{self.files} files"
         return f"raw {way} write, {files} x {self.in_flight_per_file} in flight"
@@ -64,7 +63,7 @@ WRITE_SHAPES: dict[str, WriteShape] = {
 
 
 def direct_io_works(directory: Path) -> bool:
-    """Whether the file system of `directory` takes an aligned O_DIRECT write."""
+    """Returns True if the file system of `directory` accepts an aligned O_DIRECT write."""
     probe = directory / "direct-io-probe"
     buffer = _aligned_memory(_ALIGNMENT)
     try:
@@ -90,10 +89,9 @@ def fsync_directory(directory: Path) -> None:
 
 
 class RawWriter:
-    """Writes a number of bytes to a fresh directory, durably, at the speed of the disk.
+    """Writes a number of bytes durably to a fresh directory, at the speed of the disk.
 
-    The source is 64 MiB of random bytes, written over and over. Random, because a disk may treat
-    zeros as free.
+    The source is 64 MiB of random bytes, written repeatedly. Zeros could be free on some disks.
     """
 
     def __init__(self) -> None:
@@ -102,7 +100,7 @@ class RawWriter:
             self._arena[offset : offset + BLOCK_BYTES] = os.urandom(BLOCK_BYTES)
 
     def write(self, directory: Path, total_bytes: int, shape: WriteShape) -> None:
-        """Returns when `total_bytes` bytes, rounded up to 4 KiB per file, are on disk."""
+        """Writes `total_bytes`, rounded up to 4 KiB per file; returns when they are on disk."""
         directory.mkdir(parents=True)
         file_bytes = -(-total_bytes // (shape.files * _ALIGNMENT)) * _ALIGNMENT
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if shape.direct else 0)
@@ -135,7 +133,7 @@ class RawWriter:
 
 @dataclass(frozen=True)
 class ReadShape:
-    """How a raw read is cut: the best shape differs between disks, so several are tried."""
+    """Layout of a raw read. The fastest one depends on the disk, so several are measured."""
 
     in_flight: int
     block_bytes: int
@@ -143,7 +141,7 @@ class ReadShape:
 
     @property
     def label(self) -> str:
-        """For tables, such as 'raw direct read, 4 in flight of 1 MiB'."""
+        """Label in tables, such as 'raw direct read, 4 in flight of 1 MiB'."""
         way = "direct" if self.direct else "buffered"
         return f"raw {way} read, {self.in_flight} in flight of {self.block_bytes >> 20} MiB"
 
@@ -161,7 +159,7 @@ READ_SHAPES: dict[str, ReadShape] = {
 
 
 class RawReader:
-    """Reads whole files in blocks, several at a time, into memory that is used again and again."""
+    """Reads complete files in blocks, several at a time, into memory that is reused."""
 
     def __init__(self, shape: ReadShape) -> None:
         self._shape = shape
@@ -170,12 +168,12 @@ class RawReader:
             buffer.write(bytes(shape.block_bytes))
 
     def read(self, files: Sequence[Path]) -> int:
-        """Reads every byte of `files` and returns how many there were."""
+        """Reads every byte of `files` and returns their number."""
         flags = os.O_RDONLY | (os.O_DIRECT if self._shape.direct else 0)
         step = self._shape.block_bytes
         fds = [os.open(path, flags) for path in files]
         try:
-            # One iterator for all lanes: a slow read keeps none but its own from going on.
+            # All lanes share one iterator, so a slow read delays only its own lane.
             blocks = iter(
                 [
                     (fd, at, size)
@@ -204,7 +202,7 @@ def _read_blocks(blocks: Iterator[tuple[int, int, int]], buffer: mmap.mmap) -> i
 
 
 def copy_memory(source: State, target: State, threads: int = 1) -> None:
-    """memcpy of the tensors of `source` into those of `target`; threads share each tensor."""
+    """Copies the tensors of `source` into `target` by memcpy; the threads share each tensor."""
     pairs = [
         (copy.data_ptr(), original.data_ptr(), original.nbytes)
         for original, copy in zip(tensors(source), tensors(target), strict=True)
@@ -221,6 +219,6 @@ def copy_memory(source: State, target: State, threads: int = 1) -> None:
 
 
 def copy_memory_by_torch(source: State, target: State) -> None:
-    """The same by torch's own copy, with the threads that it chooses."""
+    """Copies the tensors of `source` into `target` by Tensor.copy_, which chooses its threads."""
     for original, copy in zip(tensors(source), tensors(target), strict=True):
         copy.copy_(original)

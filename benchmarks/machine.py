@@ -15,7 +15,7 @@ import torch_ckpt
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and with what a result was measured."""
+    """The machine and the software on which a result was measured."""
 
     cpu: str
     cores: int
@@ -28,7 +28,7 @@ class Machine:
     date: str
 
     def sentence(self) -> str:
-        """One line for a table's caption."""
+        """Formats the description as one line, for captions."""
         return (
             f"{self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB, "
             f"Linux {self.kernel}, {self.file_system}; Python {self.python}, torch {self.torch}, "
@@ -45,7 +45,7 @@ def _cpu_model() -> str:
 
 
 def file_system_of(directory: Path) -> str:
-    """The type of the file system that holds `directory`, such as 'ext4'."""
+    """Returns the type of the file system that holds `directory`, such as 'ext4'."""
     wanted = directory.stat().st_dev
     device = f"{os.major(wanted)}:{os.minor(wanted)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -56,7 +56,7 @@ def file_system_of(directory: Path) -> str:
 
 
 def describe(directory: Path) -> Machine:
-    """The machine as seen by this process, with the file system of `directory`."""
+    """Describes the machine as this process sees it, with the file system of `directory`."""
     return Machine(
         cpu=_cpu_model(),
         cores=len(os.sched_getaffinity(0)),

@@ -1,8 +1,8 @@
-"""What a CheckpointManager costs a training loop: in steps that it does not save, and beyond
-async_save in those that it does.
+"""Cost of a CheckpointManager in a training loop: in steps that it does not save, and beyond
+async_save in steps that it saves.
 
-A sample is of many calls. Before each of them the save before has ended, and all ranks do a step of
-training and wait for each other, as gradients make them do.
+A sample has many calls. Before each call the previous save has ended, and all ranks run one
+training step and wait for each other, as an exchange of gradients would make them.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from .training import Training
 _SAMPLES = "manager.json"
 _PARAMETERS = 50
 _TIMEOUT_SECONDS = 300.0
-# Between failures: no second save of "auto" falls into the measurement.
+# With failures so rare, "auto" makes no second save during the measurement.
 _MTBF_HOURS = 1e9
 
 
 @dataclass(frozen=True)
 class CallEffort:
-    """How many calls a sample has: in steps that are not saved, and of all else."""
+    """Numbers of calls in a sample: of `save` in steps that are not saved, and of other calls."""
 
     steps: int
     others: int
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """What is timed; `wait` for the end of what the call has begun."""
+class _TimedCall:
+    """A call to time. `wait` waits, untimed, for the end of the save that the call started."""
 
     info: ContenderInfo
     call: Callable[[], object]
@@ -62,7 +62,7 @@ class _Entry:
 
 
 def contenders(world: int) -> list[ContenderInfo]:
-    """What is measured on so many ranks."""
+    """Returns the contenders for `world` ranks."""
     of = f"{world} rank{'s' if world > 1 else ''}: "
     infos = [
         ContenderInfo(f"step_{name}_{world}", f"{of}save() in a step not saved, {label}", "ours")
@@ -86,7 +86,7 @@ def contenders(world: int) -> list[ContenderInfo]:
 def measure(
     world: int, state_bytes: int, effort: CallEffort, *, rounds: int, directory: Path
 ) -> list[CallSample]:
-    """Times all contenders alternately by `world` ranks. `directory` is an empty one."""
+    """Times all contenders alternately on `world` ranks. `directory` must be empty."""
     ranks.run(world, partial(_measure, world, state_bytes, effort, rounds, directory))
     return [CallSample(**entry) for entry in json.loads((directory / _SAMPLES).read_text())]
 
@@ -97,7 +97,7 @@ def _measure(
     training = Training()
     with _entries(world, state_bytes, directory) as entries:
         for entry in entries:
-            # Imports, thread pools, memory.
+            # Warm up imports, thread pools and memory.
             _seconds_of_calls(entry, 2, training)
         own = []
         for round_index, position, entry in alternate(entries, rounds):
@@ -127,7 +127,7 @@ def _measure(
         (directory / _SAMPLES).write_text(json.dumps([asdict(sample) for sample in slowest]))
 
 
-def _seconds_of_calls(entry: _Entry, calls: int, training: Training) -> list[float]:
+def _seconds_of_calls(entry: _TimedCall, calls: int, training: Training) -> list[float]:
     seconds = []
     for _ in range(calls):
         training.step()
@@ -139,11 +139,11 @@ def _seconds_of_calls(entry: _Entry, calls: int, training: Training) -> list[flo
     return seconds
 
 
-# --- what is timed -------------------------------------------------------------------------------
+# --- the calls to time ---------------------------------------------------------------------------
 
 
-def _trained(state_bytes: int) -> dict[str, Any]:
-    """A model and its optimizer, four tensors for each parameter."""
+def _build_modules(state_bytes: int) -> dict[str, Any]:
+    """Builds a model and its optimizer, with four tensors for each parameter."""
     generator = torch.Generator().manual_seed(0)
     rows = max(1, state_bytes // (3 * _PARAMETERS * 256 * 4))
     model = nn.ParameterDict(
@@ -157,8 +157,8 @@ def _trained(state_bytes: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _entries(world: int, state_bytes: int, directory: Path) -> Iterator[list[_Entry]]:
-    modules = _trained(state_bytes)
+def _entries(world: int, state_bytes: int, directory: Path) -> Iterator[list[_TimedCall]]:
+    modules = _build_modules(state_bytes)
     tensors: State = {
         f"{number}": tensor
         for number, tensor in enumerate(states.tensors(AppState(modules).state_dict()))
@@ -181,21 +181,22 @@ def _entries(world: int, state_bytes: int, directory: Path) -> Iterator[list[_En
             ("step_time", timedelta(days=1)),
             ("step_auto", "auto"),
         ):
-            steps = _Steps(manager(name, interval=interval, mtbf_hours=_MTBF_HOURS), modules)
+            steps = _UnsavedSteps(manager(name, interval=interval, mtbf_hours=_MTBF_HOURS), modules)
             if interval == "auto":
                 steps.save_first()
             calls[name] = steps.pass_one
         for name, state in (("tensors", tensors), ("modules", modules)):
-            saves = _Saves(manager(name), state)
+            saves = _ManagerSaves(manager(name), state)
             calls[name], waits[name] = saves.call, saves.wait
-        alone = _AsyncSaves(directory / "async", tensors)
-        calls["async"], waits["async"] = alone.call, alone.wait
+        async_saves = _AsyncSaves(directory / "async", tensors)
+        calls["async"], waits["async"] = async_saves.call, async_saves.wait
         yield [
-            _Entry(info, calls[name], waits.get(name, lambda: None)) for name, info in infos.items()
+            _TimedCall(info, calls[name], waits.get(name, lambda: None))
+            for name, info in infos.items()
         ]
 
 
-class _Steps:
+class _UnsavedSteps:
     """Steps that a manager does not save."""
 
     def __init__(self, manager: torch_ckpt.CheckpointManager, state: dict[str, Any]) -> None:
@@ -204,7 +205,7 @@ class _Steps:
         self._step = 0
 
     def save_first(self) -> None:
-        """The save by which "auto" measures."""
+        """Makes the save from which "auto" computes its interval."""
         self._step += 1
         self._manager.save(self._step, self._state)
         self._manager.wait_until_finished()
@@ -212,11 +213,11 @@ class _Steps:
     def pass_one(self) -> None:
         self._step += 1
         if self._manager.save(self._step, self._state):
-            raise RuntimeError(f"step {self._step} was to be passed, and has been saved")
+            raise RuntimeError(f"the manager saved step {self._step}, which it should skip")
 
 
-class _Saves:
-    """Saves through a manager, each in a directory of its own."""
+class _ManagerSaves:
+    """Saves through a manager, which makes a directory for each."""
 
     def __init__(self, manager: torch_ckpt.CheckpointManager, state: dict[str, Any]) -> None:
         self._manager = manager
@@ -232,7 +233,7 @@ class _Saves:
 
 
 class _AsyncSaves:
-    """The same without one."""
+    """Saves by async_save without a manager."""
 
     def __init__(self, path: Path, state: State) -> None:
         self._path = path

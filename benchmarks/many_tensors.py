@@ -1,11 +1,11 @@
-"""What tensors cost by their number alone, in one process.
+"""Measures the cost of the number of tensors, in one process.
 
     python -m benchmarks.many_tensors --out FILE
 
-Saves and loads a million plain tensors of 1 KiB: seconds, and the most memory beyond what was there
-at the call. Then saves 20,000 of them with ``async_save``, the first time and unchanged: for how
-long the background holds the GIL. Nothing is fsynced; loads are from the page cache. Medians of
-some rounds.
+Saves and loads a million plain tensors of 1 KiB: seconds, and peak memory beyond the memory before
+the call. Then saves 20,000 of them with ``async_save``, first as a new state and then unchanged:
+milliseconds for which the save's thread holds the GIL. Nothing is fsynced; loads read from the page
+cache. Prints medians over the rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ELEMENTS = 256
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Prints the figures, and returns what is written to ``--out``."""
+    """Prints the figures; returns the content of ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, default=1_000_000)
     parser.add_argument("--background", type=int, default=20_000, help="tensors of an async_save")
@@ -93,7 +93,7 @@ def _measure_call(figures: dict[str, list[float]], name: str, call: Callable[[],
 def _measure_background(
     figures: dict[str, list[float]], state: dict[str, torch.Tensor], directory: Path, number: int
 ) -> None:
-    # Another name, and the plan of the round before is not that of this one.
+    # A new name prevents the reuse of the previous round's plan.
     state = {f"round {number}": torch.zeros(1), **state}
     for kind in ("first", "unchanged"):
         path = directory / "background" / f"{number}-{kind}"

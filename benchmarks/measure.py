@@ -1,7 +1,7 @@
-"""Timing. All contenders run in every round, in an order that changes from round to round.
+"""Times contenders. All of them run in every round, in an order that changes between rounds.
 
-A shared disk's speed drifts by factors within minutes, so contenders are compared by the ratio of
-their times within a round, and rounds by the median.
+The speed of a shared disk changes by factors within minutes. So contenders are compared by the
+ratio of their times within a round, and the median over the rounds counts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 def _nothing() -> None:
-    """For contenders that need no preparation or no check."""
+    """Does nothing: for contenders without a preparation or a check."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """What is timed, and what happens around it untimed.
+    """A function to time, with untimed functions before and after it.
 
-    `prepare` runs before disk and memory are settled, `run` is timed, `check` raises unless the run
-    did its work. `target` is the directory that a save writes.
+    `prepare` runs before `settle`, `run` is timed, and `check` raises if the run did not do its
+    work. `target` is the directory that a save writes.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Contender:
 class Sample:
     """One timed run. CPU seconds are user and system time of all threads of this process.
 
-    The kernel's own write-back threads are not in them, which favours buffered writers.
+    Write-back by kernel threads is not included, which favours buffered writers.
     """
 
     contender: str
@@ -58,9 +58,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class ReadSample(Sample):
-    """One timed load that also counts: `bytes` are those wanted, `read_bytes` those really read.
+    """One timed load: `bytes` is the size of the loaded tensors, `read_bytes` the bytes read.
 
-    Of several ranks all bytes and CPU seconds add up, and the slowest one's wall time counts.
+    For several ranks, bytes and CPU seconds are sums, and `wall_s` is the slowest rank's.
     """
 
     read_bytes: int
@@ -68,30 +68,30 @@ class ReadSample(Sample):
 
 @dataclass(frozen=True)
 class CallSample(Sample):
-    """Calls of one contender in one round: seconds are those of one call.
+    """Calls of one contender in one round. Seconds are for one call.
 
-    `wall_s` is the mean of `calls` calls in steps that are not saved, a few of which ask the store,
-    and the median of all others. Of several ranks the slowest one's counts.
+    `wall_s` is the mean of `calls` calls in steps that are not saved, because a few of them query
+    the store; it is the median of all other calls. For several ranks it is the slowest rank's.
     """
 
     calls: int
 
 
 def bytes_read() -> int:
-    """Bytes that this process has got from read system calls so far.
+    """Returns the bytes that read system calls have returned to this process so far.
 
-    That is `rchar` of /proc/self/io, which counts reads of the page cache and direct reads alike,
-    but not what a memory mapping faults in.
+    `rchar` of /proc/self/io counts reads from the page cache and direct reads, but not the pages
+    that a memory mapping faults in.
     """
     first, _, _ = Path("/proc/self/io").read_text().partition("\n")
     return int(first.removeprefix("rchar:"))
 
 
 def order_of_round(count: int, round_index: int, rounds: int) -> list[int]:
-    """Indices of the contenders in the order of this round.
+    """Returns the indices of the contenders in the order of this round.
 
-    Every round starts with another contender, as far as there are enough. Every second round goes
-    backwards, since rotation alone would leave each contender behind the same predecessor.
+    Rounds start with different contenders if there are enough. Every second round is reversed:
+    with rotation only, each contender would always follow the same one.
     """
     first = round_index * count // rounds
     step = -1 if round_index % 2 else 1
@@ -104,7 +104,7 @@ def _cpu_seconds() -> float:
 
 
 def settle() -> None:
-    """Gets garbage and dirty pages out of the way of what is timed next."""
+    """Collects garbage and writes dirty pages, so that they do not disturb the next timing."""
     gc.collect()
     os.sync()
 
@@ -112,9 +112,9 @@ def settle() -> None:
 def time_once(
     run: Callable[[], object], ready: Callable[[], object] = _nothing
 ) -> tuple[float, float]:
-    """(wall seconds, CPU seconds) of one call, after dirty pages and garbage are out of the way.
+    """Settles, then times one call; returns (wall seconds, CPU seconds).
 
-    `ready` is called last before the clock starts, for ranks to wait for each other.
+    `ready` is called just before the clock starts, for example as a barrier of ranks.
     """
     settle()
     ready()
@@ -126,7 +126,7 @@ def time_once(
 
 
 def alternate(contenders: Sequence[T], rounds: int) -> Iterator[tuple[int, int, T]]:
-    """(round, position in the round, contender) in the order in which they are to be timed."""
+    """Yields (round, position in the round, contender) in the order of timing."""
     for round_index in range(rounds):
         order = order_of_round(len(contenders), round_index, rounds)
         for position, index in enumerate(order):
@@ -142,9 +142,9 @@ def measure_alternately(
     count_reads: bool = False,
     ready: Callable[[], object] = _nothing,
 ) -> list[Sample]:
-    """Times every contender once per round; gives ReadSamples if reads are to be counted.
+    """Times every contender once per round. With `count_reads` the samples are ReadSamples.
 
-    See time_once for `ready`.
+    time_once describes `ready`.
     """
     samples: list[Sample] = []
     for round_index, position, contender in alternate(contenders, rounds):

@@ -1,13 +1,13 @@
-"""Memory that a save or load needs beyond the state itself, measured in a fresh process for each.
+"""Measures the memory that a save or load needs beyond the state, in a fresh process for each.
 
-The growth is the process's peak resident size during the call less its size just before. Only stock
-code has saved or loaded anything in the process by then, which warms the imports and torch's own
-caches; the buffers and threads of what is measured are made by it and so count in full.
+The growth is the process's peak resident size during the call minus its size just before. Before
+the call only stock code has saved or loaded in the process, to warm up imports and torch's caches.
+So the buffers and threads of the measured saver or loader count in full.
 
-A load starts with a cold page cache where that can be had, since reads past it are those that need
-buffers. Its targets have been touched before and are no growth.
+A load starts with a cold page cache if the file system permits it, because reads that bypass the
+cache need buffers. The memory of its targets was touched before, so it is not growth.
 
-`python -m benchmarks.memory SAVER ...` is that fresh process; it prints one JSON object.
+`python -m benchmarks.memory SAVER ...` is the fresh process; it prints one JSON object.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEASURED_SAVERS: tuple[tuple[str, int | None], ...] = (
     ("ours_dcp", None),
     ("ours_dcp", BUDGET_BYTES),
 )
-# Staging that is to free the trainer early needs more than the few chunks of a synchronous save.
+# Staging that releases training early needs more chunks than a synchronous save.
 BACKGROUND_BUDGET_BYTES = 256 << 20
 MEASURED_BACKGROUND_SAVERS: tuple[tuple[str, int | None], ...] = (
     ("stock_thread", None),
@@ -61,7 +61,7 @@ MEASURED_LOADERS: tuple[tuple[str, int | None], ...] = (
     ("ours_dcp", None),
     ("ours_dcp", LOAD_BUDGET_BYTES),
 )
-# Before the name of a loader where that of a saver could stand.
+# Distinguishes the name of a loader from the name of a saver.
 LOAD_PREFIX = "load_"
 
 
@@ -71,9 +71,9 @@ class PeakResetError(RuntimeError):
 
 @dataclass(frozen=True)
 class MemorySample:
-    """One process's growth. Sizes are bytes.
+    """Growth of one process. Sizes are in bytes.
 
-    `budget_bytes` is max_host_bytes of a save or max_inflight_bytes of a load, None its default.
+    `budget_bytes` is max_host_bytes of a save or max_inflight_bytes of a load; None: the default.
     """
 
     contender: str
@@ -87,12 +87,12 @@ class MemorySample:
 
     @property
     def growth_bytes(self) -> int:
-        """Peak resident size during the call, less the size before it."""
+        """Peak resident size during the call minus the size before the call."""
         return self.peak_bytes - self.before_bytes
 
     @property
-    def load(self) -> bool:
-        """Whether it is of a load."""
+    def is_load(self) -> bool:
+        """True for a load, False for a save."""
         return self.contender.startswith(LOAD_PREFIX)
 
 
@@ -112,9 +112,9 @@ def _reset_peak() -> None:
 
 
 def measure_growth(call: Callable[[], None]) -> tuple[int, int]:
-    """(resident bytes before, peak resident bytes during) one `call` in this process."""
+    """Returns (resident bytes before, peak resident bytes during) one `call` in this process."""
     gc.collect()
-    # Freed memory that malloc keeps would be counted as "before" and hide as much growth.
+    # Freed memory that malloc keeps would count as "before" and hide as much growth.
     ctypes.CDLL(None).malloc_trim(0)
     _reset_peak()
     before = _status_bytes("VmRSS")
@@ -122,7 +122,7 @@ def measure_growth(call: Callable[[], None]) -> tuple[int, int]:
     return before, _status_bytes("VmHWM")
 
 
-def _waiting(saver: BackgroundSaver) -> Saver:
+def _until_committed(saver: BackgroundSaver) -> Saver:
     def save(state: State, path: Path) -> None:
         running = saver.start(state, path)
         running.committed.result()
@@ -132,21 +132,21 @@ def _waiting(saver: BackgroundSaver) -> Saver:
 
 def _saver(name: str, budget_bytes: int | None, background: dict[str, BackgroundSaver]) -> Saver:
     if budget_bytes is None:
-        return SAVERS[name] if name in SAVERS else _waiting(background[name])
+        return SAVERS[name] if name in SAVERS else _until_committed(background[name])
     if name == "ours_dcp":
         return our_saver_with_budget(budget_bytes)
     if name == "ours_blocking":
-        return _waiting(our_background_saver("blocking", budget_bytes))
+        return _until_committed(our_background_saver("blocking", budget_bytes))
     if name == "ours_overlapped":
-        return _waiting(our_background_saver("overlapped", budget_bytes))
-    raise ValueError(f"{name} takes no byte budget")
+        return _until_committed(our_background_saver("overlapped", budget_bytes))
+    raise ValueError(f"{name} does not accept a byte budget")
 
 
 def _loader(name: str, budget_bytes: int | None) -> Loader:
     if budget_bytes is None:
         return LOADERS[name]
     if (name, budget_bytes) != ("ours_dcp", LOAD_BUDGET_BYTES):
-        raise ValueError(f"{name} takes no byte budget of {budget_bytes}")
+        raise ValueError(f"{name} does not accept a byte budget of {budget_bytes}")
     return LOADERS["ours_budget"]
 
 
@@ -160,9 +160,9 @@ def sample_in_fresh_process(
     round_index: int,
     source: Path | None = None,
 ) -> MemorySample:
-    """Runs this module for one saver and returns what it printed.
+    """Runs this module for one saver and returns its sample.
 
-    Where there is a `source`, `name` is that of a loader, which loads this checkpoint.
+    With a `source`, `name` is a loader, and it loads the checkpoint at `source`.
     """
     arguments = [name, "--size", str(state_bytes), "--tensors", str(tensor_count)]
     arguments += ["--dir", str(directory.resolve()), "--round", str(round_index)]
@@ -196,12 +196,12 @@ def _measure_load(
     SAVERS["stock_1"].save(small, path / "warm-up")
     LOADERS["stock"].load(small, path / "warm-up")
     wipe(state)
-    # Some file systems are nothing but page cache.
+    # Some file systems consist of page cache only.
     with contextlib.suppress(pagecache.CacheStateError):
         pagecache.evict([file for file in source.rglob("*") if file.is_file()])
     growth = measure_growth(lambda: loader.load(state, source))
     if not all(map(torch.count_nonzero, tensors(state))):
-        raise RuntimeError(f"{loader.label} did not load everything")
+        raise RuntimeError(f"{loader.label} left a tensor at zero")
     return loader.label, loader.kind, *growth
 
 

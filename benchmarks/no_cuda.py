@@ -1,4 +1,4 @@
-"""Lets code that calls torch.cuda without asking run on a machine without a GPU."""
+"""Makes code that calls torch.cuda unconditionally run on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 
-# torch._dynamo refuses one function in two places.
+# Two functions, because torch._dynamo refuses the same function in two places.
 def _synchronize(_device: object = None) -> None:
-    """There is nothing to wait for."""
+    """Does nothing."""
 
 
 def _set_device(_device: object) -> None:
-    """There is nothing to choose."""
+    """Does nothing."""
 
 
 def _current_device() -> torch.device:
@@ -25,7 +25,7 @@ def _device_count() -> int:
     return 1
 
 
-#: What is replaced. The device is asked for to make tensors there, so it is the CPU.
+#: Replacements by name. The current device is the CPU, because callers make tensors on it.
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "synchronize": _synchronize,
     "set_device": _set_device,
@@ -35,7 +35,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
 
 
 def pretend() -> None:
-    """Replaces these functions of torch.cuda in this process; does nothing where there is a GPU."""
+    """Replaces the functions in torch.cuda for this process. Does nothing if there is a GPU."""
     if torch.cuda.is_available():
         return
     for name, replacement in REPLACEMENTS.items():

@@ -1,4 +1,4 @@
-"""Puts files into the page cache or out of it, and proves that they are there or not."""
+"""Reads files into the page cache or evicts them, and verifies the result by mincore(2)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class CacheStateError(RuntimeError):
 
 
 def _resident_pages(path: Path) -> tuple[int, int]:
-    """(pages in the cache, pages in all) of one file, by mincore(2)."""
+    """Returns (pages in the cache, all pages) of one file, by mincore(2)."""
     size = path.stat().st_size
     if size == 0:
         return 0, 0
     pages = -(-size // mmap.PAGESIZE)
     residency = (ctypes.c_ubyte * pages)()
-    # Copy-on-write only because ctypes takes no address of a read-only buffer. Nothing is touched,
-    # so nothing is faulted in.
+    # ACCESS_COPY, because ctypes refuses the address of a read-only buffer. No page is touched, so
+    # none is faulted in.
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapping,
@@ -41,7 +41,7 @@ def _resident_pages(path: Path) -> tuple[int, int]:
 
 
 def resident_fraction(files: Sequence[Path]) -> float:
-    """The part of the files' pages that is in the page cache, 0 to 1; 1 for empty files."""
+    """Returns the fraction of the files' pages in the page cache, 0 to 1; 1 for empty files."""
     counts = [_resident_pages(path) for path in files]
     total = sum(pages for _, pages in counts)
     return sum(resident for resident, _ in counts) / total if total else 1.0
@@ -56,13 +56,13 @@ def warm(files: Sequence[Path]) -> None:
                 pass
     fraction = resident_fraction(files)
     if fraction < 0.99:
-        raise CacheStateError(f"only {fraction:.0%} of the files' pages stayed in the page cache")
+        raise CacheStateError(f"only {fraction:.0%} of the files' pages are in the page cache")
 
 
 def evict(files: Sequence[Path]) -> None:
-    """Drops the files from this machine's page cache; a virtual disk's host may keep its own."""
+    """Evicts the files from this machine's page cache; the host of a virtual disk may keep them."""
     fraction = 1.0
-    # A page that was just written or is being looked at survives one call.
+    # One call does not evict a page that was just written or is in use.
     for _ in range(3):
         os.sync()
         for path in files:
@@ -71,4 +71,4 @@ def evict(files: Sequence[Path]) -> None:
         fraction = resident_fraction(files)
         if fraction <= 0.01:
             return
-    raise CacheStateError(f"{fraction:.0%} of the files' pages stay in the page cache")
+    raise CacheStateError(f"{fraction:.0%} of the files' pages remain in the page cache")

@@ -1,7 +1,7 @@
-"""Other projects' packages that are measured, each in a directory of its own below build/peers.
+"""Installs the packages of other projects to measure, each in its own directory in build/peers.
 
-They are not installed into the environment, where one would be found by another (and changes what
-that does), and are on the path only of the process in which they are measured.
+They are not installed into the environment, because one of them changes its behavior if it finds
+another. Each is on `sys.path` only in the process that measures it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _DIRECTORY = _REPOSITORY / "build" / "peers"
-# Without a network pip would go on trying for minutes.
+# One retry: without a network pip would try for minutes.
 _PIP = ("install", "--no-deps", "--quiet", "--disable-pip-version-check", "--retries", "1")
 
 
 class PeerUnavailableError(RuntimeError):
-    """The package is not there and could not be installed. Says how to do it by hand."""
+    """The package is missing and pip failed. The message has the command to install it by hand."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A package at the version that is measured, and what of its needs torch does not bring."""
+    """A package at the measured version. `needs` are its dependencies besides torch's own."""
 
     name: str
     version: str
@@ -34,17 +34,17 @@ class Peer:
 
     @property
     def title(self) -> str:
-        """Name and version for people."""
+        """Name and version, for labels."""
         return f"{self.name} {self.version}"
 
     @property
     def path(self) -> Path:
-        """The directory for `sys.path`. Compiled parts are of one version of Python."""
+        """Directory for `sys.path`, for this version of Python because of compiled parts."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         return _DIRECTORY / f"{self.name}-{self.version}-python-{python}"
 
     def install(self) -> Path:
-        """`path`, after pip has filled it if need be.
+        """Installs the package with pip if `path` does not exist. Returns `path`.
 
         Raises:
             PeerUnavailableError: pip failed.
@@ -52,7 +52,7 @@ class Peer:
         if self.path.exists():
             return self.path
         _DIRECTORY.mkdir(parents=True, exist_ok=True)
-        # A directory half filled would pass for the package from then on.
+        # Later runs would mistake an incomplete directory for the package.
         unfinished = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=_DIRECTORY))
         requirements = [f"{self.name}=={self.version}", *self.needs]
         command = [sys.executable, "-m", "pip", *_PIP, "--target", str(unfinished), *requirements]
@@ -61,8 +61,8 @@ class Peer:
             shutil.rmtree(unfinished)
             lines = pip.stderr.strip().splitlines() or [f"pip ended with {pip.returncode}"]
             raise PeerUnavailableError(
-                f"{self.title} is not in {self.path.relative_to(_REPOSITORY)} and pip failed: "
-                f"{lines[-1]}; to install it by hand: pip install --no-deps --target "
+                f"{self.title} is not in {self.path.relative_to(_REPOSITORY)}, and pip failed: "
+                f"{lines[-1]}. Install it by hand: pip install --no-deps --target "
                 f"{self.path.relative_to(_REPOSITORY)} {' '.join(requirements)}"
             )
         unfinished.rename(self.path)
@@ -70,7 +70,7 @@ class Peer:
 
 
 def _read_pin(name: str) -> str:
-    """Reads the version of a package that tests use too from pyproject.toml."""
+    """Reads the version of a package that tests also use from pyproject.toml."""
     pin = re.search(rf'"{name}==([^"]+)"', (_REPOSITORY / "pyproject.toml").read_text())
     assert pin is not None, f"pyproject.toml pins no {name}"
     return pin[1]

@@ -1,12 +1,12 @@
-"""What the coordinator of a save does for many ranks, in one process and without the ranks.
+"""Measures the coordinator of a save for many ranks, in one process that simulates the ranks.
 
     python -m benchmarks.planning --ranks 1024 --tensors 300 --steady --stock --out FILE
 
-Each simulated rank has the same names: DTensors of 16 KiB a rank, sharded by rows over all ranks.
-States, messages, plan and metadata are those of ``torch_ckpt.save``, step by step in one thread,
-over a store in this process; nothing is written. ``--steady`` adds a save of the same state, whose
-plan is kept. ``--stock`` plans the same with torch's planner. Prints seconds and bytes of each
-part, the median of some rounds, and how many messages the ranks have sent.
+All simulated ranks have DTensors of the same names, sharded by rows over all ranks, with 16 KiB of
+each on a rank. States, messages, plan and metadata are made as by ``torch_ckpt.save``, step by step
+in one thread, over a store in this process. Nothing is written. ``--steady`` adds a save of the
+unchanged state, which reuses the plan. ``--stock`` makes the same plan with torch's planner, too.
+Prints median seconds and bytes of each part, and the number of messages of all ranks.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from .memory import measure_growth
 T = TypeVar("T")
 
 ROWS, COLUMNS = 64, 64
-# What one of these tensors takes in a file, and in the file's checksum table, about.
+# Approximate bytes of a tensor's record, and of its part of the file's checksum table.
 _RECORD_BYTES = 17_536
 _SUMS_BYTES = 30
 _FILES = 2
 
 
 def state_of(rank: int, world: int, tensors: int) -> dict[str, Any]:
-    """What a rank has."""
+    """Makes the state of a rank."""
     with ranks.mesh_without_peers(world, rank) as mesh:
         local = torch.zeros(ROWS, COLUMNS)
         return {
@@ -66,16 +66,16 @@ def state_of(rank: int, world: int, tensors: int) -> dict[str, Any]:
 
 
 class Simulation:
-    """Saves of many ranks.
+    """Simulates saves of many ranks.
 
     Args:
-        world: simulated ranks.
-        tensors: of each rank.
+        world: number of simulated ranks.
+        tensors: number of tensors on each rank.
         stock: plan with torch's planner, too.
 
     Attributes:
-        messages: that all ranks have sent in a save, by its kind.
-        bytes: of these, and of the metadata.
+        messages: number of messages of all ranks in a save, by kind of save.
+        bytes: sizes of the messages and of the metadata.
     """
 
     def __init__(self, world: int, tensors: int, stock: bool) -> None:
@@ -99,7 +99,7 @@ class Simulation:
                     self.local_plans.append(self._timed("stock: local plan, each rank", local_plan))
 
     def run(self, steady: bool = False) -> None:
-        """A first save, and one that reads its metadata; then one of the unchanged state."""
+        """Saves, decodes the metadata; if `steady`, saves the unchanged state again."""
         caches = [PlanCache() for _ in range(self.world)]
         data = self._save("first", caches)
         self.bytes["metadata"] = len(data)
@@ -112,7 +112,10 @@ class Simulation:
             self._timed("stock: plan", lambda: planner.create_global_plan(self.local_plans))
 
     def measure_memory(self, steady: bool = False) -> dict[str, int]:
-        """By how many bytes this process grows in each of these, messages of all ranks included."""
+        """Returns the growth of this process in each part, in bytes.
+
+        The growth includes the messages of all ranks.
+        """
         caches = [PlanCache() for _ in range(self.world)]
         made: list[bytes] = []
         works: dict[str, Callable[[], Any]] = {
@@ -128,11 +131,11 @@ class Simulation:
         return found
 
     def medians(self) -> dict[str, float]:
-        """Seconds of each part."""
+        """Returns the median seconds of each part."""
         return {part: statistics.median(seconds) for part, seconds in self.seconds.items()}
 
     def _save(self, kind: str, caches: list[PlanCache]) -> bytes:
-        """The metadata. As save_state goes about it, with the ranks one by one."""
+        """Does the steps of save_state for one rank after another; returns the metadata."""
         self._saves += 1
         prefix = f"save/{self._saves}"
         over = [
@@ -211,7 +214,7 @@ def _local_plan(state: dict[str, Any]) -> SavePlan:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Prints the parts, and returns what is written to ``--out``."""
+    """Prints the parts; returns the content of ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=300, help="of each rank (default 300)")

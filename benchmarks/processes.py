@@ -1,8 +1,8 @@
-"""What a process and all processes below it take together: processor time and memory.
+"""Measures the processor time and the memory of a process and its descendants together.
 
-Memory is the sum of the proportional set sizes of all that is no file: a page that several of the
-processes have in common counts once. `python -m benchmarks.processes PID` watches a process from
-outside, on no thread of that: it answers each line on its stdin with a line of JSON.
+Memory is the sum of proportional set sizes without mapped files, so a page that several of these
+processes share counts once. `python -m benchmarks.processes PID` watches process PID from another
+process, and answers each line on stdin with a line of JSON.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import IO
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-# Of a line of /proc/PID/stat, counted from behind the command's name in parentheses.
+# Fields of /proc/PID/stat, counted from the first after the command's name in parentheses.
 _STATE, _PARENT, _TICKS = 0, 1, slice(11, 15)
-# Of /proc/PID/smaps_rollup. Not files: processes that have nothing to do with it share their code.
+# Lines of /proc/PID/smaps_rollup. Files are left out: unrelated processes share their code.
 _KINDS = ("Pss_Anon:", "Pss_Shmem:")
 _PERIOD_S = 0.01
 _START, _STOP = "start", "stop"
@@ -30,14 +30,14 @@ _START, _STOP = "start", "stop"
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that was seen: bytes of all processes together, and how many these were."""
+    """The highest values seen: bytes of all processes together, and number of processes."""
 
     bytes: int
     processes: int
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of a process; None where it has gone."""
+    """Returns the fields of a process after its name; None if it has ended."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -46,7 +46,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def tree(root: int) -> list[int]:
-    """The ids of a process and of all processes below it that run."""
+    """Returns the ids of a process and of its running descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
@@ -61,9 +61,9 @@ def tree(root: int) -> list[int]:
 
 
 def cpu_seconds(root: int) -> float:
-    """User and system seconds of these processes and of those that they have waited for.
+    """Returns user and system seconds of a process, its descendants, and children they reaped.
 
-    The kernel counts in ticks of 10 ms, for each process.
+    The kernel counts in ticks of 10 ms for each process.
     """
     ticks = 0
     for pid in tree(root):
@@ -83,12 +83,12 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def memory_bytes(root: int) -> int:
-    """Bytes that these processes have resident, with what they share counted once."""
+    """Returns the resident bytes of a process and its descendants; shared pages count once."""
     return sum(map(_proportional_bytes, tree(root)))
 
 
 class Watcher:
-    """Watches this process from another one. Not thread-safe: one thread uses it."""
+    """Watches this process from another process. Not thread-safe."""
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests = requests
@@ -99,17 +99,17 @@ class Watcher:
         return Peak(**json.loads(self._answers.readline()))
 
     def start(self) -> None:
-        """Returns when watching has begun."""
+        """Starts to watch; returns when the watcher has begun."""
         self._ask(_START)
 
     def stop(self) -> Peak:
-        """Returns what was seen since `start`."""
+        """Returns the peak since `start`."""
         return self._ask(_STOP)
 
 
 @contextmanager
 def watcher() -> Iterator[Watcher]:
-    """A watcher of this process that lives until the context ends."""
+    """Starts a process that watches this process until the context ends."""
     command = [sys.executable, "-m", f"{__package__}.processes", str(os.getpid())]
     with subprocess.Popen(
         command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -117,11 +117,10 @@ def watcher() -> Iterator[Watcher]:
         assert process.stdin is not None
         assert process.stdout is not None
         yield Watcher(process.stdin, process.stdout)
-        # It ends with its input.
-        process.stdin.close()
+        process.stdin.close()  # ends the watcher
 
 
-def _look(root: int, before: Peak) -> Peak:
+def _update_peak(root: int, before: Peak) -> Peak:
     watched = [pid for pid in tree(root) if pid != os.getpid()]
     return Peak(
         bytes=max(before.bytes, sum(map(_proportional_bytes, watched))),
@@ -130,7 +129,7 @@ def _look(root: int, before: Peak) -> Peak:
 
 
 def main() -> None:
-    """Watches the process that is named in the arguments, until stdin ends."""
+    """Watches the process whose id is the argument, until stdin ends."""
     root = int(sys.argv[1])
     peak = Peak(0, 0)
     watching = False
@@ -143,7 +142,7 @@ def main() -> None:
             watching = request == _START
             peak = Peak(0, 0) if watching else peak
         if watching or readable:
-            peak = _look(root, peak)
+            peak = _update_peak(root, peak)
         if readable:
             print(json.dumps(asdict(peak)), flush=True)
 

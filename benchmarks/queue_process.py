@@ -1,8 +1,8 @@
 """The fresh process in which queue_saves measures: `python -m benchmarks.queue_process`.
 
-A worker that is spawned from it imports this module first, as it would a training script. So this
-one imports next to nothing, and it is where the worker's torch.cuda is made harmless: before any
-code of the worker's own has run.
+A worker that this process spawns imports this module first, as it would import a training script.
+So the module imports almost nothing, and replaces the functions of torch.cuda in a worker before
+the worker's own code runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import multiprocessing
 
 
 def _is_manager() -> bool:
-    """Whether this is the server of a queue, which by itself has no need of torch."""
+    """True if this process is the server of a queue, which does not need torch."""
     return multiprocessing.current_process().name.startswith("SyncManager")
 
 

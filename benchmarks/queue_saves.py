@@ -1,9 +1,9 @@
 """Times saves as Megatron makes them: a plan, a request to a queue, and a poll at every step.
 
-All of one contender's saves in a round are made by fresh processes, one for each rank: a first
-one, for which workers are started and memory is made, and later ones. Two more saves are not
-timed: beside one of them memory is watched from outside, and after the call of the other the state
-is changed, to see which state was saved.
+Fresh processes, one for each rank, make all saves of a contender in a round. The first save starts
+workers and makes memory; later saves reuse them. Two more saves are not timed: during one of them
+another process watches the memory, and after the call of the other the state is changed, to check
+that the snapshot was saved.
 
 queue_process is the process; it prints one JSON object.
 """
@@ -38,27 +38,27 @@ from torch.distributed.checkpoint.planner import SavePlan
 import torch_ckpt
 
 from . import fresh_process, no_cuda, peers, processes, states
-from .background import MOST_SAVES_PER_SAMPLE
+from .background import MAX_SAVES_PER_SAMPLE
 from .contenders import SAVERS, Kind
 from .measure import Sample, settle
 from .peers import Peer
 from .states import State
 from .training import Training, one_thread
 
-#: Files that a rank writes.
+#: Number of files that a rank writes.
 THREAD_COUNT = 2
-# A chunk of the engine's for each, of which a part may stay unused.
+# One chunk of the engine for each file, whose last chunk may be partly unused.
 _SPARE_BYTES = 4 << 20
-#: How torch hands small tensors to a worker. By default each takes a file descriptor on both sides.
+#: torch's strategy to share small tensors with a worker. The default needs a file descriptor for
+#: each tensor on both sides.
 SHARING_OF_SMALL = "file_system"
 _WARM_UP_STEPS = 10
-# Ten microseconds; of what takes less, a tenth of one.
-_DIGITS, _FINE_DIGITS = 5, 7
+_DIGITS, _FINE_DIGITS = 5, 7  # ten microseconds; a tenth of a microsecond for short times
 
 
 @dataclass(frozen=True)
 class Api:
-    """What Megatron's checkpointing uses of a package."""
+    """The classes and functions of a package that Megatron's checkpointing uses."""
 
     writer: Callable[..., Any]
     request: Callable[..., Any]
@@ -78,8 +78,8 @@ def _ours() -> Api:
     )
 
 
-def _api_of(package: str, queue_module: str) -> Api:
-    """Of a package whose modules have the names that they have in both peers."""
+def _peer_api(package: str, queue_module: str) -> Api:
+    """Imports the API of a peer. Both peers use the same module names, except for the queue."""
     queue = importlib.import_module(f"{package}.{queue_module}")
     writer = importlib.import_module(f"{package}.filesystem_async")
     saver = importlib.import_module(f"{package}.state_dict_saver")
@@ -97,8 +97,8 @@ class QueueSaver:
     """One way to save through a queue.
 
     Args:
-        copies: the caller copies the tensors first and hands the copies over.
-        warms_up: the caller warms the queue up, and waits for that, before its first save.
+        copies: the caller clones the tensors and saves the clones.
+        warms_up: before its first save the caller warms up the queue and waits for the end.
     """
 
     label: str
@@ -109,8 +109,8 @@ class QueueSaver:
     warms_up: bool = False
 
 
-_nvrx = partial(_api_of, "nvidia_resiliency_ext.checkpointing.async_ckpt", "core")
-_mcore = partial(_api_of, "megatron.core.dist_checkpointing.strategies", "async_utils")
+_nvrx = partial(_peer_api, "nvidia_resiliency_ext.checkpointing.async_ckpt", "core")
+_mcore = partial(_peer_api, "megatron.core.dist_checkpointing.strategies", "async_utils")
 SAVERS_BY_QUEUE: dict[str, QueueSaver] = {
     "ours": QueueSaver("torch_ckpt.megatron", "ours", _ours),
     "ours_warm": QueueSaver("torch_ckpt.megatron, warmed up", "ours", _ours, warms_up=True),
@@ -126,11 +126,11 @@ SAVERS_BY_QUEUE: dict[str, QueueSaver] = {
 class QueueSave:
     """One save of one rank, in seconds.
 
-    `call_s` is from its start until the queue has taken the request, with a copy of the state where
-    one is made; `plan_s` and `schedule_s` are parts of it. `durable_s` is from the start until the
-    poll that finalized has returned, `finalize_s` the part of that poll in the finalize function.
-    `polls` are the others, which found it unfinished. Steps are pairs of start and end, since the
-    start of the call.
+    `call_s` is the time from the start of the call until the queue has accepted the request,
+    including the clone of the state, if any; `plan_s` and `schedule_s` are parts of it.
+    `durable_s` is the time from the start of the call until the finalizing poll has returned;
+    `finalize_s` is that poll's time in the finalize function. `polls` are the polls that found the
+    save unfinished. Steps are pairs of start and end since the start of the call.
     """
 
     rank: int
@@ -147,14 +147,14 @@ class QueueSave:
 
 @dataclass(frozen=True)
 class QueueSample(Sample):
-    """The saves of one contender in one round. Of several ranks the slowest one's seconds count.
+    """The saves of one contender in one round. Seconds are those of the slowest rank.
 
-    Fields that begin with `first` are of the first save of the processes, the others medians over
-    later ones; `wall_s` is `durable_s`. `stall_s` is all that training stands still for: the call,
-    the polls and the finalization. The ratios are those of a BackgroundSample. `cpu_s` and
-    `memory_bytes` (beyond what there was before the first save) are of all ranks and all processes
-    that they have started, `processes` counts the latter. `kept` tells whether a change of the
-    state after the call stayed out of the checkpoint.
+    Fields that begin with `first` describe the first save of the processes; other fields are
+    medians over later saves. `wall_s` equals `durable_s`. `stall_s` is the time for which training
+    stops: the call, the polls and the finalization. The ratios are as in BackgroundSample. `cpu_s`
+    and `memory_bytes` (growth since before the first save) are of all ranks and of the processes
+    that they started; `processes` is the number of the started ones. `kept` is True if a change of
+    the state after the call did not reach the checkpoint.
     """
 
     first_call_s: float
@@ -178,11 +178,11 @@ class QueueSample(Sample):
 
 @dataclass(frozen=True)
 class Work:
-    """What each process saves, and how often.
+    """The state and the number of saves of each process.
 
-    `size` is that of the training state in bytes, over all ranks; where there are `small` tensors
-    these are saved instead of it. After its first save a process makes `later_saves`, and more
-    where fewer than `least_steps` ran beside these; `idle_steps` are timed before each.
+    `size` is the training state of all ranks in bytes. If `small` is not 0, so many small tensors
+    are saved instead. After its first save a process makes `later_saves` saves, or more until
+    `least_steps` training steps ran during them. `idle_steps` are timed before each save.
     """
 
     size: int
@@ -193,7 +193,7 @@ class Work:
     least_steps: int
 
     def state(self, rank: int, world: int) -> State:
-        """This rank's part, by flat names of its own, as Megatron hands it to the planner."""
+        """Makes this rank's part, with flat names of its own, as in Megatron."""
         if self.small:
             state = states.small_tensors_state(self.small // world, seed=rank)
         else:
@@ -202,13 +202,13 @@ class Work:
 
 
 class WrongSaveError(RuntimeError):
-    """A contender did not save what it was timed for."""
+    """A contender did not write the checkpoint that it was timed for."""
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner with Megatron's settings, the same for all contenders.
+    """torch's planner with Megatron's settings, for all contenders.
 
-    Names are flat, and each rank turns its own plan into what it writes.
+    Names are flat, and each rank makes its own plan.
     """
 
     can_run_decentralized_global_plan = True
@@ -220,8 +220,8 @@ class _Planner(DefaultSavePlanner):
         return local_plan
 
 
-class _Bench:
-    """One rank's saves by one contender, one at a time."""
+class _RankSaves:
+    """Makes one rank's saves by one contender, one at a time."""
 
     def __init__(self, saver: QueueSaver, work: Work, directory: Path) -> None:
         self._saver = saver
@@ -236,7 +236,7 @@ class _Bench:
         self._queue = self._api.queue(persistent=True)
 
     def warm_up(self) -> None:
-        """Makes memory for snapshots, where the saver does; returns when it is there."""
+        """Reserves the memory for snapshots and waits for it, if the saver warms up."""
         if self._saver.warms_up:
             size = states.payload_bytes(self.state) + THREAD_COUNT * _SPARE_BYTES
             self._api.queue.warmup_persistent_caller(self._rank, reserve_bytes=size)
@@ -267,7 +267,7 @@ class _Bench:
     def save(
         self, *, idle_steps: int = 0, after_call: Callable[[], object] = lambda: None
     ) -> QueueSave:
-        """One save, with steps before it, and `after_call` between the call and the first step."""
+        """Times one save after `idle_steps` steps. Calls `after_call` before the next step."""
         self._prepare()
         idle = [self._step() for _ in range(idle_steps)]
         finalized = [0.0, 0.0]
@@ -277,7 +277,7 @@ class _Bench:
         began = time.perf_counter()
         writer = self._api.writer(self._target, thread_count=THREAD_COUNT)
         planned = self._api.plan(state, writer, None, 0, planner=_Planner())
-        # megatron-core returns more beside it, and nvidia-resiliency-ext only this.
+        # megatron-core returns a tuple with the result, nvidia-resiliency-ext the result.
         result = planned[0] if isinstance(planned[0], tuple) else planned
         del state
 
@@ -305,7 +305,7 @@ class _Bench:
             if done:
                 break
             polls.append(durable - poll_start)
-        # Ticks are coarser than the clock of the steps.
+        # CPU time has ticks of 10 ms, so the difference may be negative.
         cpu = max(0.0, processes.cpu_seconds(os.getpid()) - cpu_before - trained)
         dist.barrier()
         self._check()
@@ -327,21 +327,21 @@ class _Bench:
         )
 
     def saves(self) -> list[QueueSave]:
-        """All that are timed. Every rank makes as many."""
+        """Makes all timed saves. Every rank makes the same number."""
         saves = [self.save(idle_steps=self._work.idle_steps)]
         seen = 0
         while len(saves) <= self._work.later_saves or (
-            seen < self._work.least_steps and len(saves) <= MOST_SAVES_PER_SAMPLE
+            seen < self._work.least_steps and len(saves) <= MAX_SAVES_PER_SAMPLE
         ):
             saves.append(self.save(idle_steps=self._work.idle_steps))
-            # Ranks that counted for themselves would not agree.
+            # Ranks count different numbers of steps, so rank 0 decides.
             steps = torch.tensor(sum(len(save.steps) for save in saves[1:]))
             dist.broadcast(steps, 0)
             seen = int(steps)
         return saves
 
-    def keeps_the_state_of_the_call(self) -> bool:
-        """Whether what is done to the tensors after the call stays out of the checkpoint."""
+    def keeps_snapshot(self) -> bool:
+        """True if a change of the tensors after the call does not reach the checkpoint."""
         expected = _clone(self.state)
 
         def change() -> None:
@@ -353,13 +353,12 @@ class _Bench:
         try:
             torch_ckpt.load(loaded, self._target)
         except CheckpointException:
-            # Changed between the checksum and the write: nobody's state.
-            return False
+            return False  # changed between the checksum and the write
         return states.first_difference(expected, loaded) is None
 
 
 def _clone(state: State) -> State:
-    """A flat state whose tensors are copies."""
+    """Clones the tensors of a flat state."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
@@ -375,21 +374,21 @@ def _group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _own_memory() -> int:
+def _measure_memory() -> int:
     gc.collect()
-    # Freed memory that malloc keeps would be counted as there before and hide as much growth.
+    # Freed memory that malloc keeps would count as used before, and hide as much growth.
     ctypes.CDLL(None).malloc_trim(0)
     return processes.memory_bytes(os.getpid())
 
 
 def main() -> None:
-    """Measures one contender in this process, which is one rank and leads its process group."""
+    """Measures one contender in this process: one rank, and the leader of its process group."""
     try:
         _measure()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        # An interpreter that ends would wait for its workers, which after a failure nobody ends.
+        # A normal exit would wait for the workers, which do not end after a failure.
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
@@ -413,24 +412,24 @@ def _measure() -> None:
             SHARING_OF_SMALL
         )
     with _group(), one_thread():
-        # What torch imports and caches at its first save is nobody's own.
+        # torch's imports and caches of a first save must not count for a contender.
         warm_up = path / f"warm-up-{dist.get_rank()}"
         SAVERS["stock_1"].save(states.small_tensors_state(2), warm_up)
-        bench = _Bench(saver, work, path)
-        before = _own_memory()
-        bench.warm_up()
-        saves = bench.saves()
+        rank_saves = _RankSaves(saver, work, path)
+        before = _measure_memory()
+        rank_saves.warm_up()
+        saves = rank_saves.saves()
         with processes.watcher() as watcher:
             watcher.start()
-            bench.save()
+            rank_saves.save()
             peak = watcher.stop()
-        kept = bench.keeps_the_state_of_the_call()
-        bench.close()
+        kept = rank_saves.keeps_snapshot()
+        rank_saves.close()
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
     measured = {
-        "bytes": states.payload_bytes(bench.state),
+        "bytes": states.payload_bytes(rank_saves.state),
         "memory_bytes": peak.bytes - before,
         "processes": peak.processes - 1,
         "kept": kept,
@@ -443,18 +442,18 @@ def _lengths(steps: Sequence[Sequence[float]]) -> list[float]:
     return [end - start for start, end in steps]
 
 
-def _of_saves(traces: Sequence[QueueSave], what: Callable[[QueueSave], float]) -> float:
-    """The median over the saves, each of which is as slow as its slowest rank."""
+def _median_of_slowest(traces: Sequence[QueueSave], what: Callable[[QueueSave], float]) -> float:
+    """Returns the median over the saves of the slowest rank's time."""
     ranks = sorted({trace.rank for trace in traces})
     by_rank = [[what(trace) for trace in traces if trace.rank == rank] for rank in ranks]
     slowest: list[float] = [max(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
     return statistics.median(slowest)
 
 
-def sample_of(
+def summarize(
     name: str, measured: Sequence[dict[str, Any]], *, round_index: int, position: int
 ) -> QueueSample:
-    """What the processes of all ranks printed, as one sample."""
+    """Makes one sample of the output of all ranks."""
     by_rank = [[QueueSave(**save) for save in rank["saves"]] for rank in measured]
     first = [saves[0] for saves in by_rank]
     later = [save for saves in by_rank for save in saves[1:]]
@@ -465,7 +464,7 @@ def sample_of(
     def cpu(saves: Sequence[QueueSave]) -> float:
         return sum(save.cpu_s for save in saves)
 
-    durable = _of_saves(later, lambda save: save.durable_s)
+    durable = _median_of_slowest(later, lambda save: save.durable_s)
     return QueueSample(
         contender=name,
         round=round_index,
@@ -473,15 +472,15 @@ def sample_of(
         wall_s=durable,
         cpu_s=cpu(later) / (len(later) / len(measured)),
         bytes=sum(rank["bytes"] for rank in measured),
-        first_call_s=_of_saves(first, lambda save: save.call_s),
-        first_durable_s=_of_saves(first, lambda save: save.durable_s),
+        first_call_s=_median_of_slowest(first, lambda save: save.call_s),
+        first_durable_s=_median_of_slowest(first, lambda save: save.durable_s),
         first_cpu_s=cpu(first),
-        call_s=_of_saves(later, lambda save: save.call_s),
-        plan_s=_of_saves(later, lambda save: save.plan_s),
-        schedule_s=_of_saves(later, lambda save: save.schedule_s),
-        finalize_s=_of_saves(later, lambda save: save.finalize_s),
+        call_s=_median_of_slowest(later, lambda save: save.call_s),
+        plan_s=_median_of_slowest(later, lambda save: save.plan_s),
+        schedule_s=_median_of_slowest(later, lambda save: save.schedule_s),
+        finalize_s=_median_of_slowest(later, lambda save: save.finalize_s),
         poll_s=statistics.median(polls) if polls else None,
-        stall_s=_of_saves(later, lambda save: save.durable_s - sum(_lengths(save.steps))),
+        stall_s=_median_of_slowest(later, lambda save: save.durable_s - sum(_lengths(save.steps))),
         durable_s=durable,
         steps=len(beside),
         step_median_ratio=statistics.median(beside) / statistics.median(idle),
@@ -496,7 +495,7 @@ def sample_of(
 def sample_in_fresh_processes(
     name: str, work: Work, directory: Path, *, world: int, round_index: int, position: int
 ) -> QueueSample:
-    """One contender's saves of one round, by `world` ranks."""
+    """Samples one contender's saves in one round, on `world` ranks."""
     arguments = [name, "--work", json.dumps(asdict(work)), "--dir", str(directory.resolve())]
     measured = fresh_process.run_ranks("queue_process", arguments, world)
-    return sample_of(name, measured, round_index=round_index, position=position)
+    return summarize(name, measured, round_index=round_index, position=position)

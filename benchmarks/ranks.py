@@ -1,8 +1,8 @@
 """Saves and loads by several ranks at once.
 
-A rank is a process of this machine in a gloo group, with one thread for torch's operators as
-torchrun sets it. All are forked from a process that has imported torch and done nothing else, since
-eight imports of torch would take longer than what is measured.
+A rank is a process on this machine in a gloo group, with one thread for torch's operators, as under
+torchrun. Ranks are forked from a process that has only imported torch, because eight imports of
+torch would take longer than the measurement.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _SAMPLES = "samples.json"
 
 @dataclass(frozen=True)
 class Content:
-    """The state that all ranks make for themselves: `size` bytes in all, or on each if not sharded.
+    """The state that each rank makes.
 
-    Sharded, each holds its rows of states.uneven_state; else each holds a whole training state.
+    If `sharded`, each rank has its rows of a states.uneven_state of `size` bytes. Otherwise each
+    rank has a complete training state of `size` bytes.
     """
 
     size: int
@@ -44,7 +45,7 @@ class Content:
     sharded: bool
 
     def state(self) -> State:
-        """This rank's state."""
+        """Makes this rank's state."""
         if not self.sharded:
             return states.training_state(self.size, self.tensors)
         whole = states.uneven_state(self.size, max(1, self.tensors // 2))
@@ -53,7 +54,7 @@ class Content:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """A contender: which of RANK_LOADERS loads what."""
+    """A contender: `loader`, a name in RANK_LOADERS, loads the checkpoint at `path`."""
 
     contender: str
     loader: str
@@ -62,9 +63,9 @@ class RankLoad:
 
 @contextmanager
 def mesh_without_peers(world: int, rank: int) -> Iterator[DeviceMesh]:
-    """The mesh as one of `world` ranks sees it, in this process and without the others.
+    """Yields the mesh of `world` ranks as rank `rank` sees it, without other processes.
 
-    DTensors on it are sharded as they would be there. Collectives do nothing.
+    DTensors on it are sharded as on that rank. Collectives do nothing.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -74,7 +75,7 @@ def mesh_without_peers(world: int, rank: int) -> Iterator[DeviceMesh]:
 
 
 def save(world: int, content: Content, paths: dict[str, Path]) -> None:
-    """Saves the state by `world` ranks, to a path for each of RANK_SAVERS that is named."""
+    """Saves the state on `world` ranks. `paths` has a path for each name in RANK_SAVERS to use."""
     run(world, partial(_save, content, paths))
 
 
@@ -87,14 +88,14 @@ def load(
     cold: bool,
     directory: Path,
 ) -> list[ReadSample]:
-    """Loads alternately by `world` ranks. `directory` is for what the ranks have to tell.
+    """Times the loads alternately on `world` ranks, which write their samples to `directory`.
 
     Raises:
-        CacheStateError: the files cannot be brought into the page cache, or out of it if `cold`.
+        CacheStateError: the files cannot be read into the page cache, or evicted if `cold`.
     """
     set_cache = pagecache.evict if cold else pagecache.warm
     for entry in loads:
-        # Sooner than it takes to start the ranks.
+        # Fail before the ranks start.
         set_cache(_files(entry.path))
     run(world, partial(_load, content, loads, rounds, set_cache, directory))
     return [ReadSample(**entry) for entry in json.loads((directory / _SAMPLES).read_text())]
@@ -105,15 +106,15 @@ def _files(path: Path) -> list[Path]:
 
 
 def run(world: int, work: Callable[[], None]) -> None:
-    """Does some work on each of `world` ranks, every one a fresh process.
+    """Calls `work` on each of `world` ranks, which are fresh processes.
 
     Raises:
-        CacheStateError: it was raised on a rank.
-        ProcessRaisedException: something else was.
+        CacheStateError: a rank raised it.
+        ProcessRaisedException: a rank raised another exception.
     """
-    # The first DTensor imports torch._dynamo, which takes a rank as long as all else together.
+    # The first DTensor imports torch._dynamo, which takes as long as all other work of a rank.
     multiprocessing.set_forkserver_preload(["benchmarks.ranks", "torch._dynamo"])
-    # As torchrun's agent does it: the store outlives every rank.
+    # As under torchrun, the store outlives every rank.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         _ADDRESS, 0, is_master=True, wait_for_workers=False
     )
@@ -122,7 +123,7 @@ def run(world: int, work: Callable[[], None]) -> None:
             _on_rank, (world, store.port, work), nprocs=world, start_method="forkserver"
         )
     except ProcessRaisedException as error:
-        # All that comes from a rank is its traceback.
+        # The exception of a rank arrives only as the text of its traceback.
         if pagecache.CacheStateError.__name__ in str(error):
             raise pagecache.CacheStateError(str(error).strip().splitlines()[-1]) from error
         raise
@@ -170,7 +171,7 @@ def _load(
             set_cache(_files(path))
 
     def check(label: str) -> None:
-        # Nobody touches the page cache before all have loaded.
+        # No rank changes the page cache before all ranks have loaded.
         dist.barrier()
         difference = states.first_difference(expected, target)
         if difference is not None:
@@ -190,7 +191,7 @@ def _load(
             )
         )
     for contender in entries:
-        # Imports, thread pools, connections between the ranks.
+        # Warm up imports, thread pools and connections between the ranks.
         contender.run()
     own = measure_alternately(
         entries,
@@ -203,12 +204,12 @@ def _load(
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)
     if first:
-        merged = [asdict(_merged(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
+        merged = [asdict(_merge(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
         (directory / _SAMPLES).write_text(json.dumps(merged))
 
 
-def _merged(of_ranks: Sequence[ReadSample]) -> ReadSample:
-    """One sample of what all ranks did together."""
+def _merge(of_ranks: Sequence[ReadSample]) -> ReadSample:
+    """Merges the samples of all ranks: sums of bytes and CPU seconds, and the longest time."""
     return ReadSample(
         contender=of_ranks[0].contender,
         round=of_ranks[0].round,

@@ -1,11 +1,10 @@
-"""What ``check_replicas`` adds to a save of tensors that all ranks have alike.
+"""Measures the cost of ``check_replicas`` in a save of tensors that are identical on all ranks.
 
     python -m benchmarks.replica_checksums --rounds 9
 
-Two ranks of gloo save 2 GB in 100 plain tensors, and 20,000 tensors of 1 KiB, by
-``torch_ckpt.save``. Each round saves with every mode, in turning order. A ratio is that of a mode's
-seconds to those of "off" in the same round. CPU seconds are those of rank 0. Prints one JSON
-object.
+Two gloo ranks save 2 GB in 100 plain tensors, and 20,000 tensors of 1 KiB, by ``torch_ckpt.save``.
+Each round saves with every mode, starting with another mode. A ratio is a mode's seconds divided by
+the seconds of "off" in the same round. CPU seconds are rank 0's. Prints one JSON object.
 """
 
 from __future__ import annotations

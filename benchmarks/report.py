@@ -1,4 +1,4 @@
-"""Makes tables, charts and the numbers of documents: ``python -m benchmarks.report``."""
+"""Makes tables, charts and the blocks of numbers in documents: ``python -m benchmarks.report``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from . import results as results_module
 from .memory import LOAD_PREFIX, MEASURED_BACKGROUND_SAVERS
 from .results import Comparison, Group, Results
 
-# The groups whose charts docs/benchmarks.md shows; the others lie beside them.
+# The charts in docs/benchmarks.md. Those of other groups are only written.
 HEADLINE_CHARTS = ("save", "load_warm", "small_save")
 ASYNC_CHARTS = (charts.TIMELINE, "async")
 QUEUE_CHARTS = ("megatron",)
 LOADING_CHARTS = ("load_warm", "load_cold", "partial_cold", "reshard_cold", "replicas_cold")
-# By the first part of their names.
+# First parts of the names of the groups.
 LOADING_GROUPS = ("load", "partial", "reshard", "replicas")
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_from: int) -> str:
-    """A markdown table whose columns from `numeric_from` on are aligned to the right."""
+    """Formats a markdown table. Columns from `numeric_from` on are aligned to the right."""
     rule = ["---" if column < numeric_from else "---:" for column in range(len(header))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
 
@@ -267,7 +267,7 @@ def _table_with_targets(comparisons: Sequence[Comparison]) -> str:
 
 
 def full_report(results: Results) -> str:
-    """Every comparison with its target and every contender, in markdown."""
+    """Formats every comparison with its target, and every contender, in markdown."""
     paragraphs = _introduction(results, results.groups, quotable=results.representative)
     if results.comparisons:
         paragraphs.append(_table_with_targets(results.comparisons))
@@ -278,15 +278,15 @@ def full_report(results: Results) -> str:
 
 @dataclass(frozen=True)
 class _Number:
-    """A row of the README: seconds of torch_ckpt beside stock torch's two settings.
+    """A row of the README's table: seconds of torch_ckpt and of two settings of stock torch.
 
     Attributes:
         group: name of the group of contenders.
-        work: title of the row, behind the size of the group's state.
-        quantity: attribute of a sample that is compared, in seconds.
-        ours: contender that the ratios compare with stock.
-        default: contender of stock as it comes.
-        stock: prefix of the names of all contenders of stock; the fastest is stock at its best.
+        work: title of the row; ``{}`` stands for the size of the group's state.
+        quantity: attribute of a sample to compare, in seconds.
+        ours: contender of torch_ckpt to compare with stock.
+        default: contender that is stock's default.
+        stock: prefix of the names of all stock contenders; the fastest is stock's best setting.
         also: another contender of torch_ckpt whose seconds the row shows.
     """
 
@@ -354,7 +354,7 @@ def _number_groups(results: Results) -> list[Group]:
 
 
 def numbers_block(results: Results, image_links: Sequence[str] = ()) -> str:
-    """Four numbers of torch_ckpt, each beside stock as it comes and stock at its best."""
+    """Formats four numbers of torch_ckpt, each with stock's default and stock's best setting."""
     rows = [
         _number_row(number, group)
         for number, group in zip(_NUMBERS, _number_groups(results), strict=True)
@@ -368,7 +368,7 @@ def numbers_block(results: Results, image_links: Sequence[str] = ()) -> str:
 
 
 def missed_block(results: Results, image_links: Sequence[str] = ()) -> str:
-    """The comparisons that miss their targets, as a table."""
+    """Formats the comparisons that miss their targets as a table."""
     rows = [
         [
             entry.work,
@@ -385,7 +385,7 @@ def missed_block(results: Results, image_links: Sequence[str] = ()) -> str:
 
 
 def headline_block(results: Results, image_links: Sequence[str] = ()) -> str:
-    """The headline comparisons and charts, in markdown."""
+    """Formats the headline comparisons and charts in markdown."""
     rows = [_comparison_row(entry) for entry in results.comparisons if entry.headline]
     paragraphs = _introduction(results, results.groups, quotable=results.representative)
     paragraphs.append(_table(_COMPARISON_HEADER, rows, numeric_from=4))
@@ -410,7 +410,7 @@ def _loading_groups(results: Results) -> list[Group]:
 
 
 def async_block(results: Results, image_links: Sequence[str] = ()) -> str:
-    """All about saves beside training, in markdown: targets, tables, images."""
+    """Formats everything about background saves in markdown: targets, tables, images."""
     groups = _async_groups(results)
     about_memory = {
         f"memory.{name}{suffix}"
@@ -430,7 +430,7 @@ def async_block(results: Results, image_links: Sequence[str] = ()) -> str:
 
 
 def queue_block(results: Results, image_links: Sequence[str] = ()) -> str:
-    """All about saves in Megatron's flow, in markdown: tables, comparisons, images."""
+    """Formats everything about Megatron's saves in markdown: tables, comparisons, images."""
     groups = _queue_groups(results)
     names = {group.name for group in groups}
     rows = [
@@ -447,7 +447,7 @@ def queue_block(results: Results, image_links: Sequence[str] = ()) -> str:
 
 
 def manager_block(results: Results, image_links: Sequence[str] = ()) -> str:
-    """What a manager costs, in markdown: targets and a table."""
+    """Formats the cost of a manager in markdown: targets and a table."""
     groups = _manager_groups(results)
     names = {group.name for group in groups}
     comparisons = [entry for entry in results.comparisons if entry.key.split(".")[0] in names]
@@ -459,7 +459,7 @@ def manager_block(results: Results, image_links: Sequence[str] = ()) -> str:
 
 
 def loading_block(results: Results, image_links: Sequence[str] = ()) -> str:
-    """All about loads, in markdown: targets, crossovers, tables, images."""
+    """Formats everything about loads in markdown: targets, crossovers, tables, images."""
     groups = _loading_groups(results)
     names = {group.name for group in groups}
     comparisons = [
@@ -476,19 +476,19 @@ def loading_block(results: Results, image_links: Sequence[str] = ()) -> str:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Block:
     """A block of a document that a result fills.
 
     Attributes:
         marker: name of the block in the document's comments.
-        groups: returns the groups that the block shows, or nothing if one of them is missing.
-        block: makes the text.
+        groups: returns the groups that the block shows, or an empty list if one is missing.
+        render: makes the text.
         charts: names of the charts that the block shows.
     """
 
     marker: str
     groups: Callable[[Results], list[Group]]
-    block: Callable[[Results, Sequence[str]], str]
+    render: Callable[[Results, Sequence[str]], str]
     charts: Sequence[str] = ()
 
     @property
@@ -504,28 +504,28 @@ def _headline_groups(results: Results) -> list[Group]:
     return results.groups if results.representative else []
 
 
-SUBJECTS = (
-    _Subject("benchmark-numbers", _number_groups, numbers_block),
-    _Subject("benchmark-missed", _number_groups, missed_block),
-    _Subject("benchmark-headline", _headline_groups, headline_block, HEADLINE_CHARTS),
-    _Subject("benchmark-async", _async_groups, async_block, ASYNC_CHARTS),
-    _Subject("benchmark-megatron", _queue_groups, queue_block, QUEUE_CHARTS),
-    _Subject("benchmark-manager", _manager_groups, manager_block),
-    _Subject("benchmark-loading", _loading_groups, loading_block, LOADING_CHARTS),
+BLOCKS = (
+    _Block("benchmark-numbers", _number_groups, numbers_block),
+    _Block("benchmark-missed", _number_groups, missed_block),
+    _Block("benchmark-headline", _headline_groups, headline_block, HEADLINE_CHARTS),
+    _Block("benchmark-async", _async_groups, async_block, ASYNC_CHARTS),
+    _Block("benchmark-megatron", _queue_groups, queue_block, QUEUE_CHARTS),
+    _Block("benchmark-manager", _manager_groups, manager_block),
+    _Block("benchmark-loading", _loading_groups, loading_block, LOADING_CHARTS),
 )
 
 
-def replace_block(text: str, block: str, subject: _Subject) -> str:
-    """`text` with everything between the subject's markers replaced by `block`."""
-    head, found_begin, rest = text.partition(subject.begin)
-    _, found_end, tail = rest.partition(subject.end)
+def replace_block(text: str, content: str, block: _Block) -> str:
+    """Replaces everything between the block's markers in `text` by `content`."""
+    head, found_begin, rest = text.partition(block.begin)
+    _, found_end, tail = rest.partition(block.end)
     if not found_begin or not found_end:
-        raise ValueError(f"no {subject.begin} ... {subject.end} to replace")
-    return f"{head}{subject.begin}\n{block.strip()}\n{subject.end}{tail}"
+        raise ValueError(f"the document has no {block.begin} ... {block.end}")
+    return f"{head}{block.begin}\n{content.strip()}\n{block.end}{tail}"
 
 
 def _links(images: Mapping[str, Path], names: Sequence[str], document: Path) -> list[str]:
-    """The images' paths as seen from `document`."""
+    """Returns the paths of the images relative to `document`."""
     base = document.resolve().parent
     return [
         Path(os.path.relpath(images[name].resolve(), base)).as_posix()
@@ -540,13 +540,14 @@ def _parser() -> argparse.ArgumentParser:
         "results",
         type=Path,
         nargs="+",
-        help="JSON files of benchmarks.run; the last that has a group counts for it",
+        help="JSON files of benchmarks.run; if several have a group, the last one counts",
     )
+    parser.add_argument("--doc", type=Path, help="Markdown file whose benchmark blocks are filled")
     parser.add_argument(
-        "--doc", type=Path, help="Markdown file whose benchmark blocks the results fill"
-    )
-    parser.add_argument(
-        "--images", type=Path, default=Path("docs/images"), help="for charts (default %(default)s)"
+        "--images",
+        type=Path,
+        default=Path("docs/images"),
+        help="directory for charts (default %(default)s)",
     )
     parser.add_argument("--no-charts", action="store_true", help="tables only")
     return parser
@@ -554,23 +555,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _fill(document: Path, results: Results, images: Mapping[str, Path]) -> None:
     text = document.read_text()
-    subjects = [subject for subject in SUBJECTS if subject.begin in text]
-    if not subjects:
-        markers = " or ".join(subject.begin for subject in SUBJECTS)
+    blocks = [block for block in BLOCKS if block.begin in text]
+    if not blocks:
+        markers = " or ".join(block.begin for block in BLOCKS)
         raise SystemExit(f"{document} has none of the markers {markers}")
-    for subject in subjects:
-        if not (results.thorough and subject.groups(results)):
+    for block in blocks:
+        if not (results.thorough and block.groups(results)):
             raise SystemExit(
-                f"the results are of a trial run or lack groups of {subject.marker}; "
-                "a document quotes full runs only"
+                f"{document}: the results are of a trial run or lack groups of {block.marker}. "
+                "Pass the results of full runs."
             )
-        block = subject.block(results, _links(images, subject.charts, document))
-        text = replace_block(text, block, subject)
+        content = block.render(results, _links(images, block.charts, document))
+        text = replace_block(text, content, block)
     document.write_text(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the report, writes the charts and fills the blocks of a document."""
+    """Prints the report, writes the charts, and fills the blocks of a document."""
     options = _parser().parse_args(arguments)
     results = results_module.merged([results_module.read(file) for file in options.results])
     images = {} if options.no_charts else charts.write(results, options.images)

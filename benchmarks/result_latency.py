@@ -1,12 +1,12 @@
-"""How long a result takes from one process to another, in milliseconds.
+"""Measures the time that a result takes from one process to another, in milliseconds.
 
     python -m benchmarks.result_latency --rounds 200
 
-A forked child sends time stamps, one after the other, each when the one before has been taken; the
-receiver waits. `queue` is the queue of our writers, `manager` the queue of a multiprocessing
-manager, which Megatron-core and nvidia-resiliency-ext use. `save` is from the moment at which the
-engine of a parent has ended a save of small files to the return of a forked child's wait for its
-results. The parent's Python is busy until then. Prints one JSON object.
+A forked child sends time stamps, each after the waiting receiver has received the previous one.
+`queue` is the queue of our writers, `manager` the queue of a multiprocessing manager, which
+Megatron-core and nvidia-resiliency-ext use. `save` is the time from the end of a save of small
+files in the parent's engine until a forked child's wait for the results returns. The parent's
+Python is busy until the save ends. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ def _milliseconds_since(then: int) -> float:
     return (time.monotonic_ns() - then) / 1e6
 
 
-def through_queue(queue: Any, rounds: int) -> list[float]:
-    """From a forked child's `put` to the return of `get`."""
+def measure_queue(queue: Any, rounds: int) -> list[float]:
+    """Times from a forked child's `put` to the return of `get`."""
     reading, writing = os.pipe()
 
     def send() -> None:
         for _ in range(rounds):
             os.read(reading, 1)
-            # The receiver waits by then.
-            time.sleep(0.002)
+            time.sleep(0.002)  # until the receiver waits
             queue.put(time.monotonic_ns())
 
     child = _in_fork(send)
@@ -69,8 +68,8 @@ def through_queue(queue: Any, rounds: int) -> list[float]:
     return found
 
 
-def of_saves(rounds: int) -> list[float]:
-    """From the end of the engine's save to the return of a forked child's wait for it."""
+def measure_saves(rounds: int) -> list[float]:
+    """Times from the end of the engine's save to the return of a forked child's wait for it."""
     directory = tempfile.mkdtemp(prefix="torch_ckpt-latency-")
     opened = _core.Directory(directory)
     found = []
@@ -116,7 +115,7 @@ def _start(directory: _core.Directory, prefix: str, options: EngineOptions) -> _
 
 
 def summary(found: list[float]) -> dict[str, float]:
-    """Median, ninety-ninth percentile and most."""
+    """Returns the median, the 99th percentile and the maximum."""
     ordered = sorted(found)
     return {
         "median": round(statistics.median(ordered), 4),
@@ -126,16 +125,16 @@ def summary(found: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures all ways, and prints them."""
+    """Measures everything and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     measured = {
-        "queue": summary(through_queue(megatron.get_write_results_queue(), rounds)),
-        "save": summary(of_saves(rounds)),
+        "queue": summary(measure_queue(megatron.get_write_results_queue(), rounds)),
+        "save": summary(measure_saves(rounds)),
     }
     with multiprocessing.get_context("spawn").Manager() as manager:
-        measured["manager"] = summary(through_queue(manager.Queue(), rounds))
+        measured["manager"] = summary(measure_queue(manager.Queue(), rounds))
     described = dataclasses.asdict(machine.describe(Path.cwd()))
     print(json.dumps({"rounds": rounds, "milliseconds": measured, "machine": described}))
 

@@ -1,4 +1,4 @@
-"""The result of a run, to and from JSON: raw samples, their summaries, comparisons made of them."""
+"""The result of a run, to and from JSON: raw samples, their summaries, and comparisons."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .queue_saves import QueueSample, QueueSave
 
 FORMAT_VERSION = 1
 
-#: The groups of docs/benchmarks.md, as `--only` spells them; other pages show the rest.
+#: The groups of docs/benchmarks.md, as arguments of `--only`; other pages show other groups.
 HEADLINE_GROUPS = frozenset({"save", "load", "partial", "small", "memory"})
 
-# Fewer rounds than this say nothing on a shared disk.
+# With fewer rounds, medians on a shared disk mean nothing.
 REPRESENTATIVE_ROUNDS = 5
 _NUMBER_LISTS = re.compile(r"\[[\[\]\s\d.,eE+-]*\]")
 
 
 def readable_size(size: int) -> str:
-    """A number of bytes in decimal units, such as '2.00 GB'."""
+    """Formats a number of bytes in decimal units, such as '2.00 GB'."""
     return f"{size / 1e9:.2f} GB" if size >= 999_500_000 else f"{size / 1e6:.0f} MB"
 
 
@@ -43,7 +43,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The spread of at least one value."""
+    """Computes the spread of at least one value."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0], values[0], values[0])
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
@@ -52,7 +52,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class ContenderInfo:
-    """How a contender is shown. `kind` is 'ours', 'stock', 'peer' or 'limit'."""
+    """A contender's name, label and kind: 'ours', 'stock', 'peer' or 'limit'."""
 
     name: str
     label: str
@@ -71,30 +71,30 @@ class Group:
 
     @property
     def background(self) -> bool:
-        """Whether the samples are of saves beside training."""
+        """True if the samples are background saves."""
         return isinstance(self.samples[0], BackgroundSample)
 
     @property
     def queued(self) -> bool:
-        """Whether the samples are of saves through a queue."""
+        """True if the samples are saves through a queue."""
         return isinstance(self.samples[0], QueueSample)
 
     @property
     def of_calls(self) -> bool:
-        """Whether the samples are of many calls each."""
+        """True if each sample has many calls."""
         return isinstance(self.samples[0], CallSample)
 
     @property
     def counts_reads(self) -> bool:
-        """Whether the samples are of loads that counted the bytes they read."""
+        """True if the samples are loads that counted the bytes read."""
         return isinstance(self.samples[0], ReadSample)
 
     def has(self, contender: str) -> bool:
-        """Whether it could be measured here."""
+        """Returns True if the contender was measured."""
         return any(info.name == contender for info in self.contenders)
 
     def background_samples(self, contender: str) -> list[BackgroundSample]:
-        """A contender's samples in the order of the rounds; of saves beside training only."""
+        """Returns a contender's background saves in the order of the rounds."""
         own = [
             sample
             for sample in self.samples
@@ -103,7 +103,7 @@ class Group:
         return sorted(own, key=lambda sample: sample.round)
 
     def queue_samples(self, contender: str) -> list[QueueSample]:
-        """A contender's samples in the order of the rounds; of saves through a queue only."""
+        """Returns a contender's saves through a queue in the order of the rounds."""
         own = [
             sample
             for sample in self.samples
@@ -112,51 +112,55 @@ class Group:
         return sorted(own, key=lambda sample: sample.round)
 
     def values(self, contender: str, quantity: str) -> list[float]:
-        """A contender's 'wall_s' or another field of its samples in the order of the rounds.
+        """Returns a field of a contender's samples, such as 'wall_s', in the order of the rounds.
 
-        What a sample does not have (a ratio of steps, where none ran) is left out.
+        Omits None, for example a ratio of steps in a sample without steps.
         """
         own = sorted((s for s in self.samples if s.contender == contender), key=lambda s: s.round)
         values = [getattr(sample, quantity) for sample in own]
         return [float(value) for value in values if value is not None]
 
     def wall(self, contender: str) -> Spread:
-        """The spread of a contender's wall seconds."""
+        """Computes the spread of a contender's wall seconds."""
         return spread(self.values(contender, "wall_s"))
 
     def cpu(self, contender: str) -> Spread:
-        """The spread of a contender's CPU seconds."""
+        """Computes the spread of a contender's CPU seconds."""
         return spread(self.values(contender, "cpu_s"))
 
     def read_per_wanted(self, contender: str) -> list[float]:
-        """Bytes that a contender read per byte that it loaded; of groups that count reads only."""
+        """Returns the bytes read per byte loaded. Only for groups that count reads."""
         pairs = zip(
             self.values(contender, "read_bytes"), self.values(contender, "bytes"), strict=True
         )
         return [read / wanted for read, wanted in pairs]
 
     def fastest(self, prefix: str) -> str | None:
-        """The contender with the lowest median wall time among those whose name starts so."""
+        """Returns the contender of lowest median wall time whose name starts with `prefix`."""
         names = [info.name for info in self.contenders if info.name.startswith(prefix)]
         return min(names, key=lambda name: self.wall(name).median, default=None)
 
     def label(self, contender: str) -> str:
-        """The label of a contender."""
+        """Returns the label of a contender."""
         return next(info.label for info in self.contenders if info.name == contender)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number per round with the target its median is held to, if any.
+    """One number per round, and the target of their median, if any.
 
-    `quantity` says what the numbers are. More is better only of a 'speed' or 'staging speed', the
-    baseline's seconds per second of ours. 'bytes read' are per byte wanted. 'memory' is MiB and
-    'time in the call' and 'time per GB' milliseconds, all without a baseline; 'added time' is what
-    ours takes beyond the baseline, in milliseconds. 'step time' is that beside a save per
-    step without one. All others (such as 'CPU time', 'stall' and 'time until durable') are our
-    seconds per second of the baseline.
-    `ours` and `baseline` are labels, with the median seconds of each beside them. A headline is fit
-    for the README.
+    `quantity` defines the number:
+
+    - 'speed', 'staging speed': the baseline's seconds divided by ours. More is better only here.
+    - 'bytes read': per byte wanted.
+    - 'memory': MiB. 'time in the call', 'time per GB': milliseconds. These have no baseline.
+    - 'added time': our milliseconds minus the baseline's.
+    - 'step time': a step during a save divided by a step without a save.
+    - all others, such as 'CPU time', 'stall', 'time until durable': our seconds divided by the
+      baseline's.
+
+    `ours` and `baseline` are labels; `ours_median` and `baseline_median` are their median seconds.
+    docs/benchmarks.md shows the comparisons with `headline`.
     """
 
     key: str
@@ -172,7 +176,7 @@ class Comparison:
 
     @property
     def at_least(self) -> bool:
-        """Whether more is better."""
+        """True if more is better."""
         return self.quantity in ("speed", "staging speed")
 
     @property
@@ -182,7 +186,7 @@ class Comparison:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none."""
+        """True if the target is met; None without a target."""
         if self.target is None:
             return None
         return self.value >= self.target if self.at_least else self.value <= self.target
@@ -190,10 +194,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Crossover:
-    """From how many ranks on it is faster to read once for all than for each to read.
+    """The number of ranks from which `read_once` is faster than a read by each rank.
 
-    `world` is the smallest number of ranks of which that and every larger measured one gains, None
-    where none does; `largest` is the largest that was measured.
+    `world` is the smallest number of ranks such that `read_once` is faster for it and for every
+    larger measured number, or None. `largest` is the largest measured number.
     """
 
     work: str
@@ -202,7 +206,7 @@ class Crossover:
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The crossover as a sentence, for reports."""
         if self.world is None:
             return f"{self.work}: read_once is faster for none up to {self.largest} ranks"
         return f"{self.work}: read_once is faster from {self.world} ranks on"
@@ -210,7 +214,7 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Something that could not be measured here, and why."""
+    """A measurement that could not be made, and the reason."""
 
     what: str
     reason: str
@@ -218,7 +222,7 @@ class Skipped:
 
 @dataclass
 class Results:
-    """Everything one run found out."""
+    """All results of one run."""
 
     machine: Machine
     parameters: dict[str, Any]
@@ -230,7 +234,7 @@ class Results:
 
     @property
     def thorough(self) -> bool:
-        """Whether what was measured may be quoted: enough rounds at full size."""
+        """True if the results may be quoted: enough rounds at full size."""
         return not self.parameters["quick"] and self.parameters["rounds"] >= REPRESENTATIVE_ROUNDS
 
     @property
@@ -240,7 +244,7 @@ class Results:
         return self.thorough and (not only or only >= HEADLINE_GROUPS)
 
     def to_json(self) -> dict[str, Any]:
-        """Raw samples, and what was computed from them for readers without this module."""
+        """Returns the raw samples, and summaries for readers without this module."""
         document = asdict(self)
         for group, entry in zip(self.groups, document["groups"], strict=True):
             entry["summary"] = {
@@ -268,7 +272,7 @@ class Results:
         """Writes the JSON file and the directories above it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_json(), indent=1)
-        # A line for each number would make thousands of lines of the times of the steps.
+        # With a line for each number, the times of the steps would take thousands of lines.
         path.write_text(_NUMBER_LISTS.sub(_on_one_line, text) + "\n")
 
 
@@ -298,7 +302,7 @@ def _read_summary(group: Group, contender: str) -> dict[str, Any]:
 
 
 def _from_fields(kind: type[Any], entry: dict[str, Any]) -> Any:
-    """Makes a dataclass of the entry's fields, leaving out what was computed from them."""
+    """Makes a dataclass of the entry's fields, without the computed ones."""
     return kind(**{name: entry[name] for name in kind.__dataclass_fields__})
 
 
@@ -315,11 +319,11 @@ def _sample(entry: dict[str, Any]) -> Sample:
 
 
 def read(path: Path) -> Results:
-    """Reads what Results.write wrote. Summaries are computed anew from the raw samples."""
+    """Reads a file of Results.write. Summaries are computed again from the raw samples."""
     document = json.loads(path.read_text())
     version = document.get("format_version")
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path}: format version {version}, expected {FORMAT_VERSION}")
+        raise ValueError(f"{path}: format version is {version}, expected {FORMAT_VERSION}")
     groups = [
         Group(
             name=entry["name"],
@@ -337,24 +341,24 @@ def read(path: Path) -> Results:
         memory=[_from_fields(MemorySample, entry) for entry in document["memory"]],
         skipped=[_from_fields(Skipped, entry) for entry in document["skipped"]],
         comparisons=[_from_fields(Comparison, entry) for entry in document["comparisons"]],
-        # Results of before there were any have none.
+        # Old results have no crossovers.
         crossovers=[_from_fields(Crossover, entry) for entry in document.get("crossovers", [])],
     )
 
 
 def merged(runs: Sequence[Results]) -> Results:
-    """The groups of several runs as one; of a group in several runs the last one counts.
+    """Merges the groups of several runs. If several runs have a group, the last one counts.
 
-    Text that differs between the machines' descriptions is joined, as two dates are.
+    Texts that differ in the descriptions of the machine, such as dates, are joined.
 
     Raises:
-        ValueError: the runs are from machines of other sizes.
+        ValueError: the machines of the runs have different sizes.
     """
     if len(runs) == 1:
         return runs[0]
     machines = [asdict(run.machine) for run in runs]
     if len({(machine["cores"], machine["memory_bytes"] >> 30) for machine in machines}) > 1:
-        raise ValueError("these results are from machines of other sizes")
+        raise ValueError("the results are from machines with different cores or memory")
     machine = machines[-1] | {
         name: " and ".join(dict.fromkeys(machine[name] for machine in machines))
         for name, value in machines[-1].items()

@@ -1,7 +1,7 @@
 """Measures everything and writes one JSON file: ``python -m benchmarks.run``.
 
-All contenders of a group alternate within each round. The numbers mean something only on a machine
-that is idle otherwise; --quick checks that the benchmark works and measures nothing worth quoting.
+All contenders of a group run in each round. The numbers are meaningful only on an otherwise idle
+machine. --quick only checks that the benchmark works; do not quote its numbers.
 """
 
 from __future__ import annotations
@@ -44,12 +44,10 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-# Two checkpoints lie on disk at once while loading; the rest is for headers and the file system.
+# Loads need two checkpoints on disk at once; the margin is for headers and the file system.
 _DISK_FACTOR = 2.2
-# For what needs a fresh process each time.
-_REPEATS = 3
-# Two more of each process are not timed.
-_LATER_QUEUE_SAVES = 3
+_REPEATS = 3  # of measurements that need a fresh process each time
+_LATER_QUEUE_SAVES = 3  # timed saves after the first one; each process makes two more
 _QUEUES = tuple(SAVERS_BY_QUEUE)
 _FEW_QUEUES = ("ours", "nvrx", "mcore")
 _QUICK_QUEUES = ("ours", "nvrx_copies", "mcore")
@@ -65,7 +63,7 @@ _QUICK_CALL_EFFORT = CallEffort(steps=5, others=2)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of '2GB', '512 MiB' or '1000000'."""
+    """Parses a number of bytes, such as '2GB', '512 MiB' or '1000000'."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"not a size: {text!r} (examples: 2GB, 512MiB)")
@@ -89,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rank-size",
         type=parse_size,
-        help="of what several ranks load: of all together where they share it, of each where all "
-        "load the same (default a quarter of --size)",
+        help="of the state that several ranks load: in total if it is sharded, for each rank if "
+        "all ranks load the same (default a quarter of --size)",
     )
     parser.add_argument(
         "--replica-ranks",
@@ -115,13 +113,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="64 MB, 1,000 small tensors, 1 round, two or three ranks, unless set by the other "
-        "options",
+        help="64 MB, 1,000 small tensors, 1 round, two or three ranks, unless other options set "
+        "them",
     )
     return parser
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 
@@ -129,7 +127,10 @@ def _require_room(directory: Path, state_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     needed = int(state_bytes * _DISK_FACTOR)
     if free < needed:
-        sys.exit(f"{directory} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed")
+        sys.exit(
+            f"{directory} has {free / 1e9:.1f} GB free, but the benchmark needs "
+            f"{needed / 1e9:.1f} GB. Pass another --dir or a smaller --size."
+        )
 
 
 def measure(setup: suites.Setup, results: Results, only: Sequence[str]) -> None:
@@ -144,25 +145,25 @@ def measure(setup: suites.Setup, results: Results, only: Sequence[str]) -> None:
         if "load" in chosen:
             suites.load_training_state(setup, results, state, spare)
         if "partial" in chosen:
-            suites.quarter_of_rows(setup, results, state)
+            suites.load_quarter_of_rows(setup, results, state)
         if "async" in chosen:
-            suites.saves_beside_training(setup, results, state, spare)
-        # The processes that come now build states of their own.
+            suites.save_in_background(setup, results, state, spare)
+        # The following measurements build their own states in other processes.
         del state, spare
     if "partial" in chosen:
-        suites.onto_other_ranks(setup, results)
+        suites.load_on_other_ranks(setup, results)
     if "replicas" in chosen:
-        suites.replicas(setup, results)
+        suites.load_replicas(setup, results)
     if "small" in chosen:
-        suites.small_tensors(setup, results)
+        suites.save_and_load_small_tensors(setup, results)
     if "memory" in chosen:
-        suites.memory_beyond_state(setup, results)
+        suites.measure_memory(setup, results)
     if "first" in chosen:
-        suites.first_saves_beside_training(setup, results)
+        suites.compare_first_saves(setup, results)
     if "manager" in chosen:
-        suites.manager_costs(setup, results)
+        suites.measure_manager(setup, results)
     if set(suites.QUEUE_GROUPS) & set(chosen):
-        suites.saves_through_queues(setup, results, chosen)
+        suites.save_through_queues(setup, results, chosen)
     results.comparisons = targets.compare_groups(results.groups)
     results.comparisons += targets.compare_memory(results.memory)
     results.crossovers = targets.crossovers(results.groups)
@@ -183,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     today = time.strftime("%Y-%m-%d", time.gmtime())
     out: Path = options.out or Path("benchmarks/results") / f"{today}.json"
 
-    # Stock torch says so at every save and load of a single process.
+    # Stock torch warns at every save and load of a single process.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     options.dir.mkdir(parents=True, exist_ok=True)
     _require_room(options.dir, size)
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             "load_average_before": os.getloadavg()[0],
         },
     )
-    _say(f"Measuring on {results.machine.sentence()}")
+    _print(f"Measuring on {results.machine.sentence()}")
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=options.dir)).resolve()
     try:
         setup = suites.Setup(
@@ -218,14 +219,14 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             few_queues=_QUICK_FEW_QUEUES if quick else _FEW_QUEUES,
             effort=_QUICK_EFFORT if quick else _EFFORT,
             call_effort=_QUICK_CALL_EFFORT if quick else _CALL_EFFORT,
-            say=_say,
+            print_line=_print,
         )
         measure(setup, results, options.only)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     results.write(out)
-    _say("\n" + report.full_report(results))
-    _say(f"Raw samples are in {out}")
+    _print("\n" + report.full_report(results))
+    _print(f"Raw samples are in {out}")
     return out
 
 

@@ -1,7 +1,7 @@
-"""Storage that is slower than the network between ranks, as shared file systems are.
+"""Simulates storage that is slower than the network between ranks, such as a shared file system.
 
-The kernel's block I/O controller (cgroup v1, or v2) limits what this process and those that it
-starts read from the device of a directory. It takes root.
+The kernel's block I/O controller (cgroup v1 or v2) limits the reads of this process and its
+descendants from the device of a directory. This needs root.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _V2 = Path("/sys/fs/cgroup")
 
 
 class NoLimitError(Exception):
-    """The system sets no limit; says why."""
+    """The system cannot limit reads. The message has the reason."""
 
 
 def _device_of(directory: Path) -> str:
-    """Of the whole disk: the controller knows no partitions."""
+    """Returns the number of the whole disk, because the controller knows no partitions."""
     number = directory.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     if (device / "partition").exists():
@@ -28,11 +28,11 @@ def _device_of(directory: Path) -> str:
     try:
         return (device / "dev").read_text().strip()
     except OSError as error:
-        raise NoLimitError(f"{directory} does not lie on a block device") from error
+        raise NoLimitError(f"{directory} is not on a block device") from error
 
 
 def _family(process: int) -> list[str]:
-    """A process and those that it has started, such as the server from which ranks are forked."""
+    """Returns a process and its descendants, such as the server that forks ranks."""
     family = [str(process)]
     for task in Path(f"/proc/{process}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -42,17 +42,16 @@ def _family(process: int) -> list[str]:
 
 def _move(processes: list[str], group: Path) -> None:
     for process in processes:
-        # One may have ended.
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # it may have ended
             (group / "cgroup.procs").write_text(process)
 
 
 @contextmanager
 def limited_reads(directory: Path, bytes_per_second: int) -> Iterator[None]:
-    """A block in which all together read so much of the directory's device.
+    """Limits the total reads of this process and its descendants while the context is open.
 
     Raises:
-        NoLimitError: the system does not let us.
+        NoLimitError: the system cannot limit reads.
     """
     is_v1 = (_V1 / "blkio.throttle.read_bps_device").exists()
     root = _V1 if is_v1 else _V2
@@ -69,7 +68,7 @@ def limited_reads(directory: Path, bytes_per_second: int) -> Iterator[None]:
     except OSError as error:
         if group.exists():
             group.rmdir()
-        raise NoLimitError(f"no limit can be set by a cgroup: {error}") from error
+        raise NoLimitError(f"cannot limit reads by a cgroup: {error}") from error
     try:
         yield
     finally:

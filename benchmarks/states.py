@@ -1,6 +1,6 @@
-"""The states that are saved and loaded: a training state of a decoder, and many small tensors.
+"""The states to save and load: a training state of a decoder, and many small tensors.
 
-A state may be sharded over ranks. What is said of its tensors is then said of this rank's parts.
+If a state is sharded over ranks, its functions work on this rank's parts.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch.distributed.tensor import DTensor, Shard
 
 State = dict[str, Any]
 
-# Parameters a decoder has beside its layers (two embeddings, head, final norm) and per layer.
+# Parameters of a decoder outside its layers (two embeddings, head, final norm) and per layer.
 _OUTER_PARAMETERS = 4
 _PARAMETERS_PER_LAYER = 6
 _FLOAT_BYTES = 4
-# A parameter and its two Adam moments.
-_COPIES_OF_A_PARAMETER = 3
-# Numbers of rows that 2, 3, 4 and 8 ranks cannot share evenly: remainders for the period of 24.
+_COPIES_OF_A_PARAMETER = 3  # the parameter and its two Adam moments
+# Remainders modulo 24 of numbers of rows that 2, 3, 4 or 8 ranks cannot share evenly.
 _PERIOD = 24
 _REMAINDERS = (1, 5, 7, 11, 13, 17, 19, 23)
 SMALLEST_TENSOR_COUNT = _COPIES_OF_A_PARAMETER * (_OUTER_PARAMETERS + _PARAMETERS_PER_LAYER)
 
 
 def _decoder_shapes(parameter_bytes: int, parameter_count: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a decoder with `parameter_count` fp32 parameters of `parameter_bytes` bytes in all.
+    """Returns the shapes of a decoder of `parameter_count` fp32 parameters in `parameter_bytes`.
 
-    The proportions are those of a small language model: the two vocabulary matrices hold 28 rows
-    per unit of width (32,000 rows at the width of 1,140 that 2 GB lead to), each layer 12 width^2.
+    The proportions are those of a small language model. Each of the two vocabulary matrices has 28
+    rows per unit of width (32,000 rows at a width of 1,140, which follows from 2 GB). A layer has
+    12 width^2 numbers.
     """
     layers, biases = divmod(parameter_count - _OUTER_PARAMETERS, _PARAMETERS_PER_LAYER)
     numel = parameter_bytes // _FLOAT_BYTES
@@ -41,7 +41,7 @@ def _decoder_shapes(parameter_bytes: int, parameter_count: int) -> dict[str, tup
     outside_vocabulary = width * (
         12 * width * layers + positions + 2 * layers + 1 + biases
     )  # layers, positions, norms and spare biases
-    # The vocabulary takes up what rounding the width has left over.
+    # The vocabulary absorbs the rounding of the width.
     vocabulary = max(1, (numel - outside_vocabulary) // (2 * width))
 
     shapes: dict[str, tuple[int, ...]] = {
@@ -66,11 +66,11 @@ def _decoder_shapes(parameter_bytes: int, parameter_count: int) -> dict[str, tup
 def training_state(
     total_bytes: int, tensor_count: int, seed: int = 0, device: str = "cpu"
 ) -> State:
-    """An fp32 model with its Adam state, as a training script would save it.
+    """Makes an fp32 model with its Adam state, as a training script would save it.
 
-    `total_bytes` is met to within a few rows of the embedding. `tensor_count` counts parameters and
-    moments, which are on `device`. Adam's 0-d step tensors, on the CPU as Adam has them, and the
-    script's own numbers come on top.
+    The size differs from `total_bytes` by a few rows of the embedding at most. `tensor_count`
+    counts parameters and moments, which are on `device`. The state also has Adam's 0-d step
+    tensors, on the CPU as in Adam, and a few numbers.
     """
     if tensor_count < SMALLEST_TENSOR_COUNT:
         raise ValueError(
@@ -101,9 +101,9 @@ def training_state(
 def small_tensors_state(
     count: int, tensor_bytes: int = 1024, seed: int = 0, device: str = "cpu"
 ) -> State:
-    """`count` fp32 tensors of `tensor_bytes` bytes on `device`.
+    """Makes `count` fp32 tensors of `tensor_bytes` bytes on `device`.
 
-    Each owns its storage: views into one large storage would make the stock writer copy every one.
+    Each owns its storage, because the stock writer copies every view of a larger storage.
     """
     generator = torch.Generator(device).manual_seed(seed)
     numel = tensor_bytes // _FLOAT_BYTES
@@ -114,9 +114,9 @@ def small_tensors_state(
 
 
 def uneven_state(total_bytes: int, matrices: int, seed: int = 0) -> State:
-    """fp32 matrices with a bias each, whose rows neither 2, 3, 4 nor 8 ranks can share evenly.
+    """Makes fp32 matrices and their biases, whose rows 2, 3, 4 or 8 ranks cannot share evenly.
 
-    `total_bytes` is met to within two dozen rows of each matrix.
+    The size differs from `total_bytes` by 24 rows of each matrix at most.
     """
     generator = torch.Generator().manual_seed(seed)
     numel = total_bytes // _FLOAT_BYTES // matrices
@@ -130,7 +130,7 @@ def uneven_state(total_bytes: int, matrices: int, seed: int = 0) -> State:
 
 
 def _shard(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A copy of this rank's rows, as FSDP2 would hold them."""
+    """Copies this rank's rows, divided as by FSDP2."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     rows = tensor.shape[0]
     begin, end = (min(rows, -(-rows // ranks) * bound) for bound in (rank, rank + 1))
@@ -144,7 +144,7 @@ def _as_dtensor(part: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> DT
 
 
 def sharded(state: State, mesh: DeviceMesh) -> State:
-    """The state with this rank's rows of every tensor; tensors without dimensions stay whole."""
+    """Returns the state with this rank's rows of every tensor. 0-d tensors are not sharded."""
     shards: State = {}
     for key, value in state.items():
         if isinstance(value, dict):
@@ -161,7 +161,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaves(state: State, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of the nested dictionaries, with its dotted path."""
+    """Yields every leaf of the nested dictionaries with its dotted path."""
     for key, value in state.items():
         path = f"{prefix}.{key}" if prefix else key
         if isinstance(value, dict):
@@ -171,23 +171,23 @@ def leaves(state: State, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors(state: State) -> list[torch.Tensor]:
-    """Every tensor of the state, in order."""
+    """Returns every tensor of the state, in order."""
     return [_local(value) for _, value in leaves(state) if isinstance(value, torch.Tensor)]
 
 
 def payload_bytes(state: State) -> int:
-    """Bytes of all tensors: what a checkpoint of the state holds beside headers and metadata."""
+    """Returns the bytes of all tensors: a checkpoint's size without headers and metadata."""
     return sum(tensor.nbytes for tensor in tensors(state))
 
 
 def blank_copy(state: State) -> State:
-    """A state of the same structure that holds zeros, with its memory already faulted in."""
+    """Makes a state of the same structure with zeros, whose memory is already faulted in."""
     blank: State = {}
     for key, value in state.items():
         if isinstance(value, dict):
             blank[key] = blank_copy(value)
         elif isinstance(value, torch.Tensor):
-            # torch.zeros leaves a large block to the kernel's shared zero page until it is touched.
+            # torch.zeros would leave large blocks unmapped until they are touched.
             zeros = torch.empty_like(_local(value)).zero_()
             if isinstance(value, DTensor):
                 zeros = _as_dtensor(zeros, value.device_mesh, value)
@@ -198,7 +198,7 @@ def blank_copy(state: State) -> State:
 
 
 def wipe(state: State) -> None:
-    """Sets every leaf to zero in place, so that a load which did nothing is noticed."""
+    """Sets every leaf to zero in place, so that a check detects a load that did nothing."""
     for key, value in state.items():
         if isinstance(value, dict):
             wipe(value)
@@ -209,7 +209,7 @@ def wipe(state: State) -> None:
 
 
 def first_difference(expected: State, actual: State) -> str | None:
-    """The path of the first leaf that differs, or None where both states are equal."""
+    """Returns the path of the first leaf that differs, or None if the states are equal."""
     found = dict(leaves(actual))
     for path, value in leaves(expected):
         if path not in found:

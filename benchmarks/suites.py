@@ -1,4 +1,4 @@
-"""What is measured. Each suite builds its contenders, times them alternately and cleans up."""
+"""The measurements. Each suite builds its contenders, times them alternately and cleans up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from . import (
     slow_storage,
     states,
 )
-from .background import BackgroundSample, Effort, measure_beside_training
+from .background import BackgroundSample, Effort, measure_background_saves
 from .contenders import SAVERS, STOCK_SAVERS, BackgroundSaver, Kind
 from .manager import CallEffort
 from .measure import Contender, ReadSample, Sample, measure_alternately, order_of_round
@@ -36,30 +36,36 @@ from .results import ContenderInfo, Group, Results, Skipped, readable_size
 from .states import State
 from .training import Training, one_thread
 
-# Without torch's checkpoint process, which needs a file descriptor for each tensor.
+# torch's checkpoint process is left out: it needs a file descriptor for each tensor.
 _SMALL_BACKGROUND_SAVERS = ("stock_thread", "ours_writer", "ours_blocking", "ours_overlapped")
 
-# Each rank holds the expected values beside the targets; more does not fit everywhere.
-MOST_REPLICA_BYTES = 4 * 10**9
-# What a shared file system gives a node.
+# For all ranks together. Each rank holds the expected values and the targets.
+MAX_REPLICA_BYTES = 4 * 10**9
+# A node's share of a shared file system.
 SLOW_BYTES_PER_SECOND = 200_000_000
 
 SetCache = Callable[[Sequence[Path]], None]
 
 
-# Of a larger state the copy takes so long that what a manager adds to it could not be told.
+# The copy of a larger state would hide the time that a manager adds.
 MANAGER_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Sizes and places of one run. `directory` is private to the run; `state_bytes` are bytes.
+    """Sizes and directory of one run.
 
-    `repeats` counts the processes for what needs a fresh one each time, `later_queue_saves` each
-    process's saves through a queue after its first one. `queues` are those that are measured,
-    `few_queues` those of many small tensors and of several ranks. `rank_bytes` is for what
-    several ranks load: in all where they share it, on each where all load the same; the worlds are
-    numbers of ranks.
+    Attributes:
+        directory: private to the run.
+        state_bytes: size of the training state.
+        rank_bytes: size of the state that several ranks load: in total if it is sharded, for each
+            rank if all ranks load the same.
+        reshard_worlds, replica_worlds: numbers of ranks.
+        repeats: number of processes for measurements that need a fresh process each time.
+        later_queue_saves: saves of each process through a queue after its first save.
+        queues: names of the queues to measure.
+        few_queues: names of the queues to measure with many small tensors and with several ranks.
+        print_line: prints a line of the progress.
     """
 
     directory: Path
@@ -76,7 +82,7 @@ class Setup:
     few_queues: Sequence[str]
     effort: Effort
     call_effort: CallEffort
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
 
 
 class WrongResultError(RuntimeError):
@@ -106,7 +112,7 @@ def _scratch(setup: Setup, name: str) -> Iterator[Path]:
         _remove(path)
 
 
-def _say_sample(setup: Setup, label: str, sample: Sample) -> None:
+def _print_sample(setup: Setup, label: str, sample: Sample) -> None:
     line = (
         f"  round {sample.round + 1}/{setup.rounds}  {label:<52}"
         f"{sample.wall_s:9.3f} s {sample.bytes / sample.wall_s / 1e9:7.2f} GB/s "
@@ -114,7 +120,7 @@ def _say_sample(setup: Setup, label: str, sample: Sample) -> None:
     )
     if isinstance(sample, ReadSample):
         line += f" {sample.read_bytes / sample.bytes:7.3f} read/wanted"
-    setup.say(line)
+    setup.print_line(line)
 
 
 def _measure(
@@ -126,13 +132,13 @@ def _measure(
     *,
     count_reads: bool = False,
 ) -> Group:
-    setup.say(f"\n{title}")
+    setup.print_line(f"\n{title}")
     labels = {entry.name: entry.label for entry in entries}
     samples = measure_alternately(
         entries,
         setup.rounds,
         bytes_moved,
-        lambda sample: _say_sample(setup, labels[sample.contender], sample),
+        lambda sample: _print_sample(setup, labels[sample.contender], sample),
         count_reads=count_reads,
     )
     return Group(
@@ -146,7 +152,7 @@ def _measure(
 
 def _skip(setup: Setup, results: Results, what: str, reason: str) -> None:
     results.skipped.append(Skipped(what, reason))
-    setup.say(f"\n*** SKIPPED: {what}: {reason}")
+    setup.print_line(f"\n*** SKIPPED: {what}: {reason}")
 
 
 def _saver_entry(name: str, state: State, target: Path) -> Contender:
@@ -166,7 +172,7 @@ def _save_entry(
 
     def check() -> None:
         if not (target / ".metadata").exists() or _bytes_below(target) < least:
-            raise WrongResultError(f"{label} left no whole checkpoint")
+            raise WrongResultError(f"{label} left no complete checkpoint in {target}")
 
     return Contender(
         name=name,
@@ -194,7 +200,7 @@ def _raw_write_entry(
 
 
 def warm_up(setup: Setup) -> None:
-    """Lets every contender work once on next to nothing: imports, thread pools, caches."""
+    """Runs every contender once on a tiny state, for imports, thread pools and caches."""
     state = states.small_tensors_state(4)
     with _scratch(setup, "warm-up") as scratch:
         for name, saver in SAVERS.items():
@@ -204,7 +210,7 @@ def warm_up(setup: Setup) -> None:
 
 
 def save_training_state(setup: Setup, results: Results, state: State, spare: State) -> None:
-    """Saves of a training state, and the limits of disk and memory; memcpy goes to `spare`."""
+    """Times saves of a training state, raw writes, and memcpy into `spare`."""
     total = states.payload_bytes(state)
     with _scratch(setup, "save") as scratch:
         target = scratch / "checkpoint"
@@ -256,7 +262,7 @@ def _loader_entry(
 
 
 def _raw_read_entries(path: Path, set_cache: SetCache, *, direct: bool) -> list[Contender]:
-    """Reads through the page cache, and past it where `direct`."""
+    """Makes contenders that read through the page cache, and if `direct` also by direct I/O."""
     files = _files_below(path)
     return [
         _limit_entry(
@@ -271,7 +277,7 @@ def _raw_read_entries(path: Path, set_cache: SetCache, *, direct: bool) -> list[
 
 
 def _memcpy_entries(state: State, target: State) -> list[Contender]:
-    """Copies of resident memory into the targets; which way is fastest differs between machines."""
+    """Makes contenders that copy resident memory; the fastest differs between machines."""
     cores = len(os.sched_getaffinity(0))
     wipe = partial(states.wipe, target)
     return [
@@ -291,7 +297,7 @@ def _memcpy_entries(state: State, target: State) -> list[Contender]:
 
 
 def load_training_state(setup: Setup, results: Results, state: State, target: State) -> None:
-    """Loads of the training state into existing tensors, from the page cache and from the disk."""
+    """Times loads of the training state into existing tensors, with a warm and a cold cache."""
     total = states.payload_bytes(state)
     with _scratch(setup, "load") as scratch:
         stock_path, our_path = scratch / "stock", scratch / "ours"
@@ -320,7 +326,7 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
                 for name, loader, path in pairs
             ]
             entries += _raw_read_entries(our_path, set_cache, direct=direct and cold)
-            # Nothing that starts on the disk can be held to the speed of memory.
+            # A load from disk cannot reach the speed of memory.
             entries += [] if cold else _memcpy_entries(state, target)
             return _measure(setup, name, title, total, entries)
 
@@ -334,7 +340,7 @@ def _warm_and_cold(
     title: str,
     measure: Callable[[str, str, SetCache], Group],
 ) -> None:
-    """Adds the groups NAME_warm and NAME_cold that `measure(name, title, set_cache)` returns."""
+    """Adds the groups NAME_warm and NAME_cold, as `measure(name, title, set_cache)` makes them."""
     for suffix, cache, set_cache in (
         ("warm", "warm page cache", pagecache.warm),
         ("cold", "cold page cache", pagecache.evict),
@@ -347,8 +353,8 @@ def _warm_and_cold(
             results.groups.append(group)
 
 
-def quarter_of_rows(setup: Setup, results: Results, state: State) -> None:
-    """Loads of one of four ranks' rows of every tensor, from a checkpoint of whole tensors."""
+def load_quarter_of_rows(setup: Setup, results: Results, state: State) -> None:
+    """Times loads of one of four ranks' rows of every tensor, from unsharded tensors."""
     loaders = contenders.LOADERS
     with (
         _scratch(setup, "partial") as scratch,
@@ -377,8 +383,8 @@ def quarter_of_rows(setup: Setup, results: Results, state: State) -> None:
         _warm_and_cold(setup, results, "partial", title, measure)
 
 
-def onto_other_ranks(setup: Setup, results: Results) -> None:
-    """Loads of a checkpoint of four ranks onto other numbers of ranks."""
+def load_on_other_ranks(setup: Setup, results: Results) -> None:
+    """Times loads of a checkpoint of four ranks on other numbers of ranks."""
     content = ranks.Content(setup.rank_bytes, setup.tensor_count, sharded=True)
     kinds = ("stock", "stock"), ("ours", "ours_dcp")
     with _scratch(setup, "reshard") as scratch:
@@ -399,9 +405,9 @@ def onto_other_ranks(setup: Setup, results: Results) -> None:
         _warm_and_cold(setup, results, "reshard", title, measure)
 
 
-def replicas(setup: Setup, results: Results) -> None:
-    """Loads of the same tensors on every rank, read by each or read once for all."""
-    size = min(setup.rank_bytes, MOST_REPLICA_BYTES // max(setup.replica_worlds))
+def load_replicas(setup: Setup, results: Results) -> None:
+    """Times loads of the same tensors on every rank: each rank reads them, or one rank for all."""
+    size = min(setup.rank_bytes, MAX_REPLICA_BYTES // max(setup.replica_worlds))
     content = ranks.Content(size, setup.tensor_count, sharded=False)
     with _scratch(setup, "replicas") as scratch:
         path = scratch / "checkpoint"
@@ -436,8 +442,8 @@ def _measure_ranks(
     set_cache: SetCache,
     scratch: Path,
 ) -> Group:
-    """Loads by each number of ranks. Contenders alternate among those of the same number only."""
-    setup.say(f"\n{title}")
+    """Times loads on each number of ranks. Only contenders on the same number alternate."""
+    setup.print_line(f"\n{title}")
     infos: list[ContenderInfo] = []
     samples: list[Sample] = []
     for world, of_world in loads.items():
@@ -454,15 +460,15 @@ def _measure_ranks(
             cold=set_cache is pagecache.evict,
             directory=scratch,
         ):
-            _say_sample(setup, labels[sample.contender], sample)
+            _print_sample(setup, labels[sample.contender], sample)
             samples.append(sample)
-    # What the content came to: all that the ranks share, or what each of them has.
+    # The size in total if it is sharded, or else on each rank. `bytes` is a sum over the ranks.
     total = samples[0].bytes // (1 if content.sharded else next(iter(loads)))
     return Group(name, title, total, infos, samples)
 
 
-def small_tensors(setup: Setup, results: Results) -> None:
-    """Saves and loads of many tensors of 1 KiB, where the cost per tensor is everything."""
+def save_and_load_small_tensors(setup: Setup, results: Results) -> None:
+    """Times saves and loads of many tensors of 1 KiB, which show the cost per tensor."""
     state = states.small_tensors_state(setup.small_tensor_count)
     total = states.payload_bytes(state)
     what = f"{setup.small_tensor_count:,} tensors of 1 KiB"
@@ -473,7 +479,7 @@ def small_tensors(setup: Setup, results: Results) -> None:
 
         target = states.blank_copy(state)
         entries = []
-        # Each loader reads what the saver of its kind wrote.
+        # Each loader reads the checkpoint of its own library.
         for saver_name, loader_name in (
             ("stock_1", "stock"),
             ("ours_dcp", "ours_dcp"),
@@ -488,8 +494,8 @@ def small_tensors(setup: Setup, results: Results) -> None:
         )
 
 
-def memory_beyond_state(setup: Setup, results: Results) -> None:
-    """Memory that synchronous saves and loads need beyond the state, in fresh processes."""
+def measure_memory(setup: Setup, results: Results) -> None:
+    """Measures the memory of synchronous saves and loads beyond the state, in fresh processes."""
     _memory(setup, results, memory.MEASURED_SAVERS)
     with _scratch(setup, "memory-source") as scratch:
         source = scratch / "checkpoint"
@@ -505,9 +511,9 @@ def _memory(
     names: Sequence[tuple[str, int | None]],
     source: Path | None = None,
 ) -> None:
-    """Adds samples of savers with their budgets; of loaders if there is a source to load."""
+    """Adds samples of savers with their budgets, or of loaders if there is a `source`."""
     doing = "saving" if source is None else "loading"
-    setup.say(f"\nMemory beyond the state while {doing}")
+    setup.print_line(f"\nMemory beyond the state while {doing}")
     with _scratch(setup, "memory-runs") as scratch:
         for repeat in range(setup.repeats):
             for name, budget in names:
@@ -525,13 +531,13 @@ def _memory(
                     _skip(setup, results, f"memory beyond the state while {doing}", str(error))
                     return
                 results.memory.append(sample)
-                setup.say(f"  {sample.label:<60}{sample.growth_bytes / 2**20:9.1f} MiB")
+                setup.print_line(f"  {sample.label:<60}{sample.growth_bytes / 2**20:9.1f} MiB")
 
 
-def _say_background_sample(setup: Setup, label: str, sample: BackgroundSample) -> None:
+def _print_background_sample(setup: Setup, label: str, sample: BackgroundSample) -> None:
     ratio = sample.step_median_ratio
     steps = "" if ratio is None else f"  {sample.steps:4} steps x {ratio:.3f}"
-    setup.say(
+    setup.print_line(
         f"  round {sample.round + 1}  {label:<52}{sample.stall_s * 1e3:9.1f} ms in the call"
         f"{sample.durable_s:9.3f} s until durable {sample.cpu_s:8.3f} CPU s{steps}"
     )
@@ -540,19 +546,19 @@ def _say_background_sample(setup: Setup, label: str, sample: BackgroundSample) -
 def _measure_background(
     setup: Setup, name: str, title: str, bytes_moved: int, entries: list[Contender]
 ) -> Group:
-    setup.say(f"\n{title}")
+    setup.print_line(f"\n{title}")
     labels = {entry.name: entry.label for entry in entries}
     with one_thread():
         training = Training()
         for _ in range(setup.effort.idle_steps):
             training.step()
-        samples = measure_beside_training(
+        samples = measure_background_saves(
             entries,
             setup.rounds,
             bytes_moved,
             training.step,
             setup.effort,
-            lambda sample: _say_background_sample(setup, labels[sample.contender], sample),
+            lambda sample: _print_background_sample(setup, labels[sample.contender], sample),
         )
     infos = [ContenderInfo(entry.name, entry.label, entry.kind) for entry in entries]
     return Group(name, title, bytes_moved, infos, [*samples])
@@ -563,7 +569,7 @@ def _usable_background_savers(
     setup: Setup, results: Results
 ) -> Iterator[dict[str, BackgroundSaver]]:
     with contenders.background_savers() as savers:
-        # torch hands the state to its process there, and running out of it kills this process.
+        # torch passes the state to its process through /dev/shm. If that is full, we are killed.
         free = shutil.disk_usage("/dev/shm").free
         if free < 1.1 * setup.state_bytes:
             reason = f"/dev/shm has only {readable_size(free)} free"
@@ -572,12 +578,12 @@ def _usable_background_savers(
 
 
 def _warm_up_background(setup: Setup, savers: dict[str, BackgroundSaver]) -> None:
-    """Lets each saver work once on next to nothing, and checks what it saved."""
+    """Runs each saver once on a tiny state, and checks the checkpoint."""
     state = states.small_tensors_state(4)
     with _scratch(setup, "warm-up") as scratch:
         for name, saver in savers.items():
             path = scratch / name
-            # Ours takes part in a group that is there, which would not be the work of one process.
+            # Only stock_process needs a group. Our savers would coordinate over it.
             group = contenders.single_rank_group if name == "stock_process" else nullcontext
             with group():
                 running = saver.start(state, path)
@@ -588,8 +594,8 @@ def _warm_up_background(setup: Setup, savers: dict[str, BackgroundSaver]) -> Non
                 raise WrongResultError(f"{saver.label} saved a wrong value")
 
 
-def saves_beside_training(setup: Setup, results: Results, state: State, spare: State) -> None:
-    """Saves that go on while training does; memcpy goes to `spare`."""
+def save_in_background(setup: Setup, results: Results, state: State, spare: State) -> None:
+    """Times saves in the background of training, synchronous saves, and memcpy into `spare`."""
     total = states.payload_bytes(state)
     small = states.small_tensors_state(setup.small_tensor_count)
     with (
@@ -625,10 +631,10 @@ def saves_beside_training(setup: Setup, results: Results, state: State, spare: S
         )
 
 
-def first_saves_beside_training(setup: Setup, results: Results) -> None:
-    """The first save of a process and later ones, beside training; and the memory they need."""
+def compare_first_saves(setup: Setup, results: Results) -> None:
+    """Times the first and later background saves of a process, and measures their memory."""
     title = f"First and later saves of a process, {readable_size(setup.state_bytes)}"
-    setup.say(f"\n{title}")
+    setup.print_line(f"\n{title}")
     infos: list[ContenderInfo] = []
     samples: list[Sample] = []
     with (
@@ -652,31 +658,31 @@ def first_saves_beside_training(setup: Setup, results: Results) -> None:
                     if repeat == 0:
                         infos.append(ContenderInfo(sample.contender, label, saver.kind))
                     samples.append(sample)
-                    _say_background_sample(setup, label, sample)
+                    _print_background_sample(setup, label, sample)
     total = samples[0].bytes
     results.groups.append(Group("async_first", title, total, infos, samples))
     _memory(setup, results, memory.MEASURED_BACKGROUND_SAVERS)
 
 
-# One rank's share of a model, about; what saves beside training measure is larger.
-_MOST_QUEUE_BYTES = 500_000_000
-# Of tensors as small as these a rank of a large model has some thousands.
-_TENSORS_OF_QUEUE = 1 / 4
+# About one rank's share of a model.
+_MAX_QUEUE_BYTES = 500_000_000
+# A rank of a large model has some thousands of such small tensors.
+_QUEUE_PART_OF_SMALL_TENSORS = 1 / 4
 
 
 #: One rank, one rank with many small tensors, two ranks.
 QUEUE_GROUPS = ("megatron", "megatron_small", "megatron_ranks")
 
 
-def saves_through_queues(
+def save_through_queues(
     setup: Setup, results: Results, chosen: Sequence[str] = QUEUE_GROUPS
 ) -> None:
-    """Saves as Megatron makes them, by this package and by those that are used there.
+    """Times saves in Megatron's flow, with this package and with Megatron's own packages.
 
     Args:
-        chosen: which of ``QUEUE_GROUPS``.
+        chosen: names of groups in ``QUEUE_GROUPS``.
     """
-    size = min(setup.state_bytes, _MOST_QUEUE_BYTES)
+    size = min(setup.state_bytes, _MAX_QUEUE_BYTES)
     usable = _usable_queues(setup, results, size)
     cuda = [] if torch.cuda.is_available() else [f"torch.cuda.{n}" for n in no_cuda.REPLACEMENTS]
     results.parameters["megatron"] = {
@@ -685,7 +691,7 @@ def saves_through_queues(
         "replaced_for_peers": cuda,
         "sharing_strategy_of_small_tensors": queue_saves.SHARING_OF_SMALL,
     }
-    small = max(1, int(setup.small_tensor_count * _TENSORS_OF_QUEUE))
+    small = max(1, int(setup.small_tensor_count * _QUEUE_PART_OF_SMALL_TENSORS))
     few = [name for name in usable if name in setup.few_queues]
     shown = readable_size(size)
     work = Work(
@@ -719,11 +725,11 @@ def saves_through_queues(
                 results.groups.append(group)
 
 
-def manager_costs(setup: Setup, results: Results) -> None:
-    """What a CheckpointManager costs in each step and each save, on one rank and on two."""
+def measure_manager(setup: Setup, results: Results) -> None:
+    """Times a CheckpointManager's calls in steps and saves, on one rank and on two."""
     total = min(setup.state_bytes, MANAGER_BYTES)
     title = f"CheckpointManager, {readable_size(total)} in 200 tensors"
-    setup.say(f"\n{title}")
+    setup.print_line(f"\n{title}")
     infos: list[ContenderInfo] = []
     samples: list[Sample] = []
     for world in (1, 2):
@@ -735,7 +741,7 @@ def manager_costs(setup: Setup, results: Results) -> None:
             ):
                 samples.append(sample)
                 label = labels[sample.contender]
-                setup.say(
+                setup.print_line(
                     f"  round {sample.round + 1}/{setup.rounds}  {label:<52}"
                     f"{sample.wall_s * 1e3:9.3f} ms in each of {sample.calls} calls"
                 )
@@ -743,9 +749,9 @@ def manager_costs(setup: Setup, results: Results) -> None:
 
 
 def _usable_queues(setup: Setup, results: Results, size: int) -> list[str]:
-    """The savers that can save `size` bytes here; says why the others cannot."""
+    """Returns the savers that can save `size` bytes here. Records why other savers cannot."""
     missing: set[peers.Peer] = set()
-    # torch hands CPU tensors to workers there, and running out of it kills the process.
+    # torch passes CPU tensors to workers through /dev/shm. If that is full, the process is killed.
     free = shutil.disk_usage("/dev/shm").free
     for peer in (peers.NVRX, peers.MEGATRON_CORE):
         try:
@@ -767,7 +773,7 @@ def _measure_queues(
     scratch: Path,
     world: int,
 ) -> Group:
-    setup.say(f"\n{title}")
+    setup.print_line(f"\n{title}")
     samples: list[Sample] = []
     for round_index in range(setup.rounds):
         for position, index in enumerate(order_of_round(len(names), round_index, setup.rounds)):
@@ -780,7 +786,7 @@ def _measure_queues(
                 position=position,
             )
             samples.append(sample)
-            _say_queue_sample(setup, SAVERS_BY_QUEUE[names[index]].label, sample)
+            _print_queue_sample(setup, SAVERS_BY_QUEUE[names[index]].label, sample)
     infos = [
         ContenderInfo(saver, SAVERS_BY_QUEUE[saver].label, SAVERS_BY_QUEUE[saver].kind)
         for saver in names
@@ -788,8 +794,8 @@ def _measure_queues(
     return Group(name, title, samples[0].bytes, infos, samples)
 
 
-def _say_queue_sample(setup: Setup, label: str, sample: QueueSample) -> None:
-    setup.say(
+def _print_queue_sample(setup: Setup, label: str, sample: QueueSample) -> None:
+    setup.print_line(
         f"  round {sample.round + 1}/{setup.rounds}  {label:<38}"
         f"{sample.first_call_s * 1e3:9.1f} ms in the first call {sample.call_s * 1e3:8.1f} later"
         f"{sample.durable_s:8.3f} s until durable {sample.cpu_s:7.3f} CPU s"

@@ -1,4 +1,4 @@
-"""Compares contenders round by round and holds the medians to their targets."""
+"""Compares contenders round by round, and the medians with their targets."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .first_saves import first, later
 from .memory import MemorySample
 from .results import Comparison, Crossover, Group, readable_size
 
-# What a save may need beyond max_host_bytes: metadata, thread stacks, Python objects.
+# Memory of a save beyond max_host_bytes: metadata, thread stacks, Python objects.
 MEMORY_ALLOWANCE_BYTES = 64 << 20
-# Headers and what direct reads must take beyond the rows: the blocks at both ends.
-MOST_READ_PER_WANTED = 1.05
-# What a manager may cost, in milliseconds: in a step that it does not save, and beyond async_save.
-MOST_IN_STEP_MS = 1.0
-MOST_ADDED_TO_SAVE_MS = 5.0
-# Of the fields of a BackgroundSample, for the reader of a table.
-_MEANINGS = {"stall_s": "stall", "staged_s": "staging", "durable_s": "until durable"}
+# Allows for headers, and for complete blocks at both ends of a direct read.
+MAX_READ_PER_WANTED = 1.05
+# Milliseconds of a manager's call in a step that it does not save, and of a save beyond async_save.
+MAX_IN_STEP_MS = 1.0
+MAX_ADDED_TO_SAVE_MS = 5.0
+# Labels in tables for fields of a BackgroundSample.
+_FIELD_LABELS = {"stall_s": "stall", "staged_s": "staging", "durable_s": "until durable"}
 
 
 def _ratios(group: Group, upper: str, lower: str, quantity: str) -> list[float]:
-    """The quotients of two contenders within each round."""
+    """Divides the quantities of two contenders within each round."""
     return [
         over / under
         for over, under in zip(
@@ -40,7 +40,7 @@ def _speed(
     target: float | None = None,
     headline: bool = True,
 ) -> Iterable[Comparison]:
-    """How many times as fast `ours` is as `baseline`; nothing where that was not measured."""
+    """Yields the speed of `ours` relative to `baseline`; nothing if `baseline` is None."""
     if baseline is None:
         return
     yield Comparison(
@@ -66,7 +66,7 @@ def _cpu_time(
     target: float | None = None,
     headline: bool = True,
 ) -> Iterable[Comparison]:
-    """CPU seconds of `ours` per CPU second of `baseline`."""
+    """Yields the CPU seconds of `ours` per CPU second of `baseline`."""
     yield Comparison(
         key=f"{group.name}.{key}",
         work=group.title,
@@ -82,7 +82,7 @@ def _cpu_time(
 
 
 def _save(group: Group) -> Iterable[Comparison]:
-    # Of several variants the one with the best median is the baseline, in every round.
+    # The variant with the best median is the baseline in every round.
     best_stock = group.fastest("stock_")
     raw_direct, raw_buffered = group.fastest("raw_direct_"), group.fastest("raw_buffered_")
     yield from _speed(group, "stock_1", "ours_dcp", "stock_1", target=2.0)
@@ -96,7 +96,7 @@ def _save(group: Group) -> Iterable[Comparison]:
 
 
 def _load(group: Group, *, stock: float, limit: str, of_limit: float) -> Iterable[Comparison]:
-    """Targets: times the speed of stock, and part of the speed of the limit of that name."""
+    """Compares loads. `stock` and `of_limit` are target speeds relative to stock and to `limit`."""
     yield from _speed(group, "stock", "ours_dcp", "stock", target=stock)
     yield from _speed(
         group, "stock_threads", "ours_dcp", "stock_threads", target=1.0, headline=False
@@ -121,7 +121,7 @@ def _load_cold(group: Group) -> Iterable[Comparison]:
 def _reads(
     group: Group, key: str, ours: str, *, target: float | None = None, headline: bool = False
 ) -> Iterable[Comparison]:
-    """Bytes that a contender reads for each that it loads."""
+    """Yields the bytes that a contender reads per byte loaded."""
     yield Comparison(
         key=f"{group.name}.{key}",
         work=group.title,
@@ -135,9 +135,9 @@ def _reads(
 
 
 def _partial(group: Group) -> Iterable[Comparison]:
-    # One row of the README is enough: direct reads, which go by whole blocks, have more to lose.
+    # Only cold loads are a headline: their direct reads of complete blocks read more.
     cold = group.name == "partial_cold"
-    yield from _reads(group, "read", "ours_dcp", target=MOST_READ_PER_WANTED, headline=cold)
+    yield from _reads(group, "read", "ours_dcp", target=MAX_READ_PER_WANTED, headline=cold)
     yield from _reads(group, "read.stock", "stock")
     yield from _speed(group, "stock", "ours_dcp", "stock", headline=cold)
     yield from _speed(group, "stock_threads", "ours_dcp", "stock_threads", headline=False)
@@ -145,7 +145,7 @@ def _partial(group: Group) -> Iterable[Comparison]:
 
 
 def _worlds(group: Group, prefix: str) -> list[int]:
-    """The numbers of ranks in the names of contenders that start so."""
+    """Returns the numbers of ranks in the names of contenders that start with `prefix`."""
     names = [info.name for info in group.contenders if info.name.startswith(prefix)]
     return sorted(int(name.removeprefix(prefix)) for name in names)
 
@@ -153,7 +153,7 @@ def _worlds(group: Group, prefix: str) -> list[int]:
 def _reshard(group: Group) -> Iterable[Comparison]:
     for world in _worlds(group, "ours_"):
         ours, stock = f"ours_{world}", f"stock_{world}"
-        yield from _reads(group, f"read.{world}", ours, target=MOST_READ_PER_WANTED)
+        yield from _reads(group, f"read.{world}", ours, target=MAX_READ_PER_WANTED)
         yield from _reads(group, f"read.stock.{world}", stock)
         yield from _speed(group, f"stock.{world}", ours, stock, headline=False)
 
@@ -166,10 +166,10 @@ def _replicas(group: Group) -> Iterable[Comparison]:
 
 
 def crossovers(groups: Sequence[Group]) -> list[Crossover]:
-    """From how many ranks on reading once is faster, of each group that compares it."""
+    """Finds the number of ranks from which `read_once` is faster, for each group with it."""
     found = []
     for group in groups:
-        # A single rank has nobody to read for.
+        # A single rank does not read for other ranks.
         worlds = [world for world in _worlds(group, "once_") if world > 1]
         if not worlds:
             continue
@@ -206,10 +206,10 @@ def _seconds(
     target: float | None = None,
     headline: bool = False,
 ) -> Iterable[Comparison]:
-    """`upper` per `lower`, each a contender and a field of its samples in seconds.
+    """Yields `upper` divided by `lower`: each is a contender and a field of its samples in seconds.
 
-    For a speed `upper` is the baseline's time, for all else it is ours. Nothing where a contender
-    was not measured.
+    For a speed, `upper` is the baseline; otherwise it is ours. Yields nothing if a contender was
+    not measured.
     """
     if not (group.has(upper[0]) and group.has(lower[0])):
         return
@@ -231,7 +231,7 @@ def _seconds(
 
 
 def _call(group: Group, key: str, ours: str, *, target_ms: float) -> Iterable[Comparison]:
-    """Milliseconds in the call, held to an absolute number."""
+    """Yields the milliseconds in the call, with an absolute target."""
     stalls = group.values(ours, "stall_s")
     yield Comparison(
         key=f"{group.name}.{key}",
@@ -252,7 +252,7 @@ def _step_time(
     field: str = "step_median_ratio",
     target: float | None = None,
 ) -> Iterable[Comparison]:
-    """Time of a training step until the save is durable, per step without a save just before."""
+    """Yields the time of a training step during a save, relative to a step just before it."""
     ratios = group.values(contender, field) if group.has(contender) else []
     if not ratios:
         return
@@ -343,7 +343,7 @@ def _async_first(group: Group) -> Iterable[Comparison]:
             yield from _seconds(
                 group,
                 f"{name.removeprefix('ours_')}.{field.removesuffix('_s')}",
-                f"first save, {_MEANINGS[field]}",
+                f"first save, {_FIELD_LABELS[field]}",
                 (first(name), field),
                 (later(name), field),
                 target=2.0,
@@ -352,7 +352,7 @@ def _async_first(group: Group) -> Iterable[Comparison]:
             yield from _seconds(
                 group,
                 f"{reserved.removeprefix('ours_')}.{field.removesuffix('_s')}",
-                f"first save, {_MEANINGS[field]}",
+                f"first save, {_FIELD_LABELS[field]}",
                 (first(reserved), field),
                 (later(reserved), field),
             )
@@ -369,7 +369,7 @@ def _queues(group: Group) -> Iterable[Comparison]:
             ("cpu", "CPU time", "cpu_s"),
         ):
             ours, theirs = ("ours", field), (peer, field)
-            # A save of next to nothing may have ended before its first poll.
+            # A save of a tiny state may end before its first poll.
             if field == "poll_s" and len(group.values(*ours)) != len(group.values(*theirs)):
                 continue
             yield from _seconds(group, f"{key}.{peer}", quantity, ours, theirs)
@@ -379,7 +379,7 @@ def _queues(group: Group) -> Iterable[Comparison]:
 
 
 def _manager(group: Group) -> Iterable[Comparison]:
-    """Steps that are not saved, and saves beyond async_save; see manager.py."""
+    """Yields the calls in steps that are not saved, and the time of saves beyond async_save."""
 
     def comparison(name: str, quantity: str, **more: Any) -> Comparison:
         return Comparison(
@@ -396,21 +396,21 @@ def _manager(group: Group) -> Iterable[Comparison]:
         what, _, world = info.name.rpartition("_")
         own = group.values(info.name, "wall_s")
         if what in ("tensors", "modules"):
-            alone = f"async_{world}"
-            pairs = zip(own, group.values(alone, "wall_s"), strict=True)
+            async_save = f"async_{world}"
+            pairs = zip(own, group.values(async_save, "wall_s"), strict=True)
             yield comparison(
                 info.name,
                 "added time",
                 per_round=[(ours - theirs) * 1e3 for ours, theirs in pairs],
-                baseline=group.label(alone),
-                baseline_median=group.wall(alone).median,
-                target=MOST_ADDED_TO_SAVE_MS,
+                baseline=group.label(async_save),
+                baseline_median=group.wall(async_save).median,
+                target=MAX_ADDED_TO_SAVE_MS,
             )
         elif what == "replicas":
             per_round = [seconds * 1e3 / (group.bytes / 1e9) for seconds in own]
             yield comparison(info.name, "time per GB", per_round=per_round)
         elif what != "async":
-            target = MOST_IN_STEP_MS if what.startswith("step_") else None
+            target = MAX_IN_STEP_MS if what.startswith("step_") else None
             per_round = [seconds * 1e3 for seconds in own]
             yield comparison(info.name, "time in the call", per_round=per_round, target=target)
 
@@ -439,12 +439,12 @@ _RULES: dict[str, Callable[[Group], Iterable[Comparison]]] = {
 
 
 def compare_groups(groups: Sequence[Group]) -> list[Comparison]:
-    """The comparisons of every group that was measured."""
+    """Makes the comparisons of every measured group."""
     return [comparison for group in groups for comparison in _RULES[group.name](group)]
 
 
 def compare_memory(samples: Sequence[MemorySample]) -> list[Comparison]:
-    """Growth in MiB of each saver and loader, held to its byte budget where one was given."""
+    """Compares the growth in MiB of each saver and loader with its byte budget, if it has one."""
     by_label: dict[str, list[MemorySample]] = {}
     for sample in samples:
         by_label.setdefault(sample.label, []).append(sample)
@@ -452,12 +452,12 @@ def compare_memory(samples: Sequence[MemorySample]) -> list[Comparison]:
 
 
 def _memory(label: str, own: Sequence[MemorySample]) -> Comparison:
-    budget, load = own[0].budget_bytes, own[0].load
-    # A load's budget is for all that it needs.
-    allowance = 0 if load else MEMORY_ALLOWANCE_BYTES
+    budget, is_load = own[0].budget_bytes, own[0].is_load
+    # The budget of a load includes everything.
+    allowance = 0 if is_load else MEMORY_ALLOWANCE_BYTES
     limit = None if budget is None else (budget + allowance) / 2**20
     key = own[0].contender if budget is None else f"{own[0].contender}.budget"
-    what = "beyond the targets while loading" if load else "beyond the state while saving"
+    what = "beyond the targets while loading" if is_load else "beyond the state while saving"
     return Comparison(
         key=f"memory.{key}",
         work=f"Memory {what} {readable_size(own[0].state_bytes)}",
@@ -465,5 +465,5 @@ def _memory(label: str, own: Sequence[MemorySample]) -> Comparison:
         ours=label,
         per_round=[sample.growth_bytes / 2**20 for sample in own],
         target=limit,
-        headline=not load,
+        headline=not is_load,
     )

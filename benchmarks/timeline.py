@@ -1,4 +1,4 @@
-"""A picture of saves beside training: what both do, on one time axis."""
+"""Draws background saves and training on one time axis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .background import Trace
 from .results import Group
 
 _DRAWN = ("stock_thread", "stock_thread_kept", "ours_blocking", "ours_overlapped")
-# Two tones, since at this scale gaps between the steps would not show.
+# Two alternating tones: at this scale gaps between steps are invisible.
 _STEPS = ("#4c6a85", "#8fa6ba")
 _STALL = "#c92a2a"
 _PHASES = {
@@ -20,21 +20,21 @@ _PHASES = {
 }
 _TRAINING_LANE, _SAVE_LANE = 1.0, 0.0
 _LANE_HEIGHT = 0.72
-# Of what is drawn, for the steps before the call.
+# Part of the time axis before the call, for the idle steps.
 _LEAD = 0.08
 
 
 def _typical(group: Group, contender: str) -> Trace:
-    """The first save of the round whose time until durable is the median one."""
+    """Returns the first save of the round with the median time until durable."""
     samples = group.background_samples(contender)
     median = statistics.median_low(sample.durable_s for sample in samples)
     return next(sample for sample in samples if sample.durable_s == median).saves[0]
 
 
 def _phases(trace: Trace) -> dict[str, tuple[float, float]]:
-    """(start, end) of what the save does, in seconds since the call."""
+    """Returns (start, end) of the phases of the save, in seconds since the call."""
     last_write = trace.durable_s if trace.last_write_s is None else trace.last_write_s
-    # The clock of file times is coarser than the one of the call.
+    # File times are coarser than the clock of the call.
     last_write = min(max(last_write, trace.staged_s), trace.durable_s)
     return {
         "staging": (0.0, trace.staged_s),
@@ -72,7 +72,7 @@ def _draw_panel(axes: Any, trace: Trace, label: str) -> None:
 
 
 def draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
-    """Writes the timeline of the group's typical saves, one panel per contender, as PNG."""
+    """Writes the timeline of the group's typical saves as PNG, with one panel per contender."""
     traces = {name: _typical(group, name) for name in _DRAWN if group.has(name)}
     figure, panels = pyplot.subplots(
         len(traces),
@@ -85,13 +85,13 @@ def draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
     longest = max(trace.durable_s for trace in traces.values())
     for (axes,), (name, trace) in zip(panels, traces.items(), strict=True):
         _draw_panel(axes, trace, group.label(name))
-        # Room on the right for the word about the longest save.
+        # Leave room for the annotation of the longest save.
         axes.set_xlim(-_LEAD * longest, 1.13 * longest)
     lowest = panels[-1][0]
     lowest.set_xlabel("seconds since the call", fontsize=9)
     figure.suptitle(group.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     colours = {"training step": _STEPS[0], "training stands still": _STALL, **_PHASES}
-    # Of the axes and not of the figure, whose layout would print the caption over it.
+    # A legend of the figure would overlap the caption.
     lowest.legend(
         [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()],
         list(colours),
@@ -102,6 +102,6 @@ def draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
         fontsize=8,
     )
     figure.supxlabel(caption, fontsize=7, color="#666666")
-    # Without a date or version of its own in the file, equal data give equal bytes.
+    # Omit matplotlib's version, so that equal data gives equal bytes.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     pyplot.close(figure)

@@ -1,7 +1,7 @@
-"""A training step whose duration tells how much a save beside it costs.
+"""A training step whose duration shows the cost of a concurrent save.
 
-The step is many small operations on one thread, driven by Python: what competes with a save for the
-GIL and a core, and little else. Its parameters are not those that are saved.
+The step consists of many small operations on one thread, driven by Python, so it competes with a
+save mainly for the GIL and a core. Its parameters are not part of the saved state.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Layer:
 
 
 class Training:
-    """A tiny transformer and its optimizer on a device; some 10 ms a step on one core."""
+    """A tiny transformer and its optimizer on a device. A step takes about 10 ms on one core."""
 
     def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ class Training:
         self._wanted = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator).to(device)
 
     def step(self) -> None:
-        """Forward, backward and update, driven by the calling thread."""
+        """Runs forward, backward and update on the calling thread."""
         x = self._input
         for layer in self._layers:
             x = layer(x)

@@ -1,14 +1,14 @@
-"""What a change costs: this tree against another one of torch_ckpt, alternately.
+"""Measures the cost of a change: compares this tree with another tree of torch_ckpt.
 
     git worktree add ../before COMMIT && (cd ../before && make build)
     python -m benchmarks.trees ../before --size 2GB --rounds 7 --out benchmarks/results/NAME.json
 
-Each tree saves and loads in a process of its own, in each round a new one; both work on the same
-state and disk. A ratio is this tree's seconds by the other's, of one round.
+In each round each tree saves and loads in a new process; both use the same state and disk. A ratio
+is this tree's seconds divided by the other tree's in one round. The spread of the ratios shows
+their accuracy.
 
-A new one, since of two processes of one and the same tree one was seen to need a sixth more
-processor time than the other for as long as both lived. The spread of the ratios says what they
-are worth.
+Each round needs new processes: of two processes of one tree, one used a sixth more CPU time than
+the other during their whole life.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ THIS_TREE = Path(__file__).parents[1]
 
 
 def work(size: int, small: int, folder: str) -> None:
-    """The process of one tree: reads what to do line by line, answers with seconds and CPU time."""
+    """Runs in one tree's process: reads jobs from stdin, prints wall and CPU seconds of each."""
     import torch  # noqa: F401  (first, for its libraries)
 
     import torch_ckpt
@@ -50,7 +50,7 @@ def work(size: int, small: int, folder: str) -> None:
 
     def load(name: str, state: states.State, is_warm: bool) -> Callable[[], object]:
         if is_warm:
-            # Reclaim may be at work on other files; then the next reading keeps these.
+            # The kernel may be reclaiming pages; then a later attempt keeps them.
             for _ in range(3):
                 with contextlib.suppress(pagecache.CacheStateError):
                     pagecache.warm(files(name))
@@ -73,12 +73,12 @@ def work(size: int, small: int, folder: str) -> None:
 
 
 class _Tree:
-    """The process that works with one tree."""
+    """The process that imports torch_ckpt from one tree."""
 
     def __init__(self, path: Path, size: int, small: int, directory: Path) -> None:
-        # Before the installed package; the benchmarks are always this tree's.
+        # The tree comes before the installed package. The benchmarks are always this tree's.
         paths = [str(path), str(THIS_TREE)]
-        # Without what the other benchmarks import, which the other tree may not have.
+        # Other benchmarks import names that the other tree may not have.
         code = f"from benchmarks.trees import work; work({size}, {small}, {str(directory)!r})"
         if path != THIS_TREE:
             code = f"import sys; import torch_ckpt; sys.path.remove({paths[0]!r}); {code}"
@@ -107,7 +107,7 @@ class _Tree:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the process of a tree has ended; see above")
+            raise RuntimeError("the process of a tree has failed; its error is printed above")
         return json.loads(line)
 
 
@@ -133,7 +133,7 @@ def _compare(other: Path, size: int, small: int, rounds: int, directory: Path) -
                     tree = (THIS_TREE, other)[index]
                     trees[index] = _Tree(tree, size, small, paths[index])
                 jobs = trees[0].jobs
-                # Pools, imports, the disk's free blocks.
+                # Warm up pools, imports and the disk's free blocks.
                 for job in jobs:
                     for index in order:
                         trees[index].run(job)
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.other is None:
-        parser.error("which other tree?")
+        parser.error("pass the path of another built tree")
     arguments.dir.mkdir(parents=True, exist_ok=True)
     found = _compare(
         arguments.other.resolve(),

@@ -40,7 +40,7 @@ SCREENSHOTS = {
     "diff": ["torch-ckpt diff run/300 run/400"],
 }
 
-# Those that are narrower than the others.
+# Widths in columns other than COLUMNS.
 WIDTHS = {"ls-narrow": 60}
 
 

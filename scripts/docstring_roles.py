@@ -11,7 +11,7 @@ import griffe
 
 ROLE = re.compile(r":[a-z]+:`~?([\w.]+)`")
 BLOCK = re.compile(r"^(\w.*):: *\n\n((?: {4}.*\n?|\n)+)", re.M)
-# Those whose names have a page of their own.
+# Packages with their own page of the reference.
 PACKAGES = ("torch_ckpt.multihost", "torch_ckpt.training", "torch_ckpt.integrations")
 
 

@@ -1,8 +1,8 @@
-"""Puts pages from outside docs/ on the site, and adapts the links.
+"""Puts the pages of the repository's root on the site, and adapts the links.
 
-README.md becomes project/README.md, and likewise the other pages beside it. Links to them and from
-them are changed. A link to a directory of sources becomes text. A link whose text is a file name,
-as in "see loading.md", shows the title of the page.
+README.md becomes project/README.md, and likewise the other pages in the root. Links to and from
+these pages are adapted. A link to a source directory becomes text. A link whose text is a file
+name, as in "see loading.md", shows the title of the page.
 """
 
 import re

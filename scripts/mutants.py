@@ -1,15 +1,17 @@
-"""Makes small wrong changes of the product, one at a time, and tells which of them no test notices.
+"""Mutation testing: makes small wrong changes, one at a time, and lists those that no test detects.
 
     scripts/mutants.py --seed 1 --count 60 --results build/mutants.json
 
-1. A change is of one line in csrc or torch_ckpt, outside of comments and strings: a bound is moved
-   by one, a comparison or a condition is turned round, a check is dropped. Half are of each.
-2. Each is made in a copy of the tree. The copy's C++ is built; what does not compile is no mutant.
-3. The tests run until one fails, those first that name the changed module or are its package's. A
-   mutant that no test notices within ``--seconds`` has survived.
+1. A mutant changes one line outside comments and strings: it moves a bound by one, inverts a
+   comparison or a condition, or removes a check. Half of the mutants are in csrc, half in
+   torch_ckpt.
+2. Each mutant is applied to a copy of the tree, and C++ is built there. If it does not compile, it
+   is skipped.
+3. The tests run until one fails, starting with those of the changed package and those that name
+   the changed module. A mutant survives if no test detects it within ``--seconds``.
 
-With ``--mutants FILE`` the changes of an earlier run's results are made again, where their lines
-still exist, so that two versions of the tests can be compared.
+``--mutants FILE`` repeats the mutants of an earlier run's results if their lines still exist, to
+compare two versions of the tests.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: What replaces what, by regular expression.
+#: Pairs of a regular expression and its replacement.
 COMMON = [
     (r" < ", " <= "),
     (r" <= ", " < "),
@@ -65,16 +67,16 @@ PYTHON = [
     (r"\b(raise|continue)\b.*[^(,]$", "pass"),
 ]
 
-#: The slowest test, and all of the C++ tests, take a third of it.
+#: Three times as long as the slowest Python test, and as all C++ tests together.
 HANGS_AFTER_SECONDS = 90
 
-#: In the order in which they are tried.
+#: In the order of running.
 TESTS = ("tests/python", "tests/attacks", "tests/faults", "tests/distributed", "tests/crash")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed line; ``nth`` of the lines that look like it in its file."""
+    """One changed line. If several lines of its file are equal, ``nth`` is its index."""
 
     file: str
     nth: int
@@ -83,11 +85,11 @@ class Mutant:
 
     @classmethod
     def of_result(cls, result: dict[str, Any]) -> Mutant:
-        """The one of an entry of a file of results."""
+        """Makes the mutant of an entry in the results."""
         return cls(result["file"], result["nth"], result["before"], result["after"])
 
     def apply(self, root: Path) -> bool:
-        """Whether the line is there; it is changed then."""
+        """Changes the line. Returns False if the line no longer exists."""
         path = root / self.file
         lines = path.read_text().split("\n") if path.exists() else []
         places = [number for number, line in enumerate(lines) if line == self.before]
@@ -99,7 +101,7 @@ class Mutant:
 
 
 def candidates(path: Path) -> Iterator[Mutant]:
-    """All mutants of a file."""
+    """Yields all mutants of a file."""
     lines = path.read_text().split("\n")
     rules = PYTHON if path.suffix == ".py" else CPP
     code = python_code(path) if path.suffix == ".py" else cpp_code(lines)
@@ -114,7 +116,7 @@ def candidates(path: Path) -> Iterator[Mutant]:
 
 
 def cpp_code(lines: list[str]) -> list[str]:
-    """The lines with blanks for what a comment or a string has."""
+    """Replaces comments and strings in lines of C++ by blanks."""
 
     def blank(match: re.Match[str]) -> str:
         return " " * len(match.group())
@@ -123,7 +125,7 @@ def cpp_code(lines: list[str]) -> list[str]:
 
 
 def python_code(path: Path) -> list[str]:
-    """The same of Python."""
+    """Replaces comments and strings in a Python file by blanks; returns its lines."""
     code = [list(line) for line in path.read_text().split("\n")]
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
@@ -142,11 +144,11 @@ CMAKE = ["cmake", "-G", "Ninja", "-S", ".", "-DCMAKE_BUILD_TYPE=Release"]
 
 
 class DoesNotCompile(Exception):
-    """What was changed is not a program any more."""
+    """The mutant does not compile."""
 
 
 class Copy:
-    """A copy of the tree with builds of its own."""
+    """A copy of the tree with its own builds."""
 
     def __init__(self, root: Path, python: str) -> None:
         self.root = root
@@ -159,20 +161,20 @@ class Copy:
         subprocess.run(["git", "checkout", "-q", "."], cwd=self.root, check=True)
 
     def restore(self, mutant: Mutant) -> None:
-        """The tree as it was, and what is built from it."""
+        """Undoes the mutant, and builds the copy again."""
         self.reset()
         if mutant.file.startswith("csrc"):
             self.build()
 
     def build(self) -> bool:
-        """Whether all of it compiles as it is."""
+        """Builds the tests and the extension. Returns False if they do not compile."""
         return self._build_tests() and self._build_extension()
 
     def first_failure(self, mutant: Mutant, seconds: float) -> str | None:
-        """The test that notices the mutant, or what else went wrong; None: nothing did.
+        """Returns the test that detects the mutant, or another failure; None if it survives.
 
         Raises:
-            DoesNotCompile: it is no mutant.
+            DoesNotCompile: the mutant does not compile.
         """
         until = time.monotonic() + seconds
         if mutant.file.startswith("csrc"):
@@ -190,7 +192,7 @@ class Copy:
             left = until - time.monotonic()
             if left <= 0:
                 return None
-            # A test that hangs has noticed it, too.
+            # A test that hangs detects the mutant, too.
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={HANGS_AFTER_SECONDS}"]
             pytest = [self._python, "-m", "pytest", *options, *files]
             code, output = self._run(pytest, left)
@@ -257,7 +259,7 @@ def git(*arguments: str) -> None:
 
 
 def chosen(seed: int) -> Iterator[Mutant]:
-    """Without an end that a run would reach: of csrc and of torch_ckpt in turn."""
+    """Yields mutants in random order, alternately in csrc and in torch_ckpt."""
     choice = random.Random(seed)
     places = [
         [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if "cuda" not in path.name],
@@ -275,8 +277,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=900, help="for the tests of one mutant")
-    parser.add_argument("--results", type=Path, required=True, help="a JSON file; it is resumed")
-    parser.add_argument("--mutants", type=Path, help="results whose mutants are made again")
+    parser.add_argument(
+        "--results", type=Path, required=True, help="a JSON file; an existing one is resumed"
+    )
+    parser.add_argument("--mutants", type=Path, help="results whose mutants are repeated")
     parser.add_argument("--copy", type=Path, default=ROOT / "build" / "mutants")
     arguments = parser.parse_args()
 
@@ -289,14 +293,14 @@ def main() -> None:
         mutants = chosen(arguments.seed)
     copy = Copy(arguments.copy.resolve(), sys.executable)
     if not copy.build():
-        sys.exit("the tree does not build as it is")
+        sys.exit("the tree does not build without a mutant")
     for mutant in mutants:
         if len(results) == arguments.count:
             break
         if mutant in done:
             continue
         if not mutant.apply(copy.root):
-            print(f"gone: {mutant.file}: {mutant.before.strip()}", flush=True)
+            print(f"no such line: {mutant.file}: {mutant.before.strip()}", flush=True)
             continue
         begun = time.monotonic()
         try:
@@ -311,7 +315,7 @@ def main() -> None:
         print(f"-{mutant.before}\n+{mutant.after}", flush=True)
         copy.restore(mutant)
     caught = sum(result["caught_by"] is not None for result in results)
-    print(f"seed {arguments.seed}: {caught} of {len(results)} mutants are noticed")
+    print(f"seed {arguments.seed}: tests detect {caught} of {len(results)} mutants")
 
 
 if __name__ == "__main__":

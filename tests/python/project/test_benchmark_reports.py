@@ -65,7 +65,7 @@ def test_the_report_names_every_contender(
         assert all(info.label in text for info in group.contenders)
 
 
-MARKERS = [subject.marker for subject in report.SUBJECTS]
+MARKERS = [block.marker for block in report.BLOCKS]
 
 
 @pytest.mark.parametrize("marker", MARKERS)

@@ -319,7 +319,7 @@ def test_a_save_through_queues_is_as_slow_as_its_slowest_rank() -> None:
         common | {"saves": [_queue_save(0, call, 2.0) for call in (9.0, 1.0, 4.0, 3.0)]},
         common | {"saves": [_queue_save(1, call, 2.0) for call in (8.0, 2.0, 2.0, 2.0)]},
     ]
-    sample = queue_saves.sample_of("fake", measured, round_index=0, position=0)
+    sample = queue_saves.summarize("fake", measured, round_index=0, position=0)
     assert (sample.first_call_s, sample.call_s) == (9.0, 3.0)
     assert (sample.bytes, sample.memory_bytes, sample.processes) == (6, 10, 4)
     # The slower rank's, for one save; everything except the steps.
@@ -333,7 +333,7 @@ def test_a_torn_save_on_one_rank_makes_the_sample_torn() -> None:
     measured = [
         common | {"kept": rank == 0, "saves": of_rank} for rank, of_rank in enumerate(saves)
     ]
-    assert not queue_saves.sample_of("fake", measured, round_index=0, position=0).kept
+    assert not queue_saves.summarize("fake", measured, round_index=0, position=0).kept
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -393,7 +393,7 @@ class _FakeSave:
 def test_a_long_save_is_one_sample() -> None:
     fake = _FakeSave(7)
     effort = background.Effort(idle_steps=4, least_steps=5)
-    traces = background.saves_beside_training(fake.contender(), fake.step, effort)
+    traces = background.trace_saves(fake.contender(), fake.step, effort)
     assert [len(trace.steps) for trace in traces] == [7]
     assert [len(trace.idle_steps) for trace in traces] == [4]
 
@@ -401,9 +401,9 @@ def test_a_long_save_is_one_sample() -> None:
 def test_short_saves_are_repeated_until_enough_steps_were_measured() -> None:
     fake = _FakeSave(2)
     effort = background.Effort(idle_steps=4, least_steps=5)
-    traces = background.saves_beside_training(fake.contender(), fake.step, effort)
+    traces = background.trace_saves(fake.contender(), fake.step, effort)
     assert [len(trace.steps) for trace in traces] == [2, 2, 2]
-    sample = background.sample_of("fake", traces, 1)
+    sample = background.summarize("fake", traces, 1)
     assert sample.steps == 6
     assert sample.step_median_ratio is not None
 
@@ -412,10 +412,10 @@ def test_a_save_that_is_durable_when_the_call_returns_is_not_repeated() -> None:
     runs: list[None] = []
     contender = measure.Contender("sync", "sync", "ours", lambda: runs.append(None))
     effort = background.Effort(idle_steps=1, least_steps=5)
-    (trace,) = background.saves_beside_training(contender, lambda: None, effort)
+    (trace,) = background.trace_saves(contender, lambda: None, effort)
     assert len(runs) == 1
     assert trace.stall_s == trace.staged_s == trace.durable_s
-    assert background.sample_of("sync", [trace], 1).step_median_ratio is None
+    assert background.summarize("sync", [trace], 1).step_median_ratio is None
 
 
 def test_a_failed_save_ends_the_measurement() -> None:
@@ -423,7 +423,7 @@ def test_a_failed_save_ends_the_measurement() -> None:
     failed.set_exception(OSError("disk full"))
     contender = measure.Contender("failing", "failing", "ours", lambda: Running(failed))
     with pytest.raises(OSError, match="disk full"):
-        background.saves_beside_training(contender, lambda: None, background.Effort(1, 1))
+        background.trace_saves(contender, lambda: None, background.Effort(1, 1))
 
 
 def test_cpu_seconds_exclude_the_steps() -> None:
@@ -450,7 +450,7 @@ def test_cpu_seconds_exclude_the_steps() -> None:
         return Running(committed)
 
     contender = measure.Contender("burner", "burner", "ours", start)
-    (trace,) = background.saves_beside_training(contender, step, background.Effort(0, 1))
+    (trace,) = background.trace_saves(contender, step, background.Effort(0, 1))
     assert trace.cpu_s == pytest.approx(wanted, rel=0.5)
 
 
@@ -464,7 +464,7 @@ def test_step_ratios_compare_steps_during_the_save_with_steps_before() -> None:
         idle_steps=[[-3.0, -2.0], [-2.0, -1.0], [-1.0, 0.0]],
         steps=[[1.0, 2.0], [2.0, 4.0], [4.0, 10.0]],
     )
-    sample = background.sample_of("name", [trace], 1)
+    sample = background.summarize("name", [trace], 1)
     assert sample.step_median_ratio == 2.0
     assert sample.step_mean_ratio == 3.0
     assert sample.stall_s == 0.5
