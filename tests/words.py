@@ -57,13 +57,13 @@ TERMS = {
     "beside training": "in the background",
     "without a word": "silently",
     "ma(?:de|kes?) real": "materialized",
-    "grown|growing|shrunk": "zero-filled, truncated",
+    "grown(?!:)|growing|shrunk": "zero-filled, truncated",
     "(?<!of )course": "training timeline",
     "stop notices?": "preemption notice",
     "(?:holds?|held|holding) back": "block until staged",
     "(?:comes?|coming|came) late": "straggler",
     "hurry|hurries|hurried": "wake",
-    "meetings?|meets?": "rendezvous, exchange",
+    "meetings?(?!:)|meets?": "rendezvous, exchange",
     "is here|are here": "is present on this rank",
 }
 _ACTORS = r"who|whom|whoever|(?:some|no|any|every)body|someone|anyone"

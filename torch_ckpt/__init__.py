@@ -2,7 +2,8 @@
 
 ``FileSystemWriter`` and ``FileSystemReader`` replace torch's classes of the same names in
 ``torch.distributed.checkpoint``; ``save`` and ``load`` do the same with less Python per tensor, and
-``async_save`` saves while training goes on. ``CheckpointManager`` is what a training loop needs.
+``async_save`` saves while training continues. ``CheckpointManager`` saves and restores the steps of
+a training loop.
 """
 
 import sys

@@ -322,7 +322,7 @@ def _remove(path: str) -> None:
 
 def _split(value: Any, path: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
     """Returns the value with tensors replaced by None; adds them to ``tensors`` by name."""
-    # None is added as well, so that _join() can tell it from a removed tensor.
+    # Add None as well, so that _join() distinguishes it from a removed tensor.
     if value is None or isinstance(value, Tensor):
         name = _name(path)
         if name in tensors:

@@ -136,7 +136,7 @@ class Schedule:
         steps: steps that are always saved.
         max_overhead, mtbf_seconds: see :class:`AutoInterval`.
         skip_if_busy: do not save while a save is running.
-        meeting: rendezvous of the ranks, used by this schedule only.
+        meeting: connects the ranks; used by this schedule only.
         timeout: seconds to wait for rank 0's decision.
         clock: returns seconds, like :func:`time.monotonic`.
 
