@@ -205,7 +205,7 @@ def load_checkpoint_if_it_exists(
                 f"converted to other dtypes than the stored ones: {some_of(converted, _MAX_NAMES)}"
             )
     if is_first:
-        # Warn at the end: if warnings are errors, rank 0 would leave the load before the other ranks.
+        # Warn at the end: if warnings are errors, rank 0 would leave the load early.
         for text in warned:
             warnings.warn(text, stacklevel=2)
     return newest or 0
