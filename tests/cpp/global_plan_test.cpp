@@ -112,7 +112,8 @@ TEST(StateTemplate, RejectsDamagedBytes) {
 TEST(GlobalPlan, ReplicatedValuesAreWrittenOnce) {
   std::vector<Rows> ranks(4);
   for (int rank = 0; rank < 4; ++rank) {
-    for (int i = 0; i < 8; ++i) ranks[rank].add_tensor("t" + std::to_string(i), {100});
+    for (int i = 0; i < 8; ++i)
+      ranks[rank].add_tensor(std::string("t").append(std::to_string(i)), {100});
     ranks[rank].add_object("step");
     ranks[rank].add_tensor(std::string("of rank ").append(std::to_string(rank)), {10});
   }
