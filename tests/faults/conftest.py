@@ -14,10 +14,10 @@ from tests.sweeps import NEW
 
 @pytest.fixture(scope="session")
 def servers(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """One for each rank."""
+    """A server for each rank."""
     examples = []
     for how in ("torch_ckpt.save", "dcp.save", "async_save"):
-        store = tmp_path_factory.mktemp("alone") / "store"
+        store = tmp_path_factory.mktemp("example") / "store"
         examples.append((save_as_rank, (NEW, 2, how, -1, str(store))))
     started = [Server(shim, examples) for _ in range(2)]
     yield started

@@ -1,4 +1,4 @@
-"""Small disks of their own for tests: full ones, and one that fails when it is told to."""
+"""Small separate disks for tests: disks that can be filled, and one whose writes can be failed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _skip_without(*tools: str) -> None:
 
 @contextmanager
 def mounted(mount_point: Path, *arguments: object) -> Iterator[Path]:
-    """A file system mounted for the time of a block; skips the test where that is not allowed."""
+    """Mounts a file system for the time of a block. Skips the test if mounting is not allowed."""
     mount_point.mkdir()
     try:
         _command("mount", *arguments, mount_point)
@@ -40,7 +40,7 @@ def mounted(mount_point: Path, *arguments: object) -> Iterator[Path]:
     try:
         yield mount_point
     finally:
-        # The error of a failed save may hold, in a cycle, what that had open.
+        # The error of a failed save may hold open files in a reference cycle.
         gc.collect()
         try:
             _command("umount", mount_point)
@@ -63,7 +63,7 @@ def _loop_device(file: Path) -> Iterator[str]:
 
 @contextmanager
 def ext4_of(workdir: Path, size_bytes: int) -> Iterator[Path]:
-    """An ext4 of its own."""
+    """Creates and mounts an ext4 file system."""
     _skip_without("mkfs.ext4", "losetup", "mount")
     image = workdir / "image"
     with image.open("wb") as file:
@@ -74,10 +74,10 @@ def ext4_of(workdir: Path, size_bytes: int) -> Iterator[Path]:
 
 
 class FailingDisk:
-    """A disk whose writes fail while it is told so.
+    """A disk whose writes can be failed.
 
     Attributes:
-        path: of its file system.
+        path: mount point of its file system.
     """
 
     def __init__(self, path: Path, trigger: Path) -> None:
@@ -86,7 +86,7 @@ class FailingDisk:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Every write to the medium fails with EIO for the time of a block."""
+        """Fails every write to the medium with EIO for the time of a block."""
         self._trigger.touch()
         try:
             yield
@@ -96,17 +96,17 @@ class FailingDisk:
 
 @contextmanager
 def failing_disk(workdir: Path, size_bytes: int = 64 << 20) -> Iterator[FailingDisk]:
-    """An ext4 on a loop device on a file of FUSE, whose bytes nbdkit keeps and refuses.
+    """Creates an ext4 on a loop device over a FUSE file, whose writes nbdkit can fail.
 
-    It has no journal: that would end in a read-only file system, and not in one that goes on as if
-    nothing had been.
+    It has no journal: with a journal, errors would make the file system read-only, instead of
+    letting it continue as if nothing had happened.
     """
     _skip_without("nbdkit", "nbdfuse", "mkfs.ext4", "losetup", "mount", "umount")
     trigger = workdir / "fail"
     medium = workdir / "medium"
     medium.mkdir()
     with ExitStack() as stack:
-        # It writes its pid there when it begins to serve.
+        # nbdfuse writes its process id to this pipe when it begins to serve.
         pid_file = workdir / "ready"
         os.mkfifo(pid_file)
         ready = os.open(pid_file, os.O_RDWR)

@@ -1,8 +1,8 @@
-"""Ranks that end in some state of a save, a load or a watch; run by test_exits.py.
+"""Ranks that exit in various states of a save, a load or a watch; run by test_exits.py.
 
-A rank ends as a program does after its last line: Python finalizes, then libraries' destructors
-run. When one ends, its other threads hardly get the processor any more: what must not happen beside
-the interpreter's end would happen then.
+A rank exits like a program after its last line: Python finalizes, and then the destructors of
+libraries run. The other threads of the rank hardly get the processor then, so that
+they still run during finalization, and harm that they do there shows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch_ckpt
 from torch_ckpt import _core, multihost
 from torch_ckpt._base.progress import Progress
 
-#: By whether there is a process group, which is there when a rank ends or not: how many ranks.
+#: Number of ranks: without a process group, with one that exists at the exit, and with one that was
+#: destroyed.
 GROUPS = {"alone": 1, "kept": 2, "destroyed": 2}
 
-# What a rank has until it ends.
+# Objects that a rank references until it exits.
 _kept: list[Any] = []
 
 
@@ -68,7 +69,7 @@ def during_a_managers_save(path: str) -> None:
 
 
 def while_notices_are_waited_for(path: str) -> None:
-    # Its thread asks the store all the time.
+    # Its thread polls the store all the time.
     _kept.append(multihost.watch_for_preemption(poll_seconds=1e-5))
     assert not multihost.reached_preemption_sync_point(0)
 
@@ -125,14 +126,14 @@ STATES = {
 
 
 def be_rank(_: Connection, state: str, path: str, group: str) -> None:
-    gc.freeze()  # or the end would collect all of torch's modules
+    gc.freeze()  # otherwise the exit would collect all modules of torch
     _use_one_processor()
     if group != "alone":
         dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
         own = dist.distributed_c10d._get_default_store()
-        # Who ends before the other has connected fails it. Not dist.barrier(), after which gloo's
-        # own threads may take the GIL, and so end a process that keeps its group.
+        # A rank that exits before the other has connected would fail it. Do not use dist.barrier():
+        # gloo's threads may take the GIL after it, which kills a process that keeps its group.
         own.set(f"{rank} is connected", "")
         own.wait([f"{other} is connected" for other in range(size)])
     STATES[state](path)
@@ -145,7 +146,7 @@ def be_rank(_: Connection, state: str, path: str, group: str) -> None:
 
 
 def be_busy(connection: Connection) -> None:
-    """Wants the processor that the ranks have."""
+    """Keeps the ranks' processor busy."""
     _use_one_processor()
     os.nice(10)
     while not connection.poll():

@@ -1,4 +1,4 @@
-"""What children do beyond the saves of ../sweeps.py."""
+"""Saves of child processes, in addition to those of ../sweeps.py."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch_ckpt
 from tests.sweeps import SAVES, save_alone, state_of
 from torch_ckpt.manager import preparation
 
-#: In the names of what a manager writes.
+#: The random part of the names that a manager writes.
 ATTEMPT = "0123abcd"
 
 
 def save_with_descriptors(path: str, seed: int, threads: int, spare: int) -> None:
-    """Saves in a process that may open only so many descriptors more."""
+    """Saves in a process that may open only ``spare`` more descriptors."""
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     while (last := os.open(os.devnull, os.O_RDONLY)) < highest:
-        pass  # closes the gaps below
+        pass  # fills the gaps below
     os.close(last)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (last + spare, hard))
@@ -36,12 +36,12 @@ def save_below(path: str, seed: int, threads: int, how: str) -> None:
 
 
 def save_as_rank(path: str, seed: int, threads: int, how: str, rank: int, store: str) -> None:
-    """Saves as one of two ranks that have all tensors in common, so that each writes some.
+    """Saves as one of two ranks with the same tensors, of which each rank writes some.
 
     Args:
         how: as in ``tests.sweeps.SAVES``.
-        rank: 0 or 1; -1 is alone, which imports the same.
-        store: a file in which the ranks meet.
+        rank: 0 or 1; -1 is a single rank, for a first save that imports all modules.
+        store: file of the ranks' store.
     """
     size = 1 if rank < 0 else 2
     dist.init_process_group(
@@ -64,7 +64,7 @@ def save_below_as_rank(path: str, *arguments: Any) -> None:
 
 
 def replace_step(root: str, seed: int) -> None:
-    """Saves step 2 under a manager that keeps one step, whether or not it is there."""
+    """Saves step 2 with a manager that keeps one step. Replaces step 2 if it exists."""
     preparation.new_attempt = lambda: ATTEMPT
     with torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=()) as manager:
         manager.save(2, state_of(seed), overwrite=True)

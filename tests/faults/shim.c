@@ -1,16 +1,16 @@
-// Preloaded into a process, it stands between the program and libc: it counts the calls that
-// concern one directory tree, and lets one of them fail, come back early or be the process's last,
-// or changes just before it what a path leads to.
+// Library that is preloaded between a program and libc. It logs the calls on one directory tree. It
+// can fail a call, make it return early, kill the process before it, or change the target of a path
+// just before it.
 //
-// 1. A call concerns the tree when its path argument, or what its descriptor refers to, lies in it.
-//    Descriptors are looked up in /proc/self/fd, so that nothing has to be kept in step with them.
-// 2. Calls of the kinds in `mask` are numbered, over all threads; the one numbered `first` is acted
-//    upon, and so are the `times - 1` after it.
-// 3. Orders and the log lie in a file that SHIM_BLOCK names, which the tests map too: they read
-//    there what a child that was killed had done.
+// 1. A call is on the tree if its path argument or its descriptor refers to a file in the tree.
+//    Descriptors are looked up in /proc/self/fd, so they need not be tracked.
+// 2. Calls of the kinds in `mask` are numbered over all threads. The order applies to the call with
+//    number `first` and to the next `times - 1`.
+// 3. The file in SHIM_BLOCK contains the order and the log. The tests map it, too, and read the log
+//    of a child that was killed.
 //
-// Calls that libc makes inside (fopen, the open of opendir) are out of reach; Python and the engine
-// make their own.
+// Calls within libc (by fopen, the open of opendir) are not intercepted; Python and the engine make
+// their calls directly.
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -64,7 +64,7 @@ struct entry {
   int32_t kind;
   int32_t action;  // what was done to it
   int32_t error;   // errno; 0 where the call succeeded
-  int32_t number;  // among the calls of the kinds in the mask, from 1; 0: of another kind
+  int32_t number;  // among the calls of the kinds in the mask, from 1; 0: another kind
   int64_t result;
   char path[PATH_LENGTH];
 };
@@ -75,10 +75,10 @@ struct block {
   int64_t first;  // 0: none
   int64_t times;
   int32_t action;
-  int32_t bytes;               // SHORT: how many; 0: half
-  int32_t errors[KIND_COUNT];  // FAIL: by kind; 0: let it be
+  int32_t bytes;               // SHORT: number to transfer; 0: half
+  int32_t errors[KIND_COUNT];  // FAIL: errno by kind; 0: do not fail
   char root[PATH_MAX];
-  char paths[2][PATH_MAX];  // EXCHANGE: swaps what they name; CHDIR: goes to the first
+  char paths[2][PATH_MAX];  // EXCHANGE: paths to exchange; CHDIR: the first is the new directory
   _Atomic int64_t numbered;
   _Atomic int64_t logged;
   struct entry log[LOG_LENGTH];
@@ -97,14 +97,14 @@ __attribute__((constructor)) static void make_block(void) {
 
 __attribute__((visibility("default"))) struct block* shim_block(void) { return block; }
 
-// --- which calls, and what becomes of them
+// --- selected calls, and their changes
 // --------------------------------------------------------
 
 struct point {
-  struct entry* entry;  // NULL: none of our concern
+  struct entry* entry;  // NULL: not on the tree
   enum action action;
   int error;
-  struct entry unlogged;  // where the log is full
+  struct entry unlogged;  // used if the log is full
 };
 
 static int is_armed(void) {
@@ -116,7 +116,7 @@ static int is_inside(const char* path) {
   return strncmp(path, block->root, length) == 0 && (path[length] == '/' || path[length] == 0);
 }
 
-// Another process's doing, which is no call of this one: past our own functions.
+// The change of a path must not be logged as a call of this process, so it bypasses our functions.
 static int change_paths(void) {
   const char* first = block->paths[0];
   if (block->action == CHDIR) return chdir(first);
@@ -220,7 +220,7 @@ static void enter_fd(struct point* point, enum kind kind, int fd) {
   static __typeof__(name)* next; \
   if (next == NULL) next = (__typeof__(name)*)dlsym(RTLD_NEXT, #name)
 
-// Unless it is to fail, the call is made; its result is returned either way.
+// Makes the call, unless it must fail. Returns its result or the failure.
 #define RETURN(type, call)        \
   type result;                    \
   if (point.action == FAIL) {     \
@@ -279,7 +279,7 @@ DEFINE_OPENAT(openat64)
 DEFINE_CREAT(creat)
 DEFINE_CREAT(creat64)
 
-// openat2 and, in older libcs, renameat2 have no other way.
+// openat2 and, with older versions of libc, renameat2 are called through syscall().
 long syscall(long number, ...) {
   NEXT(syscall);
   va_list arguments;
@@ -316,7 +316,7 @@ ssize_t write(int fd, const void* data, size_t count) {
   RETURN(ssize_t, next(fd, data, shortened(&point, count)));
 }
 
-// Direct writes of a part of a block are refused; another descriptor, without O_DIRECT, takes them.
+// A direct write of part of a block fails, so use another descriptor without O_DIRECT.
 static ssize_t pwrite_some(int fd, const void* data, size_t count, off_t offset) {
   char link[64];
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -340,7 +340,7 @@ static ssize_t pwrite_some(int fd, const void* data, size_t count, off_t offset)
 DEFINE_PWRITE(pwrite)
 DEFINE_PWRITE(pwrite64)
 
-// Of several buffers the first alone is what comes back early.
+// A short call with several buffers transfers the first one only.
 #define DEFINE_VECTOR(name, kind)                                                              \
   ssize_t name(int fd, const struct iovec* parts, int count) {                                 \
     NEXT(name);                                                                                \
@@ -391,7 +391,7 @@ DEFINE_ON_FD(fsync, FSYNC)
 DEFINE_ON_FD(fdatasync, FSYNC)
 DEFINE_ON_FD(syncfs, SYNCFS)
 
-// Linux releases the descriptor whatever it says, and so does a call that fails here.
+// Linux releases the descriptor even if close fails, and so does a failed call here.
 int close(int fd) {
   NEXT(close);
   FD(CLOSE, fd);
@@ -443,7 +443,7 @@ DEFINE_FTRUNCATE(ftruncate64)
 
 DEFINE_ON_FD(dup, DUP)
 
-// Of the other commands none concerns what is in a tree.
+// The other commands do not access files.
 #define DEFINE_FCNTL(name)                                  \
   int name(int fd, int command, ...) {                      \
     NEXT(name);                                             \

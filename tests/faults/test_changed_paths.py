@@ -1,8 +1,9 @@
-"""Somebody changes what a save's path leads to, before each of the save's system calls.
+"""Changes of the target of a save's path, before each of the save's system calls.
 
-The directory is exchanged for that of an unrelated checkpoint, a link in the path is retargeted, or
-the working directory is changed under a relative path. Whenever that is: the save stays in the
-directory that it has opened, or says that it is not committed; nothing of the other one is touched.
+The directory is exchanged with that of an unrelated checkpoint, a link in the path is retargeted,
+or the working directory is changed under a relative path. In all cases the save stays in the
+directory that it has opened, or reports that it did not commit. It never changes the other
+checkpoint.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ COUNTS = Counts("changed paths", "points", "committed", "not committed")
 
 @dataclass(frozen=True)
 class Ground:
-    """A save's directory and an unrelated one, each of which holds the old checkpoint.
+    """A save's directory and an unrelated one, both with the old checkpoint.
 
     Attributes:
-        tree: of both.
-        path: of the save, and where it leads at first.
+        tree: directory above both.
+        path: path of the save.
         other: the unrelated directory.
-        order: that changes what the path leads to.
+        order: changes the target of the path.
     """
 
     tree: Path
@@ -54,7 +55,7 @@ class Ground:
     order: Order
 
     def contents(self) -> dict[int, dict[str, bytes]]:
-        """What is in each directory of the tree that holds files, by its inode."""
+        """Returns the files of each directory of the tree, by its inode."""
         found: dict[int, dict[str, bytes]] = {}
         for directory, _, names in os.walk(self.tree):
             if names:
@@ -62,8 +63,8 @@ class Ground:
                 found[os.stat(directory).st_ino] = files
         return found
 
-    def place_of(self, inode: int) -> Path:
-        """Where a directory is now."""
+    def path_of(self, inode: int) -> Path:
+        """Returns the present path of a directory."""
         return next(
             Path(directory)
             for directory, _, _ in os.walk(self.tree)
@@ -104,7 +105,7 @@ def run_save(server: Server, ground: Ground, how: str, order: Order) -> Run:
 
 
 def has_opened(run: Run, path: Path) -> bool:
-    """Whether the save had opened its directory when the path was changed."""
+    """Returns True if the save had opened its directory before the path was changed."""
     assert run.hit is not None
     before = run.calls[: run.calls.index(run.hit)]
     return any(call.kind == "open" and call.path == str(path) for call in before)
@@ -112,13 +113,13 @@ def has_opened(run: Run, path: Path) -> bool:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_save_stays_in_its_directory_whatever_its_path_leads_to(
+def test_a_save_stays_in_its_directory_when_its_path_changes(
     server: Server, bench: Bench, change: Callable[..., object], how: str
 ) -> None:
     with change(bench) as ground:
         sound = run_save(server, ground, how, Order())
         assert sound.error is None
-        assert has_opened(replace_hit(sound), ground.path), "the sweep does not see the save"
+        assert has_opened(with_last_call_hit(sound), ground.path), "the sweep does not see the save"
     kinds = set()
     for number in points(sound.numbered, 1000 if TORTURE else 7, change.__name__, how):
         with change(bench) as ground:
@@ -130,22 +131,22 @@ def test_a_save_stays_in_its_directory_whatever_its_path_leads_to(
                 break
             kinds.add(run.hit.kind)
             after = ground.contents()
-            assert after.keys() == before.keys(), (run.hit, "directories were made or removed")
+            assert after.keys() == before.keys(), (run.hit, "directories were created or removed")
             if not has_opened(run, ground.path) and ground.order.action == "exchange":
-                # It is the other that the path has led to from the beginning.
+                # The path was changed before the save opened it.
                 own, other = other, own
             assert after[other] == before[other], run.hit
             if run.error is None:
                 COUNTS.add(f"{change.__name__} {how}", "points", "committed")
-                assert found_in(ground.place_of(own)) == "new", run.hit
-                assert not unnamed_in(ground.place_of(own)), run.hit
+                assert found_in(ground.path_of(own)) == "new", run.hit
+                assert not unnamed_in(ground.path_of(own)), run.hit
             else:
                 COUNTS.add(f"{change.__name__} {how}", "points", "not committed")
                 assert isinstance(run.error, dcp.CheckpointException), run.hit
                 cause = cause_of(run.error)
                 assert isinstance(cause, NotCommitted), (run.hit, cause)
                 assert str(ground.path) in str(cause)
-                assert str(ground.place_of(own)) in str(cause)
+                assert str(ground.path_of(own)) in str(cause)
                 assert ground.order.action == "exchange", run.hit
                 assert after[own] == before[own], run.hit
     assert len(kinds) > 2, "the sweep sees few calls"
@@ -153,7 +154,7 @@ def test_a_save_stays_in_its_directory_whatever_its_path_leads_to(
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_save_of_two_ranks_stays_in_one_directory_whatever_its_path_leads_to(
+def test_a_save_of_two_ranks_stays_in_one_directory_when_its_path_changes(
     servers: list[Server],
     bench: Bench,
     tmp_path: Path,
@@ -175,14 +176,14 @@ def test_a_save_of_two_ranks_stays_in_one_directory_whatever_its_path_leads_to(
                 assert number > sound[rank].numbered // 2
                 break
             after = ground.contents()
-            assert after.keys() == before.keys(), (hit, "directories were made or removed")
+            assert after.keys() == before.keys(), (hit, "directories were created or removed")
             if runs[0].error is None:
                 COUNTS.add(row, "points", "committed")
                 assert runs[1].error is None, hit
                 if not has_opened(runs[rank], ground.path) and ground.order.action == "exchange":
                     own, other = other, own
-                assert found_in(ground.place_of(own)) == "new", hit
-                assert not unnamed_in(ground.place_of(own)), hit
+                assert found_in(ground.path_of(own)) == "new", hit
+                assert not unnamed_in(ground.path_of(own)), hit
                 assert after[other] == before[other], hit
             else:
                 COUNTS.add(row, "points", "not committed")
@@ -198,7 +199,7 @@ def test_a_save_of_two_ranks_stays_in_one_directory_whatever_its_path_leads_to(
 def run_ranks(
     servers: list[Server], ground: Ground, order: Order, rank: int, store: Path
 ) -> list[Run]:
-    """What became of both ranks of a save, one of which has the order."""
+    """Runs a save of two ranks, of which one has the order. Returns the run of each rank."""
     work = save_below_as_rank if ground.order.action == "chdir" else save_as_rank
     store.unlink(missing_ok=True)
     for number, server in enumerate(servers):
@@ -208,7 +209,7 @@ def run_ranks(
     return [server.finish() for server in servers]
 
 
-def replace_hit(run: Run) -> Run:
-    """The same, as if its last call had been acted upon."""
+def with_last_call_hit(run: Run) -> Run:
+    """Returns a run whose last call is marked as the one that the order hit."""
     calls = [*run.calls[:-1], replace(run.calls[-1], action="exchange")]
     return replace(run, calls=calls)

@@ -1,7 +1,7 @@
-"""Somebody changes what a manager's root leads to, before each of the system calls of its save.
+"""Changes of the target of a manager's root, before each of the system calls of its save.
 
-The root is exchanged for another run's, or the directory in which the step is being written for a
-step of that run. The other run's steps stay as they are, and a step that is reported is there.
+The root is exchanged with that of another run, or the directory of the new step with a step of that
+run. The steps of the other run do not change, and a reported step exists.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ pytestmark = SWEEPING
 
 COUNTS = Counts("changed roots", "points", "saved", "not saved")
 
-#: The step that is saved again.
+#: The step that is replaced.
 STEP = "0000000002"
 
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with two steps, and another run's."""
+    """Creates a root with two steps, and that of another run."""
     workdir = tmp_path_factory.mktemp("older")
     for name, seed in (("root", OLD), ("other", NEXT)):
         with torch_ckpt.CheckpointManager(workdir / name, preemption_signals=()) as manager:
@@ -56,7 +56,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Ground:
-    """The root of a manager and that of another run, in a tree of their own."""
+    """A tree with the root of a manager and that of another run."""
 
     def __init__(self, tree: Path, older: Path, what: str) -> None:
         shutil.copytree(older, tree)
@@ -70,12 +70,12 @@ class Ground:
         )
         self.order = Order("exchange", paths=(str(paths[0]), str(paths[1])))
 
-    def place_of(self, inode: int) -> Path:
-        """Where a root is now."""
+    def path_of(self, inode: int) -> Path:
+        """Returns the present path of a root."""
         return next(path for path in (self.root, self.other) if os.stat(path).st_ino == inode)
 
     def contents(self) -> dict[int, dict[str, bytes]]:
-        """What is in each directory that holds files, but for the leases, by its inode."""
+        """Returns the files of each directory that has more than a lease, by its inode."""
         return {
             os.stat(directory).st_ino: {name: Path(directory, name).read_bytes() for name in names}
             for directory, _, names in os.walk(self.tree)
@@ -84,14 +84,14 @@ class Ground:
 
 
 def entry_of(run: Run) -> int:
-    """The number of the call that opens the attempt's directory."""
+    """Returns the number of the call that opens the directory of the new step."""
     return next(
         call.number for call in run.of("open") if call.path.endswith(f"{STEP}.tmp-{ATTEMPT}")
     )
 
 
 @pytest.mark.parametrize("what", ["root", "attempt"])
-def test_a_step_is_saved_in_one_root_whatever_the_path_leads_to(
+def test_a_step_is_saved_in_one_root_when_the_path_changes(
     server: Server, bench: Bench, older: Path, what: str
 ) -> None:
     def run_save(ground: Ground, order: Order) -> Run:
@@ -101,7 +101,7 @@ def test_a_step_is_saved_in_one_root_whatever_the_path_leads_to(
     sound = run_save(ground, Order())
     assert sound.error is None
     assert steps_in(ground.root) == [2], "the sweep sees no deletion"
-    # Before that the path leads to the other one from the beginning.
+    # Changes before this call have the same effect as a wrong path.
     entry = entry_of(sound)
     for number in points(sound.numbered - entry, 1000 if TORTURE else 6, "changed roots", what):
         ground = Ground(bench.workdir / f"{what} {number}", older, what)
@@ -113,24 +113,24 @@ def test_a_step_is_saved_in_one_root_whatever_the_path_leads_to(
             assert number > (sound.numbered - entry) // 2
             break
         if run.hit is None:
-            # The attempt has its step's name by now.
+            # The directory of the new step was already renamed.
             shutil.rmtree(ground.tree)
             continue
         after = ground.contents()
-        assert names_beneath(ground.place_of(other)) == ["0000000001", STEP], run.hit
+        assert names_beneath(ground.path_of(other)) == ["0000000001", STEP], run.hit
         assert all(after.get(inode) == before[inode] for inode in theirs), run.hit
         if run.error is None:
             COUNTS.add(what, "points", "saved")
-            assert steps_in(ground.place_of(own)) in ([1, 2], [2]), run.hit
-            assert found_in(ground.place_of(own) / STEP) == "new", run.hit
+            assert steps_in(ground.path_of(own)) in ([1, 2], [2]), run.hit
+            assert found_in(ground.path_of(own) / STEP) == "new", run.hit
         else:
             COUNTS.add(what, "points", "not saved")
             assert isinstance(run.error, dcp.CheckpointException), (run.hit, run.error)
             cause = cause_of(run.error)
             assert isinstance(cause, NotCommitted), (run.hit, cause)
             assert str(ground.root) in str(cause)
-            assert steps_in(ground.place_of(own)) == [1, 2], run.hit
-            # What the save has written has gone, wherever its directory is now.
+            assert steps_in(ground.path_of(own)) == [1, 2], run.hit
+            # The files of the save were deleted, wherever its directory is now.
             assert after == before, run.hit
         shutil.rmtree(ground.tree)
 

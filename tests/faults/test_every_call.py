@@ -1,7 +1,7 @@
-"""Every system call of a save fails once: the save says so, and the old checkpoint stays.
+"""Failures of each system call of a save: the save reports them, and the old checkpoint stays.
 
-The calls are those that concern the checkpoint's tree, on all threads, in the order in which they
-come; see ../interposed.py. Stock torch goes through the same, counted and not asserted.
+The calls are those on the checkpoint's tree, of all threads, in their order; see ../interposed.py.
+The same failures of stock torch are counted, without assertions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 
 pytestmark = SWEEPING
 
-#: Errors that calls of a kind may fail with, the likeliest first.
+#: Errors of each kind of call, the most likely first.
 FITTING = {
     "open": (errno.EMFILE, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO),
     "read": (errno.EIO,),
@@ -71,7 +71,7 @@ COUNTS = Counts(
 
 
 def failing(round_: int, first: int) -> Order:
-    """The ``first``-th call fails, with the ``round_``-th error that fits it."""
+    """Returns an order that fails call ``first`` with error ``round_`` of its kind."""
     errors = {kind: fit[round_] for kind, fit in FITTING.items() if round_ < len(fit)}
     return Order("fail", first, kinds=tuple(errors), errors=errors)
 
@@ -79,7 +79,7 @@ def failing(round_: int, first: int) -> Order:
 def swept(
     server: Server, bench: Bench, scenario: Scenario, round_: int, wanted: int
 ) -> Iterator[tuple[Run, Call, Path, set[str]]]:
-    """Runs of one scenario, one for each call that fails; and what was in its directory before."""
+    """Yields a run of a scenario for each failed call, with the names in its directory before."""
     with bench.directory(scenario) as (tree, path):
         sound = server.run(
             Order(kinds=failing(round_, 0).kinds),
@@ -106,26 +106,26 @@ def swept(
 
 
 def reason_for_success(scenario: Scenario, run: Run, call: Call, path: Path) -> str | None:
-    """Why a save may succeed although this call of it has failed; None where it may not."""
+    """Returns the reason why a save may succeed although this call failed; None if it may not."""
     before = run.calls[: run.calls.index(call)]
     is_directory = os.path.isdir(call.path)
     was_made = any(c.kind == "mkdir" and c.path == call.path and c.errno == 0 for c in before)
     if call.kind == "stat" and is_directory:
-        return "whether a directory is there mkdir says, too"
+        return "mkdir shows as well whether a directory exists"
     if call.kind == "stat" and ".metadata.tmp-" in call.path:
-        return "which file it is would be asked only if its rename failed"
+        return "the identity of the file is needed only if its rename fails"
     if call.kind == "mkdir" and (was_made or scenario.overwrites):
-        return "torch makes the directory once more, and looks whether it is there"
+        return "torch creates the directory again, and checks that it exists"
     if call.kind == "close" and is_directory:
-        return "it was open for reading, and its fsync has succeeded"
+        return "the directory was open for reading, and its fsync succeeded"
     if call.kind == "open" and call.errno == errno.EACCES and is_above(call.path, path):
-        return "a directory that may not be opened was not made by us, so it is durable"
+        return "the save did not create a directory that it may not open, so it is durable"
     if call.kind == "flock":
-        return "some file systems have no locks, and a checkpoint needs none"
+        return "some file systems have no locks, and a save works without them"
     if call.kind == "sync_file_range":
-        return "it only makes the disk begin earlier; what fails then fsync says"
+        return "the call only starts the writeback earlier; fsync reports errors"
     if call.kind in CLEANING and is_durable(before, path):
-        return "what no metadata names is removed by the next save, and a warning says so"
+        return "the next save removes unnamed files, and a warning reports them"
     return None
 
 
@@ -133,12 +133,12 @@ def is_above(directory: str, path: Path) -> bool:
     return Path(os.path.realpath(directory)) in path.parents
 
 
-#: What is done after the commit, to files that no metadata names any more.
+#: Calls after the commit, on files that no metadata names any more.
 CLEANING = ("opendir", "dup", "stat", "open", "read", "close", "unlink")
 
 
 def is_durable(calls: list[Call], path: Path) -> bool:
-    """Whether the metadata has been renamed, and the directory fsynced after that."""
+    """Returns True if the metadata was renamed and the directory fsynced after that."""
     done = [(call.kind, call.path) for call in calls if call.errno == 0]
     published = ("rename", str(path / ".metadata"))
     return published in done and ("fsync", str(path)) in done[done.index(published) :]
@@ -147,18 +147,18 @@ def is_durable(calls: list[Call], path: Path) -> bool:
 def violation(
     scenario: Scenario, run: Run, call: Call, path: Path, before: set[str], found: str
 ) -> str | None:
-    """What is wrong after a save one of whose calls has failed; None where all is well."""
+    """Returns what is wrong after a save with a failed call; None if nothing is."""
     if run.error is None:
         if found != "new":
-            return f"success was reported, and the directory loads as {found}"
+            return f"success was reported, but the directory loads as {found}"
         if reason_for_success(scenario, run, call, path) is None:
-            return "success was reported, and there is no reason why it might be"
-        # Where no locks are left nobody knows whether another save's files are among them.
+            return "success was reported without a reason why it may be"
+        # Without locks, the files may belong to another save.
         if unnamed_in(path) and call.kind not in (*CLEANING, "flock"):
             return f"{sorted(unnamed_in(path))} are left"
         return None
     if not isinstance(run.error, dcp.CheckpointException):
-        return f"{run.error!r} was raised and no CheckpointException"
+        return f"{run.error!r} was raised instead of a CheckpointException"
     cause = cause_of(run.error)
     if not isinstance(cause, OSError | NotCommitted | DurabilityUncertain):
         return f"{cause!r} is the cause"
@@ -168,28 +168,28 @@ def violation(
         return f"{cause!r} names no path"
     visible = isinstance(cause, DurabilityUncertain)
     if visible and call.kind == "rename":
-        # Here it was not carried out, which nobody could know.
-        return None if found == scenario.before else f"it has changed what loads to {found}"
+        # The rename did not happen, but the save cannot know that.
+        return None if found == scenario.before else f"the directory loads as {found}"
     if found != ("new" if visible else scenario.before):
-        return f"{cause!r} was reported, and the directory loads as {found}"
+        return f"{cause!r} was reported, but the directory loads as {found}"
     if visible and unnamed_in(path) - before:
         return f"{cause!r} was reported, and these are left: {sorted(unnamed_in(path) - before)}"
     if not visible and names_in(path) != before:
-        return f"{cause!r} was reported, and new or gone are {sorted(names_in(path) ^ before)}"
+        return f"{cause!r} was reported, but these changed: {sorted(names_in(path) ^ before)}"
     return None
 
 
-def violation_afterwards(path: Path) -> str | None:
-    """What is wrong with the next save into the directory; None where all is well."""
+def save_again(path: Path) -> str | None:
+    """Saves again into the directory. Returns what is wrong then; None if nothing is."""
     save_alone(str(path), NEXT, 4)
     found = found_in(path)
     if found != "next":
         return f"after the next save the directory loads as {found}"
-    return f"{sorted(unnamed_in(path))} stay for ever" if unnamed_in(path) else None
+    return f"{sorted(unnamed_in(path))} are never deleted" if unnamed_in(path) else None
 
 
 def outcome_of(scenario: Scenario, run: Run, found: str) -> str:
-    """The column that a run counts in."""
+    """Returns the column in which a run is counted."""
     if run.error is None:
         return "harmless" if found == "new" else "silent"
     return "reported" if found in (scenario.before, "new") else LOST
@@ -199,7 +199,7 @@ THOROUGH = Scenario("torch_ckpt.save", 1, True)
 
 
 @pytest.mark.parametrize("scenario", OURS, ids=str)
-def test_a_save_one_of_whose_calls_fails_says_so_or_is_complete(
+def test_a_save_with_a_failed_call_reports_it_or_is_complete(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:
     violations = []
@@ -208,7 +208,7 @@ def test_a_save_one_of_whose_calls_fails_says_so_or_is_complete(
         for run, call, path, before in swept(server, bench, scenario, round_, wanted):
             found = found_in(path)
             wrong = violation(scenario, run, call, path, before, found)
-            wrong = wrong or violation_afterwards(path)
+            wrong = wrong or save_again(path)
             COUNTS.add(scenario.how, "points", outcome_of(scenario, run, found))
             if wrong:
                 COUNTS.add(scenario.how, "violations")
@@ -225,13 +225,13 @@ def test_new_parents_are_fsynced_before_the_commit(server: Server, bench: Bench)
     assert {("fsync", str(made)) for made in (tree, path.parent, path)} <= set(before)
 
 
-# --- calls that come back early, and calls that a file system may not have -----------------------
+# --- interrupted and short calls, and calls that a file system lacks -----------------------------
 
-#: Calls that a signal may interrupt. mkdir, rename and unlink are none of them.
+#: Calls that a signal may interrupt; mkdir, rename and unlink are not interrupted.
 INTERRUPTED = ("open", "read", "write", "fallocate", "ftruncate", "close", "flock")
 
 
-#: How a call is made is the engine's own affair, whoever called it.
+#: A few scenarios suffice, because the engine makes all calls in the same way.
 SOME = [
     Scenario("torch_ckpt.save", 1, True),
     Scenario("torch_ckpt.save direct_io=False", 4, True),
@@ -241,25 +241,25 @@ SOME = OURS if TORTURE else SOME
 
 
 @pytest.mark.parametrize("scenario", SOME, ids=str)
-def test_a_call_that_is_interrupted_is_made_again(
-    server: Server, bench: Bench, scenario: Scenario
-) -> None:
+def test_an_interrupted_call_is_repeated(server: Server, bench: Bench, scenario: Scenario) -> None:
     errors = dict.fromkeys(INTERRUPTED, errno.EINTR)
-    early(server, bench, scenario, Order("fail", kinds=INTERRUPTED, errors=errors), "interrupted")
+    assert_complete(
+        server, bench, scenario, Order("fail", kinds=INTERRUPTED, errors=errors), "interrupted"
+    )
 
 
 @pytest.mark.parametrize("scenario", SOME, ids=str)
 @pytest.mark.parametrize("count", [0, 1000, 1], ids=["half", "1000 bytes", "1 byte"])
-def test_a_transfer_that_comes_back_early_is_continued(
+def test_a_short_transfer_is_continued(
     server: Server, bench: Bench, scenario: Scenario, count: int
 ) -> None:
     order = Order("short", kinds=("read", "write"), count=count)
-    early(server, bench, scenario, order, "short")
+    assert_complete(server, bench, scenario, order, "short")
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("count", [4096, 64 << 10, 70_000])
-def test_transfers_that_all_come_back_early_are_continued(
+def test_a_save_with_only_short_transfers_is_complete(
     server: Server, bench: Bench, threads: int, count: int
 ) -> None:
     scenario = Scenario("torch_ckpt.save", threads, False)
@@ -273,8 +273,10 @@ def test_transfers_that_all_come_back_early_are_continued(
         assert found_in(path) == "new"
 
 
-def early(server: Server, bench: Bench, scenario: Scenario, order: Order, column: str) -> None:
-    """Fails unless the save is complete whichever of the calls meets the order."""
+def assert_complete(
+    server: Server, bench: Bench, scenario: Scenario, order: Order, column: str
+) -> None:
+    """Asserts that the save is complete, whichever call the order hits."""
     with bench.directory(scenario) as (tree, path):
         run = server.run(order, tree, SAVES[scenario.how], str(path), NEW, scenario.threads)
         assert run.error is None
@@ -291,10 +293,10 @@ def early(server: Server, bench: Bench, scenario: Scenario, order: Order, column
             assert not unnamed_in(path), run.hit
 
 
-EARLY = Counts("early", "interrupted", "short")  # of which none may fail
+EARLY = Counts("early", "interrupted", "short")  # no failure is allowed
 
-#: What file systems without a call answer.
-NOT_THERE = {
+#: Errors of file systems that lack a call.
+UNSUPPORTED = {
     "fallocate": (errno.EOPNOTSUPP, errno.ENOSYS),
     "flock": (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL),
     "sync_file_range": (errno.ENOSYS, errno.EINVAL),
@@ -302,9 +304,9 @@ NOT_THERE = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "answer"), [(kind, answer) for kind, of in NOT_THERE.items() for answer in of]
+    ("kind", "answer"), [(kind, answer) for kind, of in UNSUPPORTED.items() for answer in of]
 )
-def test_a_file_system_may_be_without_some_calls(
+def test_a_save_works_on_a_file_system_that_lacks_a_call(
     server: Server, bench: Bench, kind: str, answer: int
 ) -> None:
     scenario = Scenario("torch_ckpt.save", 4, True)
@@ -315,12 +317,12 @@ def test_a_file_system_may_be_without_some_calls(
             pytest.skip(f"a save makes no {kind}")
         assert run.error is None
         assert found_in(path) == "new"
-        # Without locks a save cannot tell the old checkpoint's files from another save's.
+        # Without locks, a save cannot distinguish the old checkpoint's files from another save's.
         assert kind == "flock" or not unnamed_in(path)
 
 
 def test_an_interrupted_fsync_is_reported_and_not_repeated(server: Server, bench: Bench) -> None:
-    # What it had written by then nobody knows.
+    # It is unknown which data an interrupted fsync has written.
     scenario = Scenario("torch_ckpt.save", 1, True)
     order = Order("fail", kinds=("fsync",), errors={"fsync": errno.EINTR})
     for number in range(1, 100):
@@ -339,7 +341,7 @@ def test_an_interrupted_fsync_is_reported_and_not_repeated(server: Server, bench
 
 
 @pytest.mark.parametrize("scenario", STOCK, ids=str)
-def test_stock_torch_goes_through_the_same(
+def test_failed_calls_of_stock_torch_are_counted(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:
     for round_ in range(MOST_ERRORS if TORTURE else 1):

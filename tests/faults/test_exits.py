@@ -1,8 +1,8 @@
-"""Processes end well in whatever state of a save, a load or a watch they come to their last line.
+"""Processes exit without an error in every state of a save, a load or a watch.
 
-No state ends in a collective over gloo. Where the process group is kept, a thread of torch's may
-let go of that collective's tensors when the interpreter has ended, and so end the process
-(docs/async.md).
+No state ends in a collective over gloo. If the process group exists at the exit, a thread of torch
+may release the tensors of such a collective after the interpreter has ended, which kills the
+process (docs/async.md).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.forked import server
 from tests.ranks import ranks
 from tests.sweeps import TORTURE
 
-# Times 5 ranks in the three groups, in each state: 550 exits.
+# With 5 ranks in three groups and 11 states: 550 exits.
 ROUNDS = 10 if TORTURE else 1
 
-# That ranks may take to end.
+# Limit for the exit of the ranks.
 LIMIT_SECONDS = 120.0
 
 
@@ -35,7 +35,7 @@ def busy() -> Iterator[None]:
 
 @pytest.mark.timeout(3600 if TORTURE else 300)
 @pytest.mark.parametrize("group", GROUPS)
-def test_ranks_end_well_in_every_state(tmp_path: Path, group: str) -> None:
+def test_ranks_exit_without_error_in_every_state(tmp_path: Path, group: str) -> None:
     wrong = []
     for turn, state in itertools.product(range(ROUNDS), STATES):
         path = tmp_path / f"{turn}-{state}"
@@ -46,5 +46,5 @@ def test_ranks_end_well_in_every_state(tmp_path: Path, group: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_state_is_tried() -> None:
+def test_torture_has_at_least_500_exits() -> None:
     assert len(STATES) * sum(GROUPS.values()) * 10 >= 500

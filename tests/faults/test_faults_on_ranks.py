@@ -1,4 +1,4 @@
-"""A call that fails on one of two ranks fails the save on both."""
+"""Failed calls on one of two ranks, which fail the save on both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = SWEEPING
 
 HOW = ["torch_ckpt.save", "dcp.save", "async_save"]
 
-#: The rank, the kind of its call (the first one fails), and with what.
+#: The rank, the kind of call whose first one fails, and the errno.
 FAULTS = [
     pytest.param(rank, kind, error, id=f"{kind} on rank {rank}")
     for rank, kind, error in (
@@ -32,7 +32,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("rank", "kind", "error"), FAULTS)
-def test_a_call_that_fails_on_one_rank_is_told_on_both_and_nothing_is_published(
+def test_a_failed_call_on_one_rank_raises_on_both_and_publishes_nothing(
     servers: list[Server], tmp_path: Path, how: str, rank: int, kind: str, error: int
 ) -> None:
     path = tmp_path / "tree" / "checkpoint"
@@ -55,7 +55,7 @@ def test_a_call_that_fails_on_one_rank_is_told_on_both_and_nothing_is_published(
         assert str(path) in str(cause)
     assert found_in(path) == "old"
     if how != "dcp.save" or kind == "rename":
-        # DCP does not tell a rank whose writing went well that another's did not.
+        # DCP does not report a failed write to the ranks whose writes succeeded.
         assert names_in(path) == before
     save_alone(str(path), NEXT, 4)
     assert found_in(path) == "next"

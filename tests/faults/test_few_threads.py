@@ -1,7 +1,7 @@
-"""The system refuses threads or memory: what was begun ends, well or with what to do.
+"""Saves and loads without threads or memory, which succeed or raise an error with advice.
 
 Environment variables:
-    TORCH_CKPT_TORTURE: anything; every number of threads from 0 to 30. Unset: a sample of them.
+    TORCH_CKPT_TORTURE: try every number of threads from 0 to 30; if unset, some of them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import torch
 import torch_ckpt
 from tests.sweeps import TORTURE
 
-#: A user of whom there are no other processes; the tests' own may be any number.
+#: A user without other processes.
 ORDINARY_USER = 61_000 + os.getpid() % 4_000
 
 SECONDS = 120
 
-#: Of the engine's pool, by which every save, load and verification is run.
+#: Number of threads of the engine's pool, which runs every save, load and verification.
 ENGINE_THREADS = min(max(4 * len(os.sched_getaffinity(0)), 16), 128)
 MORE_THAN_WANTED = 400
 
@@ -41,8 +41,8 @@ COUNTS = [*(range(31) if TORTURE else (0, 1, 2, 5, 30)), MORE_THAN_WANTED]
 
 KIB, MIB = 1 << 10, 1 << 20
 
-#: Beyond what the process has. Beneath 64 KiB a thread of Python's may get no frame, and
-#: ``threading.Thread.start`` then waits for ever (CPython 3.11).
+#: Address space beyond that of the process, in bytes. With less than 64 KiB a Python thread may get
+#: no frame, and ``threading.Thread.start`` then waits forever (CPython 3.11).
 ROOM = [64 * KIB, 3 * MIB, 9 * MIB, 20 * MIB, 200 * MIB]
 if TORTURE:
     ROOM += [
@@ -60,14 +60,14 @@ def state() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Ending:
-    """How work went in a child.
+    """Result of work in a child.
 
     Attributes:
-        error: what it raised, with its traceback; empty where it ended well.
-        errno: the error's, where it has one.
-        out_of_memory: whether it is a ``MemoryError``.
-        warned: of the limit on threads, how many times.
-        afterwards: what a save and a load raised once the limit was lifted.
+        error: the error of the work with its traceback; empty if it succeeded.
+        errno: errno of the error; None if it has none.
+        out_of_memory: True if the error is a ``MemoryError``.
+        warned: number of warnings about the limit on threads.
+        afterwards: error of a save and a load after the limit was lifted; empty if they succeeded.
     """
 
     error: str
@@ -77,11 +77,11 @@ class Ending:
     afterwards: str
 
 
-def told(error: BaseException | None) -> str:
+def describe(error: BaseException | None) -> str:
     return "" if error is None else "".join(traceback.format_exception(error))
 
 
-def tried(body: Callable[[], None]) -> Exception | None:
+def catch(body: Callable[[], None]) -> Exception | None:
     try:
         body()
     except Exception as error:
@@ -89,13 +89,13 @@ def tried(body: Callable[[], None]) -> Exception | None:
     return None
 
 
-def ending_of(
+def run_limited(
     work: Callable[[Path], None], directory: Path, limit: Callable[[], AbstractContextManager[None]]
 ) -> Ending:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with limit():
-            error = tried(lambda: work(directory))
+            error = catch(lambda: work(directory))
         warned = sum("ulimit -u" in str(warning.message) for warning in caught)
 
     def again() -> None:
@@ -103,25 +103,25 @@ def ending_of(
         load(directory, "again")
 
     return Ending(
-        told(error),
+        describe(error),
         getattr(error, "errno", None),
         isinstance(error, MemoryError),
         warned,
-        told(tried(again)),
+        describe(catch(again)),
     )
 
 
-def in_a_child(
+def run_in_child(
     work: Callable[[Path], None], directory: Path, limit: Callable[[], AbstractContextManager[None]]
 ) -> Ending:
-    """How ``work`` goes in a forked child for as long as ``limit()`` is entered there."""
+    """Runs ``work`` in a forked child within the context manager ``limit()``."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            # libgomp ends the process where it gets no thread.
+            # libgomp ends the process if it gets no thread.
             torch.set_num_threads(1)
-            os.write(write, pickle.dumps(ending_of(work, directory, limit)))
+            os.write(write, pickle.dumps(run_limited(work, directory, limit)))
         finally:
             os._exit(0)
     os.close(write)
@@ -155,7 +155,7 @@ def limited(kind: int, most: int) -> Iterator[None]:
 
 @contextmanager
 def threads_of_the_user(count: int) -> Iterator[None]:
-    """The process becomes an ordinary user's, who may have ``count`` threads more."""
+    """Changes to an ordinary user with a limit of ``count`` more threads."""
     os.setgroups([])
     os.setuid(ORDINARY_USER)
     with limited(resource.RLIMIT_NPROC, 1 + count):
@@ -164,7 +164,7 @@ def threads_of_the_user(count: int) -> Iterator[None]:
 
 @contextmanager
 def address_space(room: int) -> Iterator[None]:
-    """There are ``room`` bytes of it beyond what the process has."""
+    """Limits the address space to ``room`` bytes more than the process has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     with limited(resource.RLIMIT_AS, pages * resource.getpagesize() + room):
         yield
@@ -172,7 +172,7 @@ def address_space(room: int) -> Iterator[None]:
 
 @contextmanager
 def threads_of_the_group(group: Path, count: int) -> Iterator[None]:
-    """The process enters the control group, which may have ``count`` threads more."""
+    """Enters the control group, which may have ``count`` more threads."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     (group / "pids.max").write_text(str(1 + count))
     try:
@@ -183,7 +183,7 @@ def threads_of_the_group(group: Path, count: int) -> Iterator[None]:
 
 @pytest.fixture
 def control_group() -> Iterator[Path]:
-    """An empty one, of version 2 or 1, that limits processes and threads."""
+    """Creates a control group, of version 2 or 1, that can limit processes and threads."""
     reasons = []
     for parent in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/pids")):
         if not (parent / "cgroup.procs").exists():
@@ -202,7 +202,7 @@ def control_group() -> Iterator[Path]:
         finally:
             with suppress(OSError):
                 group.rmdir()
-    pytest.skip("no control group can be made: " + ("; ".join(reasons) or "none is mounted"))
+    pytest.skip("cannot create a control group: " + ("; ".join(reasons) or "none is mounted"))
 
 
 # --- work -----------------------------------------------------------------------------------------
@@ -210,8 +210,8 @@ def control_group() -> Iterator[Path]:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory of that user's, and a checkpoint in it."""
-    # Not pytest's: each session of root's closes the directory of all of them to other users.
+    """Creates a directory of the ordinary user with a checkpoint."""
+    # Not in tmp_path: pytest closes the directory of all sessions of root to other users.
     with tempfile.TemporaryDirectory(prefix="torch_ckpt-") as name:
         directory = Path(name)
         torch_ckpt.save(state(), directory / "there", no_dist=True)
@@ -242,10 +242,11 @@ all_work = pytest.mark.parametrize("work", [save, load, verify, async_save])
 
 
 def expect_work_with_threads(ending: Ending, work: Callable[[Path], None], count: int) -> None:
-    """With none it fails with what to do; with any it ends well, and says once if they are few."""
+    """Asserts an error with advice if there was no thread, and success with at most one warning
+    otherwise."""
     assert not ending.afterwards
     if work is async_save and ending.error:
-        # Python's own thread may be the one that is refused.
+        # The thread that could not be started may be one of Python.
         assert ending.errno == errno.EAGAIN or "can't start new thread" in ending.error
         assert count < ENGINE_THREADS
     elif count == 0:
@@ -260,28 +261,28 @@ def expect_work_with_threads(ending: Ending, work: Callable[[Path], None], count
 
 @pytest.mark.parametrize("count", COUNTS)
 @all_work
-def test_with_few_threads_of_a_user_left_work_ends(
+def test_work_ends_with_few_threads_for_the_user(
     work: Callable[[Path], None], count: int, shared: Path
 ) -> None:
-    ending = in_a_child(work, shared, partial(threads_of_the_user, count))
+    ending = run_in_child(work, shared, partial(threads_of_the_user, count))
     expect_work_with_threads(ending, work, count)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
 @all_work
-def test_with_few_threads_of_a_container_left_work_ends(
+def test_work_ends_with_few_threads_for_the_container(
     work: Callable[[Path], None], count: int, control_group: Path, shared: Path
 ) -> None:
-    ending = in_a_child(work, shared, partial(threads_of_the_group, control_group, count))
+    ending = run_in_child(work, shared, partial(threads_of_the_group, control_group, count))
     expect_work_with_threads(ending, work, count)
 
 
 @pytest.mark.parametrize("room", ROOM)
 @all_work
-def test_with_little_address_space_left_work_ends(
+def test_work_ends_with_little_address_space(
     work: Callable[[Path], None], room: int, shared: Path
 ) -> None:
-    ending = in_a_child(work, shared, partial(address_space, room))
+    ending = run_in_child(work, shared, partial(address_space, room))
     assert not ending.afterwards
     if ending.error:
         assert ending.out_of_memory or ending.errno in (errno.ENOMEM, errno.EAGAIN), ending.error

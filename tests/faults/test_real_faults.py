@@ -1,7 +1,7 @@
-"""Saves onto disks that are really full, and onto one that really fails.
+"""Saves to disks that are really full, and to one that really fails.
 
-Quotas are injected (test_every_call.py); full tmpfs, limits on file sizes and read-only file
-systems are in ../python/saving/test_failed_saves.py.
+Quota errors are injected in test_every_call.py; ../python/saving/test_failed_saves.py has full
+tmpfs, limits on file sizes and read-only file systems.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = SWEEPING
 
 
 def errno_of_failed_save(path: Path, threads: int) -> int:
-    """Of the system's error that a save of NEW fails with. The error itself is let go of."""
+    """Makes a save of NEW that fails. Returns its errno and releases the error."""
     with pytest.raises(dcp.CheckpointException) as error:
         save_by_dcp(str(path), NEW, threads)
     cause = cause_of(error.value)
@@ -55,7 +55,7 @@ def _fill(file: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_full_ext4_fails_the_save_keeps_the_old_checkpoint_and_is_used_again(
+def test_a_full_ext4_fails_the_save_keeps_the_old_checkpoint_and_stays_usable(
     tmp_path: Path, threads: int
 ) -> None:
     with ext4_of(tmp_path, 16 << 20) as disk:
@@ -74,11 +74,11 @@ def test_a_full_ext4_fails_the_save_keeps_the_old_checkpoint_and_is_used_again(
 
 
 @pytest.mark.parametrize("inodes", range(1, 6))
-def test_a_disk_without_inodes_fails_the_save_and_is_empty_again(
+def test_a_disk_without_inodes_fails_the_save_which_leaves_no_file(
     tmp_path: Path, inodes: int
 ) -> None:
-    # A first save with four threads takes six: its directory, four data files, the metadata.
-    # Another is the disk's own directory.
+    # A first save with four threads needs six inodes: its directory, four data files and the
+    # metadata. The root directory of the disk needs another one.
     options = ("-t", "tmpfs", "-o", f"size=32m,nr_inodes={inodes + 1}", "tmpfs")
     with mounted(tmp_path / "disk", *options) as disk:
         path = disk / "checkpoint"
@@ -90,7 +90,7 @@ def test_a_disk_without_inodes_fails_the_save_and_is_empty_again(
 
 
 @pytest.mark.parametrize("spare", range(5))
-def test_a_process_without_descriptors_keeps_the_old_checkpoint(
+def test_a_save_without_descriptors_keeps_the_old_checkpoint(
     server: Server, tmp_path: Path, spare: int
 ) -> None:
     path = tmp_path / "checkpoint"
@@ -118,8 +118,8 @@ def disk(tmp_path: Path) -> Iterator[FailingDisk]:
         yield made
 
 
-def test_after_a_failed_fsync_the_next_one_says_that_all_is_well(disk: FailingDisk) -> None:
-    # The trap, on a plain file: why a file is dead after an fsync that has failed.
+def test_the_fsync_after_a_failed_one_succeeds(disk: FailingDisk) -> None:
+    # This is why a file must not be used again after a failed fsync.
     file = disk.path / "file"
     file.write_bytes(b"old!" * 1024)
     fd = os.open(file, os.O_RDWR)
@@ -127,9 +127,9 @@ def test_after_a_failed_fsync_the_next_one_says_that_all_is_well(disk: FailingDi
         os.fsync(fd)
         os.pwrite(fd, b"new!" * 1024, 0)
         with disk.failing():
-            said = [_fsync(fd)]
-        said += [_fsync(fd) for _ in range(3)]
-        assert said == ["EIO", "ok", "ok", "ok"]
+            outcomes = [_fsync(fd)]
+        outcomes += [_fsync(fd) for _ in range(3)]
+        assert outcomes == ["EIO", "ok", "ok", "ok"]
         assert os.pread(fd, 4, 0) == b"new!"
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         assert os.pread(fd, 4, 0) == b"old!"
@@ -146,7 +146,7 @@ def _fsync(fd: int) -> str:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_save_that_meets_it_reports_it_and_asks_no_file_twice(
+def test_a_failed_fsync_is_reported_and_not_repeated(
     server: Server, disk: FailingDisk, threads: int
 ) -> None:
     path = disk.path / "checkpoint"
@@ -155,7 +155,7 @@ def test_a_save_that_meets_it_reports_it_and_asks_no_file_twice(
     before = names_in(path)
     with disk.failing():
         run = server.run(Order(), disk.path, save_through_page_cache, str(path), NEW, threads)
-        # While it still fails: what is on the disk is one thing, what is visible another.
+        # Check the visible names while the disk still fails.
         assert names_in(path) == before
     assert isinstance(run.error, dcp.CheckpointException)
     cause = cause_of(run.error)
@@ -170,7 +170,7 @@ def test_a_save_that_meets_it_reports_it_and_asks_no_file_twice(
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_direct_writes_that_fail_are_reported_too(disk: FailingDisk, threads: int) -> None:
+def test_failed_direct_writes_are_reported(disk: FailingDisk, threads: int) -> None:
     path = disk.path / "checkpoint"
     save_alone(str(path), OLD, threads)
     before = names_in(path)
