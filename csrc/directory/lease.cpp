@@ -49,8 +49,8 @@ Result<std::vector<std::string>> unnamed_files(const os::Directory& directory,
 }
 
 /// Returns true if the file has these contents.
-Result<bool> holds(const os::Directory& directory, const std::string& name,
-                   std::span<const std::byte> contents) {
+Result<bool> has_contents(const os::Directory& directory, const std::string& name,
+                          std::span<const std::byte> contents) {
   auto file = directory.open_for_read(name);
   if (!file) return file.error();
   auto size = file->size();
@@ -77,7 +77,8 @@ void warn_unless_done(const os::Directory& directory, Warnings& warnings, Remove
 
 }  // namespace
 
-Result<bool> share(os::Directory& directory, double patience_s, const Between& between) {
+Result<bool> share(os::Directory& directory, double patience_s,
+                   const InterruptCheck& check_interrupt) {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience_s);
   while (true) {
@@ -85,7 +86,7 @@ Result<bool> share(os::Directory& directory, double patience_s, const Between& b
     if (!shared || *shared) return shared;
     if (Clock::now() >= until) return false;
     std::this_thread::sleep_for(kPollInterval);
-    if (auto goes_on = between(); !goes_on) return goes_on.error();
+    if (auto continued = check_interrupt(); !continued) return continued.error();
   }
 }
 
@@ -96,7 +97,7 @@ Lease::Lease(os::Directory directory, std::optional<int> rank, std::string tag, 
       patience_s_(std::min(patience_s, kMaxPatienceForFiles)) {}
 
 Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> rank,
-                          double patience_s, const Between& between) {
+                          double patience_s, const InterruptCheck& check_interrupt) {
   auto opened = directory.reopen();
   if (!opened) return opened.error();
   // If two saves start at the same time, only one gets the exclusive lock and omits the tag.
@@ -108,7 +109,7 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
     const FileKind kind = parse_file_name(name).kind;
     return kind == FileKind::data || kind == FileKind::metadata;
   });
-  auto shared = share(*opened, patience_s, between);
+  auto shared = share(*opened, patience_s, check_interrupt);
   if (!shared) return shared.error();
   if (!*shared) {
     // Without the shared lock, another process could remove this save's files before its commit.
@@ -125,7 +126,7 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
 
 /// Checks that all files are in the directory. Waits up to patience_s_ for a missing file, because
 /// a network file system may remember for some time that a name did not exist.
-Result<> Lease::require(const std::set<std::string>& files) const {
+Result<> Lease::require_files(const std::set<std::string>& files) const {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience_s_);
   while (true) {
@@ -161,7 +162,7 @@ PublishOutcome Lease::commit(std::span<const std::byte> contents,
                              const std::set<std::string>& files, PublishMode mode,
                              const NamedFiles& named, Warnings& warnings) {
   auto outcome = publish_contents(directory_, metadata_name(rank_), contents, mode,
-                                  [&] { return require(files); });
+                                  [&] { return require_files(files); });
   switch (outcome.state) {
     case PublishState::published: {
       const Committed committed{contents, files};
@@ -213,7 +214,7 @@ Result<> Lease::remove_unnamed(const Committed* committed, const NamedFiles& nam
       unnamed_files(directory_, rank_, committed != nullptr ? &committed->files : nullptr, named);
   if (!unnamed) return unnamed.error();
   if (!unnamed->empty() && committed != nullptr) {
-    auto is_current = holds(directory_, metadata_name(rank_), committed->contents);
+    auto is_current = has_contents(directory_, metadata_name(rank_), committed->contents);
     if (!is_current) return is_current.error();
     if (!*is_current) {
       // Another save has replaced the metadata.

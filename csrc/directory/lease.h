@@ -68,14 +68,15 @@ using NamedFiles = std::function<Result<std::set<std::string>>(const os::Directo
                                                                const std::string&)>;
 
 /// Called between two attempts to lock; an error ends the wait.
-using Between = std::function<Result<>()>;
+using InterruptCheck = std::function<Result<>()>;
 
 /// One sentence for each file that could not be removed.
 using Warnings = std::vector<std::string>;
 
 /// Takes the shared lock. Returns false if another process holds the exclusive lock for
 /// `patience_s` seconds: removing files takes milliseconds, unless that process is stopped.
-Result<bool> share(os::Directory& directory, double patience_s, const Between& between);
+Result<bool> share(os::Directory& directory, double patience_s,
+                   const InterruptCheck& check_interrupt);
 
 // A save's hold on a checkpoint's directory. The coordinator has one; if ranks save independently,
 // every rank does.
@@ -86,7 +87,7 @@ class Lease {
   /// `rank`: the rank whose metadata the save writes; nullopt: the metadata of all ranks. The lease
   /// opens a descriptor of its own.
   static Result<Lease> take(const os::Directory& directory, std::optional<int> rank,
-                            double patience_s, const Between& between);
+                            double patience_s, const InterruptCheck& check_interrupt);
 
   /// The text that follows the rank in the names of the save's data files; may be empty.
   const std::string& tag() const { return tag_; }
@@ -104,7 +105,7 @@ class Lease {
 
  private:
   Lease(os::Directory directory, std::optional<int> rank, std::string tag, double patience_s);
-  Result<> require(const std::set<std::string>& files) const;
+  Result<> require_files(const std::set<std::string>& files) const;
   /// The committed metadata and the files that it names.
   struct Committed {
     std::span<const std::byte> contents;

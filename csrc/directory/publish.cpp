@@ -13,7 +13,7 @@ namespace {
 /// Identity of a file; nullopt if the system does not report it.
 using MaybeIdentity = std::optional<os::FileIdentity>;
 
-MaybeIdentity known(const Result<os::FileIdentity>& found) {
+MaybeIdentity to_optional(const Result<os::FileIdentity>& found) {
   return found ? MaybeIdentity(*found) : std::nullopt;
 }
 
@@ -27,7 +27,7 @@ Result<> write_temporary(const os::Directory& directory, const std::string& name
                          std::optional<Created>& created) {
   auto file = directory.create(name, os::IoMode::buffered);
   if (!file) return file.error();
-  created = Created{known(file->identity())};
+  created = Created{to_optional(file->identity())};
   if (auto written = file->write_at(contents, 0); !written) return written;
   if (sync) {
     if (auto synced = file->sync(); !synced) return synced;
@@ -35,7 +35,7 @@ Result<> write_temporary(const os::Directory& directory, const std::string& name
   return std::move(*file).close();
 }
 
-Error moved(const os::Directory& directory) {
+Error moved_error(const os::Directory& directory) {
   const std::string now = directory.current_path();
   Error error = format_error(
       Errc::directory_moved,
@@ -55,7 +55,7 @@ Result<> require_at_path(const os::Directory& directory, PublishMode mode) {
   }
   auto is_there = directory.is_at_path();
   if (!is_there) return is_there.error();
-  if (!*is_there) return moved(directory);
+  if (!*is_there) return moved_error(directory);
   return {};
 }
 
@@ -97,7 +97,7 @@ PublishOutcome uncertain(Error error) {
   return {PublishState::durability_uncertain, std::move(error)};
 }
 
-PublishOutcome made_durable(const os::Directory& directory, PublishMode mode) {
+PublishOutcome make_durable(const os::Directory& directory, PublishMode mode) {
   if (mode.sync) {
     if (auto synced = directory.sync(); !synced) {
       return {PublishState::durability_uncertain, synced.error()};
@@ -128,7 +128,7 @@ PublishOutcome publish_contents(const os::Directory& directory, const std::strin
   }
   switch (is_renamed) {
     case Renamed::yes:
-      return made_durable(directory, mode);
+      return make_durable(directory, mode);
     case Renamed::unknown:
       return uncertain(done.error());
     case Renamed::no:
@@ -165,7 +165,7 @@ PublishOutcome publish(const os::Directory& directory, const Publication& public
     }
     const MaybeIdentity written = publication.identity
                                       ? publication.identity
-                                      : known(directory.identity_of(publication.temporary));
+                                      : to_optional(directory.identity_of(publication.temporary));
     auto renamed = directory.rename(publication.temporary, publication.name,
                                     mode.replace && publication.aside.empty());
     is_renamed = check_rename(directory, publication.name, written, renamed);
@@ -177,7 +177,7 @@ PublishOutcome publish(const os::Directory& directory, const Publication& public
     }
     return same;
   }();
-  if (done) return made_durable(directory, mode);
+  if (done) return make_durable(directory, mode);
   Error error = done.error();
   if (is_aside) {
     if (auto back = directory.rename(publication.aside, publication.name, false); back) {

@@ -17,17 +17,18 @@
 namespace torch_ckpt::os {
 namespace {
 
-Error outside(const std::string& path, std::string detail) {
+Error outside_error(const std::string& path, std::string detail) {
   Error error = format_error(Errc::outside_directory, std::move(detail));
   error.operation = "open";
   error.path = path;
   return error;
 }
 
-Error is_link(const std::string& path) {
-  return outside(path,
-                 "it is a link or its path contains one, and a checkpoint's files are not read "
-                 "through links; copy the files themselves into the directory");
+Error link_error(const std::string& path) {
+  return outside_error(
+      path,
+      "it is a link or its path contains one, and a checkpoint's files are not read "
+      "through links; copy the files themselves into the directory");
 }
 
 std::vector<std::string> components_of(std::string_view name) {
@@ -40,8 +41,8 @@ std::vector<std::string> components_of(std::string_view name) {
   return components;
 }
 
-Result<int> by_openat2(int directory_fd, const std::string& name, int flags,
-                       const std::string& path) {
+Result<int> open_by_openat2(int directory_fd, const std::string& name, int flags,
+                            const std::string& path) {
   TC_FAULT("openat2", path);
   struct open_how how {};
   how.flags = static_cast<std::uint64_t>(flags);
@@ -55,8 +56,8 @@ Result<int> by_openat2(int directory_fd, const std::string& name, int flags,
 
 // Opens the path component by component, for kernels without openat2. If another process moves a
 // directory of the path meanwhile, the file is still opened in that directory.
-Result<int> step_by_step(int directory_fd, const std::string& name, int flags,
-                         const std::string& path) {
+Result<int> open_step_by_step(int directory_fd, const std::string& name, int flags,
+                              const std::string& path) {
   TC_FAULT("openat", path);
   std::vector<std::string> steps = components_of(name);
   const std::string last = std::move(steps.back());
@@ -95,14 +96,14 @@ bool is_unsupported(int sys_errno) {
 
 Result<int> open_descriptor(int directory_fd, const std::string& name, int flags,
                             const std::string& path) {
-  auto fd = by_openat2(directory_fd, name, flags, path);
+  auto fd = open_by_openat2(directory_fd, name, flags, path);
   if (!fd && is_unsupported(fd.error().sys_errno)) {
-    fd = step_by_step(directory_fd, name, flags, path);
+    fd = open_step_by_step(directory_fd, name, flags, path);
   }
   if (fd) return fd;
-  if (fd.error().sys_errno == ELOOP) return is_link(path);
+  if (fd.error().sys_errno == ELOOP) return link_error(path);
   if (fd.error().sys_errno == EXDEV)
-    return outside(path, "it leads out of the checkpoint's directory");
+    return outside_error(path, "it leads out of the checkpoint's directory");
   return fd;
 }
 
@@ -125,7 +126,7 @@ Result<File> open_beneath(int directory_fd, const std::string& directory_path,
                           const std::string& name, IoMode mode) {
   const std::string path = directory_path + "/" + name;
   if (!names_file_beneath(name)) {
-    return outside(path, "it is not the name of a file in the checkpoint's directory");
+    return outside_error(path, "it is not the name of a file in the checkpoint's directory");
   }
   TC_FAULT("open", path);
   // O_NONBLOCK, so that opening a FIFO in place of a data file does not block.

@@ -34,7 +34,7 @@ constexpr int kOpenFlags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
 // Interval of checks that senders are alive, if the kernel cannot report their end.
 constexpr std::chrono::milliseconds kAliveInterval{1000};
 
-Error failed(const char* operation, const std::string& path) {
+Error last_error(const char* operation, const std::string& path) {
   return system_error(errno, operation, path);
 }
 
@@ -63,13 +63,13 @@ class Mailbox::Locked {
     const std::string path = mailbox.path(mailbox.address_.memory);
     TC_FAULT("open", path);
     const int fd = uninterrupted([&] { return ::open(path.c_str(), kOpenFlags); });
-    if (fd < 0) return failed("open", path);
+    if (fd < 0) return last_error("open", path);
     auto file = File::adopt(fd, path, false);
     if (!file) return file.error();
     auto identity = file->identity();
     if (!identity) return identity.error();
     if (*identity != mailbox.address_.memory_file) return system_error(ENOENT, "open", path);
-    if (uninterrupted([&] { return ::flock(fd, LOCK_EX); }) != 0) return failed("flock", path);
+    if (uninterrupted([&] { return ::flock(fd, LOCK_EX); }) != 0) return last_error("flock", path);
     Lock lock(fd);
     Head head;
     auto read = file->read_at(std::as_writable_bytes(std::span(&head, 1)), 0);
@@ -87,19 +87,19 @@ class Mailbox::Locked {
 Result<Mailbox> Mailbox::create() {
   TC_FAULT("memfd_create", kName);
   const int memory = ::memfd_create(kName, MFD_CLOEXEC);
-  if (memory < 0) return failed("memfd_create", kName);
+  if (memory < 0) return last_error("memfd_create", kName);
   Mailbox mailbox;
   mailbox.memory_ = mailbox.address_.memory = memory;
   mailbox.address_.process = ::getpid();
   std::array<int, 2> ends{};
-  if (::pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK) != 0) return failed("pipe2", kName);
+  if (::pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK) != 0) return last_error("pipe2", kName);
   mailbox.wake_read_ = ends[0];
   mailbox.wake_write_ = mailbox.address_.wake = ends[1];
   struct stat pipe {};
-  if (::fstat(ends[1], &pipe) != 0) return failed("fstat", kName);
+  if (::fstat(ends[1], &pipe) != 0) return last_error("fstat", kName);
   mailbox.address_.wake_pipe = pipe.st_ino;
   const Head head;
-  if (::pwrite(memory, &head, sizeof(head), 0) != sizeof(head)) return failed("pwrite", kName);
+  if (::pwrite(memory, &head, sizeof(head), 0) != sizeof(head)) return last_error("pwrite", kName);
   auto file = File::adopt(::dup(memory), kName, false);
   if (!file) return file.error();
   auto identity = file->identity();
@@ -182,7 +182,7 @@ Result<> Mailbox::wake() {
   const std::string other = path(address_.wake);
   if (fd < 0) {
     fd = uninterrupted([&] { return ::open(other.c_str(), kOpenFlags); });
-    if (fd < 0) return failed("open", other);
+    if (fd < 0) return last_error("open", other);
   }
   const char byte = 0;
   struct stat status {};
@@ -215,7 +215,7 @@ Result<> Mailbox::wait(std::chrono::milliseconds timeout, std::span<const Proces
   constexpr std::chrono::milliseconds kLongest{std::chrono::hours{24}};
   const int bounded = static_cast<int>(std::clamp(timeout, {}, kLongest).count());
   if (::poll(fds.data(), fds.size(), bounded) < 0 && errno != EINTR) {
-    return failed("poll", kName);
+    return last_error("poll", kName);
   }
   return {};
 }

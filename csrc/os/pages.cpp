@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
-Error out_of_memory(std::size_t bytes) {
+Error allocation_error(std::size_t bytes) {
   Error error = system_error(errno, "mmap", "");
   error.detail =
       "could not allocate " + std::to_string(bytes) + " bytes of host memory for a staging chunk";
@@ -31,7 +31,7 @@ Result<Pages> Pages::allocate(std::size_t bytes) {
   const std::size_t reserved = bytes + alignment - kPageBytes;
   void* mapped =
       ::mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return out_of_memory(bytes);
+  if (mapped == MAP_FAILED) return allocation_error(bytes);
   auto* const begin = static_cast<std::byte*>(mapped);
   const std::size_t before = -reinterpret_cast<std::uintptr_t>(begin) & (alignment - 1);
   std::byte* const address = begin + before;
@@ -43,7 +43,7 @@ Result<Pages> Pages::allocate(std::size_t bytes) {
   ::madvise(address, bytes, MADV_DONTFORK);
   ::madvise(address, bytes, MADV_HUGEPAGE);
   if (::madvise(address, bytes, MADV_POPULATE_WRITE) != 0) {
-    if (errno != EINVAL) return out_of_memory(bytes);
+    if (errno != EINVAL) return allocation_error(bytes);
     // Linux before 5.14 lacks MADV_POPULATE_WRITE.
     for (std::size_t at = 0; at < bytes; at += kPageBytes) address[at] = std::byte{0};
   }

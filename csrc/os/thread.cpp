@@ -18,13 +18,13 @@ std::string limit(int resource) {
   return now.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(now.rlim_cur);
 }
 
-Error refused(int sys_errno) {
+Error refusal(int sys_errno) {
   Error error = system_error(sys_errno, "pthread_create", "");
   error.detail = "the system refused to start a thread; raise " + thread_limits();
   return error;
 }
 
-Result<> injected() {
+Result<> inject_fault() {
   TC_FAULT("pthread_create", "");
   return {};
 }
@@ -39,14 +39,14 @@ std::string thread_limits() {
 }
 
 Result<> start_thread(std::thread& thread, std::function<void()> body) {
-  if (auto fault = injected(); !fault) return refused(fault.error().sys_errno);
+  if (auto fault = inject_fault(); !fault) return refusal(fault.error().sys_errno);
   try {
     thread = std::thread(std::move(body));
     return {};
   } catch (const std::system_error& failure) {
-    return refused(failure.code().value());
+    return refusal(failure.code().value());
   } catch (const std::bad_alloc&) {
-    return refused(ENOMEM);
+    return refusal(ENOMEM);
   }
 }
 

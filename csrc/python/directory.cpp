@@ -66,7 +66,7 @@ class Callbacks {
       return done ? Result<std::set<std::string>>(std::move(found)) : done.error();
     };
   }
-  directory::Between between() {
+  directory::InterruptCheck interrupt_check() {
     return [this] {
       return call([] {
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -144,7 +144,8 @@ py::list texts(const std::vector<std::string>& names) {
 
 bool share(Directory& directory, double patience) {
   Callbacks callbacks;
-  return callbacks.run([&] { return directory::share(directory, patience, callbacks.between()); });
+  return callbacks.run(
+      [&] { return directory::share(directory, patience, callbacks.interrupt_check()); });
 }
 
 py::tuple identity(const Directory& directory) {
@@ -169,7 +170,7 @@ Result<int> open_for_read(const Directory& directory, const Path& name, int) {
 directory::Lease take_lease(const Directory& opened, std::optional<int> rank, double patience) {
   Callbacks callbacks;
   return callbacks.run(
-      [&] { return directory::Lease::take(opened, rank, patience, callbacks.between()); });
+      [&] { return directory::Lease::take(opened, rank, patience, callbacks.interrupt_check()); });
 }
 
 void commit(directory::Lease& lease, std::span<const std::byte> metadata,
