@@ -1,4 +1,4 @@
-"""A checkpoint to spoil, a limit for hangs, and the table at the end."""
+"""A checkpoint to attack, a time limit, and the table at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes what a process of pytest-xdist has found."""
+    """Adds the table of a pytest-xdist worker."""
     for attack, row in getattr(node, "workeroutput", {}).get("attacks", {}).items():
         support.TABLE.setdefault(attack, {}).update(row)
 

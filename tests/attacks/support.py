@@ -1,8 +1,8 @@
-"""What the attacks share: a good checkpoint to spoil, the readers to try it on, and a table.
+"""Helpers for the attacks: a valid checkpoint to modify, readers to try, and a table.
 
-An attack is a function that spoils the checkpoint. Each is tried on our readers, which must stop
-it, and on torch's own, of which only what it does is noted. The table is printed at the end of the
-session, and written as ``attacks.json`` into the directory that TORCH_CKPT_RESULTS names.
+An attack is a function that modifies the checkpoint. Our readers must stop it. The outcome of
+torch's own reader is only recorded. The table is printed at the end of the session, and written as
+``attacks.json`` to the directory in TORCH_CKPT_RESULTS.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tests.support import assert_equal, cause_of, save, stock_save
 from torch_ckpt import cli
 from torch_ckpt.checkpoint.metadata import read_metadata
 
-#: A reader that has not answered by then hangs.
+#: Seconds after which a reader is considered to hang.
 PATIENCE_SECONDS = 5
 
-#: What a stopped attack may cost: less than what any of them asks for.
+#: Limit of the memory that a stopped attack may use, less than any attack tries to use.
 MOST_MEMORY = 512 << 20
 
 #: attack -> {"ours": ..., "stock": ...}
@@ -48,7 +48,7 @@ Attack = Callable[["Checkpoint"], None]
 
 
 class Calls:
-    """A pickle that calls a function when it is loaded."""
+    """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -58,12 +58,12 @@ class Calls:
 
 
 class Checkpoint:
-    """A checkpoint of two tensors and an object, to be spoiled.
+    """A checkpoint of two tensors and an object, for attacks to modify.
 
     Attributes:
-        path: its directory.
-        canary: a file that appears when an attack's payload runs.
-        metadata: what it says; :meth:`publish` writes it.
+        path: the checkpoint's directory.
+        canary: a file that the payload of an attack creates.
+        metadata: the metadata; :meth:`publish` writes it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,8 +78,8 @@ class Checkpoint:
         save(self.state, self.path, thread_count=1)
         self.metadata: Metadata = read_metadata(self.path)
 
-    def of_stock(self) -> None:
-        """Starts anew with one that torch has written: without checksums."""
+    def save_with_torch(self) -> None:
+        """Replaces the checkpoint by one that torch writes, without checksums."""
         for file in self.path.iterdir():
             file.unlink()
         stock_save(self.state, self.path)
@@ -87,43 +87,43 @@ class Checkpoint:
 
     @property
     def data(self) -> Path:
-        """Its data file."""
+        """The data file."""
         (file,) = self.path.glob("*.distcp")
         return file
 
-    def place(self, name: str) -> _StorageInfo:
-        """Where something is stored; to be changed before :meth:`publish`."""
-        (place,) = (i for index, i in self.metadata.storage_data.items() if index.fqn == name)
-        return place
+    def location(self, name: str) -> _StorageInfo:
+        """Returns the location of an item, which may be changed before :meth:`publish`."""
+        (location,) = (i for index, i in self.metadata.storage_data.items() if index.fqn == name)
+        return location
 
-    def put(self, place: _StorageInfo, name: str) -> None:
-        """Replaces a place."""
+    def set_location(self, location: _StorageInfo, name: str) -> None:
+        """Replaces the location of an item."""
         (index,) = (index for index in self.metadata.storage_data if index.fqn == name)
-        self.metadata.storage_data[index] = place
+        self.metadata.storage_data[index] = location
 
     def publish(self) -> None:
-        """Writes the metadata as it is now."""
+        """Writes the metadata."""
         self.publish_bytes(pickle.dumps(self.metadata))
 
     def publish_bytes(self, content: bytes) -> None:
-        """Writes whatever it is as the metadata."""
+        """Writes any bytes as the metadata."""
         (self.path / ".metadata").write_bytes(content)
 
     def replace_record(self, name: str, record: bytes) -> None:
-        """Stores something else under a name, without checksums of it."""
+        """Stores another record under a name, without checksums."""
         vars(self.metadata).pop("torch_ckpt", None)
         (self.path / "other.distcp").write_bytes(record)
-        self.put(_StorageInfo("other.distcp", 0, len(record)), name)
+        self.set_location(_StorageInfo("other.distcp", 0, len(record)), name)
         self.publish()
 
-    def touches_canary(self) -> Calls:
-        """The payload of an attack."""
+    def make_payload(self) -> Calls:
+        """Returns an object whose pickle creates the canary."""
         return Calls(os.system, f"touch {self.canary}")
 
     # --- readers ---------------------------------------------------------------------------------
 
     def targets(self) -> dict[str, Any]:
-        """What is loaded into."""
+        """Returns a state dict to load into."""
         return {"weight": torch.full((3, 4), -1.0), "bias": torch.full((4,), -1.0), "step": None}
 
     def assert_stopped(
@@ -133,17 +133,19 @@ class Checkpoint:
         ls: int = 2,
         unchanged: bool = True,
         targets: Callable[[], dict[str, Any]] | None = None,
-        says: str = "",
+        message: str = "",
     ) -> None:
-        """Fails unless both of our loads refuse it, and neither they nor ``torch-ckpt ls`` run it.
+        """Asserts that both of our loads reject the checkpoint, and that neither they nor
+        ``torch-ckpt ls`` run the payload.
 
         Args:
-            kinds: of the error.
+            attack: name of the attack in the table.
+            kinds: allowed types of the error.
             ls: exit code of the command.
-            unchanged: whether the targets must be what they were. Not where one of several tensors
-                turns out to be damaged while they are read.
-            targets: what to load into.
-            says: a part of the message.
+            unchanged: True if the targets must not change; False if damage is found only while
+                tensors are read.
+            targets: returns the state dict to load into.
+            message: part of the error message.
         """
         row = TABLE.setdefault(attack, {})
         row["ours"] = "not stopped"
@@ -156,7 +158,7 @@ class Checkpoint:
                 load(state)
             cause = cause_of(error.value)
             assert isinstance(cause, kinds), f"{type(cause).__name__}: {cause}"
-            assert says in str(cause)
+            assert message in str(cause)
             assert len(str(cause)) < 2000, "one sentence"
             if unchanged:
                 assert_equal(state, before)
@@ -167,18 +169,19 @@ class Checkpoint:
         assert used < MOST_MEMORY, f"{used} bytes of memory"
         row["ours"] = "stopped: " + ", ".join(sorted(found))
 
-    def note_stock(
+    def record_stock(
         self,
         attack: str,
         *,
         targets: Callable[[], dict[str, Any]] | None = None,
         worked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Notes what torch's own reader does with it.
+        """Records the outcome of torch's own reader.
 
         Args:
-            targets: what to load into.
-            worked: whether the attacker has got what he wanted, where that is not the canary.
+            attack: name of the attack in the table.
+            targets: returns the state dict to load into.
+            worked: returns True if the attack succeeded, for attacks that do not create the canary.
         """
 
         def load() -> None:
@@ -199,7 +202,7 @@ class Checkpoint:
 
 
 def in_child(work: Callable[[], None], worked: Callable[[], bool] = lambda: False) -> str:
-    """What comes of it in a process of its own, which may hang, die or want all memory."""
+    """Runs ``work`` in a child, which may hang, die or use much memory. Returns the outcome."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -209,7 +212,7 @@ def in_child(work: Callable[[], None], worked: Callable[[], bool] = lambda: Fals
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
-            # It may crash, and nobody wants to see where.
+            # Print no traceback of an expected crash.
             faulthandler.disable()
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             limit = 16 << 30
@@ -239,37 +242,37 @@ def in_child(work: Callable[[], None], worked: Callable[[], bool] = lambda: Fals
 
 
 def record_of_object(value: Any) -> bytes:
-    """The record that DCP's planner makes of an object."""
+    """Returns the record that DCP's planner makes for an object."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def with_entry(record: bytes, name: str, content: bytes) -> bytes:
-    """The archive of ``torch.save`` with another entry of a name."""
+    """Returns the archive of ``torch.save`` with one entry replaced."""
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(record)) as old, zipfile.ZipFile(stream, "w") as new:
         for entry in old.infolist():
-            is_it = entry.filename.partition("/")[2] == name
-            new.writestr(entry.filename, content if is_it else old.read(entry))
+            matches = entry.filename.partition("/")[2] == name
+            new.writestr(entry.filename, content if matches else old.read(entry))
     return stream.getvalue()
 
 
 def replaced(metadata: Metadata, name: str, **fields: Any) -> None:
-    """Gives a name's description other fields."""
+    """Replaces fields in the description of a name."""
     stored = metadata.state_dict_metadata[name]
     metadata.state_dict_metadata[name] = dataclasses.replace(stored, **fields)
 
 
 def index_of(metadata: Metadata, name: str) -> MetadataIndex:
-    """The only index of a name."""
+    """Returns the only index of a name."""
     (index,) = (index for index in metadata.storage_data if index.fqn == name)
     return index
 
 
 @contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """With another file mode creation mask."""
+    """Sets the file mode creation mask for the time of a block."""
     before = os.umask(mask)
     try:
         yield
@@ -278,7 +281,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def summary() -> str:
-    """The table in one line."""
+    """Returns a summary of the table in one line."""
     stopped = sum(row.get("ours", "").startswith("stopped") for row in TABLE.values())
     tried = sum("ours" in row for row in TABLE.values())
     stock = Counter(row["stock"].split(" ")[0] for row in TABLE.values() if "stock" in row)
@@ -287,7 +290,7 @@ def summary() -> str:
 
 
 def write_results() -> None:
-    """Writes the table where TORCH_CKPT_RESULTS says."""
+    """Writes the table to the directory in TORCH_CKPT_RESULTS, if it is set."""
     folder = os.environ.get("TORCH_CKPT_RESULTS")
     if folder:
         rows = [{"attack": attack, **row} for attack, row in sorted(TABLE.items())]

@@ -1,7 +1,7 @@
-"""Bytes of a checkpoint are others than those that were written.
+"""Bytes of a checkpoint were changed after the save.
 
-No attack, or one by somebody who does not know about the checksums. torch verifies none, and loads
-it. Here damage must be noticed and named.
+This is damage, or an attack without knowledge of the checksums. torch checks none, and loads the
+checkpoint. Our readers must detect the damage and name its location.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def truncated(c: Checkpoint) -> None:
 
 
 def swapped_files(c: Checkpoint) -> None:
-    # Of the same layout, so that only the values differ.
+    # The layout is the same; only the values differ.
     other = {name: value + 1 for name, value in c.state.items()}
     save(other, c.folder / "other", thread_count=1)
     c.data.write_bytes((c.folder / "other" / "__0_0.distcp").read_bytes())
@@ -71,7 +71,7 @@ def targets(attack: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_noticed(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_damage_is_detected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
     code = 1 if attack == "damage: half of a file" else 0
     checkpoint.assert_stopped(
@@ -81,19 +81,19 @@ def test_it_is_noticed(checkpoint: Checkpoint, attack: str) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack, targets=lambda: targets(attack))
+    checkpoint.record_stock(attack, targets=lambda: targets(attack))
 
 
 @pytest.mark.parametrize("ours", [3, {}, {"version": "1"}, {"version": 1}, {"version": True}])
-def test_checksums_of_another_form_are_refused(checkpoint: Checkpoint, ours: object) -> None:
-    # Ignoring them would be the way to switch them off.
+def test_checksums_of_another_form_are_rejected(checkpoint: Checkpoint, ours: object) -> None:
+    # If wrong checksums were ignored, an attacker could switch them off.
     vars(checkpoint.metadata)["torch_ckpt"] = ours
     checkpoint.publish()
     checkpoint.assert_stopped("damage: the checksums' form", Corrupt)
 
 
-def test_tables_of_another_type_are_refused(checkpoint: Checkpoint) -> None:
+def test_tables_of_another_type_are_rejected(checkpoint: Checkpoint) -> None:
     table_of_another_type(checkpoint)
     checkpoint.assert_stopped("damage: a table that is a str", Corrupt)

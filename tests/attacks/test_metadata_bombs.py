@@ -1,6 +1,6 @@
-"""A little metadata asks for much memory or much time.
+"""Small metadata uses much memory or much time.
 
-The attacker wants the machine that loads to hang or to die. The metadata must be refused at a cost
+The attacker wants the loading machine to hang or to die. The metadata must be rejected at a cost
 that its size bounds.
 """
 
@@ -22,32 +22,32 @@ _FILESYSTEM = b"torch.distributed.checkpoint.filesystem"
 
 
 def text(value: bytes) -> bytes:
-    """The opcode of a text."""
+    """Returns the opcode of a text."""
     return b"X" + struct.pack("<I", len(value)) + value
 
 
 def dict_of(*parts: bytes) -> bytes:
-    """The program of a dict; keys and values in turn."""
+    """Returns the pickle program of a dict, from alternating keys and values."""
     return b"}(" + b"".join(parts) + b"u"
 
 
 def instance(module: bytes, name: bytes, *parts: bytes) -> bytes:
-    """The program of an object with these attributes."""
+    """Returns the pickle program of an object with these attributes."""
     return b"c" + module + b"\n" + name + b"\n)\x81" + dict_of(*parts) + b"b"
 
 
 def metadata(*parts: bytes) -> bytes:
-    """A whole program: one that makes torch's Metadata."""
+    """Returns a complete pickle program that makes torch's Metadata."""
     return b"\x80\x04" + instance(_METADATA, b"Metadata", *parts) + b"."
 
 
 def key(name: bytes) -> bytes:
-    """A key of storage_data."""
+    """Returns a key of storage_data."""
     return instance(_METADATA, b"MetadataIndex", text(b"fqn"), name, text(b"offset"), b"N")
 
 
-def place(file: bytes) -> bytes:
-    """An empty record in a file."""
+def location(file: bytes) -> bytes:
+    """Returns the location of an empty record in a file."""
     parts = text(b"relative_path"), file, text(b"offset"), b"K\0", text(b"length"), b"K\0"
     return instance(_FILESYSTEM, b"_StorageInfo", *parts)
 
@@ -57,19 +57,19 @@ TEXT_AT_BYTE_0 = b"".join(
     [
         text(_METADATA) + b"\x94" + text(b"Metadata") + b"\x93)\x81}(",
         text(b"state_dict_metadata") + b"}",
-        text(b"storage_data") + dict_of(key(b"h\0"), place(text(b"x"))),
+        text(b"storage_data") + dict_of(key(b"h\0"), location(text(b"x"))),
         b"ub.",
     ]
 )
 
 
 def one_table_of_many_pairs(c: Checkpoint) -> None:
-    # A file's table again and again.
+    # The table of one file, many times.
     file, table = b"h\0", b"B" + struct.pack("<I", 400_000) + bytes(400_000) + b"\x94"
     c.publish_bytes(
         metadata(
             text(b"storage_data"),
-            dict_of(key(text(b"name")), place(text(b"x") + b"\x94")),
+            dict_of(key(text(b"name")), location(text(b"x") + b"\x94")),
             text(b"state_dict_metadata"),
             b"}",
             text(b"torch_ckpt"),
@@ -82,7 +82,7 @@ def one_table_of_many_pairs(c: Checkpoint) -> None:
 
 
 def one_table_of_many_files(c: Checkpoint) -> None:
-    # Each file's table is the same bytes.
+    # All files share the bytes of one table.
     files = [text(b"%d" % number) + b"\x94" for number in range(5000)]
     table = b"B" + struct.pack("<I", 200_000) + bytes(200_000) + b"\x94"
     fetched = [b"j" + struct.pack("<I", number) for number in range(len(files))]
@@ -90,7 +90,7 @@ def one_table_of_many_files(c: Checkpoint) -> None:
     c.publish_bytes(
         metadata(
             text(b"storage_data"),
-            dict_of(*(key(text(b"n")) + place(file) for file in files)),
+            dict_of(*(key(text(b"n")) + location(file) for file in files)),
             text(b"state_dict_metadata"),
             b"}",
             text(b"torch_ckpt"),
@@ -101,8 +101,8 @@ def one_table_of_many_files(c: Checkpoint) -> None:
 
 def long_names(name_bytes: int) -> Attack:
     def attack(c: Checkpoint) -> None:
-        # Records of one long name that the metadata does not describe.
-        first = key(text(b"n" * name_bytes) + b"\x94") + b"\x94" + place(text(b"x")) + b"\x94"
+        # Many records with one long name, which the metadata does not describe.
+        first = key(text(b"n" * name_bytes) + b"\x94") + b"\x94" + location(text(b"x")) + b"\x94"
         storage = dict_of(first, b"h\1h\2" * PAIRS)
         c.publish_bytes(
             metadata(text(b"state_dict_metadata"), b"}", text(b"storage_data"), storage)
@@ -118,12 +118,12 @@ def one_long_name_of_many_entries(c: Checkpoint) -> None:
 
 
 def doubling_key(c: Checkpoint) -> None:
-    # ((..., ...), (..., ...)) by reference, as the key of a dict: hashing it takes 2**60 steps.
+    # ((..., ...), (..., ...)) with shared parts, as the key of a dict: a hash takes 2**60 steps.
     c.publish_bytes(b"\x80\x04}K\x01" + b"q\x00h\x00\x86" * DOUBLINGS + b"K\x01s.")
 
 
 def deep_key(c: Checkpoint) -> None:
-    # Hashing it recurses a million times.
+    # Its hash recurses a million times.
     c.publish_bytes(b"\x80\x04})" + b"\x85" * DEPTH + b"K\x01s.")
 
 
@@ -143,7 +143,7 @@ ATTACKS: dict[str, Attack] = {
     "metadata: open marks": lambda c: c.publish_bytes(b"\x80\x04" + b"(" * DEPTH + b"."),
 }
 
-# torch's reader makes dicts of these, which their pairs do not fill.
+# torch's reader makes dicts of these, with fewer entries than the pickle has pairs.
 REPEATED: dict[str, Attack] = {
     "metadata: a text at byte 0": lambda c: c.publish_bytes(TEXT_AT_BYTE_0),
     "metadata: one table of many pairs": one_table_of_many_pairs,
@@ -153,7 +153,7 @@ REPEATED: dict[str, Attack] = {
     "metadata: one long name of many entries": one_long_name_of_many_entries,
 }
 
-# What only the verifier stops; without it these would take this process's memory or its stack.
+# Only the verifier stops these. Otherwise they would use up the memory or the stack of the process.
 VERIFIED: dict[str, Attack] = {
     "metadata: memo index 2**31": lambda c: c.publish_bytes(b"\x80\x04Nr\x00\x00\x00\x80."),
     "metadata: doubling tuples as a key": doubling_key,
@@ -164,13 +164,13 @@ ALL = ATTACKS | REPEATED | VERIFIED
 
 
 @pytest.mark.parametrize("attack", ALL)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ALL[attack](checkpoint)
     checkpoint.assert_stopped(attack, Corrupt, Unsafe, CheckpointError)
 
 
 @pytest.mark.parametrize("attack", ALL)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ALL[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)

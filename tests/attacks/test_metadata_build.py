@@ -1,8 +1,9 @@
-"""The metadata's pickle sets the state of something that is not its own.
+"""The metadata's pickle sets the state of an object that it did not create.
 
-A pickle may set attributes of whatever it can name. Names on the list are classes, dtypes and
-functions of this process: the attacker changes what they do from now on, in every later load, and
-no name outside of the list is needed. torch lets it. Here it must be refused, and nothing changed.
+A pickle can set attributes of any object that it can name. The allow-listed names are classes,
+dtypes and functions of this process. The attacker changes their behavior in all later loads,
+without a name outside of the list. torch allows this. Our readers must reject the pickle and leave
+all objects unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MODULE = b"torch.distributed.checkpoint.metadata"
 
 
 def building(name: bytes, module: bytes = MODULE, member: bytes = b"") -> Any:
-    # (None, {"evil": 1}) is set by setattr, which classes take.
+    # BUILD sets (None, {"evil": 1}) by setattr, which works for classes.
     def attack(c: Checkpoint) -> None:
         program = b"\x80\x04c" + module + b"\n" + name + b"\n" + member
         c.publish_bytes(program + b"N}\x8c\x04evil\x8c\x05owned\x73\x86b.")
@@ -29,7 +30,7 @@ def building(name: bytes, module: bytes = MODULE, member: bytes = b"") -> Any:
 
 
 def changed() -> bool:
-    """Whether any of what the attacks are about has the attacker's attribute."""
+    """Returns True if one of the attacked objects has the attacker's attribute."""
     things = (
         dcp_metadata.ChunkStorageMetadata,
         dcp_metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT,
@@ -48,7 +49,7 @@ ATTACKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
     checkpoint.assert_stopped(attack, Unsafe, Corrupt)
     assert not changed()
@@ -56,6 +57,6 @@ def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack, worked=changed)
+    checkpoint.record_stock(attack, worked=changed)

@@ -1,8 +1,8 @@
 """The metadata's pickle calls a function.
 
-The attacker wants to run code on the machine that loads. torch unpickles ``.metadata`` with
-``pickle.load``, which does all that it asks for. Here every name that is not on the list must be
-refused before anything is called, whatever opcode asks for it and wherever in the metadata.
+The attacker wants to run code on the loading machine. torch unpickles ``.metadata`` with
+``pickle.load``, which executes the pickle. Our readers must reject every name that is not
+allow-listed before anything is called, for all opcodes and in all parts of the metadata.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def instead(payload: Any, protocol: int = 4) -> Any:
 
 
 def inside(c: Checkpoint) -> None:
-    c.metadata.planner_data["weight"] = c.touches_canary()
+    c.metadata.planner_data["weight"] = c.make_payload()
     c.publish()
 
 
 def as_a_size(c: Checkpoint) -> None:
-    c.metadata.state_dict_metadata["weight"].size = c.touches_canary()
+    c.metadata.state_dict_metadata["weight"].size = c.make_payload()
     c.publish()
 
 
 def as_a_key(c: Checkpoint) -> None:
-    c.metadata.state_dict_metadata[c.touches_canary()] = 1
+    c.metadata.state_dict_metadata[c.make_payload()] = 1
     c.publish()
 
 
@@ -51,7 +51,7 @@ def by_obj(c: Checkpoint) -> None:
 
 
 def by_a_dotted_name(c: Checkpoint) -> None:
-    # An allowed module, and a way out of it.
+    # An allowed module with a dotted name that leads out of it.
     name = _short("torch.distributed.checkpoint.metadata") + _short("os.system") + b"\x93"
     c.publish_bytes(b"\x80\x04" + name + _short(f"touch {c.canary}") + b"\x85R.")
 
@@ -64,8 +64,8 @@ def by_getattr(c: Checkpoint) -> None:
 
 
 ATTACKS: dict[str, Any] = {
-    "metadata: os.system": instead(lambda c: c.touches_canary()),
-    "metadata: os.system, protocol 0": instead(lambda c: c.touches_canary(), 0),
+    "metadata: os.system": instead(lambda c: c.make_payload()),
+    "metadata: os.system, protocol 0": instead(lambda c: c.make_payload(), 0),
     "metadata: eval": instead(lambda c: Calls(eval, f"open({str(c.canary)!r}, 'w')")),
     "metadata: open": instead(lambda c: Calls(open, str(c.canary), "w")),
     "metadata: subprocess": instead(lambda c: Calls(subprocess.run, ["touch", str(c.canary)])),
@@ -80,21 +80,21 @@ ATTACKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    # Metadata has neither of the two old opcodes, whatever they name.
+    # Metadata never contains these two old opcodes.
     kinds = (Unsafe, Corrupt) if attack in ("metadata: INST", "metadata: OBJ") else (Unsafe,)
     checkpoint.assert_stopped(attack, *kinds)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)
 
 
 def test_the_payload_works(checkpoint: Checkpoint) -> None:
-    # Or nothing here would prove anything.
-    pickle.loads(pickle.dumps(checkpoint.touches_canary()))
+    # Otherwise the other tests would prove nothing.
+    pickle.loads(pickle.dumps(checkpoint.make_payload()))
     assert os.path.exists(checkpoint.canary)

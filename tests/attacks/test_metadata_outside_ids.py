@@ -1,7 +1,7 @@
-"""The metadata's pickle refers to things outside of it: persistent ids and registered extensions.
+"""The metadata's pickle refers to objects outside of it: persistent ids and registered extensions.
 
-The attacker hopes that somebody in the process has registered something that helps him. torch's
-``pickle.load`` follows extension codes. Here nothing outside of the pickle is referred to.
+The attacker hopes for a registered extension in the process that is useful for an attack. torch's
+``pickle.load`` follows extension codes. Our readers must not follow references out of the pickle.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ ATTACKS: dict[str, Attack] = {
 
 @pytest.fixture(autouse=True)
 def extension() -> Iterator[None]:
-    """Somebody has registered what the attacker needs."""
+    """Registers an extension that the attacker can use."""
     copyreg.add_extension(os.system.__module__, "system", CODE)
     yield
     copyreg.remove_extension(os.system.__module__, "system", CODE)
 
 
-def test_an_extension_that_is_known_already_is_refused(checkpoint: Checkpoint) -> None:
-    # Python looks it up once, and asks no find_class for it again.
+def test_a_cached_extension_is_rejected(checkpoint: Checkpoint) -> None:
+    # Python caches the extension and does not call find_class for it again.
     pickle.loads(b"\x80\x04\x82\x71.")
     ATTACKS["metadata: EXT1"](checkpoint)
     checkpoint.assert_stopped("metadata: EXT1 that is known", Unsafe, Corrupt)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
     checkpoint.assert_stopped(attack, Unsafe, Corrupt)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)

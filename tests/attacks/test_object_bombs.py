@@ -1,7 +1,7 @@
-"""A little object asks for much memory, or for memory that is not its own.
+"""A small object uses much memory, or memory outside of its storage.
 
-The attacker wants the machine that loads to die, or to hand out what lies in its memory. What an
-object may be made of must not be larger than what is stored of it.
+The attacker wants the loading machine to die, or to disclose its memory. An object must not be
+larger than its stored bytes.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def storage_past_its_entry(c: Checkpoint) -> None:
     with zipfile.ZipFile(io.BytesIO(record)) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("data.pkl")]
         old = archive.read(name)
-    # K\x04: four elements, in the storage's id as in the tensor's size.
+    # K\x04: four elements, in the storage's id and in the tensor's size.
     c.replace_record("step", with_entry(record, "data.pkl", old.replace(b"K\x04", b"K\xff")))
 
 
 def location_that_doubles(c: Checkpoint) -> None:
-    # str() of it has 2**60 characters.
+    # str() of the location has 2**60 characters.
     record = record_of_object((torch.ones(4),))
     with zipfile.ZipFile(io.BytesIO(record)) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("data.pkl")]
@@ -65,7 +65,7 @@ def location_that_doubles(c: Checkpoint) -> None:
 
 
 def hooks_that_are_no_dict(c: Checkpoint) -> None:
-    # backward would take them for one, in C.
+    # The C code of backward would treat the hooks as a dict.
     storage = torch.ones(4).storage()
     make = Calls(torch._utils._rebuild_tensor_v2, storage, 0, (4,), (1,), True, 5)
     c.replace_record("step", record_of_object((make,)))
@@ -81,7 +81,7 @@ def quantized_and_expanded(c: Checkpoint) -> None:
 
 
 def structured_with_objects(c: Checkpoint) -> None:
-    # Bytes that become pointers.
+    # The stored bytes would be used as pointers.
     array = numpy.zeros(2, dtype=[("a", "O")])
     c.replace_record("step", record_of_object(array))
 
@@ -98,12 +98,12 @@ def sparse_out_of_bounds(c: Checkpoint) -> None:
 
 
 def numpys_own_dtype(c: Checkpoint) -> None:
-    # np.dtype("f8") without a copy is the one that all arrays share.
+    # np.dtype("f8") without a copy is the object that all arrays share.
     c.replace_record("step", record_of_object(_Swapped()))
 
 
 def over_and_over(function: bytes, argument: bytes) -> bytes:
-    """A program that calls a function a hundred thousand times with the very same arguments."""
+    """Returns a program that calls a function 100,000 times with the same arguments."""
     call = b"h\x00h\x01R"
     return b"\x80\x02](" + function + b"q\x00" + argument + b"q\x01" + call * 10**5 + b"e."
 
@@ -148,14 +148,14 @@ ATTACKS: dict[str, Attack] = {
     "object: wide tuples as a key": program(
         b"\x80\x02}" + b"(" * 8 + b"N" + (b"q\x00" + b"h\x00" * 99 + b"t") * 8 + b"K\x01s."
     ),
-    # Destroying them recurses in C.
+    # Their destructors recurse in C.
     "object: deep deques": program(
         b"\x80\x02]ccollections\ndeque\nq\x00]" + b"h\x00]" * 10**5 + b"\x85Ra" * (10**5 + 1) + b"."
     ),
     "object: deep defaultdicts": program(
         b"\x80\x02ccollections\ndefaultdict\nq\x00)R" + b"Nh\x00)R" * 10**5 + b"s" * 10**5 + b"."
     ),
-    # From the outermost to the innermost, each with the next in it already.
+    # Built from the outermost to the innermost; each contains the next one before it is filled.
     "object: deep deques, filled within each other": program(
         b"\x80\x02(ccollections\ndeque\nq\x00)R" + b"h\x00)Rq\x01ah\x01" * 10**5 + b"t."
     ),
@@ -185,20 +185,20 @@ ATTACKS: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Unsafe, Corrupt, ls=0, says="step: the object in")
+    checkpoint.assert_stopped(attack, Unsafe, Corrupt, ls=0, message="step: the object in")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)
 
 
-def test_numpys_own_dtype_stays_what_it_was(checkpoint: Checkpoint) -> None:
-    # What it makes is harmless, so that there is nothing to refuse.
+def test_the_shared_dtype_of_numpy_is_not_changed(checkpoint: Checkpoint) -> None:
+    # The object itself is safe, so the load succeeds.
     numpys_own_dtype(checkpoint)
     state = checkpoint.targets()
     torch_ckpt.load(state, checkpoint.path, no_dist=True)
@@ -206,8 +206,8 @@ def test_numpys_own_dtype_stays_what_it_was(checkpoint: Checkpoint) -> None:
     assert numpy.dtype("f8").isnative
 
 
-def test_a_pickle_that_doubles_is_no_larger_than_what_it_shares(checkpoint: Checkpoint) -> None:
-    # Nobody hashes or copies it: it is a list of 60 pairs in memory, too.
+def test_an_object_with_shared_parts_loads_without_copies(checkpoint: Checkpoint) -> None:
+    # The object is neither hashed nor copied, so it is a list of 60 pairs in memory, too.
     content = b"\x80\x02]" + b"q\x00h\x00\x86" * 60 + b"."
     program(content)(checkpoint)
     state = checkpoint.targets()

@@ -1,8 +1,8 @@
 """An object's pickle calls a function.
 
-The attacker wants to run code on the machine that loads. DCP's planner calls
-``torch.load(weights_only=False)`` on every object, so that an allow-list for ``.metadata`` alone
-stops nobody. Here the object must be refused, whoever is to receive it and by whichever way.
+The attacker wants to run code on the loading machine. DCP's planner calls
+``torch.load(weights_only=False)`` for every object, so an allow-list for ``.metadata`` is not
+enough. Our readers must reject the object on every path, whatever the planner.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def storing(make: Any) -> Attack:
 
 
 ATTACKS: dict[str, Attack] = {
-    "object: os.system": storing(lambda c: c.touches_canary()),
+    "object: os.system": storing(lambda c: c.make_payload()),
     "object: eval": storing(lambda c: Calls(eval, f"open({str(c.canary)!r}, 'w')")),
     "object: torch.load": storing(lambda c: Calls(torch.load, str(c.data))),
     "object: functools.partial": storing(
@@ -37,27 +37,27 @@ ATTACKS: dict[str, Attack] = {
     ),
     "object: operator.methodcaller": storing(lambda c: operator.methodcaller("unlink")),
     "object: a default factory that runs": storing(
-        lambda c: Calls(__import__("collections").defaultdict, c.touches_canary())
+        lambda c: Calls(__import__("collections").defaultdict, c.make_payload())
     ),
-    "object: deep inside": storing(lambda c: {"a": [(1, {"b": c.touches_canary()})]}),
+    "object: deep inside": storing(lambda c: {"a": [(1, {"b": c.make_payload()})]}),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Unsafe, ls=0, says="step: the object in other.distcp")
+    checkpoint.assert_stopped(attack, Unsafe, ls=0, message="step: the object in other.distcp")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)
 
 
 class Unpickling(dcp.DefaultLoadPlanner):
-    """One of the user's own, which trusts what it gets."""
+    """A user-defined planner that unpickles all objects."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
@@ -66,7 +66,7 @@ class Unpickling(dcp.DefaultLoadPlanner):
 @pytest.mark.parametrize(
     "planner", [Unpickling, lambda: dcp.DefaultLoadPlanner(flatten_state_dict=False)]
 )
-def test_no_planner_gets_it(checkpoint: Checkpoint, planner: Any) -> None:
+def test_no_planner_gets_the_object(checkpoint: Checkpoint, planner: Any) -> None:
     ATTACKS["object: os.system"](checkpoint)
     reader = torch_ckpt.FileSystemReader(checkpoint.path)
     with pytest.raises(dcp.CheckpointException) as error:
@@ -75,7 +75,7 @@ def test_no_planner_gets_it(checkpoint: Checkpoint, planner: Any) -> None:
     assert not checkpoint.canary.exists()
 
 
-def test_a_load_that_frees_first_refuses_it(checkpoint: Checkpoint) -> None:
+def test_a_load_with_free_before_read_rejects_the_object(checkpoint: Checkpoint) -> None:
     ATTACKS["object: os.system"](checkpoint)
     with pytest.raises(dcp.CheckpointException) as error:
         torch_ckpt.load(checkpoint.targets(), checkpoint.path, free_before_read=True, no_dist=True)
@@ -83,21 +83,21 @@ def test_a_load_that_frees_first_refuses_it(checkpoint: Checkpoint) -> None:
     assert not checkpoint.canary.exists()
 
 
-def test_one_behind_a_stream_transform_is_refused(checkpoint: Checkpoint) -> None:
-    # What was transformed is read by torch's own code.
+def test_an_object_behind_a_stream_transform_is_rejected(checkpoint: Checkpoint) -> None:
+    # torch's own code reads transformed records.
     ATTACKS["object: os.system"](checkpoint)
-    checkpoint.place("step").transform_descriptors = []
+    checkpoint.location("step").transform_descriptors = []
     for descriptors in ([], ["stream.zstd"]):
-        checkpoint.place("step").transform_descriptors = descriptors
+        checkpoint.location("step").transform_descriptors = descriptors
         checkpoint.publish()
         with pytest.raises(dcp.CheckpointException):
             torch_ckpt.load(checkpoint.targets(), checkpoint.path, no_dist=True)
         assert not checkpoint.canary.exists()
 
 
-def test_one_on_a_file_system_of_the_users_own_is_refused(checkpoint: Checkpoint) -> None:
+def test_an_object_on_a_user_defined_file_system_is_rejected(checkpoint: Checkpoint) -> None:
     class Remote(dcp.filesystem.FileSystem):
-        """As one of fsspec's: read by torch's own code."""
+        """A file system like those of fsspec, which torch's own code reads."""
 
     ATTACKS["object: os.system"](checkpoint)
     reader = torch_ckpt.FileSystemReader(checkpoint.path)
@@ -108,8 +108,8 @@ def test_one_on_a_file_system_of_the_users_own_is_refused(checkpoint: Checkpoint
     assert not checkpoint.canary.exists()
 
 
-def test_a_trusted_writers_object_runs(checkpoint: Checkpoint) -> None:
-    # Or nothing here would prove anything.
+def test_allow_pickle_runs_the_payload(checkpoint: Checkpoint) -> None:
+    # Otherwise the other tests would prove nothing.
     ATTACKS["object: os.system"](checkpoint)
     torch_ckpt.load(checkpoint.targets(), checkpoint.path, no_dist=True, allow_pickle=True)
     assert checkpoint.canary.exists()

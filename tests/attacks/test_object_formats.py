@@ -1,7 +1,7 @@
-"""An object is stored in another form than ``torch.save`` gives it.
+"""An object is stored in another format than that of ``torch.save``.
 
-The attacker wants one of the other readers behind ``torch.load``: that of the old format, that of
-TorchScript programs, or that of compressed archives, which makes gigabytes of kilobytes.
+The attacker wants to reach the other readers behind ``torch.load``: for the old format, for
+TorchScript programs, or for compressed archives, which expand kilobytes to gigabytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ BOMB_BYTES = 1 << 30
 
 def old_format(c: Checkpoint) -> None:
     stream = io.BytesIO()
-    torch.save(c.touches_canary(), stream, _use_new_zipfile_serialization=False)
+    torch.save(c.make_payload(), stream, _use_new_zipfile_serialization=False)
     c.replace_record("step", stream.getvalue())
 
 
 def bare_pickle(c: Checkpoint) -> None:
-    c.replace_record("step", pickle.dumps(c.touches_canary()))
+    c.replace_record("step", pickle.dumps(c.make_payload()))
 
 
 class Module(torch.nn.Module):
@@ -54,8 +54,8 @@ def compressed(c: Checkpoint) -> None:
 
 
 def two_programs(c: Checkpoint) -> None:
-    # One for whoever looks for the first entry of the name, one for whoever looks for the last.
-    good, bad = record_of_object(7), record_of_object(c.touches_canary())
+    # Readers find either the first or the last entry of the name.
+    good, bad = record_of_object(7), record_of_object(c.make_payload())
     with zipfile.ZipFile(io.BytesIO(bad)) as archive:
         program = archive.read("archive/data.pkl")
     stream = io.BytesIO(good)
@@ -65,8 +65,8 @@ def two_programs(c: Checkpoint) -> None:
 
 
 def archive_before_archive(c: Checkpoint) -> None:
-    # One for whoever reads from the front, one for whoever looks for the directory at the end.
-    c.replace_record("step", record_of_object(7) + record_of_object(c.touches_canary()))
+    # Readers start either at the front or at the directory at the end.
+    c.replace_record("step", record_of_object(7) + record_of_object(c.make_payload()))
 
 
 def big_endian(c: Checkpoint) -> None:
@@ -84,19 +84,19 @@ ATTACKS: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Unsafe, Corrupt, ls=0, says="step: the object in")
+    checkpoint.assert_stopped(attack, Unsafe, Corrupt, ls=0, message="step: the object in")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)
 
 
-def test_the_other_byte_order_is_refused(checkpoint: Checkpoint) -> None:
-    # Not an attack: read as it is, it would be other numbers.
+def test_the_other_byte_order_is_rejected(checkpoint: Checkpoint) -> None:
+    # Not an attack, but the values would be wrong.
     big_endian(checkpoint)
-    checkpoint.assert_stopped("object: byte order", Corrupt, ls=0, says="byte order")
+    checkpoint.assert_stopped("object: byte order", Corrupt, ls=0, message="byte order")

@@ -1,8 +1,8 @@
-"""The metadata places data where no data can be.
+"""The metadata has impossible locations of data.
 
-The attacker hopes for an overflow in a sum, for a read outside of the file, or for memory to be
-allocated by a length that nothing stands behind. Every number must be refused by name, before
-anything is opened or allocated.
+The attacker hopes for an overflow in a sum, for a read outside of the file, or for an allocation of
+a length that the file does not have. Each number must be rejected with the name of its item, before
+a file is opened or memory allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.attacks.support import Checkpoint
 from torch_ckpt import CheckpointError, Corrupt
 
-#: Not a number of bytes: refused when the metadata is read.
+#: Not a number of bytes: rejected when the metadata is read.
 IMPOSSIBLE = {
     "-1": -1,
     "-2**63": -(2**63),
@@ -29,7 +29,8 @@ IMPOSSIBLE = {
     "a tuple": (0,),
 }
 
-#: Past the end of the file: refused when it is opened, the sum where the metadata is read.
+#: Past the end of the file: rejected when the file is opened; if the end overflows, when the
+#: metadata is read.
 PAST_THE_END = {"2**40": 2**40, "2**62": 2**62, "2**63 - 1": 2**63 - 1}
 
 CASES = {
@@ -40,49 +41,49 @@ CASES = {
 }
 
 
-def spoil(c: Checkpoint, case: str) -> str:
-    """Spoils what lies last in the file, and so overlaps nothing; returns its name."""
-    c.of_stock()
+def modify(c: Checkpoint, case: str) -> str:
+    """Changes the location of the last item in the file. Returns the name of the item."""
+    c.save_with_torch()
     field, value = CASES[case]
-    index, place = max(c.metadata.storage_data.items(), key=lambda item: item[1].offset)
-    setattr(place, field, value)
+    index, location = max(c.metadata.storage_data.items(), key=lambda item: item[1].offset)
+    setattr(location, field, value)
     c.publish()
     return str(index.fqn)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.split(" of ")[1] in IMPOSSIBLE])
-def test_a_number_that_is_none_is_refused(checkpoint: Checkpoint, case: str) -> None:
-    name = spoil(checkpoint, case)
-    checkpoint.assert_stopped(case, Corrupt, says=f"{name}: the metadata gives it the file offset")
+def test_an_impossible_number_is_rejected(checkpoint: Checkpoint, case: str) -> None:
+    name = modify(checkpoint, case)
+    checkpoint.assert_stopped(
+        case, Corrupt, message=f"{name}: the metadata gives it the file offset"
+    )
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.split(" of ")[1] in PAST_THE_END])
-def test_a_place_past_the_end_is_refused(checkpoint: Checkpoint, case: str) -> None:
-    name = spoil(checkpoint, case)
-    place = checkpoint.place(name)
-    ends = place.offset + place.length < 2**63
+def test_a_location_past_the_end_is_rejected(checkpoint: Checkpoint, case: str) -> None:
+    name = modify(checkpoint, case)
+    location = checkpoint.location(name)
+    ends = location.offset + location.length < 2**63
     checkpoint.assert_stopped(
-        case, CheckpointError, ls=1 if ends else 2, unchanged=False, says=f"{name}: "
+        case, CheckpointError, ls=1 if ends else 2, unchanged=False, message=f"{name}: "
     )
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, case: str) -> None:
-    spoil(checkpoint, case)
-    checkpoint.note_stock(case)
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, case: str) -> None:
+    modify(checkpoint, case)
+    checkpoint.record_stock(case)
 
 
 @pytest.mark.parametrize("what", [3, None, {"relative_path": "__0_0.distcp"}])
-def test_something_else_in_the_place_of_a_place_is_refused(
-    checkpoint: Checkpoint, what: Any
-) -> None:
-    checkpoint.put(what, "weight")
+def test_a_location_of_another_type_is_rejected(checkpoint: Checkpoint, what: Any) -> None:
+    checkpoint.set_location(what, "weight")
     checkpoint.publish()
-    checkpoint.assert_stopped("a place of another type", Corrupt, says="weight: ")
+    checkpoint.assert_stopped("a location of another type", Corrupt, message="weight: ")
 
 
-def test_a_place_without_an_offset_is_refused(checkpoint: Checkpoint) -> None:
-    del checkpoint.place("weight").offset
+def test_a_location_without_an_offset_is_rejected(checkpoint: Checkpoint) -> None:
+    del checkpoint.location("weight").offset
     checkpoint.publish()
-    checkpoint.assert_stopped("a place without an offset", Corrupt, says="weight: ")
+    checkpoint.assert_stopped("a location without an offset", Corrupt, message="weight: ")

@@ -1,7 +1,7 @@
-"""Records share the same bytes.
+"""Records share bytes.
 
-The attacker makes a small file stand for a large load, or lets two tensors that somebody has
-compared be one. torch reads it.
+The attacker makes a small file cause a large load, or makes one tensor of two that were compared.
+torch reads the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch_ckpt import Corrupt
 
 
 def the_same(c: Checkpoint) -> None:
-    c.of_stock()
-    weight, bias = c.place("weight"), c.place("bias")
+    c.save_with_torch()
+    weight, bias = c.location("weight"), c.location("bias")
     bias.offset, bias.length = weight.offset, weight.length
     c.publish()
 
 
 def in_part(c: Checkpoint) -> None:
-    c.of_stock()
-    c.place("weight").length += 1
-    c.place("bias").length += 1
+    c.save_with_torch()
+    c.location("weight").length += 1
+    c.location("bias").length += 1
     c.publish()
 
 
 def by_another_spelling(c: Checkpoint) -> None:
-    c.of_stock()
-    weight, bias = c.place("weight"), c.place("bias")
+    c.save_with_torch()
+    weight, bias = c.location("weight"), c.location("bias")
     bias.offset, bias.length = weight.offset, weight.length
     bias.relative_path = f"./{weight.relative_path}"
     c.publish()
@@ -42,22 +42,22 @@ ATTACKS: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Corrupt, says="overlaps them from byte")
+    checkpoint.assert_stopped(attack, Corrupt, message="overlaps them from byte")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)
 
 
-def test_empty_records_may_lie_anywhere(checkpoint: Checkpoint) -> None:
-    # Objects that a planner stored without bytes: not an attack.
-    checkpoint.place("step").offset = checkpoint.place("weight").offset + 1
-    checkpoint.place("step").length = 0
+def test_empty_records_may_overlap_others(checkpoint: Checkpoint) -> None:
+    # Not an attack: a planner may store objects without bytes.
+    checkpoint.location("step").offset = checkpoint.location("weight").offset + 1
+    checkpoint.location("step").length = 0
     checkpoint.publish()
     state = {"weight": checkpoint.targets()["weight"]}
     checkpoint._our_load(state)

@@ -1,7 +1,7 @@
-"""The metadata says that data lies outside of the checkpoint's directory.
+"""The metadata refers to data outside of the checkpoint's directory.
 
-The attacker wants other files of the machine to be read as weights, which somebody publishes, or to
-be opened at all. torch joins the path and opens it.
+The attacker wants other files of the machine to be opened, or to be read as weights and published.
+torch joins the path and opens it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ PATHS = {
 }
 
 
-def spoil(c: Checkpoint, attack: str) -> None:
-    c.of_stock()
+def modify(c: Checkpoint, attack: str) -> None:
+    c.save_with_torch()
     (c.folder / "outside.distcp").write_bytes(c.data.read_bytes())
-    c.place("weight").relative_path = PATHS[attack].replace("{folder}", str(c.folder))
+    c.location("weight").relative_path = PATHS[attack].replace("{folder}", str(c.folder))
     c.publish()
 
 
 @pytest.mark.parametrize("attack", PATHS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
-    spoil(checkpoint, attack)
-    checkpoint.assert_stopped(attack, Unsafe, says="weight: the metadata places its data in")
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
+    modify(checkpoint, attack)
+    checkpoint.assert_stopped(attack, Unsafe, message="weight: the metadata places its data in")
 
 
 @pytest.mark.parametrize("attack", PATHS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
-    spoil(checkpoint, attack)
-    checkpoint.note_stock(attack)
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
+    modify(checkpoint, attack)
+    checkpoint.record_stock(attack)
 
 
-def test_a_path_of_another_type_is_refused(checkpoint: Checkpoint) -> None:
+def test_a_path_of_another_type_is_rejected(checkpoint: Checkpoint) -> None:
     for path in (3, b"__0_0.distcp", checkpoint.path):
-        checkpoint.place("weight").relative_path = path  # type: ignore[assignment]
+        checkpoint.location("weight").relative_path = path  # type: ignore[assignment]
         checkpoint.publish()
         checkpoint.assert_stopped("path: another type", Unsafe)

@@ -1,7 +1,7 @@
-"""Files of a checkpoint are open to others than their owner allows.
+"""Files of a checkpoint have wider permissions than their owner allows.
 
-Somebody else on the machine wants to read or to replace the weights. What is created must never
-have more rights than the umask leaves.
+Another user of the machine wants to read or to replace the weights. New files must never have more
+permissions than the umask allows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def by_stock(directory: Path) -> None:
 
 @pytest.mark.parametrize("save", [by_dcp, by_us])
 @pytest.mark.parametrize("mask", [0o077, 0o027, 0o022])
-def test_nothing_has_more_rights_than_the_umask_leaves(
+def test_no_file_has_more_permissions_than_the_umask_allows(
     tmp_path: Path, save: Any, mask: int
 ) -> None:
     attack = f"permissions: umask {mask:03o}"
@@ -47,7 +47,7 @@ def test_nothing_has_more_rights_than_the_umask_leaves(
     directory = tmp_path / "new" / "checkpoint"
     with umask(mask):
         save(directory)
-        save(directory)  # over what is there
+        save(directory)  # overwrites the checkpoint
     found = modes(directory)
     assert found.pop("checkpoint") == 0o777 & ~mask
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o777 & ~mask
@@ -57,7 +57,7 @@ def test_nothing_has_more_rights_than_the_umask_leaves(
 
 @pytest.mark.parametrize("mask", [0o077, 0o027, 0o022])
 @pytest.mark.torture
-def test_what_stock_does(tmp_path: Path, mask: int) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(tmp_path: Path, mask: int) -> None:
     with umask(mask):
         by_stock(tmp_path / "checkpoint")
     wider = any(mode & mask for mode in modes(tmp_path / "checkpoint").values())

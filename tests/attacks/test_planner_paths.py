@@ -1,7 +1,7 @@
 """The metadata places a value at index 2**40 of a list.
 
-torch's planner for loading without a state dict fills lists with None up to such an index. The
-attacker wants the memory to be full of them.
+torch's planner for loads without a state dict fills lists with None up to such an index. The
+attacker wants them to use up the memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTACKS: dict[str, Any] = {
 }
 
 
-# Beside paths that are none, in other types than torch writes.
+# Paths in other types than torch writes, next to an invalid path.
 DISGUISED: dict[str, Any] = {
     "list": ["list", 2**31],
     "size": torch.Size([0, 2**31]),
@@ -36,21 +36,21 @@ DISGUISED: dict[str, Any] = {
 }
 
 
-def spoil(c: Checkpoint, attack: str) -> None:
-    c.of_stock()
+def modify(c: Checkpoint, attack: str) -> None:
+    c.save_with_torch()
     c.metadata.planner_data["weight"] = ATTACKS[attack]
     c.publish()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
-    spoil(checkpoint, attack)
-    checkpoint.assert_stopped(attack, Corrupt, says="weight: the metadata places it in a list")
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
+    modify(checkpoint, attack)
+    checkpoint.assert_stopped(attack, Corrupt, message="weight: the metadata places it in a list")
 
 
 @pytest.mark.parametrize("kind", DISGUISED)
-def test_it_is_refused_in_other_types_too(checkpoint: Checkpoint, kind: str) -> None:
-    checkpoint.of_stock()
+def test_the_attack_is_rejected_in_other_types(checkpoint: Checkpoint, kind: str) -> None:
+    checkpoint.save_with_torch()
     checkpoint.metadata.planner_data["weight"] = DISGUISED[kind]
     checkpoint.metadata.planner_data["other"] = ["no path"]
     checkpoint.publish()
@@ -60,8 +60,8 @@ def test_it_is_refused_in_other_types_too(checkpoint: Checkpoint, kind: str) -> 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
-    spoil(checkpoint, attack)
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
+    modify(checkpoint, attack)
 
     def load() -> None:
         reader = dcp.FileSystemReader(checkpoint.path)
@@ -72,7 +72,7 @@ def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
 
 
 def many_lists(c: Checkpoint) -> None:
-    # No index is beyond the number of names; together they are.
+    # Each index is less than the number of names, but the lists together are too long.
     names = range(8000)
     c.metadata.planner_data = {str(n): (f"l{n}", len(names) - 1) for n in names}
 
@@ -83,12 +83,12 @@ def many_lists_in_a_list(c: Checkpoint) -> None:
 
 
 def a_float(c: Checkpoint) -> None:
-    # An index that is not the last of its path may be a float.
+    # A float works as an index that is not the last of its path.
     c.metadata.planner_data["weight"] = ("list", 1e12, "key")
 
 
 def one_long_path(c: Checkpoint) -> None:
-    # A megabyte of metadata, and minutes for each of its names.
+    # A megabyte of metadata takes minutes for each name.
     path = (0,) * 80_000
     c.metadata.planner_data = {str(number): path for number in range(40_000)}
 
@@ -103,10 +103,10 @@ TOGETHER: dict[str, Attack] = {
 
 @pytest.mark.parametrize("attack", TOGETHER)
 @pytest.mark.parametrize("allow_pickle", [False, True])
-def test_paths_that_make_long_lists_are_refused(
+def test_paths_that_make_long_lists_are_rejected(
     checkpoint: Checkpoint, attack: str, allow_pickle: bool
 ) -> None:
-    checkpoint.of_stock()
+    checkpoint.save_with_torch()
     TOGETHER[attack](checkpoint)
     checkpoint.publish()
     if not allow_pickle:
@@ -115,7 +115,7 @@ def test_paths_that_make_long_lists_are_refused(
         read_metadata(checkpoint.path, allow_pickle=allow_pickle)
 
 
-def test_a_list_that_is_there_is_loaded(tmp_path: Path) -> None:
+def test_a_stored_list_is_loaded(tmp_path: Path) -> None:
     # Not an attack.
     save({"list": [torch.ones(2), torch.ones(3)]}, tmp_path)
     state: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""The metadata or a record says that a tensor has another shape or dtype than it has.
+"""The metadata or a record gives a tensor another shape or dtype than its data.
 
-The attacker wants products to overflow, memory to be allocated for nothing, bytes outside of the
-storage to be read as weights, or a planner to be busy for hours.
+The attacker wants products to overflow, memory to be allocated without data, bytes outside of the
+storage to be read as weights, or a planner to run for hours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANY = 1_000_000
 
 def sized(*size: int) -> Attack:
     def attack(c: Checkpoint) -> None:
-        c.of_stock()
+        c.save_with_torch()
         offsets = torch.Size([0] * len(size))
         chunk = ChunkStorageMetadata(offsets, torch.Size(size))
         replaced(c.metadata, "weight", size=torch.Size(size), chunks=[chunk])
@@ -51,7 +51,7 @@ def dtype_of_type(dtype: Any) -> Attack:
 
 def chunked(*chunks: Any) -> Attack:
     def attack(c: Checkpoint) -> None:
-        c.of_stock()
+        c.save_with_torch()
         replaced(c.metadata, "weight", chunks=list(chunks))
         c.publish()
 
@@ -63,7 +63,7 @@ def chunk(offsets: Any, sizes: Any) -> ChunkStorageMetadata:
 
 
 def many_chunks(count: int) -> Attack:
-    # One object, again and again: two bytes of metadata for each.
+    # The same object many times takes two bytes of metadata each.
     return chunked(*[chunk((0, 0), (1, 1))] * count)
 
 
@@ -88,18 +88,20 @@ AT_ONCE: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("attack", AT_ONCE)
-def test_it_is_refused_when_the_metadata_is_read(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected_when_the_metadata_is_read(
+    checkpoint: Checkpoint, attack: str
+) -> None:
     AT_ONCE[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Corrupt, says="weight: the metadata ")
+    checkpoint.assert_stopped(attack, Corrupt, message="weight: the metadata ")
 
 
-def test_a_million_shards_are_refused(checkpoint: Checkpoint) -> None:
+def test_a_million_shards_are_rejected(checkpoint: Checkpoint) -> None:
     many_chunks(MANY)(checkpoint)
-    checkpoint.assert_stopped("shards: a million", Corrupt, says="shared parts are counted")
+    checkpoint.assert_stopped("shards: a million", Corrupt, message="shared parts are counted")
 
 
 def small_storage(c: Checkpoint) -> None:
-    # Stride 0: one element stands for all.
+    # With strides of 0, one element is the value of all.
     stored = torch.ones(1).expand(3, 4)
 
     stream = io.BytesIO()
@@ -109,7 +111,7 @@ def small_storage(c: Checkpoint) -> None:
 
 def past_the_storage(c: Checkpoint) -> None:
     record = record_of(torch.arange(12.0).reshape(3, 4))
-    # The strides (4, 1), as the pickle has them.
+    # The strides (4, 1) in the pickle.
     assert record.count(b"K\x04K\x01\x86") == 1
     c.replace_record("weight", record.replace(b"K\x04K\x01\x86", b"K\xffK\x01\x86"))
 
@@ -119,7 +121,7 @@ def other_shape(c: Checkpoint) -> None:
 
 
 def incomplete(c: Checkpoint) -> None:
-    # What torch publishes when a thread of its writer fails.
+    # torch publishes such metadata when a thread of its writer fails.
     chunked(chunk((0, 0), (2, 4)))(c)
 
 
@@ -136,22 +138,22 @@ WHILE_READING: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("attack", WHILE_READING)
-def test_it_is_refused_by_name(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected_by_name(checkpoint: Checkpoint, attack: str) -> None:
     WHILE_READING[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Corrupt, ls=0, unchanged=False, says="weight: ")
+    checkpoint.assert_stopped(attack, Corrupt, ls=0, unchanged=False, message="weight: ")
 
 
 @pytest.mark.parametrize("attack", AT_ONCE | WHILE_READING)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     (AT_ONCE | WHILE_READING)[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)
 
 
-def test_a_storage_smaller_than_its_tensor_takes_no_more_than_the_target(
+def test_a_storage_smaller_than_its_tensor_uses_only_the_memory_of_the_target(
     checkpoint: Checkpoint,
 ) -> None:
-    # The target is the caller's own, so that nothing is larger than he wants it.
+    # The caller chose the size of the target.
     small_storage(checkpoint)
     state = checkpoint.targets()
     checkpoint._our_load(state)
@@ -159,7 +161,7 @@ def test_a_storage_smaller_than_its_tensor_takes_no_more_than_the_target(
 
 
 def test_a_record_of_another_dtype_is_converted(checkpoint: Checkpoint) -> None:
-    # As in torch, where a planner may have stored it so.
+    # torch does the same, because a planner may have stored the tensor so.
     checkpoint.replace_record("weight", record_of(torch.ones(3, 4, dtype=torch.int32)))
     state = checkpoint.targets()
     checkpoint._our_load(state)

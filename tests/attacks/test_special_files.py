@@ -1,7 +1,7 @@
 """A data file or the metadata is a FIFO or a device.
 
-The attacker wants the load to wait for ever, to read without an end, or a device to do what it does
-when it is opened. torch waits.
+The attacker wants the load to wait forever or to read without end, or wants the side effect of
+opening a device. torch waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_directory(file: Path) -> None:
 
 def data_is(make: Any) -> Any:
     def attack(c: Checkpoint) -> None:
-        c.of_stock()
+        c.save_with_torch()
         file = c.data
         file.unlink()
         make(file)
@@ -63,21 +63,21 @@ METADATA = {
 
 
 @pytest.mark.parametrize("attack", DATA)
-def test_one_in_the_place_of_data_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_a_special_file_for_data_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     DATA[attack](checkpoint)
     checkpoint.assert_stopped(
-        attack, CheckpointError, OSError, ValueError, ls=1, says="__0_0.distcp"
+        attack, CheckpointError, OSError, ValueError, ls=1, message="__0_0.distcp"
     )
 
 
 @pytest.mark.parametrize("attack", METADATA)
-def test_one_in_the_place_of_the_metadata_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_a_special_file_for_the_metadata_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     METADATA[attack](checkpoint)
     checkpoint.assert_stopped(attack, CheckpointError, OSError)
 
 
 @pytest.mark.parametrize("attack", DATA | METADATA)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     (DATA | METADATA)[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)

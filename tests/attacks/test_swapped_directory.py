@@ -1,8 +1,8 @@
-"""The checkpoint's directory becomes another one while it is loaded.
+"""The checkpoint's directory is replaced during a load.
 
-The attacker waits until the metadata has been read and checked, and puts another directory, or a
-link to one, in its place: other weights under a name that was found good. torch opens by path each
-time.
+The attacker waits until the metadata was read and checked, and then replaces the directory by
+another one or by a link: other weights under a name that was accepted. torch opens each file by its
+path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ATTACK = "directory: another one between check and open"
 
 
 class Swapping(dcp.DefaultLoadPlanner):
-    """Puts another directory in its place as soon as the metadata has been read."""
+    """Planner that replaces the directory after the metadata was read."""
 
     def __init__(self, directory: Path, other: Path) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Swapping(dcp.DefaultLoadPlanner):
 
 
 def swapped(c: Checkpoint) -> Swapping:
-    c.of_stock()
+    c.save_with_torch()
     evil = {name: value + 1000 for name, value in c.state.items()}
     stock_save(evil, c.folder / "evil")
     return Swapping(c.path, c.folder / "evil")
 
 
-def test_what_is_read_is_what_was_checked(checkpoint: Checkpoint) -> None:
+def test_a_load_reads_the_directory_that_it_has_checked(checkpoint: Checkpoint) -> None:
     TABLE.setdefault(ATTACK, {})["ours"] = "not stopped"
     state = checkpoint.targets()
     reader = torch_ckpt.FileSystemReader(checkpoint.path)
@@ -51,7 +51,7 @@ def test_what_is_read_is_what_was_checked(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint) -> None:
     planner = swapped(checkpoint)
     state = checkpoint.targets()
     reader = dcp.FileSystemReader(checkpoint.path)

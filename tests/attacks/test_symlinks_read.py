@@ -1,7 +1,7 @@
 """A data file is a link to another file.
 
-The attacker has unpacked an archive with a link in it where somebody loads, and wants another file
-of the machine to be read. torch follows it.
+The attacker has provided an archive that unpacks to a link, and wants another file of the machine
+to be read. torch follows the link.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch_ckpt import Unsafe
 
 
 def link_to_outside(c: Checkpoint) -> None:
-    c.of_stock()
+    c.save_with_torch()
     outside = c.folder / "outside.distcp"
     c.data.rename(outside)
     (c.path / "__0_0.distcp").symlink_to(outside)
 
 
 def linked_folder(c: Checkpoint) -> None:
-    c.of_stock()
+    c.save_with_torch()
     outside = c.folder / "outside"
     outside.mkdir()
     c.data.rename(outside / "data.distcp")
@@ -39,13 +39,13 @@ ATTACKS: dict[str, Callable[[Checkpoint], None]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
     checkpoint.assert_stopped(attack, Unsafe, ls=1)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)

@@ -1,7 +1,7 @@
-"""A link lies where a save is going to write.
+"""A link exists at a path to which a save writes.
 
-The attacker may write into the directory, or guesses its name, and wants a file of the victim's to
-be overwritten with the victim's rights. torch follows links at the names of its data files and at
+The attacker can write to the directory, or guesses its name, and wants to overwrite a file of the
+victim with the victim's permissions. torch follows links at the names of its data files and at
 ``.metadata.tmp``.
 """
 
@@ -22,7 +22,7 @@ PRECIOUS = b"precious" * 1000
 
 
 def trap(tmp_path: Path, name: str) -> tuple[Path, Path]:
-    """A directory with a link in it to a file of the victim's."""
+    """Creates a directory with a link to a file of the victim."""
     victim = tmp_path / "victim"
     victim.write_bytes(PRECIOUS)
     directory = tmp_path / "checkpoint"
@@ -33,7 +33,7 @@ def trap(tmp_path: Path, name: str) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ours", ["dcp.save", "torch_ckpt.save"])
-def test_the_other_file_stays_what_it_was(tmp_path: Path, name: str, ours: str) -> None:
+def test_the_other_file_does_not_change(tmp_path: Path, name: str, ours: str) -> None:
     directory, victim = trap(tmp_path, name)
     state = {"weight": torch.arange(12.0), "step": 1}
     TABLE.setdefault(f"symlink: written at {name}", {})["ours"] = "not stopped"
@@ -51,7 +51,7 @@ def test_the_other_file_stays_what_it_was(tmp_path: Path, name: str, ours: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.torture
-def test_what_stock_does(tmp_path: Path, name: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(tmp_path: Path, name: str) -> None:
     directory, victim = trap(tmp_path, name)
 
     def save() -> None:

@@ -1,7 +1,7 @@
-"""The metadata's temporary name can be guessed.
+"""The temporary name of the metadata can be guessed.
 
-The attacker creates it first, as a link or as a file that he keeps open, and so has a hand in what
-is committed. torch's is always ``.metadata.tmp``.
+The attacker creates it first, as a link or as a file that stays open, to control the committed
+metadata. torch's name is always ``.metadata.tmp``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def open_before(directory: Path) -> int:
-    """What the attacker keeps: a descriptor of the file of that name."""
+    """Creates the file with that name. Returns the descriptor that the attacker keeps."""
     directory.mkdir()
     return os.open(directory / ".metadata.tmp", os.O_RDWR | os.O_CREAT)
 
 
 def is_committed(descriptor: int, directory: Path) -> bool:
-    """Whether the attacker's file has become the metadata."""
+    """Returns True if the attacker's file has become the metadata."""
     return os.path.samestat(os.fstat(descriptor), os.stat(directory / ".metadata"))
 
 
@@ -48,7 +48,7 @@ def test_the_attackers_file_does_not_become_the_metadata(tmp_path: Path) -> None
 
 
 @pytest.mark.torture
-def test_what_stock_does(tmp_path: Path) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     descriptor = open_before(directory)
     try:

@@ -1,7 +1,7 @@
-"""A tensor's record has a pickle that calls something.
+"""The pickle of a tensor's record calls a function.
 
-torch reads it by ``torch.load(weights_only=True)``; here a grammar decodes it, which knows one
-program only, and what does not match goes to ``torch.load(weights_only=True)`` as well.
+torch reads such records by ``torch.load(weights_only=True)``. Our readers decode them by a grammar
+that accepts one program, and read all others by ``torch.load(weights_only=True)``, too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch_ckpt import Corrupt, Unsafe
 
 
 def os_system(c: Checkpoint) -> None:
-    c.replace_record("weight", record_of_object(c.touches_canary()))
+    c.replace_record("weight", record_of_object(c.make_payload()))
 
 
 def amid_the_tensor(c: Checkpoint) -> None:
     tensor = torch.ones(3, 4)
     state = tensor.__reduce_ex__(2)
-    value = Calls(state[0], *state[1][:-1], c.touches_canary())
+    value = Calls(state[0], *state[1][:-1], c.make_payload())
     c.replace_record("weight", record_of_object(value))
 
 
 def old_format(c: Checkpoint) -> None:
     stream = io.BytesIO()
-    torch.save(c.touches_canary(), stream, _use_new_zipfile_serialization=False)
+    torch.save(c.make_payload(), stream, _use_new_zipfile_serialization=False)
     c.replace_record("weight", stream.getvalue())
 
 
@@ -54,13 +54,13 @@ ATTACKS: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Unsafe, Corrupt, ls=0, unchanged=False, says="weight: ")
+    checkpoint.assert_stopped(attack, Unsafe, Corrupt, ls=0, unchanged=False, message="weight: ")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)

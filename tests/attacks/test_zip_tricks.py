@@ -1,7 +1,7 @@
-"""A tensor's record is an archive that is not what it seems.
+"""A tensor's record is a manipulated archive.
 
-The attacker wants kilobytes to become gigabytes (compression, entries that overlap), or sizes and
-offsets in 64 bits to wrap around.
+The attacker wants kilobytes to become gigabytes (by compression or overlapping entries), or 64-bit
+sizes and offsets to wrap around.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BIG = (2**14, 2**14)  # 1 GiB
 
 
 def entry_at(record: bytes, name: str) -> int:
-    """Where the directory's entry of a name begins."""
+    """Returns the offset of a name's entry in the directory."""
     return record.rindex(f"archive/{name}".encode()) - 46
 
 
@@ -44,7 +44,7 @@ def compressed_payload(c: Checkpoint) -> None:
 
 
 def zip_bomb(c: Checkpoint) -> None:
-    # The metadata says the same shape, so that all fits but the bytes.
+    # The metadata has the same shape, so only the bytes do not fit.
     record = record_of(torch.zeros(BIG[0], 1).expand(BIG)[:1])
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(record)) as old:
@@ -68,7 +68,7 @@ def stored_size_is_not_the_size(c: Checkpoint) -> None:
 def payload_over_the_directory(c: Checkpoint) -> None:
     record = record_of(TENSOR)
     at = entry_at(record, "data/0")
-    # Its header is said to be where that of data.pkl is.
+    # The entry has the header offset of data.pkl.
     c.replace_record("weight", patched(record, at + 42, "<I", 0))
 
 
@@ -79,7 +79,7 @@ def header_past_the_end(c: Checkpoint) -> None:
 
 
 def zip64_sizes_that_wrap(c: Checkpoint) -> None:
-    # The directory's offset and size are 64 bits in the record that torch writes at the end.
+    # torch's record at the end has the directory's offset and size in 64 bits.
     record = record_of(TENSOR)
     at = record.rindex(b"PK\x06\x06")
     c.replace_record("weight", patched(record, at + 40, "<QQ", 2**64 - 8, 16))
@@ -111,13 +111,13 @@ ATTACKS: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Corrupt, ls=0, unchanged=False, says="weight: ")
+    checkpoint.assert_stopped(attack, Corrupt, ls=0, unchanged=False, message="weight: ")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.torture
-def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+def test_the_outcome_of_stock_torch_is_recorded(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.note_stock(attack)
+    checkpoint.record_stock(attack)
