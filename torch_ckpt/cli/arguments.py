@@ -1,7 +1,7 @@
-"""The arguments of torch-ckpt.
+"""Builds the argument parser of torch-ckpt.
 
-Modules that do the work are imported by the commands, so that ``--help`` and a wrong command line
-need neither the engine nor torch.
+Commands import the modules that they need only when they run, so ``--help`` and usage errors need
+neither the engine nor torch.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch_ckpt.cli.exit_codes import ExitCode
 Command = Callable[[argparse.Namespace], ExitCode]
 
 
-# --- types of arguments: argparse prints the message of an ArgumentTypeError only -----------------
+# --- argument types: argparse prints the message of an ArgumentTypeError only --------------------
 
 
 def _parse_renaming(text: str) -> tuple[str, str]:
@@ -35,7 +35,7 @@ def _parse_renaming(text: str) -> tuple[str, str]:
 def _parse_local_path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError(
-            "must name a path, got an empty string (the current directory is '.')"
+            "must be a path, got an empty string (pass '.' for the current directory)"
         )
     if is_url(text):
         raise argparse.ArgumentTypeError(
@@ -116,11 +116,11 @@ def _parse_tolerance(text: str) -> float:
 
 
 _PURPOSE = (
-    "Inspect, verify, convert and delete PyTorch checkpoints of torch_ckpt and of "
+    "Inspect, verify, convert and delete PyTorch checkpoints written by torch_ckpt or "
     "torch.distributed.checkpoint."
 )
 
-# The most useful commands for a first look, with what they do.
+# Commands for a first look, with descriptions.
 _EXAMPLES = (
     ("torch-ckpt steps checkpoints", "list the steps of a run"),
     ("torch-ckpt ls checkpoints/400", "list the tensors and objects of step 400"),
@@ -150,7 +150,7 @@ def _add_names(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help="a name, a prefix of names up to a dot, or a pattern such as 'model.*' "
+        help="a name, a prefix of dotted names, or a pattern such as 'model.*' "
         "(default: all names)",
     )
 
@@ -168,8 +168,8 @@ def _add_allow_pickle(parser: argparse.ArgumentParser, metavar: str) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help=f"unpickle every object in {metavar}, which may run code: use it only if you trust "
-        "the writer",
+        help=f"unpickle every object in {metavar}; this may run arbitrary code, so use it only if "
+        "you trust the writer",
     )
 
 
@@ -190,8 +190,8 @@ def overview() -> str:
     """Describes torch-ckpt to a newcomer: what it is for, examples, and how to get help."""
     examples = "".join(f"  # {what}\n  {command}\n\n" for command, what in _EXAMPLES)
     purpose = (
-        "torch-ckpt inspects, verifies, converts and deletes PyTorch checkpoints of torch_ckpt and "
-        "of torch.distributed.checkpoint."
+        "torch-ckpt inspects, verifies, converts and deletes PyTorch checkpoints written by "
+        "torch_ckpt or torch.distributed.checkpoint."
     )
     return (
         f"{textwrap.fill(purpose, _help_width())}\n\n"
@@ -213,7 +213,7 @@ def suggest_command(parser: argparse.ArgumentParser, name: str) -> str:
 
 
 def suggest_option(command: argparse.ArgumentParser, word: str) -> str:
-    """Names the option of a command that is closest to a misspelled one; "" if none is close."""
+    """Suggests the option that is closest to a misspelled one; "" if none is close."""
     if not word.startswith("--"):
         return ""
     options = [option[2:] for action in command._actions for option in action.option_strings]
@@ -243,9 +243,9 @@ def build_parser() -> argparse.ArgumentParser:
         "steps",
         commands.list_steps,
         help="list the steps of a run",
-        description="List the steps that CheckpointManager saved below ROOT: size, age, metrics "
-        "and pins; and the leftovers of unfinished saves and deletions. Exits with 2 if there are "
-        "no steps.",
+        description="List the steps that CheckpointManager saved below ROOT, with their size, age, "
+        "metrics and pins, and the leftovers of unfinished saves and deletions. Exits with 2 if "
+        "there are no steps.",
     )
     _add_root(steps)
     _add_json(steps)
@@ -268,10 +268,10 @@ def build_parser() -> argparse.ArgumentParser:
         "show",
         commands.show_checkpoint,
         help="show values, statistics and file locations of tensors and objects",
-        description="Read tensors and objects of a checkpoint. Show shape, dtype, first values, "
-        "minimum, maximum, mean, standard deviation, counts of zeros, NaN and infinite values, and "
-        "file locations. Exits with 1 if some are damaged (listed after the intact ones), and with "
-        "2 if no name matches or nothing can be read.",
+        description="Read tensors and objects from a checkpoint. Show shape, dtype, first values, "
+        "minimum, maximum, mean, standard deviation, the number of zeros, NaNs and infinities, and "
+        "file locations. Exits with 1 if any of them are damaged (listed after the intact ones), "
+        "and with 2 if no name matches or nothing can be read.",
     )
     _add_directory(show)
     _add_names(show)
@@ -288,11 +288,11 @@ def build_parser() -> argparse.ArgumentParser:
     verify = add_command(
         "verify",
         commands.verify_checkpoint,
-        help="read a checkpoint completely and compare it with its checksums",
-        description="Read every record of a checkpoint, compare it with every checksum, and list "
-        "everything that is damaged or missing. Exits with 0 if the checkpoint is sound, with 1 if "
-        "something is damaged or missing, and with 2 if the checkpoint cannot be read, or no "
-        "damage was found but part of it could not be read.",
+        help="read an entire checkpoint and check it against its checksums",
+        description="Read every record of a checkpoint, check it against all its checksums, and "
+        "list everything that is damaged or missing. Exits with 0 if the checkpoint is intact, "
+        "with 1 if anything is damaged or missing, and with 2 if the checkpoint cannot be read, or "
+        "if no damage was found but part of it could not be read.",
     )
     _add_directory(verify)
     verify.add_argument(
@@ -300,7 +300,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group = verify.add_mutually_exclusive_group()
     _add_json(group)
-    group.add_argument("--quiet", action="store_true", help="print only what is wrong")
+    group.add_argument("--quiet", action="store_true", help="print only problems")
 
     diff = add_command(
         "diff",
@@ -322,15 +322,17 @@ def build_parser() -> argparse.ArgumentParser:
     diff.add_argument("--rtol", type=_parse_tolerance, metavar="Y", help="see --atol")
     group = diff.add_mutually_exclusive_group()
     _add_json(group)
-    group.add_argument("--quiet", action="store_true", help="print nothing if they are equal")
+    group.add_argument(
+        "--quiet", action="store_true", help="print nothing if the checkpoints are equal"
+    )
 
     explain = add_command(
         "explain",
         commands.explain_checkpoint,
         help="show what each rank wrote and how long it took",
-        description="Show for each rank what it wrote and how long that took, as far as the "
-        "metadata records it, and name the ranks that stand out. Reads only the metadata. Exits "
-        "with 2 if the checkpoint cannot be read.",
+        description="Show what each rank wrote, show how long it took if the metadata records it, "
+        "and name the ranks that stand out. Reads only the metadata. Exits with 2 if the "
+        "checkpoint cannot be read.",
     )
     _add_directory(explain)
     _add_json(explain)
@@ -341,10 +343,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="convert between checkpoint directories, torch.save files and safetensors",
         description="Convert a model, a few tensors at a time. SOURCE is a checkpoint directory, a "
         "torch.save file, a safetensors file, or a directory of safetensors files with an index. "
-        "The name of TARGET selects its format: *.safetensors; *.pt, *.pth or *.bin for "
-        "torch.save; otherwise a checkpoint directory, or, with --max-shard-size or --config, a "
-        "directory of safetensors files. Exits with 2 if the conversion fails; an "
-        "existing TARGET is kept then, and a new one is removed.",
+        "The name of TARGET selects its format: *.safetensors for safetensors; *.pt, *.pth or "
+        "*.bin for torch.save. Any other name selects a checkpoint directory or, with "
+        "--max-shard-size or --config, a directory of safetensors files. Exits with 2 if the "
+        "conversion fails; an existing TARGET is then kept, and a new one is removed.",
     )
     convert.add_argument(
         "source", type=_parse_local_path, metavar="SOURCE", help="the model to convert"
@@ -356,7 +358,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--select",
         action="append",
         metavar="PATTERN",
-        help="convert only names that match, such as 'model.*'; repeatable",
+        help="convert only names that match PATTERN, such as 'model.*'; repeatable",
     )
     convert.add_argument(
         "--strip-prefix", metavar="PREFIX", help="remove PREFIX from names that begin with it"
@@ -367,7 +369,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_parse_renaming,
         metavar="OLD=NEW",
         help="rename OLD to NEW, after --strip-prefix; each * in NEW stands for the text that the "
-        "corresponding * in OLD matched; repeatable, the first match applies",
+        "corresponding * in OLD matched; repeatable, and the first matching rule applies",
     )
     convert.add_argument(
         "--dtype", metavar="DTYPE", help="dtype for floating point tensors: bf16, fp16, fp32, ..."
@@ -377,14 +379,14 @@ def build_parser() -> argparse.ArgumentParser:
         type=_parse_local_path,
         metavar="PATH",
         help="copy this config.json (or the one in this directory) next to the safetensors files, "
-        "so that transformers loads TARGET; files hold at most 5 GB unless --max-shard-size is "
-        "given; --dtype is entered in the copy",
+        "so that transformers can load TARGET; --dtype is recorded in the copy; each file holds at "
+        "most 5 GB unless --max-shard-size is given",
     )
     convert.add_argument(
         "--max-shard-size",
         type=_parse_size,
         metavar="SIZE",
-        help="most bytes of tensors in each file (5GB, 512MiB)",
+        help="maximum size of the tensors in each file, such as 5GB or 512MiB",
     )
     convert.add_argument(
         "--tensors-only", action="store_true", help="leave out values that are not tensors"
@@ -396,11 +398,12 @@ def build_parser() -> argparse.ArgumentParser:
     gc = add_command(
         "gc",
         commands.collect_steps,
-        help="delete the steps of a run that no rule keeps",
-        description="Delete the complete steps below ROOT that no rule keeps. A step is kept if "
-        "any rule keeps it; the newest step and pinned steps are always kept. A step that is being "
-        "loaded from a directory is kept, and the exit code is 1. Below a URL, loads are not "
-        "visible: the step is deleted, and loading it fails. Exits with 2 if there are no steps.",
+        help="delete the steps of a run that no retention rule keeps",
+        description="Delete the complete steps below ROOT that no retention rule keeps. A step is "
+        "kept if any rule keeps it; the newest step and pinned steps are always kept. In a "
+        "directory, a step that is being loaded is kept, and the exit code is 1. Under a URL, "
+        "loads cannot be detected: the step is deleted, and the load fails. Exits with 2 if there "
+        "are no steps.",
     )
     _add_root(gc)
     gc.add_argument(
@@ -416,25 +419,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--keep-every-hours",
         type=_parse_positive_number,
         metavar="T",
-        help="keep one step in every T hours",
+        help="keep one step for every T hours",
     )
     gc.add_argument(
         "--keep-best",
         type=_parse_positive_count,
         metavar="M",
-        help="keep the best M steps by --metric",
+        help="keep the M best steps by --metric",
     )
     gc.add_argument("--metric", metavar="NAME", help="the metric for --keep-best")
     gc.add_argument(
         "--mode",
         choices=("min", "max"),
         default="min",
-        help="whether the lowest or the highest metric is best (default: min)",
+        help="whether the lowest or the highest value of the metric is best (default: min)",
     )
     gc.add_argument(
         "--sweep",
         action="store_true",
-        help="also delete leftovers that no process uses; below a URL, those older than an hour",
+        help="also delete leftovers that no process is using; under a URL, only those older than "
+        "an hour",
     )
     gc.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     _add_json(gc)
@@ -444,9 +448,9 @@ def build_parser() -> argparse.ArgumentParser:
         commands.delete_steps,
         help="delete steps of a run by number",
         description="Delete complete steps below ROOT: all the given steps, or none if one is "
-        "refused. Pinned steps and steps that are being saved are refused, and so is the newest "
-        "step without --force. A step that is being loaded from a directory is kept, and the exit "
-        "code is 1. Exits with 2 if nothing is deleted.",
+        "refused. Pinned steps, steps that are being saved and, without --force, the newest step "
+        "are refused. In a directory, a step that is being loaded is kept, and the exit code is 1. "
+        "Exits with 2 if a step is refused.",
     )
     _add_steps(delete)
     delete.add_argument("--force", action="store_true", help="allow deleting the newest step")
@@ -454,9 +458,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     for name, is_pinned, help in (
         ("pin", True, "protect steps of a run from deletion"),
-        ("unpin", False, "remove the protection of pinned steps"),
+        ("unpin", False, "allow pinned steps to be deleted again"),
     ):
-        description = f"{help.capitalize()}. Exits with 2 if one of the steps does not exist."
+        description = f"{help.capitalize()}. Exits with 2 if any of the steps does not exist."
         pin = add_command(name, commands.pin_steps, help=help, description=description)
         pin.set_defaults(is_pinned=is_pinned)
         _add_steps(pin)
@@ -466,9 +470,9 @@ def build_parser() -> argparse.ArgumentParser:
         "doctor",
         commands.examine_directory,
         help="measure a directory's file system and check what saves rely on",
-        description="Examine a directory: file system, space, direct I/O, the cost of fsync, "
+        description="Examine a directory: file system, free space, direct I/O, fsync latency, file "
         "locks, and the bandwidth of saves and loads with 1 to 8 threads. Recommend options, and "
-        "check the assumptions that durability rests on. Deletes its own files afterwards. Exits "
+        "check the assumptions that durability depends on. Deletes its own files afterwards. Exits "
         "with 1 if an assumption does not hold, and with 2 if the directory is not writable.",
     )
     doctor.add_argument(
@@ -478,17 +482,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--size",
         type=_parse_measured_size,
         metavar="SIZE",
-        help="bytes of each measurement (default: 256MiB)",
+        help="amount of data for each measurement (default: 256MiB)",
     )
     _add_json(doctor)
 
     completion = add_command(
         "completion",
         commands.print_completion,
-        help="print a script for the shell's tab completion",
+        help="print a tab completion script",
         description="Print a completion script. For bash, add this line to ~/.bashrc: "
-        'eval "$(torch-ckpt completion bash)". For zsh, add the same with zsh to ~/.zshrc, after '
-        "compinit. For fish, run: torch-ckpt completion fish > "
+        'eval "$(torch-ckpt completion bash)". For zsh, add this line to ~/.zshrc, after compinit: '
+        'eval "$(torch-ckpt completion zsh)". For fish, run: torch-ckpt completion fish > '
         "~/.config/fish/completions/torch-ckpt.fish",
     )
     completion.add_argument("shell", choices=SHELLS, help="the shell")

@@ -1,4 +1,4 @@
-"""The commands of torch-ckpt. Each imports the modules that do its work only if it runs."""
+"""The commands of torch-ckpt. Each imports the modules that it needs only when it runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _print_report(
 def _progress_bar(
     arguments: argparse.Namespace, title: str
 ) -> Iterator[Callable[[Progress], None] | None]:
-    """Shows a bar while the body runs, if a person is watching; yields its callback."""
+    """Shows a progress bar if stderr is a terminal; yields its callback, or None."""
     is_quiet = arguments.json or getattr(arguments, "quiet", False)
     if is_quiet or not stderr_is_terminal():
         yield None
@@ -49,7 +49,7 @@ def _progress_bar(
 
 
 def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Lists a checkpoint; FINDING if files or shards are missing or files are too short."""
+    """Lists a checkpoint. Returns FINDING if files or shards are missing or files are too short."""
     from torch_ckpt.inspection.listing import document, examine
 
     listing = examine(arguments.directory, arguments.names or None)
@@ -80,7 +80,7 @@ def _listing_blocks(listing: Listing, lists_files: bool) -> Iterator[Block]:
 
 
 def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Shows what each rank wrote of a checkpoint, and how long it took."""
+    """Shows what each rank wrote and how long it took."""
     from torch_ckpt.inspection.explain import explain
 
     report = explain(arguments.directory)
@@ -89,7 +89,7 @@ def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
 
 
 def _require_checkpoints(*paths: str) -> None:
-    """Reports a path without a checkpoint before torch is imported, which takes seconds."""
+    """Raises if a path holds no checkpoint, before torch is imported, which takes seconds."""
     from torch_ckpt.checkpoint.locating import open_checkpoint
 
     for path in paths:
@@ -97,7 +97,7 @@ def _require_checkpoints(*paths: str) -> None:
 
 
 def show_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Shows values of tensors and objects; FINDING if some are damaged."""
+    """Shows the values of tensors and objects. Returns FINDING if any of them are damaged."""
     _require_checkpoints(arguments.directory)
     from torch_ckpt.inspection.show import show
 
@@ -114,7 +114,7 @@ def show_checkpoint(arguments: argparse.Namespace) -> ExitCode:
 
 
 def verify_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Verifies a checkpoint; FINDING if something is damaged or missing, ERROR if nothing is but
+    """Verifies a checkpoint. Returns FINDING if anything is damaged or missing, otherwise ERROR if
     part of the checkpoint could not be read."""
     from torch_ckpt.inspection.verify import verify
 
@@ -132,7 +132,7 @@ def verify_checkpoint(arguments: argparse.Namespace) -> ExitCode:
 
 
 def diff_checkpoints(arguments: argparse.Namespace) -> ExitCode:
-    """Compares two checkpoints; FINDING if they differ."""
+    """Compares two checkpoints. Returns FINDING if they differ."""
     _require_checkpoints(arguments.a, arguments.b)
     from torch_ckpt.inspection.diff import diff
 
@@ -178,7 +178,7 @@ def convert_checkpoint(arguments: argparse.Namespace) -> ExitCode:
 
 
 def examine_directory(arguments: argparse.Namespace) -> ExitCode:
-    """Examines a directory; FINDING if an assumption that durability rests on does not hold."""
+    """Examines a directory. Returns FINDING if an assumption that durability depends on fails."""
     from torch_ckpt.cli.doctor import DEFAULT_BYTES, diagnose
 
     with _progress_bar(arguments, "measure") as progress:
@@ -207,7 +207,7 @@ def list_steps(arguments: argparse.Namespace) -> ExitCode:
 
 
 def collect_steps(arguments: argparse.Namespace) -> ExitCode:
-    """Deletes the steps that no rule keeps; FINDING if one of them is in use."""
+    """Deletes the steps that no rule keeps. Returns FINDING if one of them is in use."""
     if arguments.keep_best is not None and arguments.metric is None:
         raise CheckpointError("--keep-best needs --metric NAME, the metric to compare by")
     from torch_ckpt.cli.steps import collect
@@ -238,7 +238,7 @@ def collect_steps(arguments: argparse.Namespace) -> ExitCode:
 
 
 def delete_steps(arguments: argparse.Namespace) -> ExitCode:
-    """Deletes steps by number; FINDING if one is in use."""
+    """Deletes steps by number. Returns FINDING if one of them is in use."""
     from torch_ckpt.cli.steps import delete
 
     store = _open_steps(arguments.root)
@@ -263,7 +263,7 @@ def pin_steps(arguments: argparse.Namespace) -> ExitCode:
 
 
 def print_completion(arguments: argparse.Namespace) -> ExitCode:
-    """Prints the completion script of a shell."""
+    """Prints the completion script for a shell."""
     from torch_ckpt.cli.completion import completion_script
 
     print(completion_script(arguments.parser, arguments.shell), end="")

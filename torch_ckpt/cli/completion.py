@@ -1,4 +1,4 @@
-"""Scripts for the tab completion of bash, zsh and fish, made from the parser."""
+"""Tab completion scripts for bash, zsh and fish, generated from the parser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 SHELLS = ("bash", "zsh", "fish")
 
-# Words that are not completed by the script are file names: `-o default`.
+# With `-o default`, the shell completes file names where the script offers no words.
 _BASH = """\
 _torch_ckpt() {{
   local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} words=
@@ -34,7 +34,7 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command, by name."""
+    """Returns the parser of each command, by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
@@ -42,7 +42,7 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The completion script for one of :data:`SHELLS`."""
+    """Returns the completion script for one of :data:`SHELLS`."""
     if shell == "fish":
         return "".join(f"{line}\n" for line in _fish_lines(parser))
     return (_ZSH if shell == "zsh" else "") + _bash_script(parser)
@@ -55,7 +55,7 @@ def _bash_script(parser: argparse.ArgumentParser) -> str:
         options.append(f"          {name}) words={shlex.quote(' '.join(names))} ;;")
         for action in command._actions:
             if action.choices is not None:
-                # The word before the choices: the option, or, for an argument, the command.
+                # Choices follow their option or, for a positional argument, the command.
                 pattern = "|".join(
                     shlex.quote(f"{name} {previous}")
                     for previous in action.option_strings or [name]

@@ -1,7 +1,7 @@
 """``torch-ckpt doctor``: measures a directory's file system and checks what saves rely on.
 
-All files are written to a temporary directory below the examined one. It is deleted even after an
-error or Ctrl-C, but not if a signal kills the process.
+All files are written to a temporary directory inside the examined one. The temporary directory is
+deleted even after an error or Ctrl-C, but not if a signal kills the process.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ THREADS = (1, 2, 4, 8)
 #: Bytes written and read in each measurement.
 DEFAULT_BYTES = 256 << 20
 
-#: Fewer bytes would not measure the disk.
+#: Minimum size of a measurement; less data would not measure the disk.
 LEAST_BYTES = 8 * 4096
 
-# The file systems on which power cuts and crashes were tested: docs/durability.md.
+# File systems that were tested with power cuts and crashes: docs/durability.md.
 _TESTED = {"ext4", "xfs"}
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _LOCAL = _TESTED | _IN_MEMORY | {"ext2", "ext3", "btrfs", "zfs", "f2fs", "bcachefs"}
 
-# Measurements vary by about a tenth between runs: a rate of this share of the best is as good.
+# Measurements vary by about 10 % between runs, so this fraction of the best rate is as good.
 _AS_GOOD = 0.9
 
 _ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -47,7 +47,7 @@ _REPETITIONS = 20
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The bandwidth of one save or load of this package.
+    """The measured bandwidth of one save or load.
 
     Attributes:
         kind: "write" (includes fsync) or "read" (bypasses the page cache, includes checksums).
@@ -85,16 +85,16 @@ class DoctorReport:
 
     Attributes:
         path: the directory.
-        file_system, mount_point, mount_options: the entry of the mount table.
+        file_system, mount_point, mount_options: from the mount table.
         free_bytes, free_inodes: available to this user; None if the file system does not report
             them.
-        alignment: smallest alignment of offsets and lengths in direct I/O, in bytes; None: direct
-            I/O is not supported.
+        alignment: smallest alignment of offsets and lengths that direct I/O accepts, in bytes; None
+            if direct I/O is not supported.
         fsync_ms: median time to write 4 KiB and fsync, in milliseconds.
         commit_ms: median time of a commit in milliseconds: write and rename the metadata, fsync
             the file and the directory.
-        exclusive_rename: True if a rename can be made to fail rather than replace a file.
-        locks: True if flock excludes a second file descriptor.
+        exclusive_rename: True if a rename can fail instead of replacing an existing file.
+        locks: True if flock on one file descriptor excludes another.
         bandwidths: the measured bandwidths.
         writer_options, reader_options: recommended options for FileSystemWriter and
             FileSystemReader.
@@ -131,11 +131,11 @@ class DoctorReport:
         inodes = "" if self.free_inodes is None else f", {self.free_inodes} inodes"
         yield printable(f"{self.path}: {self.file_system} at {self.mount_point}")
         yield printable(f"mount options: {self.mount_options}")
-        free = "not known" if self.free_bytes is None else size(self.free_bytes)
+        free = "unknown" if self.free_bytes is None else size(self.free_bytes)
         yield f"free: {free}{inodes}"
         aligned = "no" if self.alignment is None else f"yes, aligned to {self.alignment} bytes"
         yield f"direct I/O: {aligned}"
-        yield f"fsync: {self.fsync_ms:.2f} ms; a commit: {self.commit_ms:.2f} ms"
+        yield f"fsync: {self.fsync_ms:.2f} ms, commit: {self.commit_ms:.2f} ms"
         yield f"locks: {'yes' if self.locks else 'no'}"
         yield ""
         yield self._bandwidth_table()
@@ -174,12 +174,12 @@ def diagnose(
 ) -> DoctorReport:
     """Examines the file system of a directory and measures saves and loads there.
 
-    Writes ``measured_bytes`` ten times and reads them eight times, half of that with direct I/O.
-    At most ``measured_bytes`` are on disk, and as many in memory, at any time.
+    Writes ``measured_bytes`` ten times and reads them eight times, half of the times with direct
+    I/O. At any time, at most ``measured_bytes`` are on disk, and as many in memory.
 
     Args:
         path: an existing, writable directory.
-        measured_bytes: bytes of each measurement.
+        measured_bytes: number of bytes that each measurement writes or reads.
         progress: called after each measurement.
 
     Raises:
@@ -256,14 +256,17 @@ def parse_mount(line: str) -> Mount:
     """Parses a line of ``mountinfo``; proc(5) describes the fields."""
     own, _, super_block = line.partition(" - ")
     fields, (file_system, _source, options) = own.split(), super_block.split(maxsplit=2)
-    # Spaces and some other characters are written as octal numbers.
+    # Spaces and some other characters are escaped as octal numbers.
     point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), fields[4])
     both = dict.fromkeys([*fields[5].split(","), *options.strip().split(",")])
     return Mount(point, file_system, ",".join(both))
 
 
 def find_mount(path: str, mounts: list[Mount]) -> Mount:
-    """Finds the mount of a path without symbolic links: the deepest, and of equal ones the last."""
+    """Finds the mount that contains a path: the deepest; of several at one point, the last.
+
+    The path must not contain symbolic links.
+    """
     found = Mount("/", "unknown", "")
     for mount in mounts:
         prefix = mount.point.rstrip("/") + "/"
@@ -285,7 +288,7 @@ def _temporary_directory(path: str) -> Iterator[str]:
 
 
 def measure_alignment(directory: str) -> int | None:
-    """Finds the smallest alignment, in bytes, of direct reads; None if there are none."""
+    """Finds the smallest alignment in bytes that direct reads accept; None if all of them fail."""
     path = os.path.join(directory, "direct")
     with open(path, "wb") as stream:
         stream.write(bytes(2 * _ALIGNMENTS[-1]))
@@ -295,7 +298,7 @@ def measure_alignment(directory: str) -> int | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
-    # Anonymous memory begins at a page boundary, which satisfies every device.
+    # Anonymous memory starts at a page boundary, which is aligned enough for every device.
     with closing(mmap.mmap(-1, _ALIGNMENTS[-1])) as memory:
         try:
             for alignment in _ALIGNMENTS:
@@ -346,7 +349,7 @@ def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Ba
 
     from torch_ckpt.api import load, save
 
-    # Random values, because some file systems compress; one tensor for each thread.
+    # Random values, because some file systems compress data; one tensor per thread.
     parts = max(THREADS)
     state = {f"t{n}": torch.empty(count // parts // 8, dtype=torch.int64) for n in range(parts)}
     for tensor in state.values():
@@ -369,7 +372,7 @@ def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Ba
 
 
 def _drop_page_cache(directory: str) -> None:
-    """Drops the pages of files that are already on disk."""
+    """Evicts a directory's files, which must already be on disk, from the page cache."""
     for name in os.listdir(directory):
         descriptor = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -382,7 +385,7 @@ def _drop_page_cache(directory: str) -> None:
 
 
 def choose_options(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
-    """Chooses the fewest threads that are about as fast as any, and direct I/O unless slower."""
+    """Chooses the fewest threads that come close to the best rate, and direct I/O unless slower."""
     of_kind = [one for one in bandwidths if one.kind == kind]
 
     def best(direct: bool) -> float:
@@ -400,7 +403,7 @@ def choose_options(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
 
 
 def check_assumptions(report: DoctorReport) -> list[Assumption]:
-    """Checks the assumptions of docs/durability.md, as far as one machine can show them."""
+    """Checks the assumptions in docs/durability.md, as far as one machine can."""
     kind = report.file_system
     options = set(report.mount_options.split(","))
     tested = ("holds", f"tested on {kind}")
@@ -409,22 +412,25 @@ def check_assumptions(report: DoctorReport) -> list[Assumption]:
 
     flushed = tested
     if kind in _IN_MEMORY:
-        flushed = "fails", f"{kind} is memory: nothing survives"
+        flushed = "fails", f"{kind} is in memory, so nothing survives"
     elif options & {"nobarrier", "barrier=0"}:
-        flushed = "fails", "it is mounted without barriers"
+        flushed = "fails", "the file system is mounted without barriers"
     elif kind in _TESTED:
         flushed = "holds", f"tested on {kind}; a disk that ignores flushes cannot be detected"
 
     renamed = tested
     if not report.exclusive_rename:
-        renamed = "fails", "an exclusive rename is not supported, or replaced a file"
+        renamed = "fails", "exclusive renames are not supported, or one replaced a file"
 
     recovered = tested
     if kind in _IN_MEMORY:
         recovered = "fails", f"{kind} has no journal"
 
-    visible = "unknown", f"if several machines share {kind}, their caches may differ"
-    locked = "unknown", f"flock works on this machine; {kind} may not pass it on to other machines"
+    visible = "unknown", f"if several machines share this {kind}, their caches may differ"
+    locked = (
+        "unknown",
+        f"flock works on this machine, but {kind} may not extend it to other machines",
+    )
     if kind in _LOCAL:
         visible = "holds", "for the ranks on this machine"
         locked = "holds", "flock excluded a second file descriptor"
@@ -432,10 +438,10 @@ def check_assumptions(report: DoctorReport) -> list[Assumption]:
         locked = "fails", "flock does not exclude a second file descriptor"
 
     found = [
-        (1, "fsync survives a power cut", flushed),
-        (2, "a rename is atomic", renamed),
+        (1, "data survives a power cut after fsync", flushed),
+        (2, "renames are atomic", renamed),
         (3, "the file system recovers from its journal", recovered),
-        (5, "all ranks see one file system", visible),
-        (6, "flock reaches every process that saves", locked),
+        (5, "all ranks see the same file system", visible),
+        (6, "flock works between all processes that save", locked),
     ]
     return [Assumption(number, what, *verdict) for number, what, verdict in found]

@@ -6,7 +6,7 @@ import enum
 
 
 class ExitCode(enum.IntEnum):
-    """The exit code of a command; ``meaning`` is the text of ``--help`` and of docs/cli.md."""
+    """An exit code; ``meaning`` is its description in ``--help`` and docs/cli.md."""
 
     meaning: str
 
@@ -24,8 +24,8 @@ class ExitCode(enum.IntEnum):
     )
     ERROR = (
         2,
-        "the command line is wrong, or the command failed: nothing to read, no access, no space; "
-        "verify: no damage found, but part of the checkpoint could not be read",
+        "the command line is invalid, or the command failed (such as for lack of data, permission "
+        "or space); verify: no damage was found, but part of the checkpoint could not be read",
     )
     INTERRUPTED = 130, "Ctrl-C stopped the command"
-    CLOSED_PIPE = 141, "the reader of the output closed it before the result was known"
+    CLOSED_PIPE = 141, "the output pipe was closed before the result was known"

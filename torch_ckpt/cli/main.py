@@ -1,9 +1,9 @@
 """The entry point of ``torch-ckpt`` and ``python -m torch_ckpt``.
 
 ``arguments`` builds the parser. Each subparser names a function of ``commands``, which accepts the
-parsed arguments, prints to stdout and returns the exit code. A command raises CheckpointError or
-OSError if it cannot do its work; ``main`` prints the error as one sentence on stderr and returns
-exit code 2.
+parsed arguments, prints to stdout and returns the exit code. A command that
+fails raises CheckpointError or OSError; ``main`` prints the error as one sentence on stderr and
+returns exit code 2.
 """
 
 import argparse
@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
     Args:
-        argv: the arguments without the program's name; None: those of the process.
+        argv: the arguments without the program name; None uses ``sys.argv``.
 
     Raises:
-        SystemExit: with code 2 if the command line is wrong, and 0 after ``--help`` and
-            ``--version``, as argparse does.
+        SystemExit: from argparse, with code 2 if the command line is invalid, and with 0 after
+            ``--help`` and ``--version``.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(problem)
     arguments = _parse(parser, argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names may have characters that the encoding of the terminal lacks.
+        # Names may contain characters that the terminal's encoding cannot represent.
         sys.stdout.reconfigure(errors="backslashreplace")
     run: Command = arguments.run
     code = ExitCode.CLOSED_PIPE

@@ -1,4 +1,4 @@
-"""Prints reports: plain text on pipes; on terminals, tables that fit and colours.
+"""Prints reports: plain text to a pipe or file, coloured text and fitted tables to a terminal.
 
 Colours need the optional package ``rich``. It is imported only if stdout is a terminal.
 """
@@ -17,18 +17,18 @@ from typing import Any
 
 from torch_ckpt._base.formatting import Block, Table, printable, text_lines
 
-# Other columns are left out before a left-aligned column is made narrower than this.
+# Omit other columns rather than make a left-aligned column narrower than this.
 _LEAST_WIDTH = 24
 
 _GAP = 2
 
-# Before the continuation of a wrapped cell.
+# Precedes the continuation of a wrapped cell.
 _INDENT = "  "
 
-# Separators after which a cell is wrapped, the preferred ones first.
+# Characters after which a cell may be wrapped, in order of preference.
 _SEPARATORS = ("./, ", "_")
 
-# The styles of the labels and verdicts of lines, and of the states in tables.
+# Styles of labels and verdicts in lines, and of states in tables.
 _STYLES = {
     r"^(damaged|missing|incomplete)(?=: )": "red",
     r"(?<=: )([0-9]+ \w+ (damaged|missing|incomplete|not read)(, )?)+$": "red",
@@ -48,7 +48,7 @@ _STYLES = {
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Prints one JSON document. NaN and infinities, which JSON does not have, become strings."""
+    """Prints one JSON document. NaN and infinities, which JSON lacks, become strings."""
     print(json.dumps(_without_infinities(document), indent=2, allow_nan=False))
 
 
@@ -86,7 +86,7 @@ def _print_styled(blocks: Iterable[Block]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    # One text for all lines: rich takes a millisecond for each row of its own tables.
+    # Use one Text for all lines: rich's own tables take a millisecond per row.
     text = Text()
     for block in blocks:
         header, *rows = text_lines([block])
@@ -109,10 +109,10 @@ def _fit_all(blocks: Iterable[Block], width: int) -> Iterator[Block]:
 
 
 def fit_table(table: Table, width: int) -> Table:
-    """Makes a table fit into a terminal.
+    """Fits a table into a terminal's width.
 
-    Leaves out optional columns if the others fit then. Otherwise wraps the left-aligned cells, and
-    leaves out optional columns and then the last ones until these have enough room.
+    Omits as few optional columns as possible. If the table is still too wide, wraps left-aligned
+    cells, and omits columns (optional ones first, then the last ones) until these have enough room.
     """
     candidates = [table]
     for title in table.optional:
@@ -136,7 +136,7 @@ def _widths(table: Table) -> list[int]:
 
 
 def _excess(table: Table, width: int) -> int:
-    """The number of columns by which a table is wider than the terminal."""
+    """Returns the number of characters by which a table exceeds the terminal's width."""
     widths = _widths(table)
     return sum(widths) + _GAP * (len(widths) - 1) - width
 
@@ -148,7 +148,7 @@ def _leave_out(table: Table, title: str) -> Table:
 
 
 def _narrow(widths: list[int], flexible: list[int], excess: int) -> list[int]:
-    """Takes the excess from the widest flexible columns."""
+    """Shrinks the widest flexible columns by ``excess`` characters in total."""
     narrowed = list(widths)
     for _ in range(excess):
         narrowed[max(flexible, key=narrowed.__getitem__)] -= 1
@@ -156,7 +156,7 @@ def _narrow(widths: list[int], flexible: list[int], excess: int) -> list[int]:
 
 
 def _wrap_cells(table: Table, widths: list[int]) -> Table:
-    """Continues cells that are too long in additional rows."""
+    """Wraps cells that are too long onto additional rows."""
     rows: list[Sequence[str]] = []
     for row in table.rows:
         cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -165,7 +165,7 @@ def _wrap_cells(table: Table, widths: list[int]) -> Table:
 
 
 def _wrap(cell: str, width: int) -> list[str]:
-    """Breaks a text into lines, after a separator if there is one in the second half of a line."""
+    """Breaks a text into lines, after a separator if one is in the second half of a line."""
     width = max(width, 2 * len(_INDENT) + 1)
     lines = []
     while len(cell) > width:

@@ -1,4 +1,4 @@
-"""The work of ``torch-ckpt steps``, ``gc``, ``delete``, ``pin`` and ``unpin``."""
+"""Implements ``torch-ckpt steps``, ``gc``, ``delete``, ``pin`` and ``unpin``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class GcReport:
     Attributes:
         root: the root directory or URL of the steps.
         dry_run: True if nothing was deleted.
-        kept: the reasons for which each step is kept, by ascending step number.
+        kept: the reasons for keeping each step, by ascending step number.
         deleted: steps that were deleted, or would be.
         busy: steps that were not deleted because a process is loading or saving them.
-        swept: names of leftovers that were deleted, or would be examined.
-        left: leftovers that a sweep does not delete.
+        swept: names of leftovers that were deleted or, in a dry run, would be examined.
+        left: leftovers that the sweep did not delete.
         freed_files: number of files that were deleted, or would be.
-        freed_bytes: size of these files.
+        freed_bytes: total size of these files.
     """
 
     root: str
@@ -61,12 +61,16 @@ class GcReport:
         for step in self.deleted:
             yield f"{would}deleted: {step.step} ({size(step.bytes)})"
         for step in self.busy:
-            yield f"in use: {step.step}; try again when no process loads or saves it"
+            yield f"in use: {step.step}; try again when no process is loading or saving it"
         for name in self.swept:
             outcome = "that would be examined" if self.dry_run else "removed"
             yield printable(f"leftover {outcome}: {name}")
         for entry in self.left:
-            why = f"it has no {MARKER_NAME}" if entry.lacks_marker else "in use, or not removable"
+            why = (
+                f"it has no {MARKER_NAME} file"
+                if entry.lacks_marker
+                else "in use, or not removable"
+            )
             yield printable(f"not removed: {entry.name} ({why})")
         parts = [
             *([f"{plural(len(self.kept), 'step')} kept"] if self.kept else []),
@@ -111,7 +115,7 @@ def collect(
     Raises:
         OSError: the root cannot be listed, or something below it cannot be deleted.
         CheckpointError: no step has the metric by which the best steps are kept. Nothing is
-            deleted then.
+            deleted in this case.
     """
     _require_metric(store, retention)
     report = GcReport(store.root, dry_run)
@@ -137,7 +141,7 @@ def collect(
     report.kept = {step: why for step, why in reasons.items() if why}
     doomed = [entry for entry in entries if entry.complete and not reasons[entry.step]]
     for entry in _show_progress(doomed, progress):
-        # The earlier deletions may have taken long enough for a user to pin this step.
+        # A user may have pinned this step during the earlier deletions.
         if not dry_run and store.is_pinned(entry.step):
             report.kept[entry.step] = ["pinned"]
         else:
@@ -217,11 +221,11 @@ def set_pinned(store: StepStore, steps: Sequence[int], pinned: bool) -> None:
 def _explain_unfinished(store: StepStore, entry: StepInfo) -> str:
     if entry.lacks_marker and not store.sweeps_what_lacks_markers:
         return (
-            f"has no {MARKER_NAME}, so no manager saved it; if you do not need it, delete "
+            f"has no {MARKER_NAME} file, so no manager saved it; if you do not need it, delete "
             f"{entry.path} by hand"
         )
     return (
-        f"is being saved, or its save was interrupted ({entry.name}); if no process saves it, "
+        f"is being saved, or its save was interrupted ({entry.name}); if no process is saving it, "
         f"delete it with torch-ckpt gc --sweep {store.root}"
     )
 
@@ -235,7 +239,7 @@ def _require_complete(store: StepStore, complete: dict[int, StepInfo], step: int
 
 
 def _show_progress(entries: Sequence[StepInfo], progress: _OnProgress) -> Iterator[StepInfo]:
-    """Yields the steps and reports their bytes as done when the next one is requested."""
+    """Yields the steps; reports the bytes of a step as done when the next step is requested."""
     total = sum(entry.bytes for entry in entries)
     done = 0
     for entry in entries:
@@ -258,7 +262,7 @@ def step_blocks(entries: Iterable[StepInfo], now: float | None = None) -> Iterat
     """A table of the complete steps, a line for each leftover, and the totals.
 
     Args:
-        now: the current time in seconds since 1970, for the ages; None: read the clock.
+        now: the current time as a Unix timestamp, for the ages; None reads the clock.
     """
     now = time.time() if now is None else now
     entries = list(entries)

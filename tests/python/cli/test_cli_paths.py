@@ -79,7 +79,7 @@ def test_each_command_refuses_an_empty_path(
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main([word if word != "PATH" else "" for word in COMMANDS[command]])
-    assert "must name a path, got an empty string" in capsys.readouterr().err
+    assert "must be a path, got an empty string" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

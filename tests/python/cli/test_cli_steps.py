@@ -419,7 +419,7 @@ def test_a_sweep_keeps_and_names_a_checkpoint_without_a_marker(
 ) -> None:
     name = leave_unmarked(root)
     lines = run(capsys, "gc", str(root), "--sweep", *dry).splitlines()
-    assert f"not removed: {name} (it has no write_completed)" in lines
+    assert f"not removed: {name} (it has no write_completed file)" in lines
     assert (root / name / ".metadata").exists()
 
 

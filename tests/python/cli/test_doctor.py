@@ -84,7 +84,7 @@ def test_a_file_system_without_direct_io_and_space_counts_is_measured(ram_disk: 
     assert report.alignment is None
     assert {one.direct for one in report.bandwidths} == {False}
     assert report.free_bytes is None
-    assert {"direct I/O: no", "free: not known"} <= set(report.lines())
+    assert {"direct I/O: no", "free: unknown"} <= set(report.lines())
 
 
 def test_the_alignment_is_the_smallest_one_that_can_be_read(
