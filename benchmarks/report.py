@@ -337,14 +337,17 @@ def _number_row(number: _Number, group: Group) -> list[str]:
             for theirs, own in zip(group.values(contender, number.quantity), ours, strict=True)
         ]
         ratio = f"{statistics.median(ratios):.1f} x ({min(ratios):.1f} to {max(ratios):.1f})"
-        return f"{_seconds(median(contender))}, **{ratio}**<br>{group.label(contender)}"
+        ratio = f"**{ratio}**" if min(ratios) > 1 else f"no clear difference: {ratio}"
+        return f"{_seconds(median(contender))}, {ratio}<br>{group.label(contender)}"
 
     stock = [info.name for info in group.contenders if info.name.startswith(number.stock)]
+    best = min(stock, key=median)
     ours = f"**{_seconds(median(number.ours))}**<br>{group.label(number.ours)}"
     if number.also is not None:
         ours += f"; {_seconds(median(number.also))} {group.label(number.also).split(', ')[-1]}"
     work = number.work.format(results_module.readable_size(group.bytes))
-    return [work, ours, against(number.default), against(min(stock, key=median))]
+    against_best = "the default" if best == number.default else against(best)
+    return [work, ours, against(number.default), against_best]
 
 
 def _number_groups(results: Results) -> list[Group]:
@@ -354,15 +357,16 @@ def _number_groups(results: Results) -> list[Group]:
 
 
 def numbers_block(results: Results, image_links: Sequence[str] = ()) -> str:
-    """Formats four numbers of torch_ckpt, each with stock's default and stock's best setting."""
+    """Formats four times of torch_ckpt, each with stock's default and stock's best setting."""
     rows = [
         _number_row(number, group)
         for number, group in zip(_NUMBERS, _number_groups(results), strict=True)
     ]
-    header = ["median", "torch_ckpt", "stock torch, as it comes", "stock torch, best setting"]
+    header = ["median time", "torch_ckpt", "stock torch, default", "stock torch, best setting"]
     caption = (
-        f"Medians of {results.parameters['rounds']} rounds; ratios are stock's seconds to those of "
-        f"torch_ckpt within a round, with the lowest and the highest. {results.machine.sentence()}."
+        f"Medians of {results.parameters['rounds']} rounds. A ratio is stock's time divided by "
+        "torch_ckpt's time in the same round: the median (lowest to highest), which may differ "
+        f"from the ratio of the median times. {results.machine.sentence()}."
     )
     return "\n\n".join([_table(header, rows, numeric_from=4), caption])
 

@@ -65,43 +65,43 @@ def rows_of(parts: dict[str, Any]) -> list[Row]:
     tried, stopped, stock = attacked(attacks)
     return [
         (
-            "Power cut after a reported save (ext4, xfs)",
+            "Power cut right after a save reports success (ext4, xfs)",
             "Saves lost",
             _share(_of(cuts, "torch_ckpt", "reported")),
             _share(_of(cuts, "stock", "reported")) + " (thread_count=2)",
         ),
         (
             "Crash at any write of a save (ext4, xfs)",
-            "States that leave no loadable checkpoint, or a mixture",
+            "Crash states with no loadable checkpoint, or with a mix of old and new data",
             _share(_of(states, "torch_ckpt")),
             _share(_of(states, "stock")) + " (thread_count=2)",
         ),
         (
             "Process killed before each system call of a save",
-            "Kills that leave no loadable checkpoint, or a mixture",
+            "Kills that leave no loadable checkpoint, or a mix of old and new data",
             *_swept(kills, ("a mix", "lost", "unreadable")),
         ),
         (
-            "Training under a manager killed, at random and before each system call",
-            "Reported steps lost",
+            "Training with a manager killed at random moments and before each system call",
+            "Steps lost that were reported as complete",
             _share(_of(parts["manager_kills"], "torch_ckpt")),
             "-",
         ),
         (
             "Each system call of a save fails once",
-            "Saves reported as successful that are incomplete",
+            "Incomplete saves reported as successful",
             *_swept(faults, ("silent",)),
         ),
         (
             "Each system call of a save fails once",
-            "Failed saves that leave no loadable checkpoint, not even the old one",
+            "Failed saves after which no checkpoint loads, not even the old one",
             *_swept(faults, ("reported, nothing left to load",)),
         ),
         (
-            "Hostile checkpoint loaded",
-            "Attacks that reach their aim",
+            "Malicious or damaged checkpoint loaded",
+            "Successful attacks",
             _share((tried - stopped, tried)),
-            f"{stock} (as it comes)",
+            stock,
         ),
     ]
 
@@ -110,14 +110,25 @@ def rows_of(parts: dict[str, Any]) -> list[Row]:
 SHORT = (0, 1, 4, 6)
 
 
+#: Successful attacks on stock, by the first word of their outcome in the counts.
+_HARM = {
+    "executed": "ran code",
+    "read": "loaded without an error",
+    "overwritten": "overwrote files",
+    "written": "created files elsewhere",
+    "hung": "hung",
+    "died": "crashed",
+}
+
+
 def attacked(part: dict[str, Any]) -> tuple[int, int, str]:
     """Returns the number of attacks, the number stopped, and the outcomes with stock in words."""
     table = part["attacks"]
     stopped = sum(row["ours"].startswith("stopped") for row in table)
     stock = Counter(row["stock"].split()[0] for row in table if "stock" in row)
-    harm = {name: stock[name] for name in ("executed", "read", "overwritten", "written", "hung")}
-    harm["crashed"] = stock["died"]
-    return len(table), stopped, ", ".join(f"{v} {k}" for k, v in harm.items() if v)
+    harm = {text: stock[outcome] for outcome, text in _HARM.items() if stock[outcome]}
+    share = _share((sum(harm.values()), stock.total()))
+    return len(table), stopped, f"{share}: {', '.join(f'{v} {k}' for k, v in harm.items())}"
 
 
 def block_of(document: dict[str, Any], rows: list[Row]) -> str:
@@ -126,15 +137,16 @@ def block_of(document: dict[str, Any], rows: list[Row]) -> str:
     seed = document["parts"]["kills"]["seed"]
     return "\n".join(
         [
-            "| fault injected | outcome counted | torch_ckpt | stock torch, `sync_files=True` |",
+            "| fault injected | outcome counted | torch_ckpt | stock torch |",
             "| --- | --- | ---: | --- |",
             *(
                 f"| {fault} | {outcome} | **{ours}** | {stock} |"
                 for fault, outcome, ours, stock in rows
             ),
             "",
-            f"`make torture SEED={seed}`, torch {machine['torch']}, Linux {machine['kernel']}, "
-            f"{machine['date']}.",
+            "Stock torch ran with its defaults, which include `sync_files=True`, except for the "
+            f"given `thread_count`. Reproduce the counts with `make torture SEED={seed}`. Measured "
+            f"with torch {machine['torch']}, Linux {machine['kernel']}, {machine['date']}.",
         ]
     )
 
