@@ -27,7 +27,7 @@ from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
 from torch_ckpt.megatron.request import AsyncRequest, make_background, stage_arguments
 from torch_ckpt.ranks.lockstep import Lockstep
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting
+from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, own_rank
 from torch_ckpt.ranks.outcomes import attempt, failed
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.host_memory import reserve_pool
@@ -191,7 +191,12 @@ class AsyncCallsQueue:
                 finalized.append(call.request.call_idx)
                 continue
             if raised is not None:
-                LOGGER.error("call %d was not finalized: %s", call.request.call_idx, error)
+                LOGGER.error(
+                    "rank %d: call %d was not finalized: %s",
+                    own_rank(),
+                    call.request.call_idx,
+                    error,
+                )
             raised = raised or error
             if failure is None:
                 # A finalize function may have failed on this rank only: the other ranks continue
@@ -231,7 +236,7 @@ class AsyncCallsQueue:
             with suppress(ValueError):
                 self._calls.remove(aborted)
                 aborted.abort()
-                LOGGER.warning("call %d was aborted", aborted.request.call_idx)
+                LOGGER.warning("rank %d: call %d was aborted", own_rank(), aborted.request.call_idx)
         self._last = None
         self._lockstep = None
         with suppress(ValueError):  # this rank is not in the group

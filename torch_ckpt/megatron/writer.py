@@ -115,8 +115,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         super().__init__(path, *args, separation_hint=separation_hint, **kwargs)
         if self.serialization_format.name != "TORCH_SAVE":
             raise ValueError(
-                f"FileSystemWriterAsync writes torch's format, not {self.serialization_format}; "
-                "pass SerializationFormat.TORCH_SAVE"
+                f"FileSystemWriterAsync cannot write {self.serialization_format}; pass "
+                "serialization_format=SerializationFormat.TORCH_SAVE"
             )
         self.checkpoint_dir = path
         self.use_msc = use_msc
@@ -337,7 +337,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_fsync: bool = True,
         **others: Any,
     ) -> None:
-        """Waits for the end of one staged task and puts its outcome into a queue.
+        """Waits for the end of one staged task and puts its results, or its error, into a queue.
 
         Args:
             transform_list: torch's stream transforms.

@@ -285,7 +285,7 @@ def test_close_raises_the_first_of_several_errors_and_logs_the_others(
     first, second = caplog.messages
     assert "call 1 was not finalized" in first
     assert "the second" in first
-    assert second == "call 2 was not finalized: the third"
+    assert second == "rank 0: call 2 was not finalized: the third"
 
 
 def test_an_error_that_cannot_be_pickled_is_raised_with_its_text(
