@@ -21,34 +21,34 @@ class LostPrecision:
         self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def note(self, rows: Iterable[Row]) -> None:
-        """Records the tensors among the rows that lose precision or range."""
+        """Records the tensors in the rows that lose precision or range."""
         self.note_conversions((row[0], row[4], row[8].dtype) for row in rows)
 
     def note_conversions(self, conversions: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
-        """Records the same for (name, stored dtype, target's dtype)."""
+        """Records the (name, stored dtype, target dtype) tuples that lose precision or range."""
         for name, stored, target in conversions:
             if stored is not target and loses_precision(stored, target):
                 self._narrowed[name] = (stored, target)
 
     def warn(self) -> None:
-        """Warns once about all recorded tensors, at the end of the load."""
+        """Warns once about all recorded tensors, and forgets them."""
         narrowed, self._narrowed = self._narrowed, {}
         if not narrowed:
             return
         some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
         more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
         warnings.warn(
-            "loading converts tensors to dtypes with less precision or range than the stored ones: "
-            f"{', '.join(some)}{more}",
+            "loading converts tensors to dtypes with less precision or range than the stored "
+            f"dtypes: {', '.join(some)}{more}",
             stacklevel=3,
         )
 
 
 @functools.cache
 def loses_precision(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Returns True if the target dtype cannot hold every finite number of the stored dtype.
+    """Returns True if the target dtype cannot represent every finite number of the stored dtype.
 
-    Bits types have no numbers, and are assumed to hold everything that is converted to them.
+    Conversions from or to types that do not hold numbers, such as ``torch.bits8``, count as exact.
     """
     if stored == target:
         return False
@@ -67,7 +67,13 @@ def loses_precision(stored: torch.dtype, target: torch.dtype) -> bool:
 
 
 class _Reach(NamedTuple):
-    """Significant binary digits, smallest step above 0, lowest and highest number of a dtype."""
+    """The numbers that a dtype can represent.
+
+    Attributes:
+        digits: significant binary digits.
+        least: smallest positive number.
+        low, high: lowest and highest finite number.
+    """
 
     digits: float
     least: float

@@ -1,15 +1,13 @@
-"""A load by all ranks.
+"""Loads a checkpoint on all ranks.
 
-1. Every rank flattens its state dict and compares it with the checkpoint's index: names, kinds,
-   shapes and dtypes. All differences are reported together, on all ranks, before anything is
-   changed.
-2. Meta tensors to load get memory.
-3. Every rank reads its part. The engine plans plain tensors and DTensors from the index. torch's
-   planner plans the other tensors (ShardedTensor, for example) and those that the index does not
-   cover; for these the metadata is decoded into torch's objects. No plans are exchanged, except for
-   ``read_once``.
-4. Tensors now have their values in place. Other values are replaced, and ``Stateful`` ones get
-   their state through ``load_state_dict``.
+1. Each rank flattens its state dict and compares it with the checkpoint's index: names, kinds,
+   shapes and dtypes. All differences are reported together, on all ranks, before anything changes.
+2. Each rank allocates memory for the meta tensors to load.
+3. Each rank reads the values that it needs. The engine plans plain tensors and DTensors from the
+   index. torch's planner plans all other tensors, such as ShardedTensors; only then is the metadata
+   decoded into torch's objects. Ranks exchange plans only for ``read_once``.
+4. Tensors are loaded in place. All other values are replaced, and ``Stateful`` values receive their
+   state through ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -48,17 +46,17 @@ StateDict = dict[str, Any]
 
 T = TypeVar("T")
 
-#: Whether all values of a state dict must fit; "dtypes": also their dtypes.
+#: True if all values of a state dict must fit the checkpoint; "dtypes" if also their dtypes must.
 Strict = bool | Literal["dtypes"]
 
 
 class IfStored:
-    """A placeholder in a state dict for an object that the checkpoint may lack.
+    """A placeholder in a state dict for an optional object.
 
-    The load replaces it by the object, or leaves it if there is none.
+    A load replaces the placeholder with the object if the checkpoint has it.
 
     Attributes:
-        missing: True after a load that found no such object.
+        missing: True after a load from a checkpoint that lacks the object.
     """
 
     def __init__(self) -> None:
@@ -66,19 +64,19 @@ class IfStored:
 
 
 class Stored:
-    """The contents of a checkpoint, for callers that choose among them."""
+    """Names and types of the values in a checkpoint, for callers that choose what to load."""
 
     def __init__(self, index: _core.CheckpointIndex, whole: Callable[[], Metadata]) -> None:
         self._index = index
         self._whole = whole
-        #: Fully qualified names, in the checkpoint's order.
+        #: Fully qualified names, in the order of the metadata.
         self.names: list[str] = index.names()
 
     def __contains__(self, name: str) -> bool:
         return name in self._index
 
     def is_tensor(self, name: str) -> bool:
-        """Returns True if there is a tensor of this name."""
+        """Returns True if the checkpoint has a tensor with this name."""
         return self._index.tensor(name) is not None
 
     def meta_tensor(self, name: str) -> torch.Tensor:
@@ -88,15 +86,14 @@ class Stored:
         return torch.empty(found[1], dtype=getattr(torch, found[0]), device="meta")
 
     def paths(self) -> Mapping[str, Any]:
-        """Returns the path of each value in the nested state dict; empty if the planner stored
-        none."""
+        """Returns each value's path in the nested state dict, by name. Empty if the planner that
+        saved the checkpoint stored no paths."""
         paths = self._whole().planner_data
         return paths if isinstance(paths, dict) else {}
 
 
 class Discovered:
-    """A placeholder in a state dict for values whose names are known only once the metadata is
-    read.
+    """A placeholder in a state dict for values whose names are unknown until the metadata is read.
 
     Attributes:
         values: the loaded values, by fully qualified name.
@@ -106,10 +103,11 @@ class Discovered:
         self.values: StateDict = {}
 
     def choose(self, stored: Stored) -> StateDict:
-        """Returns the values to load in its place, by fully qualified name: meta tensors, and
-        anything else for objects.
+        """Chooses the values to load in place of this placeholder.
 
-        Names that the checkpoint does not have are reported as missing.
+        Returns:
+            A meta tensor for each tensor, and any other value for each object, by fully qualified
+            name. Names that the checkpoint lacks are reported as missing.
         """
         raise NotImplementedError
 
@@ -122,17 +120,17 @@ class _Planner(DefaultLoadPlanner):
     """torch's planner for the values of a state dict that the engine does not plan."""
 
     def look_at(self, values: StateDict) -> None:
-        """Does the work of set_up_planner, without values so far; allocates nothing."""
+        """Replaces set_up_planner, but leaves the plan empty and allocates nothing."""
         self.original_state_dict = values
         self.state_dict: StateDict = {}
         self.mappings: dict[str, Any] = {}
 
     def plan_part(self, part: StateDict, metadata: Metadata) -> LoadPlan:
-        """Returns the plan of some tensors, all of which are in ``metadata``."""
+        """Plans the reads of some tensors. ``metadata`` must describe all of them."""
         self.metadata = metadata
         before = self.state_dict, self.flatten_state_dict
-        # The state dict is already flat. If flattening stayed on, torch would report the names
-        # outside of this part as missing, and take the checkpoint for one of torch 2.3.
+        # The state dict is already flat. With flatten_state_dict=True, torch would report all other
+        # names as missing, and assume that torch 2.3 wrote the checkpoint.
         self.state_dict, self.flatten_state_dict = part, False
         try:
             return self.create_local_plan()
@@ -145,12 +143,12 @@ class Prepared:
     """A state dict that is ready to be loaded.
 
     Attributes:
-        report: its comparison with the checkpoint.
-        reading: the reads to make.
+        report: the comparison of the state dict with the checkpoint.
+        reading: the reads to perform.
         values: the state dict.
-        flat: its flattened values.
-        match: the flattened values with the stored ones.
-        keys: top-level keys under which something is loaded.
+        flat: the flattened state dict.
+        match: the flattened values, each matched with its stored value.
+        keys: top-level keys with at least one value to load.
     """
 
     report: LoadReport
@@ -170,10 +168,10 @@ class Load:
     """A load on this rank.
 
     Args:
-        reader: the reader, which this class sets up for the checkpoint.
-        names: chooses among the state dict's names; None loads all.
-        rename: maps the checkpoint's names to those of the state dict.
-        opened: the metadata and its index, if the reader has been set up with them.
+        reader: the reader. It is set up for the checkpoint unless ``opened`` is given.
+        names: selects names of the state dict to load; None selects all.
+        rename: maps the checkpoint's names to names of the state dict.
+        opened: the metadata and the index with which the reader has already been set up.
     """
 
     def __init__(
@@ -193,36 +191,36 @@ class Load:
 
     @no_gc()
     def compare(self, values: StateDict) -> LoadReport:
-        """Compares a state dict, or a part of it, with the checkpoint."""
+        """Compares a complete or partial state dict with the checkpoint."""
         return self._matched(values)[2]
 
     @property
     def unmatched(self) -> list[str]:
-        """The patterns among ``names`` that have matched nothing so far."""
+        """The patterns in ``names`` that have not matched any name so far."""
         return self._chosen.unmatched
 
     @property
     def takes_all(self) -> bool:
-        """True if no ``names`` choose among the names of the state dict."""
+        """True if all names are loaded, because the caller passed no ``names``."""
         return self._chosen.all
 
     def has(self, name: str) -> bool:
-        """True if the checkpoint has something of a fully qualified name."""
+        """Returns True if the checkpoint has a value with this fully qualified name."""
         return name in self._index()
 
     def takes(self, key: str, prepared: Prepared) -> bool:
-        """Returns True if the value of a top-level key is loaded; without ``names``, all are."""
+        """Returns True if any part of the value of a top-level key is to be loaded."""
         return self._chosen.all or key in prepared.keys
 
     @no_gc()
     def prepare(self, values: StateDict) -> Prepared:
-        """Plans the reads of all values that fit. Changes nothing."""
+        """Plans the reads of all values that fit, without changing any value."""
         flat, match, report = self._matched(values)
         keys = set(match.keys())
         return Prepared(report, self._reading(values, flat, match), values, flat, match, keys)
 
     def made_real(self, prepared: Prepared) -> Prepared:
-        """Replaces the meta tensors to load by tensors with memory."""
+        """Replaces the meta tensors to load with tensors that have memory."""
         flat = prepared.flat
         loaded = set(prepared.match.rows_with("loaded"))
         rows = [row for row in (*flat.on_meta(), *flat.others()) if _is_meta(flat.value(row))]
@@ -237,10 +235,10 @@ class Load:
         return prepared
 
     def require_fit(self, report: LoadReport, strict: Strict) -> None:
-        """Raises LoadMismatch if a value does not fit; without ``strict``, if nothing of a state
-        can be loaded.
+        """Raises LoadMismatch if the checkpoint does not fit the state dict.
 
-        A state is a top-level dict or ``Stateful`` value, or the whole state dict.
+        If ``strict`` is true, every value must fit. Otherwise, each top-level dict and ``Stateful``
+        value must have at least one value that can be loaded, and so must the state dict.
         """
         if (strict and not report.fits) or (strict == "dtypes" and report.dtypes):
             lines = "\n".join([*_torchs_words(report), str(report)])
@@ -248,34 +246,36 @@ class Load:
         if report.absent or not (report.loaded or report.fits):
             what = some_of(report.absent) or "the state dict"
             raise LoadMismatch(
-                f"nothing of {what} can be loaded from the checkpoint, and strict=False does not "
-                f"skip all of a state; leave it out, or choose values with names=: {report}",
+                f"no value of {what} can be loaded from the checkpoint, and strict=False must not "
+                "skip a state completely; remove it from the state dict, or choose values with "
+                f"names=: {report}",
                 report,
             )
 
     def begun(self, prepared: Prepared) -> Reading:
-        """Returns the reads, after allocating memory and zeroing the parts that are not stored."""
+        """Allocates memory for meta tensors, zeroes the regions that are not stored, and returns
+        the reads."""
         prepared = self.made_real(prepared)
         if self.reader.zero_fill:
             zero_what_is_not_stored(prepared.loaded(), self._whole())
         if self.reader.read_once:
-            # The other ranks identify these reads by their locations.
+            # Ranks identify reads that they share by location, which the rows have.
             self._whole()
             prepared.reading.expand()
         return prepared.reading
 
     def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
-        """Reads tensors in place; frees each object before its replacement is read.
+        """Reads tensors in place. Frees each object before reading its replacement.
 
         Args:
-            let_go: called after an object that is a top-level value of the state dict has been
-                freed.
+            let_go: called after each removal of an object that is a top-level value of the state
+                dict, so that the caller can drop its own reference to the object.
         """
         planner = reading.planner
         assert isinstance(planner, _Planner)
         objects, reading.byte_items = reading.byte_items, []
         self.reader.read(reading)
-        # The match refers to all values.
+        # The match refers to all values and would keep the objects alive.
         reading.match = None
         for entry in objects:
             name = entry[0].dest_index.fqn
@@ -300,7 +300,7 @@ class Load:
         return self._opened[1]
 
     def _whole(self) -> Metadata:
-        """Returns the metadata as torch's objects, for torch's code."""
+        """Returns the metadata, decoded into torch's objects."""
         self._index()
         assert self._opened is not None
         metadata = self._opened[0]
@@ -323,7 +323,7 @@ class Load:
         return flat, match, report
 
     def _discover(self, flat: _C.FlatState) -> None:
-        """Replaces placeholders for names that only the metadata has."""
+        """Replaces each ``Discovered`` placeholder with the values that it chooses."""
         for row in flat.others():
             value = flat.value(row)
             if isinstance(value, Discovered):
@@ -347,7 +347,7 @@ class Load:
             elif stored is not None:
                 status = self._compare_tensor(name, value, stored, report)
             else:
-                # An object may replace a tensor without dimensions.
+                # An object may replace a zero-dimensional tensor.
                 status = "kind" if _size_of(value) else "loaded"
             match.set_status(row, status)
         for name, has, wants in match.other_sizes("shape"):
@@ -415,13 +415,13 @@ class Load:
 
 
 def object_item(name: str) -> ReadItem:
-    """Returns the item of torch's plans for an object."""
+    """Returns the read item for an object, as torch's planner creates it."""
     index, nothing = MetadataIndex(name), torch.Size((0,))
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
 
 def _torchs_words(report: LoadReport) -> Iterator[str]:
-    """Yields the differences in the words of torch's planner, for callers that look for them."""
+    """Yields differences in the wording of torch's planner, which callers may search for."""
     for name in report.missing[:1]:
         yield f"Missing key in checkpoint state_dict: {name}."
     for name, has, wants in report.shapes[:1]:
@@ -436,20 +436,19 @@ def _note_sizes(name: str, has: torch.Size, wants: torch.Size, report: LoadRepor
 
 
 def _flattened_as_2_3(values: StateDict) -> dict[str, tuple[Any, Any]]:
-    """Maps the names that torch up to 2.3 gave values to their paths and the values.
+    """Returns the path and the value for each name that torch 2.3 or older would have used.
 
-    Returns:
-        An empty dict if two values would have the same name: torch 2.3 refused to save them.
+    Empty if two values would have the same name, because torch 2.3 refused to save them.
     """
     found: list[tuple[tuple[Any, ...], Any]] = []
-    # Not flatten_state_dict, whose version is a global of torch, which saves in other threads use.
+    # Not flatten_state_dict: its version is a global variable, which saves in other threads use.
     traverse_state_dict_v_2_3(values, lambda path, value: found.append((path, value)))
     flat = {".".join(map(str, path)): (path, value) for path, value in found}
     return flat if len(flat) == len(found) else {}
 
 
 class _Chosen:
-    """The names to load."""
+    """Decides which names are loaded, and records the patterns that match."""
 
     def __init__(self, names: Names) -> None:
         if isinstance(names, str):
@@ -470,7 +469,7 @@ class _Chosen:
 
     @property
     def unmatched(self) -> list[str]:
-        """The patterns that no name has matched."""
+        """The patterns that have not matched any name."""
         return [p for p in self._patterns or () if p not in self._matched]
 
 
@@ -479,13 +478,14 @@ def _is_meta(value: Any) -> bool:
 
 
 def _real(value: Any) -> Any:
-    """Allocates a tensor like a meta tensor, on the process group's device or the default one."""
+    """Allocates a tensor like a meta tensor, on the process group's device or, without a process
+    group, on the default device."""
     device: Any = torch.get_default_device()
     if device.type == "meta":
         device = torch.device("cpu")
     if dist.is_initialized():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own function, which may be deprecated
+            warnings.simplefilter("ignore")  # torch may have deprecated this private function
             kind = dist.distributed_c10d._get_pg_default_device().type
         device = _get_device_module(kind).current_device()
     if isinstance(value, DTensor):
@@ -497,7 +497,7 @@ def _real(value: Any) -> Any:
             stride=value.stride(),
         )
     real = torch.empty_like(value, device=device)
-    # Attributes mark a shard of a tensor (torch 2.15).
+    # torch 2.15 marks a tensor as a shard by these attributes.
     for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
         if hasattr(value, name):
             setattr(real, name, getattr(value, name))
@@ -505,17 +505,18 @@ def _real(value: Any) -> Any:
 
 
 def _size_of(value: Any) -> torch.Size | None:
-    """Returns the size of a tensor, or of an object that acts as one; None for other values."""
+    """Returns the size of a tensor or a tensor-like object, and None for other values."""
     if hasattr(value, "global_shape"):
         return torch.Size(value.global_shape)
     size = getattr(value, "size", None)
     found = size() if callable(size) and hasattr(value, "dtype") else None
-    # A storage has both attributes, too, but its size is a number.
+    # A storage also has size() and dtype, but its size is a number.
     return torch.Size(found) if isinstance(found, tuple) else None
 
 
 def _read_index(reader: FileSystemReader, rank: int) -> tuple[Metadata, _core.CheckpointIndex]:
-    """Reads the metadata of all ranks, or this rank's own if ranks saved without collectives."""
+    """Reads the metadata. If there is none for all ranks, because they saved without collectives,
+    reads this rank's own metadata."""
     try:
         return reader.read_index()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A load through DCP that the engine plans."""
+"""A planner for ``dcp.load`` that lets the engine plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
     from torch's class.
 
     Args:
-        allow_partial_load: skip values that the checkpoint lacks or has with another shape.
+        allow_partial_load: skip values that are missing from the checkpoint or have a different
+            shape there.
 
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
         LoadMismatch: the checkpoint does not fit the state dict; nothing has been changed.
@@ -68,8 +69,8 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         self._load = Load(reader, Ranks(), opened=(metadata, index))
 
     def __getattr__(self, name: str) -> Any:
-        # torch's planner has these attributes once it is set up. Building them takes long, and the
-        # engine does not need them.
+        # torch's planner has these attributes after set_up_planner. Build them on first access
+        # only, because that is slow and the engine does not need them.
         if name not in _FLAT or "metadata" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         flat = _flatten_sharded_tensors(self.original_state_dict)
@@ -82,8 +83,8 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         prepared = self._load.prepare(self.original_state_dict)
         self._load.require_fit(prepared.report, strict=not self.allow_partial_load)
         self._prepared = prepared
-        # A reader that does not know this plan must fail: with an empty plan it would silently read
-        # nothing.
+        # The plan has an item that no checkpoint contains, so that a reader of another class fails.
+        # If the plan were empty, such a reader would silently read nothing.
         return LoadPlan([object_item("planned by torch_ckpt.LoadPlanner for another reader")])
 
     # --- PlansOnIndex ----------------------------------------------------------------------------
@@ -95,6 +96,6 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         load, prepared = self._load, self._prepared
         assert load is not None
         assert prepared is not None
-        # From here on only the caller keeps the values alive.
+        # Drop these references, so that only the caller keeps the values alive.
         self._load = self._prepared = None
         return load.begun(prepared)

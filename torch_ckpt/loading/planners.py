@@ -1,4 +1,4 @@
-"""The calls between a reader and torch's planner."""
+"""Functions that a reader uses to call torch's planners."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class SafePlanner:
-    """A planner that gets objects without running code of the checkpoint.
+    """Wraps a planner, so that loading objects never runs code from the checkpoint.
 
-    torch's own load_bytes unpickles everything it gets, so its work is done here. A load_bytes of
-    the user gets the bytes after they have been checked to be safe.
+    torch's load_bytes unpickles any bytes, so this class replaces it. If a user's planner overrides
+    load_bytes, it receives the bytes only after they have passed the safety check.
 
     Args:
         storage: the locations of the items, from the metadata.
@@ -57,7 +57,7 @@ def place_of(item: ReadItem, storage: Mapping[MetadataIndex, _StorageInfo]) -> _
     """Returns the location of an item.
 
     Raises:
-        Corrupt: the metadata does not have it.
+        Corrupt: the metadata does not have the location.
     """
     index = item.storage_index
     info = storage.get(index)
@@ -70,7 +70,10 @@ def place_of(item: ReadItem, storage: Mapping[MetadataIndex, _StorageInfo]) -> _
 
 
 def keeps_default_hooks(planner: LoadPlanner) -> bool:
-    """Returns True if no hook of the user sees the tensors. torch's commit_tensor does nothing."""
+    """Returns True if the planner overrides none of the hooks for tensors.
+
+    Then commit_tensor need not be called, because torch's implementation does nothing.
+    """
     hooks = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
     return keeps_methods(planner, DefaultLoadPlanner, hooks)
 
@@ -79,8 +82,8 @@ def target_of(planner: LoadPlanner, item: ReadItem, direct: bool) -> torch.Tenso
     """Returns the tensor to read into.
 
     Args:
-        direct: see :func:`keeps_default_hooks`. For a complete plain tensor the result of
-            resolve_tensor is then known, and is found here ten times as fast.
+        direct: the result of :func:`keeps_default_hooks`. If it is True, complete plain tensors
+            are looked up directly, ten times as fast as by resolve_tensor.
     """
     if direct:
         value = planner.state_dict.get(item.dest_index.fqn)  # type: ignore[attr-defined]
@@ -90,10 +93,10 @@ def target_of(planner: LoadPlanner, item: ReadItem, direct: bool) -> torch.Tenso
 
 
 def require_whole(planner: LoadPlanner, items: Sequence[ReadItem], metadata: Metadata) -> None:
-    """Raises Corrupt if the plan of torch's own planner does not cover a tensor."""
+    """Raises Corrupt if the plan of torch's own planner leaves part of any tensor unread."""
     hooks = ("create_local_plan", "create_global_plan", "finish_plan")
     if not keeps_methods(planner, DefaultLoadPlanner, hooks):
-        return  # the planner may want a part only
+        return  # a user's planner may leave out parts on purpose
     assert isinstance(planner, DefaultLoadPlanner)
     known = metadata.state_dict_metadata
     targets = planner.state_dict

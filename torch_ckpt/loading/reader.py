@@ -1,4 +1,4 @@
-"""The StorageReader: DCP's contract on one side, the C++ engine on the other."""
+"""The StorageReader: reads checkpoints for DCP and ``torch_ckpt.load``, by the C++ engine."""
 
 from __future__ import annotations
 
@@ -69,44 +69,47 @@ from torch_ckpt.loading.zero_fill import (
 
 
 class FileSystemReader(StockReader):
-    """Reads distributed checkpoints, including those of stock torch. Replaces torch's class of the
-    same name without other changes.
+    """Reads distributed checkpoints, including those of stock torch. A drop-in replacement for
+    torch's class of the same name.
 
-    For each tensor, only the wanted rows are read: straight into the target if it is contiguous CPU
-    memory of the stored dtype, otherwise in pieces of a few MB that are converted, scattered or
-    copied to the device. Checkpoints of torch_ckpt are verified completely; of other checkpoints,
-    the records that are read completely.
+    For each tensor, only the wanted rows are read. They are read directly into the target if it is
+    contiguous CPU memory of the stored dtype. Otherwise they are read in pieces of a few MB, which
+    are converted, scattered or copied to the device. All data from checkpoints of torch_ckpt is
+    verified against checksums. From checkpoints of stock torch, only records that are read in full
+    are verified.
 
-    A tensor is converted to the dtype of its target as by ``Tensor.copy_``. One warning for each
+    Tensors are converted to the dtypes of their targets, as by ``Tensor.copy_``. One warning per
     load names the tensors that lose precision or range.
 
-    From ``read_metadata`` to the end of the load the directory is held open and locked for sharing.
-    Files are opened relative to it and never through links, and a concurrent save removes none of
-    them, so a load always sees one complete checkpoint.
+    The reader keeps the directory open, with a shared lock, from ``read_metadata`` to the end of
+    the load. It opens files relative to the directory and never follows links, and no concurrent
+    save removes any of the files. So a load always sees one complete checkpoint.
 
     Args:
-        path: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run; or ROOT for its
-            newest complete step at the time of each load.
-        thread_count: most reads at once; each has 1 MiB or more, so a small load has fewer. None:
-            8.
-        max_inflight_bytes: limit of the memory that a load uses beyond its targets, in bytes; at
-            least 1 MiB. Records that cannot be read in parts (objects, tensors that only
-            ``torch.load`` can decode) are refused if they are larger.
+        path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for the newest
+            complete step of the run at the time of each load.
+        thread_count: maximum number of concurrent reads; None means 8. Each reads at least 1 MiB,
+            so a small load uses fewer.
+        max_inflight_bytes: maximum memory that a load uses in addition to its targets, in bytes;
+            at least 1 MiB. A record that cannot be read in parts (an object, or a tensor that only
+            ``torch.load`` can decode) is refused if it is larger.
         verify: check CRC-32s.
-        direct_io: True, False, or "auto" to use direct I/O for files that are not in the page
-            cache.
-        zero_fill: allow a tensor to be larger than the stored one; the rest is filled with zeros.
-        allow_shape_mismatch: as ``zero_fill``, and a tensor may also be smaller than the stored one
-            in any dimension. The common region is loaded. The number of dimensions must be equal.
-        read_once: one rank reads a contiguous tensor that several ranks want and sends it to the
-            others, over the process group. All ranks of the group must load with it.
-        process_group: the process group of the load, the one that ``dcp.load`` gets; None: the
-            default group. ``torch_ckpt.load`` sets it.
+        direct_io: True, False, or "auto" to use direct I/O for data that is not in the page cache.
+        zero_fill: allow tensors that are larger than the stored tensors. Elements outside the
+            stored tensor are set to zero.
+        allow_shape_mismatch: like ``zero_fill``, but also allow tensors that are smaller than the
+            stored tensors in some dimensions. The common region is loaded. The number of dimensions
+            must be the same.
+        read_once: if several ranks want the same contiguous tensor, one of them reads it and sends
+            it to the others over the process group. All ranks of the group must load with this
+            option.
+        process_group: the process group that is passed to ``dcp.load``; None means the default
+            group. ``torch_ckpt.load`` sets it.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
         allow_pickle: accept metadata that names any type, and pass objects to the planner
-            unchecked, where torch's planner unpickles them. Use it only if you trust the writer.
-            False allows tensors, builtin types, other allow-listed types (see SECURITY.md) and
-            those declared with ``torch.serialization.add_safe_globals``.
+            unchecked; torch's planner unpickles them. Use it only if you trust the writer. By
+            default, only tensors, builtin types, other allow-listed types (see SECURITY.md) and
+            types declared with ``torch.serialization.add_safe_globals`` are loaded.
 
     Raises:
         ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
@@ -114,10 +117,10 @@ class FileSystemReader(StockReader):
 
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
         FileNotFoundError: there is no committed checkpoint.
-        Corrupt: a file is damaged or shorter than the metadata states; the tensor and the offset
-            are given.
-        Unsafe: the metadata or an object would run code, or names files outside of the checkpoint's
-            directory.
+        Corrupt: a file is damaged, or shorter than the metadata states. The message names the
+            tensor and the offset.
+        Unsafe: the metadata or an object would run code, or the metadata names a file outside the
+            checkpoint directory.
         OSError: a system call failed.
 
     Examples:
@@ -188,20 +191,21 @@ class FileSystemReader(StockReader):
 
     @property
     def version(self) -> str | None:
-        """A name that all ranks of a load must share; None if their directories may differ."""
-        # If the path is a root, another step may be the newest when the next rank looks.
+        """The directory that all ranks of a load must agree on; None if they need not agree."""
+        # Only a root or a step number must be resolved to the same directory on all ranks: a newer
+        # step may be completed before the next rank looks for the newest one.
         return None if self.location == str(self.path) else self.location
 
     @property
     def location(self) -> str:
-        """Path of the checkpoint's directory: that of a step, if ``path`` is the root of a run."""
+        """Path of the checkpoint directory; the step's directory if ``path`` is a run's root."""
         return str(self.path) if self._directory is None else self._directory.path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
         if rank is not None and self._refused is not None:
-            # After any failure, torch tries the rank's own file next and drops the cause. Empty
-            # metadata makes torch continue to set_up_storage_reader, which raises the cause.
+            # After any failure, torch drops the error and tries the rank's own metadata file. Empty
+            # metadata makes torch continue to set_up_storage_reader, which raises the error.
             return Metadata({}, storage_data={})
         self._refused = None
         try:
@@ -215,7 +219,8 @@ class FileSystemReader(StockReader):
 
     @contextmanager
     def _opening(self) -> Iterator[None]:
-        """Context manager that reads the metadata, and releases the directory if that fails."""
+        """Block that opens the directory and reads the metadata. Releases the directory if the
+        block fails."""
         self.release()
         try:
             self._refuse_url()
@@ -225,10 +230,11 @@ class FileSystemReader(StockReader):
             raise
 
     def _metadata_bytes(self, name: str) -> tuple[bytes, str]:
-        """Opens the directory, and returns the contents of the metadata and their path."""
+        """Opens the directory, and returns the contents and the path of the metadata file."""
         if not self.engine_can_read():
             return self._remote_bytes(name), os.path.join(self.path, name)
-        # Shared before it is read: what it names then is still there.
+        # Lock the directory before reading the metadata: from then on, no save can remove the files
+        # that it names.
         self._directory = share_or_warn(open_checkpoint(self.path))
         data = metadata_bytes_in(self._directory, name)
         return data, os.path.join(self._directory.path, name)
@@ -239,7 +245,7 @@ class FileSystemReader(StockReader):
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
-        # torch passes the rank only to a method that has a parameter of the name `kwargs`.
+        # torch passes the rank only to a method that has a parameter named `kwargs`.
         self.use_collectives = kwargs.get("use_collectives", True)
         self.set_up_for_load(kwargs.get("rank"), metadata, index_kept(metadata))
         self._is_alone = False
@@ -255,13 +261,13 @@ class FileSystemReader(StockReader):
         given = (plan.storage_data for plan in plans)
         require_one_version((v.of if isinstance(v, _ReadVersion) else None for v in given), self)
         if self.read_once and dist.is_initialized():
-            # With no_dist torch calls this on every rank, with the plan of that rank.
+            # With no_dist, torch calls this method on every rank with only that rank's plan.
             self._is_alone = len(plans) == 1
             size = dist.get_world_size(self.process_group)
             if len(plans) not in (1, size):
                 raise ValueError(
                     f"{len(plans)} ranks load with read_once, but the reader's process group has "
-                    f"{size} ranks; pass process_group to the reader, too"
+                    f"{size} ranks; pass the load's process_group to the reader, too"
                 )
         return super().prepare_global_plan(plans)
 
@@ -278,7 +284,7 @@ class FileSystemReader(StockReader):
         if not self.engine_can_read() or self._metadata is None:
             return super().read_data(plan, self._guarded(planner, self.storage_data))
         planned = isinstance(planner, PlansOnIndex) and planner.has_planned()
-        # Then every failure on one rank is reported to the others.
+        # If ranks read together, they must also exchange their failures.
         together = self.read_once and dist.is_initialized() and not self._is_alone
 
         def prepare() -> Reading:
@@ -291,7 +297,8 @@ class FileSystemReader(StockReader):
 
         def read_by_hooks() -> None:
             self._fill_with_zeros(planner)
-            # The user's hooks run on this thread, in the plan's order and in pairs.
+            # Read items one by one: the user's hooks run on this thread, in the order of the plan,
+            # and each resolve_tensor is followed by its commit_tensor.
             for item in plan.items:
                 self.read(self.reading(planner, [item]))
 
@@ -310,17 +317,17 @@ class FileSystemReader(StockReader):
 
     @property
     def size_rule(self) -> str:
-        """The sizes that tensors may have: ``"same"`` as stored, ``"growing"`` or ``"any"``."""
+        """The sizes that targets may have: ``"same"`` as stored, ``"growing"`` or ``"any"``."""
         if self.allow_shape_mismatch:
             return "any"
         return "growing" if self.zero_fill else "same"
 
     @property
     def wave_bytes(self) -> int:
-        """Limit of the bytes of objects that are in memory together, except for a single larger
-        one.
+        """Maximum total size of the objects that are in memory together. A larger object is alone.
 
-        Half of ``max_inflight_bytes``, or less, so that the least scratch memory of a load remains.
+        At most half of ``max_inflight_bytes``, and less if otherwise too little scratch memory
+        would remain for the load.
         """
         limit = self.max_inflight_bytes
         return min(limit // 2, limit - _core.least_scratch_bytes)
@@ -328,11 +335,11 @@ class FileSystemReader(StockReader):
     # --- shared with torch_ckpt.load -------------------------------------------------------------
 
     def engine_can_read(self) -> bool:
-        """Returns False if a remote file system needs torch's own reading."""
+        """Returns False if the file system is not local; then torch's own code reads."""
         return type(self.fs) is FileSystem
 
     def release(self) -> None:
-        """Releases the checkpoint's directory at the end of a load. Further calls have no effect.
+        """Closes and unlocks the checkpoint directory at the end of a load, if it is open.
 
         The next ``read_metadata`` opens it again.
         """
@@ -341,35 +348,35 @@ class FileSystemReader(StockReader):
             directory.close()
 
     def read_index(self, rank: int | None = None) -> tuple[Metadata, _core.CheckpointIndex]:
-        """Reads the metadata. Returns it with its index."""
+        """Reads the metadata, and returns it with its index."""
         metadata = self.read_metadata() if rank is None else self.read_metadata(rank=rank)
         return metadata, index_of(metadata, str(self.path))
 
     def set_up_for_load(
         self, rank: int | None, metadata: Metadata, index: _core.CheckpointIndex | None = None
     ) -> None:
-        """Does the work of DCP's set_up_storage_reader.
+        """Prepares a load, as DCP's set_up_storage_reader does.
 
         Args:
-            index: the index of the metadata, if the engine plans.
+            index: the index of the metadata, if the engine plans the load.
         """
         self._metadata = metadata
         self._index, self._index_tables = index, None
         self.rank = rank  # type: ignore[assignment]  # torch declares None
-        self.lost_precision = LostPrecision()  # discards that of a failed load
+        self.lost_precision = LostPrecision()  # forget the tensors of a failed load
 
     @property
     def storage_data(self) -> dict[MetadataIndex, _StorageInfo]:
-        """The locations of the items of the checkpoint that is being loaded."""
+        """The locations of the items in the checkpoint that is being loaded."""
         return {} if self._metadata is None else self._metadata.storage_data or {}
 
     @storage_data.setter
     def storage_data(self, _none: dict[MetadataIndex, _StorageInfo]) -> None:
-        # torch's reader assigns to it in order to reset it.
+        # torch's reader only assigns an empty dict, to reset the attribute.
         self._metadata = None
 
     def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
-        """Returns the reads of a plan.
+        """Returns the reads for the items of a plan.
 
         Raises:
             Corrupt: the metadata does not have the location of an item.
@@ -381,10 +388,10 @@ class FileSystemReader(StockReader):
         return reading
 
     def read(self, reading: Reading) -> None:
-        """Makes the reads and passes the results to the planner.
+        """Performs the reads and passes the results to the planner.
 
         Raises:
-            Corrupt, Unsafe, OSError, ValueError: see the class.
+            Corrupt, Unsafe, OSError, ValueError: see the class docstring.
         """
         self.read_all_but_rows(reading)
         if reading.match is not None:
@@ -422,17 +429,17 @@ class FileSystemReader(StockReader):
             ]
             stored = self.read_bytes(list(files), rows)[::-1]
             for item, _info in wave:
-                # BytesIO makes a copy; free the data before it is decoded into an object.
+                # BytesIO copies the data. Free this copy before the object is decoded.
                 data = stored.pop()
                 self.moved.add(len(data))
                 planner.load_bytes(item, io.BytesIO(data))
                 del data
 
     def read_match(self, match: _C.LoadMatch) -> None:
-        """Reads the tensors that the engine has planned.
+        """Reads the tensors in the engine's load plan.
 
         Raises:
-            Corrupt, Unsafe, OSError, ValueError: see the class.
+            Corrupt, Unsafe, OSError, ValueError: see the class docstring.
         """
         devices = {torch.device("cuda", number) for number in match.cuda_devices()}
 
@@ -448,12 +455,12 @@ class FileSystemReader(StockReader):
         """Reads tensors into their targets.
 
         Args:
-            files: names relative to the checkpoint's directory; the file numbers in ``rows`` index
-                this list.
+            files: file names relative to the checkpoint directory, indexed by the file numbers in
+                ``rows``.
             rows: the tensors to read.
 
         Raises:
-            Corrupt, Unsafe, OSError, ValueError: see the class.
+            Corrupt, Unsafe, OSError, ValueError: see the class docstring.
         """
         places = places_of(files, rows, self._tables())
         planned = sum(row[8].numel() * row[4].itemsize for row in rows) if self.progress else 0
@@ -468,7 +475,7 @@ class FileSystemReader(StockReader):
     def _load(
         self, load: Callable[..., list[int]], planned: int, devices: set[torch.device]
     ) -> list[int]:
-        """Calls the engine and reports its progress."""
+        """Calls the engine and reports the progress of the load."""
         events = record_events(devices)
         told = 0
 
@@ -503,7 +510,7 @@ class FileSystemReader(StockReader):
                 )
 
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
-        """Returns the stored bytes of each (name, file number, offset, length)."""
+        """Returns the stored bytes of each row."""
         places = places_of(files, rows, self._tables())
         with self._opened() as directory:
             return _core.load_bytes(
@@ -518,22 +525,22 @@ class FileSystemReader(StockReader):
 
     @property
     def identity(self) -> bytes | None:
-        """A digest of the checkpoint being read, equal on ranks that read the same one.
+        """A digest of the metadata, equal on all ranks that read the same checkpoint.
 
-        None if it is unknown, because the metadata is not what ``read_metadata`` returned.
+        None if the caller uses other metadata than ``read_metadata`` returned.
         """
         metadata, identity = self._identity
         return identity if metadata is self._metadata else None
 
     def can_verify_parts(self, file: str) -> bool:
-        """Returns True if a part of a record in a file is verified as strictly as the complete
-        record."""
+        """Returns True if reading only parts of a file's records verifies them as strictly as
+        reading the complete records."""
         return not self.verify or file in self._tables()
 
     # --- private ---------------------------------------------------------------------------------
 
     def _tables(self) -> Mapping[str, bytes]:
-        """Returns the files' checksum tables."""
+        """Returns the checksum table of each file."""
         if self._index is None:
             return checksum_tables(self._metadata)
         if self._index_tables is None:
@@ -549,7 +556,7 @@ class FileSystemReader(StockReader):
             size_rule, load_id = self.size_rule, self.load_id
 
             def decode() -> Metadata:
-                # This must not refer to the reader, which may be freed before.
+                # Do not refer to the reader here: lazy metadata must not keep it alive.
                 unpickled = unpickle(data, source)
                 _make_known(unpickled, size_rule, load_id)
                 return unpickled
@@ -560,25 +567,24 @@ class FileSystemReader(StockReader):
         return metadata
 
     def _unpickler(self) -> Callable[[bytes, str], Metadata]:
-        """Returns the function that decodes checked contents of a metadata file into torch's
-        objects."""
+        """Returns the function that decodes the checked metadata file into torch's objects."""
         return decode_indexed
 
     def _guarded(
         self, planner: LoadPlanner, storage: Mapping[MetadataIndex, _StorageInfo]
     ) -> LoadPlanner:
-        """Wraps the planner so that objects run no code, unless allow_pickle is set."""
+        """Wraps the planner so that loading objects runs no code, unless allow_pickle is set."""
         if self.allow_pickle:
             return planner
         return cast(LoadPlanner, SafePlanner(planner, storage))
 
     def _remote_bytes(self, name: str) -> bytes:
-        """Reads the metadata through the file system of torch or the user."""
+        """Reads the metadata file through the reader's own file system, ``fs``."""
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
             data: bytes = stream.read(MAX_METADATA_BYTES + 1)
         if len(data) > MAX_METADATA_BYTES:
             raise CheckpointError(
-                f"{name} in {self.path} has more bytes than the limit, {MAX_METADATA_BYTES}"
+                f"{name} in {self.path} is larger than the limit of {MAX_METADATA_BYTES} bytes"
             )
         return data
 
@@ -589,8 +595,8 @@ class FileSystemReader(StockReader):
         state_dict = getattr(planner, "state_dict", None)
         if not isinstance(state_dict, dict):
             raise CheckpointError(
-                "zero_fill and allow_shape_mismatch need a planner with an attribute state_dict, "
-                f"as torch's planners have; {type(planner).__name__} has none"
+                "zero_fill and allow_shape_mismatch need a planner with a state_dict attribute "
+                f"that is a dict, as in torch's planners; {type(planner).__name__} has none"
             )
         zero_what_is_not_stored(state_dict, self._metadata)
 
@@ -600,7 +606,8 @@ class FileSystemReader(StockReader):
 
     @contextmanager
     def _opened(self) -> Iterator[OpenDirectory]:
-        """Yields the open directory; opens the current one if the metadata came from elsewhere."""
+        """Yields the open directory. If ``read_metadata`` has not opened one, opens it for the
+        block."""
         if self._directory is not None:
             yield self._directory
             return
@@ -617,7 +624,7 @@ def _name_of(rank: int | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _ReadVersion:
-    """The version that a rank has read; travels in its plan."""
+    """The reader's ``version`` on one rank, sent as part of the plan."""
 
     of: str
 
@@ -626,17 +633,17 @@ def require_one_version(versions: Iterable[str | None], reader: FileSystemReader
     """Raises CheckpointError if ranks have read different checkpoints.
 
     Args:
-        versions: the versions of all ranks.
+        versions: the reader's ``version`` on each rank.
     """
     if len(set(versions)) > 1:
         raise CheckpointError(
-            f"{reader.checkpoint_id}: ranks have read the metadata of different saves: the "
-            "checkpoint was replaced, or a newer step was saved, while the load started; load again"
+            f"{reader.checkpoint_id}: ranks have read the metadata of different saves, because the "
+            "checkpoint was replaced or a newer step was saved while the load started; load again"
         )
 
 
 def _make_known(metadata: Metadata, size_rule: str, load_id: str | None) -> None:
-    """Adds the size rule and the id of the load to metadata."""
+    """Stores the load id in the metadata and applies the size rule to it."""
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     assert metadata.storage_meta is not None

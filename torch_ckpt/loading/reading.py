@@ -1,4 +1,4 @@
-"""The reads of one rank: what is read from a checkpoint into which targets."""
+"""The reads of one rank: which data of a checkpoint is read into which targets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from torch_ckpt.loading.zero_fill import writable
 
 T = TypeVar("T")
 
-#: One tensor to read: name; file number, offset and length of its record in bytes; dtype and shape
-#: of the stored tensor; offsets and lengths of the wanted region (empty: all of it); target.
+#: A tensor to read: name; file number, byte offset and byte length of the record; dtype and shape
+#: of the stored tensor; offsets and lengths of the wanted region (empty for the complete tensor);
+#: target.
 Row = tuple[
     str,
     int,
@@ -43,7 +44,7 @@ Row = tuple[
 ]
 
 
-#: One object to read: name, file number, offset and length of its record in bytes.
+#: An object to read: name; file number, byte offset and byte length of the record.
 ByteRow = tuple[str, int, int, int]
 
 
@@ -51,14 +52,14 @@ class Reading:
     """The reads of one rank.
 
     Attributes:
-        planner: the planner, which gets objects, and tensors if it has hooks for them.
-        match: the tensors that the engine has planned.
-        files: names relative to the checkpoint's directory, with the numbers that rows use.
-        rows: the other tensors.
+        planner: the planner. Objects are passed to it, and tensors if it overrides the hooks for
+            them.
+        match: the engine's plan for the tensors that it reads.
+        files: file numbers, as used in ``rows``, by file name relative to the checkpoint directory.
+        rows: the tensors to read that are not in ``match``.
         byte_items: objects and their locations.
-        transformed: items for torch's own code, because they were written through a stream
-            transform.
-        to_commit: tensors to pass to the planner's commit_tensor.
+        transformed: items written through a stream transform; torch's own code reads them.
+        to_commit: items and tensors to pass to the planner's commit_tensor.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -71,10 +72,13 @@ class Reading:
         self.to_commit: list[tuple[ReadItem, torch.Tensor]] = []
 
     def number(self, file: str, name: str) -> int:
-        """Returns the number of a file that holds a tensor of the given name.
+        """Returns the number of a file, and adds the file if it is new.
+
+        Args:
+            name: name of a tensor in the file, for the error message.
 
         Raises:
-            Unsafe: the file lies outside of the checkpoint's directory.
+            Unsafe: the file lies outside the checkpoint directory.
         """
         if file not in self.files:
             if not lies_beneath(file):
@@ -83,7 +87,7 @@ class Reading:
         return self.files[file]
 
     def expand(self) -> None:
-        """Turns the engine's plan into rows, for callers that read tensors one by one."""
+        """Converts the engine's plan into rows, for callers that need one row per tensor."""
         match, self.match = self.match, None
         if match is not None:
             files = match.files()
@@ -104,7 +108,7 @@ class Reading:
 
         Raises:
             Corrupt: the metadata does not have the location of an item.
-            Unsafe: an item lies outside of the checkpoint's directory.
+            Unsafe: an item's file lies outside the checkpoint directory.
         """
         direct = keeps_default_hooks(self.planner)
         for item in items:
@@ -137,7 +141,7 @@ class Reading:
                 self.to_commit.append((item, target))
 
     def add(self, other: Reading) -> None:
-        """Adds the reads of another object, for this one's planner."""
+        """Adds the reads of another ``Reading``. They use this object's planner."""
         names = list(other.files)
         self.rows.extend(
             (row[0], self.number(names[row[1]], row[0]), *row[2:]) for row in other.rows
@@ -148,23 +152,20 @@ class Reading:
 
 
 class PlansOnIndex(ABC):
-    """A planner that lets the engine plan from the index; the plans that it returns to torch are
-    empty."""
+    """A planner that lets the engine plan from the index, and gives torch only a dummy plan."""
 
     @abstractmethod
     def has_planned(self) -> bool:
-        """Returns True if the engine has planned; with other readers torch's planner does."""
+        """Returns True if the engine has planned, and False if torch's planner has."""
 
     @abstractmethod
     def begun(self) -> Reading:
-        """Returns the reads, after allocating memory for their targets."""
+        """Allocates memory for the targets and returns the reads."""
 
 
 class BytesMoved:
-    """Counts the bytes that a load has moved, for the heartbeat of a rank that reads.
-
-    A call returns a number that changes for as long as the load makes progress.
-    """
+    """Counts the bytes that a load has moved. Calling the object returns a number that changes as
+    long as the load makes progress; a rank that reads sends heartbeats based on it."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -179,7 +180,8 @@ class BytesMoved:
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """A block in which other code reads or waits for ranks, without reporting its progress."""
+        """Block in which other code reads, or waits for ranks, without reporting its progress. The
+        block always counts as progress."""
         self._is_elsewhere = True
         try:
             yield
@@ -188,16 +190,16 @@ class BytesMoved:
 
 
 def copy_by_torch(data: bytes, row: Row, file: str) -> None:
-    """Reads a tensor that only torch.load can decode: quantized tensors and subclasses, for
-    example.
+    """Decodes a tensor that only torch.load can decode, such as a quantized tensor, and copies it
+    into the target.
 
     Args:
         data: the record of the row.
         file: the file of the record.
 
     Raises:
-        Corrupt: torch.load cannot decode it, or its shape is not that in the metadata.
-        CheckpointError: it does not fit the target.
+        Corrupt: torch.load cannot decode the record, or the shape differs from the metadata.
+        CheckpointError: the target has a different shape.
     """
     name, _number, offset, _length, _dtype, sizes, region_offsets, region_lengths, target = row
     where = f"{name}: the record in {file} at byte {offset}"
@@ -205,28 +207,31 @@ def copy_by_torch(data: bytes, row: Row, file: str) -> None:
         stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         raise Corrupt(
-            f"{where} is neither a plain tensor nor one that torch.load reads safely: {error}"
+            f"{where} is not a plain tensor, and torch.load cannot read it safely: {error}"
         ) from error
     if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != tuple(sizes):
         kind = type(stored).__name__
-        found = f"a {kind} of {list(stored.shape)}" if hasattr(stored, "shape") else f"a {kind}"
-        raise Corrupt(f"{where} holds {found}, not the tensor of {list(sizes)} in the metadata")
+        shape = f" of shape {list(stored.shape)}" if hasattr(stored, "shape") else ""
+        raise Corrupt(
+            f"{where} holds a {kind}{shape}, but the metadata describes a tensor of shape "
+            f"{list(sizes)}"
+        )
     if region_lengths:
         stored = narrow_tensor_by_index(stored, region_offsets, region_lengths)
     if target.size() != stored.size():
         raise CheckpointError(
-            f"{name}: mismatch sizes: the target has {list(target.size())}, "
-            f"the record {list(stored.size())}"
+            f"{name}: size mismatch: the target has shape {list(target.size())}, the stored tensor "
+            f"{list(stored.size())}"
         )
     with writable(target):
         target.copy_(stored)
 
 
 def _stored(index: MetadataIndex, metadata: Metadata) -> tuple[torch.dtype, ChunkStorageMetadata]:
-    """Returns the dtype of a stored shard, and its offsets and sizes in the tensor."""
+    """Returns the dtype of a stored shard and the region of the tensor that it covers."""
     stored = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(stored, TensorStorageMetadata):
-        raise Corrupt(f"{index.fqn}: the metadata does not describe it as a tensor")
+        raise Corrupt(f"{index.fqn}: the metadata does not describe a tensor of this name")
     chunks = stored.chunks
     hint = index.index
     if index.offset is None and len(chunks) == 1:
@@ -242,10 +247,10 @@ def _stored(index: MetadataIndex, metadata: Metadata) -> tuple[torch.dtype, Chun
 def places_of(
     files: list[str], rows: Sequence[Row] | Sequence[ByteRow], tables: Mapping[str, bytes]
 ) -> list[tuple[str, bytes]]:
-    """Returns the files with their checksum tables.
+    """Returns each file with its checksum table.
 
     Raises:
-        Unsafe: a file lies outside of the checkpoint's directory.
+        Unsafe: a file lies outside the checkpoint directory.
     """
     for number, file in enumerate(files):
         if not lies_beneath(file):
@@ -254,14 +259,14 @@ def places_of(
 
 
 def with_names_as_utf8(rows: list[Any]) -> list[Any]:
-    """Escapes names that UTF-8 cannot encode. The engine uses names for messages only."""
+    """Returns the rows with names that UTF-8 can encode. The engine only uses names in messages."""
     if all(row[0].isascii() for row in rows):
         return rows
     return [(row[0].encode(errors="backslashreplace").decode(), *row[1:]) for row in rows]
 
 
 def in_waves(sizes: Iterable[tuple[T, int]], most: int) -> Iterator[list[T]]:
-    """Groups things that are in memory together: up to ``most`` bytes, or a single larger one."""
+    """Groups items into waves of at most ``most`` bytes. A larger item gets a wave of its own."""
     wave: list[T] = []
     held = 0
     for thing, size in sizes:

@@ -10,23 +10,23 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from torch_ckpt._base.formatting import some_of
 
-#: A function that returns the new name for an old one; or pairs of old and new names, as a mapping
-#: or a sequence. Each ``*`` in an old name matches any text, which replaces the ``*`` in the same
-#: position of the new name. The first pair that matches the complete name applies.
+#: A function from old names to new names; or pairs of an old and a new name, as a mapping or a
+#: sequence. Each ``*`` in an old name matches any text, which replaces the corresponding ``*`` in
+#: the new name. The first pair whose old name matches the complete name applies.
 Rename = Mapping[str, str] | Iterable[tuple[str, str]] | Callable[[str], str] | None
 
 
 def new_names(names: Iterable[str], rename: Rename, title: str = "rename") -> dict[str, str]:
-    """Maps each old name to its new one, in their order.
+    """Maps each old name to its new name, in the order of the old names.
 
     Args:
         names: all old names.
-        rename: gives new names; a name that it does not match is kept.
+        rename: the function or pairs that rename them. Names without a match are kept.
         title: the name of the caller's option, for errors.
 
     Raises:
-        ValueError: ``rename`` matches nothing, gives two names the same new name, or has the wrong
-            form.
+        ValueError: ``rename`` or one of its pairs matches no name, two names would become the same,
+            or ``rename`` has the wrong form.
     """
     names = list(names)
     if rename is None:
@@ -35,7 +35,7 @@ def new_names(names: Iterable[str], rename: Rename, title: str = "rename") -> di
     if callable(rename):
         found = {name: _checked(rename(name), name, title) for name in names}
         if names and all(old == new for old, new in found.items()):
-            raise ValueError(f"{title} changes no name; the names are {some_of(names)}")
+            raise ValueError(f"{title} does not change any name; the names are {some_of(names)}")
     else:
         pairs = list(rename.items() if isinstance(rename, Mapping) else rename)
         patterns = [(_pattern(old, new, title), new) for old, new in pairs]
@@ -92,11 +92,11 @@ def rename_in(metadata: Metadata, rename: Rename) -> None:
 def new_path(path: Any, old: str, name: str) -> tuple[str | int, ...]:
     """Returns the path of a renamed value in nested dicts and lists.
 
-    The parts of the old path in which the new name still ends are kept; the text before them
-    becomes one part.
+    Keeps the longest end of the old path in which the new name also ends. The text before it
+    becomes a single key.
     """
-    # Without this check, a path that does not spell the old name could make a long list for each
-    # new name.
+    # Do not trust the stored path: if it does not spell the old name, loading it could create a
+    # long list for each name.
     is_spelled = isinstance(path, tuple) and ".".join(map(str, path)) == old
     parts = tuple(path) if is_spelled else (name,)
     for begin in range(len(parts)):
@@ -116,10 +116,10 @@ def _checked(new: Any, old: str, title: str) -> str:
 
 def _pattern(old: Any, new: Any, title: str) -> re.Pattern[str]:
     if not isinstance(old, str) or not isinstance(new, str):
-        raise ValueError(f"{title} must have pairs of str, got {old!r} and {new!r}")
+        raise ValueError(f"{title} must consist of pairs of str, got {old!r} and {new!r}")
     if old.count("*") != new.count("*"):
         raise ValueError(
-            f"{title}: {old!r} has {old.count('*')} '*' and {new!r} has {new.count('*')}; each '*' "
-            "in the new name needs one in the old name"
+            f"{title}: {old!r} has {old.count('*')} '*', but {new!r} has {new.count('*')}; the old "
+            "and the new name must have equally many"
         )
     return re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL)

@@ -1,4 +1,4 @@
-"""Reports of loads: the comparison with the checkpoint, and the memory that a load needs."""
+"""Reports on loads: how a state dict compares with the checkpoint, and the memory needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch_ckpt._base.formatting import MOST_NAMES
 from torch_ckpt.loading.dtypes import loses_precision
 
-#: Patterns of :mod:`fnmatch`, or a function of the fully qualified name that returns True for names
-#: to load.
+#: Patterns for :mod:`fnmatch`, or a function that returns True for fully qualified names to load.
 Names = Iterable[str] | Callable[[str], bool] | None
 
 
@@ -20,16 +19,19 @@ class LoadReport:
     """Comparison of a state dict with a checkpoint. Names are fully qualified.
 
     Attributes:
-        loaded: names that both have and that fit.
-        missing: names that the checkpoint lacks.
-        unexpected: names that only the checkpoint has; they do not prevent a load.
-        shapes: (name, stored, wanted) of tensors whose shape does not fit.
-        kinds: (name, stored, wanted) of values that are a tensor on one side only.
-        dtypes: (name, stored, wanted) of tensors that are converted.
-        grown: (name, stored, wanted) of tensors that ``zero_fill`` fills up with zeros.
-        absent: top-level keys of dicts and ``Stateful`` values of which nothing can be loaded.
-        truncated: (name, stored, wanted) of tensors of which ``allow_shape_mismatch`` loads a part;
-            also in ``grown`` if they are larger in another dimension.
+        loaded: names that are in both and that fit.
+        missing: names that are missing from the checkpoint.
+        unexpected: names that only the checkpoint has. They do not prevent a load.
+        shapes: (name, stored, wanted) for each tensor whose shape does not fit.
+        kinds: (name, stored, wanted) for each value that is a tensor on one side and an object on
+            the other.
+        dtypes: (name, stored, wanted) for each tensor that is converted.
+        grown: (name, stored, wanted) for each tensor that is larger than stored; ``zero_fill`` sets
+            the additional elements to zero.
+        absent: top-level keys of dicts and ``Stateful`` values that have no value to load.
+        truncated: (name, stored, wanted) for each tensor that is smaller than stored in some
+            dimension; ``allow_shape_mismatch`` loads the common region. Such a tensor is also in
+            ``grown`` if it is larger in another dimension.
 
     Examples:
         ```python
@@ -51,7 +53,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """True if the complete state dict can be loaded."""
+        """True if every value of the state dict can be loaded."""
         return not (self.missing or self.shapes or self.kinds)
 
     @property
@@ -73,11 +75,11 @@ class LoadReport:
             return [f"{n}: stored {list(has)}, wanted {list(wants)}" for n, has, wants in entries]
 
         parts = [
-            ("missing in the checkpoint", self.missing),
-            ("with another shape", sized(self.shapes)),
-            ("with another kind", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.kinds]),
+            ("missing from the checkpoint", self.missing),
+            ("with a different shape", sized(self.shapes)),
+            ("of a different kind", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.kinds]),
             ("only in the checkpoint", self.unexpected),
-            ("with another dtype", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.dtypes]),
+            ("with a different dtype", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.dtypes]),
             ("larger than stored", sized(self.grown)),
             ("smaller than stored", sized(self.truncated)),
         ]
@@ -92,7 +94,7 @@ class LoadReport:
         return "\n".join(lines)
 
     def add(self, other: LoadReport) -> None:
-        """Adds the report of another part of the state dict."""
+        """Adds the report on another part of the state dict."""
         self.loaded += other.loaded
         self.missing += other.missing
         self.unexpected = sorted(set(self.unexpected) & set(other.unexpected))
@@ -106,14 +108,14 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class ReadMemory:
-    """Memory that a load needs on this rank, in bytes. Returned by
+    """The memory that a load needs on this rank, in bytes. Returned by
     :func:`torch_ckpt.estimate_read_memory`.
 
     Attributes:
         target_bytes: size of the tensors to load.
         stored_bytes: bytes to read from the files.
-        beyond_targets_bytes: peak of the memory used in addition to the targets.
-        least_inflight_bytes: smallest ``max_inflight_bytes`` with which the load succeeds.
+        beyond_targets_bytes: peak memory use in addition to the targets.
+        least_inflight_bytes: the smallest ``max_inflight_bytes`` with which the load succeeds.
 
     Examples:
         ```python

@@ -1,18 +1,18 @@
-"""Reads data that several ranks want only once (``read_once``).
+"""Reads data that several ranks want from only one of these ranks (``read_once``).
 
-1. Every rank sends digests of its reads, or that it has failed. One failure prevents the reads of
-   all. The smallest memory limit of all ranks applies to the data that is sent.
-2. Reads that several ranks want are assigned to one of them, so that all ranks read about as many
-   bytes. Every rank computes the same assignment independently.
+1. Every rank sends digests of its reads to all ranks, or reports that it has failed. If any rank
+   has failed, no rank reads. The smallest memory limit of all ranks applies to the data sent.
+2. Each read that several ranks want is assigned to one of them, its owner, so that all ranks read
+   about the same number of bytes. Every rank computes the same assignment independently.
 3. Every rank reads its assignment, and the data that only it wants, into its targets.
-4. All ranks exchange whether this succeeded. After a failure nothing is sent.
-5. Owner by owner, the bytes are sent to the other ranks in batches.
+4. All ranks exchange whether their reads succeeded. After a failure, nothing is sent.
+5. One owner after the other sends its data to the other ranks, in batches.
 
-Contiguous tensors are shared. Objects and tensors of other layouts are read by every rank. A rank
-whose planner has hooks reads everything independently, and takes part with nothing to share.
+Only contiguous tensors are shared. Every rank itself reads objects and tensors of other layouts. A
+rank whose planner has hooks reads everything itself; it joins the exchanges with nothing to share.
 
-A large tensor is first cut along its first dimension, so that several ranks share its reads, if
-parts of it can be verified.
+A large tensor is first split along its first dimension, so that several ranks can read parts of it.
+This requires that the parts can be verified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_ckpt._base.trees import as_bytes
 from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.reading import BytesMoved, Reading, Row
 
-#: Size in bytes of a batch, and of the parts of a large tensor.
+#: Maximum size in bytes of a batch, and of a part of a large tensor.
 BATCH_BYTES = 64 << 20
 
 _FAILED = "failed"
@@ -48,10 +48,10 @@ class RankReader(Protocol):
         """A digest that is equal on ranks that read the same checkpoint."""
 
     def can_verify_parts(self, file: str) -> bool:
-        """Returns True if a part of a record in a file can be verified."""
+        """Returns True if parts of a file's records can be verified."""
 
     def read_all_but_rows(self, reading: Reading) -> None:
-        """Reads objects, and tensors that torch's code reads."""
+        """Reads everything except ``reading.rows``: objects, and items that torch's code reads."""
 
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
         """Reads tensors into their targets."""
@@ -60,10 +60,11 @@ class RankReader(Protocol):
 def read_once(
     reader: RankReader, prepare: Callable[[], Reading], group: dist.ProcessGroup | None
 ) -> None:
-    """Makes the reads that ``prepare`` returns, each byte on one rank of the group. Collective.
+    """Performs the reads that ``prepare`` returns, so that one rank reads the data that several
+    ranks want. All ranks of the group must call it, or :func:`read_alone`.
 
-    A rank on which something fails raises the error. The other ranks return without having loaded,
-    and raise nothing: the caller must report the failure to them.
+    If a rank fails, it raises the error. The other ranks return without loading and without an
+    error: the caller must report the failure to them.
     """
     failure: BaseException | None = None
     reading: Reading | None = None
@@ -99,7 +100,7 @@ def read_once(
         raise failure
     if _FAILED in states:
         return
-    # Includes the tensors that other ranks have read.
+    # All rows, because this rank also converts the tensors that other ranks have read.
     reader.lost_precision.note(reading.rows)
     targets = {
         digest: row[8]
@@ -113,7 +114,7 @@ def read_once(
 def read_alone(
     reader: RankReader, read: Callable[[], None], group: dist.ProcessGroup | None
 ) -> None:
-    """Reads independently on this rank, while other ranks may be in :func:`read_once`."""
+    """Reads on this rank only, and joins the exchanges of ranks that call :func:`read_once`."""
     if _FAILED in _gather(reader, ([], reader.max_inflight_bytes), group):
         return
     failure: BaseException | None = None
@@ -140,7 +141,7 @@ def _bytes_of(row: Row) -> int:
 def _digests(
     checkpoint: bytes | None, files: list[str], rows: list[Row]
 ) -> list[tuple[bytes | None, int]]:
-    """Returns the digest of each row and its bytes. A repeated digest is replaced by None."""
+    """Returns the digest and the size in bytes of each row. Repeated digests become None."""
     digests: list[tuple[bytes | None, int]] = []
     seen: set[bytes] = set()
     for row in rows:
@@ -154,8 +155,8 @@ def _digests(
 
 
 def _digest(checkpoint: bytes, files: list[str], row: Row) -> bytes | None:
-    """Returns a digest of the bytes that a row reads and of their use; None if no other rank can
-    use them."""
+    """Returns a digest of what a row reads and into what kind of target. Returns None if the data
+    cannot be shared with other ranks."""
     _name, file, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
     if type(target) not in (torch.Tensor, torch.nn.Parameter) or not _is_its_bytes(target):
         return None
@@ -174,7 +175,7 @@ def _digest(checkpoint: bytes, files: list[str], row: Row) -> bytes | None:
 
 
 def _is_its_bytes(tensor: torch.Tensor) -> bool:
-    """Returns True if the tensor's memory holds exactly its values, and may be written as bytes."""
+    """Returns True if the tensor's values can be written as bytes into contiguous memory."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return (
         tensor.is_contiguous()
@@ -208,8 +209,8 @@ def _cut_large(reader: RankReader, reading: Reading, most: int) -> None:
 def _choose_owners(
     plans: list[list[tuple[bytes | None, int]]],
 ) -> dict[bytes, tuple[int, tuple[int, ...]]]:
-    """Returns, by digest, the rank that reads it and the ranks that want it, in the same order on
-    all ranks."""
+    """Returns, for each digest that several ranks want, the rank that reads the data and the ranks
+    that want it. The result has the same order on all ranks."""
     wanted: dict[bytes, list[int]] = defaultdict(list)
     sizes: dict[bytes, int] = {}
     load = [0] * len(plans)
@@ -292,8 +293,8 @@ def _send(
 
 
 def _device_of(group: dist.ProcessGroup | None, wanted: torch.device) -> torch.device:
-    """Returns the device from which the group sends data of a device: the same one with NCCL,
-    mostly the CPU else."""
+    """Returns the device from which the process group sends data that is on ``wanted``: the device
+    itself with NCCL, usually the CPU otherwise."""
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
     if not backends:

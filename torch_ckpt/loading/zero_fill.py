@@ -1,4 +1,4 @@
-"""Loads into tensors that are larger than the stored ones (``zero_fill``), or of any size with the
+"""Loads into tensors that are larger than stored (``zero_fill``), or that have any shape with the
 same number of dimensions (``allow_shape_mismatch``)."""
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch_ckpt.checkpoint.chunks import chunks_here
 
 
 class GrowingSize(tuple[int, ...]):
-    """Size of a stored tensor that equals every size with room for it.
+    """Size of a stored tensor. It compares equal to every size that is at least as large in each
+    dimension.
 
-    torch's planners compare sizes, and refuse different ones before they ask a reader.
+    This makes torch's planners accept larger targets: they refuse a target whose size is not equal
+    to the stored size.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -41,7 +43,7 @@ class GrowingSize(tuple[int, ...]):
 
 
 class AnySize(GrowingSize):
-    """Size of a stored tensor that equals every size with the same number of dimensions."""
+    """Size of a stored tensor. It compares equal to every size with as many dimensions."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, tuple) and len(other) == len(self)
@@ -58,14 +60,14 @@ SIZES: dict[str, type[Any]] = {
 
 
 def let_sizes_differ(metadata: Metadata, kind: type[Any]) -> None:
-    """Replaces all sizes in the metadata by the given type."""
+    """Converts the sizes of all tensors in the metadata to the given type."""
     for stored in metadata.state_dict_metadata.values():
         if isinstance(stored, TensorStorageMetadata):
             stored.size = kind(stored.size)
 
 
 def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> None:
-    """Zeroes the parts of tensors of a flat state dict that are not stored."""
+    """Zeroes the regions of the tensors in a flat state dict that are not stored."""
     for name, value in state_dict.items():
         stored = metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata) or not hasattr(value, "size"):
@@ -81,12 +83,12 @@ def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> N
 
 
 def writable(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Context in which torch may write into the tensor: inference mode for inference tensors."""
+    """Context manager for writing into a tensor; inference tensors need inference mode."""
     return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def _zero_outside(local: torch.Tensor, offsets: torch.Size, size: tuple[int, ...]) -> None:
-    """Zeroes a shard at ``offsets`` outside of [0, size), the stored part of the tensor."""
+    """Zeroes the part of a shard at ``offsets`` that lies outside the stored region, [0, size)."""
     for dim, (offset, stored) in enumerate(zip(offsets, size, strict=True)):
         length = local.size(dim)
         kept = min(max(stored - offset, 0), length)

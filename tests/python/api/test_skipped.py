@@ -73,19 +73,19 @@ def test_nothing_is_logged_if_everything_fits(saved: Path, freeing: bool) -> Non
 def test_a_state_without_any_match_is_refused(saved: Path, freeing: bool, kind: type) -> None:
     model = torch.zeros(2)
     state = {"model": {"a": model}, "optimizer": kind(a=torch.zeros(2), n=1)}
-    with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of optimizer can be") as caught:
+    with pytest.raises(torch_ckpt.LoadMismatch, match="no value of optimizer can be") as caught:
         load(state, saved, freeing)
     assert caught.value.report.absent == ["optimizer"]
     assert (model == 0).all()
 
 
 def test_a_state_without_any_fitting_shape_is_refused(saved: Path) -> None:
-    with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of model can be loaded"):
+    with pytest.raises(torch_ckpt.LoadMismatch, match="no value of model can be loaded"):
         load({"model": {"a": torch.zeros(9)}, "epoch": 0}, saved, False)
 
 
 def test_a_flat_state_dict_without_any_match_is_refused(saved: Path) -> None:
-    with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of the state dict can be loaded"):
+    with pytest.raises(torch_ckpt.LoadMismatch, match="no value of the state dict can be loaded"):
         load({"a": torch.zeros(2), "b": torch.zeros(3)}, saved, False)
 
 
@@ -107,5 +107,5 @@ def test_a_manager_warns_and_refuses_as_load_does(tmp_path: Path) -> None:
     with torch_ckpt.CheckpointManager(tmp_path) as manager:
         with pytest.warns(UserWarning, match=r"model\.weight \(stored \[2, 2\], wanted \[2, 3\]\)"):
             assert manager.restore({"model": larger}, strict=False) == 1
-        with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of ema can be loaded"):
+        with pytest.raises(torch_ckpt.LoadMismatch, match="no value of ema can be loaded"):
             manager.restore({"model": model, "ema": torch.nn.Linear(2, 2)}, strict=False)

@@ -165,7 +165,7 @@ def emptied_on_cpu(state: Any) -> Any:
 
 def test_an_estimate_for_a_state_that_does_not_fit_raises_the_mismatch(tmp_path: Path) -> None:
     save({"t": torch.ones(3)}, tmp_path)
-    with pytest.raises(LoadMismatch, match="1 with another shape"):
+    with pytest.raises(LoadMismatch, match="1 with a different shape"):
         torch_ckpt.estimate_read_memory({"t": torch.zeros(4)}, tmp_path)
 
 

@@ -70,11 +70,11 @@ def test_all_differences_are_in_one_message_and_nothing_is_changed(
     cause = mismatch(lambda: load(state, stored, free_before_read=free))
     assert_names_all_differences(cause.report)
     for said in (
-        "1 missing in the checkpoint:\n  absent",
-        "1 with another shape:\n  model.weight: stored [3, 2], wanted [3, 3]",
-        "1 with another kind:\n  model.bias: stored a tensor, wanted a str",
+        "1 missing from the checkpoint:\n  absent",
+        "1 with a different shape:\n  model.weight: stored [3, 2], wanted [3, 3]",
+        "1 of a different kind:\n  model.bias: stored a tensor, wanted a str",
         "1 only in the checkpoint:\n  extra",
-        "1 with another dtype:\n  model.list.0: stored torch.float32, wanted torch.float16",
+        "1 with a different dtype:\n  model.list.0: stored torch.float32, wanted torch.float16",
     ):
         assert said in str(cause)
     assert_untouched(state)
@@ -145,7 +145,7 @@ def test_an_empty_state_needs_a_checkpoint(tmp_path: Path, free: bool) -> None:
 
 def test_a_message_about_many_names_counts_the_others(stored: Path) -> None:
     cause = mismatch(lambda: load({f"absent {i:02}": 0 for i in range(30)}, stored))
-    assert "30 missing in the checkpoint:" in str(cause)
+    assert "30 missing from the checkpoint:" in str(cause)
     assert "absent 07" in str(cause)
     assert "absent 08" not in str(cause)
     assert "and 22 more" in str(cause)
@@ -411,7 +411,9 @@ def test_a_planner_without_a_state_dict_loads_but_cannot_have_zeros(
     assert (state["t"] == 1).all()
     cause = refusal(lambda: loader(state, tmp_path, planner=WithoutStateDict(), zero_fill=True))
     assert type(cause) is CheckpointError
-    assert str(cause).startswith("zero_fill and allow_shape_mismatch need a planner with an attr")
+    assert str(cause).startswith(
+        "zero_fill and allow_shape_mismatch need a planner with a state_dict attr"
+    )
     assert str(cause).endswith("WithoutStateDict has none")
 
 

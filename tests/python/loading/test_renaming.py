@@ -91,7 +91,7 @@ def test_a_pattern_without_a_match_is_named(tmp_path: Path) -> None:
 
 def test_a_function_that_renames_nothing_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    refused(tmp_path, lambda name: name, "changes no name")
+    refused(tmp_path, lambda name: name, "does not change any name")
 
 
 @pytest.mark.parametrize("rename", [{"*.w": "*.b"}, lambda _: "encoder.b", {"encoder.w": "step"}])
@@ -103,8 +103,8 @@ def test_two_names_that_become_one_are_refused(tmp_path: Path, rename: Rename) -
 @pytest.mark.parametrize(
     ("rename", "match"),
     [
-        ({"encoder.*": "model"}, "'*' in the new name needs one in the old name"),
-        ({"step": 3}, "must have pairs of str"),
+        ({"encoder.*": "model"}, "the old and the new name must have equally many"),
+        ({"step": 3}, "must consist of pairs of str"),
         (lambda _: None, "must return a str for each name, got None for encoder.w"),
     ],
 )

@@ -117,7 +117,7 @@ def test_another_dtype_is_refused_by_name(
         load_checkpoint_if_it_exists(directory, state)
     mismatch = cause_of(caught.value)
     assert isinstance(mismatch, LoadMismatch)
-    assert f"1 with another dtype:\n  w: stored {stored}, wanted {wanted}" in str(mismatch)
+    assert f"1 with a different dtype:\n  w: stored {stored}, wanted {wanted}" in str(mismatch)
     assert_equal(state, {"t": torch.zeros(3), "w": torch.zeros(3, dtype=wanted)})
 
 
@@ -147,8 +147,8 @@ def test_every_conversion_without_strict_is_named_once(directory: str) -> None:
         load_checkpoint_if_it_exists(directory, state, strict=False)
     messages = [str(w.message) for w in caught]
     assert messages == [
-        "loading converts tensors to dtypes with less precision or range than the stored ones: "
-        "narrow (torch.float32 to torch.int64)",
+        "loading converts tensors to dtypes with less precision or range than the stored "
+        "dtypes: narrow (torch.float32 to torch.int64)",
         "converted to other dtypes than the stored ones: "
         "wide (from torch.float32 to torch.float64), "
         "kind (from torch.uint8 to torch.float32)",
