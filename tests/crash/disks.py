@@ -53,7 +53,7 @@ class Kind:
 # Write everything in mkfs; lazy initialization would write during a recording.
 _ALL_AT_ONCE = "lazy_itable_init=0,lazy_journal_init=0,nodiscard"
 
-#: By name.
+#: The kinds of file systems, by name.
 KINDS = {
     "ext4": Kind(
         64 << 20,

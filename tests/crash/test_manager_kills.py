@@ -139,7 +139,7 @@ class Chain:
         group.begin(train, self._root, logs, self._number, back_to, steps, options)
 
     def _judge(self, killed: str | None) -> None:
-        """Judges the previous kills, if the last start has found a step."""
+        """Judges the previous kills, if the last start got as far as its restore on all ranks."""
         logs = [self._workdir / f"log-{self._number}-{rank}" for rank in range(self._ranks)]
         by_rank = [read_notes(log) for log in logs]
         wrong = self.promises.check_run(self._number, by_rank)
