@@ -42,22 +42,22 @@ LATER_SAVES = 3
 _WARM_UP_STEPS = 3
 
 
-def first(name: str) -> str:
+def first_contender(name: str) -> str:
     """Returns the contender name of a saver's first save."""
     return f"first_{name}"
 
 
-def later(name: str) -> str:
+def later_contender(name: str) -> str:
     """Returns the contender name of a saver's later saves."""
     return f"later_{name}"
 
 
-def saver_of(name: str) -> str:
+def base_saver(name: str) -> str:
     """Returns the saver's name in contenders.background_savers()."""
     return name.removesuffix(_RESERVED)
 
 
-def label_of(name: str, saver: BackgroundSaver) -> str:
+def make_label(name: str, saver: BackgroundSaver) -> str:
     """Returns the label of a measured saver."""
     return saver.label + (", reserve_pool before" if name.endswith(_RESERVED) else "")
 
@@ -72,7 +72,10 @@ def sample_in_fresh_process(
     traces = [Trace(**entry) for entry in measured["saves"]]
     return [
         summarize(contender, of_contender, measured["bytes"], round_index=round_index)
-        for contender, of_contender in ((first(name), traces[:1]), (later(name), traces[1:]))
+        for contender, of_contender in (
+            (first_contender(name), traces[:1]),
+            (later_contender(name), traces[1:]),
+        )
     ]
 
 
@@ -91,7 +94,7 @@ def main() -> None:
     traces: list[Trace] = []
     with ExitStack() as stack:
         stack.callback(partial(shutil.rmtree, path, ignore_errors=True))
-        saver = stack.enter_context(background_savers())[saver_of(arguments.saver)]
+        saver = stack.enter_context(background_savers())[base_saver(arguments.saver)]
         if arguments.saver.endswith(_RESERVED):
             torch_ckpt.reserve_pool(payload_bytes(state) + _MAX_FILES * _CHUNK_BYTES)
         if arguments.saver == "stock_process":
@@ -103,7 +106,7 @@ def main() -> None:
             training.step()
         contender = Contender(
             name=arguments.saver,
-            label=label_of(arguments.saver, saver),
+            label=make_label(arguments.saver, saver),
             kind=saver.kind,
             run=lambda: saver.start(state, target),
             prepare=partial(shutil.rmtree, target, ignore_errors=True),

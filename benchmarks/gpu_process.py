@@ -39,7 +39,7 @@ _WRITE_SHAPES = ("raw_direct_2x2", "raw_direct_1x4", "raw_buffered_2x1")
 _READ_SHAPES = ("raw_direct_8x4", "raw_direct_16x1", "raw_buffered_2")
 
 
-def state_of(shape: str, total_bytes: int, tensor_count: int, device: str) -> State:
+def build_state(shape: str, total_bytes: int, tensor_count: int, device: str) -> State:
     """Builds a training state of decoder shapes ("few"), or tensors of one size ("many")."""
     if shape == "few":
         return states.training_state(total_bytes, tensor_count, device=device)
@@ -199,7 +199,7 @@ def measure_saves(options: argparse.Namespace) -> dict[str, Any]:
 
     A checkpoint of our savers must load bit for bit.
     """
-    state = state_of(options.shape, options.size, options.tensors, options.device)
+    state = build_state(options.shape, options.size, options.tensors, options.device)
     total = payload_bytes(state)
     target: Path = options.dir / "measured"
     training = Training(device=options.device)
@@ -268,7 +268,7 @@ def _require_saved(state: State, path: Path) -> None:
 
 def measure_loads(options: argparse.Namespace) -> dict[str, Any]:
     """Times loads to the device, from the page cache and from the disk."""
-    state = state_of(options.shape, options.size, options.tensors, options.device)
+    state = build_state(options.shape, options.size, options.tensors, options.device)
     path: Path = options.dir / "loaded"
     torch_ckpt.save(state, path)
     files = sorted(path.glob("*.distcp"))

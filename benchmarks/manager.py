@@ -184,7 +184,7 @@ def _entries(world: int, state_bytes: int, directory: Path) -> Iterator[list[_Ti
             steps = _UnsavedSteps(manager(name, interval=interval, mtbf_hours=_MTBF_HOURS), modules)
             if interval == "auto":
                 steps.save_first()
-            calls[name] = steps.pass_one
+            calls[name] = steps.skip_step
         for name, state in (("tensors", tensors), ("modules", modules)):
             saves = _ManagerSaves(manager(name), state)
             calls[name], waits[name] = saves.call, saves.wait
@@ -210,7 +210,7 @@ class _UnsavedSteps:
         self._manager.save(self._step, self._state)
         self._manager.wait_until_finished()
 
-    def pass_one(self) -> None:
+    def skip_step(self) -> None:
         self._step += 1
         if self._manager.save(self._step, self._state):
             raise RuntimeError(f"the manager saved step {self._step}, which it should skip")

@@ -53,7 +53,7 @@ _SUMS_BYTES = 30
 _FILES = 2
 
 
-def state_of(rank: int, world: int, tensors: int) -> dict[str, Any]:
+def build_state(rank: int, world: int, tensors: int) -> dict[str, Any]:
     """Makes the state of a rank."""
     with ranks.mesh_without_peers(world, rank) as mesh:
         local = torch.zeros(ROWS, COLUMNS)
@@ -86,11 +86,11 @@ class Simulation:
         self.bytes: dict[str, int] = {}
         self.messages: dict[str, int] = {}
         self._store = HashStore()
-        self._asker = StoreThread()
+        self._store_thread = StoreThread()
         self._place = Place.of(OpenDirectory(os.curdir))
         self._saves = 0
         for rank in range(world):
-            state = state_of(rank, world, tensors)
+            state = build_state(rank, world, tensors)
             with ranks.mesh_without_peers(world, rank):
                 walk = partial(RankState, state, None, rank == 0)
                 self.states.append(self._timed("state, each rank", walk))
@@ -138,22 +138,24 @@ class Simulation:
         """Does the steps of save_state for one rank after another; returns the metadata."""
         self._saves += 1
         prefix = f"save/{self._saves}"
-        over = [
-            OverStore(rank, self.world, lambda: self._store, self._asker, prefix, TIMEOUT_SECONDS)
+        transports = [
+            OverStore(
+                rank, self.world, lambda: self._store, self._store_thread, prefix, TIMEOUT_SECONDS
+            )
             for rank in range(self.world)
         ]
-        coordinator, cache = over[0], caches[0]
+        coordinator, cache = transports[0], caches[0]
 
-        def posted(rank: int) -> Posted:
-            told = caches[rank].told(self.states[rank], Ranks(over[rank]))
-            return Posted(told, "simulation", self._place)
+        def make_message(rank: int) -> Posted:
+            description = caches[rank].told(self.states[rank], Ranks(transports[rank]))
+            return Posted(description, "simulation", self._place)
 
-        def written(rank: int) -> Written:
-            return self._written(rank, caches[rank])
+        def write(rank: int) -> Written:
+            return self._simulate_write(rank, caches[rank])
 
-        def gathered(step: str, value_of: Callable[[int], Any]) -> list[Any]:
+        def gather(step: str, value_of: Callable[[int], Any]) -> list[Any]:
             for rank in range(1, self.world):
-                over[rank].gather(step, value_of(rank))
+                transports[rank].gather(step, value_of(rank))
             mine = value_of(0)
             values = timed(f"{step}s gathered", lambda: coordinator.gather(step, mine))
             assert values is not None
@@ -162,28 +164,28 @@ class Simulation:
         def timed(part: str, work: Callable[[], T]) -> T:
             return self._timed(f"{kind}: {part}", work)
 
-        told = gathered("plan", posted)
-        answers = timed("planned", lambda: cache.answers(told, Ranks(coordinator), "1"))
+        messages = gather("plan", make_message)
+        answers = timed("planned", lambda: cache.answers(messages, Ranks(coordinator), "1"))
         timed("answered", lambda: coordinator.scatter(answers))
         for rank in range(self.world):
-            answer = answers[0] if rank == 0 else over[rank].scatter(None)
+            answer = answers[0] if rank == 0 else transports[rank].scatter(None)
             caches[rank].keep(self.states[rank], answer)
         plan = cache.plan
         assert plan is not None
         timed("described, beside the writing", plan.describe)
-        results = gathered("result", written)
+        results = gather("result", write)
         meta = StorageMeta(checkpoint_id="simulation", save_id=str(self._saves))
         data = timed("metadata", lambda: plan.encode(results, meta))
         coordinator.broadcast(SavedMetadata(data, "simulation", self.world))
         for rank in range(1, self.world):
-            over[rank].broadcast(None)
-        for of_rank in reversed(over):
-            of_rank.close(TIMEOUT_SECONDS)
-        self.messages[kind] = sum(of_rank.sent[0] for of_rank in over)
-        self.bytes[f"{kind}: messages"] = sum(of_rank.sent[1] for of_rank in over)
+            transports[rank].broadcast(None)
+        for transport in reversed(transports):
+            transport.close(TIMEOUT_SECONDS)
+        self.messages[kind] = sum(transport.sent[0] for transport in transports)
+        self.bytes[f"{kind}: messages"] = sum(transport.sent[1] for transport in transports)
         return data
 
-    def _written(self, rank: int, cache: PlanCache) -> Written:
+    def _simulate_write(self, rank: int, cache: PlanCache) -> Written:
         assert cache.task is not None
         count = len(cache.task.rows)
         files = []

@@ -643,7 +643,7 @@ def compare_first_saves(setup: Setup, results: Results) -> None:
     ):
         for repeat in range(setup.repeats):
             for name in first_saves.MEASURED_SAVERS:
-                saver = savers.get(first_saves.saver_of(name))
+                saver = savers.get(first_saves.base_saver(name))
                 if saver is None:
                     continue
                 pair = first_saves.sample_in_fresh_process(
@@ -654,7 +654,7 @@ def compare_first_saves(setup: Setup, results: Results) -> None:
                     round_index=repeat,
                 )
                 for sample, which in zip(pair, ("first save", "later saves"), strict=True):
-                    label = f"{first_saves.label_of(name, saver)}: {which}"
+                    label = f"{first_saves.make_label(name, saver)}: {which}"
                     if repeat == 0:
                         infos.append(ContenderInfo(sample.contender, label, saver.kind))
                     samples.append(sample)

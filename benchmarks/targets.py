@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .first_saves import first, later
+from .first_saves import first_contender, later_contender
 from .memory import MemorySample
 from .results import Comparison, Crossover, Group, readable_size
 
@@ -344,8 +344,8 @@ def _async_first(group: Group) -> Iterable[Comparison]:
                 group,
                 f"{name.removeprefix('ours_')}.{field.removesuffix('_s')}",
                 f"first save, {_FIELD_LABELS[field]}",
-                (first(name), field),
-                (later(name), field),
+                (first_contender(name), field),
+                (later_contender(name), field),
                 target=2.0,
             )
             reserved = f"{name}_reserved"
@@ -353,8 +353,8 @@ def _async_first(group: Group) -> Iterable[Comparison]:
                 group,
                 f"{reserved.removeprefix('ours_')}.{field.removesuffix('_s')}",
                 f"first save, {_FIELD_LABELS[field]}",
-                (first(reserved), field),
-                (later(reserved), field),
+                (first_contender(reserved), field),
+                (later_contender(reserved), field),
             )
 
 
