@@ -324,10 +324,10 @@ class FileSystemReader(StockReader):
 
     @property
     def wave_bytes(self) -> int:
-        """Maximum total size of the objects that are in memory together. A larger object is alone.
+        """Maximum total size of the objects that are in memory together.
 
-        At most half of ``max_inflight_bytes``, and less if otherwise too little scratch memory
-        would remain for the load.
+        A larger object is held without others. At most half of ``max_inflight_bytes``, and less if
+        otherwise too little scratch memory would remain for the load.
         """
         limit = self.max_inflight_bytes
         return min(limit // 2, limit - _core.least_scratch_bytes)
