@@ -39,7 +39,7 @@ _STYLES = {
     r"^(note|in use|not removed|unfinished)(?=: )": "yellow",
     r"(?<=: )unknown(?= \()": "yellow",
     r"(?<=  )unreferenced$": "yellow",
-    r"(?<=: )(all is sound|nothing is wrong, .*)$": "green",
+    r"(?<=: )no damage found(, .*)?$": "green",
     r"(?<=: )holds(?= \()": "green",
     r"(?<= are )equal\b.*(?=: )": "green",
     r"(?<=  )(ok$|yes(?=  ))": "green",

@@ -1,1 +1,1 @@
-"""Inspection of checkpoints: their items, their integrity, and differences between two."""
+"""Inspects checkpoints: lists their contents, verifies them and compares them."""

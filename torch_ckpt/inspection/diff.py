@@ -1,11 +1,10 @@
 """``diff``: compares two checkpoints, regardless of how each is sharded.
 
-1. The metadata gives names, kinds, shapes and dtypes to compare.
-2. Tensors of equal shape are read from both checkpoints in boxes, as many at a time as the memory
-   limit allows. If the bytes are equal, so are the values. Otherwise the values are compared:
-   floating point in float64, integers exactly, complex numbers in complex128. Dtypes that torch
-   cannot convert are compared by their bytes.
-3. Objects are compared by their stored bytes and are never unpickled.
+1. Compare names, kinds, shapes and dtypes from the metadata.
+2. Read tensors of equal shape from both checkpoints in boxes, as many at a time as the memory limit
+   allows. If their bytes differ, compare the values: floating point in float64, integers exactly,
+   complex numbers in complex128. Compare dtypes that torch cannot convert by their bytes.
+3. Compare objects by their stored bytes, without unpickling them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch_ckpt.inspection.stored_tensors import (
 )
 from torch_ckpt.loading.reading import Row
 
-# Elements compared in one pass. Keeps the temporaries of a comparison below 64 MiB.
+# Elements compared per pass. Keeps the temporaries of a comparison below 64 MiB.
 _ELEMENTS_PER_PASS = 1 << 20
 
 _LEAST_INT64 = -(1 << 63)
@@ -52,14 +51,14 @@ def diff(
     max_inflight_bytes: int = 256 << 20,
     progress: ProgressOption = None,
 ) -> DiffReport:
-    """Compares two checkpoints, written by torch_ckpt or by stock torch, in any sharding.
+    """Compares two checkpoints written by torch_ckpt or stock torch, with any sharding.
 
     Args:
-        a, b: checkpoint directories; ``ROOT/40`` for step 40 of a run, or ROOT for its newest step.
-        names: names to compare. A prefix selects everything below it ("model" selects "model.*"),
-            and :mod:`fnmatch` patterns are accepted. None compares everything.
-        atol, rtol: values are equal if ``|a - b| <= atol + rtol * |b|``; both default to 0. If one
-            of them is given, equal values of different dtypes are not a difference.
+        a, b: checkpoint directories, ``ROOT/40`` for step 40 of a run, or ROOT for its newest step.
+        names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to compare;
+            None compares everything.
+        atol, rtol: values are equal if ``|a - b| <= atol + rtol * |b|``; both default to 0. If
+            either is given, tensors that differ only in dtype are equal, too.
         max_inflight_bytes: memory limit in bytes, not counting the metadata.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
@@ -67,7 +66,7 @@ def diff(
         All differences; ``report.equal`` is True if there are none.
 
     Raises:
-        FileNotFoundError: there is no committed checkpoint.
+        FileNotFoundError: one of the directories has no committed checkpoint.
         Unsafe, Corrupt: a checkpoint cannot be read, or a record fails its checksum.
         OSError: a system call failed.
         CheckpointError: one of ``names`` matches nothing in either checkpoint.
@@ -88,7 +87,7 @@ def diff(
             f"max_inflight_bytes must be at least {8 * LEAST_INFLIGHT_BYTES}, "
             f"got {max_inflight_bytes}"
         )
-    # One quarter for the values of each side, one for the reader and one for the comparison.
+    # A quarter for each side's values, one for the readers and one for the comparison.
     quarter = max_inflight_bytes // 4
     report = DiffReport(os.fspath(a), os.fspath(b), atol is not None or rtol is not None)
     sides: list[StoredTensors] = []
@@ -113,7 +112,7 @@ def diff(
 
 @dataclass
 class _Tally:
-    """The differences found in one tensor so far."""
+    """The differences found so far in one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -140,12 +139,12 @@ class _Comparison:
         self._a, self._b, self._report = a, b, report
         self._atol, self._rtol = atol, rtol
         self._bytes_per_side = bytes_per_side
-        # Boxes to read together. The tensors receive the values of a and of b.
+        # Boxes to read together; the tensors receive the values from a and from b.
         self._batch: list[tuple[_Tally, Box, torch.Tensor, torch.Tensor]] = []
         self._batch_bytes = 0
 
     def run(self, progress: ProgressOption, chosen: set[str] | None) -> None:
-        """Compares the chosen names; all if None."""
+        """Compares the chosen names, or all names if ``chosen`` is None."""
         report = self._report
         of_a, of_b = (
             [name for name in side.names if chosen is None or name in chosen]
@@ -287,7 +286,7 @@ class _Comparison:
     def _compare_quantized(self, name: str) -> None:
         """Compares the stored bytes of the shards; differently sharded tensors count as different.
 
-        Only torch.load can decode their values.
+        The values cannot be compared: only torch.load can decode them.
         """
         a, b = self._a.tensor(name), self._b.tensor(name)
         assert a is not None
@@ -321,13 +320,13 @@ class _Comparison:
 
 @dataclass
 class _Differences:
-    """The elements that differ within one pass.
+    """The differing elements of one pass.
 
     Attributes:
-        positions: their flat positions.
-        a, b: their values; exact for integers.
-        absolute: their absolute differences; rounded to float64 for integers.
-        magnitude_a, magnitude_b: the absolute values of a and b.
+        positions: flat positions.
+        a, b: values in each checkpoint; exact for integers.
+        absolute: absolute differences; rounded to float64 for integers.
+        magnitude_a, magnitude_b: absolute values of a and b.
     """
 
     positions: torch.Tensor
@@ -368,7 +367,7 @@ def _find_differences(a: torch.Tensor, b: torch.Tensor) -> _Differences | None:
 
 def _equal_or_both_nan(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_complex():
-        # isnan() of a complex number does not distinguish its real and imaginary parts.
+        # For complex numbers, isnan() does not tell which part is NaN.
         return _equal_or_both_nan(torch.view_as_real(a), torch.view_as_real(b)).all(dim=-1)
     return (a == b) | (a.isnan() & b.isnan())
 
@@ -383,7 +382,7 @@ def _select_integers(values: torch.Tensor, positions: torch.Tensor) -> torch.Ten
 def _differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if (a.dtype == torch.uint64) == (b.dtype == torch.uint64):
         return as_int64(a) != as_int64(b)
-    # A value that is negative as int64 is out of range for one of the two dtypes.
+    # A value that is negative as int64 is out of range for one of the dtypes.
     return (as_int64(a) != as_int64(b)) | (as_int64(a) < 0) | (as_int64(b) < 0)
 
 
@@ -392,14 +391,14 @@ def _integer_distance(
 ) -> torch.Tensor:
     """Returns |a - b| in float64.
 
-    Subtracts before rounding if possible, since large neighbours are equal in float64.
+    Subtracts before rounding if possible, because large adjacent integers are equal in float64.
     """
     bits_a, bits_b = as_int64(a), as_int64(b)
     if (a.dtype == torch.uint64) != (b.dtype == torch.uint64):
         return (float_a - float_b).abs()
     sign_bit = _LEAST_INT64 if a.dtype == torch.uint64 else 0
     larger = (bits_a ^ sign_bit) > (bits_b ^ sign_bit)
-    # The subtraction wraps modulo 2^64; the distance is less than that.
+    # The subtraction wraps modulo 2^64, but the distance is less than 2^64.
     distance = torch.where(larger, bits_a - bits_b, bits_b - bits_a)
     return as_float64(distance.view(torch.uint64))
 

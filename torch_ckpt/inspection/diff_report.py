@@ -12,20 +12,21 @@ from torch_ckpt._base.formatting import plural, printable
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Value differences of a tensor that has the same shape in both checkpoints.
+    """How the values of a tensor with the same shape in both checkpoints differ.
 
     Attributes:
         name: fully qualified name.
         shape: shape in both checkpoints.
         elements: number of elements.
-        differing: number of elements whose values differ; NaN equals NaN. None if torch cannot
-            convert the dtype to numbers and only the stored bytes were compared.
+        differing: number of elements whose values differ; NaN equals NaN. None if only the stored
+            bytes were compared because torch cannot convert the dtype to numbers.
         outside: number of differing elements beyond the tolerances.
         largest_absolute: largest absolute difference; exact for integers, infinite if one of the
-            values is NaN or infinite. None if ``differing`` is.
+            values is NaN or infinite. None if ``differing`` is None.
         largest_relative: largest difference relative to the larger magnitude of the two values.
-            None if ``differing`` is.
-        index: index of the element with the largest absolute difference; None if ``differing`` is.
+            None if ``differing`` is None.
+        index: index of the element with the largest absolute difference. None if ``differing`` is
+            None.
 
     Example::
 
@@ -49,10 +50,11 @@ class TensorDifference:
         if self.outside != self.differing:
             text += f", {self.outside} beyond the tolerances"
         assert self.largest_relative is not None
-        largest = self.largest_absolute
+        absolute = self.largest_absolute
+        largest = str(absolute) if isinstance(absolute, int) else f"{absolute:.6g}"
         return (
-            f"{text}; at most by {largest if isinstance(largest, int) else f'{largest:.6g}'} "
-            f"at {list(self.index or ())}, relatively by {self.largest_relative:.6g}"
+            f"{text}; largest difference {largest} "
+            f"at {list(self.index or ())}, largest relative difference {self.largest_relative:.6g}"
         )
 
 
@@ -65,13 +67,13 @@ class DiffReport:
         tolerant: True if a tolerance was given.
         same: number of names whose values are equal.
         only_in_a, only_in_b: names that the other checkpoint lacks.
-        kinds: (name, kind in a, kind in b) of names that are a tensor in one checkpoint and an
+        kinds: (name, kind in a, kind in b) for each name that is a tensor in one checkpoint and an
             object in the other.
-        shapes: (name, shape in a, shape in b) of tensors whose shapes differ.
-        dtypes: (name, dtype in a, dtype in b) of tensors whose dtypes differ. Their values are
-            compared, too.
+        shapes: (name, shape in a, shape in b) for each tensor whose shapes differ.
+        dtypes: (name, dtype in a, dtype in b) for each tensor whose dtypes differ. The values of
+            these tensors are compared, too.
         tensors: tensors whose values differ.
-        bits: names of tensors whose values are equal and whose bits are not: signs of zeros, or
+        bits: names of tensors with equal values but different bits, which are signs of zeros or
             payloads of NaNs.
         objects: names of objects whose stored bytes differ.
 
@@ -96,8 +98,8 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """True if names, kinds, shapes, dtypes and values are equal. If tolerances were given,
-        values may differ within them, and dtypes may differ."""
+        """True if names, kinds, shapes, dtypes and values are equal. If a tolerance was given,
+        values may differ within it, and dtypes may differ."""
         differ = self.only_in_a or self.only_in_b or self.kinds or self.shapes or self.objects
         beyond = any(tensor.outside for tensor in self.tensors)
         return not (differ or beyond or (self.dtypes and not self.tolerant))
@@ -117,11 +119,15 @@ class DiffReport:
         for tensor in self.tensors:
             yield printable(f"values: {tensor}")
         for name in self.bits:
-            yield printable(f"bits: {name}: equal values; signs of zeros or bits of NaNs differ")
+            yield printable(
+                f"bits: {name}: equal values, but signs of zeros or bits of NaNs differ"
+            )
         for name in self.objects:
             yield printable(f"object: {name}: the stored bytes differ")
         within = " within the tolerances" if self.tolerant else ""
-        verdict = f"equal{within}" if self.equal else f"different{within and ' beyond tolerances'}"
+        verdict = (
+            f"equal{within}" if self.equal else f"different{within and ' beyond the tolerances'}"
+        )
         yield printable(
             f"{self.a} and {self.b} are {verdict}: {plural(self.same, 'name')} with equal values"
         )
@@ -130,7 +136,7 @@ class DiffReport:
         return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
-        """Returns the report as a document for JSON. Infinities and NaN become strings."""
+        """Returns the report as a JSON document. Infinities and NaN become strings."""
 
         def number(value: float | int | None) -> float | int | str | None:
             return str(value) if isinstance(value, float) and not math.isfinite(value) else value

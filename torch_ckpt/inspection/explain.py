@@ -1,8 +1,8 @@
 """``explain``: shows what each rank wrote to a checkpoint, and which phases were slow.
 
-1. The metadata locates every record. The name of a data file begins with the rank that wrote it.
-2. If the engine planned the save, the metadata has the duration of each phase on each rank.
-3. Remarks name ranks that wrote more than the others, or that were slower with no more bytes.
+1. The metadata locates every record. A data file's name contains the rank that wrote it.
+2. If the engine planned the save, the metadata has each rank's duration of each phase.
+3. Remarks name ranks that wrote more than the others, or were slower without writing more.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch_ckpt.checkpoint.locating import open_checkpoint
 
 _RANK_IN_FILE_NAME = re.compile(r"__(\d+)_")
 
-# Smaller ratios, and phases shorter than this, get no remark.
+# Smaller ratios and shorter phases are not remarked on.
 _NOTABLE_RATIO = 1.5
 _NOTABLE_SECONDS = 0.1
 
 
 @dataclass
 class RankShare:
-    """The records that one rank wrote, and the duration of its phases.
+    """The records that one rank wrote, and the durations of its phases.
 
     Attributes:
         rank: the rank; None for files whose names contain no rank.
         records: number of records; each shard of a tensor is one.
-        bytes: size of these records in the files.
-        whole_bytes: the part of ``bytes`` in tensors and objects that are a single record. Other
-            ranks may have had replicas of them.
+        bytes: total size of these records in the files.
+        whole_bytes: the part of ``bytes`` that belongs to unsharded tensors and to objects, of
+            which other ranks may have had replicas.
         files: file names relative to the checkpoint directory.
         largest: name and size in bytes of the rank's largest record.
-        plan_s: seconds from the state dict to the finished plan, other ranks' planning included;
+        plan_s: seconds from the state dict to the finished plan, including waiting for other ranks;
             None if not recorded.
-        find_s: seconds to resolve all values, including the pickling of objects; None if not
+        find_s: seconds to resolve all values, including pickling objects; None if not
             recorded.
         write_s: seconds until the rank's files were durable; None if not recorded.
     """
@@ -64,8 +64,8 @@ class Explanation:
 
     Attributes:
         checkpoint: the checkpoint directory.
-        ranks: ranks that wrote a record, or whose durations are recorded.
-        remarks: a summary, and sentences about ranks that differ notably from the others.
+        ranks: the ranks that wrote a record or whose durations are recorded.
+        remarks: a summary, and a sentence about each rank that stands out.
     """
 
     checkpoint: str
@@ -73,11 +73,11 @@ class Explanation:
     remarks: list[str]
 
     def lines(self) -> Iterator[str]:
-        """The report as plain text, with escaped names."""
+        """Yields the report as plain text, with escaped names."""
         return text_lines(self.blocks())
 
     def blocks(self) -> Iterator[Block]:
-        """A table with a row for each rank, and the remarks."""
+        """Yields a table with a row for each rank, and the remarks."""
         rows = [
             (
                 "-" if share.rank is None else str(share.rank),
@@ -100,22 +100,22 @@ class Explanation:
         yield from map(printable, self.remarks)
 
     def document(self) -> dict[str, Any]:
-        """Returns the explanation as a document for JSON."""
+        """Returns the explanation as a JSON document."""
         return asdict(self)
 
 
 def explain(path: str | os.PathLike[str]) -> Explanation:
     """Reports what each rank wrote to a checkpoint, and which phases were slow.
 
-    Reads only the metadata, also that of stock torch.
+    Reads only the metadata, which stock torch may have written.
 
     Args:
-        path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run, or ROOT for its newest
+        path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
             step.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
-        Unsafe, Corrupt, CheckpointError: its metadata cannot be read.
+        Unsafe, Corrupt, CheckpointError: the metadata cannot be read.
     """
     with closing(open_checkpoint(path)) as directory:
         index, found = read_index_in(directory), directory.path
@@ -149,12 +149,12 @@ def _share_of_each_rank(index: _core.CheckpointIndex) -> dict[int | None, RankSh
 
 
 def _phase_seconds(index: _core.CheckpointIndex) -> list[tuple[float, float, float]]:
-    """Returns (plan, find, write) seconds for each rank; an empty list if not recorded."""
+    """Returns each rank's (plan, find, write) seconds; an empty list if not recorded."""
     try:
         phases: Any = json.loads(index.phases() or "[]")
         return [(float(plan), float(find), float(write)) for plan, find, write in phases]
     except (TypeError, ValueError, OverflowError, RecursionError):
-        # Written by another version, or damaged. The stored data does not depend on it.
+        # Another version wrote the durations, or they are damaged. No data depends on them.
         return []
 
 
@@ -172,13 +172,13 @@ def _remarks(ranks: list[RankShare]) -> Iterator[str]:
         name, length = most.largest
         yield (
             f"rank {most.rank} wrote {most.bytes / mean:.1f} times the mean of {size(mean)}; "
-            f"{size(most.whole_bytes)} of it are unsharded tensors and objects, and its largest "
+            f"{size(most.whole_bytes)} of that is unsharded tensors and objects, and the largest "
             f"record is {name} ({size(length)})"
         )
     for title, attribute, why in (
         ("to write", "write_s", "its storage, or the connection to it, is slower"),
         (
-            "to find its values",
+            "to collect its values",
             "find_s",
             "it pickles objects or copies tensors that other ranks do not have",
         ),
@@ -195,6 +195,6 @@ def _remarks(ranks: list[RankShare]) -> Iterator[str]:
         if attribute == "write_s" and slowest.bytes > _NOTABLE_RATIO * mean:
             reason = "it wrote the most"
         yield (
-            f"rank {slowest.rank} took {took:.2f} s {title}, and the median rank {median:.2f} s: "
+            f"rank {slowest.rank} took {took:.2f} s {title} (the median rank: {median:.2f} s); "
             f"{reason}"
         )

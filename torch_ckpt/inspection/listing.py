@@ -24,7 +24,7 @@ from torch_ckpt.inspection.verify import is_file_damage
 
 @dataclass(frozen=True)
 class _Item:
-    """A name of the state dict: a tensor in one or more shards, or a serialized object."""
+    """An entry of the state dict: a tensor in one or more shards, or a serialized object."""
 
     name: str
     kind: str  # "tensor" or "bytes"
@@ -32,8 +32,8 @@ class _Item:
     shape: list[int] | None  # shape of the complete tensor; None for objects
     parameters: int  # number of elements; 0 for objects
     shards: int
-    stored_shards: int  # less than `shards` if the metadata does not locate all of them
-    stored_bytes: int  # size of all its records in the files, envelopes included
+    stored_shards: int  # less than `shards` if the metadata does not locate every shard
+    stored_bytes: int  # total size of its records in the files, including envelopes
     files: list[str]  # sorted, relative to the checkpoint directory
 
 
@@ -41,7 +41,7 @@ class _Item:
 class _Part:
     """The totals of the items below one top-level key."""
 
-    key: str  # the part of the names before the first dot
+    key: str  # the names up to the first dot
     tensors: int
     objects: int
     parameters: int
@@ -53,9 +53,9 @@ class _File:
     """A data file that the metadata names, or that was found in the directory."""
 
     name: str  # relative to the checkpoint directory
-    records: int  # number of records in it; 0 for a file that the metadata does not name
-    stored_bytes: int  # size of these records
-    disk_bytes: int | None  # its length; None if it does not exist
+    records: int  # number of records in the file; 0 if the metadata does not name the file
+    stored_bytes: int  # total size of these records
+    disk_bytes: int | None  # length of the file; None if it cannot be read
     state: str  # "ok", "missing", "too short", "unreadable" (not a regular file) or "unreferenced"
 
 
@@ -64,8 +64,8 @@ class Listing:
     """The items, files and totals of one checkpoint."""
 
     path: str  # the checkpoint directory
-    items: list[_Item]  # sorted by name, numbers in names by value
-    files: list[_File]  # sorted in the same way
+    items: list[_Item]  # in natural order of their names
+    files: list[_File]  # in natural order of their names
     disk_bytes: int  # size of the referenced files and the metadata
     committed: datetime  # modification time of the metadata, in the local time zone
 
@@ -83,7 +83,7 @@ class Listing:
 
     @property
     def parts(self) -> list[_Part]:
-        """The totals of each top-level key, in the order of the items."""
+        """The totals for each top-level key, in the order of the items."""
         groups: dict[str, list[_Item]] = {}
         for item in self.items:
             groups.setdefault(item.name.partition(".")[0], []).append(item)
@@ -100,9 +100,9 @@ class Listing:
 
     @property
     def faults(self) -> list[str]:
-        """The reasons why a complete load of this checkpoint would fail.
+        """Reasons why loading the entire checkpoint would fail.
 
-        Only the metadata and the lengths of files are checked.
+        Based only on the metadata and the file lengths.
         """
         files = [f"{file.name} ({file.state})" for file in self.referenced if file.state != "ok"]
         items = [
@@ -115,14 +115,14 @@ class Listing:
 
 def natural_order(name: str) -> list[str | int]:
     """Returns a sort key that orders layers.2 before layers.10."""
-    # Text and numbers alternate, so numbers are compared with numbers only.
+    # Text and numbers alternate, so numbers are only ever compared with numbers.
     parts: list[str | int] = list(re.split(r"([0-9]+)", name))
     parts[1::2] = map(int, parts[1::2])
     return parts
 
 
 def select_names(names: Iterable[str], patterns: Sequence[str] | None, path: object) -> list[str]:
-    """Selects the names that are equal to a pattern, below it ("a.b" is below "a"), or match it.
+    """Selects the names that match a pattern, equal it or are below it ("a.b" is below "a").
 
     Args:
         patterns: names, prefixes or :mod:`fnmatch` patterns; None selects all names.
@@ -139,7 +139,7 @@ def select_names(names: Iterable[str], patterns: Sequence[str] | None, path: obj
         return names
     present, chosen = set(names), set[str]()
     for pattern in patterns:
-        # Names first: many contain brackets, which have a meaning in patterns.
+        # Try names first: many contain brackets, which are special in patterns.
         below = [name for name in names if name.startswith(f"{pattern}.")]
         found = [pattern, *below] if pattern in present else below or fnmatch.filter(names, pattern)
         if not found:
@@ -151,7 +151,7 @@ def select_names(names: Iterable[str], patterns: Sequence[str] | None, path: obj
 
 
 def _check_file(directory: OpenDirectory, name: str, records: int, stored: int, end: int) -> _File:
-    """Compares a file with the metadata, which places the end of its last record at `end`."""
+    """Checks a file against the metadata: its last record ends at `end`."""
     try:
         length = directory.length_of(name)
     except FileNotFoundError:
@@ -164,13 +164,13 @@ def _check_file(directory: OpenDirectory, name: str, records: int, stored: int, 
 
 
 def _find_unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File]:
-    """Finds data files that the metadata does not name, such as those of an interrupted save."""
+    """Finds data files that the metadata does not name, such as from an interrupted save."""
     known = set(referenced)
     found = []
     for path in directory.glob("*.distcp"):
         if path.name in known:
             continue
-        # A concurrent save may have removed the file. Links are not followed.
+        # A concurrent save may have removed the file. Do not follow links.
         with suppress(FileNotFoundError):
             found.append(_File(path.name, 0, 0, path.lstat().st_size, "unreferenced"))
     return found
@@ -182,7 +182,7 @@ def _build_listing(
     index: _core.CheckpointIndex,
     patterns: Sequence[str] | None,
 ) -> Listing:
-    """Combines the metadata with the lengths of the files. Reads no data file."""
+    """Combines the metadata with the file lengths. Reads no data file."""
     chosen = select_names(index.names(), patterns, directory)
     records: dict[str, int] = {}
     stored: dict[str, int] = {}
@@ -197,7 +197,7 @@ def _build_listing(
     items = []
     for name in chosen:
         tensor, shards = index.tensor(name), index.shards(name)
-        # A set, since empty shards may share one record.
+        # A set, because empty shards may share one record.
         locations = {(file, at, n) for _o, _s, file, at, n, _t in shards if file is not None}
         count(locations)
         items.append(
@@ -219,7 +219,7 @@ def _build_listing(
 
     named = [_check_file(opened, f, records[f], stored[f], ends[f]) for f in records]
     status = (directory / METADATA_NAME).stat()
-    # With patterns, `records` lacks the files of the other names.
+    # With patterns, `records` lacks the files of other names.
     files = [*named, *(_find_unreferenced(directory, records) if patterns is None else [])]
     return Listing(
         path=opened.path,
@@ -231,13 +231,13 @@ def _build_listing(
 
 
 def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> Listing:
-    """Lists a checkpoint from its metadata and the lengths of its files.
+    """Lists a checkpoint from its metadata and file lengths.
 
     Args:
-        path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run, or ROOT for its newest
+        path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
             step.
-        names: names, prefixes or :mod:`fnmatch` patterns; None lists everything. Only files that
-            hold a selected item are listed.
+        names: names, prefixes or :mod:`fnmatch` patterns; None lists everything. Only files
+            with a selected item are listed.
 
     Raises:
         CheckpointError, OSError: no checkpoint can be read, or a pattern matches no name.
@@ -282,7 +282,7 @@ def file_table(listing: Listing) -> Table:
 
 
 def part_table(listing: Listing) -> Table | None:
-    """Tabulates the sums by top-level key; None if every item is a top-level key of its own."""
+    """Tabulates the totals by top-level key; None if every item has a top-level key of its own."""
     parts = listing.parts
     if len(parts) == len(listing.items):
         return None
@@ -314,7 +314,7 @@ def total_line(listing: Listing) -> str:
 
 
 def document(listing: Listing) -> dict[str, Any]:
-    """Returns the listing as a document for JSON."""
+    """Returns the listing as a JSON document."""
     return {
         "checkpoint": listing.path,
         "items": [asdict(item) for item in listing.items],

@@ -1,10 +1,10 @@
-"""``show``: shows the values and locations of the tensors and objects of a checkpoint.
+"""``show``: shows the values and locations of the tensors and objects in a checkpoint.
 
 1. Names are selected from the metadata.
-2. A tensor is read box by box, and the statistics of the boxes are combined. Mean and standard
+2. Tensors are read box by box, and the statistics of the boxes are combined. Mean and standard
    deviation follow Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
    Computing Sample Variances" (1979).
-3. An object is shown as Python prints it. Only allow-listed types are unpickled.
+3. Objects are printed with pprint. Only allow-listed types are unpickled.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from torch_ckpt.inspection.stored_tensors import (
 )
 from torch_ckpt.inspection.verify import is_file_damage
 
-# Size of a box in bytes. Its values in float64 and the temporaries may take sixteen times as much.
+# Size of a box in bytes. Its values as float64 and temporaries may take 16 times as much memory.
 _BOX_BYTES = 4 << 20
 
 _INFLIGHT_BYTES = 64 << 20
 
-# Most lines of text shown for an object.
+# Maximum number of lines shown for an object.
 _MAX_LINES = 40
 
 _LEAST_INT64 = -(1 << 63)
@@ -49,15 +49,14 @@ _LEAST_INT64 = -(1 << 63)
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a shard or an object.
+    """The location of a shard or an object.
 
     Attributes:
         file: file name relative to the checkpoint directory.
-        offset: offset in the file in bytes.
-        bytes: size of the record in bytes, with its envelope.
-        offsets: offsets of the shard in the complete tensor, one for each dimension; None for an
-            object.
-        sizes: sizes of the shard, one for each dimension; None for an object.
+        offset: offset in the file, in bytes.
+        bytes: size of the record in bytes, including its envelope.
+        offsets: offsets of the shard in the complete tensor, one per dimension; None for an object.
+        sizes: sizes of the shard, one per dimension; None for an object.
     """
 
     file: str
@@ -76,13 +75,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the values of a tensor; for complex numbers, of their magnitudes.
+    """Statistics of a tensor's values; for complex tensors, of their magnitudes.
 
     Attributes:
         min, max: extremes of the finite values; exact for integers. None if no value is finite.
         mean: mean of the finite values; None if no value is finite.
         std: population standard deviation of the finite values; None if no value is finite.
-        zeros, nans, infinities: number of zeros, NaNs and infinite values.
+        zeros, nans, infinities: numbers of zeros, NaNs and infinite values.
     """
 
     min: float | int | None
@@ -109,17 +108,17 @@ class Statistics:
 
 @dataclass(frozen=True)
 class ShownTensor:
-    """A tensor of a checkpoint.
+    """A tensor in a checkpoint.
 
     Attributes:
         name: fully qualified name.
-        dtype: name of the dtype, such as "float32".
+        dtype: dtype name, such as "float32".
         shape: shape of the complete tensor.
         bytes: size of the complete tensor in bytes.
-        places: locations of its shards.
-        statistics: statistics of its values; None if it has no elements, or if torch cannot convert
-            its dtype to numbers.
-        first: its first values in row-major order.
+        places: locations of the shards.
+        statistics: statistics of the values; None if the tensor has no elements, or if torch cannot
+            convert its dtype to numbers.
+        first: the first values in row-major order.
 
     Example::
 
@@ -151,13 +150,13 @@ class ShownTensor:
 
 @dataclass(frozen=True)
 class ShownObject:
-    """An object of a checkpoint.
+    """An object in a checkpoint.
 
     Attributes:
         name: fully qualified name.
-        place: location of its record.
+        place: location of the record.
         value: the object; None if it was not unpickled.
-        refused: the reason why it was not unpickled; empty if it was.
+        refused: reason why the object was not unpickled; empty if it was.
 
     Example::
 
@@ -188,8 +187,8 @@ class ShowReport:
 
     Attributes:
         checkpoint: the checkpoint directory.
-        items: the readable tensors and objects, sorted by name, numbers in names by value.
-        damaged: (name, what is wrong) of tensors and objects that cannot be read, sorted likewise.
+        items: readable tensors and objects, in natural order of their names.
+        damaged: (name, problem) for each tensor or object that cannot be read, in the same order.
 
     Example::
 
@@ -217,7 +216,7 @@ class ShowReport:
         return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
-        """Returns the report as a document for JSON. Values that JSON lacks become strings."""
+        """Returns the report as a JSON document. Values that JSON lacks become strings."""
         return {
             "checkpoint": self.checkpoint,
             "items": [
@@ -236,28 +235,28 @@ def show(
     allow_pickle: bool = False,
     progress: ProgressOption = None,
 ) -> ShowReport:
-    """Reads tensors and objects of a checkpoint, written by torch_ckpt or by stock torch.
+    """Reads tensors and objects from a checkpoint written by torch_ckpt or stock torch.
 
-    The sharding does not matter. Needs some 64 MiB of memory beside the report, and for an object
-    as much as the object takes.
+    The checkpoint may have any sharding. Needs about 64 MiB of memory in addition to the report
+    and, for an object, as much memory as the object takes.
 
     Args:
-        path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run, or ROOT for its newest
+        path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
             step.
-        names: names to show. A prefix selects everything below it ("model" selects "model.*"), and
-            :mod:`fnmatch` patterns are accepted. None shows everything.
-        first: number of values to show of each tensor.
-        allow_pickle: unpickle objects of any type. This may run code that the checkpoint contains.
+        names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to show; None
+            shows everything.
+        first: number of values to show for each tensor.
+        allow_pickle: unpickle objects of any type. This may run code from the checkpoint.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:
-        The tensors and objects, and the names of damaged ones. Checksums are verified as by a load.
+        The tensors and objects, and the names of damaged ones. Verifies checksums as a load does.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
         CheckpointError: one of ``names`` matches nothing.
         Unsafe, Corrupt: the metadata cannot be read.
-        OSError: a system call failed for a reason other than damage, such as a lack of file
+        OSError: a system call failed for a reason other than damage, such as too few file
             descriptors.
         ValueError: an option is out of range.
 
@@ -315,7 +314,7 @@ def _read_tensor(stored: StoredTensors, name: str, tensor: StoredTensor, first: 
     places = [Place(*record) for record in stored.records(name)]
     statistics: Statistics | None = None
     values: list[Any] = []
-    # A quantized tensor cannot be read in boxes, since its scales are not in its elements.
+    # Quantized tensors cannot be read in boxes: their scales are stored apart from the elements.
     if dtype not in QUANTIZED:
         statistics, values = _summarize(stored, name, shape, dtype, first)
     title = str(dtype).removeprefix("torch.")
@@ -325,14 +324,14 @@ def _read_tensor(stored: StoredTensors, name: str, tensor: StoredTensor, first: 
 def _summarize(
     stored: StoredTensors, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
 ) -> tuple[Statistics | None, list[Any]]:
-    """Reads a tensor; returns its statistics and its first values."""
+    """Reads a tensor, and returns its statistics and first values."""
     tally = _Tally()
     values: list[Any] = []
     for box in split_into_boxes(shape, _BOX_BYTES // dtype.itemsize):
         part = _read_box(stored, name, box, dtype)
         try:
             tally.add(part)
-            # Boxes are in row-major order.
+            # Boxes arrive in row-major order.
             values += _numbers(part[: first - len(values)])
         except (NotImplementedError, RuntimeError):
             # torch cannot convert this dtype to numbers.
@@ -341,7 +340,7 @@ def _summarize(
 
 
 def _read_box(stored: StoredTensors, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """Reads a box as a tensor of one dimension."""
+    """Reads a box into a one-dimensional tensor."""
     target = empty_tensor(box[1], dtype)
     files: dict[str, int] = {}
     rows = stored.rows(name, box, target, files)
@@ -359,12 +358,12 @@ class _Tally:
         self._zeros = 0
         self._nans = 0
         self._mean = 0.0
-        self._squares = 0.0  # sum of the squared deviations of the finite values from their mean
+        self._squares = 0.0  # sum of squared deviations of the finite values from their mean
         self._least: float | int = math.inf
         self._largest: float | int = -math.inf
 
     def add(self, part: torch.Tensor) -> None:
-        """Adds the values of a tensor of one dimension with at least one element."""
+        """Adds the values of a non-empty, one-dimensional tensor."""
         is_exact = not (part.is_floating_point() or part.is_complex())
         wide = widen(part, torch.complex128).abs() if part.is_complex() else as_float64(part)
         finite = wide if is_exact else wide[wide.isfinite()]
@@ -387,7 +386,7 @@ class _Tally:
         self._finite = total
 
     def statistics(self) -> Statistics | None:
-        """Returns the statistics of all added values; None if there were none."""
+        """Returns the statistics of all added values; None if none were added."""
         if self._elements == 0:
             return None
         infinities = self._elements - self._finite - self._nans
@@ -448,7 +447,7 @@ def _object_document(item: ShownObject) -> dict[str, Any]:
     if item.refused:
         return document | {"refused": item.refused}
     try:
-        # JSON turns other keys of dicts into strings, so check that the value survives.
+        # JSON converts dict keys to strings, so check that the value survives a round trip.
         if json.loads(json.dumps(item.value, allow_nan=False)) == item.value:
             return document | {"value": item.value}
     except (ValueError, TypeError, RecursionError, RuntimeError):

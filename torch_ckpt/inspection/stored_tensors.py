@@ -1,4 +1,4 @@
-"""Reads tensors of a checkpoint in boxes, and objects, for ``diff``, ``show`` and ``convert``."""
+"""Reads boxes of tensors, and objects, from a checkpoint for ``diff``, ``show`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch_ckpt.inspection.verify import find_shard_fault
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Row
 
-#: Offsets and sizes of a part of a tensor, one for each dimension.
+#: Offsets and sizes of a region of a tensor, one per dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: Dtypes whose values depend on scales beside the elements, which only torch.load can read.
+#: Dtypes whose values depend on scales stored apart from the elements; only torch.load reads them.
 QUANTIZED = {
     getattr(torch, name)
     for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
@@ -29,14 +29,14 @@ QUANTIZED = {
 
 
 class StoredTensor(NamedTuple):
-    """The dtype and shape of a tensor in the metadata."""
+    """The dtype and shape of a tensor, from the metadata."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class Record(NamedTuple):
-    """Location of a shard or an object in a file, and the region of the tensor that a shard holds.
+    """The location of a shard or an object in a file, and the shard's region of the tensor.
 
     Offset and length are in bytes, offsets and sizes in elements.
     """
@@ -49,14 +49,14 @@ class Record(NamedTuple):
 
 
 class StoredTensors:
-    """Reads any box of any tensor of a checkpoint, regardless of its sharding.
+    """Reads boxes of a checkpoint's tensors, regardless of the sharding.
 
-    Holds the directory open until ``reader.release()``.
+    Keeps the directory open until ``reader.release()``.
 
     Args:
-        path: the checkpoint, in a form that :func:`open_checkpoint` accepts.
+        path: the checkpoint, as for :func:`open_checkpoint`.
         max_inflight_bytes: memory limit of the reader in bytes, not counting the targets.
-        allow_pickle: unpickle objects of any type, see :class:`FileSystemReader`.
+        allow_pickle: unpickle objects of any type; see :class:`FileSystemReader`.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt, OSError: the metadata cannot be read.
@@ -78,7 +78,7 @@ class StoredTensors:
         self._uncovered = set(self._index.uncovered())
         #: Fully qualified names, in the checkpoint's order.
         self.names: list[str] = self._index.names()
-        # The result of the last call of records(): many boxes of one tensor are read in a row.
+        # The last result of records(), because many boxes of one tensor are read in succession.
         self._last_records: tuple[str | None, list[Record]] = None, []
 
     def __contains__(self, name: str) -> bool:
@@ -111,11 +111,11 @@ class StoredTensors:
         return 0 if found is None else math.prod(found[1]) * getattr(torch, found[0]).itemsize
 
     def records(self, name: str) -> list[Record]:
-        """Returns the locations of the shards of a tensor, or of an object.
+        """Returns the locations of a tensor's shards, or of an object.
 
         Raises:
-            Corrupt: the metadata does not locate all of them.
-            CheckpointError: one of them was stored through a stream transform.
+            Corrupt: the metadata does not locate every record.
+            CheckpointError: a record was stored through a stream transform.
         """
         if self._last_records[0] == name:
             return self._last_records[1]
@@ -123,23 +123,23 @@ class StoredTensors:
         for offsets, sizes, file, offset, length, is_transformed in self._index.shards(name):
             if file is None:
                 raise Corrupt(
-                    f"{self.path}: {name}: the metadata gives it no location. "
+                    f"{self.path}: {name}: the metadata gives no location for it. "
                     "Run torch-ckpt verify on the checkpoint"
                 )
             if is_transformed:
                 raise CheckpointError(
-                    f"{self.path}: {name}: it was stored through a stream transform, which only "
-                    "a load can undo"
+                    f"{self.path}: {name} was stored through a stream transform, which only a load "
+                    "can undo"
                 )
             records.append(Record(file, offset, length, offsets, sizes))
         self._last_records = name, records
         return records
 
     def rows(self, name: str, box: Box, target: torch.Tensor, files: dict[str, int]) -> list[Row]:
-        """Returns the reads that fill the target with a box of a tensor.
+        """Returns the reads that copy a box of a tensor into the target.
 
         Args:
-            files: numbers of the files; files that it lacks are added.
+            files: the number of each file; new files are added.
         """
         found = self._index.tensor(name)
         assert found is not None
@@ -171,15 +171,15 @@ class StoredTensors:
         return rows
 
     def read_object(self, name: str) -> Any:
-        """Reads an object; only allow-listed types unless ``allow_pickle`` was given.
+        """Reads an object; only allow-listed types unless ``allow_pickle`` is True.
 
         Raises:
-            Corrupt, CheckpointError, OSError: it cannot be read.
-            Unsafe: it has a type that is not allow-listed.
+            Corrupt, CheckpointError, OSError: the object cannot be read.
+            Unsafe: the object contains a type that is not allow-listed.
         """
         (record,) = self.records(name)
         before = self.reader.max_inflight_bytes
-        # An object cannot be read in parts, so allow as much memory as it needs.
+        # An object cannot be read in parts, so raise the limit by the memory that it needs.
         self.reader.max_inflight_bytes = before + 2 * record.length
         try:
             row = (name, 0, record.offset, record.length)
@@ -191,13 +191,13 @@ class StoredTensors:
         return decode(data, name, record.file)
 
     def read_chunks(self, name: str, record: Record, max_bytes: int) -> Iterator[bytes]:
-        """Yields the stored bytes of a record, at most max_bytes // 2 at a time."""
+        """Yields the stored bytes of a record, at most ``max_bytes // 2`` at a time."""
         chunk = max_bytes // 2
         if record.length <= chunk:
             row = (name, 0, record.offset, record.length)
             yield self.reader.read_bytes([record.file], [row])[0]
             return
-        # The checksum of an object covers all of its bytes, so it cannot verify a part.
+        # An object's checksum covers all of its bytes, so it cannot verify one chunk.
         before, self.reader.verify = self.reader.verify, False
         try:
             for begin in range(0, record.length, chunk):
@@ -208,19 +208,19 @@ class StoredTensors:
 
 
 def empty_tensor(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialized CPU tensor. torch.empty does not support every dtype."""
+    """Returns an uninitialized CPU tensor, even of dtypes that torch.empty does not support."""
     count = math.prod(sizes) * dtype.itemsize
     return torch.empty(count, dtype=torch.uint8, device="cpu").view(dtype).view(sizes)
 
 
 def split_into_boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
-    """Splits a tensor into boxes of at most ``max_elements``, in row-major order."""
+    """Splits a tensor into boxes of at most ``max_elements`` elements, in row-major order."""
     if 0 in shape:
         return
     if not shape:
         yield (), ()
         return
-    # Boxes are cut in this dimension. They have size 1 in the dimensions before it.
+    # The dimension to cut. Boxes have size 1 in all dimensions before it.
     cut = 0
     while math.prod(shape[cut + 1 :]) > max_elements:
         cut += 1
@@ -233,12 +233,12 @@ def split_into_boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]
 
 
 def as_int64(values: torch.Tensor) -> torch.Tensor:
-    """Converts integers to int64. Values of uint64 above its range wrap to negative ones."""
+    """Converts integers to int64. Larger values of uint64 wrap to negative ones."""
     return values.view(torch.int64) if values.dtype == torch.uint64 else values.to(torch.int64)
 
 
 def as_float64(values: torch.Tensor) -> torch.Tensor:
-    """Converts values to float64. Handles uint64 through int64."""
+    """Converts values to float64. Handles uint64 by way of int64."""
     if values.dtype != torch.uint64:
         return values.to(torch.float64)
     bits = values.view(torch.int64)

@@ -1,14 +1,14 @@
-"""``verify``: checks all of a checkpoint against its checksums, without loading it.
+"""``verify``: checks an entire checkpoint against its checksums, without loading it.
 
-1. Read the metadata, and lock the directory with a shared lock, as a load does.
+1. Take a shared lock on the directory, as a load does, and read the metadata.
 2. Check that the metadata locates every shard, that the shards cover their tensors, and that no
    file is shorter or longer than its records.
-3. Let the engine read every record and compare it with every checksum. These are the checksums of
-   blocks, archives and objects if the metadata has them, else the CRC-32 of every archive entry.
-4. List records that could not be read for a reason other than damage, such as a lack of file
+3. Let the engine read every record and check it against all its checksums: those of blocks,
+   archives and objects if the metadata has them, otherwise the CRC-32 of every archive entry.
+4. List records that could not be read for a reason other than damage, such as too few file
    descriptors, separately from damaged records.
 
-Damage does not end the check: the report lists everything that was found.
+The check continues after damage, and the report lists all of it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch_ckpt.errors import Unsafe
 
 _METADATA_OF_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")
 
-# Errors that mean that the file is damaged. Other errors, such as EMFILE, EACCES or ETIMEDOUT,
-# concern the machine or the permissions of the reader.
+# Errors that indicate a damaged file. Other errors, such as EMFILE, EACCES or ETIMEDOUT, are due to
+# the machine or the reader's permissions.
 _FILE_DAMAGE = {
     errno.ENOENT,
     errno.ENOTDIR,
@@ -53,20 +53,20 @@ _FILE_DAMAGE = {
 
 
 def is_file_damage(error_number: int) -> bool:
-    """True if an errno means that the file is damaged, not that the machine failed."""
+    """True if an errno indicates a damaged file rather than a failing machine."""
     return error_number in _FILE_DAMAGE
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged or unreadable part of a file.
+    """A damaged or unreadable region of a file.
 
     Attributes:
-        name: the tensor or object; None if the file as such is damaged.
+        name: the tensor or object; None if the file itself is damaged.
         file: file name relative to the checkpoint directory.
         offset: offset in the file in bytes; None if the damage has no single offset.
-        bytes: number of damaged bytes from ``offset`` on; 0 if unknown.
-        what: what is wrong, as a clause of text.
+        bytes: number of damaged bytes, starting at ``offset``; 0 if unknown.
+        what: a clause that describes the problem.
 
     Example::
 
@@ -96,17 +96,18 @@ class VerifyReport:
     Attributes:
         checkpoint: the checkpoint directory.
         records: number of records that were read and verified; each shard of a tensor is one.
-        bytes: size of these records.
-        seconds: duration.
+        bytes: total size of these records.
+        seconds: duration of the verification.
         damaged: damaged records and files, sorted by file and offset.
-        missing: (file, names stored in it) of files that do not exist.
-        incomplete: (name, what is missing) of tensors and objects that the metadata does not locate
-            completely.
-        unread: records and files that could not be read for a reason other than damage, such as a
-            lack of file descriptors or of permissions. They may be sound.
-        unverifiable: names of records with no checksum of all their bytes, as written under
-            ``torch.serialization.set_crc32_options(False)``.
-        unreferenced: files in the directory that the metadata does not name. They are not damage.
+        missing: (file, names stored in it) for each file that does not exist.
+        incomplete: (name, problem) for each tensor or object that the metadata does not fully
+            locate.
+        unread: records and files that could not be read for a reason other than damage, such as too
+            few file descriptors or a lack of permission. They may be intact.
+        unverifiable: names of records that have no checksum covering all their bytes, as written
+            with ``torch.serialization.set_crc32_options(False)``.
+        unreferenced: files in the directory that the metadata does not name. These do not count as
+            damage.
 
     Example::
 
@@ -133,7 +134,7 @@ class VerifyReport:
 
     @property
     def has_damage(self) -> bool:
-        """True if something is damaged, missing or incomplete."""
+        """True if anything is damaged, missing or incomplete."""
         return bool(self.damaged or self.missing or self.incomplete)
 
     def faults(self) -> Iterator[str]:
@@ -141,7 +142,7 @@ class VerifyReport:
         for damage in self.damaged:
             yield printable(f"damaged: {damage}")
         for file, names in self.missing:
-            yield printable(f"missing: {file}, with {', '.join(names)}")
+            yield printable(f"missing: {file}, which holds {', '.join(names)}")
         for name, what in self.incomplete:
             yield printable(f"incomplete: {name}: {what}")
         for unread in self.unread:
@@ -155,17 +156,17 @@ class VerifyReport:
         if self.unverifiable:
             count = plural(len(self.unverifiable), "record")
             yield printable(f"not verifiable, {count}: {', '.join(self.unverifiable)}")
-        verdict = "all is sound"
+        verdict = "no damage found"
         if not self.ok:
             parts = [
-                (len(self.damaged), "place", "damaged"),
+                (len(self.damaged), "location", "damaged"),
                 (len(self.missing), "file", "missing"),
                 (len(self.incomplete), "item", "incomplete"),
-                (len(self.unread), "place", "not read"),
+                (len(self.unread), "location", "not read"),
             ]
             verdict = ", ".join(f"{plural(n, noun)} {what}" for n, noun, what in parts if n)
         elif self.unverifiable:
-            verdict = "nothing is wrong, as far as there are checksums"
+            verdict = "no damage found, but some records lack checksums"
         rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
         yield (
             f"{printable(self.checkpoint)}: {plural(self.records, 'record')}, {size(self.bytes)}, "
@@ -176,7 +177,7 @@ class VerifyReport:
         return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
-        """Returns the report as a document for JSON."""
+        """Returns the report as a JSON document."""
         return {
             "checkpoint": self.checkpoint,
             "ok": self.ok,
@@ -200,20 +201,20 @@ def verify(
     direct_io: bool | str = "auto",
     progress: ProgressOption = None,
 ) -> VerifyReport:
-    """Reads all of a checkpoint and verifies it against all its checksums.
+    """Reads an entire checkpoint and verifies it against all its checksums.
 
-    Also verifies checkpoints of stock torch, which have a CRC-32 for each archive entry.
+    Checkpoints written by stock torch are verified against the CRC-32 of each archive entry.
 
     Args:
-        checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run, or ROOT for
-            its newest step.
+        checkpoint_id: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its
+            newest step.
         thread_count: number of concurrent reads; None means 8.
         max_inflight_bytes: memory limit in bytes, not counting the metadata.
-        direct_io: bypass the page cache. "auto" does so for data that it does not hold.
+        direct_io: bypass the page cache; "auto" bypasses it for data that is not cached.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:
-        All faults that were found; ``report.ok`` is True if there are none.
+        All faults found; ``report.ok`` is True if there are none.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
@@ -252,7 +253,7 @@ def verify(
 
 
 def _metadata_names(directory: OpenDirectory) -> list[str]:
-    """Returns the shared metadata, or one for each rank if ranks saved without collectives."""
+    """Returns the shared metadata file, or one per rank if ranks saved without collectives."""
     present = directory.names()
     of_ranks = sorted(name for name in present if _METADATA_OF_RANK.match(name))
     return of_ranks if of_ranks and METADATA_NAME not in present else [METADATA_NAME]
@@ -265,7 +266,7 @@ class _Verification:
         self.report = VerifyReport(directory.path)
         self._directory = directory
         self._metadata_files: set[str] = set()
-        # Lengths of the files that the metadata names; None if the file cannot be read.
+        # Length of each file that the metadata names; None if the file cannot be read.
         self._lengths: dict[str, int | None] = {}
         # End of the last record of each file.
         self._ends: dict[str, int] = {}
@@ -276,7 +277,7 @@ class _Verification:
         self._rows: list[tuple[int, int, int, str | None, tuple[int, ...] | None]] = []
 
     def add_metadata(self, file: str) -> None:
-        """Checks one metadata file, and collects its records."""
+        """Checks one metadata file and collects its records."""
         self._metadata_files.add(file)
         index = read_index_in(self._directory, file)
         self._tables.update(index.tables())
@@ -295,7 +296,7 @@ class _Verification:
         self.report.unreferenced.extend(sorted(filter(self._is_file, unnamed)))
 
     def find_trailing_bytes(self) -> None:
-        """Finds bytes after the last record of each file. No writer leaves any."""
+        """Finds bytes after the last record of each file; no writer leaves any there."""
         for file, length in self._lengths.items():
             end = self._ends.get(file, 0)
             if length is not None and length > end:
@@ -309,7 +310,7 @@ class _Verification:
         direct_io: bool | str,
         progress: ProgressOption,
     ) -> None:
-        """Lets the engine read the records."""
+        """Has the engine read and verify the records."""
         report, files = self.report, list(self._numbers)
         total = sum(row[2] for row in self._rows)
         title = f"verify {os.path.basename(os.path.normpath(report.checkpoint))}"
@@ -341,13 +342,13 @@ class _Verification:
     def _add_item(self, name: str, index: _core.CheckpointIndex, *, is_covered: bool) -> None:
         tensor, shards = index.tensor(name), index.shards(name)
         dtype = None if tensor is None else tensor[0]
-        # By location, since empty shards may share one record.
+        # Keyed by location, because empty shards may share one record.
         records: dict[Any, _core.StoredShard] = {}
         for shard in shards:
             if shard[2] is not None:
                 records[shard[2:5]] = shard
             elif tensor is None:
-                self._incomplete(name, "the metadata gives it no location")
+                self._incomplete(name, "the metadata gives no location for it")
             else:
                 self._incomplete(
                     name, f"the metadata gives no location for the shard at offset {list(shard[0])}"
@@ -374,7 +375,7 @@ class _Verification:
             what = f"the record has {length} bytes, but the file ends at byte {file_length}"
             self._damaged(name, file, offset, what)
             return
-        # The engine cannot check transformed data as a tensor.
+        # The engine cannot check the dtype and shape of transformed data.
         is_tensor = dtype is not None and not is_transformed
         number = self._numbers.setdefault(file, len(self._numbers))
         self._names.append(name)

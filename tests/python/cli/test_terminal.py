@@ -116,7 +116,7 @@ def test_states_are_coloured(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_path: Path
 ) -> None:
     _, output = run_in_terminal(monkeypatch, ["verify", str(checkpoint)])
-    assert "\x1b[32mall is sound\x1b[0m" in output
+    assert "\x1b[32mno damage found\x1b[0m" in output
     save({"weight": torch.zeros(3)}, tmp_path)
     data_files(tmp_path)[0].unlink()
     code, output = run_in_terminal(monkeypatch, ["ls", str(tmp_path), "--files"])
@@ -128,7 +128,7 @@ def test_states_are_coloured(
 def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     _, output = run_in_terminal(monkeypatch, ["verify", str(checkpoint)])
-    assert "all is sound" in output
+    assert "no damage found" in output
     assert "\x1b[3" not in output
 
 

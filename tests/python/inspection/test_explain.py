@@ -90,7 +90,7 @@ def test_a_rank_that_wrote_more_than_the_others_is_named(tmp_path: Path) -> None
     ("phases", "remark"),
     [
         ([[0.1, 0.1, 1.0], [0.1, 0.1, 5.0], [0.1, 0.1, 1.0]], "rank 1 took 5.00 s to write"),
-        ([[0.1, 0.1, 1.0], [0.1, 0.1, 1.0], [0.1, 7.0, 1.0]], "rank 2 took 7.00 s to find"),
+        ([[0.1, 0.1, 1.0], [0.1, 0.1, 1.0], [0.1, 7.0, 1.0]], "rank 2 took 7.00 s to collect"),
     ],
 )
 def test_a_slow_rank_is_named(tmp_path: Path, phases: list[list[float]], remark: str) -> None:

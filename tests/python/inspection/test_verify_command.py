@@ -25,7 +25,7 @@ def test_the_command_prints_a_summary(ours: Path, capsys: pytest.CaptureFixture[
     assert output.err == ""
     (line,) = output.out.splitlines()
     assert line.startswith(f"{ours}: 9 records, ")
-    assert line.endswith("GB/s: all is sound")
+    assert line.endswith("GB/s: no damage found")
 
 
 def test_the_command_lists_all_damage(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +35,7 @@ def test_the_command_lists_all_damage(our_copy: Path, capsys: pytest.CaptureFixt
     assert cli.main(["verify", str(our_copy), "--threads", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line.split(": ")[1] for line in lines[:-1]) == ["blocks", "small"]
-    assert lines[-1].endswith("2 places damaged")
+    assert lines[-1].endswith("2 locations damaged")
 
 
 def test_the_command_can_print_only_damage(
