@@ -217,7 +217,7 @@ def priorities_of_writers(gate: Gate) -> Iterator[list[Priority]]:
 
     Until a save is staged, threads of normal priority may write its files.
     """
-    told: list[Priority] = []
+    priorities: list[Priority] = []
 
     def hook(operation: str, path: str) -> None:
         if not path.endswith(".distcp"):
@@ -230,19 +230,19 @@ def priorities_of_writers(gate: Gate) -> Iterator[list[Priority]]:
             if shutil.which("ionice"):
                 command = ["ionice", "-p", str(thread)]
                 is_idle = "idle" in subprocess.run(command, capture_output=True, text=True).stdout
-            told.append(Priority(os.getpriority(os.PRIO_PROCESS, thread), is_idle))
+            priorities.append(Priority(os.getpriority(os.PRIO_PROCESS, thread), is_idle))
 
     with at_fault_points(hook):
-        yield told
+        yield priorities
         gate.open()
 
 
-def assert_priorities(told: list[Priority], nice: int, is_idle: bool = True) -> None:
+def assert_priorities(priorities: list[Priority], nice: int, is_idle: bool = True) -> None:
     """Checks that the threads have this niceness, or the niceness of the process if that is
     higher."""
     expected = Priority(max(nice, os.getpriority(os.PRIO_PROCESS, 0)), is_idle)
-    assert told
-    for each in told:
+    assert priorities
+    for each in priorities:
         assert each._replace(is_idle=is_idle if each.is_idle is None else each.is_idle) == expected
 
 

@@ -32,7 +32,7 @@ STAGINGS = ["blocking", "overlapped"]
 
 
 @pytest.fixture
-def no_save_after() -> Iterator[None]:
+def no_save_left() -> Iterator[None]:
     """Waits for saves that the test has left running, and fails if one has an unseen error."""
     yield
     running_saves.join_saves()

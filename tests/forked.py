@@ -184,7 +184,7 @@ class Server:
             threads = ours.recv()
         assert threads == 1, "children forked from several threads may hang"
 
-    def imports_as(self, work: Callable[..., object], *arguments: Any) -> None:
+    def import_like(self, work: Callable[..., object], *arguments: Any) -> None:
         """Imports in the server all modules that a child has imported after running the work once.
 
         The first argument of the work is a temporary directory.

@@ -42,12 +42,12 @@ def _answer(
         connection.send((None, error))
 
 
-def memory_of_process(field: str) -> int:
+def process_memory(field: str) -> int:
     """Returns bytes of this process as the kernel counts them: "VmRSS" now, "VmHWM" at peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
-def forget_peak_of_memory() -> None:
+def reset_peak_memory() -> None:
     """Resets the peak that "VmHWM" reports."""
     Path("/proc/self/clear_refs").write_text("5")

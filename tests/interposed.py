@@ -80,8 +80,8 @@ class Call:
     errno: int  # 0: success
 
     def __str__(self) -> str:
-        said = os.strerror(self.errno) if self.errno else str(self.result)
-        return f"call {self.number}: {self.kind} {self.path} = {said} ({self.action})"
+        outcome = os.strerror(self.errno) if self.errno else str(self.result)
+        return f"call {self.number}: {self.kind} {self.path} = {outcome} ({self.action})"
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Server:
         self._server = forked.Server(modules, environment)
         os.close(memory)
         for work, arguments in examples:
-            self._server.imports_as(work, *arguments)
+            self._server.import_like(work, *arguments)
 
     def run(self, order: Order, root: Path, work: Callable[..., None], *arguments: Any) -> Run:
         """Runs ``work(*arguments)`` in a child, and waits for it.

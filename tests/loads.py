@@ -67,9 +67,11 @@ class Boxes(dcp.DefaultLoadPlanner):
         plan = LoadPlan([])
         for name, offsets in self.offsets.items():
             target = self.state_dict[name]
-            whole = self.metadata.state_dict_metadata[name]
+            properties = self.metadata.state_dict_metadata[name]
             (stored,) = dcp.planner_helpers.create_read_items_for_chunk_list(
-                name, whole, [dcp.ChunkStorageMetadata(torch.Size(offsets), target.size())]
+                name,
+                properties,
+                [dcp.ChunkStorageMetadata(torch.Size(offsets), target.size())],
             )
             plan.items.append(stored)
         return plan

@@ -124,11 +124,11 @@ def _attached(command: list[str]) -> Iterator[list[str]]:
         tracer = subprocess.Popen([*command, "-o", log.name], stderr=subprocess.PIPE, text=True)
         try:
             assert tracer.stderr is not None
-            said = tracer.stderr.readline()
-            if "attached" not in said:
-                if "Operation not permitted" in said:
-                    pytest.skip(f"strace may not attach here: {said.strip()}")
-                raise AssertionError(f"strace does not attach: {said}")
+            output = tracer.stderr.readline()
+            if "attached" not in output:
+                if "Operation not permitted" in output:
+                    pytest.skip(f"strace may not attach here: {output.strip()}")
+                raise AssertionError(f"strace does not attach: {output}")
             yield lines
             tracer.communicate(timeout=TIMEOUT_SECONDS)
             lines += log.read().splitlines()
@@ -143,14 +143,14 @@ _RESUMED = re.compile(r"(?:(\d+) +)?<\.\.\. (\w+) resumed>(.*)\) += (.*)$")
 
 
 def _calls(lines: list[str]) -> Iterator[Call]:
-    begun: dict[tuple[str | None, str], str] = {}
+    unfinished: dict[tuple[str | None, str], str] = {}
     counts: dict[str, int] = {}
     for line in lines:
         if match := _UNFINISHED.match(line):
-            begun[match[1], match[2]] = match[3]
+            unfinished[match[1], match[2]] = match[3]
             continue
         if match := _RESUMED.match(line):
-            name, arguments = match[2], begun.pop((match[1], match[2]), "") + match[3]
+            name, arguments = match[2], unfinished.pop((match[1], match[2]), "") + match[3]
         elif match := _FINISHED.match(line):
             name, arguments = match[2], match[3]
         else:

@@ -48,7 +48,7 @@ class Case:
     def failure_of(self, name: str, **options: Any) -> dict[str, Any]:
         """Runs a save that must fail. Returns the failed ranks, the reason, and the seconds."""
         path = self.workdir / name
-        begun = time.monotonic()
+        start = time.monotonic()
         handle = torch_ckpt.async_save(
             state_of(dist.get_rank()), path, timeout=TIMEOUT, staging="overlapped", **options
         )
@@ -58,7 +58,7 @@ class Case:
             return {
                 "ranks": sorted(error.failures),
                 "text": str(error),
-                "seconds": time.monotonic() - begun,
+                "seconds": time.monotonic() - start,
                 "published": (path / ".metadata").exists(),
             }
         raise AssertionError("no CheckpointException was raised")

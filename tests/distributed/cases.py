@@ -125,7 +125,7 @@ def zeroed(state: dict[str, DTensor]) -> dict[str, DTensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
 
-def assert_whole(state: dict[str, DTensor]) -> None:
+def assert_full_tensors(state: dict[str, DTensor]) -> None:
     """Checks that the gathered tensors are those of their names."""
     for name, tensor in state.items():
         assert_equal(tensor.full_tensor(), tensor_of(name, *tensor.shape), name)
@@ -269,7 +269,7 @@ def everything_emptied(launch: Launch) -> StateDict:
 
 def assert_everything(launch: Launch, state: StateDict) -> None:
     expected = everything(launch)
-    assert_whole(state["sharded"])
+    assert_full_tensors(state["sharded"])
     for actual, wanted in zip(
         state["old"].local_shards(), expected["old"].local_shards(), strict=True
     ):

@@ -47,7 +47,7 @@ def bytes_read() -> int:
     return int(fields["rchar"])
 
 
-def cost_of(work: Callable[[], Any]) -> int:
+def bytes_read_by(work: Callable[[], Any]) -> int:
     """Returns the bytes that ``work`` reads on this rank."""
     before = bytes_read()
     work()

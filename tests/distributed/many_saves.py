@@ -80,7 +80,7 @@ def play(connection: Connection, workdir: Path, saves: int, seed: int) -> None:
     longest = 0.0
     handle: torch_ckpt.AsyncSave | None = None
     for number in range(saves):
-        begun = time.monotonic()
+        start = time.monotonic()
         path = workdir / str(number % 4)
         state = state_of(number, dist.get_rank(), chance)
         in_background, waits = chance.random() < 0.6, chance.random() < 0.5
@@ -93,7 +93,7 @@ def play(connection: Connection, workdir: Path, saves: int, seed: int) -> None:
                 torch_ckpt.save(state, path, timeout=PATIENCE_SECONDS)
         except CheckpointException as error:
             failures[number] = str(error)
-        longest = max(longest, time.monotonic() - begun)
+        longest = max(longest, time.monotonic() - start)
     try:
         if handle is not None:
             handle.result(PATIENCE_SECONDS)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.distributed.beside import overwrite
+from tests.distributed.background import overwrite
 from tests.distributed.cases import (
     OURS,
     PATIENCE_SECONDS,
@@ -77,30 +77,30 @@ class Decentralized(dcp.DefaultSavePlanner):
 PLANNERS: tuple[Callable[[], SavePlanner], ...] = (Decentralized, dcp.DefaultSavePlanner)
 
 
-def rows_of(launch: Launch, whole: torch.Tensor) -> ShardedTensor:
+def rows_of(launch: Launch, full: torch.Tensor) -> ShardedTensor:
     """Makes a ShardedTensor with the same number of rows on each rank."""
-    count = whole.shape[0] // launch.size
-    sizes = [count, *whole.shape[1:]]
+    count = full.shape[0] // launch.size
+    sizes = [count, *full.shape[1:]]
 
     def place(rank: int) -> ShardMetadata:
-        offsets = [count * rank] + [0] * (whole.dim() - 1)
+        offsets = [count * rank] + [0] * (full.dim() - 1)
         return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
 
-    mine = whole[count * launch.rank : count * (launch.rank + 1)].clone()
+    mine = full[count * launch.rank : count * (launch.rank + 1)].clone()
     places = [place(rank) for rank in range(launch.size)]
-    metadata = ShardedTensorMetadata(places, whole.shape, ShardProperties(dtype=whole.dtype))
+    metadata = ShardedTensorMetadata(places, full.shape, ShardProperties(dtype=full.dtype))
     shards = [TensorShard(mine, place(launch.rank))]
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata)
 
 
-def wholes_of(step: int) -> dict[str, torch.Tensor]:
+def full_tensors_of(step: int) -> dict[str, torch.Tensor]:
     """Makes the full tensors that are sharded over the ranks at a step."""
     moments = tensor_of("moments", 48, 33).nan_to_num() + step
     return {"weight": tensor_of("weight", 37, 21), "bias": moments[:, 0].clone(), "m": moments}
 
 
 def state_at(launch: Launch, step: int) -> StateDict:
-    wholes = wholes_of(step)
+    wholes = full_tensors_of(step)
     mesh = mesh_1d(launch)
     return {
         "model": {
@@ -274,7 +274,7 @@ def waits_for(event: threading.Event, error: BaseException | None = None) -> Asy
     return AsyncRequest(function, [], [])
 
 
-def polls_until_ended(queue: AsyncCallsQueue, before_poll: Callable[[int], Any]) -> tuple[int, str]:
+def poll_of_outcome(queue: AsyncCallsQueue, before_poll: Callable[[int], Any]) -> tuple[int, str]:
     """Returns the number of the poll that finalized or failed the next call, and which of the
     two."""
     for poll in range(1, 1_000_000):

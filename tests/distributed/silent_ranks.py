@@ -95,11 +95,11 @@ def is_victim(silence: Silence | None) -> bool:
 
 def outcome_of(work: Callable[[], object]) -> tuple[list[int], str, float] | None:
     """Returns the failed ranks, the text, and the seconds until the error; None for success."""
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         work()
     except CheckpointException as error:
-        return sorted(error.failures), str(error), time.monotonic() - begun
+        return sorted(error.failures), str(error), time.monotonic() - start
     return None
 
 
@@ -117,7 +117,7 @@ def outcomes_of(group: Ranks, path: Path, silence: Silence) -> Found:
 
 
 @contextmanager
-def some_at_a_time(
+def play_in_groups(
     cases: Sequence[D], play: Callable[[D], Found]
 ) -> Iterator[dict[D, Future[Found]]]:
     """Plays all cases, some at a time."""

@@ -52,14 +52,14 @@ def steps(ranks: Ranks) -> list[Any]:
 def silent_ranks(work: Callable[[], Any]) -> dict[str, Any]:
     """Returns the ranks that a step must have declared dead, the reason, and the seconds until
     then."""
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         work()
     except CheckpointException as error:
         return {
             "ranks": sorted(error.failures),
             "text": str(error),
-            "seconds": time.monotonic() - begun,
+            "seconds": time.monotonic() - started,
         }
     raise AssertionError("no CheckpointException was raised")
 
@@ -129,14 +129,14 @@ def stop_the_host(connection: Connection) -> None:
             connection.send("stops")
             stop_here()
 
-    begun, text = time.monotonic(), ""
+    started, text = time.monotonic(), ""
     try:
         with ranks.alive(time.monotonic_ns):
             ranks.all_reduce("write", local, committed.append, lambda part: None)
     except CheckpointException as error:
         text = str(error)
     ranks.close(TIMEOUT)
-    connection.send((text, bool(committed), time.monotonic() - begun))
+    connection.send((text, bool(committed), time.monotonic() - started))
     connection.recv()
     os._exit(0)
 

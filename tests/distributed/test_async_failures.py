@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
-from tests.distributed.beside import STAGINGS, Held, Stop, assert_saved, megabytes_of, overwrite
+from tests.distributed.background import STAGINGS, Held, Stop, assert_saved, megabytes_of, overwrite
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
     Launch,

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torch_ckpt
 from tests.distributed import cases
-from tests.distributed.beside import (
+from tests.distributed.background import (
     LOADS,
     STAGINGS,
     Held,
@@ -31,7 +31,7 @@ from tests.distributed.beside import (
     load_by_dcp,
     megabytes_of,
     overwrite,
-    users_of_process_groups,
+    threads_in_collectives,
 )
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
@@ -253,7 +253,7 @@ def case_a_single_rank_saves_while_the_others_do_not(launch: Launch) -> None:
 def case_a_save_uses_no_process_group_in_the_background(launch: Launch) -> None:
     for staging in STAGINGS:
         state, stop = everything(launch), Stop()
-        with users_of_process_groups() as users:
+        with threads_in_collectives() as users:
             handle = torch_ckpt.async_save(
                 state, launch.path(staging), staging=staging, write_done=stop
             )
@@ -290,12 +290,12 @@ def case_saves_of_one_structure_are_planned_once_and_have_their_own_values(launc
         if operation == "plan of all ranks":
             planned.append(operation)
 
-    mesh, whole = cases.mesh_1d(launch), torch.arange(35.0).reshape(7, 5)
+    mesh, full = cases.mesh_1d(launch), torch.arange(35.0).reshape(7, 5)
     with at_fault_points(note):
         for step in range(3):
             path = launch.path(str(step))
-            sharded = distribute_tensor(whole + step, mesh, [Shard(0)])
-            state = {"sharded": sharded, "plain": whole - step, "step": step}
+            sharded = distribute_tensor(full + step, mesh, [Shard(0)])
+            state = {"sharded": sharded, "plain": full - step, "step": step}
             if step < 2:
                 torch_ckpt.async_save(state, path).result(PATIENCE_SECONDS)
             else:
@@ -303,26 +303,26 @@ def case_saves_of_one_structure_are_planned_once_and_have_their_own_values(launc
             for load in LOADS:
                 loaded = emptied(state)
                 load(loaded, path)
-                assert_equal(loaded, {**state, "sharded": whole + step})
+                assert_equal(loaded, {**state, "sharded": full + step})
     assert len(planned) == (1 if launch.rank == 0 else 0)
 
 
 def case_a_structure_that_changes_between_saves_is_saved_correctly(launch: Launch) -> None:
-    mesh, whole = cases.mesh_1d(launch), torch.arange(64.0).reshape(8, 8)
-    own = {"own": whole} if launch.rank == 1 else {}
+    mesh, full = cases.mesh_1d(launch), torch.arange(64.0).reshape(8, 8)
+    own = {"own": full} if launch.rank == 1 else {}
     states: list[StateDict] = [
-        {"t": whole},
-        {"t": whole[:5]},
-        {"t": whole.double()},
-        {"t": distribute_tensor(whole, mesh, [Shard(0)])},
-        {"t": distribute_tensor(whole, mesh, [Shard(1)])},
-        {"t": distribute_tensor(whole, mesh, [Replicate()])},
+        {"t": full},
+        {"t": full[:5]},
+        {"t": full.double()},
+        {"t": distribute_tensor(full, mesh, [Shard(0)])},
+        {"t": distribute_tensor(full, mesh, [Shard(1)])},
+        {"t": distribute_tensor(full, mesh, [Replicate()])},
         {"t": "an object"},
-        {"t": whole, **own},
-        {"t": whole},
-        {"t": whole, "u": whole},
-        {"nested": {"t": whole}},
-        {"nested.t": whole},
+        {"t": full, **own},
+        {"t": full},
+        {"t": full, "u": full},
+        {"nested": {"t": full}},
+        {"nested.t": full},
     ]
     for number, state in enumerate(states):
         path = launch.path(str(number))
@@ -331,7 +331,7 @@ def case_a_structure_that_changes_between_saves_is_saved_correctly(launch: Launc
         assert set(metadata.state_dict_metadata) == names | ({"own"} if number == 7 else set())
         loaded = emptied(state)
         load_by_dcp(loaded, path)
-        assert_equal(loaded, {k: whole if isinstance(v, DTensor) else v for k, v in state.items()})
+        assert_equal(loaded, {k: full if isinstance(v, DTensor) else v for k, v in state.items()})
 
 
 # --- callbacks ------------------------------------------------------------------------------------

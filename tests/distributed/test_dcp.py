@@ -22,7 +22,7 @@ from tests.distributed.cases import (
     STOCK,
     Launch,
     StateDict,
-    assert_whole,
+    assert_full_tensors,
     dtensors,
     dtensors_2d,
     failure_of,
@@ -55,7 +55,7 @@ def case_sharded_tensors_make_the_round_trip_with_stock_torch(launch: Launch) ->
         save(dtensors(mesh), path, writer)
         loaded = zeroed(dtensors(mesh))
         load(loaded, path, reader)
-        assert_whole(loaded)
+        assert_full_tensors(loaded)
 
 
 def case_dtensors_planned_by_the_engine_make_the_round_trip(launch: Launch) -> None:
@@ -66,7 +66,7 @@ def case_dtensors_planned_by_the_engine_make_the_round_trip(launch: Launch) -> N
     for reader, options in ((OURS[1], {"planner": torch_ckpt.LoadPlanner()}), (STOCK[1], {})):
         loaded = zeroed(dtensors(mesh))
         load(loaded, path, reader, **options)
-        assert_whole(loaded)
+        assert_full_tensors(loaded)
 
 
 def case_a_rank_with_another_planner_is_named(launch: Launch) -> None:
@@ -111,7 +111,7 @@ def case_tensors_on_a_2d_mesh_make_the_round_trip_with_stock_torch(launch: Launc
         save(dtensors_2d(mesh), path, writer)
         loaded = zeroed(dtensors_2d(mesh))
         load(loaded, path, reader)
-        assert_whole(loaded)
+        assert_full_tensors(loaded)
 
 
 def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
@@ -122,19 +122,19 @@ def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch
         columns = torch.zeros_like(distribute_tensor(tensor_of("t", 37, 41), mesh, [Shard(1)]))
         load({"t": columns}, path, reader)
         assert_equal(columns.full_tensor(), tensor_of("t", 37, 41))
-        whole = torch.zeros(37, 41)
-        load({"t": whole}, path, reader)
-        assert_equal(whole, tensor_of("t", 37, 41))
+        full = torch.zeros(37, 41)
+        load({"t": full}, path, reader)
+        assert_equal(full, tensor_of("t", 37, 41))
 
 
 def case_sharded_targets_are_cast_to_their_dtype(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     path = launch.path()
-    whole = torch.arange(35.0).reshape(7, 5)
-    save({"t": distribute_tensor(whole, mesh, [Shard(0)])}, path)
-    target = torch.zeros_like(distribute_tensor(whole.to(torch.bfloat16), mesh, [Shard(1)]))
+    full = torch.arange(35.0).reshape(7, 5)
+    save({"t": distribute_tensor(full, mesh, [Shard(0)])}, path)
+    target = torch.zeros_like(distribute_tensor(full.to(torch.bfloat16), mesh, [Shard(1)]))
     load({"t": target}, path)
-    assert_equal(target.full_tensor(), whole.to(torch.bfloat16))
+    assert_equal(target.full_tensor(), full.to(torch.bfloat16))
 
 
 def case_meta_tensors_are_materialized(launch: Launch) -> None:
@@ -211,9 +211,9 @@ def case_several_shards_of_one_tensor_on_a_rank_make_the_round_trip(launch: Laun
             target.local_shards(), sharded_tensor(launch).local_shards(), strict=True
         ):
             assert_equal(shard.tensor, expected.tensor)
-        whole = torch.zeros(6 * launch.size, 5)
-        load({"sharded": whole}, path, reader)
-        assert_equal(whole, tensor_of("sharded", 6 * launch.size, 5))
+        full = torch.zeros(6 * launch.size, 5)
+        load({"sharded": full}, path, reader)
+        assert_equal(full, tensor_of("sharded", 6 * launch.size, 5))
 
 
 def case_a_sharded_optimizer_state_is_loaded_before_the_optimizer_exists(launch: Launch) -> None:
@@ -251,7 +251,7 @@ def case_a_checkpoint_of_another_number_of_ranks_is_loaded(launch: Launch) -> No
             tensors = zeroed(dtensors(mesh) | dtensors_2d(mesh_2d(launch)))
             loaded: StateDict = tensors | {"step": 0}
             load(loaded, source / str(number), reader)
-            assert_whole(tensors)
+            assert_full_tensors(tensors)
             assert f"from-{loaded['step']}" == source.name
 
 
@@ -298,15 +298,15 @@ def case_one_writer_overwrites_a_checkpoint_many_times(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     writer = torch_ckpt.FileSystemWriter(path)
     for step in range(3):
-        whole = tensor_of("t", 13, 5) + step
-        state = {"t": distribute_tensor(whole, mesh, [Shard(0)]), "step": step}
+        full = tensor_of("t", 13, 5) + step
+        state = {"t": distribute_tensor(full, mesh, [Shard(0)]), "step": step}
         metadata = dcp.save(state, storage_writer=writer)
         dist.barrier()
         used = {info.relative_path for info in metadata.storage_data.values()}
         assert {file.name for file in path.iterdir()} == used | {".metadata"}
         loaded = {"t": torch.zeros(13, 5), "step": -1}
         load(loaded, path, STOCK[1])
-        assert_equal(loaded, {"t": whole, "step": step})
+        assert_equal(loaded, {"t": full, "step": step})
         dist.barrier()
 
 
@@ -380,8 +380,8 @@ def case_saves_with_cached_plans_have_their_own_values(launch: Launch) -> None:
     for step in range(4):
         # The last two overwrite the same directory.
         path = launch.path(str(min(step, 2)))
-        whole = tensor_of("t", 13, 5) + step
-        state = {"t": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole, "step": step}
+        full = tensor_of("t", 13, 5) + step
+        state = {"t": distribute_tensor(full, mesh, [Shard(0)]), "plain": full, "step": step}
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -390,7 +390,7 @@ def case_saves_with_cached_plans_have_their_own_values(launch: Launch) -> None:
         for reader in (OURS[1], STOCK[1]):
             loaded = {"t": torch.zeros(13, 5), "plain": torch.zeros(13, 5), "step": -1}
             load(loaded, path, reader)
-            assert_equal(loaded, {"t": whole, "plain": whole, "step": step})
+            assert_equal(loaded, {"t": full, "plain": full, "step": step})
         dist.barrier()
     forget_plans()
 

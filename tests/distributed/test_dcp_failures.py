@@ -31,8 +31,8 @@ from tests.distributed.cases import (
     Launch,
     StateDict,
     assert_everything,
+    assert_full_tensors,
     assert_is_full_disk,
-    assert_whole,
     dtensors,
     everything,
     everything_emptied,
@@ -127,7 +127,7 @@ def case_an_error_on_one_rank_fails_all_ranks_and_publishes_nothing(launch: Laun
     assert {file.name for file in path.iterdir()} == used | {".metadata"}
     loaded = zeroed(dtensors(mesh_1d(launch)))
     load(loaded, path, STOCK[1])
-    assert_whole(loaded)
+    assert_full_tensors(loaded)
 
 
 class _FailingOn(dcp.DefaultSavePlanner):
@@ -156,7 +156,7 @@ def case_an_error_while_overwriting_keeps_the_old_checkpoint(launch: Launch) -> 
         for reader in (OURS[1], STOCK[1]):
             loaded = zeroed(dtensors(mesh))
             load(loaded, path, reader)
-            assert_whole(loaded)
+            assert_full_tensors(loaded)
         dist.barrier()
 
 
@@ -277,8 +277,8 @@ def async_saves(launch: Launch, kind: AsyncCheckpointerType) -> None:
     writer = _WatchedStager(launch.path())
     for step in range(3):
         path = launch.path(str(step))
-        whole = tensor_of("t", 13, 5) + step
-        state = {"t": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole, "step": step}
+        full = tensor_of("t", 13, 5) + step
+        state = {"t": distribute_tensor(full, mesh, [Shard(0)]), "plain": full, "step": step}
         response = dcp.async_save(
             state, checkpoint_id=path, storage_writer=writer, async_checkpointer_type=kind
         )
@@ -290,10 +290,10 @@ def async_saves(launch: Launch, kind: AsyncCheckpointerType) -> None:
             loaded = {"t": torch.zeros(13, 5), "plain": torch.zeros(13, 5), "step": -1}
             load(loaded, path, reader)
             assert loaded["step"] == step
-            assert_equal(loaded["t"], whole)
+            assert_equal(loaded["t"], full)
         dist.barrier()
     # Memory of the first save is reused by the others.
-    staged = whole.nbytes + state["t"].to_local().nbytes
+    staged = full.nbytes + state["t"].to_local().nbytes
     assert min(writer.taken[1:]) >= staged, writer.taken
 
 

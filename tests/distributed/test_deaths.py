@@ -30,7 +30,7 @@ from tests.distributed.silent_ranks import (
     is_victim,
     outcome_of,
     outcomes_of,
-    some_at_a_time,
+    play_in_groups,
 )
 from tests.fault_hooks import before
 from tests.ranks import ranks
@@ -163,7 +163,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
     """Plays all cases, each in its own directory."""
-    with some_at_a_time(CASES, lambda death: play(workdir / str(death), death)) as found:
+    with play_in_groups(CASES, lambda death: play(workdir / str(death), death)) as found:
         yield found
 
 

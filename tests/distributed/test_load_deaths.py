@@ -28,7 +28,7 @@ from tests.distributed.silent_ranks import (
     is_victim,
     outcome_of,
     outcomes_of,
-    some_at_a_time,
+    play_in_groups,
 )
 from tests.fault_hooks import before
 from tests.ranks import ranks
@@ -131,7 +131,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Fut
     """Plays all cases, from one checkpoint."""
     root = tmp_path_factory.mktemp("deaths")
     save(root)
-    with some_at_a_time(CASES, lambda death: play(root, death)) as found:
+    with play_in_groups(CASES, lambda death: play(root, death)) as found:
         yield found
 
 

@@ -24,7 +24,7 @@ from tests.distributed.cases import (
     Launch,
     StateDict,
     assert_everything,
-    assert_whole,
+    assert_full_tensors,
     everything,
     everything_emptied,
     failure_of,
@@ -38,7 +38,7 @@ from tests.distributed.loads import (
     ALLOWANCE,
     LOADERS,
     by_load,
-    cost_of,
+    bytes_read_by,
     damaged,
     flip,
     on_rank_0,
@@ -58,19 +58,19 @@ from torch_ckpt.steps import LocalSteps
 def case_a_rank_reads_little_more_than_its_rows(launch: Launch) -> None:
     """Saves rows by stock torch and by torch_ckpt, complete and in shards. Loads shards of rows."""
     mesh = mesh_1d(launch)
-    whole = {f"t{i}": tensor_of(f"t{i}", 4096, 512) for i in range(2)}  # 8 MiB each
-    rows = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in whole.items()}
+    full = {f"t{i}": tensor_of(f"t{i}", 4096, 512) for i in range(2)}  # 8 MiB each
+    rows = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in full.items()}
     for number, (saver, state) in enumerate(
-        (saver, state) for saver in (save, stock_save) for state in (whole, rows)
+        (saver, state) for saver in (save, stock_save) for state in (full, rows)
     ):
         path = launch.path(str(number))
         saver(dict(state), path)
-        wanted = sum(tensor.nbytes for tensor in whole.values()) // launch.size
+        wanted = sum(tensor.nbytes for tensor in full.values()) // launch.size
         for load in LOADERS:
             target = {name: torch.zeros_like(tensor) for name, tensor in rows.items()}
-            cost = cost_of(lambda load=load, target=target, path=path: load(target, path))
+            cost = bytes_read_by(lambda load=load, target=target, path=path: load(target, path))
             assert wanted <= cost <= 1.05 * wanted + ALLOWANCE, (saver.__name__, number)
-            assert_whole(target)
+            assert_full_tensors(target)
 
 
 @on(4)
@@ -131,12 +131,12 @@ def case_old_sharded_tensors_are_resharded(launch: Launch) -> None:
     for number, saver in enumerate((save, stock_save)):
         path = launch.path(str(number))
         saver({"sharded": sharded_tensor(launch)}, path)
-        whole = tensor_of("sharded", 6 * launch.size, 5)
+        full = tensor_of("sharded", 6 * launch.size, 5)
         for placement in (Shard(0), Shard(1), Replicate()):
-            target = torch.zeros_like(distribute_tensor(whole, mesh, [placement]))
+            target = torch.zeros_like(distribute_tensor(full, mesh, [placement]))
             by_load({"sharded": target}, path)
-            assert_equal(target.full_tensor(), whole)
-        saver({"sharded": whole}, launch.path(f"{number} whole"))
+            assert_equal(target.full_tensor(), full)
+        saver({"sharded": full}, launch.path(f"{number} whole"))
         old = sharded_tensor(launch)
         for shard in old.local_shards():
             shard.tensor.zero_()
@@ -149,8 +149,8 @@ def case_old_sharded_tensors_are_resharded(launch: Launch) -> None:
 
 def case_dtensors_are_saved_and_loaded_while_the_default_device_is_meta(launch: Launch) -> None:
     mesh, path = mesh_1d(launch), launch.path()
-    whole = tensor_of("t", 9, 5)
-    stored = distribute_tensor(whole, mesh, [Shard(0)])
+    full = tensor_of("t", 9, 5)
+    stored = distribute_tensor(full, mesh, [Shard(0)])
     on_cpu = torch.zeros_like(stored)
     with torch.device("meta"):
         on_meta = torch.empty_like(stored, device="meta")
@@ -158,8 +158,8 @@ def case_dtensors_are_saved_and_loaded_while_the_default_device_is_meta(launch: 
         state: StateDict = {"t": on_meta}
         torch_ckpt.load(state, path)
         torch_ckpt.load({"t": on_cpu}, path)
-    assert_equal(state["t"].full_tensor(), whole)
-    assert_equal(on_cpu.full_tensor(), whole)
+    assert_equal(state["t"].full_tensor(), full)
+    assert_equal(on_cpu.full_tensor(), full)
 
 
 @on(2, 4)
@@ -197,10 +197,10 @@ def case_the_parts_of_a_strided_shard_are_the_elements_of_the_rank(launch: Launc
         placements = [_StridedShard(dim, split_factor=factor), other]
         if choice.random() < 0.5:
             placements.reverse()
-        whole = torch.arange(shape[0] * shape[1]).view(shape)
-        tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        full = torch.arange(shape[0] * shape[1]).view(shape)
+        tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
         found = [
-            whole[tuple(slice(b, b + n) for b, n in zip(c.offsets, c.sizes, strict=True))]
+            full[tuple(slice(b, b + n) for b, n in zip(c.offsets, c.sizes, strict=True))]
             for c in chunks_here(tensor)
         ]
         numbers = torch.cat([part.flatten() for part in found]).sort().values
@@ -211,7 +211,7 @@ def case_the_parts_of_a_strided_shard_are_the_elements_of_the_rank(launch: Launc
 @on(4)
 def case_strided_shards_of_fsdp_beside_tensor_parallelism_are_loaded(launch: Launch) -> None:
     mesh = mesh_2d(launch)
-    whole = tensor_of("t", 11, 6)
+    full = tensor_of("t", 11, 6)
     placements = (_StridedShard(0, split_factor=2), Shard(0))
 
     def sharded(tensor: torch.Tensor) -> DTensor:
@@ -219,20 +219,20 @@ def case_strided_shards_of_fsdp_beside_tensor_parallelism_are_loaded(launch: Lau
 
     for number, saver in enumerate((save, stock_save)):
         path = launch.path(str(number))
-        saver({"t": sharded(whole)}, path)
+        saver({"t": sharded(full)}, path)
         for load in LOADERS:
             target = sharded(torch.zeros(11, 6))
             load({"t": target}, path)
-            assert_equal(target.to_local(), sharded(whole).to_local())
+            assert_equal(target.to_local(), sharded(full).to_local())
             plain = torch.zeros(11, 6)
             load({"t": plain}, path)
-            assert_equal(plain, whole)
+            assert_equal(plain, full)
 
 
 def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Launch) -> None:
     mesh, path = mesh_1d(launch), launch.path()
-    whole = tensor_of("t", 4 * launch.size, 3)
-    save({"a": tensor_of("a", 2), "t": whole}, path)
+    full = tensor_of("t", 4 * launch.size, 3)
+    save({"a": tensor_of("a", 2), "t": full}, path)
 
     def strided(tensor: torch.Tensor) -> DTensor:
         placements = [_StridedShard(0, split_factor=2)]
@@ -246,7 +246,7 @@ def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Laun
         lambda state: dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path), **planners),
     ]
     for load in loads:
-        target = strided(torch.full_like(whole, 7.0))
+        target = strided(torch.full_like(full, 7.0))
         state = {"a": torch.zeros(2), "t": target}
         causes = failure_of(launch, lambda load=load, state=state: load(state))
         assert set(causes) == set(range(launch.size))
@@ -254,7 +254,7 @@ def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Laun
             assert "t: this rank's elements of the DTensor are not" in str(cause)
         assert (target.to_local() == 7).all()
         assert_equal(state["a"], torch.zeros(2))
-    target = strided(whole)
+    target = strided(full)
     saves: list[Callable[[Path], Any]] = [
         lambda path: torch_ckpt.save({"t": target}, path),
         lambda path: torch_ckpt.async_save({"t": target}, path).result(60),
@@ -445,8 +445,8 @@ def case_a_wrong_path_on_one_rank_is_a_short_error_on_all(launch: Launch) -> Non
 
 def case_meta_tensors_are_materialized_only_if_all_ranks_load(launch: Launch) -> None:
     mesh, path = mesh_1d(launch), launch.path()
-    whole = tensor_of("t", 7, 3)
-    save({"d": distribute_tensor(whole, mesh, [Shard(0)]), "t": whole, "unwanted": whole}, path)
+    full = tensor_of("t", 7, 3)
+    save({"d": distribute_tensor(full, mesh, [Shard(0)]), "t": full, "unwanted": full}, path)
 
     def on_meta() -> StateDict:
         local = distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)])
@@ -466,8 +466,8 @@ def case_meta_tensors_are_materialized_only_if_all_ranks_load(launch: Launch) ->
         state = on_meta()
         by_load(state, path, names=["d", "t"], **options)
         assert isinstance(state["d"], DTensor)
-        assert_equal(state["d"].full_tensor(), whole)
-        assert_equal(state["t"], whole)
+        assert_equal(state["d"].full_tensor(), full)
+        assert_equal(state["t"], full)
         assert state["unwanted"].is_meta
 
 

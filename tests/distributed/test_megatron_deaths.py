@@ -18,7 +18,7 @@ from tests.distributed.megatron_deaths import (
     run_rank,
     state_of,
 )
-from tests.distributed.silent_ranks import TIMEOUT, Found, given_up_after, some_at_a_time
+from tests.distributed.silent_ranks import TIMEOUT, Found, given_up_after, play_in_groups
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 from torch_ckpt.checkpoint.metadata import read_metadata
@@ -32,7 +32,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
     """Plays all cases, each in its own directory."""
-    with some_at_a_time(DEATHS, lambda death: play(workdir / str(death), death)) as found:
+    with play_in_groups(DEATHS, lambda death: play(workdir / str(death), death)) as found:
         yield found
 
 

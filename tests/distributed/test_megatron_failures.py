@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.distributed.beside import replaced
+from tests.distributed.background import replaced
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
     Launch,
@@ -35,7 +35,7 @@ from tests.distributed.megatron_training import (
     last_of,
     names_in,
     of_all,
-    polls_until_ended,
+    poll_of_outcome,
     queue_of,
     save,
     state_at,
@@ -100,7 +100,7 @@ def case_a_preload_that_fails_on_one_rank_fails_the_call_on_all(launch: Launch) 
         request = request._replace(preload_fn=fail)
     queue.schedule_async_request(request)
     del request
-    outcome = polls_until_ended(queue, lambda _: None)
+    outcome = poll_of_outcome(queue, lambda _: None)
     assert set(of_all(launch, outcome)) == {(outcome[0], f"failed on [{last_of(launch)}]")}
     assert done == []
     assert_nothing_left(path)

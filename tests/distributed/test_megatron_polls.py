@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.beside import replaced, users_of_process_groups
+from tests.distributed.background import replaced, threads_in_collectives
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
     Launch,
@@ -29,7 +29,7 @@ from tests.distributed.megatron_training import (
     last_of,
     names_in,
     of_all,
-    polls_until_ended,
+    poll_of_outcome,
     queue_of,
     save,
     state_at,
@@ -47,7 +47,7 @@ def case_neither_a_save_nor_a_poll_uses_a_process_group_or_a_device(launch: Laun
 
     path, state, queue = launch.path(), state_at(launch, 1), queue_of()
     names = ("synchronize", "current_stream", "_lazy_init")
-    with users_of_process_groups() as users, suppress_all(torch.cuda, names, used):
+    with threads_in_collectives() as users, suppress_all(torch.cuda, names, used):
         queue.schedule_async_request(Site().request(state, path))
         finalized_at(queue)
     assert users == set()
@@ -88,7 +88,7 @@ def case_ranks_several_steps_ahead_finalize_at_the_same_poll(launch: Launch) -> 
                 elif not is_ahead and poll == 1:
                     latches.wait(key)
 
-            outcome = of_all(launch, polls_until_ended(queue, before))
+            outcome = of_all(launch, poll_of_outcome(queue, before))
             assert len(set(outcome)) == 1, outcome
             assert outcome[0][1] == (f"failed on [{ahead}]" if fails else "finalized")
 
@@ -120,7 +120,7 @@ def case_ranks_of_different_speed_finalize_at_the_same_poll(launch: Launch) -> N
                     event.set()
 
         while queue.get_num_unfinalized_calls():
-            _, how = polls_until_ended(queue, before)
+            _, how = poll_of_outcome(queue, before)
             outcome.append((len(polls), how))
         everywhere = of_all(launch, outcome)
         assert all(of_rank == outcome for of_rank in everywhere), (number, everywhere)
@@ -142,7 +142,7 @@ def case_a_failure_that_reaches_one_rank_last_is_raised_at_the_same_poll(launch:
     ended.set()
     with replaced(Lockstep, "over", late):
         queue.schedule_async_request(waits_for(ended, error))
-        outcome = polls_until_ended(queue, lambda _: None)
+        outcome = poll_of_outcome(queue, lambda _: None)
         latches.open(f"rank {launch.rank} was outcome")
     everywhere = of_all(launch, outcome)
     assert len(set(everywhere)) == 1, everywhere

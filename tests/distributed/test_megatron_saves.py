@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tests.distributed import cases
-from tests.distributed.beside import overwrite, replaced
+from tests.distributed.background import overwrite, replaced
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
     Launch,

@@ -240,22 +240,22 @@ def case_sharded_tensors_are_gathered_as_full_tensors(launch: Launch) -> None:
         "replicated": Replicate(),
     }
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex128):
-        whole = random_tensor((5, 7), dtype, seed=1)
+        full = random_tensor((5, 7), dtype, seed=1)
         tree = {}
         for name, by in placements.items():
-            parts = [whole]
+            parts = [full]
             if isinstance(by, Shard):
-                parts = list(whole.view(torch.uint8).view(5, 7, -1).chunk(launch.size, by.dim))
+                parts = list(full.view(torch.uint8).view(5, 7, -1).chunk(launch.size, by.dim))
                 parts += [parts[0].narrow(by.dim, 0, 0)] * (launch.size - len(parts))
                 parts = [part.contiguous().view(dtype).squeeze(-1) for part in parts]
             local = parts[launch.rank % len(parts)]
             tree[name] = DTensor.from_local(
-                local, mesh, [by], run_check=False, shape=whole.shape, stride=whole.stride()
+                local, mesh, [by], run_check=False, shape=full.shape, stride=full.stride()
             )
         for tiled in (False, True):
             for name, found in multihost.process_allgather(tree, tiled).items():
                 assert type(found) is torch.Tensor
-                assert_equal(found, whole, f"{name} of {dtype}")
+                assert_equal(found, full, f"{name} of {dtype}")
     part = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
     assert multihost.process_allgather(part).tolist() == [launch.size] * 2
 
@@ -406,7 +406,7 @@ def case_local_tensors_become_global_and_local_again(launch: Launch) -> None:
         "whole": None,
         "more": [Replicate(), Shard(0)],
     }
-    whole = {
+    full = {
         "even": tensor_of("even", 4, 8),
         "uneven": tensor_of("uneven", 3, 5),
         "twice": tensor_of("twice", 7, 2),
@@ -414,7 +414,7 @@ def case_local_tensors_become_global_and_local_again(launch: Launch) -> None:
     }
     expected = {
         name: pytree.tree_map(lambda t, by=placements[name]: distribute_tensor(t, mesh, by), tree)
-        for name, tree in whole.items()
+        for name, tree in full.items()
     }
     local = pytree.tree_map(lambda t: t.to_local().clone(), expected)
     local["whole"] = torch.ones(2)
@@ -463,10 +463,10 @@ def case_gradients_flow_back_to_the_local_tensor(launch: Launch) -> None:
 
 
 def case_other_placements_redistribute_a_tensor(launch: Launch) -> None:
-    whole = tensor_of("w", 4 * launch.size, 2)
+    full = tensor_of("w", 4 * launch.size, 2)
     mesh = mesh_1d(launch)
-    tree = {"w": distribute_tensor(whole, mesh, [Shard(0)])}
-    assert_equal(multihost.global_to_local(tree, mesh, [Replicate()])["w"], whole)
+    tree = {"w": distribute_tensor(full, mesh, [Shard(0)])}
+    assert_equal(multihost.global_to_local(tree, mesh, [Replicate()])["w"], full)
 
 
 @takes_several

@@ -19,7 +19,7 @@ import torch_ckpt
 from tests.distributed.cases import (
     Launch,
     StateDict,
-    assert_whole,
+    assert_full_tensors,
     dtensors,
     dtensors_2d,
     failure_of,
@@ -34,7 +34,7 @@ from tests.distributed.loads import (
     LOADERS,
     by_dcp,
     by_load,
-    cost_of,
+    bytes_read_by,
     damaged,
     flip,
     save,
@@ -73,7 +73,7 @@ def case_data_that_all_ranks_need_is_read_once(launch: Launch) -> None:
     for load in LOADERS:
         loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         with batches_of(1 << 20):
-            cost = cost_of(
+            cost = bytes_read_by(
                 lambda load=load, s=loaded: load(s, path, read_once=True, direct_io=False)
             )
         assert_equal(loaded, state)
@@ -87,16 +87,18 @@ def case_data_that_all_ranks_need_is_read_once(launch: Launch) -> None:
 def case_shards_on_several_ranks_are_read_once(launch: Launch) -> None:
     """Sharded over one dimension of the mesh and replicated over the other."""
     mesh, path = mesh_2d(launch), launch.path()
-    whole = {f"t{i}": tensor_of(f"t{i}", 512, 1024) for i in range(4)}
-    save(dict(whole), path)
-    stored = sum(tensor.nbytes for tensor in whole.values())
+    full = {f"t{i}": tensor_of(f"t{i}", 512, 1024) for i in range(4)}
+    save(dict(full), path)
+    stored = sum(tensor.nbytes for tensor in full.values())
     for load in LOADERS:
         state = {
             name: distribute_tensor(torch.zeros(512, 1024), mesh, [Replicate(), Shard(0)])
-            for name in whole
+            for name in full
         }
-        cost = cost_of(lambda load=load, s=state: load(s, path, read_once=True, direct_io=False))
-        assert_whole(state)
+        cost = bytes_read_by(
+            lambda load=load, s=state: load(s, path, read_once=True, direct_io=False)
+        )
+        assert_full_tensors(state)
         costs = of_all(launch, cost)
         assert stored <= sum(costs) <= 1.05 * stored + launch.size * ALLOWANCE
 
@@ -150,8 +152,8 @@ def replicated_emptied(launch: Launch) -> StateDict:
 
 def assert_replicated(launch: Launch, state: StateDict) -> None:
     expected = replicated(launch)
-    assert_whole(state["hybrid"])
-    assert_whole(state["sharded"])
+    assert_full_tensors(state["hybrid"])
+    assert_full_tensors(state["sharded"])
     for key in ("model", "step", "note", "list"):
         assert_equal(state[key], expected[key], key)
 

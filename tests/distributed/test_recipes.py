@@ -99,40 +99,42 @@ def started_at(output: str) -> int:
 def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(
     tmp_path: Path, script: str, options: list[str], launch: Callable[..., Any]
 ) -> None:
-    whole = Recipe(script, tmp_path / "whole", *options, launch=launch)
+    uninterrupted = Recipe(script, tmp_path / "whole", *options, launch=launch)
     killed = Recipe(script, tmp_path / "killed", *options)
-    assert whole.run(2) == 0
+    assert uninterrupted.run(2) == 0
     assert killed.run(2, kill=True) == 0
     assert killed.run(2) in RESUMES_AT
-    assert_equal(whole.last, killed.last)
+    assert_equal(uninterrupted.last, killed.last)
 
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 def test_a_killed_run_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
-    whole = Recipe("fsdp2.py", tmp_path / "whole")
+    uninterrupted = Recipe("fsdp2.py", tmp_path / "whole")
     killed = Recipe("fsdp2.py", tmp_path / "killed")
-    assert whole.run(2) == 0
+    assert uninterrupted.run(2) == 0
     assert killed.run(4, kill=True) == 0
     assert killed.run(2) in RESUMES_AT
-    assert_equal(whole.last, killed.last, **CLOSE)
+    assert_equal(uninterrupted.last, killed.last, **CLOSE)
 
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
-    whole = Recipe("tensor_parallel.py", tmp_path / "whole")
+    uninterrupted = Recipe("tensor_parallel.py", tmp_path / "whole")
     killed = Recipe("tensor_parallel.py", tmp_path / "killed")
-    assert whole.run(2, "--tensor", "1") == 0
+    assert uninterrupted.run(2, "--tensor", "1") == 0
     assert killed.run(2, "--tensor", "2", kill=True) == 0
     assert killed.run(2, "--tensor", "1") in RESUMES_AT
-    assert_equal(whole.last, killed.last, **CLOSE)
+    assert_equal(uninterrupted.last, killed.last, **CLOSE)
 
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 def test_a_notice_to_one_rank_makes_all_save_one_step_and_request_a_restart(
     tmp_path: Path,
 ) -> None:
-    whole = Recipe("preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30")
-    assert whole.run(2) == 0
+    uninterrupted = Recipe(
+        "preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30"
+    )
+    assert uninterrupted.run(2) == 0
     preempted = Recipe(
         "preemption.py", tmp_path / "preempted", "--save-every", "30", "--steps", "30"
     )
@@ -145,7 +147,7 @@ def test_a_notice_to_one_rank_makes_all_save_one_step_and_request_a_restart(
     assert stopped is not None, output
     assert sorted(path.name for path in preempted.folder.iterdir()) == [f"{int(stopped[1]):010d}"]
     assert preempted.run(2) == int(stopped[1])
-    assert_equal(whole.folder / f"{30:010d}", preempted.folder / f"{30:010d}")
+    assert_equal(uninterrupted.folder / f"{30:010d}", preempted.folder / f"{30:010d}")
 
 
 SRUN = """#!/bin/bash

@@ -19,7 +19,7 @@ import torch_ckpt
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
     Launch,
-    assert_whole,
+    assert_full_tensors,
     dtensors,
     failure_of,
     mesh_1d,
@@ -111,7 +111,7 @@ def case_sharded_tensors_make_the_round_trip(launch: Launch) -> None:
     save(steps, 1, dtensors(mesh))
     loaded = zeroed(dtensors(mesh))
     steps.load(1, loaded)
-    assert_whole(loaded)
+    assert_full_tensors(loaded)
     assert staged_by(launch) == []
 
 
@@ -122,31 +122,31 @@ def case_a_save_in_the_background_makes_the_round_trip(launch: Launch) -> None:
     handle.result(PATIENCE_SECONDS)
     loaded = zeroed(dtensors(mesh))
     steps.load(1, loaded)
-    assert_whole(loaded)
+    assert_full_tensors(loaded)
 
 
 def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
-    whole = tensor_of("t", 1000, 901)
-    save(steps, 1, {"t": distribute_tensor(whole, mesh, [Shard(0)])})
-    columns = torch.zeros_like(distribute_tensor(whole, mesh, [Shard(1)]))
+    full = tensor_of("t", 1000, 901)
+    save(steps, 1, {"t": distribute_tensor(full, mesh, [Shard(0)])})
+    columns = torch.zeros_like(distribute_tensor(full, mesh, [Shard(1)]))
     steps.load(1, {"t": columns})
-    assert_equal(columns.full_tensor(), whole)
+    assert_equal(columns.full_tensor(), full)
     target = torch.zeros(1000, 901)
     steps.load(1, {"t": target})
-    assert_equal(target, whole)
+    assert_equal(target, full)
 
 
 def case_each_rank_fetches_about_its_share(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
-    whole = tensor_of("t", 4096, 1024)
+    full = tensor_of("t", 4096, 1024)
     # One record, of which each rank needs some rows.
-    save(steps, 1, {"t": distribute_tensor(whole, mesh, [Replicate()])})
-    target = torch.zeros_like(distribute_tensor(whole, mesh, [Shard(0)]))
+    save(steps, 1, {"t": distribute_tensor(full, mesh, [Replicate()])})
+    target = torch.zeros_like(distribute_tensor(full, mesh, [Shard(0)]))
     with counted() as fetched:
         steps.load(1, {"t": target})
-    assert_equal(target.full_tensor(), whole)
-    part = whole.nbytes // launch.size
+    assert_equal(target.full_tensor(), full)
+    part = full.nbytes // launch.size
     assert part <= sum(fetched) < 1.1 * part
 
 
@@ -234,7 +234,7 @@ def case_a_step_is_replaced_by_all_ranks(launch: Launch) -> None:
     save(steps, 1, dtensors(mesh), overwrite=True)
     loaded = zeroed(dtensors(mesh))
     steps.load(1, loaded)
-    assert_whole(loaded)
+    assert_full_tensors(loaded)
     named = {info.relative_path for info in steps.metadata(1).storage_data.values()}
     data = {name.rpartition("/")[2] for name in objects_of(launch) if name.endswith(".distcp")}
     assert data == named

@@ -85,7 +85,7 @@ def train(state: State, steps: int) -> None:
         state["steps"] += 1
 
 
-def whole(state: State) -> State:
+def gather_full(state: State) -> State:
     """Returns torch's own full state of a program, identical on all ranks."""
     options = StateDictOptions(full_state_dict=True)
     module, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
@@ -141,7 +141,7 @@ def case_training_continues_bit_for_bit_after_a_restore(launch: Launch) -> None:
             train(resumed, 2)
             torch.set_rng_state(drawn["torch"])
             train(state, 2)
-            assert_equal(whole(resumed), whole(state), f"{wrap} {before}")
+            assert_equal(gather_full(resumed), gather_full(state), f"{wrap} {before}")
 
 
 def case_a_program_is_saved_and_loaded_by_hand(launch: Launch) -> None:
@@ -155,7 +155,7 @@ def case_a_program_is_saved_and_loaded_by_hand(launch: Launch) -> None:
         for options in ({}, {"free_before_read": True}):
             resumed = program(other, launch, seed=1)
             torch_ckpt.load(resumed, path, **options)
-            assert_equal(whole(resumed), whole(state), f"{wrap} as {other} {options}")
+            assert_equal(gather_full(resumed), gather_full(state), f"{wrap} as {other} {options}")
 
 
 def case_ddp_names_in_the_dcp_layout_are_refused_by_name(launch: Launch) -> None:
@@ -178,7 +178,7 @@ def case_saving_before_the_first_step_changes_nothing(launch: Launch) -> None:
         saved = program(wrap, launch)
         AppState(saved).state_dict()
         train(saved, 2)
-        assert_equal(whole(saved), whole(undisturbed), wrap)
+        assert_equal(gather_full(saved), gather_full(undisturbed), wrap)
 
 
 @on(only=True)
@@ -187,7 +187,7 @@ def case_a_program_is_saved_for_other_numbers_of_ranks(launch: Launch) -> None:
         state = program(wrap, launch)
         train(state, 2)
         save(state, launch.path(wrap, "checkpoint"))
-        expected = whole(state)
+        expected = gather_full(state)
         if launch.rank == 0:
             torch.save(expected, launch.path(wrap, "expected"))
     save({"own": PerRank({"position": launch.rank})}, launch.path("own"))
@@ -203,7 +203,7 @@ def case_a_program_of_another_number_of_ranks_is_restored(launch: Launch) -> Non
             state = program(wrap, launch, seed=1)
             restore(state, left / saved / "checkpoint")
             expected = torch.load(left / saved / "expected", weights_only=False)
-            assert_equal(whole(state), expected, f"{saved} as {wrap}")
+            assert_equal(gather_full(state), expected, f"{saved} as {wrap}")
         own: State = {"own": PerRank({"position": -1})}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -235,7 +235,7 @@ def case_shards_saved_by_stock_torch_are_restored(launch: Launch) -> None:
             state["optimizer"].param_groups[0]["lr"] = 7.0
             del state["rng"]
             restore(state, path)
-            assert_equal(whole(state), whole(saved), f"{wrap} {flatten}")
+            assert_equal(gather_full(state), gather_full(saved), f"{wrap} {flatten}")
 
 
 def case_stock_torch_loads_the_saved_shards(launch: Launch) -> None:
@@ -252,7 +252,7 @@ def case_stock_torch_loads_the_saved_shards(launch: Launch) -> None:
             model_state_dict=module,
             optim_state_dict=optimizer,
         )
-        found, expected = whole(state), whole(saved)
+        found, expected = gather_full(state), gather_full(saved)
         assert_equal(
             [found["model"], found["optimizer"]], [expected["model"], expected["optimizer"]]
         )
@@ -269,14 +269,14 @@ def case_a_background_save_is_restored(launch: Launch) -> None:
         for _ in range(2):
             train(state, 1)
             paths.append(checkpoint.save(launch.path(wrap)))
-            expected = copy.deepcopy(whole(state))
+            expected = copy.deepcopy(gather_full(state))
         train(state, 1)
         assert paths == [f"{launch.path(wrap)}-1", f"{launch.path(wrap)}-2"]
         checkpoint.sync()
         resumed = AsyncCheckpoint(**program(wrap, launch, seed=1))
         resumed.restore(paths[1])
         assert resumed.save_counter == 2
-        assert_equal(whole(resumed.state), expected, wrap)
+        assert_equal(gather_full(resumed.state), expected, wrap)
 
 
 def case_a_state_that_one_rank_cannot_read_raises_on_all(launch: Launch) -> None:

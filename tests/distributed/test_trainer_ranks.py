@@ -41,9 +41,9 @@ def test_an_interrupted_run_resumes_and_ends_like_an_uninterrupted_one(
     assert not list(tmp_path.glob("none-*"))
     run(which, tmp_path / "parts", tmp_path / "resumed")
     for rank in range(RANKS):
-        whole = torch.load(tmp_path / f"weights-{rank}.pt")
+        uninterrupted = torch.load(tmp_path / f"weights-{rank}.pt")
         resumed = torch.load(tmp_path / f"resumed-{rank}.pt")
-        for name, value in whole.items():
+        for name, value in uninterrupted.items():
             assert torch.equal(resumed[name], value), f"rank {rank}: {name}"
     if which == "model_parallel":
         report = torch_ckpt.verify(tmp_path / "parts/last.ckpt")

@@ -137,7 +137,7 @@ def train_model_parallel(folder: Path, end_before: int) -> torch.nn.Module:
     return trainer.lightning_module
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
+def full_tensor_of(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -154,7 +154,7 @@ def main() -> None:
     except Ended:
         # Exits like a killed rank, without any cleanup.
         os._exit(3)
-    state = {name: whole(value) for name, value in model.state_dict().items()}
+    state = {name: full_tensor_of(value) for name, value in model.state_dict().items()}
     torch.save(state, f"{weights}-{os.environ['RANK']}.pt")
     if dist.is_initialized():
         dist.barrier()

@@ -102,8 +102,8 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 def test_a_view_is_saved_as_its_values(tmp_path: Path, name: str, staging: str) -> None:
-    whole = torch.arange(12_000, dtype=torch.float32, device=DEVICE).reshape(60, 200)
-    view = VIEWS[name](whole)
+    full = torch.arange(12_000, dtype=torch.float32, device=DEVICE).reshape(60, 200)
+    view = VIEWS[name](full)
     expected = view.cpu().clone()
     torch_ckpt.async_save({"view": view}, tmp_path / "c", staging=staging).result()
     found = torch.zeros(expected.shape, dtype=expected.dtype, device=DEVICE)
@@ -113,14 +113,14 @@ def test_a_view_is_saved_as_its_values(tmp_path: Path, name: str, staging: str) 
 
 @pytest.mark.parametrize("name", ["rows", "columns", "every third", "transposed", "permuted"])
 def test_a_load_into_a_view_changes_no_other_elements(tmp_path: Path, name: str) -> None:
-    whole = torch.full((60, 200), -1.0, device=DEVICE)
-    view = VIEWS[name](whole)
+    full = torch.full((60, 200), -1.0, device=DEVICE)
+    view = VIEWS[name](full)
     values = torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape)
     torch_ckpt.save({"view": values}, tmp_path)
     torch_ckpt.load({"view": view}, tmp_path)
     expected = torch.full((60, 200), -1.0)
     VIEWS[name](expected).copy_(values)
-    assert torch.equal(whole.cpu(), expected)
+    assert torch.equal(full.cpu(), expected)
 
 
 def test_thousands_of_small_tensors_are_kept(tmp_path: Path) -> None:

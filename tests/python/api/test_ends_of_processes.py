@@ -33,7 +33,7 @@ from torch_ckpt import CheckpointError
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [
-    pytest.mark.usefixtures("no_save_after"),
+    pytest.mark.usefixtures("no_save_left"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 

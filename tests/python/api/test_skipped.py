@@ -52,9 +52,9 @@ def test_skipped_values_are_named_in_a_warning_and_counted_in_the_log(
     ):
         report = load(state, saved, freeing)
     (warning,) = [str(w.message) for w in caught if "strict=False" in str(w.message)]
-    for told in ("model.new (missing)", "other (missing)", "model.b (stored [3], wanted [4])"):
-        assert told in warning
-        assert told in report.skipped
+    for part in ("model.new (missing)", "other (missing)", "model.b (stored [3], wanted [4])"):
+        assert part in warning
+        assert part in report.skipped
     assert caught[0].filename == __file__
     assert "1 names fit, 3 are skipped" in caplog.text
     assert (state["model"]["a"] == 1).all()  # type: ignore[index]

@@ -153,8 +153,8 @@ def test_a_damaged_payload_is_named_with_tensor_and_file(
     text = str(cause)
     assert text.startswith(f"{name}: ")
     # The record, or its block.
-    (said,) = re.findall(rf"{place.relative_path} at byte (\d+): ", text)
-    assert place.offset <= int(said) <= position
+    (reported,) = re.findall(rf"{place.relative_path} at byte (\d+): ", text)
+    assert place.offset <= int(reported) <= position
     assert "the bytes are damaged: CRC-32 0x" in text
     assert "\n" not in text
 

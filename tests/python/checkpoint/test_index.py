@@ -110,16 +110,18 @@ def test_a_record_without_a_description_is_listed_as_stray() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "whole"), [((0, 2, 3), True), ((0, 3), True), ((0, 1, 2), False), ((), False)]
+    ("rows", "covered"), [((0, 2, 3), True), ((0, 3), True), ((0, 1, 2), False), ((), False)]
 )
-def test_a_tensor_that_its_shards_do_not_cover_is_named(rows: tuple[int, ...], whole: bool) -> None:
+def test_a_tensor_that_its_shards_do_not_cover_is_named(
+    rows: tuple[int, ...], covered: bool
+) -> None:
     chunks = [
         ChunkStorageMetadata(torch.Size([a, 0]), torch.Size([b - a, 4])) for a, b in pairwise(rows)
     ]
     properties = TensorProperties(dtype=torch.float32)
     stored = TensorStorageMetadata(properties, torch.Size([3, 4]), chunks)
     index = index_of(Metadata({"w": stored, "step": BytesStorageMetadata()}), "here")
-    assert index.uncovered() == ([] if whole else ["w"])
+    assert index.uncovered() == ([] if covered else ["w"])
 
 
 def test_a_new_name_replaces_the_old_one(tmp_path: Path) -> None:

@@ -479,10 +479,10 @@ def test_a_file_truncated_anywhere_but_at_the_end_of_the_pickle_is_refused(
     sealed: bytes, allow_pickle: bool
 ) -> None:
     # That file equals one of stock torch.
-    whole = decode_metadata(sealed, "here", allow_pickle=allow_pickle)
+    complete = decode_metadata(sealed, "here", allow_pickle=allow_pickle)
     for size in range(len(sealed)):
         if size == len(sealed) - SEAL_BYTES:
-            assert decode_metadata(sealed[:size], "here", allow_pickle=allow_pickle) == whole
+            assert decode_metadata(sealed[:size], "here", allow_pickle=allow_pickle) == complete
             continue
         with pytest.raises(Corrupt):
             decode_metadata(sealed[:size], "here", allow_pickle=allow_pickle)

@@ -46,7 +46,7 @@ def test_the_writer_accepts_torchs_arguments_by_position(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"thread_count": 0}, "thread_count must be at least 1, got 0"),
         (
@@ -60,9 +60,9 @@ def test_the_writer_accepts_torchs_arguments_by_position(tmp_path: Path) -> None
     ids=str,
 )
 def test_the_writer_refuses_invalid_options(
-    tmp_path: Path, options: dict[str, Any], said: str
+    tmp_path: Path, options: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(expected)):
         torch_ckpt.FileSystemWriter(tmp_path, **options)
 
 

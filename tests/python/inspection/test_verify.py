@@ -484,8 +484,8 @@ def test_shards_that_do_not_cover_their_tensor_are_reported(
         entry.chunks = [kind(torch.Size(o), torch.Size(s)) for o, s in chunks]
 
     change(our_copy, cut)
-    told = [text for name, text in torch_ckpt.verify(our_copy).incomplete if name == "small"]
-    assert any(text.startswith(what) for text in told), told
+    messages = [text for name, text in torch_ckpt.verify(our_copy).incomplete if name == "small"]
+    assert any(text.startswith(what) for text in messages), messages
 
 
 def test_missing_checksums_are_reported_and_are_not_damage(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.house import REPOSITORY
+from tests.layers import REPOSITORY
 from tests.snippets import snippets_of
 from tests.support import assert_equal
 
@@ -42,10 +42,10 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(
             # The second part restores the weights and the random state of the first part.
             end = trained(number, steps)
         ends.append(end)
-    whole, resumed = ends
+    uninterrupted, resumed = ends
     assert resumed["step"] == 39
     for key in ("model", "optimizer", "scheduler"):
-        assert_equal(resumed[key].state_dict(), whole[key].state_dict())
+        assert_equal(resumed[key].state_dict(), uninterrupted[key].state_dict())
 
 
 def test_a_plain_model_reads_its_checkpoint(

@@ -116,11 +116,11 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(
     pl: Any, tmp_path: Path
 ) -> None:
-    whole = fit(pl, tmp_path / "whole", 4, plugin())
+    uninterrupted = fit(pl, tmp_path / "whole", 4, plugin())
     fit(pl, tmp_path / "parts", 2, plugin())
     resumed = fit(pl, tmp_path / "parts", 4, plugin(), resume="last")
-    assert resumed.global_step == whole.global_step == 24
-    for name, value in weights(whole).items():
+    assert resumed.global_step == uninterrupted.global_step == 24
+    for name, value in weights(uninterrupted).items():
         assert torch.equal(weights(resumed)[name], value), name
 
 

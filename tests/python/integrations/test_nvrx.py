@@ -285,13 +285,13 @@ def priorities_of_queue_writers(calls_queue: Any, path: Path, gate: Gate) -> lis
     finalizing = save_state_dict_async_plan(small_state(), FileSystemWriterAsync(path))
     function, preload, arguments = finalizing[0].get_save_function_and_args()
     finalize = [lambda: save_state_dict_async_finalize(*finalizing)]
-    with priorities_of_writers(gate) as told:
+    with priorities_of_writers(gate) as priorities:
         calls_queue.schedule_async_request(
             AsyncRequest(function, arguments, finalize, preload_fn=preload)
         )
         gate.open()
         calls_queue.close()
-    return told
+    return priorities
 
 
 @forked

@@ -110,12 +110,12 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_run(
     tmp_path: Path, kill_at: int, options: dict[str, Any]
 ) -> None:
     manager = {"interval": kill_at}
-    whole = train(tmp_path / "whole", **options)
+    uninterrupted = train(tmp_path / "whole", **options)
     with pytest.raises(Killed):
         train(tmp_path / "killed", kill_at=kill_at, manager=manager, **options)
     resumed = train(tmp_path / "killed", **options)
-    assert_same_weights(resumed, whole)
-    assert losses(resumed) == losses(whole)
+    assert_same_weights(resumed, uninterrupted)
+    assert losses(resumed) == losses(uninterrupted)
 
 
 def test_the_interval_of_the_manager_determines_when_to_save(tmp_path: Path) -> None:
@@ -144,22 +144,24 @@ def test_trainer_writes_no_checkpoints_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_preemption_notice_saves_and_stops_training(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole")
-    trainer = trainer_for(tmp_path / "told")
+    uninterrupted = train(tmp_path / "whole")
+    trainer = trainer_for(tmp_path / "preempted")
 
     class Notify(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 3:
                 signal.raise_signal(signal.SIGTERM)
 
-    with torch_ckpt.CheckpointManager(tmp_path / "told" / "checkpoints", interval=100) as manager:
+    with torch_ckpt.CheckpointManager(
+        tmp_path / "preempted" / "checkpoints", interval=100
+    ) as manager:
         callback = CheckpointCallback(trainer, manager)
         trainer.add_callback(Notify())
         trainer.train(resume_from_checkpoint=callback.resume())
         assert manager.should_stop
         assert manager.all_steps() == [trainer.state.global_step]
         assert trainer.state.global_step < 15
-    assert_same_weights(train(tmp_path / "told"), whole)
+    assert_same_weights(train(tmp_path / "preempted"), uninterrupted)
 
 
 def test_callback_states_are_restored(tmp_path: Path) -> None:

@@ -310,12 +310,12 @@ def test_a_duplicate_shard_does_not_replace_a_missing_one(
 
 class TestGapIn:
     @staticmethod
-    def boxes_of(whole: tuple[int, ...], generator: random.Random) -> list[Box]:
+    def boxes_of(shape: tuple[int, ...], generator: random.Random) -> list[Box]:
         """Cuts a box in two, repeatedly."""
-        boxes = [((0,) * len(whole), whole)]
+        boxes = [((0,) * len(shape), shape)]
         for _ in range(generator.randrange(8)):
             offsets, sizes = boxes.pop(generator.randrange(len(boxes)))
-            dim = generator.randrange(len(whole))
+            dim = generator.randrange(len(shape))
             at = generator.randint(0, sizes[dim])
             for begin, length in ((0, at), (at, sizes[dim] - at)):
                 moved = (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :])
@@ -326,26 +326,26 @@ class TestGapIn:
     @pytest.mark.parametrize("seed", range(40))
     def test_it_finds_the_same_gap_as_marking_each_element(self, seed: int) -> None:
         generator = random.Random(seed)
-        whole = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
-        boxes = self.boxes_of(whole, generator)
-        assert gap_in(whole, boxes) is None
+        shape = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
+        boxes = self.boxes_of(shape, generator)
+        assert gap_in(shape, boxes) is None
         # Replaces a box, so that boxes overlap and often leave a gap.
         boxes[generator.randrange(len(boxes))] = boxes[generator.randrange(len(boxes))]
-        seen = torch.zeros(whole, dtype=torch.bool)
+        seen = torch.zeros(shape, dtype=torch.bool)
         for offsets, sizes in boxes:
             seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = True
         missing = (~seen).nonzero().tolist()
-        assert gap_in(whole, boxes) == (missing[0] if missing else None)
+        assert gap_in(shape, boxes) == (missing[0] if missing else None)
 
     def test_two_complete_sets_of_boxes_have_no_gap(self) -> None:
         assert gap_in((2, 3), [((0, 0), (2, 3))] * 2) is None
         assert gap_in((), [((), ())] * 2) is None
 
     def test_a_gap_is_found_with_more_cut_dimensions_than_corners_are_counted_for(self) -> None:
-        whole = (2,) * 8
+        shape = (2,) * 8
         boxes = [(place, (1,) * 8) for place in itertools.product((0, 1), repeat=8)]
-        assert gap_in(whole, boxes) is None
-        assert gap_in(whole, boxes[:-1]) == [1] * 8
+        assert gap_in(shape, boxes) is None
+        assert gap_in(shape, boxes[:-1]) == [1] * 8
 
 
 class TestGrowingSize:

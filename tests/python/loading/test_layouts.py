@@ -201,12 +201,12 @@ def test_one_warning_names_only_the_narrowed_tensors(tmp_path: Path, loader: Any
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader(state, tmp_path)
-    said = [str(w.message) for w in caught if "less precision or range" in str(w.message)]
-    assert len(said) == 1
-    assert "narrow (torch.float32 to torch.bfloat16)" in said[0]
-    assert "whole (torch.float32 to torch.int64)" in said[0]
-    assert "wide" not in said[0]
-    assert "same" not in said[0]
+    messages = [str(w.message) for w in caught if "less precision or range" in str(w.message)]
+    assert len(messages) == 1
+    assert "narrow (torch.float32 to torch.bfloat16)" in messages[0]
+    assert "whole (torch.float32 to torch.int64)" in messages[0]
+    assert "wide" not in messages[0]
+    assert "same" not in messages[0]
 
 
 def test_the_warning_counts_the_names_beyond_its_limit(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.children import in_fork
-from tests.fresh import forget_peak_of_memory, in_fresh_process, memory_of_process
+from tests.fresh import in_fresh_process, process_memory, reset_peak_memory
 from tests.support import cause_of, data_files, flip_bit, place_of, stock_save
 from torch_ckpt import _core
 from torch_ckpt.errors import Corrupt, Unsafe
@@ -72,10 +72,10 @@ def test_the_later_of_two_names_with_the_same_memory_wins(tmp_path: Path, verify
 
 def test_the_later_name_wins_if_only_a_part_is_shared(tmp_path: Path) -> None:
     save({"a": torch.full((100, 100), 1.0), "b": torch.full((50, 100), 2.0)}, tmp_path)
-    whole = torch.zeros(100, 100)
-    load({"a": whole, "b": whole[50:]}, tmp_path)
-    assert whole[:50].unique().tolist() == [1.0]
-    assert whole[50:].unique().tolist() == [2.0]
+    full = torch.zeros(100, 100)
+    load({"a": full, "b": full[50:]}, tmp_path)
+    assert full[:50].unique().tolist() == [1.0]
+    assert full[50:].unique().tolist() == [2.0]
 
 
 def test_the_later_name_wins_if_the_earlier_is_stored_transposed(tmp_path: Path) -> None:
@@ -157,12 +157,12 @@ def memory_of_an_object(path: Path) -> int:
     metadata = reader.read_metadata()
     reader.set_up_for_load(0, metadata)
     (place,) = metadata.storage_data.values()
-    forget_peak_of_memory()
-    before = memory_of_process("VmRSS")
+    reset_peak_memory()
+    before = process_memory("VmRSS")
     (data,) = reader.read_bytes([place.relative_path], [("note", 0, place.offset, place.length)])
     stream = io.BytesIO(data)
     assert stream.seek(0, io.SEEK_END) > 0
-    return memory_of_process("VmHWM") - before
+    return process_memory("VmHWM") - before
 
 
 def test_the_bytes_of_an_object_are_held_once(tmp_path: Path) -> None:

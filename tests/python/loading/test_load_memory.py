@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.fresh import forget_peak_of_memory, in_fresh_process, memory_of_process
+from tests.fresh import in_fresh_process, process_memory, reset_peak_memory
 from tests.loads import MIB, load, mismatch, refusal, save
 from tests.support import StateDict, assert_equal, data_files, emptied, f32, random_tensor
 from torch_ckpt.errors import LoadMismatch
@@ -39,10 +39,10 @@ def memory_of_a_load(path: Path, limit: int, free: bool) -> tuple[int, ReadMemor
     }
     torch_ckpt.load({"small": torch.ones(3)}, path, names=["small"])
     estimate = torch_ckpt.estimate_read_memory(state, path, max_inflight_bytes=limit)
-    forget_peak_of_memory()
-    before = memory_of_process("VmRSS")
+    reset_peak_memory()
+    before = process_memory("VmRSS")
     torch_ckpt.load(state, path, max_inflight_bytes=limit, free_before_read=free)
-    growth = memory_of_process("VmHWM") - before
+    growth = process_memory("VmHWM") - before
     right = all(torch.equal(t, torch.full_like(t, i)) for i, t in enumerate(state.values(), 2))
     return growth, estimate, right
 
@@ -200,13 +200,13 @@ def test_tensors_that_share_memory_with_another_process_are_loaded_in_place(tmp_
 
 def test_memory_outside_of_overlapping_targets_is_kept(tmp_path: Path) -> None:
     # The targets together have as many bytes as the storage. malloc maps that many separately.
-    whole = torch.full((10 << 20,), 7.0)
-    quarter = len(whole) // 4
-    targets = {"a": whole[: 2 * quarter], "b": whole[quarter : 3 * quarter]}
+    full = torch.full((10 << 20,), 7.0)
+    quarter = len(full) // 4
+    targets = {"a": full[: 2 * quarter], "b": full[quarter : 3 * quarter]}
     save({"m": {name: torch.ones(2 * quarter) for name in targets}}, tmp_path)
     load({"m": targets}, tmp_path, free_before_read=True)
-    assert (whole[: 3 * quarter] == 1).all()
-    assert (whole[3 * quarter :] == 7).all()
+    assert (full[: 3 * quarter] == 1).all()
+    assert (full[3 * quarter :] == 7).all()
 
 
 def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def memory_that_loads_keep(path: Path, way: str) -> int:
     target = torch.complex(real, real).conj() if way == "conjugated" else real._neg_view()
     torch_ckpt.save({"t": target.clone()}, path)
     torch_ckpt.load({"t": target}, path, max_inflight_bytes=2 * MIB)
-    before = memory_of_process("VmRSS")
+    before = process_memory("VmRSS")
     for _ in range(3):
         torch_ckpt.load({"t": target}, path, max_inflight_bytes=2 * MIB)
-    return memory_of_process("VmRSS") - before
+    return process_memory("VmRSS") - before

@@ -69,14 +69,14 @@ def test_all_differences_are_in_one_message_and_nothing_is_changed(
     state = misfit()
     cause = mismatch(lambda: load(state, stored, free_before_read=free))
     assert_names_all_differences(cause.report)
-    for said in (
+    for part in (
         "1 missing from the checkpoint:\n  absent",
         "1 with a different shape:\n  model.weight: stored [3, 2], wanted [3, 3]",
         "1 of a different kind:\n  model.bias: stored a tensor, wanted a str",
         "1 only in the checkpoint:\n  extra",
         "1 with a different dtype:\n  model.list.0: stored torch.float32, wanted torch.float16",
     ):
-        assert said in str(cause)
+        assert part in str(cause)
     assert_untouched(state)
 
 
@@ -220,14 +220,14 @@ class Holder:
     def __init__(self, value: float) -> None:
         self.weight = torch.full((4,), value)
         self.nested = {"count": int(value)}
-        self.told = 0
+        self.loads = 0
 
     def state_dict(self) -> StateDict:
         return {"weight": self.weight, "nested": self.nested}
 
     def load_state_dict(self, state: StateDict) -> None:
         self.weight, self.nested = state["weight"], state["nested"]
-        self.told += 1
+        self.loads += 1
 
 
 @pytest.mark.parametrize("free", [False, True])
@@ -237,7 +237,7 @@ def test_stateful_values_are_loaded_once(tmp_path: Path, free: bool) -> None:
     state = {"a": a, "b": b}
     load(state, tmp_path, free_before_read=free)
     assert (state["a"], state["b"]) == (a, b)
-    assert (a.told, b.told) == (1, 1)
+    assert (a.loads, b.loads) == (1, 1)
     assert b.weight.tolist() == [2] * 4
     assert b.nested == {"count": 2}
 
@@ -247,7 +247,7 @@ def test_stateful_values_without_a_selected_name_are_not_loaded(tmp_path: Path, 
     save({"a": Holder(1), "b": Holder(2)}, tmp_path)
     a, b = Holder(7), Holder(7)
     load({"a": a, "b": b}, tmp_path, names=["b._objects"], free_before_read=free)
-    assert (a.told, b.told) == (0, 1)
+    assert (a.loads, b.loads) == (0, 1)
     assert b.weight.tolist() == [7] * 4
     assert b.nested == {"count": 2}
 
@@ -256,7 +256,7 @@ def test_stateful_values_are_not_loaded_if_they_do_not_fit(tmp_path: Path) -> No
     save({"a": Holder(1)}, tmp_path)
     a = Holder(7)
     mismatch(lambda: load({"a": a, "b": torch.zeros(1)}, tmp_path))
-    assert a.told == 0
+    assert a.loads == 0
     assert a.weight.tolist() == [7] * 4
 
 
@@ -370,9 +370,9 @@ def test_a_planners_conversion_warns_once(tmp_path: Path, loader: Any) -> None:
     save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
     with pytest.warns(UserWarning, match="loading converts") as caught:
         loader({"a": torch.zeros(3), "b": torch.zeros(3)}, tmp_path, planner=Noting())
-    (said,) = [str(w.message) for w in caught if "loading converts" in str(w.message)]
-    assert "a (torch.float32 to torch.float16)" in said
-    assert "b (torch.float32 to torch.float16)" in said
+    (message,) = [str(w.message) for w in caught if "loading converts" in str(w.message)]
+    assert "a (torch.float32 to torch.float16)" in message
+    assert "b (torch.float32 to torch.float16)" in message
 
 
 class WithoutStateDict(dcp.LoadPlanner):

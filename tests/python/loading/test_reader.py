@@ -277,8 +277,8 @@ class WrongTarget(dcp.DefaultLoadPlanner):
 
 def test_a_planners_target_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     save({"weight": f32(3, 2)}, tmp_path)
-    said = r"weight: mismatch sizes: the target has \[2, 3\], the wanted region \[3, 2\]"
-    with pytest.raises(dcp.CheckpointException, match=said):
+    message = r"weight: mismatch sizes: the target has \[2, 3\], the wanted region \[3, 2\]"
+    with pytest.raises(dcp.CheckpointException, match=message):
         load({"weight": torch.zeros(3, 2)}, tmp_path, planner=WrongTarget())
 
 

@@ -95,7 +95,7 @@ def test_an_object_beyond_the_limit_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"thread_count": 0}, "thread_count must be at least 1, got 0"),
         ({"max_inflight_bytes": 5}, "max_inflight_bytes must be at least 1048576, got 5"),
@@ -104,9 +104,9 @@ def test_an_object_beyond_the_limit_is_refused_by_name(tmp_path: Path) -> None:
     ids=str,
 )
 def test_the_reader_refuses_invalid_options(
-    tmp_path: Path, options: dict[str, Any], said: str
+    tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         torch_ckpt.FileSystemReader(tmp_path, **options)
 
 

@@ -38,16 +38,16 @@ from torch_ckpt.steps.lease import LEASE_NAME
 
 
 def test_the_ten_line_loop_resumes_at_its_last_step(root: Path) -> None:
-    begun = []
+    first_steps = []
     for until in (5, 12):
         with CheckpointManager(root, interval=4, preemption_signals=()) as made:
             training = Training()
             first = made.restore(training.state)
-            begun.append(first)
+            first_steps.append(first)
             assert_equal(training.values(), training_of(first).values())
             train(made, range(first + 1, until + 1), training)
             assert not made.should_stop
-    assert begun == [0, 4]
+    assert first_steps == [0, 4]
     with CheckpointManager(root, read_only=True) as made:
         assert made.all_steps() == [4, 8, 12]
         assert restored(made) == 12

@@ -69,9 +69,9 @@ def test_a_step_whose_marker_rename_is_uncertain_is_removed_and_not_committed(
         train(made, [1])
         with pytest.raises(CheckpointException) as caught:
             made.wait_until_finished()
-    said = str(cause_of(caught.value))
-    assert "it is unknown whether the rename was carried out" in said
-    assert "may be visible" not in said
+    message = str(cause_of(caught.value))
+    assert "it is unknown whether the rename was carried out" in message
+    assert "may be visible" not in message
     assert isinstance(cause_of(caught.value), NotCommitted)
     assert made.all_steps() == []
     assert not list(tmp_path.glob("**/*.tmp-*"))

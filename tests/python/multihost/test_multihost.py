@@ -140,10 +140,10 @@ def test_ranks_are_written_in_runs() -> None:
 
 def test_the_bytes_of_a_view_are_those_of_its_elements() -> None:
     for dtype in (torch.float32, torch.complex128, torch.bfloat16, torch.bool, torch.float8_e5m2):
-        whole = random_tensor((4, 6), dtype)
-        rows = [trees.as_bytes(column) for column in whole.t().unbind()]
-        assert torch.equal(trees.as_bytes(whole.t()), torch.cat(rows))
-        assert trees.as_bytes(whole).data_ptr() == whole.data_ptr()
+        full = random_tensor((4, 6), dtype)
+        rows = [trees.as_bytes(column) for column in full.t().unbind()]
+        assert torch.equal(trees.as_bytes(full.t()), torch.cat(rows))
+        assert trees.as_bytes(full).data_ptr() == full.data_ptr()
     conjugated = torch.tensor([1 + 2j]).conj()
     assert torch.equal(trees.as_bytes(conjugated), trees.as_bytes(torch.tensor([1 - 2j])))
     assert trees.as_bytes(torch.empty(0, 3)).shape == (0,)

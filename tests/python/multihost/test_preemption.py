@@ -210,7 +210,7 @@ def test_a_watch_ends_with_its_group(default_group: None) -> None:
 
 
 def test_a_group_is_deleted_after_the_thread_that_watches_it_has_ended() -> None:
-    asking, told = threading.Event(), threading.Event()
+    asking, answered = threading.Event(), threading.Event()
 
     class Slow:
         """Store that is in use when the group is deleted."""
@@ -222,14 +222,14 @@ def test_a_group_is_deleted_after_the_thread_that_watches_it_has_ended() -> None
 
         def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             asking.set()
-            assert told.wait(PATIENCE)
+            assert answered.wait(PATIENCE)
             return expected.encode()
 
     watch = PreemptionWatch(cast(Meeting, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
     assert asking.wait(PATIENCE)
     with in_thread(watch._group_has_gone):
-        assert not told.wait(POLL)
-        told.set()
+        assert not answered.wait(POLL)
+        answered.set()
     assert not watch._thread.is_alive()
 
 

@@ -19,15 +19,15 @@ def document() -> dict[str, Any]:
     """Joins the newest results of each group into one document."""
     found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     runs = [content for content in found if "groups" in content]
-    whole: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for run in runs:
-        whole |= {key: value for key, value in run.items() if value}
+        joined |= {key: value for key, value in run.items() if value}
     groups = {group["name"]: group for run in runs for group in run["groups"]}
     parameters: dict[str, Any] = {}
     for run in runs:
         parameters |= run["parameters"]
     # One result skipped what another has measured.
-    return whole | {"groups": list(groups.values()), "parameters": parameters, "skipped": []}
+    return joined | {"groups": list(groups.values()), "parameters": parameters, "skipped": []}
 
 
 def write(file: Path, document: dict[str, Any], **parameters: Any) -> str:

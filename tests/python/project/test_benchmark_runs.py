@@ -61,7 +61,7 @@ def document(result_file: Path) -> dict[str, Any]:
     return loaded
 
 
-def assert_samples_are_whole(document: dict[str, Any]) -> None:
+def assert_samples_are_complete(document: dict[str, Any]) -> None:
     for group in document["groups"]:
         contenders = {info["name"] for info in group["contenders"]}
         assert {sample["contender"] for sample in group["samples"]} == contenders
@@ -74,7 +74,7 @@ def assert_samples_are_whole(document: dict[str, Any]) -> None:
 def test_a_quick_run_measures_one_group_and_is_marked_as_quick(tmp_path: Path) -> None:
     document = json.loads(_run(tmp_path, ["save"]).read_text())
     assert [group["name"] for group in document["groups"]] == ["save"]
-    assert_samples_are_whole(document)
+    assert_samples_are_complete(document)
     held = {entry["key"]: entry["met"] for entry in document["comparisons"] if entry["target"]}
     assert held.keys() >= {"save.stock_1", "save.best_stock", "save.cpu", "save.buffered"}
     assert {type(met) for met in held.values()} == {bool}
@@ -99,7 +99,7 @@ def test_a_run_measures_every_group_or_gives_the_reason(document: dict[str, Any]
 
 @pytest.mark.torture
 def test_every_sample_records_wall_and_cpu_seconds_and_bytes(document: dict[str, Any]) -> None:
-    assert_samples_are_whole(document)
+    assert_samples_are_complete(document)
 
 
 @pytest.mark.torture

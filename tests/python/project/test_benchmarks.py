@@ -104,8 +104,8 @@ def test_the_shards_of_all_ranks_make_the_state(world: int) -> None:
             assert states.first_difference(shards, shards) is None
             assert not any(map(torch.count_nonzero, states.tensors(states.blank_copy(shards))))
             parts.append(states.tensors(shards))
-    for whole, of_ranks in zip(states.tensors(state), zip(*parts, strict=True), strict=True):
-        assert torch.equal(whole, torch.cat(of_ranks) if whole.dim() else of_ranks[0])
+    for full, of_ranks in zip(states.tensors(state), zip(*parts, strict=True), strict=True):
+        assert torch.equal(full, torch.cat(of_ranks) if full.dim() else of_ranks[0])
 
 
 def test_bytes_read_are_counted_with_and_without_the_page_cache(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.house import REPOSITORY
+from tests.layers import REPOSITORY
 from torch_ckpt._base.version import SUPPORTED_TORCH, __version__, check_torch_version
 
 pytest.importorskip("setuptools")
@@ -57,8 +57,8 @@ CMake Error at CMakeLists.txt:47 (message):
 
 
 -- Configuring incomplete, errors occurred!"""
-    said = built(tmp_path, cmake=f"cat <<'END'\n{output}\nEND\nexit 1", **{"g++": "exit 0"})
-    assert said == "torch_ckpt needs ISA-L for its checksums: apt install libisal-dev."
+    errors = built(tmp_path, cmake=f"cat <<'END'\n{output}\nEND\nexit 1", **{"g++": "exit 0"})
+    assert errors == "torch_ckpt needs ISA-L for its checksums: apt install libisal-dev."
 
 
 # Without the import hook of an editable install.

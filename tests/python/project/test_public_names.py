@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 
 import torch_ckpt
-from tests.house import REPOSITORY
+from tests.layers import REPOSITORY
 
 #: Packages whose names are public.
 PACKAGES = ["torch_ckpt", "torch_ckpt.manager"]

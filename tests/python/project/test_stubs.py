@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  (torch_ckpt._C needs its libraries)
 
-from tests.house import REPOSITORY
+from tests.layers import REPOSITORY
 
 _Signature = list[tuple[str, bool]]
 

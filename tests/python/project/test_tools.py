@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import REPOSITORY
+from tests.layers import REPOSITORY
 from torch_ckpt._base.version import __version__
 
 yaml = pytest.importorskip("yaml")

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.fault_hooks import at_fault_points
-from tests.meetings import (
+from tests.rank_threads import (
     PATIENCE_SECONDS,
     SHORT,
     causes_of,

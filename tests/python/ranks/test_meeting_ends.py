@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_ckpt
 from tests.children import context, on_ranks
 from tests.fault_hooks import before
-from tests.meetings import (
+from tests.rank_threads import (
     PATIENCE_SECONDS,
     SHORT,
     causes_of,
@@ -67,9 +67,9 @@ def test_an_interrupted_coordinator_does_not_wait_for_the_others_again(
             torch_ckpt.save({"n": 1}, tmp_path, timeout=PATIENCE_SECONDS)
         return time.monotonic()
 
-    begun = time.monotonic()
+    before_close = time.monotonic()
     ended, _ = on_ranks(2, work)
-    assert ended - begun < PATIENCE_SECONDS / 2
+    assert ended - before_close < PATIENCE_SECONDS / 2
 
 
 def test_a_store_whose_server_has_ended_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -130,12 +130,12 @@ def test_a_rank_that_has_lost_the_store_makes_no_more_calls(
     stopped = StoppedStore()
     [ranks] = [Meeting(stopped, 1, 2, "test").ranks(SHORT)]
     [outcome] = together([ranks], work).values()
-    begun = stopped.asked
+    before_close = stopped.asked
     ranks.close()
     [again] = together([ranks], work).values()
     stopped.goes_on.set()
     assert causes_of(again) == causes_of(outcome)
-    assert stopped.asked == begun == 1
+    assert stopped.asked == before_close == 1
     assert ("rank 0 may have committed" in str(outcome)) == may_have_committed
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import torch_ckpt
-from tests.meetings import ranks_of, save, together
+from tests.rank_threads import ranks_of, save, together
 from torch_ckpt.ranks.failures import CheckpointFailed, failed_on
 from torch_ckpt.ranks.outcomes import attempt
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.meetings import PATIENCE_SECONDS, SHORT, tcp_store, together
+from tests.rank_threads import PATIENCE_SECONDS, SHORT, tcp_store, together
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 from torch_ckpt.ranks.store_thread import peek
 

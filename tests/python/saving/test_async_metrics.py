@@ -39,7 +39,7 @@ from torch_ckpt.saving.background import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [
-    pytest.mark.usefixtures("no_save_after"),
+    pytest.mark.usefixtures("no_save_left"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 
@@ -50,11 +50,11 @@ pytestmark = [
 @pytest.mark.parametrize("staging", STAGINGS)
 @forked
 def test_metrics_report_bytes_and_times_of_the_save(tmp_path: Path, staging: str) -> None:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     handle = torch_ckpt.async_save({"t": large()}, tmp_path / "c", staging=staging)
-    returned = time.perf_counter() - begun
+    returned = time.perf_counter() - start
     handle.result()
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - start
     metrics = handle.metrics()
     assert (metrics.path, metrics.rank) == (str(tmp_path / "c"), 0)
     assert metrics.bytes == sum(file.stat().st_size for file in data_files(tmp_path / "c"))
@@ -68,10 +68,10 @@ def test_metrics_report_bytes_and_times_of_the_save(tmp_path: Path, staging: str
 
 
 def test_the_interval_is_the_time_since_the_last_call(tmp_path: Path) -> None:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "first").result()
     handle = torch_ckpt.async_save({"t": torch.zeros(3)}, tmp_path / "second")
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - start
     handle.result()
     assert 0 < handle.metrics().interval_s < took
 

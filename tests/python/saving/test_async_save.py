@@ -38,7 +38,7 @@ from torch_ckpt.saving.background import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [
-    pytest.mark.usefixtures("no_save_after"),
+    pytest.mark.usefixtures("no_save_left"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 

@@ -318,10 +318,10 @@ def test_a_forked_child_has_no_reservation_and_makes_its_own(tmp_path: Path) -> 
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
 
     def work() -> None:
-        begun = (_core.reserve_bytes(), _core.reserved_bytes(), _core.pool_bytes())
+        at_start = (_core.reserve_bytes(), _core.reserved_bytes(), _core.pool_bytes())
         made = torch_ckpt.reserve_pool(4 * CHUNK_BYTES)
         torch_ckpt.async_save(_state, tmp_path / "c", max_host_bytes=CHUNK_BYTES).result()
-        assert begun == (0, 0, 0)
+        assert at_start == (0, 0, 0)
         assert made == _core.pool_bytes() == 4 * CHUNK_BYTES
 
     in_fork(work)

@@ -36,9 +36,9 @@ def test_the_parts_are_saved_instead_of_the_tensor(tmp_path: Path, kept: bool) -
     stored: Any = read_metadata(tmp_path).state_dict_metadata["w"]
     assert tuple(stored.size) == (6,)
     assert sorted(tuple(chunk.offsets) for chunk in stored.chunks) == [(0,), (3,)]
-    whole = {"w": torch.zeros(6)}
-    torch_ckpt.load(whole, tmp_path, names=["w"])
-    assert torch.equal(whole["w"], values + (1 if kept else 0))
+    full = {"w": torch.zeros(6)}
+    torch_ckpt.load(full, tmp_path, names=["w"])
+    assert torch.equal(full["w"], values + (1 if kept else 0))
 
 
 def test_the_parts_are_loaded_at_their_offsets(tmp_path: Path) -> None:

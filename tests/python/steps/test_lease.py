@@ -40,16 +40,16 @@ class Child:
         if self.pid == 0:
             signal.alarm(int(LIMIT))
             try:
-                said = str(work() or "done")
+                result = str(work() or "done")
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}"
-            os.write(into, f"{said}\n".encode())
+                result = f"{type(error).__name__}: {error}"
+            os.write(into, f"{result}\n".encode())
             signal.pause()
             os._exit(1)
         os.close(into)
         self._out = out
 
-    def said(self) -> str:
+    def result(self) -> str:
         with open(self._out) as file:
             return file.readline().strip()
 
@@ -66,7 +66,7 @@ def run_in_a_child(root: Path) -> Iterator[Child]:
     """Starts another run, which holds the lease."""
     child = Child(Lease(os.fspath(root)).require)
     try:
-        assert child.said() == "done"
+        assert child.result() == "done"
         yield child
     finally:
         child.end()
@@ -171,11 +171,11 @@ def test_only_one_process_takes_over_a_dead_lease(root: Path) -> None:
     record(root, **of_this_machine(), pid=os.getppid(), start="1")
     children = [Child(Lease(os.fspath(root)).require) for _ in range(4)]
     try:
-        said = [child.said() for child in children]
+        results = [child.result() for child in children]
     finally:
         for child in children:
             child.end()
-    assert sorted(one.partition(":")[0] for one in said) == ["RootInUse"] * 3 + ["done"]
+    assert sorted(one.partition(":")[0] for one in results) == ["RootInUse"] * 3 + ["done"]
 
 
 def test_a_closed_run_leaves_no_lease(root: Path) -> None:
@@ -203,7 +203,7 @@ def tried_elsewhere(root: Path) -> str:
     """Returns the outcome of another process that requests the lease."""
     child = Child(Lease(os.fspath(root)).require)
     try:
-        return child.said()
+        return child.result()
     finally:
         child.end()
 
@@ -234,7 +234,7 @@ def test_a_forked_child_neither_holds_nor_releases_the_lease_of_its_parent(root:
 
     child = Child(in_child)
     try:
-        assert child.said() == "refused"
+        assert child.result() == "refused"
         made.require()
         made.release()
         # The child continues to run and holds no lock.
@@ -247,7 +247,7 @@ def test_a_forked_child_cannot_save_to_the_root_of_its_parent(root: Path) -> Non
     with leased(root) as made:
         child = Child(made.require)
         try:
-            assert "is a forked child of process" in child.said()
+            assert "is a forked child of process" in child.result()
         finally:
             child.end()
 
@@ -261,7 +261,7 @@ def test_after_a_takeover_the_other_run_cannot_save(root: Path) -> None:
         first.wait_until_finished()
         child = Child(Lease(os.fspath(root), takeover=True).require)
         try:
-            assert child.said() == "done"
+            assert child.result() == "done"
             with pytest.raises(RootInUse, match=rf"process {child.pid} on .* has taken over"):
                 first.save(2, state_of(2))
             assert first.all_steps() == [1]
@@ -277,7 +277,7 @@ def test_a_running_save_is_not_committed_after_a_takeover(root: Path, held_commi
         held_commits.wait()
         child = Child(Lease(os.fspath(root), takeover=True).require)
         try:
-            assert child.said() == "done"
+            assert child.result() == "done"
             held_commits.open()
             with pytest.raises(Exception, match="has taken over") as caught:
                 first.wait_until_finished()
@@ -290,7 +290,7 @@ def test_a_running_save_is_not_committed_after_a_takeover(root: Path, held_commi
 def test_a_lease_taken_over_is_not_removed_by_its_former_holder(root: Path) -> None:
     with leased(root):
         child = Child(Lease(os.fspath(root), takeover=True).require)
-        assert child.said() == "done"
+        assert child.result() == "done"
     try:
         assert "RootInUse" in tried_elsewhere(root)
     finally:

@@ -234,10 +234,10 @@ def test_a_short_response_fails_the_load(
     flaky: RemoteSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(flaky, 1, state_of())
-    whole = Hooked.cat_file
+    read_all = Hooked.cat_file
 
     def short(self: Hooked, path: str, *args: Any, **kwargs: Any) -> bytes:
-        data = whole(self, path, *args, **kwargs)
+        data = read_all(self, path, *args, **kwargs)
         return data[:-1] if path.endswith(".distcp") else data
 
     monkeypatch.setattr(Hooked, "cat_file", short)

@@ -53,12 +53,12 @@ def test_a_saved_step_is_a_checkpoint_named_by_ten_digits(store: LocalSteps) -> 
 
 
 def test_the_marker_describes_the_step(store: LocalSteps) -> None:
-    begun = time.time()
+    start = time.time()
     path = saved(store, 7, marker=lambda: {"metrics": {"loss": 0.5}, "notes": {"a": [1]}, "x": 2})
     size = sum(file.stat().st_size for file in path.iterdir() if file.name != MARKER_NAME)
     document = json.loads((path / MARKER_NAME).read_bytes())
     saved_at = document.pop("saved_at")
-    assert begun <= saved_at <= time.time()
+    assert start <= saved_at <= time.time()
     assert document == {
         "step": 7,
         "bytes": size,

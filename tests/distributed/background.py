@@ -110,7 +110,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def users_of_process_groups() -> Iterator[set[str]]:
+def threads_in_collectives() -> Iterator[set[str]]:
     """Yields the names of the threads that call any collective of a process group."""
     users: set[str] = set()
     # getattr() would return functions that do not bind to an object when they are restored.

@@ -1,7 +1,7 @@
 """Checks which packages of torch_ckpt and folders of csrc use which others, against the allowed
 order.
 
-``python -m tests.house`` updates the picture in docs/design.md.
+``python -m tests.layers`` updates the picture in docs/design.md.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 DESIGN = REPOSITORY / "docs" / "design.md"
-BEGIN, END = "<!-- the house: begin -->\n", "<!-- the house: end -->\n"
+BEGIN, END = "<!-- layers: begin -->\n", "<!-- layers: end -->\n"
 
-#: Packages and modules of torch_ckpt, from the top down. Each may use only those of lower floors.
+#: Packages and modules of torch_ckpt, from the top down. Each may use only those of lower layers.
 #: "" is torch_ckpt itself, which has the public names.
-FLOORS: tuple[tuple[str, ...], ...] = (
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("",),
     ("__main__", "events", "intervals", "nvrx", "retention"),
@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 
 #: Folders of csrc and the files beside them, from the top down.
-CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
+CSRC_LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch_python",),
     ("torch",),
     ("python",),
@@ -116,18 +116,18 @@ def part_of(module: str) -> str:
     return "" if names[0] == "torch_ckpt" else names[0]
 
 
-def upward(graph: Graph, floors: tuple[tuple[str, ...], ...]) -> list[str]:
-    """Lists uses of a part that is not on a lower floor. Uses within one part are allowed."""
-    floor_of = {part: floor for floor, parts in enumerate(floors) for part in parts}
+def upward_uses(graph: Graph, layers: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Lists uses of a part that is not on a lower layer. Uses within one part are allowed."""
+    layer_of = {part: layer for layer, parts in enumerate(layers) for part in parts}
     return [
         f"{name} uses {used}"
         for name, all_used in sorted(graph.items())
         for used in sorted(all_used)
-        if part_of(name) != part_of(used) and floor_of[part_of(used)] <= floor_of[part_of(name)]
+        if part_of(name) != part_of(used) and layer_of[part_of(used)] <= layer_of[part_of(name)]
     ]
 
 
-def circles(graph: Graph) -> list[str]:
+def cycles(graph: Graph) -> list[str]:
     """Lists the import cycles."""
     found: list[str] = []
     ended: set[str] = set()
@@ -146,19 +146,19 @@ def circles(graph: Graph) -> list[str]:
 
 
 def picture() -> str:
-    """Draws the floors from the top down: a sentence for each part, and the parts that it uses."""
+    """Draws the layers from the top down: a sentence for each part, and the parts that it uses."""
     lines = ["```"]
     graph = imports(REPOSITORY / "torch_ckpt")
-    for floor in FLOORS:
-        for part in floor:
+    for layer in LAYERS:
+        for part in layer:
             lines += _lines_of(
                 f"torch_ckpt/{part}".rstrip("/"), _sentence(part), _parts(graph, part)
             )
         lines.append("")
     lines.append("csrc")
     graph = includes(REPOSITORY / "csrc")
-    for floor in CSRC_FLOORS:
-        for part in floor:
+    for layer in CSRC_LAYERS:
+        for part in layer:
             lines += _lines_of(f"csrc/{part}", CSRC[part], _parts(graph, part))
     return "\n".join([*lines, "```", ""])
 
@@ -203,12 +203,12 @@ def _sentence(part: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def drawn(text: str) -> str:
+def with_picture(text: str) -> str:
     """Replaces the picture between the marks of a document by the current one."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + picture() + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    DESIGN.write_text(drawn(DESIGN.read_text()))
+    DESIGN.write_text(with_picture(DESIGN.read_text()))
     sys.exit(0)

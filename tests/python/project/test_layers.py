@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import (
-    CSRC_FLOORS,
+from tests.layers import (
+    CSRC_LAYERS,
     DESIGN,
-    FLOORS,
+    LAYERS,
     REPOSITORY,
-    circles,
-    drawn,
+    cycles,
     imports,
     includes,
     part_of,
-    upward,
+    upward_uses,
+    with_picture,
 )
 
 
@@ -30,17 +30,17 @@ def sources() -> dict[str, set[str]]:
     return includes(REPOSITORY / "csrc")
 
 
-def test_every_module_is_in_a_package_with_a_floor(modules: dict[str, set[str]]) -> None:
-    known = {part for floor in FLOORS for part in floor}
+def test_every_module_is_in_a_package_with_a_layer(modules: dict[str, set[str]]) -> None:
+    known = {part for layer in LAYERS for part in layer}
     assert {part_of(name) for name in modules} == known
 
 
 def test_imports_point_down(modules: dict[str, set[str]]) -> None:
-    assert upward(modules, FLOORS) == []
+    assert upward_uses(modules, LAYERS) == []
 
 
 def test_there_are_no_import_cycles(modules: dict[str, set[str]]) -> None:
-    assert circles(modules) == []
+    assert cycles(modules) == []
 
 
 def test_there_are_at_most_a_dozen_modules_outside_of_packages() -> None:
@@ -48,17 +48,17 @@ def test_there_are_at_most_a_dozen_modules_outside_of_packages() -> None:
 
 
 def test_includes_point_down(sources: dict[str, set[str]]) -> None:
-    assert {part_of(name) for name in sources} == {part for floor in CSRC_FLOORS for part in floor}
-    assert upward(sources, CSRC_FLOORS) == []
+    assert {part_of(name) for name in sources} == {part for layer in CSRC_LAYERS for part in layer}
+    assert upward_uses(sources, CSRC_LAYERS) == []
 
 
 def test_there_are_no_include_cycles(sources: dict[str, set[str]]) -> None:
-    assert circles(sources) == []
+    assert cycles(sources) == []
 
 
 def test_the_picture_in_the_design_matches_the_imports() -> None:
     text = DESIGN.read_text()
-    assert drawn(text) == text, "python -m tests.house draws it anew"
+    assert with_picture(text) == text, "python -m tests.layers updates it"
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_every_form_of_import_is_found(tmp_path: Path, line: str) -> None:
         (package / f"{name}.py").write_text(text + "\n")
     graph = imports(package)
     assert graph["torch_ckpt.high"] - {"torch_ckpt"} == {"torch_ckpt.low"}
-    assert "torch_ckpt.high uses torch_ckpt.low" in upward(graph, (("",), ("low",), ("high",)))
-    assert upward(graph, (("high",), ("",), ("low",))) == []
+    assert "torch_ckpt.high uses torch_ckpt.low" in upward_uses(graph, (("",), ("low",), ("high",)))
+    assert upward_uses(graph, (("high",), ("",), ("low",))) == []
 
 
 def test_a_cycle_is_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
-    assert circles(graph) == ["a -> b -> c -> a"]
+    assert cycles(graph) == ["a -> b -> c -> a"]
