@@ -38,7 +38,7 @@ from torch_ckpt._base.formatting import plural
 
 pytestmark = [
     pytest.mark.timeout(3600 if TORTURE else 300),
-    pytest.mark.filterwarnings("ignore:step .* was restored, and the root has later steps"),
+    pytest.mark.filterwarnings("ignore:step .* was restored, but the root has later steps"),
 ]
 
 #: Number of kills by the number of ranks.

@@ -304,7 +304,7 @@ def case_an_absent_step_is_refused_on_all_ranks(launch: Launch) -> None:
     run_of(launch, [1, 2])
     with manager_of(launch) as made:
         with pytest.raises(
-            FileNotFoundError, match=r"7 does not exist; complete steps are \[1, 2\]"
+            FileNotFoundError, match=r"7 does not exist; the complete steps are \[1, 2\]"
         ):
             made.restore(state_of(launch, 0), 7)
         assert restored(launch, made, 1) == 1

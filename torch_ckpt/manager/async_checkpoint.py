@@ -1,4 +1,4 @@
-"""An object that saves the state of a training program in the background, numbering the saves."""
+"""Saves the state of a training program in the background, to numbered checkpoints."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class WriteMetrics:
     """Durations of the last write on this rank, in seconds.
 
     Attributes:
-        blocked_s: time for which the call blocked, including reading the state.
-        write_s: time from the call until the checkpoint was visible and durable; 0 before that.
-        training_s: time from the return of the previous write to the call; 0 for the first write.
-        save: all other metrics of the save.
+        blocked_s: time that the call blocked training, including the time to read the state.
+        write_s: time from the call until the checkpoint was visible and durable; 0 until then.
+        training_s: time between the return of the previous call and this call; 0 for the first.
+        save: all metrics of the save.
     """
 
     blocked_s: float
@@ -42,30 +42,30 @@ class WriteMetrics:
 
 
 class AsyncCheckpoint:
-    """Writes the state of a training program in the background, and reads it.
+    """Writes the state of a training program in the background, and restores it.
 
-    All ranks must call the same methods in the same order, except ``sync`` and ``metrics``. The
-    object must be used by one thread at a time. At exit, the interpreter waits for a running write
-    for up to an hour.
+    All ranks must call the same methods in the same order, except ``sync`` and ``metrics``. Only
+    one thread at a time may use the object. At exit, the interpreter waits up to an hour for a
+    running write.
 
     Args:
         save_options: dict of options for :func:`torch_ckpt.async_save`. With
-            ``staging="overlapped"`` the optimizers in the state are guarded.
+            ``staging="overlapped"``, every optimizer in the state is guarded; see
+            :meth:`torch_ckpt.AsyncSave.guard`.
         load_options: dict of options for :func:`torch_ckpt.load`.
-        state: the values to save, as keywords: see :class:`torch_ckpt.AppState`.
+        state: the values to save, passed as keywords; see :class:`torch_ckpt.AppState`.
 
-    The values are attributes, too: ``checkpoint.step += 1`` changes the saved value, and assigning
+    The values are also attributes: ``checkpoint.step += 1`` changes the saved value, and assigning
     to a new name adds a value.
 
     Attributes:
-        state: the values by name. Plain values, such as a step, are saved from this dict, and a
-            restore replaces them in it: change them here. ``save_counter`` in it is the number of
-            calls of :meth:`save`.
+        state: the values by name. A restore replaces plain values, such as a step, in this dict.
+            ``state["save_counter"]`` is the number of calls to :meth:`save`.
 
     Raises:
         ValueError: a value is named ``save_counter``.
-        TypeError: ``save_options`` or ``load_options`` has an unknown option. Pass values as
-            keywords.
+        TypeError: ``save_options`` or ``load_options`` is not a mapping or has an unknown option,
+            for example because the values were not passed as keywords.
 
     Example::
 
@@ -89,7 +89,7 @@ class AsyncCheckpoint:
     ) -> None:
         if SAVE_COUNTER in state:
             raise ValueError(
-                f"a value must not be named {SAVE_COUNTER}, which counts the saves. Rename it."
+                f"the name {SAVE_COUNTER} is reserved for the number of saves. Rename the value."
             )
         self.state = {**state, SAVE_COUNTER: 0}
         self._save_options = _checked(save_options or {})
@@ -108,7 +108,9 @@ class AsyncCheckpoint:
         values = self.__dict__.get("state", {})
         if name in values:
             return values[name]
-        raise AttributeError(f"AsyncCheckpoint has no value {name!r}, only {', '.join(values)}")
+        raise AttributeError(
+            f"AsyncCheckpoint has no value {name!r}. Its values are {', '.join(values)}."
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "state" or name.startswith("_"):
@@ -123,14 +125,15 @@ class AsyncCheckpoint:
 
     @property
     def save_counter(self) -> int:
-        """Number of calls of :meth:`save`, including those before the last :meth:`restore`."""
+        """Number of calls to :meth:`save`. :meth:`restore` sets it to the number in the
+        checkpoint."""
         return int(self.state[SAVE_COUNTER])
 
     def before_save(self, hook: Callable[[], None]) -> RemovableHandle:
         """Adds a hook that is called before the state is read for a write.
 
         Returns:
-            A handle; its ``remove()`` removes the hook.
+            A handle whose ``remove()`` removes the hook.
         """
         return self._before_save.add(hook)
 
@@ -151,8 +154,8 @@ class AsyncCheckpoint:
             The path.
 
         Raises:
-            CheckpointException, CheckpointError: the error of an earlier write that was not yet
-                reported; or the state of a value cannot be read.
+            CheckpointException, CheckpointError: an earlier write failed and its error has not been
+                raised yet, or the state of a value cannot be read.
         """
         started = time.perf_counter()
         path = os.fspath(path)
@@ -165,7 +168,7 @@ class AsyncCheckpoint:
                 **self._save_options,
             )
         except BaseException:
-            # An error of the previous write was just raised, or the next call will raise it.
+            # Drop the handle: this call raises the previous write's error, or the next one will.
             if previous is not None and previous.done():
                 self._handle = None
             raise
@@ -186,16 +189,16 @@ class AsyncCheckpoint:
         *,
         on_commit: Callable[[str], None] | None = None,
     ) -> str:
-        """Writes a checkpoint to ``{prefix}-{number}``, as :meth:`write` does.
+        """Writes a checkpoint to ``{prefix}-{number}`` in the background; see :meth:`write`.
 
-        Numbers begin at 1. Each is used once, even if its write fails.
+        Numbers start at 1 and increase with each call, even if the write fails.
 
         Args:
             prefix: path of the checkpoint, without the number.
             on_commit: see :meth:`write`.
 
         Returns:
-            The path, with the number.
+            The path, including the number.
 
         Raises:
             CheckpointException, CheckpointError: see :meth:`write`.
@@ -206,25 +209,26 @@ class AsyncCheckpoint:
     def read(self, path: str | os.PathLike[str]) -> None:
         """Loads the state of a checkpoint, but keeps the current ``save_counter``.
 
-        The checkpoint need not contain a ``save_counter``. Waits for a running write first;
-        :meth:`sync` or the next write raises its error.
+        The checkpoint need not contain a ``save_counter``. Waits for a running write first. If
+        that write failed, :meth:`sync` or the next write raises its error.
 
         Args:
             path: directory of the checkpoint.
 
         Raises:
-            CheckpointException: on every rank: see :func:`torch_ckpt.load`.
-            CheckpointError: a value rejects its state; names the value. The other ranks raise a
-                RuntimeError that also names the rank.
-            TimeoutError: ranks did not arrive in time; they are named.
+            CheckpointException: the load failed; raised on every rank. See
+                :func:`torch_ckpt.load`.
+            CheckpointError: a value rejects its state; the message names the value. The other ranks
+                raise a RuntimeError that names both the value and the rank.
+            TimeoutError: some ranks did not make this call in time; the message names them.
         """
         state = {key: value for key, value in self.state.items() if key != SAVE_COUNTER}
         self._restore(AppState(state), path)
         self.state.update(state)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Loads the state of a checkpoint, including its ``save_counter``, so that the numbers of
-        :meth:`save` continue from there.
+        """Loads the state of a checkpoint, including its ``save_counter``, from which :meth:`save`
+        continues the numbering.
 
         Args:
             path: directory of the checkpoint.
@@ -256,11 +260,11 @@ class AsyncCheckpoint:
         """Waits until the last write is durable and visible.
 
         Args:
-            timeout: seconds to wait; None: without limit.
+            timeout: seconds to wait; None waits indefinitely.
 
         Raises:
             TimeoutError: ``timeout`` seconds have passed; the write continues.
-            CheckpointException, CheckpointError: the write failed. Each error is raised once.
+            CheckpointException, CheckpointError: the write failed. Each error is raised only once.
         """
         handle = self._handle
         if handle is None:
@@ -272,7 +276,7 @@ class AsyncCheckpoint:
                 self._handle = None
 
     def metrics(self) -> WriteMetrics | None:
-        """Returns the durations of the last write; None before the first."""
+        """Returns the durations of the last write; None if there was none."""
         save = self._save_metrics
         if save is None:
             return None
@@ -282,15 +286,15 @@ class AsyncCheckpoint:
 def _checked(save_options: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(save_options, Mapping):
         raise TypeError(
-            f"save_options must be a mapping, got {type(save_options).__name__}. Pass values as "
-            "keywords: AsyncCheckpoint(model=model)."
+            f"save_options must be a mapping, got {type(save_options).__name__}. Pass the values "
+            "to save as keywords: AsyncCheckpoint(model=model)."
         )
     accepted = names_of(async_save) | options_of(FileSystemWriter)
     unknown = [name for name in save_options if name not in accepted]
     if unknown:
         raise TypeError(
-            f"torch_ckpt.async_save does not accept {', '.join(map(repr, unknown))} of "
-            "save_options. Pass values as keywords: AsyncCheckpoint(model=model)."
+            f"save_options has {', '.join(map(repr, unknown))}, which torch_ckpt.async_save does "
+            "not accept. Pass the values to save as keywords: AsyncCheckpoint(model=model)."
         )
     return dict(save_options)
 

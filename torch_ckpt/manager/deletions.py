@@ -1,12 +1,13 @@
-"""Deletion of steps by rank 0, in the background.
+"""Deletes steps on rank 0, in the background.
 
-1. At the start a sweep removes or completes what crashes have left (steps/local.py).
-2. After each save, delete from the steps up to it the stale ones and those that no rule keeps
-   (retention.py). A step that a process is loading stays until after a later save.
-3. The rules never delete a step that this process reads, nor the step that was verified last.
+1. When a manager is created, a sweep removes or completes what crashes have left behind
+   (steps/local.py).
+2. After each save, rank 0 deletes the steps that are stale or that no rule keeps (retention.py), up
+   to the saved step. A step that a process is loading is not deleted until after a later save.
+3. The rules never delete a step that this process is reading, or the step that was verified last.
 4. Explicit deletions, pins and the choice of a step to restore are queued after these deletions.
 
-A step is stale if training was rewound behind it: it belongs to a training timeline that was left.
+A step is stale if training was rewound to an earlier step. It belongs to an abandoned timeline.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ T = TypeVar("T")
 
 
 class Deletions:
-    """Deletes steps on a thread of its own, one after another.
+    """Deletes steps one at a time, on a dedicated thread.
 
-    The training thread protects the steps that it reads, and waits for the deleting thread. A
-    save's thread makes room before the save, and submits deletions after the commit. The deleting
-    thread deletes and reports events. A callback for such an event may call all methods; they do
-    not wait there. A step that cannot be deleted is logged and tried again after a later save.
+    The training thread protects the steps that it is reading, and waits for the deleting thread. A
+    save's thread makes room before the save, and queues deletions after the commit. The deleting
+    thread deletes steps and reports events. An event callback on this thread may call any method,
+    which then does not wait. If a step cannot be deleted, the error is logged, and the deletion is
+    retried after a later save.
 
-    Every rank has an object of this class, but only rank 0 submits deletions.
+    Every rank has an object of this class, but only rank 0 queues deletions.
 
     Args:
         store: the steps.
@@ -53,7 +55,7 @@ class Deletions:
         self._report = report
         self._name = f"torch_ckpt steps {id(self)}"
         self._thread = ThreadPoolExecutor(1, self._name)
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards _reading, _verified and _stale
         self._reading: set[int] = set()
         self._verified: int | None = None
         self._stale: set[int] = set()
@@ -64,7 +66,7 @@ class Deletions:
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Protects a step from the rules while the context is open."""
+        """Protects a step from the retention rules within the context."""
         with self._lock:
             self._reading.add(step)
         try:
@@ -74,12 +76,12 @@ class Deletions:
                 self._reading.discard(step)
 
     def verified(self, step: int) -> None:
-        """Protects a step that was found intact, until another one is."""
+        """Protects a step that was found to be intact, until another step is verified."""
         with self._lock:
             self._verified = step
 
     def restored(self, step: int) -> None:
-        """Records that training continues from a step that was loaded, and is thus intact.
+        """Records that training continues from a step. Its load has verified the step.
 
         Raises:
             OSError: the root cannot be listed.
@@ -89,7 +91,7 @@ class Deletions:
         self._newest = step
 
     def rewound(self, step: int) -> None:
-        """Records that training continues from a step: the steps after it are stale.
+        """Records that training continues from a step, which makes all later steps stale.
 
         Raises:
             OSError: the root cannot be listed.
@@ -99,39 +101,41 @@ class Deletions:
             self._stale = later
 
     def saved(self, step: int) -> None:
-        """Records that a step is not stale, or no longer."""
+        """Records that a step is not stale, because it was saved again or deleted."""
         with self._lock:
             self._stale.discard(step)
 
     # --- deletions -------------------------------------------------------------------------------
 
     def submit_sweep(self, attempt: str) -> None:
-        """Submits the removal of what crashes have left. Spares the files of this run's attempt."""
+        """Queues a sweep of what crashes have left behind. Spares the files of this run's
+        attempt."""
         self._thread.submit(self._sweep, attempt)
 
     def after_commit(self, step: int, clean_up: Callable[[], None]) -> None:
-        """Submits the deletion of the steps that no rule keeps now.
+        """Queues the deletion of stale steps and of steps that no rule keeps.
 
         Args:
-            step: step that was saved; later steps stay.
-            clean_up: called first, on the deleting thread: removes the keys of the save's decision
-                from the ranks' store.
+            step: the step that was saved; later steps are kept.
+            clean_up: called first, on the deleting thread, to remove the keys of past decisions
+                from the process group's store.
         """
         self._newest = step
-        # Raised when the interpreter exits. Then the next run deletes the steps.
+        # submit() raises this while the interpreter exits. The next run will delete the steps.
         with suppress(RuntimeError):
             self._thread.submit(self._after_commit, step, clean_up)
 
     # --- waiting for the deleting thread ---------------------------------------------------------
 
     def run_in_order(self, function: Callable[[], T], timeout: float | None = None) -> T:
-        """Calls a function on the deleting thread, after the work submitted so far.
+        """Calls a function on the deleting thread, after the work that is already queued.
 
         Returns:
             The result of the function.
 
         Raises:
-            concurrent.futures.TimeoutError: it has not ended within ``timeout`` seconds.
+            concurrent.futures.TimeoutError: the function has not returned within ``timeout``
+                seconds.
             RuntimeError: the interpreter is exiting, or this object is closed.
         """
         if self._is_deleting():
@@ -139,7 +143,7 @@ class Deletions:
         return self._thread.submit(function).result(timeout)
 
     def wait_until_idle(self, timeout: float | None = None) -> None:
-        """Waits for the work submitted so far, for at most ``timeout`` seconds."""
+        """Waits for the queued work, for at most ``timeout`` seconds."""
         _core.fault_point("wait for deletions", self._store.root)
         with suppress(RuntimeError, FutureTimeout):
             self.run_in_order(lambda: None, timeout)
@@ -155,8 +159,8 @@ class Deletions:
         self.wait_until_idle(timeout)
 
     def close(self) -> None:
-        """Waits for the work submitted so far. Later submissions are refused."""
-        # A callback for an event of a deletion must not wait for its own thread.
+        """Waits for the queued work, and refuses new work."""
+        # An event callback on the deleting thread must not wait for its own thread.
         self._thread.shutdown(wait=not self._is_deleting())
 
     # --- private, on the deleting thread ---------------------------------------------------------
@@ -166,7 +170,7 @@ class Deletions:
         try:
             names = self._store.sweep(attempt=attempt)
         except Exception as error:
-            # No save depends on the sweep, so neither this rank nor others fail.
+            # No save depends on the sweep, so log the error instead of raising it.
             LOGGER.warning("leftovers of interrupted saves could not be removed: %s", error)
             return
         if names:
@@ -190,25 +194,25 @@ class Deletions:
         try:
             self._delete_unkept(newest)
         except Exception as error:
-            LOGGER.warning("steps could not be deleted; the next save tries again: %s", error)
+            LOGGER.warning("old steps could not be deleted: %s. The next save will retry", error)
 
     def _delete_unkept(self, newest: int) -> None:
-        # Finish deletions that waited for a reader.
+        # Finish deletions that had to wait for a reader.
         self._store.sweep(deleted_only=True)
         if self._retention.keeps_all:
             return
         with self._lock:
             stale = frozenset(self._stale)
         # Do not count stale steps among the newest: they would displace the step just saved. Delete
-        # the stale steps that training has passed, or a restart would fall back to one of them if a
-        # newer step is damaged.
+        # stale steps that training has passed: otherwise, a restart would fall back to one of them
+        # if a newer step is damaged.
         steps = [info for info in self._store.entries(leftovers=False) if info.step <= newest]
         passed = [info.step for info in steps if info.step in stale and not info.pinned]
         counted = [info for info in steps if info.step not in stale]
         self._warn_of_missing_metric(counted)
         unwanted = self._retention.to_delete(counted)
         for step in passed:
-            self._delete(step, "it is stale: training was rewound to an earlier step")
+            self._delete(step, "it is stale, because training was rewound to an earlier step")
         for step in unwanted:
             self._delete(step, "no rule keeps it")
 
@@ -226,7 +230,7 @@ class Deletions:
             is_deleted = not is_protected and self._store.delete(step)
         except OSError as error:
             LOGGER.warning(
-                "step %d could not be deleted; the next save tries again: %s", step, error
+                "step %d could not be deleted: %s. The next save will retry", step, error
             )
             return
         if is_deleted:

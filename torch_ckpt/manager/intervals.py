@@ -1,16 +1,18 @@
-"""Decision of a checkpoint manager when to save, the same on all ranks.
+"""Decides at which steps a checkpoint manager saves. All ranks come to the same decisions.
 
-Each rank computes independently what depends on the step only. Rank 0 decides for all ranks what
-depends on time, or on whether a save is running:
+If a decision depends only on the step, each rank makes it independently. If it depends on time or
+on whether a save is running, rank 0 makes it for all ranks:
 
-1. Steps are grouped into blocks of about half a second. There is one decision for each block, at
-   its first step; only there may a save start.
-2. At the first step of a block rank 0 decides. It puts that step, the length of the block and the
-   decision into the process group's store.
+1. Steps are grouped into blocks of about half a second. There is one decision per block, and a save
+   may start only at the first step of a block.
+2. At the first step of a block, rank 0 decides. It writes that step, the length of the block and
+   the decision to the process group's store.
 3. The other ranks read the decision from the store at the first step of the block. A rank that is
-   ahead of rank 0 waits. Within a block no rank reads the store.
-4. A rank that is at another step than rank 0 was raises an error: it would save without the others.
-5. Once a save is committed, all ranks have read the decisions up to its own. Rank 0 deletes them.
+   ahead of rank 0 waits for the decision. Within a block, no rank accesses the store.
+4. If a rank's step differs from the step in the decision, the rank raises an error, because the
+   ranks would save different steps.
+5. Once a save is committed, all ranks have read its decision and all earlier ones. Rank 0 then
+   deletes these decisions from the store.
 """
 
 from __future__ import annotations
@@ -31,28 +33,29 @@ from torch_ckpt.ranks.outcomes import no_sign_of_life
 from torch_ckpt.ranks.store_thread import peek
 
 #: Number of steps between saves; time between saves; "auto"; or a function of the step, which must
-#: return the same on all ranks.
+#: return the same result on all ranks.
 Interval = int | timedelta | Literal["auto"] | Callable[[int], bool]
 
 T = TypeVar("T")
 
 _BLOCK_SECONDS = 0.5
-_EXCHANGE = "the decision whether to save"
+_EXCHANGE = "save decision"
 
 
 class AutoInterval:
-    """Computes the time between saves that loses the least training time, from measured costs.
+    """Computes, from measured costs, the time between saves that loses the least training time.
 
     The interval is ``sqrt(2 C M)`` for a save's cost C and a mean time between failures M (J. W.
     Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A
     higher order estimate of the optimum checkpoint interval for restart dumps", 2006). It is never
-    shorter than ``max_overhead`` allows, nor than a save takes in the background. C is the training
-    time that a save costs: the time that it blocks, plus the slowdown of the steps during the save.
-    It is the median over the last six saves; the first save, which also allocates memory, counts
-    only until the second has ended.
+    shorter than ``max_overhead`` allows, and never shorter than the duration of a background save.
+
+    C is the training time that a save costs: the time that it blocks training, plus the slowdown of
+    the steps during the save. The interval uses the median of the last six saves. The first save
+    also allocates memory, so it counts only until the second save has ended.
 
     Args:
-        max_overhead: largest cost of saves, as a fraction of the training time.
+        max_overhead: upper limit of the cost of saves, as a fraction of the training time.
         mtbf_seconds: mean time between failures that end the run, in seconds.
 
     Raises:
@@ -81,8 +84,8 @@ class AutoInterval:
 
     @property
     def seconds(self) -> float:
-        """Time between the starts of two saves, in seconds; 0 before the first save, which measures
-        the cost."""
+        """Time in seconds between the starts of two saves. It is 0 before the first save, which
+        measures the cost."""
         costs = self._costs or ([self._first_cost] if self._first_cost is not None else [])
         if not costs:
             return self._retry_seconds
@@ -95,13 +98,13 @@ class AutoInterval:
 
         Args:
             seconds: duration of the step.
-            is_saving: a save was running during the step.
+            is_saving: True if a save was running during the step.
         """
         (self._slow if is_saving else self._usual).append(seconds)
 
     def failed(self) -> None:
-        """Records that a save has failed. Its cost is unknown, so the interval becomes at least
-        10 s, and twice as long after each further failure, up to 600 s."""
+        """Records that a save has failed. The cost of the save is unknown, so the interval becomes
+        at least 10 s. This minimum doubles with each further failure, up to 600 s."""
         self._slow.clear()
         self._retry_seconds = min(600.0, max(10.0, 2 * self._retry_seconds))
 
@@ -109,7 +112,7 @@ class AutoInterval:
         """Records that a save has succeeded.
 
         Args:
-            blocked_seconds: time for which the save blocked training.
+            blocked_seconds: time that the save blocked training.
             background_seconds: time from the start of the save until the step was complete.
         """
         slower = 0.0
@@ -129,7 +132,7 @@ class AutoInterval:
 
 
 class Schedule:
-    """Decides at which steps to save, the same on all ranks.
+    """Decides at which steps to save. All ranks come to the same decisions.
 
     Args:
         interval: see :data:`Interval`.
@@ -141,7 +144,7 @@ class Schedule:
         clock: returns seconds, like :func:`time.monotonic`.
 
     Attributes:
-        auto: computes the interval if it is "auto"; else None.
+        auto: computes the interval if ``interval`` is "auto"; otherwise None.
     """
 
     def __init__(
@@ -186,16 +189,17 @@ class Schedule:
         self._last_start = clock()
 
     def should_save(self, step: int, is_busy: Callable[[], bool]) -> bool:
-        """True if this step is to be saved. All ranks call it once for each step.
+        """True if this step is to be saved. All ranks must call it once per step.
 
         Raises:
-            CheckpointError: rank 0 is at another step.
-            CheckpointException: the store is lost, or rank 0 has not decided within the timeout.
+            CheckpointError: rank 0 is at a different step.
+            CheckpointException: the store is unreachable, or rank 0 did not decide within the
+                timeout.
         """
         if self._min_seconds is None and not self._skip_if_busy:
             return self._accepts_step(step) or step in self._steps
         if self._min_seconds is None:
-            # All ranks agree on the steps; rank 0 decides only whether it is busy.
+            # All ranks accept the same steps, but only rank 0's is_busy() counts.
             if not self._accepts_step(step):
                 return step in self._steps
             due = self._decisions.next(step, lambda: not is_busy(), blocks=False)
@@ -213,7 +217,7 @@ class Schedule:
         return self._decisions.count
 
     def delete_decisions(self, count: int) -> None:
-        """Deletes the first ``count`` decisions from the store. Called on rank 0, when all ranks
+        """Deletes the first ``count`` decisions from the store. Call it on rank 0, after all ranks
         have read them."""
         self._decisions.delete(count)
 
@@ -226,7 +230,7 @@ class Schedule:
 
 
 class _Decisions:
-    """The sequence of rank 0's decisions, as each rank reads it."""
+    """Rank 0's decisions, in the order in which every rank reads them."""
 
     def __init__(self, meeting: Meeting, timeout: float, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -238,13 +242,13 @@ class _Decisions:
         self._last: tuple[int, float] | None = None
 
     def next(self, step: int, decide: Callable[[], bool], *, blocks: bool) -> bool:
-        """Returns the decision for a step; False inside a block that begins before the step.
+        """Returns the decision for a step. It is False for every step of a block except the first.
 
         Args:
             decide: called on rank 0 only.
-            blocks: a decision holds for a block of steps; False: for this step only.
+            blocks: True if a decision covers a block of steps, False if it covers this step only.
         """
-        # A step before the block starts a new block: training was rewound.
+        # If training was rewound, the step is before the block and starts a new one.
         if blocks and step in self._block:
             return False
         if self._meeting.rank == 0:
@@ -262,7 +266,7 @@ class _Decisions:
             if step_of_rank_0 != step:
                 raise CheckpointError(
                     f"rank {self._meeting.rank} is at step {step}, but rank 0 is at step "
-                    f"{step_of_rank_0}: every rank must call save() for the same steps"
+                    f"{step_of_rank_0}: all ranks must call save() with the same steps"
                 )
         self.count += 1
         self._block = range(step, step + length)
@@ -282,14 +286,15 @@ class _Decisions:
         if last is None or step <= last[0]:
             return 1
         per_step = max(1e-9, (now - last[1]) / (step - last[0]))
-        # At most twice the steps since the last decision: these may have been unusually fast.
+        # Cap the block at twice the number of steps since the last decision, because those steps
+        # may have been unusually fast.
         return max(1, min(int(_BLOCK_SECONDS / per_step), 2 * (step - last[0])))
 
     def _read(self) -> bytes:
         key = str(self.count)
         store = self._meeting.keys("")
         started = time.monotonic()
-        # Poll: the store's own wait would block the connection for the running save.
+        # Poll: a blocking wait would occupy the connection, which the running save needs, too.
         while (data := self._call_store(lambda: peek(store, key))) is None:
             waited = time.monotonic() - started
             if waited >= self._timeout:

@@ -1,14 +1,15 @@
 """The checkpoint manager of a training run.
 
-1. Every rank calls ``save(step, state)`` in every step. All ranks come to the same decision whether
-   to save: by the step, by rank 0's decision (intervals.py), or after a preemption notice to any
+1. Every rank calls ``save(step, state)`` after every step. All ranks save the same steps: those
+   that are due (intervals.py), and the step at which they stop after a preemption notice to any
    rank (ranks/preemption.py).
-2. The previous save has ended on all ranks by then. Its error is raised or counted on all ranks.
+2. A save first waits until the previous save has ended on all ranks. If the previous save failed,
+   its error is raised or counted on all ranks.
 3. The state is copied, and a background save writes the step's directory (saver.py, preparation.py,
-   steps/local.py). The step is complete when the directory has its final name.
-4. A thread of rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
-5. ``restore(state)`` loads the newest complete step that rank 0 sees. If it is damaged, all ranks
-   fall back to the step before it (restoring.py).
+   steps/local.py). The step is complete once the directory has its final name.
+4. A thread on rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
+5. ``restore(state)`` loads the newest complete step that rank 0 sees. If that step is damaged, all
+   ranks fall back to the step before it (restoring.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
+from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import check_options, refuse_unknown, require_choice
 from torch_ckpt._base.progress import stderr_is_terminal
@@ -61,7 +63,7 @@ State = MutableMapping[str, Any]
 class CheckpointManager:
     """Saves, keeps and restores the checkpoints of a training run.
 
-    Every rank makes a manager and makes the same calls in the same order. Use it as a context
+    Every rank must create a manager and make the same calls in the same order. Use it as a context
     manager: leaving the block waits for running saves and deletions.
 
     Example::
@@ -70,69 +72,75 @@ class CheckpointManager:
             state = {"model": model, "optimizer": optimizer}
             for step in range(manager.restore(state), steps):
                 train(step)
-                manager.save(step + 1, state)  # the number of steps done
+                manager.save(step + 1, state)  # the number of finished steps
                 if manager.should_stop:
                     break
 
     Args:
-        root: directory of the steps, visible to all ranks, or a URL that fsspec supports.
-        interval: when to save. A number N: after every N steps. A ``timedelta``: after so much
-            time. "auto": at the interval that loses the least time by the measured cost of saves;
-            see :class:`torch_ckpt.intervals.AutoInterval`. A function of the step: if it returns
-            true, which it must do on all ranks at the same steps.
+        root: directory for the steps, visible to all ranks, or a URL that fsspec supports.
+        interval: when to save. An int N saves every N steps. A ``timedelta`` saves whenever that
+            much time has passed. "auto" chooses the interval that loses the least training time,
+            given the measured cost of saves; see :class:`torch_ckpt.intervals.AutoInterval`. A
+            function of the step saves if it returns true; it must return the same result on all
+            ranks.
         save_on_steps: steps that are always saved.
         max_overhead: for "auto", the largest fraction of the training time that saves may cost.
         mtbf_hours: for "auto", the mean time between failures that end the run, in hours.
         keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep:
-            which steps to keep: see :class:`torch_ckpt.retention.Retention`. By default all.
-        if_busy: while a save is running, "wait" waits for its end, and "skip" skips the new save.
-        preemption_signals: numbers of the signals that are preemption notices. None: SIGTERM, if
-            the manager is made in the main thread. If the process group already has a watch, for
-            example of another manager, that one is used: see
+            which steps to keep; see :class:`torch_ckpt.retention.Retention`. By default, all steps
+            are kept.
+        if_busy: what to do if a save is still running: "wait" until it ends, or "skip" the new one.
+        preemption_signals: signal numbers to treat as preemption notices. None means SIGTERM if the
+            manager is created in the main thread, and otherwise no signal. If the process group
+            already has a watch, for example from another manager, that watch is used instead; see
             :func:`torch_ckpt.multihost.watch_for_preemption`.
         preemption_file: path of a file whose appearance is a preemption notice.
-        preemption_deadline: seconds from the notice to the end of the process. With it, ``save``
-            waits for the end of the last save, and logs the expected time.
-        check_replicas: what to do if a plain tensor, a number or another object that several ranks
-            have, and one rank saves for all, differs between ranks: "off", "warn", or "error",
-            which fails the save. See :func:`torch_ckpt.save`. Wrap a value that each rank has for
-            itself in :class:`torch_ckpt.PerRank`.
-        check_replicas_every: compare the replicas at the first save and every so many saves.
-        on_save_error: "raise": the next save, :meth:`wait_until_finished`, :meth:`check_for_errors`
-            or :meth:`close` raises the error of a background save. "warn_and_continue": the error
-            is logged, and counted in ``save_errors``.
-        async_saves: False makes every save wait until its step is complete.
-        staging: "blocking" or "overlapped": see :func:`torch_ckpt.async_save`.
-        read_only: only list, load and verify: never sweep, save or delete.
-        takeover: take the lease on a local root even from a running job, whose saves then fail.
+        preemption_deadline: seconds between the notice and the end of the process. If given,
+            ``save`` blocks until the last save has ended, and logs how long that may take.
+        check_replicas: what to do if a replicated value differs between ranks: "off" does not
+            compare, "warn" warns, "error" fails the save. A value is replicated if several ranks
+            have it and one of them saves it for all: a plain tensor, a number or another object.
+            See :func:`torch_ckpt.save`. Wrap values that differ between ranks in
+            :class:`torch_ckpt.PerRank`.
+        check_replicas_every: compare replicas in one out of this many saves, starting with the
+            first save.
+        on_save_error: "raise": the error of a background save is raised by the next save,
+            :meth:`wait_until_finished`, :meth:`check_for_errors` or :meth:`close`.
+            "warn_and_continue": the error is logged, and counted in ``save_errors``.
+        async_saves: False makes every save block until its step is complete.
+        staging: "blocking" or "overlapped"; see :func:`torch_ckpt.async_save`.
+        read_only: only list, load and verify; never sweep, save or delete.
+        takeover: take the lease on a local root even if another running job holds it. The saves of
+            that job then fail.
         on_commit: called with the step on rank 0, in the save's thread, once the step is complete.
-            The save ends on all ranks when the callback has returned. An exception in it is raised
-            on all ranks as the error of the save, although the step stays.
-        on_event: called with each :class:`torch_ckpt.events.Event`, in the thread that causes it.
-            Methods that wait for the event's save return at once there.
+            The save ends on all ranks after the callback has returned. If the callback raises an
+            exception, the save fails on all ranks, but the step is kept.
+        on_event: called with each :class:`torch_ckpt.events.Event`, in the thread that causes the
+            event. Inside the callback, methods that wait for the event's save return immediately.
         tensorboard: a ``SummaryWriter`` for rank 0, or the directory of a new one.
-        process_group: the ranks; None: the default group.
-        timeout: seconds without a heartbeat after which the other ranks declare a rank dead and
-            name it.
+        process_group: process group of the ranks; None uses the default group.
+        timeout: seconds without a heartbeat after which a rank is declared dead. The other ranks
+            then raise an error that names it.
         staging_dir: see :func:`torch_ckpt.steps.open_steps`.
         load_options: dict of options for :func:`torch_ckpt.load`, such as ``allow_pickle``.
-        writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. By default ``progress`` is
-            a bar on rank 0 if standard error is a terminal.
+        writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. By default, rank 0 shows a
+            progress bar if standard error is a terminal.
 
     Attributes:
-        save_errors: number of saves, and of ``on_commit`` callbacks, that have failed.
+        save_errors: number of failed saves and of failed ``on_commit`` callbacks.
 
     Raises:
-        TypeError: an option, or a key of ``load_options``, is unknown (the error suggests the
-            nearest), or has a wrong type.
+        TypeError: an option or a key of ``load_options`` is unknown or has the wrong type. The
+            message suggests the closest known name.
         ValueError: an option has an invalid value, or ``preemption_signals`` are given outside the
             main thread.
-        OSError: the root is a file, or cannot be written. If only rank 0 cannot write it, the other
-            ranks raise a RuntimeError.
-        TimeoutError: ranks did not make a manager within the timeout; they are named.
-        RanksDisagree: ranks made managers with different roots.
-        RootInUse: another running job writes beneath the root; names its process. Raised on rank 0;
-            the other ranks raise a RuntimeError that quotes it.
+        OSError: the root is a file or is not writable. If only rank 0 fails, the other ranks raise
+            a RuntimeError.
+        TimeoutError: some ranks did not create a manager within the timeout; the message names
+            them.
+        RanksDisagree: the ranks passed different roots.
+        RootInUse: another running job writes to the root; the message names its process. Raised on
+            rank 0; the other ranks raise a RuntimeError that quotes the message.
     """
 
     def __init__(
@@ -185,7 +193,7 @@ class CheckpointManager:
         self._deadline = preemption_deadline
         self._read_only = read_only
         writer_options = {"progress": stderr_is_terminal(), **writer_options}
-        # Raise now, not in the first save, if an option of the writer is invalid.
+        # Detect invalid writer options now, not in the first save.
         self._store.writer(
             0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **writer_options
         )
@@ -197,7 +205,7 @@ class CheckpointManager:
         self._returned_at: float | None = None
         self._was_saving = False
 
-        # Only rank 0 holds the lease: it commits the steps of all ranks, and deletes.
+        # Only rank 0 needs the lease: it commits steps for all ranks, and deletes them.
         writes = not read_only and self._rank == 0
         self._lease = Lease(self._store.lease_root if writes else None, takeover=takeover)
 
@@ -257,8 +265,8 @@ class CheckpointManager:
             # From here on close() releases the lease.
             undo.pop_all()
         if writes:
-            # In the background: it may take long, and is needed only before a step is chosen or
-            # deleted.
+            # Sweep in the background, because it may take long. It only has to end before a step is
+            # chosen or deleted.
             self._deletions.submit_sweep(attempt)
 
     # --- saving ----------------------------------------------------------------------------------
@@ -275,37 +283,38 @@ class CheckpointManager:
     ) -> bool:
         """Saves the state if a save is due. Call it after each step, on every rank.
 
-        The state may change when this returns; with ``staging="overlapped"`` only after
-        :meth:`wait_until_staged`, or in a step of an optimizer passed to :meth:`guard`. A step that
-        this manager has just saved or restored is not saved again. Stale steps, from after the
-        restored one, are replaced.
+        You may modify the state once this returns. With ``staging="overlapped"``, first call
+        :meth:`wait_until_staged`, or pass the optimizer to :meth:`guard`, which makes its next step
+        wait. A step that this manager has just saved or restored is not saved again. Stale steps,
+        which are newer than the restored step, are replaced.
 
         Args:
-            step: number of steps done so far; not smaller than in the previous call.
-            state: dict of the training's state: modules, optimizers, LR schedulers, other objects
+            step: number of finished steps; must not be smaller than in the previous call.
+            state: dict of the training state: modules, optimizers, LR schedulers, other objects
                 with ``state_dict()`` and ``load_state_dict()``, tensors and plain values; see
                 :class:`torch_ckpt.state.app_state.AppState`.
-            metrics: numbers by name, for ``keep_best`` and :meth:`metrics`. Those of rank 0 count.
-            notes: JSON values by name, for :class:`torch_ckpt.steps.StepInfo`. Those of rank 0
-                count.
+            metrics: numbers by name, for ``keep_best`` and :meth:`metrics`. Only rank 0's are used.
+            notes: JSON values by name, for :class:`torch_ckpt.steps.StepInfo`. Only rank 0's are
+                used.
             force: save even if no save is due.
-            overwrite: training was rewound to this step without :meth:`restore`. As after
-                ``restore(step=...)``, newer steps are stale: they stay until training replaces or
-                passes them, and a warning names them.
+            overwrite: True if training was rewound to this step without :meth:`restore`. Newer
+                steps then become stale, as after ``restore(step=...)``: they are kept until
+                training replaces or passes them, and a warning names them.
 
         Returns:
             True if a save of this step was started.
 
         Raises:
             CheckpointException: the previous save failed, or this one could not start.
-            CheckpointError: replicas differ, with ``check_replicas="error"`` and
-                ``on_save_error="raise"``; with ``staging="overlapped"`` the next call raises it.
-            FileExistsError: this is the first call, :meth:`restore` was not called, and the root
-                has this step or newer ones.
+            CheckpointError: replicas differ between ranks, ``check_replicas`` is "error", and
+                ``on_save_error`` is "raise". With ``staging="overlapped"``, the next call raises
+                this error instead.
+            FileExistsError: the root already has this step or a newer one, although this is the
+                first call and :meth:`restore` was not called.
             ValueError, TypeError: the step is smaller than the previous one; or the step, the
-                state, the metrics or the notes cannot be saved; or no step has ``best_metric`` yet,
-                and the metrics lack it.
-            TimeoutError: ranks did not arrive at the first save in time; they are named.
+                state, the metrics or the notes cannot be saved; or the metrics lack
+                ``best_metric``, which no other step has yet.
+            TimeoutError: some ranks did not call the first save in time; the message names them.
             RuntimeError: see :meth:`restore`.
 
         Example::
@@ -314,7 +323,7 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._require_writable("save")
-        # Converts integers of other types, such as numpy's.
+        # Convert integers of other types, such as NumPy's.
         step = int(step_name(step))
         saver, notice = self._saver, self._notice
         try:
@@ -331,14 +340,14 @@ class CheckpointManager:
             stops = notice.reached(step)
             is_due = self._schedule.should_save(step, lambda: self.is_saving)
             if step == self._timeline.last_step:
-                # Only when the save has ended do all ranks know whether it failed.
+                # Only after the save has ended do all ranks know whether it failed.
                 saver.wait()
             is_new = step != self._timeline.last_step
             saves = force or (is_new and (is_due or stops))
             try:
                 return saves and saver.save(step, state, metrics or {}, notes or {}, stops)
             finally:
-                # Stop even if the save has failed: the notice is not repeated.
+                # Stop even if the save has failed: the notice will not be repeated.
                 if stops:
                     self._stop(step)
         finally:
@@ -346,10 +355,11 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """True once all ranks have saved the step at which they stop after a preemption notice.
+        """True once the ranks have reached the step at which they agreed to stop after a preemption
+        notice. :meth:`save` has then saved that step, or started to save it.
 
-        If the training loop continues without reading this, then from its next :meth:`save` on
-        SIGTERM is no longer a notice, and ends the process as it would without a manager.
+        If the training loop continues without reading this, its next :meth:`save` stops watching
+        for SIGTERM, which then ends the process as it would without a manager.
         """
         self._notice.is_polled = True
         return self._notice.stops
@@ -362,16 +372,16 @@ class CheckpointManager:
 
     @property
     def last_step(self) -> int | None:
-        """The step that this manager has saved or restored last; None if there is none.
+        """The last step that this manager saved or restored; None if there is none.
 
-        A step counts once its save has succeeded, which ranks notice at different moments. After
-        :meth:`wait_until_finished` all ranks have the same answer.
+        A step counts once its save has succeeded, which ranks may detect at different times. After
+        :meth:`wait_until_finished`, all ranks return the same step.
         """
         return self._timeline.last_complete
 
     @property
     def save_errors(self) -> int:
-        """Number of saves, and of ``on_commit`` callbacks, that have failed."""
+        """Number of failed saves and of failed ``on_commit`` callbacks."""
         return self._saver.errors
 
     def before_save(self, hook: Callable[[], None]) -> RemovableHandle:
@@ -379,19 +389,19 @@ class CheckpointManager:
         embeddings from a parameter server into the state.
 
         Returns:
-            A handle; its ``remove()`` removes the hook.
+            A handle whose ``remove()`` removes the hook.
         """
         return self._before_save.add(hook)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes an optimizer's next step after each save wait until the state may change.
+        """After each save, makes the optimizer's next step wait until the state may be modified.
 
         Call it once, with ``staging="overlapped"``. See :meth:`torch_ckpt.AsyncSave.guard`.
         """
         self._saver.guard(optimizer)
 
     def wait_until_staged(self) -> None:
-        """Waits until the state may change after a save with ``staging="overlapped"``.
+        """Waits until the state may be modified after a save with ``staging="overlapped"``.
 
         Raises:
             CheckpointException: the save has already failed, and ``on_save_error`` is "raise".
@@ -403,10 +413,10 @@ class CheckpointManager:
                 self.wait_until_finished()
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
-        """Waits for the running save, and raises its error.
+        """Waits for the running save, and raises its error if it failed.
 
         Args:
-            timeout: seconds to wait; None: without limit.
+            timeout: seconds to wait; None waits indefinitely.
 
         Raises:
             TimeoutError: ``timeout`` seconds have passed; the save continues.
@@ -415,27 +425,28 @@ class CheckpointManager:
         pending = self._saver.pending
         if pending is not None and not pending.wait(timeout):
             raise TimeoutError(
-                f"the save of step {pending.step} did not end within {timeout} s; it continues"
+                f"the save of step {pending.step} did not end within {timeout} s; it continues in "
+                "the background"
             )
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raises the error of a save that has ended, once. Does not wait.
+        """Raises the error of a failed save, but each error only once. Does not wait.
 
-        Ranks may notice the end of a save at different steps. To handle the error and continue
-        training, catch it around :meth:`save` and :meth:`wait_until_finished` instead.
+        Ranks may detect a failure at different steps. To handle errors and continue training, catch
+        the errors of :meth:`save` and :meth:`wait_until_finished` instead.
 
         Raises:
-            CheckpointException: with the cause on each rank that failed.
+            CheckpointException: the save failed; contains the cause from each failed rank.
         """
         self._saver.check_for_errors()
 
     def close(self) -> None:
-        """Waits for the running save and deletions, and closes the manager: it saves no more.
+        """Waits for the running save and deletions, and closes the manager to further saves.
 
-        It does not save the last step. If the last call of :meth:`save` did not save its step, for
-        example because the step is not a multiple of ``interval``, rank 0 logs a warning with the
-        step.
+        Does not save the last step. If the last call to :meth:`save` did not save its step, for
+        example because the step is not a multiple of ``interval``, rank 0 logs a warning that names
+        the step.
 
         Raises:
             CheckpointException: a save has failed, and ``on_save_error`` is "raise".
@@ -465,7 +476,7 @@ class CheckpointManager:
         except BaseException as failure:
             if error is None:
                 raise
-            # The exception that left the block takes precedence.
+            # An exception raised in the block takes precedence.
             LOGGER.error("%s", failure)
 
     def __del__(self) -> None:
@@ -493,27 +504,27 @@ class CheckpointManager:
         strict: bool = True,
         rename: Rename = None,
     ) -> int:
-        """Restores the state from a step, in place. All ranks call it.
+        """Restores the state from a step, in place. All ranks must call it.
 
-        It waits for a running save first. A step that is damaged or lacks files is skipped with a
+        Waits for a running save first. A step that is damaged or lacks files is skipped with a
         warning, unless it was requested by number.
 
         Args:
             state: as for :meth:`save`; plain values in it are replaced.
-            step: number of the step; None: the newest complete one.
+            step: step number; None restores the newest complete step.
             names, strict, rename: see :func:`torch_ckpt.load`. :attr:`restore_report` lists the
-                names that ``strict=False`` has left unchanged.
+                names that ``strict=False`` left unchanged.
 
         Returns:
             The restored step; 0 if no step has been saved, in which case the state is unchanged.
 
         Raises:
-            FileNotFoundError: ``step`` does not exist; the existing steps are named.
+            FileNotFoundError: ``step`` does not exist; the message lists the existing steps.
             CheckpointException: the step cannot be loaded, for example because of a
                 ``LoadMismatch`` or because it is ``Unsafe``.
             CheckpointError: all existing steps are damaged.
-            RuntimeError: the process group of the manager has been destroyed, or was initialized
-                only after the manager was made.
+            RuntimeError: the process group of the manager was destroyed, or was initialized after
+                the manager was created.
 
         Example::
 
@@ -529,29 +540,30 @@ class CheckpointManager:
         self._returned_at = None
         seconds = time.perf_counter() - started
         skipped = self._restorer.skipped
-        damaged = f", {skipped} damaged skipped" if skipped else ""
-        message = f"restored step {restored} of {self._store.root}{damaged}, in {seconds:.2f} s"
+        damaged = f", after skipping {plural(skipped, 'damaged step')}" if skipped else ""
+        message = f"restored step {restored} from {self._store.root} in {seconds:.2f} s{damaged}"
         self._report(Event("restored", restored, self._rank, seconds, message=message))
         return restored
 
     @property
     def restore_report(self) -> LoadReport | None:
         """Comparison of this rank's state with the step restored last: the names that were loaded,
-        and those that ``strict=False`` has left unchanged. None if no step was restored."""
+        and the names that ``strict=False`` left unchanged. None if no step was restored."""
         return self._restorer.report
 
     # --- listing ---------------------------------------------------------------------------------
 
     def steps(self) -> list[StepInfo]:
-        """Lists the steps and leftovers beneath the root, sorted by step. Asks no other rank."""
+        """Lists the steps and leftovers beneath the root, sorted by step. Contacts no other
+        rank."""
         return self._store.entries()
 
     def all_steps(self) -> list[int]:
-        """Returns the complete steps, in ascending order. Asks no other rank."""
+        """Returns the complete steps, in ascending order. Contacts no other rank."""
         return [info.step for info in self._store.entries(leftovers=False)]
 
     def latest_step(self) -> int | None:
-        """Returns the newest complete step; None if there is none. Asks no other rank."""
+        """Returns the newest complete step; None if there is none. Contacts no other rank."""
         return max(self.all_steps(), default=None)
 
     @property
@@ -595,8 +607,8 @@ class CheckpointManager:
         """Waits for a new complete step, for example to evaluate it in another process.
 
         Args:
-            after: wait for a step larger than this one; None: for any step.
-            timeout: seconds to wait; None: without limit.
+            after: wait for a step newer than this one; None waits for any step.
+            timeout: seconds to wait; None waits indefinitely.
             poll_seconds: seconds between two listings of the root.
 
         Returns:
@@ -622,7 +634,7 @@ class CheckpointManager:
 
     def verify(self, step: int) -> VerifyReport:
         """Reads and checks all files of a step. Retention keeps the step that was verified last.
-        Asks no other rank.
+        Contacts no other rank.
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -634,10 +646,10 @@ class CheckpointManager:
             self._deletions.verified(step)
         return report
 
-    # --- pins and deletions: only rank 0 acts; other ranks may call these, too --------------------
+    # --- pins and deletions: every rank may call these, but only rank 0 acts ----------------------
 
     def pin(self, step: int) -> None:
-        """Pins a step: retention keeps it, also in later runs, until :meth:`unpin`.
+        """Pins a step: retention keeps it until :meth:`unpin` is called, even in later runs.
 
         Raises:
             FileNotFoundError: there is no such complete step.
@@ -645,11 +657,11 @@ class CheckpointManager:
         self._set_pinned(step, True)
 
     def unpin(self, step: int) -> None:
-        """Removes the pin of a step: the rules apply to it again."""
+        """Unpins a step, so that the retention rules apply to it again."""
         self._set_pinned(step, False)
 
     def delete(self, step: int) -> None:
-        """Deletes a step now, regardless of the rules.
+        """Deletes a step now, regardless of the retention rules.
 
         Raises:
             CheckpointError: a process is saving or loading the step.
@@ -677,19 +689,19 @@ class CheckpointManager:
             return
         LOGGER.warning(
             "%s: the last step, %d, was not saved; %s. To save the last step, call save(step, "
-            "state, force=True) before the manager is closed.",
+            "state, force=True) before closing the manager.",
             self._store.root,
             step,
             "this run has saved no step"
             if saved is None
-            else f"a restart continues from step {saved}",
+            else f"a restart would continue from step {saved}",
         )
 
     def _require_writable(self, action: str) -> None:
         if self._closed:
-            raise ValueError(f"the manager is closed: it cannot {action}")
+            raise ValueError(f"cannot {action}: the manager is closed")
         if self._read_only:
-            raise ValueError(f"the manager is read_only: it cannot {action}")
+            raise ValueError(f"cannot {action}: the manager is read-only")
         self._run.require_group(action)
 
     def _info(self, step: int) -> StepInfo:
@@ -702,12 +714,12 @@ class CheckpointManager:
         self._require_writable("pin" if pinned else "unpin")
         self._lease.require()
         if self._rank == 0:
-            # Between deletions: a running one may already have chosen the unpinned step.
+            # Wait for a running deletion, which may already have chosen the unpinned step.
             self._deletions.run_in_order(lambda: self._store.set_pinned(step, pinned))
 
 
 def _refuse_file(root: str | None) -> None:
-    """Raises NotADirectoryError if a local root is there and is not a directory."""
+    """Raises NotADirectoryError if a local root exists but is not a directory."""
     if root is not None and os.path.lexists(root) and not os.path.isdir(root):
         raise NotADirectoryError(
             errno.ENOTDIR,

@@ -1,4 +1,4 @@
-"""A manager's running save: which threads may wait for it, and the work at its end."""
+"""The running save of a manager, and the rules for waiting until it has ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OnCommit:
     """A manager's callback for the commit of one step.
 
     Attributes:
-        thread: id of the thread that is running the callback; None if none is.
+        thread: id of the thread that is running the callback; None if no thread is.
     """
 
     def __init__(self, function: Callable[[int], None], step: int) -> None:
@@ -39,15 +39,15 @@ class OnCommit:
 class Pending:
     """The last save that has started.
 
-    The training thread makes it and waits for it, the save's thread ends it. A forked child has a
-    copy that never ends; the child does not wait for it.
+    The training thread creates this object and waits for the save. The save's thread sets
+    ``ended``, but never in the copy of the object that a forked child has.
 
     Attributes:
         step: step that is being saved.
         handle: handle of the save.
-        decision_count: :attr:`torch_ckpt.manager.intervals.Schedule.decision_count` at the start.
-        ended: set when the work at the save's end has been done, after the handle's future.
-        thread: id of the thread that is reporting an event of this save, and must not wait for it.
+        decision_count: number of the schedule's decisions when the save started.
+        ended: set after the handle's future is resolved and the manager has handled the result.
+        thread: id of the thread that is reporting an event of this save; None if no thread is.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Pending:
 
     @property
     def can_wait(self) -> bool:
-        """True if the calling thread can wait for the save: the save belongs to this process, and
-        the thread is not running a callback of the save, which would wait for itself."""
+        """True if the calling thread may wait for the save. False in a forked child, and in a
+        callback of the save, which would wait for itself."""
         me = threading.get_ident()
         calls_back = self._on_commit is not None and self._on_commit.thread == me
         return os.getpid() == self._pid and me != self.thread and not calls_back
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end of the save, unless the calling thread cannot (:attr:`can_wait`).
+        """Waits until the save has ended. Returns immediately if :attr:`can_wait` is False.
 
         Returns:
-            False if ``timeout`` seconds have passed first.
+            False if the save has not ended within ``timeout`` seconds.
         """
         if not self.can_wait:
             return True
@@ -82,9 +82,9 @@ class Pending:
 
 
 class OneShotCallback(Generic[T]):
-    """A callback for a future that drops its function when it is called.
+    """A callback for a future. It drops its reference to the function when called.
 
-    Futures keep their callbacks, and would otherwise keep all that the function refers to alive.
+    Futures keep their callbacks, so they would keep everything alive that the function refers to.
     """
 
     def __init__(self, function: Callable[[Future[T]], None]) -> None:

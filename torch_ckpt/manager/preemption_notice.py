@@ -1,9 +1,9 @@
-"""Preemption notices: one watch for each process group, shared by several managers.
+"""Preemption notices: one watch per process group, shared by all of its managers.
 
-1. A rank receives a notice. All ranks agree on the step to stop at (ranks/preemption.py).
-2. At that step each manager saves, and its ``should_stop`` becomes true.
-3. If the training loop has not read ``should_stop`` by the next save, it is going to continue. Then
-   the next SIGTERM ends the process.
+1. A rank receives a notice, and all ranks agree on the step to stop at (ranks/preemption.py).
+2. At that step, each manager saves, and its ``should_stop`` becomes true.
+3. If the training loop has not read ``should_stop`` by the next save, it ignores the notice. From
+   then on, SIGTERM ends the process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch_ckpt.ranks.preemption import PreemptionWatch, current_watch, watch_fo
 
 @dataclass
 class _Shared:
-    """State that the users of one watch share.
+    """State shared by the users of one watch.
 
     Attributes:
-        users: number of users; the last one closes the watch. None: the watch was made by other
-            code, which also closes it.
-        agreed: the last step that all ranks have agreed to stop at, once they have reached it.
+        users: number of users; the last one closes the watch. None if other code created the watch
+            and will close it.
+        agreed: the last step at which all ranks agreed to stop, set when training reaches it.
     """
 
     users: int | None
@@ -37,18 +37,18 @@ class _Shared:
 
 
 class PreemptionNotice:
-    """One user's part in the watch of a process group.
+    """One user's share of a process group's watch.
 
     Args:
-        signals: numbers of the signals to watch for; None: SIGTERM, if the calling thread is the
+        signals: signal numbers to watch for. None watches for SIGTERM if the calling thread is the
             main thread.
-        file: path of a file whose appearance is a notice.
+        file: path of a file; its appearance is a notice.
         process_group: None for the default group.
         timeout: see :func:`torch_ckpt.multihost.watch_for_preemption`.
 
     Attributes:
-        stops: all ranks have reached a step at which the manager saves and training should stop.
-        is_polled: the training loop reads ``stops``.
+        stops: True once training has reached the step at which all ranks should stop.
+        is_polled: True once the training loop has read ``stops``.
 
     Raises:
         ValueError: ``signals`` are given, and the calling thread is not the main thread.
@@ -74,7 +74,9 @@ class PreemptionNotice:
         if watch is None:
             is_main = threading.current_thread() is threading.main_thread()
             if signals is None and not is_main:
-                LOGGER.info("SIGTERM is not watched: the manager was not made in the main thread")
+                LOGGER.info(
+                    "not watching for SIGTERM: the manager was created outside the main thread"
+                )
                 numbers = ()
                 if file is None:
                     return
@@ -87,7 +89,8 @@ class PreemptionNotice:
         ):
             LOGGER.warning(
                 "ignoring preemption_signals=%s and preemption_file=%s: the process group already "
-                "has a watch for other notices. Pass all of them to the first watch or manager.",
+                "has a watch for other notices. Pass all signals and files to the first watch or "
+                "manager.",
                 numbers,
                 file,
             )
@@ -99,12 +102,12 @@ class PreemptionNotice:
 
     @property
     def reason(self) -> str:
-        """The notice and the rank that received it, as text; "" if there was none."""
+        """Describes the notice and the rank that received it; "" if there was no notice."""
         return self._watch.reason if self._watch is not None else ""
 
     def reached(self, step: int) -> bool:
-        """True if all ranks stop at this step, or should have stopped at an earlier step that this
-        user did not ask about. True once for each notice."""
+        """True if all ranks stop at this step, or at an earlier step for which this method was not
+        called. True only once per notice."""
         if self._watch is None:
             return False
         shared = self._state
@@ -116,11 +119,12 @@ class PreemptionNotice:
         return True
 
     def restore_signals_if_ignored(self, rank: int, wait: Callable[[], None]) -> None:
-        """Ends the handling of signals if the training loop ignores the notice. From then on
-        SIGTERM acts as it did before the watch.
+        """Stops handling signals if the training loop ignores the notice. SIGTERM then has the same
+        effect as before the watch.
 
         Args:
-            wait: waits for the save made at the stop, since a signal may then end the process.
+            wait: waits for the save at the stop. Called first, because afterwards a signal may end
+                the process.
         """
         if not self.stops or self.is_polled or self._is_ignored:
             return
@@ -129,14 +133,14 @@ class PreemptionNotice:
         if self._watch is not None:
             self._watch.ignored()
         LOGGER.warning(
-            "rank %d continues after a preemption notice (%s), since the training loop does not "
+            "rank %d continues after a preemption notice (%s), because the training loop does not "
             "read should_stop. The next SIGTERM will end this process.",
             rank,
             self.reason,
         )
 
     def close(self) -> None:
-        """Ends this user's part. The last user closes the watch."""
+        """Releases this user's share. The last user closes the watch."""
         watch, self._watch = self._watch, None
         if watch is None:
             return

@@ -1,11 +1,11 @@
-"""Preparation of saves: the agreements between ranks, and the work of each rank before a save.
+"""Prepares saves: the agreement between ranks, and the work of each rank before a save.
 
-1. When a manager is made, the ranks check that they have the same root and agree on an attempt:
-   8 hex digits, unique to this run, that unfinished steps have in their names (steps/local.py).
-2. Before the first save rank 0 lists the root for all ranks: the existing steps, and whether they
-   have the metric that retention compares.
-3. For each save every rank reads its state and makes a writer for the step.
-4. A rank that fails to do so reports its error to the other ranks, which would wait for it.
+1. When a manager is created, the ranks check that they have the same root and agree on an attempt:
+   8 hex digits, unique to this run, in the names of unfinished steps (steps/local.py).
+2. Before the first save, rank 0 lists the root. It sends all ranks the newest step, and whether any
+   step has the metric that retention compares.
+3. For each save, every rank reads its state and creates a writer for the step.
+4. If this fails on a rank, it reports the error to the other ranks, which would otherwise wait.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PreparedSave:
 
     Attributes:
         values: values of the state.
-        bytes: bytes of its tensors; a DTensor counts with its full size, not with this rank's part.
+        bytes: total size of the tensors. A DTensor counts in full, not only with this rank's shard.
         writer: writer of the step.
     """
 
@@ -61,7 +61,7 @@ class SavePreparer:
         attempt: the 8 hex digits that the ranks have agreed on.
         run: the manager's run.
         lease: this rank's lease on the root.
-        deletions: make room if the disk is full.
+        deletions: the manager's deletions, which make room if the disk is full.
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`.
     """
 
@@ -80,7 +80,7 @@ class SavePreparer:
         self._writer_options = writer_options
 
     def newest_step(self) -> int | None:
-        """Returns the newest complete step that rank 0 sees, on all ranks; None if there is none.
+        """Returns, on all ranks, the newest complete step that rank 0 sees; None if there is none.
 
         Raises:
             TimeoutError, ConnectionError, RuntimeError: see
@@ -96,7 +96,7 @@ class SavePreparer:
     def lacks_metric(self, retention: Retention, metrics: dict[str, Any]) -> str | None:
         """Calls :meth:`Retention.lacks_metric` for a step that is about to be saved.
 
-        All ranks get the same answer, for rank 0's metrics.
+        Checks rank 0's metrics, and returns the same answer on all ranks.
 
         Raises:
             TypeError, ValueError: a metric is not a number.
@@ -118,12 +118,12 @@ class SavePreparer:
         *,
         overwrite: bool,
     ) -> PreparedSave:
-        """Reads the state and makes the writer. Reports every exception to the other ranks.
+        """Reads the state and creates the writer. Reports any exception to the other ranks.
 
         Args:
             read: returns the state.
             metrics, notes: for the step's marker.
-            overwrite: a complete step may be replaced.
+            overwrite: True if a complete step may be replaced.
         """
 
         def marker_if_leased() -> dict[str, Any]:
@@ -142,7 +142,7 @@ class SavePreparer:
                 overwrite=overwrite,
                 marker=marker_if_leased,
                 expected_bytes=size,
-                # Stop waiting before the other ranks, which need this rank's plan, time out.
+                # Stop waiting before the other ranks time out, because they need this rank's plan.
                 make_room=functools.partial(self._deletions.make_room, self._run.timeout / 2),
                 **self._writer_options,
             )
@@ -150,7 +150,7 @@ class SavePreparer:
             ranks = Meeting.of(self._run.process_group, no_dist=False).ranks(self._run.timeout)
             spawn(functools.partial(tell_the_others, ranks, error))
             if isinstance(error, CheckpointException):
-                # A state_dict() may have called dcp functions.
+                # The state_dict() method of a value may have called dcp functions.
                 raise of_torch(error) from None
             raise
         return PreparedSave(values, size, writer)
@@ -165,7 +165,7 @@ class SavePreparer:
             return call.exchange(lambda: function() if call.rank == 0 else None, result_of_rank_0)
 
     def _marker(self, metrics: dict[str, float], notes: dict[str, Any]) -> dict[str, Any]:
-        """Returns the marker's content as a copy, since the caller may change its dicts."""
+        """Returns the marker's content as a copy, because the caller may change its dicts."""
         return parsed_marker(
             encoded_marker(
                 {
@@ -179,10 +179,11 @@ class SavePreparer:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Returns the metrics as floats. Tensors of one element count as numbers.
+    """Returns the metrics as floats. One-element tensors count as numbers.
 
     Raises:
-        TypeError, ValueError: a metric is not a number, or a float cannot hold it; names it.
+        TypeError, ValueError: a metric is not a number or is too large for a float; the message
+            names the metric.
     """
     return {name: _number(name, value) for name, value in metrics.items()}
 
@@ -222,7 +223,7 @@ def agree_on_attempt(
     """Chooses one attempt for all ranks.
 
     Args:
-        before: called on each rank first. If it raises on one rank, all ranks raise.
+        before: called first, on each rank. If it raises an exception on one rank, all ranks raise.
 
     Raises:
         RanksDisagree: ranks have different roots.
@@ -230,7 +231,7 @@ def agree_on_attempt(
     """
 
     def propose() -> tuple[str, str]:
-        # Taking the lease may have to wait until another run's lease expires.
+        # before() may have to wait until another run's lease expires.
         started = time.monotonic()
         with call.alive(lambda: int(min(time.monotonic() - started, 2 * TIMES.expiry))):
             before()
@@ -249,7 +250,7 @@ def agree_on_attempt(
 
 
 def new_attempt() -> str:
-    """Returns 8 random hex digits, which no other run has."""
+    """Returns 8 random hex digits, which identify this run."""
     return uuid.uuid4().hex[:8]
 
 

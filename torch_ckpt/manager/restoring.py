@@ -1,8 +1,8 @@
-"""Choice of the step to restore, the same on all ranks.
+"""Chooses the step to restore, which is the same on all ranks.
 
-1. Rank 0 waits for its deletions and lists the complete steps. All ranks try these steps, the
-   newest first, or only the requested step.
-2. If rank 0 finds a step that other ranks do not find, all ranks retry it for a while.
+1. Rank 0 waits for its deletions and lists the complete steps. All ranks try these steps, newest
+   first, or only the requested step.
+2. If rank 0 sees a step that other ranks do not see, all ranks retry for up to 90 seconds.
 3. If a step is damaged, all ranks skip it. If it was deleted after the listing, rank 0 lists the
    steps again. Any other error ends the restore on all ranks.
 4. Rank 0 warns of directories that have a step's name but no marker.
@@ -30,8 +30,8 @@ from torch_ckpt.saving.events import Event
 from torch_ckpt.state.app_state import AppState
 from torch_ckpt.steps import MARKER_NAME, step_name
 
-#: Seconds between attempts to load a step that rank 0 sees and other ranks do not: network file
-#: systems may cache for a minute that a file does not exist.
+#: Seconds between attempts to load a step that rank 0 sees and other ranks do not. Network file
+#: systems may cache the absence of a file for a minute.
 _RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
 
 _CALL = "CheckpointManager.restore"
@@ -42,13 +42,13 @@ class Restorer:
 
     Args:
         run: the manager's run.
-        deletions: spare the step that is being read.
+        deletions: the manager's deletions; they spare the step that is being read.
         load_options: passed to :func:`torch_ckpt.load` for each step that is tried.
 
     Attributes:
-        skipped: number of damaged steps that the last restore has skipped.
-        report: comparison of the state with the step that was restored last; None before the first
-            restore, and if torch's own ``dcp.load`` loaded the step.
+        skipped: number of damaged steps that the last restore skipped.
+        report: how the state compared with the step restored last; None before the first restore,
+            or if torch's own ``dcp.load`` loaded the step.
     """
 
     def __init__(self, run: RunContext, deletions: Deletions, load_options: dict[str, Any]) -> None:
@@ -70,11 +70,11 @@ class Restorer:
             The restored step; None if the root has no step.
         """
         self.skipped, self.report = 0, None
-        # The options are read again for each attempt.
+        # Each attempt reads the options again, so convert iterators to tuples.
         load_options = reusable_options(load_options)
         candidates, unmarked = self._agree_on_candidates(step)
         if unmarked and self._run.rank == 0:
-            # The warning names the line that calls the manager.
+            # Attribute the warning to the line that calls the manager.
             warn(self._describe_unmarked(unmarked), stacklevel=3)
         if not candidates:
             return None
@@ -95,8 +95,8 @@ class Restorer:
                     if candidate in existing:
                         self._report_skipped(candidate, damages[-1], candidates)
                     else:
-                        # Another run has deleted it, after saving a newer step.
-                        damages[-1] += "; it was deleted meanwhile"
+                        # Another run has deleted the step, after saving a newer one.
+                        damages[-1] += "; the step has since been deleted"
                         deleted += 1
                         candidates = [other for other in existing if other not in tried]
                     continue
@@ -110,31 +110,32 @@ class Restorer:
     def _report_skipped(self, step: int, damage: str, candidates: list[int]) -> None:
         self._run.report(Event("damaged", step, self._run.rank, message=f"{damage}; skipped"))
         if self._run.rank == 0:
-            # The warning names the line that calls the manager.
+            # Attribute the warning to the line that calls the manager.
             older = f"falling back to step {candidates[0]}" if candidates else "no step is left"
             warn(f"{damage}; {older}", stacklevel=4)
 
     def _describe_unmarked(self, paths: list[str]) -> str:
         shown = some_of(paths)
         why = (
-            "They are being saved, or their save was interrupted, or they were copied without it. "
-            "A sweep removes them when they have not been written to for an hour."
+            "They are still being saved, their save was interrupted, or they were copied without "
+            "this file. A sweep removes them once they have not been written to for an hour."
             if self._run.store.sweeps_what_lacks_markers
-            else "They were saved or copied without it, and stay until training saves their step."
+            else "They were saved or copied without this file. Each is kept until training saves "
+            "its step."
         )
         return (
             f"not restoring directories without {MARKER_NAME}: {shown}. {why} To use a complete "
-            f"checkpoint as a step, put an empty file {MARKER_NAME} into its directory."
+            f"checkpoint as a step, create an empty file {MARKER_NAME} in its directory."
         )
 
     def _agree_on_candidates(self, step: int | None) -> tuple[list[int], list[str]]:
-        """Lists, on rank 0, the steps to try, in this order, and the paths of the directories that
-        lack only the marker. All ranks get the same lists."""
+        """Returns, on all ranks, two lists made by rank 0: the steps to try, in order, and the
+        paths of the directories that lack only the marker."""
 
         def list_on_rank_0() -> tuple[int | None, tuple[list[int], list[str]]]:
             if self._run.rank != 0:
                 return step, ([], [])
-            # Otherwise a pending deletion could delete the step that is chosen here.
+            # Wait for pending deletions: they could delete the step that is chosen here.
             with call.alive(time.monotonic_ns):
                 self._deletions.wait_until_idle()
             entries = self._run.store.entries()
@@ -159,7 +160,7 @@ class Restorer:
             return [step], unmarked
         is_unmarked = any(path.endswith(f"/{step_name(step)}") for path in unmarked)
         problem = f"has no {MARKER_NAME}" if is_unmarked else "does not exist"
-        listing = f"complete steps are {complete}" if complete else "no step is complete"
+        listing = f"the complete steps are {complete}" if complete else "no step is complete"
         raise FileNotFoundError(2, f"step {step} {problem}; {listing}", self._run.store.root)
 
     def _load_with_retries(
@@ -170,7 +171,7 @@ class Restorer:
             try:
                 return self._load(step, state, load_options)
             except CheckpointException as error:
-                # All ranks get the same failures, so all ranks wait and retry.
+                # All ranks receive the same failures, so all of them wait and retry.
                 seconds = next(delays, None)
                 if seconds is None or not is_elsewhere(error):
                     raise

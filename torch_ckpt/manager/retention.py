@@ -3,8 +3,8 @@
 1. The rules apply to complete steps only.
 2. The newest step and pinned steps are always kept.
 3. Every other step is kept if any rule keeps it. Without rules all steps are kept.
-4. ``keep_best`` compares the numbers of a metric. Until ``keep_best`` steps have a number, that
-   rule keeps all steps, so that a misspelled or delayed metric deletes nothing.
+4. ``keep_best`` compares the values of a metric. Until ``keep_best`` steps have a number as its
+   value, the rule keeps all steps: a misspelled or delayed metric must not delete anything.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ class Retention:
     Args:
         keep_last: number of newest steps to keep.
         keep_every: keep the steps whose number is a multiple of this.
-        keep_every_hours: keep one step in so many hours: from the oldest on, each step saved at
-            least so many hours after the last step that this rule has kept. Steps without a known
+        keep_every_hours: keep one step per this many hours: starting from the oldest, each step
+            saved at least this long after the last step that the rule keeps. Steps without a known
             time are kept.
-        keep_best: number of best steps to keep, by ``best_metric``; of equal steps the newer ones.
-            A step without that metric, or with NaN, is worse than all others: this rule keeps it
-            only until ``keep_best`` steps have a number.
+        keep_best: number of best steps to keep, by ``best_metric``; newer steps win ties. A step
+            without that metric, or with NaN, ranks last. The rule keeps such a step only until
+            ``keep_best`` steps have a number.
         best_metric: name of a metric, or a function that computes a number from the dict of a
-            step's metrics. A ``KeyError`` in it means that the step lacks a metric.
-        best_mode: "min" if the smallest number is best, "max" if the largest.
-        should_keep: a function of a :class:`torch_ckpt.steps.StepInfo`; true keeps the step.
+            step's metrics. If the function raises ``KeyError``, the step lacks a metric.
+        best_mode: "min" if the smallest number is best, "max" if the largest is.
+        should_keep: a function that receives a :class:`torch_ckpt.steps.StepInfo` and returns true
+            to keep the step.
 
     Raises:
         ValueError: a number is not positive, or ``keep_best`` is given without ``best_metric``.
@@ -88,8 +89,8 @@ class Retention:
         return [step for _, step in sorted(rated, key=lambda pair: (pair[0], -pair[1].step))]
 
     def waits_for(self, steps: Iterable[StepInfo]) -> str:
-        """Explains why ``keep_best`` cannot be applied yet. Returns "" if it can, or if all of the
-        steps have a number."""
+        """Explains why ``keep_best`` cannot be applied yet. Returns "" if it can be applied, or if
+        all steps have a number."""
         complete = [step for step in steps if step.complete]
         if self.keep_best is None:
             return ""
@@ -97,8 +98,8 @@ class Retention:
         if rated >= self.keep_best or rated == len(complete):
             return ""
         return (
-            f"{len(complete) - rated} of {len(complete)} steps have no number for "
-            f"{self._metric}: keep_best={self.keep_best} keeps all steps until "
+            f"{len(complete) - rated} of {len(complete)} steps have no number for the metric "
+            f"{self._metric}, so keep_best={self.keep_best} keeps all steps until "
             f"{self.keep_best} have one"
         )
 
@@ -108,13 +109,13 @@ class Retention:
         """Checks whether any step has the metric that ``keep_best`` compares.
 
         Args:
-            metrics: metrics of one step, or of several steps together.
+            metrics: metrics of one step, or the combined metrics of several steps.
             others: metrics of each existing step.
 
         Returns:
-            None if at least one of these has a number for the metric; then other steps may lack
-            it. "" if nothing is wrong yet, for example if the number is NaN. Else the problem, as
-            text for a message.
+            None if at least one of these steps has a number for the metric; the others may then
+            lack it. "" if nothing is wrong yet, for example if the value is NaN. Otherwise, a
+            description of the problem.
         """
         if self.keep_best is None:
             return None
@@ -126,7 +127,7 @@ class Retention:
         given = f"got {some_of(sorted(map(repr, metrics)))}" if metrics else "got no metrics"
         near = get_close_matches(missing, metrics, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"there is no metric {missing!r}, which keep_best compares ({given}){hint}"
+        return f"the metric {missing!r}, which keep_best compares, is missing ({given}){hint}"
 
     @property
     def _metric(self) -> str:
@@ -136,7 +137,7 @@ class Retention:
         return self._rated(metrics)[0]
 
     def _rated(self, metrics: Mapping[str, float]) -> tuple[float, str | None]:
-        """Returns the number to compare, NaN if there is none; and the name of a missing metric."""
+        """Returns the number to compare, or NaN and the name of the missing metric."""
         if not callable(self.best_metric):
             name = self.best_metric or ""
             return metrics.get(name, math.nan), None if name in metrics else name
@@ -145,7 +146,7 @@ class Retention:
         try:
             rating = self.best_metric(dict(metrics))
         except KeyError as error:
-            # The function may combine several metrics, any of which a step may lack.
+            # The function may combine several metrics, and a step may lack any of them.
             return math.nan, str(error.args[0]) if error.args else self._metric
         try:
             return float(rating), None
@@ -154,8 +155,8 @@ class Retention:
             return math.inf if rating > 0 else -math.inf, None
 
     def reasons(self, steps: Iterable[StepInfo]) -> dict[int, list[str]]:
-        """Returns the reasons to keep each complete step, in ascending order of steps. A step
-        without reasons is not kept."""
+        """Returns the reasons to keep each complete step, in ascending order of steps. A step with
+        no reasons is not kept."""
         complete = sorted((step for step in steps if step.complete), key=lambda step: step.step)
         found: dict[int, list[str]] = {step.step: [] for step in complete}
 
@@ -179,7 +180,8 @@ class Retention:
             reason = f"best {self.keep_best} by {self._metric}"
             keep(best[: self.keep_best], reason)
             if len(best) < self.keep_best:
-                keep((step for step in complete if step not in best), f"{reason}: too few have it")
+                others = (step for step in complete if step not in best)
+                keep(others, f"{reason}: too few steps have it")
         if self.should_keep is not None:
             keep(filter(self.should_keep, complete), "should_keep")
         return found
@@ -195,12 +197,12 @@ class Retention:
 
 
 def _spaced(steps: list[StepInfo], hours: float) -> Iterable[StepInfo]:
-    """Yields steps that were saved at least so many hours one after another."""
+    """Yields steps that were saved at intervals of at least this many hours."""
     last = -math.inf
     for step in steps:
         if step.saved_at is None:
             yield step
-        # Keep a step with an earlier time, too: the clock was set back, so the gap is unknown.
+        # Also keep a step with an earlier time: the clock was set back, so the gap is unknown.
         elif not 0 <= step.saved_at - last < hours * 3600:
             last = step.saved_at
             yield step

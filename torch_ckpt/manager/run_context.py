@@ -1,4 +1,4 @@
-"""The context that all parts of one manager share."""
+"""The context shared by all parts of a manager."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ class RunContext:
         self._made_with = group_now(self.process_group)
 
     def require_group(self, action: str) -> None:
-        """Checks that the process group still exists: without it each rank would act as if it were
+        """Checks that the process group still exists. Without it, each rank would act as if it were
         the only one.
 
         Args:
-            action: verb of the refused action, for the message.
+            action: the action to check, as a verb for the error message.
 
         Raises:
-            RuntimeError: the process group was destroyed, or initialized after this was made.
+            RuntimeError: the process group was destroyed, or was initialized after this object was
+                created.
         """
         now, made_with = group_now(self.process_group), self._made_with
         if self.ranks > 1 and (now is None or made_with is None or now() is not made_with()):
             raise RuntimeError(
-                f"the manager cannot {action}: the process group of its {self.ranks} ranks has "
-                "been destroyed. Call save(), restore() and close() before "
-                "destroy_process_group(), and make another manager after init_process_group()."
+                f"cannot {action}: the process group of the manager's {self.ranks} ranks has been "
+                "destroyed. Call save(), restore() and close() before destroy_process_group(), and "
+                "create a new manager after the next init_process_group()."
             )
         if made_with is None and now is not None and dist.get_world_size(now()) > 1:
             raise RuntimeError(
-                f"the manager cannot {action}: it was made before init_process_group(), so each "
-                "rank would act as if it were the only one. Make the manager afterwards."
+                f"cannot {action}: the manager was created before init_process_group(), so each "
+                "rank would act as if it were the only one. Create the manager afterwards."
             )

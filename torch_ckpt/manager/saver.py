@@ -1,11 +1,11 @@
-"""The saves of a manager, one at a time.
+"""Runs the saves of a manager, one at a time.
 
-1. All ranks wait for the end of the previous save. If it failed, its error is raised after the next
-   save has started.
-2. All ranks read the state and make a writer for the step (preparation.py), and a background save
+1. All ranks wait until the previous save has ended. If it failed, its error is raised after the
+   next save has started.
+2. All ranks read the state and create a writer for the step (preparation.py), and a background save
    starts. Some saves compare the replicas first.
-3. The save's thread handles its end. After a success the step counts as saved, and rank 0 deletes
-   old steps. After a failure the error is kept for the next call.
+3. The save's thread handles the result. If the save succeeded, the step counts as saved, and rank 0
+   deletes old steps. If the save failed, the error is kept for the next call.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Saver:
 
     Attributes:
         owner: the manager, which a running save keeps alive: the save needs the manager's lease.
-        retention: may require a metric.
+        retention: the retention rules, which may require a metric.
         on_commit: called with the step on rank 0, in the save's thread.
-        raises: True raises errors, False counts them only.
-        deadline: seconds from a preemption notice to the end of the process, for the log.
-        async_saves: False waits for the end of each save.
+        raises: True raises errors, False only counts them.
+        deadline: seconds from a preemption notice to the end of the process, for a log message.
+        async_saves: False waits until each save has ended.
         staging: see :func:`torch_ckpt.async_save`.
         pending: the last save that has started.
-        errors: number of saves, and of ``on_commit`` callbacks, that have failed.
+        errors: number of failed saves and of failed ``on_commit`` callbacks.
     """
 
     run: RunContext
@@ -78,7 +78,7 @@ class Saver:
         self._has_metric = self.retention.keep_best is None
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last_seconds = 0.0
-        self._lock = threading.Lock()  # guards the error and its count, set by the save's thread
+        self._lock = threading.Lock()  # guards _failure and errors, which the save's thread sets
         self._failure: BaseException | None = None
 
     def save(
@@ -89,10 +89,10 @@ class Saver:
         notes: dict[str, Any],
         is_last: bool,
     ) -> bool:
-        """Starts a save. Raises the error of the previous save afterwards.
+        """Starts a save, then raises the error of the previous save if it failed.
 
-        Args and raises: see :meth:`torch_ckpt.CheckpointManager.save`. With ``is_last`` training
-        stops after this save.
+        Args and raises: see :meth:`torch_ckpt.CheckpointManager.save`. ``is_last`` is True if
+        training stops after this save.
 
         Returns:
             True if the save was started.
@@ -107,14 +107,14 @@ class Saver:
         except Exception as error:
             if earlier is None:
                 raise
-            LOGGER.error("the save of step %d did not start, either: %s", step, causes(error))
+            LOGGER.error("the save of step %d failed to start, too: %s", step, causes(error))
             raise earlier from error
         if earlier is not None:
             raise earlier
         return has_started
 
     def fail_to_start(self, step: int, error: BaseException, started: float) -> bool:
-        """Handles the error of a save that could not start: raises it, or counts it only and
+        """Handles the error of a save that could not start: raises it, or only counts it and
         returns False."""
         self._failed(step, error, time.perf_counter() - started)
         self.check_for_errors()
@@ -127,7 +127,7 @@ class Saver:
             self.pending.handle.guard(optimizer)
 
     def wait(self) -> None:
-        """Waits for the running save. A later call raises its error."""
+        """Waits for the running save. If it failed, a later call raises its error."""
         if self.pending is not None:
             self.pending.wait()
 
@@ -182,7 +182,7 @@ class Saver:
         blocked = time.perf_counter() - started
         message = f"step {step}: {size(ready.bytes)}, training waited {blocked * 1000:.0f} ms"
         try:
-            # on_event must not wait for the save: the callback for its end is not yet attached.
+            # on_event must not wait for the save: the callback that ends it is not attached yet.
             pending.thread = threading.get_ident()
             run.report(Event("saving", step, run.rank, blocked, ready.bytes, message))
         finally:
@@ -195,8 +195,8 @@ class Saver:
         return True
 
     def _require_metric(self, metrics: dict[str, float], is_last: bool) -> None:
-        """Refuses a save without the metric of ``keep_best`` while no step has that metric, so that
-        the first save of a run detects a misspelled name."""
+        """Refuses a save without the metric of ``keep_best`` as long as no step has it, so that the
+        first save of a run detects a misspelled name."""
         if self._has_metric:
             return
         problem = self.preparer.lacks_metric(self.retention, metrics)
@@ -206,8 +206,7 @@ class Saver:
             LOGGER.error("%s", problem)
         elif problem:
             raise ValueError(
-                f"{problem}. Pass it to save(metrics=...), with the value math.nan for a step that "
-                "has none yet."
+                f"{problem}. Pass it to save(metrics=...), as math.nan if a step has no value yet."
             )
 
     def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
@@ -216,7 +215,7 @@ class Saver:
         expected = (
             f"the previous save took {self._last_seconds:.1f} s"
             if self._last_seconds
-            else f"this is the first save, of {size(bytes_of_state)}"
+            else f"this is the first save ({size(bytes_of_state)}), so its duration is unknown"
         )
         level = logging.WARNING if self._last_seconds > self.deadline else logging.INFO
         LOGGER.log(
@@ -230,7 +229,7 @@ class Saver:
     def _ended(
         self, _owner: object, pending: Pending, blocked: float, future: Future[Metadata]
     ) -> None:
-        """Handles the end of a save, in its thread."""
+        """Handles the result of a save, in the save's thread."""
         pending.thread = threading.get_ident()
         error = future.exception()
         seconds = pending.handle.metrics().total_s
@@ -283,6 +282,5 @@ class Saver:
 
 
 def _has_failed(handle: AsyncSave) -> bool:
-    """True if the save failed before its sources were staged. The answer is the same on all
-    ranks."""
+    """True if the save failed before its sources were staged. All ranks get the same answer."""
     return handle.staged.done() and handle.staged.exception() is not None

@@ -1,4 +1,4 @@
-"""The steps that training passes through, so that no checkpoint mixes two training timelines."""
+"""Tracks the steps of training, so that no checkpoint mixes two training timelines."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch_ckpt.manager.run_context import RunContext
 
 
 class Timeline:
-    """The position of training among the steps. All ranks make the same calls in the same order.
+    """The current step of training. All ranks make the same calls in the same order.
 
     Args:
         run: the manager's run.
-        deletions: receives the steps that become stale when training is rewound.
+        deletions: the manager's deletions. They are notified if training is rewound.
         newest_step: asks rank 0 for the newest complete step.
 
     Attributes:
         last_step: step of the last save that has started and not failed, or of the last restore.
-        last_complete: step that this manager has saved or restored last.
+        last_complete: step that this manager saved or restored last.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class Timeline:
         self._run = run
         self._deletions = deletions
         self._newest_step = newest_step
-        self._current: int | None = None  # of the last save() or restore()
+        self._current: int | None = None  # step of the last save() or restore()
         self._restored: int | None = None
         self._committed: int | None = None
 
     def advance(self, step: int, overwrite: bool, wait: Callable[[], None]) -> None:
-        """Moves training to a step. Rewinds it to an earlier step only if ``overwrite`` is True.
+        """Advances training to a step, or rewinds it if ``overwrite`` is True.
 
-        Only the first call asks rank 0.
+        Only the first call communicates with rank 0.
 
         Args:
             wait: waits for the running save.
@@ -63,12 +63,12 @@ class Timeline:
             is_rewound = previous is not None and step < previous
             if is_rewound and not overwrite:
                 raise ValueError(
-                    f"step {step} comes after step {previous}: steps must not decrease. If "
-                    "training was rewound on purpose, call restore(state, step=...) or "
+                    f"step {step} cannot be saved after step {previous}: steps must not decrease. "
+                    "If training was rewound on purpose, call restore(state, step=...) or "
                     f"save({step}, state, overwrite=True)."
                 )
         if is_rewound:
-            # The step that is being saved becomes stale, too.
+            # Wait for the running save: its step becomes stale, too.
             wait()
             self._restored = step
             self.last_step = None
@@ -88,11 +88,11 @@ class Timeline:
             self.last_step = None
 
     def restored(self, step: int | None, is_chosen: bool) -> None:
-        """Records that the state is that of a step.
+        """Records that the state was restored from a step.
 
         Args:
-            step: None if the root has no step; then all steps to come belong to this run.
-            is_chosen: the caller named the step, so that later steps may exist.
+            step: the step; None if the root has no step, so that all later steps are of this run.
+            is_chosen: True if the caller chose the step, so that later steps may exist.
         """
         self._restored, self._current = step or 0, step
         if step is None:
@@ -109,17 +109,17 @@ class Timeline:
         return None if self._current == self.last_step else self._current
 
     def may_replace(self, step: int) -> bool:
-        """True if a complete step of this number was saved by this manager, or is stale."""
+        """True if a complete step may be replaced: it is stale, or this manager saved it last."""
         return step == self._committed or (self._restored is not None and step >= self._restored)
 
     def _warn_of_later_steps(self, why: str, step: int) -> None:
         complete = self._run.store.entries(leftovers=False)
         later = [info.step for info in complete if info.step > step]
         if later:
-            # The warning names the line that calls the manager.
+            # Attribute the warning to the line that calls the manager.
             warn(
-                f"{why}, and the root has later steps ({later}). Training replaces them when it "
-                "reaches them; until then a restart would restore the newest of them. Call "
+                f"{why}, but the root has later steps ({later}). Training replaces each of them "
+                "when it gets there. Until then, a restart would restore the newest of them. Call "
                 "delete() to remove them now.",
                 stacklevel=4,
             )

@@ -104,7 +104,9 @@ def test_values_are_attributes(tmp_path: Path) -> None:
 
 
 def test_an_unknown_value_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no value 'modle', only model, save_counter"):
+    with pytest.raises(
+        AttributeError, match=r"no value 'modle'\. Its values are model, save_counter"
+    ):
         _ = AsyncCheckpoint(model=weights(1)).modle
 
 

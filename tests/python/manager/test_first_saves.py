@@ -72,10 +72,10 @@ def test_the_first_save_may_overwrite_existing_steps_on_request(tmp_path: Path) 
 def test_a_step_that_decreases_is_refused(tmp_path: Path, interval: int) -> None:
     with manager_of(tmp_path, interval=interval) as made:
         made.save(5, state_of(5))
-        with pytest.raises(ValueError, match="step 4 comes after step 5: steps must not decrease"):
+        with pytest.raises(ValueError, match=r"step 4 .* after step 5: steps must not decrease"):
             made.save(4, state_of(4))
         made.save(6, state_of(6))
-        with pytest.raises(ValueError, match="step 5 comes after step 6"):
+        with pytest.raises(ValueError, match="step 5 cannot be saved after step 6"):
             made.save(5, state_of(5))
 
 
@@ -83,7 +83,7 @@ def test_a_step_before_the_restored_one_is_refused(tmp_path: Path) -> None:
     run_of(tmp_path, [1, 2, 3])
     with manager_of(tmp_path) as made:
         made.restore(state_of(0))
-        with pytest.raises(ValueError, match="step 2 comes after step 3"):
+        with pytest.raises(ValueError, match="step 2 cannot be saved after step 3"):
             made.save(2, state_of(2))
 
 
@@ -140,7 +140,7 @@ BEST = {"keep_best": 2, "best_metric": "eval_los"}
 @pytest.mark.parametrize("metrics", [{"eval_loss": 1.0}, None], ids=["misspelled", "not given"])
 def test_the_first_save_without_the_metric_is_refused(tmp_path: Path, metrics: Any) -> None:
     with manager_of(tmp_path, **BEST) as made:
-        with pytest.raises(ValueError, match="there is no metric 'eval_los'") as caught:
+        with pytest.raises(ValueError, match=r"the metric 'eval_los'.* is missing") as caught:
             made.save(1, state_of(1), metrics=metrics)
         assert ("did you mean 'eval_loss'" in str(caught.value)) == (metrics is not None)
         assert made.steps() == []
@@ -175,7 +175,7 @@ def test_steps_without_a_number_stay_until_enough_have_one_and_one_warning_is_gi
         made.save(5, state_of(5), metrics={"eval_los": 4.0})
         finish(made)
         assert made.all_steps() == [3, 5]
-    assert caplog.text.count("have no number for eval_los") == 1
+    assert caplog.text.count("have no number for the metric eval_los") == 1
 
 
 def test_the_save_before_preemption_works_without_the_metric(
@@ -184,7 +184,7 @@ def test_the_save_before_preemption_works_without_the_metric(
     with manager_of(tmp_path, interval=10**6, preemption_signals=(signal.SIGUSR1,), **BEST) as made:
         signal.raise_signal(signal.SIGUSR1)
         stopped = until_stopped(made, 1, Training())
-    assert "there is no metric 'eval_los'" in caplog.text
+    assert "the metric 'eval_los', which keep_best compares, is missing" in caplog.text
     with manager_of(tmp_path, read_only=True) as made:
         assert made.all_steps() == [stopped]
 

@@ -279,7 +279,7 @@ def test_a_closed_manager_refuses_to_save_and_may_be_closed_again(make: Make) ->
         lambda: made.pin(1),
         lambda: made.delete(1),
     ):
-        with pytest.raises(ValueError, match="the manager is closed: it cannot"):
+        with pytest.raises(ValueError, match=r"cannot .*: the manager is closed"):
             work()
     assert restored(made) == 1
 
@@ -354,7 +354,7 @@ def test_a_read_only_manager_changes_nothing(make: Make, root: Path) -> None:
         lambda: made.unpin(1),
         lambda: made.delete(1),
     ):
-        with pytest.raises(ValueError, match="the manager is read_only: it cannot"):
+        with pytest.raises(ValueError, match=r"cannot .*: the manager is read-only"):
             work()
     assert restored(made) == 1
     assert made.verify(1).ok
@@ -475,7 +475,7 @@ def test_an_unsaved_last_step_is_named_at_the_end(
         train(made, range(1, 7))
     [line] = unsaved(caplog)
     assert "the last step, 6, was not saved" in line
-    assert "a restart continues from step 4" in line
+    assert "a restart would continue from step 4" in line
     assert "save(step, state, force=True)" in line
 
 

@@ -95,7 +95,7 @@ def test_each_save_and_restore_is_one_line_in_the_log(
     lines = [record.message.partition(":")[0] for record in caplog.records]
     assert lines[:2] == ["step 1 is saved", "step 2 is saved"]
     assert len(lines) == 3
-    assert lines[2].startswith(f"restored step 2 of {tmp_path}, in ")
+    assert lines[2].startswith(f"restored step 2 from {tmp_path} in ")
     assert caplog.records[0].metrics["bytes"] > 0  # type: ignore[attr-defined]
 
 
@@ -141,8 +141,10 @@ def test_the_first_restore_is_shown_unless_logging_is_configured(
         if configured == "a level":
             logger.setLevel(logging.ERROR)
         assert made.restore(state_of(0)) == 1
-        shown = f"torch_ckpt: restored step 1 of {tmp_path}, 2 damaged skipped, in "
-        assert (shown in capsys.readouterr().err) == (configured == "nothing")
+        shown = f"torch_ckpt: restored step 1 from {tmp_path} in "
+        printed = capsys.readouterr().err
+        assert (shown in printed) == (configured == "nothing")
+        assert ("after skipping 2 damaged steps" in printed) == (configured == "nothing")
         made.restore(state_of(0))
     assert "restored step" not in capsys.readouterr().err
 
@@ -226,7 +228,9 @@ def test_a_manager_is_refused_after_its_group_was_destroyed(tmp_path: Path) -> N
     with ranks_of_a_run(2):
         made = CheckpointManager(tmp_path, read_only=True)
         dist.destroy_process_group()
-        with pytest.raises(RuntimeError, match=r"group of its 2 ranks has been destroyed"):
+        with pytest.raises(
+            RuntimeError, match=r"group of the manager's 2 ranks has been destroyed"
+        ):
             made.restore(state_of(0))
     with ranks_of_a_run(2), pytest.raises(RuntimeError, match="has been destroyed"):
         made.restore(state_of(0))
@@ -237,7 +241,7 @@ def test_a_manager_made_before_its_group_is_refused(tmp_path: Path) -> None:
     with manager_of(tmp_path) as made:
         with (
             ranks_of_a_run(2),
-            pytest.raises(RuntimeError, match=r"made before init_process_group\(\)"),
+            pytest.raises(RuntimeError, match=r"created before init_process_group\(\)"),
         ):
             made.save(1, state_of(1))
         assert made.save(1, state_of(1))

@@ -43,7 +43,7 @@ def test_any_step_can_be_restored_by_number(make: Make) -> None:
     made = make()
     train(made, range(1, 5))
     with pytest.warns(
-        UserWarning, match=r"step 2 was restored, and the root has later steps \(\[3, 4"
+        UserWarning, match=r"step 2 was restored, but the root has later steps \(\[3, 4"
     ):
         assert restored(made, 2) == 2
 
@@ -124,7 +124,9 @@ def test_a_missing_step_is_refused_and_the_existing_ones_are_named(make: Make) -
     with pytest.raises(FileNotFoundError, match="step 7 does not exist; no step is complete"):
         restored(made, 7)
     train(made, [1, 2])
-    with pytest.raises(FileNotFoundError, match=r"7 does not exist; complete steps are \[1, 2\]"):
+    with pytest.raises(
+        FileNotFoundError, match=r"7 does not exist; the complete steps are \[1, 2\]"
+    ):
         restored(made, 7)
 
 
@@ -246,7 +248,7 @@ def test_a_checkpoint_without_a_marker_is_named_and_stays(make: Make, root: Path
     with pytest.warns(UserWarning, match=UNMARKED) as caught:
         assert make().restore(state) == 0
     [warning] = caught
-    assert f"{root}/0000000100. They were saved or copied without it" in str(warning.message)
+    assert f"{root}/0000000100. They were saved or copied without this file" in str(warning.message)
     assert warning.filename == __file__
     (root / "0000000100" / MARKER_NAME).touch()
     assert make().restore(state) == 100
@@ -262,7 +264,7 @@ def test_a_checkpoint_without_a_marker_beneath_a_url_is_named(make: Make, tmp_pa
     with pytest.warns(UserWarning, match=UNMARKED) as caught:
         assert restored(made) == 1
     [warning] = caught
-    assert f"{root}/0000000002. They are being saved" in str(warning.message)
+    assert f"{root}/0000000002. They are still being saved" in str(warning.message)
 
 
 def test_many_checkpoints_without_markers_are_counted(make: Make, root: Path) -> None:

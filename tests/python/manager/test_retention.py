@@ -96,7 +96,8 @@ def test_steps_without_the_metric_or_with_nan_are_not_among_the_best() -> None:
 def test_all_steps_stay_until_enough_have_the_metric() -> None:
     rules = Retention(keep_best=3, best_metric="loss")
     assert kept(rules, rated(math.nan, None, 7, math.inf, math.nan)) == [1, 2, 3, 4, 5]
-    assert "3 of 5 steps have no number for loss" in rules.waits_for(rated(None, None, 7, 8, None))
+    why = rules.waits_for(rated(None, None, 7, 8, None))
+    assert "3 of 5 steps have no number for the metric loss" in why
 
 
 @pytest.mark.parametrize("losses", [(), (1.0,), (1.0, None, 2.0)])
@@ -108,7 +109,7 @@ def test_a_misspelled_metric_is_named_with_the_nearest() -> None:
     rules = Retention(keep_best=2, best_metric="eval_los")
     problem = rules.lacks_metric({"eval_loss": 1.0, "epoch": 2.0}, [{"eval_loss": 3.0}])
     assert problem == (
-        "there is no metric 'eval_los', which keep_best compares (got 'epoch', "
+        "the metric 'eval_los', which keep_best compares, is missing (got 'epoch', "
         "'eval_loss'); did you mean 'eval_loss'?"
     )
 
