@@ -1,1 +1,1 @@
-"""Conversion of checkpoints to and from other formats."""
+"""Converts checkpoints to and from other formats."""

@@ -1,8 +1,8 @@
-"""``convert``: converts a model between formats without holding all of it in memory.
+"""``convert``: converts a model between formats without holding the entire model in memory.
 
 1. Open the source, reading only names, dtypes, shapes and locations, and apply the selection.
-2. Reject values that the target format cannot hold, before anything is written.
-3. Read and write tensors, a few at a time. Their bytes do not change unless a dtype is given.
+2. Reject values that the target format cannot hold, before writing anything.
+3. Read and write a few tensors at a time. Their bytes change only if a dtype is given.
 4. Publish the target under its name once it is complete and durable.
 """
 
@@ -36,7 +36,7 @@ from torch_ckpt.conversion.transformers_config import Config, leave_out_tied
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.renaming import Rename
 
-# Default of max_shard_size, as in transformers.
+# Default for max_shard_size, as in transformers.
 _SHARD_BYTES = 5 * 10**9
 
 _NAMES = {"dcp": "a checkpoint directory", "torch": "torch.save", "safetensors": "safetensors"}
@@ -47,13 +47,13 @@ class ConvertReport:
     """Result of :func:`convert`.
 
     Attributes:
-        source, target: the paths.
+        source, target: paths of the source and the target.
         source_format, target_format: "dcp", "torch" or "safetensors".
         files: paths that were written; for a checkpoint, its directory.
-        tensors, objects: number of tensors and objects that were written.
-        bytes: size of the tensors.
-        seconds: duration.
-        notes: clauses of text about properties of the source that the target does not have.
+        tensors, objects: numbers of tensors and objects that were written.
+        bytes: total size of the tensors.
+        seconds: duration of the conversion.
+        notes: clauses that describe properties of the source that the target lacks.
 
     Example::
 
@@ -87,7 +87,7 @@ class ConvertReport:
         )
 
     def document(self) -> dict[str, Any]:
-        """Returns the report as a document for JSON."""
+        """Returns the report as a JSON document."""
         return asdict(self)
 
 
@@ -107,49 +107,49 @@ def convert(
     max_host_bytes: int = 1 << 30,
     progress: ProgressOption = None,
 ) -> ConvertReport:
-    """Converts between checkpoint directories, files of ``torch.save``, and safetensors.
+    """Converts between checkpoint directories, ``torch.save`` files and safetensors.
 
     Tensors are copied bit for bit unless ``dtype`` is given. In safetensors, nested values get
-    names such as "a.b.0". If the source is a checkpoint, files of ``torch.save`` are nested like
-    the saved state dict, and values of :class:`torch_ckpt.AppState` become the states that their
+    names such as "a.b.0". If a checkpoint is converted to a ``torch.save`` file, the file is nested
+    like the saved state dict, and the values of a :class:`torch_ckpt.AppState` become states that
     ``load_state_dict()`` accepts.
 
     Args:
         source: a checkpoint directory of torch_ckpt or stock torch, ``ROOT/40`` for step 40 of a
-            run, ROOT for its newest step, a file of ``torch.save``, a safetensors file, or a
-            directory of safetensors files with their index.
+            run, ROOT for its newest step, a ``torch.save`` file, a safetensors file, or a directory
+            of safetensors files with an index.
         target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; any other
             path for a checkpoint directory.
         select: :mod:`fnmatch` patterns of the names to convert, such as ``["model.*"]``. None
             converts all names.
-        strip_prefix: prefix to remove from the names that begin with it, such as ``"model."``.
-        rename: new names for the names without their prefix; see :func:`torch_ckpt.load`.
-        dtype: convert floating point tensors to this dtype, which may also be given as "bf16",
-            "fp16" or "fp32". The report notes tensors with values that overflow.
+        strip_prefix: prefix to remove from names that begin with it, such as ``"model."``.
+        rename: how to rename the names after the prefix is removed; see :func:`torch_ckpt.load`.
+        dtype: dtype to convert floating point tensors to: a torch dtype, its name, "bf16", "fp16"
+            or "fp32". The report notes tensors with values that overflow.
         config: a ``config.json``, or a directory that contains one, to copy to the target. If
             ``dtype`` is given, it replaces the dtype in the copy. The target becomes a directory of
-            safetensors files that ``from_pretrained`` of ``transformers`` loads, if the names are
-            those of the model. If ``transformers`` is installed, weights that the model ties to
+            safetensors files. ``from_pretrained`` of ``transformers`` can load it if the names
+            match the model's. If ``transformers`` is installed, weights that the model ties to
             equal weights are left out.
-        max_shard_size: makes the target a directory of safetensors files with an index. It is the
-            most bytes of tensors in a file, unless a single tensor is larger. The default is 5 GB
-            if ``config`` is given.
+        max_shard_size: maximum number of bytes of tensors in a file; a larger tensor gets a file of
+            its own. Makes the target a directory of safetensors files with an index. The default is
+            5 GB if ``config`` is given.
         tensors_only: leave out values that are not tensors.
         overwrite: replace an existing target, which is kept until the new one is complete.
-        allow_pickle: unpickle objects of any type. This may run code that the source contains, so
-            use it only for trusted sources.
-        max_host_bytes: limit of the tensors held in memory, in bytes. A tensor larger than the
-            limit is held without others.
+        allow_pickle: unpickle objects of any type. This may run code from the source, so use it
+            only for trusted sources.
+        max_host_bytes: limit on the bytes of tensors held in memory. A tensor larger than the limit
+            is read on its own.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Raises:
         FileNotFoundError: the source does not exist.
         FileExistsError: the target exists, and ``overwrite`` is False.
-        CheckpointError: source and target have the same format and nothing is to be changed; the
+        CheckpointError: source and target have the same format and no option changes anything; the
             target format cannot hold a value, which the message names; or ``config`` is not a JSON
             object.
         Corrupt, Unsafe: the source is damaged, or loading it would run code.
-        OSError: a system call failed. The unfinished target has been removed.
+        OSError: a system call failed. The incomplete target has been removed.
         DurabilityUncertain: the target is complete, but may be lost in a power failure.
         ValueError: an option is out of range, a pattern matches no name, or two values would get
             the same name.
@@ -170,8 +170,8 @@ def convert(
     if is_file and (max_shard_size is not None or config is not None):
         option = "config" if max_shard_size is None else "max_shard_size"
         raise ValueError(
-            f"{option} writes a directory, but {target_path} has the suffix of a file. Pass the "
-            "path of a directory as the target"
+            f"{option} writes a directory, but {target_path} has a file suffix. Pass a directory "
+            "path as the target"
         )
     model_config = None if config is None else Config(os.fspath(config))
     target_format, write = _choose_target(target_path, max_shard_size, model_config, to_dtype)
@@ -187,14 +187,14 @@ def convert(
         report = ConvertReport(path, target_path, opened.format, target_format)
         if target_format == opened.format != "safetensors" and not is_changed:
             raise CheckpointError(
-                f"{path} and {target_path} are both {_NAMES[target_format]}: there is nothing to "
-                "convert. Pass select, rename or dtype to change something"
+                f"{path} and {target_path} are both {_NAMES[target_format]}, so nothing would "
+                "change. Pass select, strip_prefix, rename or dtype to change the contents"
             )
         notes = _drop_objects(opened, target_format, tensors_only)
         if target_format == "safetensors":
             require_safetensors(opened)
         if model_config is not None and (tied := leave_out_tied(opened, model_config)):
-            notes.append(f"left out, since the model ties them to equal weights: {some_of(tied)}")
+            notes.append(f"left out because the model ties them to equal weights: {some_of(tied)}")
         report.tensors, report.objects = len(opened.tensors), len(opened.objects)
         total = sum(entry.nbytes for entry in opened.tensors.values())
         with Reporter(progress, f"convert {os.path.basename(path)}", 0, total) as shown:
@@ -218,7 +218,7 @@ def _suffix(path: str) -> str:
 def _choose_target(
     path: str, max_shard_size: int | None, config: Config | None, dtype: torch.dtype | None
 ) -> tuple[str, Write]:
-    """Returns the format of a target and the function that writes it."""
+    """Returns the target's format and the function that writes it."""
     suffix = _suffix(path)
     if max_shard_size is not None or config is not None:
         return "safetensors", partial(
@@ -234,10 +234,10 @@ def _choose_target(
 
 
 def _drop_objects(source: Source, target_format: str, tensors_only: bool) -> list[str]:
-    """Removes the objects of a source if only tensors are to be converted.
+    """Removes a source's objects if only tensors are to be converted.
 
     Returns:
-        Notes about objects and metadata that the target will lack.
+        Notes about objects and metadata that the target lacks.
 
     Raises:
         CheckpointError: the target format cannot hold objects.
@@ -245,14 +245,14 @@ def _drop_objects(source: Source, target_format: str, tensors_only: bool) -> lis
     notes = []
     names = some_of(source.objects)
     if source.objects and tensors_only:
-        notes.append(f"left out, since they are not tensors: {names}")
+        notes.append(f"left out because they are not tensors: {names}")
         source.objects.clear()
     elif source.objects and target_format == "safetensors":
         raise CheckpointError(
-            f"safetensors files hold only tensors, and these values are not tensors: {names}. Pass "
+            f"safetensors files hold only tensors, but these values are not tensors: {names}. Pass "
             "tensors_only=True (--tensors-only) to leave them out"
         )
     if source.metadata and target_format != "safetensors":
         keys = ", ".join(sorted(source.metadata))
-        notes.append(f"left out metadata of the safetensors file: {keys}")
+        notes.append(f"left out the metadata of the safetensors file: {keys}")
     return notes

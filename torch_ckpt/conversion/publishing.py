@@ -1,8 +1,9 @@
-"""Publishes the target of a conversion: a file, or a directory of safetensors files.
+"""Publishes the target of a conversion: a file or a directory of safetensors files.
 
 Files are published by checkpoint/publishing.py. A directory is filled under a temporary name and
-then renamed. A directory that it replaces is renamed to another temporary name and removed. If
-another process has added files to the replaced directory, it is kept, and a warning gives its path.
+then renamed. A directory that it replaces is first renamed to another temporary name and later
+removed. If another process added files to the replaced directory, the replaced directory is kept,
+and a warning gives its path.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ADVICE = ". Convert again with overwrite=True (--overwrite)"
 
 
 def published_file(target: str, overwrite: bool) -> AbstractContextManager[BinaryIO]:
-    """Opens a file that is published at the end of the block.
+    """Opens a file that is published when the block ends.
 
     See :func:`torch_ckpt.checkpoint.publishing.published_file`.
     """
@@ -40,11 +41,11 @@ def published_file(target: str, overwrite: bool) -> AbstractContextManager[Binar
 
 @contextmanager
 def published_directory(target: str, overwrite: bool) -> Iterator[str]:
-    """Creates a directory that is published at the end of the block; yields its temporary path.
+    """Creates a directory that is published when the block ends; yields its temporary path.
 
     Raises:
-        FileExistsError: the target exists and ``overwrite`` is False; or it contains files other
-            than a model in safetensors files.
+        FileExistsError: the target exists and ``overwrite`` is False, or the target contains files
+            that do not belong to a safetensors model.
         OSError: a system call failed.
         DurabilityUncertain: the directory is complete, but may be lost in a power failure.
     """
@@ -74,7 +75,7 @@ def published_directory(target: str, overwrite: bool) -> Iterator[str]:
 
 @contextmanager
 def _explain_concurrent_creation(target: str) -> Iterator[None]:
-    # A rename replaces only an empty directory. It fails if another process created the target.
+    # A rename can replace only an empty directory, so it fails if another process made the target.
     try:
         yield
     except OSError as error:
@@ -82,13 +83,13 @@ def _explain_concurrent_creation(target: str) -> Iterator[None]:
             raise
         raise FileExistsError(
             errno.EEXIST,
-            "another process has created the target during the conversion; it is not replaced",
+            "another process has created the target during the conversion; it was not replaced",
             target,
         ) from error
 
 
 def _remove_former(path: str, target: str) -> None:
-    """Removes the replaced directory, unless it contains files other than those of a model."""
+    """Removes the replaced directory, unless it contains files that do not belong to a model."""
     try:
         if os.path.islink(path):
             # Remove only the link, not the directory that it points to.
@@ -98,7 +99,7 @@ def _remove_former(path: str, target: str) -> None:
         others = [name for name in names if not _is_model_file(path, name)]
         if others:
             raise FileExistsError(
-                errno.EEXIST, f"another process has added other files ({others[0]})", path
+                errno.EEXIST, f"another process has added files ({others[0]})", path
             )
         for name in names:
             os.unlink(os.path.join(path, name))
@@ -121,7 +122,7 @@ def _require_replaceable(target: str, overwrite: bool) -> None:
     if others:
         raise FileExistsError(
             errno.EEXIST,
-            f"the directory has files of other kinds ({others[0]}) and is not replaced. Choose "
+            f"the directory contains other files ({others[0]}) and was not replaced. Choose "
             "another target",
             target,
         )

@@ -1,9 +1,9 @@
 """Encodes and decodes the header of a ``.safetensors`` file.
 
-A file has the length of the header as a ``u64``, the header as JSON, and the tensors, without gaps.
-The safetensors library needs all tensors of a file in memory to write it, and maps a complete file
-to read it. This module gives each tensor's range of bytes, so files may be larger than memory. It
-rejects every file that the library rejects.
+A file consists of the length of the header as a ``u64``, the header as JSON, and the tensors,
+without gaps. The safetensors library needs all tensors in memory to write a file, and maps the
+entire file to read it. This module returns each tensor's byte range instead, so files may be larger
+than memory. It rejects every file that the library rejects.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _NAMES = {
     "F4": "float4_e2m1fn_x2",
 }
 
-#: dtypes by their names in the format.
+#: dtypes by name in the format.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, of_torch) for name, of_torch in _NAMES.items() if hasattr(torch, of_torch)
 }
 
 _CODES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: The key of the file's own metadata, which is not a tensor.
+#: Key of the file's own metadata, which is not a tensor.
 METADATA_KEY = "__metadata__"
 
-# Limit of the safetensors library. It also bounds what a damaged file makes us allocate.
+# Limit of the safetensors library. It also limits the memory allocated for a damaged file.
 _MAX_HEADER_BYTES = 100_000_000
 
 #: Limit of the safetensors library.
@@ -60,11 +60,11 @@ MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class TensorRange:
-    """A tensor of a file, and the range of bytes that holds it.
+    """A tensor in a file, and its byte range.
 
     Attributes:
-        dtype, shape: dtype and shape in torch.
-        begin: offset in the file in bytes.
+        dtype, shape: the tensor's dtype and shape in torch.
+        begin: offset in the file, in bytes.
         nbytes: size in bytes.
     """
 
@@ -77,11 +77,11 @@ class TensorRange:
 def encode_header(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
 ) -> bytes:
-    """Returns the bytes that precede the tensors, which follow in this order without gaps.
+    """Returns the bytes before the tensors, which must follow in this order without gaps.
 
     Args:
         tensors: name, dtype (one of :data:`DTYPES`) and shape of each tensor.
-        metadata: metadata of the file, stored under ``__metadata__``.
+        metadata: the file's metadata, stored under ``__metadata__``.
 
     Raises:
         CheckpointError: the header would be larger than readers accept.
@@ -110,16 +110,16 @@ def encode_header(
 def read_header(
     stream: BinaryIO, length: int, path: str
 ) -> tuple[dict[str, TensorRange], dict[str, str]]:
-    """Reads the tensors of a file, sorted by offset, and the metadata of the file.
+    """Reads the byte ranges of a file's tensors, sorted by offset, and the file's metadata.
 
     Args:
-        stream: the file, positioned at its beginning.
+        stream: the file, positioned at its start.
         length: length of the file in bytes.
         path: path of the file, for error messages.
 
     Raises:
-        Corrupt: the file is not a safetensors file, is truncated, or its tensors overlap or leave
-            gaps.
+        Corrupt: the file is not a safetensors file, it is truncated, or its tensors overlap or
+            leave gaps.
     """
 
     def refuse(what: str) -> NoReturn:
@@ -134,14 +134,14 @@ def read_header(
     try:
         header = json.loads(stream.read(size).decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        refuse(f"the header is not JSON of the format ({error})")
+        refuse(f"the header is not valid JSON ({error})")
     if not isinstance(header, dict):
         refuse("the header is not a JSON object")
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        refuse(f"{METADATA_KEY} is not an object of strings")
+        refuse(f"{METADATA_KEY} is not a JSON object whose values are strings")
     if not all(is_unicode(text) for item in metadata.items() for text in item):
-        refuse(f"{METADATA_KEY} has a string that is not Unicode")
+        refuse(f"{METADATA_KEY} contains a string that is not Unicode")
     data_bytes = length - 8 - size
     ranges = []
     for name, entry in header.items():
@@ -156,11 +156,11 @@ def read_header(
     for name, found in ranges:
         if found.begin != end:
             refuse(
-                f"{name}: its data begins at {found.begin}, but the preceding data ends at {end}"
+                f"{name}: its data starts at {found.begin}, but the preceding data ends at {end}"
             )
         end += found.nbytes
     if end != data_bytes:
-        refuse(f"the tensors have {end} bytes, but the file has {data_bytes} bytes of data")
+        refuse(f"the tensors take {end} bytes, but the file has {data_bytes} bytes of data")
     first = 8 + size
     return {
         name: TensorRange(found.dtype, found.shape, first + found.begin, found.nbytes)
@@ -169,17 +169,17 @@ def read_header(
 
 
 def is_unicode(name: str) -> bool:
-    """True if a name can be encoded in UTF-8, that is, has no unpaired surrogate."""
+    """True if a name can be encoded as UTF-8, that is, has no unpaired surrogates."""
     return not any(0xD800 <= ord(character) <= 0xDFFF for character in name)
 
 
 def _parse_entry(entry: object, data_bytes: int) -> TensorRange | str:
-    """Parses the entry of a tensor; returns a description of the error if it is invalid.
+    """Parses a tensor's entry; returns a description of the error if the entry is invalid.
 
     Offsets are relative to the end of the header.
     """
     if not isinstance(entry, dict):
-        return "its entry is not an object"
+        return "its entry is not a JSON object"
     code, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
@@ -187,13 +187,13 @@ def _parse_entry(entry: object, data_bytes: int) -> TensorRange | str:
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         return f"its shape is not a list of at most {MAX_DIMENSIONS} sizes"
     if not _are_sizes(offsets) or len(offsets) != 2:
-        return "its data_offsets are not two numbers"
+        return "its data_offsets are not two sizes"
     begin, end = offsets
     if not begin <= end <= data_bytes:
         return f"its data_offsets [{begin}, {end}] exceed the {data_bytes} bytes of data"
     sizes = _torch_shape(dtype, shape)
     if sizes is None or math.prod(sizes) * dtype.itemsize != end - begin:
-        return f"{code} {shape} does not have {end - begin} bytes"
+        return f"a {code} tensor of shape {shape} does not take {end - begin} bytes"
     return TensorRange(dtype, sizes, begin, end - begin)
 
 
@@ -202,17 +202,17 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _is_packed(dtype: torch.dtype) -> bool:
-    """True if an element in torch holds two elements of the format."""
+    """True if one element in torch holds two elements of the format."""
     return _CODES[dtype] == "F4"
 
 
 def _format_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> list[int]:
-    """Converts a shape in torch to a shape in the format."""
+    """Converts a torch shape to the format's shape."""
     return [*shape[:-1], 2 * shape[-1]] if _is_packed(dtype) else list(shape)
 
 
 def _torch_shape(dtype: torch.dtype, shape: list[int]) -> tuple[int, ...] | None:
-    """Converts a shape in the format to a shape in torch; None if it cannot be packed."""
+    """Converts the format's shape to a torch shape; None if the elements cannot be packed."""
     if not _is_packed(dtype):
         return tuple(shape)
     if not shape or shape[-1] % 2:

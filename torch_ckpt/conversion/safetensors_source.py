@@ -1,4 +1,4 @@
-"""Sources of ``convert``: safetensors files, and directories of them."""
+"""Sources for ``convert``: safetensors files and directories of safetensors files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_ckpt.conversion.safetensors_header import TensorRange, read_header
 from torch_ckpt.conversion.source import Entry, Source, allocate_tensor, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt
 
-# Limit of the size of an index, which is read into memory.
+# Maximum size of an index, which is read into memory.
 _MAX_INDEX_BYTES = 1 << 30
 
 
@@ -30,14 +30,14 @@ class _Safetensors(Source):
         self._streams: list[BinaryIO] = []
 
     def _add(self, stream: BinaryIO) -> list[str]:
-        """Adds the tensors of a file; returns their names."""
+        """Adds the tensors of a file and returns their names."""
         self._streams.append(stream)
         length = os.fstat(stream.fileno()).st_size
         ranges, metadata = read_header(stream, length, stream.name)
         for name, found in ranges.items():
             if name in self._ranges:
                 other = self._ranges[name][0].name
-                raise Corrupt(f"both {other} and {stream.name} have a tensor {name}")
+                raise Corrupt(f"both {other} and {stream.name} contain a tensor named {name}")
             self._ranges[name] = stream, found
             self.tensors[name] = Entry(found.dtype, found.shape)
             self.paths[name] = (name,)
@@ -76,7 +76,7 @@ class SafetensorsDirectory(_Safetensors):
     """A directory with an index of safetensors files, or with a single file.
 
     Raises:
-        CheckpointError: the directory has several files and no index, or several indices.
+        CheckpointError: the directory contains several files and no index, or several indexes.
         Corrupt: a file is damaged, or the index does not match the files.
     """
 
@@ -98,8 +98,8 @@ class SafetensorsDirectory(_Safetensors):
                 indexed = _read_weight_map(stream)
         elif indices or len(files) != 1:
             raise CheckpointError(
-                f"{path} has {len(files)} safetensors files and {len(indices)} indices. Pass the "
-                "path of one file, or keep exactly one *.safetensors.index.json"
+                f"{path} contains {len(files)} safetensors files and {len(indices)} indexes. Pass "
+                "the path of one file, or keep exactly one *.safetensors.index.json"
             )
         else:
             indexed = None
@@ -114,7 +114,9 @@ class SafetensorsDirectory(_Safetensors):
         for name in {**indexed, **stored}:
             expected, found = indexed.get(name, "no file"), stored.get(name, "no file")
             if expected != found:
-                raise Corrupt(f"{path}: the index lists {name} in {expected}, but {found} has it")
+                raise Corrupt(
+                    f"{path}: the index says that {name} is in {expected}, but it is in {found}"
+                )
 
     def _open(self, file: str) -> BinaryIO:
         if not lies_beneath(file):
@@ -127,7 +129,7 @@ class SafetensorsDirectory(_Safetensors):
 
 
 class _NamedFile(io.BufferedReader):
-    """A file opened beneath an open directory, with its path for error messages."""
+    """A file opened inside an open directory; keeps its path for error messages."""
 
     def __init__(self, directory: OpenDirectory, file: str) -> None:
         super().__init__(io.FileIO(file, opener=directory.open_for_read))
@@ -142,11 +144,13 @@ def _read_weight_map(stream: BinaryIO) -> dict[str, str]:
     text = stream.read(_MAX_INDEX_BYTES + 1)
     try:
         if len(text) > _MAX_INDEX_BYTES:
-            raise ValueError(f"it has more than {_MAX_INDEX_BYTES} bytes")
+            raise ValueError(f"it is larger than {_MAX_INDEX_BYTES} bytes")
         index = json.loads(text.decode())
         files = index["weight_map"]
         if not all(isinstance(file, str) for file in files.values()):
             raise ValueError("the values of weight_map are not file names")
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise Corrupt(f"{stream.name} is not an index of safetensors files: {error}") from error
+        raise Corrupt(
+            f"{stream.name} is not a valid index of safetensors files: {error}"
+        ) from error
     return dict(files)

@@ -13,18 +13,18 @@ from torch_ckpt.conversion.source import Entry, Source
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.renaming import Rename, new_names, new_path
 
-#: Short names of dtypes.
+#: Abbreviated dtype names.
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 class Selection(Source):
-    """A source that shows a part of another source, under other names or in another dtype.
+    """A view of another source that selects and renames its values, and converts their dtypes.
 
     Args:
-        source: the other source, which ``close()`` closes, too.
+        source: the other source; ``close()`` closes it, too.
         select: :mod:`fnmatch` patterns of the names to keep; None keeps all.
         strip_prefix: prefix to remove from names that begin with it.
-        rename: new names for the names without their prefix.
+        rename: how to rename the names after the prefix is removed.
         dtype: dtype for floating point tensors; None keeps their dtypes.
 
     Raises:
@@ -56,7 +56,7 @@ class Selection(Source):
                 raise ValueError(f"strip_prefix must be a string without '*', got {strip_prefix!r}")
             new = new_names(names, {f"{strip_prefix}*": "*"}, "strip_prefix")
         renamed = new_names(new.values(), rename)
-        #: Names in the source, by their new names.
+        #: Original name by new name.
         self._source_names = {renamed[stripped]: old for old, stripped in new.items()}
         for name, old in self._source_names.items():
             path = source.paths[old]
@@ -73,7 +73,7 @@ class Selection(Source):
     def read(self, names: list[str]) -> list[torch.Tensor]:
         if self._dtype is None:
             return self._source.read([self._source_names[name] for name in names])
-        # One at a time: the caller's memory limit allows for the converted tensors only.
+        # Read one at a time: the caller's memory limit covers only the converted tensors.
         return [self._read(name) for name in names]
 
     def _read(self, name: str) -> torch.Tensor:
@@ -91,7 +91,9 @@ class Selection(Source):
             # torch does not implement isfinite() for 8-bit floats.
             before = stored.float() if stored.dtype.itemsize == 1 else stored
             if bool((before.isfinite() & ~tensor.float().isfinite()).any()):
-                self.notes.append(f"{name} has values that overflow {dtype} and are not finite now")
+                self.notes.append(
+                    f"{name} has values that overflow {dtype} and became infinite or NaN"
+                )
         return tensor
 
     def read_object(self, name: str) -> Any:
@@ -114,10 +116,10 @@ def _select_names(names: list[str], select: Iterable[str]) -> list[str]:
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Returns a floating point dtype by its name, such as "bf16", "bfloat16", "float8_e4m3fn".
+    """Returns a floating point dtype by name, such as "bf16", "bfloat16" or "float8_e4m3fn".
 
     Raises:
-        ValueError: there is no floating point dtype of this name.
+        ValueError: there is no floating point dtype with this name.
     """
     name = _SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else None
     found = dtype if name is None else getattr(torch, name, None)

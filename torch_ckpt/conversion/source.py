@@ -1,4 +1,4 @@
-"""Defines the interface of the sources of ``convert``."""
+"""Defines the interface of sources for ``convert``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.inspection.stored_tensors import empty_tensor
 
-#: Keys and indices that lead to a value in nested dicts and lists.
+#: Keys and indexes that lead to a value in nested dicts and lists.
 Path = tuple[str | int, ...]
 
-# Buffers of at least this size are mapped memory.
+# Buffers of at least this size are allocated with mmap.
 _MAPPED_BYTES = 1 << 20
 
 
@@ -41,7 +41,7 @@ class Source(ABC):
         tensors: tensors by fully qualified name, in the order of the source.
         objects: names of values that are not tensors.
         paths: the path of each tensor and object in nested dicts and lists.
-        notes: clauses of text about properties that a conversion loses.
+        notes: clauses that describe properties lost in a conversion.
         metadata: metadata of a safetensors file; empty for other formats.
     """
 
@@ -56,7 +56,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, names: list[str]) -> list[torch.Tensor]:
-        """Reads tensors into contiguous CPU tensors, each with a storage of its own.
+        """Reads tensors into contiguous CPU tensors, each with its own storage.
 
         Raises:
             Corrupt: the stored data is damaged or truncated.
@@ -67,27 +67,27 @@ class Source(ABC):
         """Reads a value that is not a tensor.
 
         Raises:
-            Corrupt, OSError: it cannot be read.
-            Unsafe: it has a type that is not allow-listed.
+            Corrupt, OSError: the value cannot be read.
+            Unsafe: the value contains a type that is not allow-listed.
         """
         raise KeyError(name)
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the files; further calls do nothing."""
+        """Closes the files. Further calls do nothing."""
 
 
 def _allocate(count: int) -> bytearray | mmap.mmap:
-    """Allocates memory that returns to the system as soon as it is no longer used.
+    """Allocates memory that is returned to the system as soon as it is no longer used.
 
-    Freed tensors of different sizes fragment the heap of malloc, which may then retain several
-    times the memory in use.
+    Freed tensors of various sizes would fragment malloc's heap, which may then retain several times
+    the memory in use.
     """
     return bytearray(count) if count < _MAPPED_BYTES else mmap.mmap(-1, count)
 
 
 def allocate_tensor(entry: Entry) -> torch.Tensor:
-    """Allocates a tensor with a storage of its own."""
+    """Allocates a tensor with its own storage."""
     if not entry.nbytes:
         return empty_tensor(entry.shape, entry.dtype)
     flat = torch.frombuffer(_allocate(entry.nbytes), dtype=torch.uint8)
@@ -95,14 +95,14 @@ def allocate_tensor(entry: Entry) -> torch.Tensor:
 
 
 def read_exactly(stream: BinaryIO, count: int, path: str, name: str) -> bytearray | mmap.mmap:
-    """Reads ``count`` bytes at the current position of a file.
+    """Reads ``count`` bytes from a file's current position.
 
     Args:
-        path, name: path of the file and name of the tensor, for error messages.
+        path, name: the file path and the tensor name, for error messages.
 
     Raises:
-        Corrupt: the file ends before.
-        OSError: it cannot be read.
+        Corrupt: the file ends early.
+        OSError: the file cannot be read.
     """
     data = _allocate(count)
     remaining = memoryview(data)
@@ -120,5 +120,5 @@ def read_exactly(stream: BinaryIO, count: int, path: str, name: str) -> bytearra
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or the name of its type."""
+    """Returns the first line of an error's message, or its type name if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,8 +1,7 @@
-"""Opens the sources of ``convert``, which read tensors by name, a few at a time.
+"""Opens sources for ``convert``, which read tensors by name, a few at a time.
 
-Opening a source reads only its metadata. Tensors are read into memory, and files are never mapped:
-if another process truncated a mapped file, this process would be killed, and the mapped pages count
-towards its memory.
+Opening a source reads only its metadata. Files are read, not mapped: mapped pages would count
+towards the memory of this process, which would be killed if another process truncated the file.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from torch_ckpt.conversion.torch_source import TorchSource
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.stored_tensors import QUANTIZED, StoredTensors
 
-# Memory limit of the reader of a checkpoint, not counting the tensors.
+# Memory limit of a checkpoint reader, not counting the tensors.
 _INFLIGHT_BYTES = 64 << 20
 
 
 def open_source(path: str, allow_pickle: bool) -> Source:
-    """Opens a checkpoint, a file of ``torch.save``, or safetensors, detecting the format.
+    """Detects the format of a checkpoint, ``torch.save`` file or safetensors, and opens it.
 
     Raises:
         FileNotFoundError: the path does not exist.
-        CheckpointError: the format is not known.
+        CheckpointError: the format is unknown.
         Corrupt, Unsafe, OSError: the source cannot be read.
     """
     if os.path.isdir(path):
@@ -48,13 +47,13 @@ def open_source(path: str, allow_pickle: bool) -> Source:
     if kind == "safetensors":
         return SafetensorsFile(path)
     raise CheckpointError(
-        f"{path} is neither a safetensors file nor a zip archive of torch.save. If torch before "
-        "1.6 wrote it, load it and save it again first"
+        f"{path} is neither a safetensors file nor a zip archive of torch.save. If a torch version "
+        "before 1.6 wrote it, load it and save it again first"
     )
 
 
 class DcpSource(Source):
-    """A checkpoint directory, in any sharding."""
+    """A checkpoint directory, with any sharding."""
 
     format = "dcp"
 
@@ -82,7 +81,7 @@ class DcpSource(Source):
         paths = self._stored.paths()
         for name in self._stored.names:
             path = paths.get(name)
-            # Another planner may have stored anything.
+            # Other planners may have stored anything here.
             self.paths[name] = path if _is_path(path) else (name,)
 
     def read(self, names: list[str]) -> list[torch.Tensor]:
@@ -100,7 +99,7 @@ class DcpSource(Source):
         try:
             self._stored.reader.read_rows(list(files), rows)
         except ValueError as error:
-            # A record that needs torch.load, and is larger than the limit.
+            # The record can be read only by torch.load, and is larger than the limit.
             raise CheckpointError(f"{some_of(names)}: cannot be read in parts: {error}") from error
         return targets
 

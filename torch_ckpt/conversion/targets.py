@@ -1,7 +1,7 @@
-"""Writes the targets of ``convert``: safetensors files and checkpoint directories.
+"""Writes targets for ``convert``: safetensors files and checkpoint directories.
 
-A target appears only when it is complete. Files are published by conversion/publishing.py, and a
-checkpoint directory is committed like any save. torch_target.py writes files of ``torch.save``.
+A target appears only when it is complete. conversion/publishing.py publishes files, and a
+checkpoint directory is committed like any save. torch_target.py writes ``torch.save`` files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.saving.items import resolve, results_of
 from torch_ckpt.saving.writer import FileSystemWriter
 
-#: Called with the number of bytes of tensors that were written since the last call.
+#: Called with the number of tensor bytes written since the last call.
 Wrote = Callable[[int], None]
 
 
@@ -44,8 +44,8 @@ class Write(Protocol):
 
     Args:
         overwrite: replace an existing target.
-        wave_bytes: most bytes of tensors to hold in memory.
-        wrote: called for progress.
+        wave_bytes: maximum number of tensor bytes to hold in memory.
+        wrote: called to report progress.
     """
 
     def __call__(
@@ -56,7 +56,7 @@ class Write(Protocol):
 def read_in_waves(
     source: Source, tensors: Mapping[str, Entry], wave_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors, reading several at a time. Releases each when the next one is requested."""
+    """Yields tensors, reading several at a time. Releases each one when the next is requested."""
     for wave in in_waves(_sizes(tensors), wave_bytes):
         read = source.read(wave)[::-1]
         for name in wave:
@@ -71,7 +71,7 @@ def _sizes(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, int]]:
 
 
 def require_safetensors(source: Source) -> None:
-    """Raises CheckpointError if the format cannot hold a tensor's dtype, shape or name."""
+    """Raises CheckpointError if safetensors cannot hold a tensor's dtype, shape or name."""
     known = set(DTYPES.values())
     others = [f"{n} ({e.dtype})" for n, e in source.tensors.items() if e.dtype not in known]
     if others:
@@ -79,8 +79,8 @@ def require_safetensors(source: Source) -> None:
     for name, entry in source.tensors.items():
         if entry.dtype == DTYPES.get("F4") and not entry.shape:
             raise CheckpointError(
-                f"{name}: safetensors files cannot hold a tensor of {entry.dtype} without "
-                "dimensions, since its elements are packed in pairs along the last one"
+                f"{name}: safetensors files cannot hold a zero-dimensional {entry.dtype} tensor, "
+                "because its elements are packed in pairs along the last dimension"
             )
         if len(entry.shape) > MAX_DIMENSIONS:
             raise CheckpointError(
@@ -91,14 +91,14 @@ def require_safetensors(source: Source) -> None:
             raise CheckpointError(f"{name}: safetensors files reserve this name; rename the tensor")
         if not is_unicode(name):
             raise CheckpointError(
-                f"{name!r}: safetensors files hold only names in UTF-8; rename the tensor"
+                f"{name!r}: safetensors files hold only UTF-8 names; rename the tensor"
             )
 
 
 def write_safetensors(
     source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
 ) -> list[str]:
-    """Writes one file; returns its path."""
+    """Writes one file and returns its path."""
     layout = _lay_out(source, source.tensors)
     with published_file(target, overwrite) as stream:
         _write_safetensors(source, layout, stream, wave_bytes, wrote)
@@ -115,7 +115,7 @@ def write_safetensors_shards(
     wave_bytes: int,
     wrote: Wrote,
 ) -> list[str]:
-    """Writes a directory of files with an index and a configuration; returns the paths.
+    """Writes a directory of files, with an index and a configuration, and returns the paths.
 
     Each file has at most ``max_shard_size`` bytes of tensors, or a single tensor.
     """
@@ -144,8 +144,8 @@ def write_safetensors_shards(
 
 
 def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:
-    """Returns the tensors of a file in their stored order, and the header of the file."""
-    # Wide elements first, so that each tensor is aligned to its element size. Readers map them.
+    """Returns a file's tensors in their stored order, and its header."""
+    # Wide elements first, so that tensors are aligned to their element size. Readers map them.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     rows = [(name, tensors[name].dtype, tensors[name].shape) for name in order]
     header = encode_header(rows, source.metadata or {"format": "pt"})
@@ -170,20 +170,20 @@ def _write_safetensors(
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns a view of a tensor's memory, which the caller must keep alive.
 
-    Tensor.numpy() would do, but torch may be installed without numpy.
+    Avoids Tensor.numpy(), because torch may be installed without numpy.
     """
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(memory)
 
 
-# --- a checkpoint directory ----------------------------------------------------------------------
+# --- checkpoint directories ----------------------------------------------------------------------
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner, applied to meta tensors."""
+    """torch's planner, used with meta tensors."""
 
     def set_up(self, source: Source, writer: FileSystemWriter) -> None:
-        """Prepares a plan of all values of a source."""
+        """Prepares a plan for all values of a source."""
         values: dict[str, Any] = {}
         for name, entry in source.tensors.items():
             values[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -198,7 +198,7 @@ class _Planner(DefaultSavePlanner):
 def write_dcp(
     source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
 ) -> list[str]:
-    """Writes a checkpoint directory, a few tensors at a time; returns its path."""
+    """Writes a checkpoint directory, a few tensors at a time, and returns its path."""
     is_new = not os.path.lexists(target)
     if not is_new and not (os.path.isdir(target) and not os.listdir(target)):
         require_absent(target, overwrite)
@@ -222,7 +222,7 @@ def write_dcp(
             wrote(sum(source.tensors[name].nbytes for name in wave))
         writer.finish(metadata, [results])
     except BaseException:
-        # Removes the files of all waves.
+        # Remove the files of all waves.
         writer.abandon()
         if is_new:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Source of ``convert``: files of ``torch.save``."""
+"""Source for ``convert``: ``torch.save`` files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _View:
-    """Location of the elements of a tensor in a file.
+    """The location of a tensor's elements in a file.
 
     Attributes:
-        begin: offset of the tensor's storage in the file in bytes.
+        begin: offset of the tensor's storage in the file, in bytes.
         storage_bytes: size of the storage in bytes.
-        offset, stride: offset and strides in the storage in elements.
-        is_conj, is_neg: values are conjugated or negated when they are read.
+        offset, stride: offset and strides in the storage, in elements.
+        is_conj, is_neg: whether to conjugate or negate the values when they are read.
     """
 
     begin: int
@@ -45,7 +45,7 @@ class _View:
 
 
 class TorchSource(Source):
-    """An archive of ``torch.save``: nested dicts and lists of tensors and other values."""
+    """A ``torch.save`` archive: nested dicts and lists of tensors and other values."""
 
     format = "torch"
 
@@ -55,7 +55,7 @@ class TorchSource(Source):
         self._views: dict[str, _View] = {}
         self._objects: dict[str, Any] = {}
         self._verified: set[int] = set()
-        # Entries of the archive, by the offsets of their data.
+        # Archive entries, by the offset of their data.
         self._records: dict[int, zipfile.ZipInfo] = {}
         self._stream: BinaryIO = open(path, "rb")  # noqa: SIM115  closed by close()
         try:
@@ -72,10 +72,10 @@ class TorchSource(Source):
         except CheckpointError:
             raise
         except Exception as error:
-            # EINVAL: a damaged offset may be negative.
+            # EINVAL means damage: a damaged offset may be negative.
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise
-            # zipfile raises exceptions of many types for damaged archives.
+            # zipfile raises many types of exceptions for damaged archives.
             reason = first_line(error)
             raise Corrupt(f"{self._path} is a damaged archive: {reason}") from error
 
@@ -83,32 +83,35 @@ class TorchSource(Source):
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise Corrupt(
-                    f"{self._path}: {info.filename} is compressed, and torch.save never compresses"
+                    f"{self._path}: entry {info.filename} is compressed, but torch.save never "
+                    "compresses entries"
                 )
             if info.CRC and "/data/" not in info.filename:
-                # read() verifies the checksum. torch.load does not.
+                # read() verifies the checksum, but torch.load does not.
                 data = archive.read(info)
                 if info.filename.endswith("/byteorder") and data != b"little":
                     raise CheckpointError(f"{self._path} was written on a big-endian machine")
             self._stream.seek(info.header_offset)
             header = self._stream.read(30)
             if len(header) < 30:
-                raise Corrupt(f"{self._path} is a damaged archive: {info.filename} is missing")
-            # The lengths in the local header may differ from those in the central directory.
+                raise Corrupt(
+                    f"{self._path} is a damaged archive: entry {info.filename} is missing"
+                )
+            # The local header's lengths may differ from those in the central directory.
             name, extra = struct.unpack_from("<HH", header, 26)
             self._records[info.header_offset + 30 + name + extra] = info
 
     def _load_skeleton(self, allow_pickle: bool) -> Mapping[Any, Any]:
-        """Loads the saved dict with meta tensors, whose storages have offsets in the file."""
+        """Loads the saved dict with meta tensors, whose storages know their offsets in the file."""
         try:
             loaded = torch.load(self._path, map_location="meta", weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
             if allow_pickle:
                 raise Corrupt(f"{self._path}: {first_line(error)}") from error
             raise Unsafe(
-                f"{self._path} has types that are not allow-listed, or is damaged. If you trust "
-                "its writer, pass allow_pickle=True (--allow-pickle), or allow types of your own "
-                "by torch.serialization.add_safe_globals([...])"
+                f"{self._path} contains types that are not allow-listed, or is damaged. If you "
+                "trust its writer, pass allow_pickle=True (--allow-pickle), or allow your own "
+                "types with torch.serialization.add_safe_globals([...])"
             ) from error
         except OSError:
             raise
@@ -119,8 +122,7 @@ class TorchSource(Source):
             ) from error
         if not isinstance(loaded, Mapping):
             raise CheckpointError(
-                f"{self._path} contains a {type(loaded).__name__}, but only a dict of values can "
-                "be converted"
+                f"{self._path} contains a {type(loaded).__name__}, but only a dict can be converted"
             )
         return loaded
 
@@ -146,11 +148,11 @@ class TorchSource(Source):
         for names in sharing.values():
             if len(names) > 1:
                 self.notes.append(
-                    f"share memory in the source, but not in the target: {some_of(names)}"
+                    f"tensors share memory in the source, but not in the target: {some_of(names)}"
                 )
 
     def _note_losses(self, loaded: Mapping[Any, Any]) -> None:
-        """Notes empty dicts and the types of keys, which a conversion loses."""
+        """Adds notes about empty dicts and key types, which a conversion loses."""
         empty_dicts: list[str] = []
         keys: list[str] = []
 
@@ -170,9 +172,9 @@ class TorchSource(Source):
 
         walk(loaded, "")
         if empty_dicts:
-            self.notes.append(f"left out, since they are empty dicts: {some_of(empty_dicts)}")
+            self.notes.append(f"left out empty dicts: {some_of(empty_dicts)}")
         if keys:
-            self.notes.append(f"keys that are not strings become strings: {some_of(keys)}")
+            self.notes.append(f"converted keys to strings: {some_of(keys)}")
 
     def _find_view(self, name: str, value: torch.Tensor) -> _View:
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -188,7 +190,7 @@ class TorchSource(Source):
         record = self._records.get(begin)
         if record is None or record.file_size != storage.nbytes():
             raise Corrupt(
-                f"{self._path}: the archive has no record with the size of the storage of {name}"
+                f"{self._path}: the archive has no record of the size of {name}'s storage"
             )
         strides, offset = value.stride(), int(value.storage_offset())
         return _View(
@@ -202,7 +204,7 @@ class TorchSource(Source):
         if 0 in entry.shape:
             return allocate_tensor(entry)
         width = entry.dtype.itemsize
-        # Number of elements from the first to the last one of the tensor.
+        # Number of elements from the tensor's first element to its last.
         pairs = zip(entry.shape, view.stride, strict=True)
         span = 1 + sum((size - 1) * stride for size, stride in pairs)
         if view.offset * width > view.storage_bytes - span * width:
@@ -213,11 +215,11 @@ class TorchSource(Source):
         self._stream.seek(view.begin + view.offset * width)
         data = read_exactly(self._stream, span * width, self._path, name)
         checksum = self._records[view.begin].CRC
-        # Zero means that the file was saved without checksums.
+        # A checksum of 0 means that the file was saved without checksums.
         if is_complete and checksum and _core.crc32(data) != checksum:
             raise Corrupt(f"{self._path}: the data of {name} does not match its checksum")
         as_bytes = torch.frombuffer(data, dtype=torch.uint8)
-        # torch cannot copy every dtype, so copy elements of the same width.
+        # torch cannot copy every dtype, so copy as a dtype of the same width.
         movable = as_bytes.view(_SAME_WIDTH[width]).as_strided(entry.shape, view.stride)
         tensor = movable.contiguous().view(entry.dtype)
         if view.is_conj:
@@ -225,7 +227,7 @@ class TorchSource(Source):
         return tensor.neg() if view.is_neg else tensor
 
     def _verify_record(self, name: str, begin: int) -> None:
-        """Verifies the checksum of a record, once."""
+        """Verifies a record's checksum, unless it was verified before."""
         info = self._records[begin]
         if begin in self._verified or not info.CRC:
             return
@@ -250,7 +252,7 @@ class TorchSource(Source):
         self._stream.close()
 
 
-# Dtypes with which to copy elements, by their size in bytes.
+# Dtypes for copying elements, by size in bytes.
 _SAME_WIDTH = {
     1: torch.uint8,
     2: torch.int16,

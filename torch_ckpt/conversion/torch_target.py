@@ -1,4 +1,4 @@
-"""Target of ``convert``: files of ``torch.save``."""
+"""Target for ``convert``: ``torch.save`` files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from torch_ckpt.state.trees import as_states
 
 
 class _Storage:
-    """Stands for the storage of a tensor whose data is written later."""
+    """Placeholder for the storage of a tensor whose data is written later."""
 
     def __init__(self, key: int, entry: Entry) -> None:
         self.key = key
         self.entry = entry
 
     def persistent_id(self) -> tuple[str, Any, str, str, int]:
-        """Returns the persistent id from which torch's unpickler creates the storage."""
+        """Returns the persistent ID from which torch's unpickler creates the storage."""
         if self.entry.dtype in _UNTYPED:
             return "storage", torch.UntypedStorage, str(self.key), "cpu", self.entry.nbytes
         kind = getattr(torch, _TYPED[self.entry.dtype])
@@ -41,7 +41,7 @@ _TYPED: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
 
 
 class _Placeholder:
-    """Stands for a tensor whose data is written later."""
+    """Placeholder for a tensor whose data is written later."""
 
     def __init__(self, name: str, entry: Entry) -> None:
         self.name = name
@@ -49,14 +49,14 @@ class _Placeholder:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch.save does, but writes references for the data of tensors.
+    """Pickles as torch.save does, but writes references instead of tensor data.
 
     Attributes:
-        storages: the name of a tensor, or the storage of a tensor within an object, for each key.
+        storages: for each key, a tensor's name, or the storage of a tensor inside an object.
     """
 
     def __init__(self, stream: Any) -> None:
-        # The protocol of torch.save. torch.load(weights_only=True) reads no later one.
+        # torch.save's protocol, the latest one that torch.load(weights_only=True) reads.
         super().__init__(stream, protocol=2)
         self.storages: list[str | torch.UntypedStorage] = []
         self._keys: dict[int, int] = {}
@@ -77,7 +77,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Storage):
             return value.persistent_id()
-        # Storages of tensors within objects, as in torch.save.
+        # Pickle storages of tensors inside objects as torch.save does.
         storage: Any = value
         if isinstance(value, torch.storage.TypedStorage):
             kind, count, storage = _TYPED[value.dtype], storage._size(), value._untyped_storage
@@ -94,14 +94,14 @@ class _Pickler(pickle.Pickler):
 def write_torch(
     source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
 ) -> list[str]:
-    """Writes one file for torch.load, nested like the source; returns its path."""
+    """Writes one file for torch.load, nested like the source, and returns its path."""
     objects = {name: source.read_object(name) for name in source.objects}
-    # Check them now: as_states() below puts placeholders of tensors into them.
+    # Check them before as_states() below puts tensor placeholders into them.
     refused = [name for name, value in objects.items() if not _is_safe(as_states(value))]
     if refused:
         source.notes.append(
-            "torch.load needs weights_only=False for the target, because of these objects (convert "
-            f"without them if that is not wanted): {some_of(refused)}"
+            "to load the target, pass weights_only=False to torch.load, or convert again without "
+            f"these objects: {some_of(refused)}"
         )
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
@@ -134,7 +134,7 @@ def _archive(stream: BinaryIO) -> Iterator[Any]:
     try:
         yield archive
     except BaseException:
-        # Otherwise the destructor would do this, and an exception in it terminates the process.
+        # Otherwise the destructor would do this, where an exception terminates the process.
         with suppress(Exception):
             archive.write_end_of_file()
         raise
@@ -154,7 +154,7 @@ def _is_safe(value: Any) -> bool:
 
 
 def _nest(source: Source, objects: Mapping[str, Any]) -> dict[Any, Any]:
-    """Returns nested dicts and lists of the objects, and of placeholders for the tensors."""
+    """Returns nested dicts and lists of objects and tensor placeholders."""
     nested: dict[Any, Any] = {}
     known = {*source.tensors, *objects}
     for name in filter(known.__contains__, source.paths):

@@ -1,4 +1,4 @@
-"""Reads a ``config.json`` of transformers, sets its dtype, and finds the weights that are tied."""
+"""Reads a transformers ``config.json``, sets its dtype, and finds tied weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch_ckpt.conversion.source import Source
 from torch_ckpt.errors import CheckpointError
 
-#: Name of the file from which transformers reads the configuration of a model.
+#: Name of the file from which transformers reads a model's configuration.
 CONFIG_NAME = "config.json"
 
-# Older versions of transformers write the first, newer ones the second. All read both.
+# Older transformers versions write the first key, newer ones the second; all read both.
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 _MAPPINGS = (
@@ -27,10 +27,10 @@ _MAPPINGS = (
 
 
 class Config:
-    """The configuration of a model.
+    """A model's configuration.
 
     Args:
-        path: path of a ``config.json``, or of a directory that contains one.
+        path: a ``config.json`` file, or a directory that contains one.
 
     Raises:
         CheckpointError: the file is not a JSON object.
@@ -47,10 +47,10 @@ class Config:
         except ValueError:
             self._values = None
         if not isinstance(self._values, dict):
-            raise CheckpointError(f"{path} is not a JSON object. Pass a {CONFIG_NAME} of a model")
+            raise CheckpointError(f"{path} is not a JSON object. Pass a model's {CONFIG_NAME}")
 
     def text(self, dtype: torch.dtype | None) -> bytes:
-        """Returns the text of the file, with the dtype of the weights replaced if one is given."""
+        """Returns the file's text; if a dtype is given, replaces the dtype of the weights."""
         if dtype is None:
             return self._text
         name = str(dtype).removeprefix("torch.")
@@ -60,9 +60,9 @@ class Config:
         return json.dumps(values, indent=2).encode() + b"\n"
 
     def tied_names(self, names: list[str]) -> list[str]:
-        """Selects the names of weights that the model ties to others.
+        """Returns the names of weights that the model ties to others.
 
-        Returns no names if transformers is not installed or does not know the model.
+        Returns an empty list if transformers is not installed or does not know the model.
         """
         if self._values.get("tie_word_embeddings") is False:
             return []
@@ -84,12 +84,12 @@ class Config:
 
 
 def leave_out_tied(source: Source, config: Config) -> list[str]:
-    """Removes weights that the model ties to others, and that equal another weight bit for bit.
+    """Removes tied weights that equal another weight bit for bit.
 
     ``from_pretrained`` ties them again.
 
     Returns:
-        Their names.
+        The names of the removed weights.
     """
     tied = config.tied_names(list(source.tensors))
     kept = source.tensors.keys() - set(tied)
@@ -112,7 +112,7 @@ def _with_dtype(values: dict[str, Any], name: str) -> dict[str, Any]:
     for key, value in values.items():
         if key in _DTYPE_KEYS:
             changed[key] = name
-        # Configurations of parts of the model, such as text_config. Quantization has other dtypes.
+        # Configurations of submodels, such as text_config. Quantization has its own dtypes.
         elif key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
             changed[key] = _with_dtype(value, name)
     return changed

@@ -42,7 +42,7 @@ def test_objects_are_refused_by_name_in_safetensors(tmp_path: Path) -> None:
 def test_tensors_only_leaves_objects_out_and_notes_them(tmp_path: Path) -> None:
     save(STATE, tmp_path / "ckpt")
     report = convert(tmp_path / "ckpt", tmp_path / "m.safetensors", tensors_only=True)
-    assert report.notes == ["left out, since they are not tensors: epoch, rng"]
+    assert report.notes == ["left out because they are not tensors: epoch, rng"]
     assert "model.weight" in safetensors.torch.load_file(tmp_path / "m.safetensors")
 
 
@@ -187,7 +187,7 @@ def test_tensors_that_are_not_plain_are_refused(tmp_path: Path, value: torch.Ten
 
 def test_names_that_are_not_unicode_are_refused_for_safetensors(tmp_path: Path) -> None:
     save({"\ud800": torch.ones(1)}, tmp_path / "ckpt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "names in UTF-8", "ckpt", "m.safetensors")
+    refused(tmp_path, torch_ckpt.CheckpointError, "UTF-8 names", "ckpt", "m.safetensors")
 
 
 def test_the_reserved_name_of_safetensors_is_refused(tmp_path: Path) -> None:

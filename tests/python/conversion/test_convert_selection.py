@@ -113,7 +113,9 @@ def test_only_floating_point_tensors_change_their_dtype(step: Path, dtype: Any) 
 def test_values_that_overflow_a_dtype_are_noted(tmp_path: Path) -> None:
     save({"large": torch.tensor([1e5, 1.0]), "inf": torch.tensor([torch.inf])}, tmp_path / "step")
     _found, report = converted(tmp_path / "step", dtype="fp16")
-    assert report.notes == ["large has values that overflow torch.float16 and are not finite now"]
+    assert report.notes == [
+        "large has values that overflow torch.float16 and became infinite or NaN"
+    ]
 
 
 # --- transformers --------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_other_files_of_a_directory_are_never_replaced(tmp_path: Path) -> None:
     source = source_for(tmp_path, "hf")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/thesis.tex").write_text("the only copy")
-    match = "the directory has files of other kinds"
+    match = "the directory contains other files"
     options = {"overwrite": True, "max_shard_size": 100}
     refused(tmp_path, FileExistsError, match, source.name, "hf", **options)
     assert names_in(tmp_path / "hf") == ["thesis.tex"]
