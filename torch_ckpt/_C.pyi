@@ -104,19 +104,6 @@ def load_tensors(
     and events; targets on a device are written after its events.
     """
 
-def told_of(state: FlatState) -> tuple[bytes, bytes]:
-    """Encodes the parts of a state dict on which the plan of a save depends.
-
-    The first part is usually identical on several ranks: names, kinds, dtypes and sizes. The second
-    part has the offsets and sizes of this rank's shards of DTensors.
-    """
-
-def sources_of(state: FlatState, rows: Sequence[int]) -> tuple[list[str], list[Any], list[int]]:
-    """Names and values of rows, and the positions of values that the caller must convert first.
-
-    The value of a DTensor is its local tensor.
-    """
-
 def load_matched(
     match: LoadMatch,
     *,
@@ -131,15 +118,61 @@ def load_matched(
     """Fills the targets that a match has planned. Returns the numbers of the targets whose records
     only torch.load can read."""
 
+class SourceWatch:
+    """Tensors whose contents are read later. Detects writes to them in the meantime.
+
+    It compares torch's version counters, which operations on the tensors increment. It does not see
+    writes through ``.data`` or NumPy, nor the writes of all fused optimizers (except to their
+    ``step`` tensors).
+    """
+
+    def __init__(self) -> None: ...
+    def add(self, name: str, tensor: torch.Tensor, holder: Any = None, attribute: str = "") -> None:
+        """Adds a tensor under a fully qualified name, which several tensors may share.
+
+        ``holder`` is the object that has the tensor as its attribute ``attribute`` and may replace
+        it by another tensor; None if the tensor cannot be replaced.
+        """
+
+    def changed(self) -> list[str]:
+        """Names of the tensors that were written to, or replaced, since they were added."""
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The CUDA devices of the tensors."""
+
+    def release(self) -> None:
+        """Releases the tensors and their holders."""
+
 class FlatState:
     """A state dict as rows, one for each value, with the names that torch's planners give them.
 
-    ``chunks_here`` returns the ChunkStorageMetadata of this rank's shards of a DTensor. Raises
+    ``chunks_here`` returns the ChunkStorageMetadata of this rank's shards of a DTensor. With
+    ``watch``, plain tensors and DTensors are held by aliases and added to the watch. Raises
     ValueError if two values have the same name.
     """
 
-    def __init__(self, state_dict: Any, chunks_here: Callable[[Any], list[Any]]) -> None: ...
+    def __init__(
+        self,
+        state_dict: Any,
+        chunks_here: Callable[[Any], list[Any]],
+        watch: SourceWatch | None = None,
+    ) -> None: ...
     def __len__(self) -> int: ...
+    def contents(self) -> tuple[bytes, bytes]:
+        """Encodes the parts of a state dict on which the plan of a save depends.
+
+        The first part is usually identical on several ranks: names, kinds, dtypes and sizes. The
+        second part has the offsets and sizes of this rank's shards of DTensors.
+        """
+
+    def sources(self, rows: Sequence[int]) -> tuple[list[str], list[Any], list[int]]:
+        """Names and values of rows, and the positions of values that the caller must convert
+        first.
+
+        The value of a DTensor is its local tensor.
+        """
+
     def names(self) -> list[str]: ...
     def name(self, row: int) -> str: ...
     def value(self, row: int) -> Any: ...
@@ -198,7 +231,3 @@ class LoadMatch:
     def cuda_devices(self) -> set[int]: ...
     @property
     def bytes(self) -> int: ...
-
-def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """Version counters of tensors, which torch increases at each write; -1 for inference tensors,
-    which have none."""

@@ -36,11 +36,10 @@ from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, Ranks
 from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.job import Job
-from torch_ckpt.saving.plan import StateDict
 from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
 from torch_ckpt.saving.running_saves import alone, check_for_errors, spawn, start
-from torch_ckpt.saving.session import PlanCache, save_state, tell_the_others
-from torch_ckpt.saving.sources import Sources
+from torch_ckpt.saving.save_state import SaveState, StateDict
+from torch_ckpt.saving.session import PlanCache, SaveSession, tell_the_others
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import saved_values
 from torch_ckpt.state.values import Targets, estimate, load_values, load_values_freeing
@@ -120,8 +119,8 @@ def save(
             # dcp.save does not notify a writer of a failed save.
             stack.callback(writer.abandon)
             if planner is None and writer.engine_can_write():
-                values = functools.partial(_read_values, state_dict)
-                return save_state(values, writer, ranks, plans, check_replicas)
+                session = SaveSession(writer, ranks, plans, check_replicas)
+                return session.run(lambda: SaveState(_read_values(state_dict)))
             with raised_as_ours(ranks.rank):
                 metadata: Metadata = dcp_save(
                     _resolve_state_dict(state_dict),
@@ -227,9 +226,9 @@ def async_save(
                 writer = copy.copy(writer)
                 writer.reset(checkpoint_id)
             with no_gc():
-                sources = Sources(_read_values(state_dict))
+                state = SaveState(_read_values(state_dict), snapshot=True)
             job = Job(
-                sources,
+                state,
                 ranks,
                 writer.destination,
                 background=writer.background,
@@ -244,7 +243,8 @@ def async_save(
 
             def run(job: Job) -> Metadata:
                 try:
-                    return save_state(job.values, writer, ranks, plans, check_replicas, job)
+                    session = SaveSession(writer, ranks, plans, check_replicas, job)
+                    return session.run(job.snapshot)
                 finally:
                     writer.abandon()
 

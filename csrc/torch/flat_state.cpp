@@ -87,12 +87,14 @@ bool numbers_of(PyObject* tuple, std::vector<std::int64_t>& numbers) {
 
 }  // namespace
 
-FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here)
+FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here,
+                     std::shared_ptr<SourceWatch> watch)
     : mapping_class_(imported("collections.abc", "Mapping")),
       dtensor_class_(imported("torch.distributed.tensor", "DTensor")),
       sharded_tensor_class_(
           imported("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")),
       chunks_here_(PythonRef::to(chunks_here)),
+      watch_(std::move(watch)),
       placements_(checked(PyDict_New())) {
   nodes_.emplace_back();
   boxes_.emplace_back();  // the box of rows that are no DTensors
@@ -204,10 +206,10 @@ void FlatState::add_row(std::string_view name, PyObject* value, std::uint32_t no
   row.node = node;
   row.key = key_;
   row.value = PythonRef::to(value);
-  fill(row);
+  fill(row, name);
 }
 
-void FlatState::fill(Row& row) {
+void FlatState::fill(Row& row, std::string_view name) {
   PyObject* value = row.value.get();
   row.kind = Kind::other;
   row.local = at::Tensor();
@@ -215,28 +217,42 @@ void FlatState::fill(Row& row) {
     if (plans_itself(value)) return;
     row.kind = Kind::plain;
     row.local = THPVariable_Unpack(value);
+    row.requires_grad = row.local.requires_grad();
     row.size = extents_.intern({row.local.sizes().data(), row.local.sizes().size()});
+    if (watch_) {
+      row.local = row.local.detach();
+      row.value = checked(THPVariable_Wrap(row.local));
+      watch_->add(name, row.local);
+    }
     return;
   }
-  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == dtensor_class_.get() && fill_dtensor(row)) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == dtensor_class_.get() &&
+      fill_dtensor(row, name)) {
     row.kind = Kind::dtensor;
   }
 }
 
-bool FlatState::fill_dtensor(Row& row) {
+bool FlatState::fill_dtensor(Row& row, std::string_view name) {
   static PyObject* const kLocal = interned("_local_tensor");
   PyObject* value = row.value.get();
   const PythonRef local = checked(PyObject_GetAttr(value, kLocal));
   if (!THPVariable_CheckTypeExact(Py_TYPE(local.get())) || plans_itself(local.get())) return false;
   const at::Tensor& whole = THPVariable_Unpack(value);
+  row.requires_grad = whole.requires_grad();
   row.size = extents_.intern({whole.sizes().data(), whole.sizes().size()});
   row.box = box_of(value, row.size);
   if (row.box == 0) return false;
   row.local = THPVariable_Unpack(local.get());
   const Box& box = boxes_[row.box];
-  if (!box.is_present) return true;
-  const auto sizes = extents_.at(box.sizes);
-  return row.local.sizes().equals(at::IntArrayRef(sizes.data(), sizes.size()));
+  if (box.is_present) {
+    const auto sizes = extents_.at(box.sizes);
+    if (!row.local.sizes().equals(at::IntArrayRef(sizes.data(), sizes.size()))) return false;
+  }
+  if (watch_) {
+    row.local = row.local.detach();
+    watch_->add(name, row.local, PythonRef::to(value), PythonRef::to(kLocal));
+  }
+  return true;
 }
 
 std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
@@ -333,7 +349,7 @@ planning::RankState FlatState::to_rank_state() const {
       planned.kind =
           row.kind == Kind::plain ? StateTemplate::Kind::tensor : StateTemplate::Kind::shard;
       planned.is_present = true;
-      planned.requires_grad = THPVariable_Unpack(row.value.get()).requires_grad();
+      planned.requires_grad = row.requires_grad;
       const auto [dtype, is_new] = dtypes.try_emplace(row.local.scalar_type(), 0);
       if (is_new) {
         dtype->second = of->add_dtype(name_of(row.local.scalar_type()),
@@ -389,7 +405,7 @@ void FlatState::remove(std::size_t number) {
 
 void FlatState::replace(std::size_t number, PyObject* value) {
   rows_[number].value = PythonRef::to(value);
-  fill(rows_[number]);
+  fill(rows_[number], names_.at(number));
 }
 
 }  // namespace torch_ckpt::tensors

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -15,6 +16,7 @@
 #include "index/name_table.h"
 #include "planning/state_template.h"
 #include "torch/python_ref.h"
+#include "torch/source_watch.h"
 
 namespace torch_ckpt::tensors {
 
@@ -27,6 +29,9 @@ namespace torch_ckpt::tensors {
 //
 // FlatState resolves plain tensors and DTensors to their local tensors. Which part of a DTensor a
 // rank has depends on mesh, placements and size, so torch is asked once for each combination.
+//
+// A snapshot keeps aliases instead of the tensors of the state dict, which may then change. The
+// contents of the tensors are not copied; a SourceWatch detects writes to them.
 //
 // All methods need the GIL unless they say otherwise.
 class FlatState {
@@ -43,6 +48,7 @@ class FlatState {
     PythonRef value;
     Kind kind = Kind::other;
     bool is_removed = false;
+    bool requires_grad = false;
     std::uint32_t node = 0;
     std::uint32_t key = 0;   // the number of the top-level key that it belongs to
     std::uint32_t size = 0;  // of the global tensor, in extents()
@@ -50,9 +56,11 @@ class FlatState {
     at::Tensor local;  // undefined for Kind::other
   };
 
-  /// `chunks_here(dtensor)` returns torch's list of the chunks that this rank has. Raises
-  /// ValueError if two values have the same name, and the exceptions of `chunks_here` and of keys.
-  FlatState(PyObject* state_dict, PyObject* chunks_here);
+  /// `chunks_here(dtensor)` returns torch's list of the chunks that this rank has. `watch` makes
+  /// this a snapshot. Raises ValueError if two values have the same name, and the exceptions of
+  /// `chunks_here` and of keys.
+  FlatState(PyObject* state_dict, PyObject* chunks_here,
+            std::shared_ptr<SourceWatch> watch = nullptr);
   ~FlatState() = default;
   FlatState(const FlatState&) = delete;
   FlatState& operator=(const FlatState&) = delete;
@@ -95,8 +103,8 @@ class FlatState {
   void visit(PyObject* value, std::uint32_t node);
   void visit_mapping(PyObject* mapping, std::uint32_t node);
   void add_row(std::string_view name, PyObject* value, std::uint32_t node);
-  void fill(Row& row);
-  bool fill_dtensor(Row& row);
+  void fill(Row& row, std::string_view name);
+  bool fill_dtensor(Row& row, std::string_view name);
   /// `bytes` is the size of the key in the name.
   std::uint32_t add_node(std::uint32_t parent, PythonRef key, std::size_t bytes);
   /// Sets `nodes` to the nodes from the top-level key to the row's own.
@@ -108,6 +116,7 @@ class FlatState {
   PythonRef dtensor_class_;
   PythonRef sharded_tensor_class_;
   PythonRef chunks_here_;
+  std::shared_ptr<SourceWatch> watch_;
   PythonRef placements_;  // a dict from placements to numbers
   std::unordered_map<PyTypeObject*, Container> containers_;
   std::map<std::tuple<PyObject*, std::size_t, std::uint32_t>, std::uint32_t> box_numbers_;

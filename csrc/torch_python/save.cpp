@@ -127,17 +127,6 @@ void bind_save(py::module_& module) {
         return tensors::copies_in_pool(Context::process(), given);
       },
       py::arg("tensors"), NoGil());
-  module.def(
-      "versions_of",
-      [](const std::vector<at::Tensor>& tensors) {
-        std::vector<std::int64_t> versions;
-        for (const at::Tensor& tensor : tensors) {
-          const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
-          versions.push_back(version.enabled() ? version.current_version() : -1);
-        }
-        return versions;
-      },
-      py::arg("tensors"));
   module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("names"),
              py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
              py::arg("file_per_item"), py::arg("separation_hint"), py::arg("chunk_bytes") = 0,

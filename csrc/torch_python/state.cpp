@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "python/gil.h"
 #include "python/text.h"
 #include "torch/flat_state.h"
+#include "torch/source_watch.h"
 #include "torch/tensor_checks.h"
 #include "torch_python/bindings.h"
 
@@ -22,6 +24,7 @@ namespace {
 using planning::RankState;
 using tensors::FlatState;
 using tensors::PythonRef;
+using tensors::SourceWatch;
 
 py::object object_of(PythonRef object) {
   return py::reinterpret_steal<py::object>(object.release());
@@ -32,8 +35,8 @@ const FlatState::Row& row_of(const FlatState& state, std::size_t number) {
   return state.row(number);
 }
 
-/// The template of a state, and what else a plan depends on.
-py::tuple told_of(const FlatState& state) {
+/// The two parts of a state on which a plan depends: its template, and this rank's shards.
+py::tuple contents_of(const FlatState& state) {
   const RankState here = state.to_rank_state();
   const auto [of_template, of_rank] =
       without_gil([&] { return std::pair(here.state().encode(), here.encode()); });
@@ -64,13 +67,35 @@ py::tuple sources_of(const FlatState& state, const std::vector<std::size_t>& row
 }  // namespace
 
 void bind_state(py::module_& module) {
-  module.def("told_of", &told_of, py::arg("state"));
-  module.def("sources_of", &sources_of, py::arg("state"), py::arg("rows"));
+  py::class_<SourceWatch, std::shared_ptr<SourceWatch>>(module, "SourceWatch")
+      .def(py::init<>())
+      .def(
+          "add",
+          [](SourceWatch& watch, const py::str& name, const at::Tensor& tensor,
+             const py::object& holder, const py::str& attribute) {
+            if (holder.is_none()) return watch.add(bytes_of(name), tensor);
+            watch.add(bytes_of(name), tensor, PythonRef::to(holder.ptr()),
+                      PythonRef::to(attribute.ptr()));
+          },
+          py::arg("name"), py::arg("tensor"), py::arg("holder") = py::none(),
+          py::arg("attribute") = "")
+      .def("changed",
+           [](const SourceWatch& watch) {
+             py::list names;
+             for (const std::string& name : watch.changed()) names.append(text_of(name));
+             return names;
+           })
+      .def_property_readonly("devices", &SourceWatch::devices)
+      .def("release", &SourceWatch::release);
   py::class_<FlatState>(module, "FlatState")
-      .def(py::init([](const py::object& state_dict, const py::object& chunks_here) {
-             return std::make_unique<FlatState>(state_dict.ptr(), chunks_here.ptr());
+      .def(py::init([](const py::object& state_dict, const py::object& chunks_here,
+                       std::shared_ptr<SourceWatch> watch) {
+             return std::make_unique<FlatState>(state_dict.ptr(), chunks_here.ptr(),
+                                                std::move(watch));
            }),
-           py::arg("state_dict"), py::arg("chunks_here"))
+           py::arg("state_dict"), py::arg("chunks_here"), py::arg("watch") = nullptr)
+      .def("contents", &contents_of)
+      .def("sources", &sources_of, py::arg("rows"))
       .def("__len__", &FlatState::size)
       .def("names",
            [](const FlatState& state) {

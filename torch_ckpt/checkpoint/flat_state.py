@@ -11,13 +11,17 @@ from torch_ckpt import _C
 from torch_ckpt.checkpoint.chunks import chunks_here
 
 
-def flat_state(state_dict: dict[str, Any]) -> _C.FlatState:
+def flat_state(state_dict: dict[str, Any], watch: _C.SourceWatch | None = None) -> _C.FlatState:
     """Flattens a nested state dict.
+
+    Args:
+        watch: keep aliases of the plain tensors and DTensors, and watch these; None keeps the
+            values themselves.
 
     Raises:
         ValueError: two values have the same name.
     """
-    flat = _C.FlatState(state_dict, chunks_here)
+    flat = _C.FlatState(state_dict, chunks_here, watch)
     for row in flat.others():
         value = flat.value(row)
         if isinstance(value, ShardedTensor):

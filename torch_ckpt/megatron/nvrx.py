@@ -20,7 +20,7 @@ from torch_ckpt.megatron.cached_reader import CachedMetadataFileSystemReader
 from torch_ckpt.megatron.plan import Finalizing, save_state_dict_async_finalize
 from torch_ckpt.megatron.request import AsyncRequest, make_background
 from torch_ckpt.megatron.results_queue import get_write_results_queue
-from torch_ckpt.saving.sources import copy_by_pickle
+from torch_ckpt.saving.snapshots import copy_by_pickle
 
 __all__ = [
     "AsyncCallsQueue",

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt import _core
+from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.file_system import FilesBeneath
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.rank_write import WriteOptions
-from torch_ckpt.saving.sources import Watched, source_changed
+from torch_ckpt.saving.snapshots import source_changed
 
 #: The results of each file, by its number.
 Results = dict[int, list[WriteResult]]
@@ -55,7 +55,7 @@ class TorchWrite:
         self,
         items: list[WriteItem],
         values: list[Any],
-        watched: Watched,
+        watched: _C.SourceWatch,
         options: WriteOptions,
         directory: str,
         prefix: str,

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torch_ckpt import _core
+from torch_ckpt import _C, _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.checkpoint.lease import DirectoryLease
@@ -38,7 +38,6 @@ from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.items import Written, results_of
 from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
 from torch_ckpt.saving.running_saves import spawn
-from torch_ckpt.saving.sources import Watched
 
 
 @dataclasses.dataclass
@@ -226,10 +225,10 @@ class WriteTask:
                 "process, or a call that was interrupted, staged them; plan the save again"
             )
         opened, values = self._open(), self.values
-        watched = Watched()
+        watched = _C.SourceWatch()
         for item, value in zip(self.items, values, strict=True):
             if isinstance(value, torch.Tensor):
-                watched.watch(item.index.fqn, value)
+                watched.add(item.index.fqn, value)
         if not self.by_engine:
             self._write = TorchWrite(
                 self.items,

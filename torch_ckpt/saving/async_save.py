@@ -99,7 +99,7 @@ class AsyncSave:
         Args:
             optimizer: a torch optimizer, or a wrapper of one.
         """
-        if self._job.sources.devices and any(
+        if self._job.state.devices and any(
             group.get("capturable") for group in optimizer.param_groups
         ):
             self.wait_staged_quietly()

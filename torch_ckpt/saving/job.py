@@ -1,7 +1,7 @@
 """The stages of a background save.
 
-1. The call copies the containers of the state dict and records aliases and versions of its tensors
-   (saving/sources.py). It does not read their contents.
+1. The call takes a snapshot of the state dict (saving/save_state.py): aliases and versions of its
+   tensors, whose contents it does not read, and copies of its objects.
 2. A thread of this process plans with the other ranks, through a store and never through the
    process group of the training, and starts the engine.
 3. The engine copies all contents into its chunks. Then the versions are compared: if a tensor was
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -37,11 +37,11 @@ from torch_ckpt.ranks.failures import CheckpointFailed
 from torch_ckpt.ranks.meeting import Ranks
 from torch_ckpt.ranks.outcomes import drop_frames
 from torch_ckpt.saving.background import Background
+from torch_ckpt.saving.global_plan import GlobalPlan
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.metrics import SaveMetrics, Span, write_trace
-from torch_ckpt.saving.plan import GlobalPlan
 from torch_ckpt.saving.rank_write import RankWrite
-from torch_ckpt.saving.sources import Sources
+from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.unchanged import UnchangedDetector
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Job:
 
     def __init__(
         self,
-        sources: Sources,
+        state: SaveState,
         ranks: Ranks,
         path: str,
         *,
@@ -91,9 +91,9 @@ class Job:
         warn_unchanged: bool = True,
     ) -> None:
         self.ranks = ranks
-        self.sources = sources
+        self.state = state
         self.write = RankWrite(
-            sources,
+            state,
             background=background,
             quiet_stagers=not blocking,
             ranks=ranks.size,
@@ -163,20 +163,24 @@ class Job:
         except Exception as error:
             LOGGER.warning("could not notify the other ranks of the end of the save: %s", error)
 
-    def values(self) -> dict[str, Any]:
-        """Returns the state dict to save.
+    def snapshot(self) -> SaveState:
+        """Returns the state to save.
 
         Raises:
             BaseException: the error that ended the call.
         """
         if self._abandoned is not None:
             raise self._abandoned
-        return self.sources.values
+        return self.state
 
     def planned(self) -> None:
         """Records that this rank knows what to write."""
         self.metrics.planning_s = self._now()
         self._spans.append(("python", "plan", 0.0, self.metrics.planning_s))
+
+    def count_object(self) -> None:
+        """Records that a value was looked up, as progress for heartbeats."""
+        self.resolved += 1
 
     def bytes_moved(self) -> int:
         """Returns a number that grows for as long as the save makes progress."""

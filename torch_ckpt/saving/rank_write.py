@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,7 +33,7 @@ from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.saving.background import Background, EngineOptions
 from torch_ckpt.saving.host_memory import default_snapshot_bytes
 from torch_ckpt.saving.items import Written
-from torch_ckpt.saving.sources import Watched, source_changed
+from torch_ckpt.saving.snapshots import source_changed
 
 # Seconds between two checks of a write: without and with a progress bar.
 _REST_SECONDS = 5.0
@@ -63,6 +63,20 @@ class WriteOptions:
         return self.__dict__ | {"progress": None}
 
 
+class Sources(Protocol):
+    """The tensors of a snapshot, whose contents the engine reads later."""
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The CUDA devices of the tensors."""
+
+    def changed(self) -> list[str]:
+        """Returns the names of the tensors that were written to since the snapshot was taken."""
+
+    def release(self) -> None:
+        """Releases the tensors."""
+
+
 class RankWrite:
     """One rank's write; the module's docstring describes its steps.
 
@@ -87,7 +101,7 @@ class RankWrite:
 
     def __init__(
         self,
-        sources: Watched | None = None,
+        sources: Sources | None = None,
         *,
         background: Background | None = None,
         quiet_stagers: bool = True,

@@ -10,8 +10,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan
 from torch_ckpt.saving.items import Written
-from torch_ckpt.saving.plan import GlobalPlan, RankState, StateDict, Task, Told
+from torch_ckpt.saving.save_state import SaveState, StateDict
 
 # The attribute of the metadata that carries the global plan from the planner to the writer, on the
 # coordinator.
@@ -53,7 +54,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._state: RankState | None = None
+        self._state: SaveState | None = None
         self._by_engine = False
 
     def set_up_planner(
@@ -65,7 +66,8 @@ class SavePlanner(DefaultSavePlanner):
         self._state = None
         self._by_engine = isinstance(storage_meta, EngineStorageMeta)
         if self._by_engine:
-            self._state = RankState(state_dict, storage_meta, is_coordinator)
+            self._state = SaveState(state_dict)
+            self._state.plan(storage_meta, is_coordinator)
         else:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
@@ -73,11 +75,13 @@ class SavePlanner(DefaultSavePlanner):
         if not self._by_engine:
             return super().create_local_plan()
         assert self._state is not None
-        return _plan_with(self._state.told())
+        return _plan_with(self._state.contents())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         others = [
-            rank for rank, plan in enumerate(all_plans) if not isinstance(plan.planner_data, Told)
+            rank
+            for rank, plan in enumerate(all_plans)
+            if not isinstance(plan.planner_data, Contents)
         ]
         if len(others) == len(all_plans):
             return super().create_global_plan(all_plans)
@@ -89,7 +93,7 @@ class SavePlanner(DefaultSavePlanner):
         plan_of_all = GlobalPlan([plan.planner_data for plan in all_plans])
         metadata = Metadata({})
         setattr(metadata, _PLAN, plan_of_all)
-        return [_plan_with(task) for task in plan_of_all.tasks()], metadata
+        return [_plan_with(one) for one in plan_of_all.assignments()], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan if self._by_engine else super().finish_plan(new_plan)
@@ -117,9 +121,9 @@ class SavePlanner(DefaultSavePlanner):
         """
         state, self._state = self._state, None
         assert state is not None
-        task = plan.planner_data
-        assert isinstance(task, Task)
-        return state.add_seconds(write(*state.values(task)))
+        assignment = plan.planner_data
+        assert isinstance(assignment, Assignment)
+        return state.add_seconds(write(*state.values(assignment)))
 
 
 def global_plan_of(metadata: Metadata) -> GlobalPlan | None:
@@ -129,7 +133,7 @@ def global_plan_of(metadata: Metadata) -> GlobalPlan | None:
     return found
 
 
-def _plan_with(planner_data: Told | Task) -> SavePlan:
+def _plan_with(planner_data: Contents | Assignment) -> SavePlan:
     # A writer that does not know this plan calls resolve_data for this item, which fails. An empty
     # plan would silently become an empty checkpoint.
     item = WriteItem(MetadataIndex("planned by torch_ckpt.SavePlanner"), WriteItemType.BYTE_IO)

@@ -1,8 +1,9 @@
 """One save by all ranks: plan, write and commit.
 
-1. Every rank sends its contents (saving/plan.py). A rank whose structure is that of its last save
-   sends only the number of the plan.
-2. The coordinator plans and answers. If no structure has changed, the last plan is used again.
+1. Every rank sends a :class:`RankMessage` with its contents (saving/save_state.py). A rank whose
+   structure is that of its last save sends only the number of the plan.
+2. The coordinator plans (saving/global_plan.py) and sends each rank a :class:`Reply` with its
+   assignment. If no structure has changed, the last plan is used again.
 3. Every rank writes its assignment through ``FileSystemWriter.write_values``.
 4. The coordinator builds the metadata, including checksum tables, from the plan and the results,
    and commits it.
@@ -25,40 +26,56 @@ from torch_ckpt.checkpoint.directory import Place, require_one_directory
 from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.meeting import Meeting, Ranks
+from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan
 from torch_ckpt.saving.items import Written, names_of_files
 from torch_ckpt.saving.job import Job
-from torch_ckpt.saving.plan import GlobalPlan, RankState, StateDict, Task, Told
 from torch_ckpt.saving.rank_write import RankWrite
 from torch_ckpt.saving.replica_check import checksums_of, described, differing_values
+from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.writer import FileSystemWriter
 
 
-class Posted(NamedTuple):
-    """The message of a rank to the coordinator."""
+class RankMessage(NamedTuple):
+    """The message of a rank to the coordinator.
 
-    plan: Told | int
+    Attributes:
+        contents: the rank's contents, or the number of the plan that it has.
+        identity: see :attr:`FileSystemWriter.identity`.
+        directory: identity of the directory that the rank has opened.
+        checksums: of the replicated values, in their order; None if they are not compared.
+    """
+
+    contents: Contents | int
     identity: str | None = None
-    place: Place | None = None
-    checksums: bytes | None = None  # of the replicated values, in their order
+    directory: Place | None = None
+    checksums: bytes | None = None
 
 
-class Answer(NamedTuple):
-    """The answer of the coordinator to a rank."""
+class Reply(NamedTuple):
+    """The coordinator's reply to a rank.
 
-    task: Task | str | None
-    number: int  # number of the plan
+    Attributes:
+        assignment: the rank's assignment. None: that of its last save. ``IN_FULL``: the rank must
+            send its contents.
+        number: number of the plan.
+        tag: the text after ``__{rank}_`` in the names of all data files.
+        differing: the values that differ between ranks, if they were compared.
+    """
+
+    assignment: Assignment | str | None
+    number: int
     tag: str
-    differing: str = ""  # the values that differ between ranks, if they were compared
+    differing: str = ""
 
 
-#: Answer to ranks that sent the number of a plan, but must send their contents.
+#: The reply to ranks that sent the number of a plan, but must send their contents.
 IN_FULL = "in full"
 
 
 class PlanCache:
     """The last plan on which the ranks of a group have agreed. Plans are numbered.
 
-    The number 0 stands for no plan. A rank that has missed an answer has an older number than the
+    The number 0 stands for no plan. A rank that has missed a reply has an older number than the
     coordinator; then all ranks plan from scratch.
     """
 
@@ -66,7 +83,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self.structure: Any = None
-        self.task: Task | None = None
+        self.assignment: Assignment | None = None
         self.number = 0
         # Used on the coordinator only.
         self.last_number = 0
@@ -82,142 +99,167 @@ class PlanCache:
         """Forgets all plans in a forked child, which plans independently."""
         cls._of.clear()
 
-    def told(self, state: RankState, ranks: Ranks) -> Told | int:
-        """Returns a rank's message: its contents, or the number of the plan that it has."""
-        if self.task is not None and state.structure and state.structure == self.structure:
+    def contents_to_send(self, state: SaveState, ranks: Ranks) -> Contents | int:
+        """Returns a rank's contents, or the number of the plan that it has."""
+        if self.assignment is not None and state.structure and state.structure == self.structure:
             return self.number
-        return state.told().to_send(ranks)
+        return state.contents().to_send(ranks)
 
-    def answers(self, posted: list[Posted], ranks: Ranks, tag: str) -> list[Answer]:
-        """Returns the answers by rank, on the coordinator; one object if all ranks get the same
-        answer."""
-        told = [of_rank.plan for of_rank in posted]
-        tasks = self._tasks_for(
-            [plan.received(ranks) if isinstance(plan, Told) else plan for plan in told]
+    def replies(self, messages: list[RankMessage], ranks: Ranks, tag: str) -> list[Reply]:
+        """Returns the replies by rank, on the coordinator; one object if all ranks get the same
+        reply."""
+        contents = [message.contents for message in messages]
+        assignments = self._assignments_for(
+            [one.received(ranks) if isinstance(one, Contents) else one for one in contents]
         )
-        first = Answer(tasks[0], self.last_number, tag)
-        return [first if task is tasks[0] else first._replace(task=task) for task in tasks]
+        first = Reply(assignments[0], self.last_number, tag)
+        return [
+            first if one is assignments[0] else first._replace(assignment=one)
+            for one in assignments
+        ]
 
     @no_gc()
-    def _tasks_for(self, told: list[Told | int]) -> Sequence[Task | str | None]:
+    def _assignments_for(self, contents: list[Contents | int]) -> Sequence[Assignment | str | None]:
         """Returns the assignments by rank; None stands for that of the last plan."""
-        numbers = {of_rank for of_rank in told if isinstance(of_rank, int)}
+        numbers = {of_rank for of_rank in contents if isinstance(of_rank, int)}
         if not numbers <= {self.last_number}:
-            return [IN_FULL] * len(told)
-        if all(isinstance(of_rank, int) for of_rank in told):
-            return [None] * len(told)
+            return [IN_FULL] * len(contents)
+        if all(isinstance(of_rank, int) for of_rank in contents):
+            return [None] * len(contents)
         _core.fault_point("plan of all ranks")
         before = self.plan.contents if self.plan is not None else []
         in_all = [
             before[rank] if isinstance(of_rank, int) else of_rank
-            for rank, of_rank in enumerate(told)
+            for rank, of_rank in enumerate(contents)
         ]
         plan = GlobalPlan(in_all)
         self.last_number, self.plan = self.last_number + 1, plan
-        return plan.tasks()
+        return plan.assignments()
 
-    def keep(self, state: RankState, answer: Answer) -> Task:
-        """Returns the assignment in an answer, and keeps it for this rank's next save."""
-        if isinstance(answer.task, Task):
-            self.structure, self.task = state.structure, answer.task
-            self.number = answer.number
-        assert self.task is not None
-        return self.task
+    def keep(self, state: SaveState, reply: Reply) -> Assignment:
+        """Returns the assignment in a reply, and keeps it for this rank's next save."""
+        if isinstance(reply.assignment, Assignment):
+            self.structure, self.assignment = state.structure, reply.assignment
+            self.number = reply.number
+        assert self.assignment is not None
+        return self.assignment
 
 
 register(Part.PLANS, in_child=PlanCache.forget_in_child)
 
 
-def save_state(
-    state_dict: Callable[[], StateDict],
-    writer: FileSystemWriter,
-    ranks: Ranks,
-    cache: PlanCache,
-    check_replicas: str,
-    job: Job | None = None,
-) -> Metadata:
-    """Saves a state dict; in the background if there is a job. If this fails, the caller abandons
-    the writer.
+class SaveSession:
+    """One save on this rank, in the order of its methods. If it fails, the caller abandons the
+    writer.
 
     Args:
-        state_dict: returns the state dict, without ``Stateful`` values. Its exception fails the
-            save.
-        cache: plans of earlier saves of the same ranks. All ranks pass a cache of the same saves,
-            or all pass a new one.
+        plans: plans of earlier saves of the same ranks. All ranks pass the plans of the same saves,
+            or all pass new ones.
         check_replicas: see :func:`torch_ckpt.save`.
-
-    Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed.
+        job: the background save that this session belongs to; None: the caller waits for the end.
     """
-    states: list[RankState] = []
 
-    def in_full() -> Posted:
-        return Posted(states[0].told().to_send(ranks), checksums=checksums_of_rank())
+    def __init__(
+        self,
+        writer: FileSystemWriter,
+        ranks: Ranks,
+        plans: PlanCache,
+        check_replicas: str,
+        job: Job | None = None,
+    ) -> None:
+        self._writer = writer
+        self._ranks = ranks
+        self._plans = plans
+        self._check_replicas = check_replicas
+        self._job = job
+        self._write = job.write if job is not None else RankWrite()
+        self._state: SaveState | None = None
 
-    def plan_of_rank() -> Posted:
-        plan = plan_locally()
-        place = Place.of(writer.directory)
-        return Posted(plan, writer.identity, place, checksums_of_rank())
+    def run(self, read_state: Callable[[], SaveState]) -> Metadata:
+        """Saves a state.
 
-    def checksums_of_rank() -> bytes | None:
-        if check_replicas == "off" or ranks.size == 1:
+        Args:
+            read_state: returns this rank's state. Its exception fails the save on all ranks.
+
+        Raises:
+            CheckpointException: on every rank, with the cause of each rank that failed.
+        """
+        reply = self._ranks.reduce_scatter("plan", lambda: self._message(read_state), self._plan)
+        assert self._state is not None
+        state = self._state
+        if reply.assignment == IN_FULL:
+            reply = self._ranks.reduce_scatter("plan", lambda: self._in_full(state), self._plan)
+        assignment = self._plans.keep(state, reply)
+        if self._job is not None:
+            self._job.differing = reply.differing
+        with self._ranks.alive(self._bytes_moved):
+            saved = self._ranks.all_reduce(
+                "write",
+                lambda: self._write_assignment(state, assignment, reply.tag),
+                self._commit,
+                self._writer.undo,
+            )
+        return saved.metadata()
+
+    # --- 1. the message --------------------------------------------------------------------------
+
+    def _message(self, read_state: Callable[[], SaveState]) -> RankMessage:
+        writer = self._writer
+        state = self._state = read_state()
+        state.plan(writer.storage_meta(), self._ranks.is_coordinator)
+        writer.set_up_for_save(self._ranks.rank)
+        return RankMessage(
+            self._plans.contents_to_send(state, self._ranks),
+            writer.identity,
+            Place.of(writer.directory),
+            self._checksums(state),
+        )
+
+    def _in_full(self, state: SaveState) -> RankMessage:
+        contents = state.contents().to_send(self._ranks)
+        return RankMessage(contents, checksums=self._checksums(state))
+
+    def _checksums(self, state: SaveState) -> bytes | None:
+        if self._check_replicas == "off" or self._ranks.size == 1:
             return None
-        with device_streams():
-            return checksums_of(*states[0].replicated(), check_replicas)
+        with self._device_streams():
+            return checksums_of(*state.replicated(), self._check_replicas)
 
-    def device_streams() -> AbstractContextManager[object]:
-        return job.write.device_streams() if job is not None else nullcontext()
+    # --- 2. the plan, on the coordinator ---------------------------------------------------------
 
-    def compare_replicas(checksums: list[bytes | None]) -> str:
-        assert cache.plan is not None
+    def _plan(self, messages: list[RankMessage]) -> list[Reply]:
+        _check_same_checkpoint([message.identity for message in messages])
+        require_one_directory([message.directory for message in messages])
+        replies = self._plans.replies(messages, self._ranks, self._writer.tag)
+        if replies[0].assignment != IN_FULL:
+            differing = self._compare_replicas([message.checksums for message in messages])
+            if differing:
+                replies = [reply._replace(differing=differing) for reply in replies]
+        return replies
+
+    def _compare_replicas(self, checksums: list[bytes | None]) -> str:
+        assert self._plans.plan is not None
         if not any(checksums):
             return ""
-        text = described(differing_values(cache.plan.replicated_names(), checksums))
-        if text and check_replicas == "error":
+        text = described(differing_values(self._plans.plan.replicated_names(), checksums))
+        if text and self._check_replicas == "error":
             raise CheckpointError(text)
         if text:
-            warn(f"{writer.destination}: {text}")
+            warn(f"{self._writer.destination}: {text}")
         return text
 
-    @no_gc()
-    def plan_locally() -> Told | int:
-        state = RankState(state_dict(), writer.storage_meta(), ranks.is_coordinator)
-        states.append(state)
-        writer.set_up_for_save(ranks.rank)
-        return cache.told(state, ranks)
+    # --- 3. the write ----------------------------------------------------------------------------
 
-    def plan_globally(posted: list[Posted]) -> list[Answer]:
-        _check_same_checkpoint([of_rank.identity for of_rank in posted])
-        require_one_directory([of_rank.place for of_rank in posted])
-        answers = cache.answers(posted, ranks, writer.tag)
-        if answers[0].task != IN_FULL:
-            differing = compare_replicas([of_rank.checksums for of_rank in posted])
-            if differing:
-                answers = [answer._replace(differing=differing) for answer in answers]
-        return answers
-
-    answer = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
-    if answer.task == IN_FULL:
-        answer = ranks.reduce_scatter("plan", in_full, plan_globally)
-    task = cache.keep(states[0], answer)
-    if job is not None:
-        job.differing = answer.differing
-
-    def found() -> None:
-        if job is not None:
-            job.resolved += 1
-
-    def write() -> Written:
-        with device_streams():
-            names, values = states[0].values(task, found)
-        prefix = _core.choose_prefix(writer.directory, f"__{ranks.rank}_{answer.tag}")
-        engine_write = job.write if job is not None else RankWrite()
-        if cache.plan is not None:
-            engine_write.meanwhile = cache.plan.describe
+    def _write_assignment(self, state: SaveState, assignment: Assignment, tag: str) -> Written:
+        job, writer = self._job, self._writer
+        with self._device_streams():
+            names, values = state.values(assignment, job.count_object if job is not None else None)
+        prefix = _core.choose_prefix(writer.directory, f"__{self._ranks.rank}_{tag}")
+        if self._plans.plan is not None:
+            self._write.meanwhile = self._plans.plan.describe
         if job is not None:
             job.planned()
-            job.sources.forget_with(states[0].forget)
-        written = states[0].add_seconds(writer.write_values(prefix, names, values, engine_write))
+        written = state.add_seconds(writer.write_values(prefix, names, values, self._write))
         if job is None:
             return written
         try:
@@ -227,22 +269,27 @@ def save_state(
             raise
         return written
 
-    def commit(written: list[Written]) -> SavedMetadata:
-        plan = cache.plan
+    # --- 4. the commit, on the coordinator -------------------------------------------------------
+
+    def _commit(self, written: list[Written]) -> SavedMetadata:
+        plan, writer = self._plans.plan, self._writer
         assert plan is not None
         data = plan.encode(written, writer.storage_meta())
         writer.commit(data, names_of_files(written))
-        saved = SavedMetadata(data, writer.destination, ranks.size)
-        if job is not None:
-            job.committed_items(plan, written)
-            job.call_back(saved.metadata())
+        saved = SavedMetadata(data, writer.destination, self._ranks.size)
+        if self._job is not None:
+            self._job.committed_items(plan, written)
+            self._job.call_back(saved.metadata())
         return saved
 
-    def moved() -> int:
-        return writer.bytes_moved() + (job.bytes_moved() if job is not None else 0)
+    # --- shared by the steps ---------------------------------------------------------------------
 
-    with ranks.alive(moved):
-        return ranks.all_reduce("write", write, commit, writer.undo).metadata()
+    def _device_streams(self) -> AbstractContextManager[object]:
+        return self._write.device_streams() if self._job is not None else nullcontext()
+
+    def _bytes_moved(self) -> int:
+        moved = self._writer.bytes_moved()
+        return moved if self._job is None else moved + self._job.bytes_moved()
 
 
 def tell_the_others(ranks: Ranks, error: BaseException) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 
+from torch_ckpt.saving.global_plan import GlobalPlan
 from torch_ckpt.saving.items import Written
-from torch_ckpt.saving.plan import GlobalPlan
 
 #: A number that changes in every save, even without training.
 SAVE_COUNTER = "save_counter"

@@ -44,6 +44,7 @@ from torch_ckpt.checkpoint.metadata import (
 from torch_ckpt.checkpoint.saved_metadata import decode_when_used
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.saving.background import CHUNK_BYTES, Background
+from torch_ckpt.saving.global_plan import GlobalPlan
 from torch_ckpt.saving.items import (
     Written,
     brought_with,
@@ -52,10 +53,9 @@ from torch_ckpt.saving.items import (
     resolve,
     results_of,
 )
-from torch_ckpt.saving.plan import GlobalPlan
 from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
 from torch_ckpt.saving.save_planner import EngineStorageMeta, SavePlanner, global_plan_of
-from torch_ckpt.saving.sources import copy_of_state
+from torch_ckpt.saving.snapshots import copy_of_state
 
 _DEFAULT_BACKGROUND = Background()
 

@@ -1,15 +1,12 @@
-"""The snapshot that a background save reads.
+"""Copies of state dicts: for snapshots of background saves, and in host memory.
 
-Containers are copied, so that the state dict may change after the call. Tensors are held by
-aliases, so that they may be freed or their ``.data`` reassigned. All other mutable values are
-copied. The contents of tensors are read later, and ``changed`` detects tensors that were written to
-before.
+A snapshot holds tensors by aliases and copies all other mutable values. The contents of tensors are
+read later, and a watch (csrc/torch/source_watch.h) detects tensors that were written to before.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -26,115 +23,42 @@ from torch_ckpt.errors import SourceChanged
 
 _IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
-# Finds the current tensor again in its holder.
-_Find = Callable[[], torch.Tensor]
 
+def snapshot_of(value: Any, name: str, watch: _C.SourceWatch) -> Any:
+    """Returns the value that a snapshot keeps of an object, or of a tensor that is not plain.
 
-class Watched:
-    """Tensors whose contents are read later.
+    Containers and objects are copied. Tensors are held by aliases and watched; tensors of a
+    subclass are cloned.
 
-    Attributes:
-        devices: the CUDA devices of the tensors.
+    Raises:
+        CheckpointError: an object cannot be copied.
     """
 
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._finds: dict[int, _Find] = {}  # by the number of the tensor
-        self.devices: set[torch.device] = set()
-
-    def watch(
-        self, name: str, tensor: torch.Tensor, find: Callable[[], torch.Tensor] | None = None
-    ) -> None:
-        """Adds a tensor.
-
-        Args:
-            name: fully qualified name.
-            find: returns the tensor from its holder, which may replace it by another one; None if
-                it cannot be replaced.
-        """
-        if tensor.is_cuda:
-            self.devices.add(tensor.device)
-        if find is not None:
-            self._finds[len(self._tensors)] = find
-        self._names.append(name)
-        self._tensors.append(tensor)
-        self._versions.append(version_of(tensor))
-
-    def changed(self) -> list[str]:
-        """Returns the names of the tensors that were written to since they were added.
-
-        Detects what torch's version counters see: operations on the tensors. Writes through
-        ``.data`` or NumPy are not seen, nor are those of all fused optimizers (except to their
-        ``step`` tensors).
-        """
-        changed: set[int] = set()
-        versions = _C.versions_of(self._tensors)
-        if versions != self._versions:
-            both = zip(versions, self._versions, strict=True)
-            changed.update(number for number, (now, then) in enumerate(both) if now != then)
-        changed.update(n for n, find in self._finds.items() if _moved(find(), self._tensors[n]))
-        # Several shards may have one name.
-        return list(dict.fromkeys(self._names[number] for number in sorted(changed)))
-
-    def release(self) -> None:
-        """Releases the tensors."""
-        self._names, self._tensors, self._versions, self._finds = [], [], [], {}
-
-
-class Sources(Watched):
-    """The snapshot of a state dict.
-
-    Attributes:
-        values: the state dict to save; empty after :meth:`release`.
-    """
-
-    def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._forgets: list[Callable[[], None]] = []
-        self.values: dict[str, Any] = {
-            key: _mapped(value, self._taken, str(key)) for key, value in state_dict.items()
-        }
-
-    def forget_with(self, forget: Callable[[], None]) -> None:
-        """Also calls ``forget`` when the sources are released."""
-        self._forgets.append(forget)
-
-    def release(self) -> None:
-        """Releases all values, even if other code still refers to ``values``."""
-        super().release()
-        self.values.clear()
-        while self._forgets:
-            self._forgets.pop()()
-
-    # --- private ---------------------------------------------------------------------------------
-
-    def _taken(self, value: Any, name: str) -> Any:
-        if type(value) in (torch.Tensor, torch.nn.Parameter):
-            alias = value.detach()
-            if value.requires_grad:
-                alias.requires_grad_(True)
-            self.watch(name, alias)
+    def keep(leaf: Any, name: str) -> Any:
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter):
+            alias = leaf.detach().requires_grad_(leaf.requires_grad)
+            watch.add(name, alias)
             return alias
-        if isinstance(value, _IMMUTABLE):
-            return value
-        if isinstance(value, DTensor):
-            self.watch(name, value._local_tensor.detach(), lambda: value._local_tensor)
-            return value
-        if isinstance(value, ShardedTensor):
-            for shard in value.local_shards():
-                self.watch(name, shard.tensor.detach(), functools.partial(getattr, shard, "tensor"))
-            return value
-        if isinstance(value, torch.Tensor):
-            copied = value.detach().clone()
-            if copied.is_cuda:
-                self.devices.add(copied.device)
+        if isinstance(leaf, _IMMUTABLE):
+            return leaf
+        if isinstance(leaf, DTensor):
+            watch.add(name, leaf._local_tensor.detach(), leaf, "_local_tensor")
+            return leaf
+        if isinstance(leaf, ShardedTensor):
+            for shard in leaf.local_shards():
+                watch.add(name, shard.tensor.detach(), shard, "tensor")
+            return leaf
+        if isinstance(leaf, torch.Tensor):
+            copied = leaf.detach().clone()
+            # The device copies it on the current stream.
+            watch.add(name, copied)
             return copied
         try:
-            return copy.deepcopy(value)
+            return copy.deepcopy(leaf)
         except Exception as error:
-            raise unpicklable(name, value, error) from None
+            raise unpicklable(name, leaf, error) from None
+
+    return _mapped(value, keep, name)
 
 
 def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -278,22 +202,6 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[An
     for key, item in items.items():
         copied[key] = item  # not update(), which adds to the counts of a Counter
     return copied
-
-
-def _moved(now: torch.Tensor, then: torch.Tensor) -> bool:
-    return now is not then and (
-        now.size() != then.size() or now.untyped_storage()._cdata != then.untyped_storage()._cdata
-    )
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns a number that changes whenever torch writes to the tensor; see
-    :meth:`Watched.changed`."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        # Inference tensors have no version.
-        return -1
 
 
 def source_changed(names: list[str], advice: str) -> SourceChanged:

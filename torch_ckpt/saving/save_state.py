@@ -1,0 +1,199 @@
+"""The state dict of one save, on one rank.
+
+1. :class:`SaveState` flattens the state dict (csrc/torch/flat_state.h). A snapshot keeps aliases of
+   the tensors and copies of the objects, so that the state dict may change afterwards.
+2. :meth:`SaveState.plan` checks the values. torch's planner plans those that the engine does not
+   plan, such as ShardedTensors.
+3. :meth:`SaveState.contents` returns the part that the coordinator must know.
+4. :meth:`SaveState.values` looks up the values of this rank's assignment.
+5. :meth:`SaveState.release` releases all values, when they have been copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt import _C
+from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt.checkpoint.chunks import require_consecutive
+from torch_ckpt.checkpoint.flat_state import flat_state
+from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.saving.global_plan import Assignment, Contents
+from torch_ckpt.saving.items import Written, as_value, resolve
+from torch_ckpt.saving.snapshots import snapshot_of
+from torch_ckpt.saving.structure import structure_of
+
+StateDict = dict[str, Any]
+
+
+class SaveState:
+    """The values of one rank; the module's docstring lists the steps.
+
+    Args:
+        state_dict: the state dict, without ``Stateful`` values.
+        snapshot: keep aliases of tensors and copies of objects.
+
+    Attributes:
+        structure: the inputs of a plan, set by :meth:`plan`; None if they are unknown.
+
+    Raises:
+        ValueError: two values have the same name.
+        CheckpointError: an object cannot be copied for a snapshot.
+    """
+
+    @no_gc()
+    def __init__(self, state_dict: StateDict, *, snapshot: bool = False) -> None:
+        begin = time.perf_counter()
+        self._watch = _C.SourceWatch() if snapshot else None
+        self._flat = flat_state(state_dict, self._watch)
+        if self._watch is not None:
+            for row in self._flat.others():
+                name, value = self._flat.name(row), self._flat.value(row)
+                kept = snapshot_of(value, name, self._watch)
+                if kept is not value:
+                    self._flat.replace(row, kept)
+        # The state dict is already flat.
+        self._planner = DefaultSavePlanner(flatten_state_dict=False)
+        self._template, self._shards = b"", b""
+        self.structure: Any = None
+        self._walk_seconds = time.perf_counter() - begin
+        #: Times of the start and the end of planning, and of the end of the lookup of values.
+        self._moments: list[float] = []
+
+    # --- the plan --------------------------------------------------------------------------------
+
+    @no_gc()
+    def plan(self, storage_meta: StorageMeta | None, is_coordinator: bool) -> None:
+        """Checks the values and prepares :meth:`contents`.
+
+        Raises:
+            CheckpointError: a tensor has no values, or this rank's elements of a DTensor are not
+                consecutive.
+        """
+        self._moments.append(time.perf_counter())
+        rest = {}
+        for row in self._flat.others():
+            name, value = self._flat.name(row), self._flat.value(row)
+            _require_values(name, value)
+            require_consecutive(name, value)
+            if not self._flat.is_object(row):
+                rest[name] = value
+        for row in self._flat.on_meta():
+            _require_values(self._flat.name(row), self._flat.value(row))
+        self._planner.set_up_planner(rest, storage_meta, is_coordinator)
+        self._template, self._shards = self._flat.contents()
+        known = structure_of(rest)
+        self.structure = None if known is None else (self._template, self._shards, known)
+
+    def contents(self) -> Contents:
+        """Returns the part that the coordinator must know."""
+        return Contents(self._template, self._shards, self._planner.create_local_plan())
+
+    def replicated(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """Returns the plain tensors and the objects, which are assumed to be identical on all
+        ranks."""
+        rows = [row for row in self._flat.others() if self._flat.is_object(row)]
+        return self._flat.plain(), [self._flat.value(row) for row in rows]
+
+    # --- the write -------------------------------------------------------------------------------
+
+    @no_gc()
+    def values(
+        self, assignment: Assignment, on_object: Callable[[], None] | None = None
+    ) -> tuple[list[str], list[Any]]:
+        """Returns names and values of an assignment: those of the engine's plan, then those of
+        torch's.
+
+        Args:
+            on_object: called after each lookup of a value that is not a plain tensor.
+
+        Raises:
+            CheckpointError: a value cannot be pickled.
+        """
+        self._moments.append(time.perf_counter())
+        names, values, others = self._flat.sources(assignment.rows)
+        for number in others:
+            name, value = names[number], values[number]
+            if self._flat.is_object(assignment.rows[number]):
+                values[number] = self._pickle_object(name, value)
+                if on_object is not None:
+                    on_object()
+            elif isinstance(value, torch.Tensor):
+                values[number] = as_value(value)
+        for item in self._planner.finish_plan(assignment.rest).items:
+            names.append(item.index.fqn)
+            values.append(self._resolve(item))
+            if on_object is not None:
+                on_object()
+        self._moments.append(time.perf_counter())
+        return names, values
+
+    def add_seconds(self, written: Written) -> Written:
+        """Adds the durations until now to a result."""
+        moments = [*self._moments, time.perf_counter()]
+        plan, find, write = (end - begin for begin, end in pairwise(moments))
+        plan += self._walk_seconds
+        written.seconds = round(plan, 4), round(find, 4), round(write, 4)
+        return written
+
+    # --- the sources of a snapshot ---------------------------------------------------------------
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The CUDA devices of the tensors of a snapshot."""
+        return [] if self._watch is None else self._watch.devices
+
+    def changed(self) -> list[str]:
+        """Returns the names of the tensors that were written to since the snapshot was taken."""
+        return [] if self._watch is None else self._watch.changed()
+
+    def release(self) -> None:
+        """Releases all values."""
+        if self._watch is not None:
+            self._watch.release()
+        self._flat = _C.FlatState({}, lambda _: [])
+        self._planner.state_dict = {}
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _pickle_object(self, name: str, value: Any) -> Any:
+        self._planner.state_dict[name] = value
+        try:
+            found = resolve(self._planner, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        except Exception as error:
+            raise unpicklable(name, value, error) from None
+        # AppState checks the values that it wraps, under the names of the caller.
+        if type(value) is not SimpleNamespace:
+            warn_of_what_will_not_load(name, value, found)
+        return found
+
+    def _resolve(self, item: WriteItem) -> Any:
+        name = item.index.fqn
+        value = self._planner.state_dict.get(name)
+        if item.type == WriteItemType.BYTE_IO:
+            return self._pickle_object(name, value)
+        found = resolve(self._planner, item)
+        if type(value) is not DTensor and not isinstance(found, torch.Tensor):
+            warn_of_what_will_not_load(name, value, found)
+        return found
+
+
+def _require_values(name: str, value: Any) -> None:
+    # is_meta does not work for a ShardedTensor of several shards.
+    local = getattr(value, "_local_tensor", value)
+    if isinstance(value, torch.Tensor) and local.device.type == "meta":
+        raise CheckpointError(
+            f"{name}: a tensor on the meta device has no values to save; give it memory and values "
+            "first (module.to_empty(device=...), then initialize or load it), or leave it out"
+        )
