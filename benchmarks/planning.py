@@ -38,8 +38,8 @@ from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Ranks
 from torch_ckpt.ranks.store_thread import StoreThread
 from torch_ckpt.ranks.transport import OverStore
 from torch_ckpt.saving.items import Written
-from torch_ckpt.saving.plan import RankState
-from torch_ckpt.saving.session import PlanCache, Posted
+from torch_ckpt.saving.save_state import SaveState
+from torch_ckpt.saving.session import PlanCache, RankMessage
 
 from . import machine, ranks
 from .memory import measure_growth
@@ -80,7 +80,7 @@ class Simulation:
 
     def __init__(self, world: int, tensors: int, stock: bool) -> None:
         self.world = world
-        self.states: list[RankState] = []
+        self.states: list[SaveState] = []
         self.local_plans: list[SavePlan] = []
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
@@ -92,7 +92,7 @@ class Simulation:
         for rank in range(world):
             state = build_state(rank, world, tensors)
             with ranks.mesh_without_peers(world, rank):
-                walk = partial(RankState, state, None, rank == 0)
+                walk = partial(_planned_state, state, rank == 0)
                 self.states.append(self._timed("state, each rank", walk))
                 if stock:
                     local_plan = partial(_local_plan, state)
@@ -135,7 +135,7 @@ class Simulation:
         return {part: statistics.median(seconds) for part, seconds in self.seconds.items()}
 
     def _save(self, kind: str, caches: list[PlanCache]) -> bytes:
-        """Does the steps of save_state for one rank after another; returns the metadata."""
+        """Does the steps of SaveSession for one rank after another; returns the metadata."""
         self._saves += 1
         prefix = f"save/{self._saves}"
         transports = [
@@ -146,9 +146,9 @@ class Simulation:
         ]
         coordinator, cache = transports[0], caches[0]
 
-        def make_message(rank: int) -> Posted:
-            description = caches[rank].told(self.states[rank], Ranks(transports[rank]))
-            return Posted(description, "simulation", self._place)
+        def make_message(rank: int) -> RankMessage:
+            contents = caches[rank].contents_to_send(self.states[rank], Ranks(transports[rank]))
+            return RankMessage(contents, "simulation", self._place)
 
         def write(rank: int) -> Written:
             return self._simulate_write(rank, caches[rank])
@@ -165,11 +165,11 @@ class Simulation:
             return self._timed(f"{kind}: {part}", work)
 
         messages = gather("plan", make_message)
-        answers = timed("planned", lambda: cache.answers(messages, Ranks(coordinator), "1"))
-        timed("answered", lambda: coordinator.scatter(answers))
+        replies = timed("planned", lambda: cache.replies(messages, Ranks(coordinator), "1"))
+        timed("answered", lambda: coordinator.scatter(replies))
         for rank in range(self.world):
-            answer = answers[0] if rank == 0 else transports[rank].scatter(None)
-            caches[rank].keep(self.states[rank], answer)
+            reply = replies[0] if rank == 0 else transports[rank].scatter(None)
+            caches[rank].keep(self.states[rank], reply)
         plan = cache.plan
         assert plan is not None
         timed("described, beside the writing", plan.describe)
@@ -186,8 +186,8 @@ class Simulation:
         return data
 
     def _simulate_write(self, rank: int, cache: PlanCache) -> Written:
-        assert cache.task is not None
-        count = len(cache.task.rows)
+        assert cache.assignment is not None
+        count = len(cache.assignment.rows)
         files = []
         for file in range(_FILES):
             items = [
@@ -207,6 +207,13 @@ class Simulation:
             return made
         finally:
             gc.enable()
+
+
+def _planned_state(state_dict: dict[str, Any], is_coordinator: bool) -> SaveState:
+    """Does the work of one rank before it sends its message."""
+    state = SaveState(state_dict)
+    state.plan(None, is_coordinator)
+    return state
 
 
 def _local_plan(state: dict[str, Any]) -> SavePlan:
