@@ -231,7 +231,7 @@ def watched_collectives() -> Iterator[list[str]]:
     """Yields the names of the collectives that ranks call."""
     seen: list[str] = []
 
-    class Watched(plan._Meetings):
+    class Watched(plan._WrapperRanks):
         def reduce_scatter(self, step: str, *args: Any) -> Any:
             seen.append(step)
             return super().reduce_scatter(step, *args)
@@ -240,7 +240,7 @@ def watched_collectives() -> Iterator[list[str]]:
             seen.append(step)
             return super().all_reduce(step, *args)
 
-    with replaced(plan, "_Meetings", Watched):
+    with replaced(plan, "_WrapperRanks", Watched):
         yield seen
 
 
