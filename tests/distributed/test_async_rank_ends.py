@@ -94,7 +94,7 @@ def test_a_silent_rank_is_named_on_all_others(deaths: Deaths, case: str) -> None
     found = deaths.found(case)
     # The other ranks wait for the coordinator longer than the coordinator waits for them.
     patience = 1.25 * TIMEOUT if deaths.victim == 0 else TIMEOUT
-    reason = f"rank {deaths.victim} sent no heartbeat for {patience:g} s in 'write'"
+    reason = f"rank {deaths.victim} sent no heartbeat for {patience:g} s during 'write'"
     for rank in deaths.others:
         assert found[rank]["ranks"] == [deaths.victim]
         assert reason in found[rank]["text"]

@@ -141,7 +141,7 @@ def test_a_silent_rank_fails_the_load_by_name_in_time(
 ) -> None:
     silent, text, seconds = played[death].result().outcomes[1 - death.victim]
     assert silent == [death.victim]
-    assert f"{given_up_after(death.victim)} in '{STEPS[death.phase]}'" in text
+    assert f"{given_up_after(death.victim)} during '{STEPS[death.phase]}'" in text
     assert seconds < PATIENCE_SECONDS / 2
 
 

@@ -41,7 +41,7 @@ def test_a_silent_rank_is_named_on_all_others_and_nothing_is_published(
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
     found = played[death].result()
-    reason = f"rank {death.victim} {given_up_after(death.victim)} in '{death.step}'"
+    reason = f"rank {death.victim} {given_up_after(death.victim)} during '{death.step}'"
     for rank in set(range(SIZE)) - {death.victim}:
         ranks, text, _seconds = found.outcomes[rank]
         assert ranks == [death.victim]

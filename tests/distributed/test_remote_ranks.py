@@ -302,7 +302,7 @@ def deaths(workdir: Path) -> Iterator[Outcomes]:
 def test_a_rank_that_falls_silent_in_its_upload_is_named(deaths: Outcomes, case: str) -> None:
     found = deaths.found(case, dead=1 if case == "killed" else None)
     assert found[0]["ranks"] == [1]
-    assert f"rank 1 sent no heartbeat for {TIMEOUT:g} s in 'write'" in found[0]["text"]
+    assert f"rank 1 sent no heartbeat for {TIMEOUT:g} s during 'write'" in found[0]["text"]
 
 
 @pytest.mark.parametrize("case", ["stopped", "killed"])

@@ -50,7 +50,7 @@ def test_a_silent_rank_is_named_on_all_others(launch: Outcomes, case: str) -> No
     last = launch.ranks.size - 1
     for outcome in launch.found(case, dead=last if case == KILLED else None)[:last]:
         assert outcome["ranks"] == [last]
-        assert f"rank {last} sent no heartbeat for 2 s in 'write'" in outcome["text"]
+        assert f"rank {last} sent no heartbeat for 2 s during 'write'" in outcome["text"]
         assert outcome["seconds"] > TIMEOUT
 
 
@@ -63,7 +63,10 @@ def test_a_stopped_store_host_does_not_commit_after_it_was_declared_dead() -> No
     with ranks(2, stop_the_host, rank_0_hosts_store=True) as group:
         assert group.answer(0) == "stops"
         text, committed, seconds = group.answer(1)
-        assert "rank 1 lost the process group's store in 'write' (no answer for 2.5 s)" in text
+        assert (
+            "rank 1 lost the connection to the process group's store during 'write' (no answer for 2.5 s)"
+            in text
+        )
         assert "rank 0 may have committed" in text
         # Waits once, and not again at the end of the step.
         assert seconds < 2 * 1.25 * TIMEOUT

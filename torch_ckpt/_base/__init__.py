@@ -1,1 +1,1 @@
-"""Helpers that all parts share: the log, text formatting, progress, options and paths."""
+"""Helpers shared by all packages: logging, text formatting, progress, options and paths."""

@@ -1,4 +1,4 @@
-"""The warning about CUDA tensors in a build without CUDA support."""
+"""Warns about CUDA tensors if torch_ckpt was built without CUDA support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_ckpt._base.log import warn
 
 @functools.cache
 def warn_without_cuda() -> None:
-    """Warns, once per process, that CUDA tensors are saved slowly, by torch.save."""
+    """Warns, once per process, that torch.save writes CUDA tensors, which is slow."""
     version = (torch.version.cuda or "").split(".")[0]
     warn(
         "this build of torch_ckpt has no CUDA support: CUDA tensors are copied to host memory and "

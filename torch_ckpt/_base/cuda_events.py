@@ -1,4 +1,4 @@
-"""CUDA events, which work on other streams waits for."""
+"""CUDA events, which make other streams wait for the work of the current stream."""
 
 from __future__ import annotations
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-#: Limit of the names that an error or a warning lists.
+#: Maximum number of names that an error or a warning lists.
 MOST_NAMES = 8
 
 
 def size(count: float) -> str:
-    """Writes a number of bytes: "704 B", "20.9 MB" (powers of ten, as on disks)."""
+    """Formats a number of bytes: "704 B", "20.9 MB". Units are powers of ten, as for disks."""
     if count < 1000:
         return f"{count:.0f} B"
     value, units = count / 1000, ["kB", "MB", "GB", "TB"]
-    while value >= 999.95 and len(units) > 1:  # would be rounded to 1000.0
+    while value >= 999.95 and len(units) > 1:  # would otherwise be rounded to 1000.0
         value /= 1000
         del units[0]
     return f"{value:.1f} {units[0]}"
 
 
 def duration(seconds: float) -> str:
-    """Writes a time in its largest unit: "40 s", "3 min", "5 h", "12 d"."""
+    """Formats a duration in its largest unit: "40 s", "3 min", "5 h", "12 d"."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
@@ -36,14 +36,14 @@ def printable(text: str) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Returns the message of an error, without the "[Errno 2]" and quotes of system errors."""
+    """Returns the message of an error, without the "[Errno 2]" and the quotes of an OSError."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def plural(count: int, noun: str) -> str:
-    """Writes a number and its noun: "1 file", "2 files"."""
+    """Formats a count with its noun: "1 file", "2 files"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -54,7 +54,7 @@ def some_of(names: Sequence[str], most: int = MOST_NAMES) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Writes ranks: "rank 3", "ranks 0-2, 7"."""
+    """Formats a set of ranks: "rank 3", "ranks 0-2, 7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
@@ -68,14 +68,14 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report.
+    """A table in a report.
 
     Attributes:
-        header: the titles of the columns.
-        rows: one text for each column.
+        header: the column titles.
+        rows: the texts of each row, one per column.
         right: titles of the right-aligned columns.
-        optional: titles of minor columns, which a narrow terminal leaves out, the least important
-            one first.
+        optional: titles of the columns that may be left out on a narrow terminal, the least
+            important first.
     """
 
     header: Sequence[str]
@@ -95,12 +95,12 @@ class Table:
             yield "  ".join(cells).rstrip()
 
 
-#: A part of a report: one line of text, or a table.
+#: A part of a report: a line of text, or a table.
 Block = str | Table
 
 
 def text_lines(blocks: Iterable[Block]) -> Iterator[str]:
-    """The lines of a report as plain text."""
+    """Yields the lines of a report as plain text."""
     for block in blocks:
         if isinstance(block, Table):
             yield from block.lines()

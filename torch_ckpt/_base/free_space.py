@@ -1,4 +1,4 @@
-"""Checks that a file system has enough free space for files to be written."""
+"""Checks that a file system has enough free space."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def require_room(
     remedy: str,
     make_room: Callable[[], None] | None = None,
 ) -> None:
-    """Checks that this user may write so many bytes to a directory.
+    """Checks that this user may write ``wanted`` bytes to a directory.
 
     Args:
         wanted: number of bytes.
-        need: start of the message: what needs how many bytes.
-        remedy: end of the message: what to do.
-        make_room: called if there is too little space; then the space is checked again.
+        need: start of the error message: what needs how many bytes.
+        remedy: end of the error message: what to do.
+        make_room: called if there is too little space. Then the space is checked again.
 
     Raises:
-        OSError: ``ENOSPC``, with the free bytes; or the free space cannot be queried.
+        OSError: there is too little space (``ENOSPC``), or the free space cannot be queried.
     """
     free = free_bytes(directory)
     if free is not None and free < wanted and make_room is not None:
@@ -36,9 +36,8 @@ def require_room(
 
 
 def free_bytes(directory: str) -> int | None:
-    """Returns the bytes that this user may write; None if the file system does not report them.
-
-    Some FUSE file systems do not. Then a full disk is noticed only by writing.
+    """Returns the number of bytes that this user may write, or None if the file system does not
+    report it, like some FUSE file systems. Then only a failed write reveals that the disk is full.
 
     Raises:
         OSError: the free space cannot be queried.

@@ -1,4 +1,4 @@
-"""Attributes of a package that import their module at the first use."""
+"""Attributes of a package that are imported on first use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ def lazy_attributes(
     """Returns the functions ``__getattr__`` and ``__dir__`` for a package (PEP 562).
 
     Args:
-        package: its ``__name__``.
-        modules: the names that each module of the package defines, by the module's name below the
-            package.
-        submodules: modules of the package that are attributes themselves.
+        package: ``__name__`` of the package.
+        modules: the names that each module defines, by module name relative to the package.
+        submodules: modules and subpackages that are attributes of the package themselves.
     """
     module_of = {name: module for module, names in modules.items() for name in names}
     own = frozenset(submodules)

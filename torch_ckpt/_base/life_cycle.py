@@ -1,14 +1,14 @@
-"""Hooks of the package's parts for forks and for the exit of the interpreter.
+"""Hooks that the package's parts register for forks and for interpreter exit.
 
-1. Before a fork, parts prepare for the child.
-2. In a forked child, parts drop the state that belongs to the parent.
-3. When the interpreter exits, thread pools of ``concurrent.futures`` are shut down first; parts
-   that need these are called before (:func:`before_thread_pools_end`). Then each part ends.
-   ``atexit`` callbacks registered after the import of torch_ckpt run before the parts, earlier ones
-   after them.
+1. Before a fork, the parts prepare for the child.
+2. In a forked child, the parts drop the state that belongs to the parent.
+3. At interpreter exit, Python first shuts down the thread pools of ``concurrent.futures``. Parts
+   that need these pools are called before that (:func:`before_thread_pools_end`). Then the exit
+   hooks of all parts run. ``atexit`` callbacks run before these hooks if they were registered after
+   the import of torch_ckpt, and otherwise after them.
 
-The parts are called in the order of :class:`Part`. The engine, which outlives all of them, has
-rules of its own in csrc/os/fork_guard.h. Signals are handled in ranks/preemption.py only.
+The hooks run in the order of :class:`Part`. The engine, which outlives all parts, has its own rules
+in csrc/os/fork_guard.h. Only ranks/preemption.py handles signals.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from enum import IntEnum, auto
 
 
 class Part(IntEnum):
-    """The parts, in the order in which their hooks are called."""
+    """The parts, in the order in which their hooks run."""
 
-    #: The cycle collector, which a child enables again.
+    #: The cycle collector. A child enables it again.
     COLLECTOR = auto()
-    #: Calls of Megatron's queues: at exit, the other ranks are notified that this rank ends.
+    #: Calls of Megatron's queues. At exit, the other ranks are notified that this rank ends.
     CALLS = auto()
-    #: Cached plans of saves, which a thread of the parent may be using: a child drops them.
+    #: Cached plans of saves. A child drops them, because a thread of the parent may be using them.
     PLANS = auto()
-    #: Running saves. At exit they end, and the engine's threads with them.
+    #: Running saves. At exit they are ended, together with the engine's threads.
     SAVES = auto()
     #: Memory reserved for saves, which belongs to the parent.
     MEMORY = auto()
     #: Queues through which children send results.
     RESULTS = auto()
-    #: Watches for preemption notices, whose threads poll the store.
+    #: Watches for preemption notices. Their threads poll the store.
     NOTICES = auto()
     #: Leases on roots. At exit they are released last, when no save is running any more.
     LEASES = auto()
@@ -63,21 +63,21 @@ def register(
     before_fork: Callable[[], object] | None = None,
     in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Registers the hooks of a part. Called once, when the part's module is imported."""
+    """Registers the hooks of a part. Each part does this once, when its module is imported."""
     assert part not in _hooks
     _hooks[part] = _Hooks(at_exit, before_fork, in_child)
 
 
 def before_thread_pools_end(function: Callable[[], object]) -> None:
     """Registers a function to call at exit, before ``concurrent.futures`` shuts down."""
-    # concurrent.futures registers its own shutdown when it is imported.
+    # Functions run in reverse order, and this import registers the shutdown of the thread pools.
     import concurrent.futures.thread  # noqa: F401
 
     threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 def _call(hook: str) -> None:
-    """Calls a hook of all parts, in their order. If one raises, the others are still called."""
+    """Calls one of the hooks for all parts, in order. If a hook raises, the others still run."""
     with contextlib.ExitStack() as calls:
         for part in sorted(_hooks, reverse=True):
             function = getattr(_hooks[part], hook)
@@ -88,10 +88,10 @@ def _call(hook: str) -> None:
 def watch_exit() -> None:
     """Registers the exit hooks of the parts with ``atexit``.
 
-    ``atexit`` calls functions in the reverse order of their registration. Those of logging,
-    multiprocessing and weakref must come after the parts, because saves log, wait for child
-    processes and hold finalizers. Importing the first two registers them; the first finalizer
-    registers that of weakref.
+    ``atexit`` calls functions in the reverse order of registration. The functions of logging,
+    multiprocessing and weakref must run after the parts' hooks, because saves log, wait for child
+    processes and hold finalizers. So they must be registered first. logging and multiprocessing do
+    that when they are imported, and weakref does it when the first finalizer is created.
     """
     weakref.finalize(watch_exit, int).detach()
     atexit.register(_call, "at_exit")

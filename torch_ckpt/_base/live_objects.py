@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class LiveObjects(Generic[T]):
-    """A set of weak references, compared by identity, that may change while it is iterated.
+    """A set of weak references, compared by identity. It may change during iteration.
 
-    Iterating a ``WeakSet`` fails if another thread adds an object meanwhile. A lock could deadlock
-    in signal handlers and forked children.
+    A ``WeakSet`` does not allow that: iterating it fails if another thread adds an object. A lock
+    could deadlock in signal handlers and forked children.
     """
 
     def __init__(self) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import warnings
 
-#: The logger of the package. A finished background save is one record, with ``record.metrics``.
+#: The package's logger. Each finished background save logs one record, with ``record.metrics``.
 LOGGER = logging.getLogger("torch_ckpt")
 
 
 def warn(text: str, stacklevel: int = 2) -> None:
-    """Warns, and never raises, so that it may be called during exchanges between ranks or after a
+    """Issues a warning, but never raises. May be called during exchanges between ranks, and after a
     commit.
 
     Args:
-        stacklevel: stack level as for ``warnings.warn``, counted from the caller.
+        stacklevel: stack level as in ``warnings.warn``, counted from the caller.
     """
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except Warning:
-        # A warning filter turns warnings into errors.
+        # A warning filter has turned the warning into an error.
         LOGGER.warning("%s", text)

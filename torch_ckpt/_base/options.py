@@ -1,5 +1,5 @@
-"""Checks of options: unknown options are refused with the name of the function that the user
-called, not of the function that they are passed to."""
+"""Checks options. Errors name the function that the user called, not the function that an option
+is passed on to."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 
 
 def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str]) -> None:
-    """Refuses options that neither a function nor the class that it passes them to accepts.
+    """Refuses options that a function would pass on to a class that does not accept them.
 
     Args:
         caller: the function or class that the user called.
-        kind: the torch_ckpt class that gets the options, derived from torch's class of that name.
+        kind: the torch_ckpt class that receives the options; it is derived from torch's class of
+            the same name.
         options: names of the options.
 
     Raises:
-        TypeError: an option is unknown; suggests the nearest name.
+        TypeError: an option is unknown. The message suggests the nearest name.
     """
     passed_on = options_of(kind)
     for option in options:
@@ -39,10 +40,11 @@ def check_options(title: str, options: Any, known: Collection[str]) -> dict[str,
         known: the allowed names.
 
     Returns:
-        A new dict, whose values can be read repeatedly: see :func:`reusable`.
+        A new dict. Its values can be read repeatedly: see :func:`reusable`.
 
     Raises:
-        TypeError: ``options`` is not a mapping, or a name is unknown; suggests the nearest name.
+        TypeError: ``options`` is not a mapping, or a name is unknown. The message suggests the
+            nearest name.
     """
     options = options or {}
     if not isinstance(options, Mapping):
@@ -61,18 +63,18 @@ def _hint(option: object, known: Collection[str]) -> str:
 def reusable(option: Any) -> Any:
     """Converts an iterator, such as a generator or ``zip()``, to a tuple that can be read again.
 
-    Returns other values unchanged. Public functions call it for options that they read repeatedly.
+    Returns other values unchanged. Public functions use it for options that they read repeatedly.
     """
     return tuple(option) if isinstance(option, Iterator) else option
 
 
 def reusable_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a mapping of options with :func:`reusable` values."""
+    """Returns a copy of a mapping of options, with :func:`reusable` applied to each value."""
     return {name: reusable(option) for name, option in options.items()}
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError if the value of the option ``name`` is none of the choices."""
+    """Raises ValueError if the value of an option is not one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 

@@ -1,4 +1,4 @@
-"""Progress of a long operation: a bar on standard error, or a callback of the caller."""
+"""Progress of a long operation: a bar on standard error, or a callback."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TEXT_LENGTH = 42
 
 @dataclass(frozen=True)
 class Progress:
-    """Bytes processed so far by this rank. No count ever decreases.
+    """The progress of this rank, in bytes. The counts never decrease.
 
     Attributes:
-        bytes_planned: bytes to write or read in total.
+        bytes_planned: total number of bytes to write or read.
         bytes_staged: bytes copied from the tensors (saves only).
-        bytes_done: bytes written, or read into their destination.
+        bytes_done: bytes written, or bytes read into their destination.
     """
 
     bytes_planned: int
@@ -34,9 +34,9 @@ class Progress:
     bytes_done: int
 
 
-#: ``None`` or False: no progress. True: a bar on standard error of rank 0. A function: called with
-#: a :class:`Progress` several times a second, on the calling thread or, for a background save, on
-#: the thread of the save.
+#: None or False reports no progress. True shows a bar on standard error on rank 0. A function is
+#: called with a :class:`Progress` several times per second, on the calling thread or, for a
+#: background save, on the save's thread.
 ProgressOption = bool | Callable[[Progress], None] | None
 
 
@@ -47,13 +47,14 @@ def stderr_is_terminal() -> bool:
 
 
 class ProgressBar:
-    """One line on standard error, redrawn on a terminal; elsewhere it is written once, at the end.
+    """A progress bar in one line on standard error. On a terminal the line is redrawn. Otherwise it
+    is written only once, at the end.
 
     Args:
         title: the text before the bar.
-        total: bytes in total; None: those of the first :class:`Progress`.
-        seconds_between: least time between two drawings.
-        erase: remove the line at the end and write nothing elsewhere.
+        total: total number of bytes; None takes it from the first :class:`Progress`.
+        seconds_between: minimum time between two drawings.
+        erase: erase the bar at the end, and write nothing if standard error is not a terminal.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ProgressBar:
         self._redraws = stderr_is_terminal()
 
     def update(self, progress: Progress) -> None:
-        """Draws the bar unless it was drawn a moment ago."""
+        """Draws the bar, unless it was drawn less than ``seconds_between`` seconds ago."""
         self._done = progress.bytes_done
         if self._total is None:
             self._total = progress.bytes_planned
@@ -96,7 +97,7 @@ class ProgressBar:
         return min(self._done / self._total, 1.0) if self._total else 1.0
 
     def _status(self) -> str:
-        """The share, the rate and the estimated time left."""
+        """Returns the percentage done, the rate and the estimated time left."""
         seconds = time.monotonic() - self._started_at
         total = self._total or 0
         text = f"{self._share():.0%} of {size(total)}"
@@ -110,7 +111,7 @@ class ProgressBar:
         return f"{self._title}: {self._status()}"
 
     def _line(self) -> str:
-        """The text with a bar, in one line of the terminal."""
+        """Returns the text with a bar, shortened to the width of the terminal."""
         width = shutil.get_terminal_size().columns - 1
         title = _shorten(self._title, max(width - _TEXT_LENGTH - 2, 8))
         bar = ""
@@ -120,7 +121,7 @@ class ProgressBar:
         return f"{title}:{bar} {self._status()}"[:width]
 
     def _write(self, text: str) -> None:
-        # A closed standard error must not fail the operation.
+        # The operation must not fail because standard error is closed.
         with suppress(OSError, ValueError):
             if sys.stderr is not None and text:
                 print(text, end="", file=sys.stderr, flush=True)
@@ -143,14 +144,14 @@ def _draw_bar(share: float) -> str:
 
 
 class Reporter:
-    """Context manager that passes the progress of one operation to a bar or to a callback.
+    """Context manager that reports the progress of an operation to a bar or a callback.
 
     Args:
         option: see :data:`ProgressOption`.
-        title: the title of the bar.
-        rank: rank of this process; None: single-process.
-        total: bytes in total.
-        seconds_between: least time between two drawings of the bar.
+        title: the text before the bar.
+        rank: rank of this process; None for a single process.
+        total: total number of bytes.
+        seconds_between: minimum time between two drawings of the bar.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Detection of values with a ``state_dict``."""
+"""Detects values that have a ``state_dict``."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def is_stateful(value: Any) -> bool:
-    """Returns isinstance(value, Stateful), which takes 20 microseconds before Python 3.12."""
+    """Returns the same as isinstance(value, Stateful), which takes 20 µs before Python 3.12."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

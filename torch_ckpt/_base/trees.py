@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import ranks_text
 
-#: Limit of the differences that an error lists.
+#: Maximum number of differences that an error lists.
 SHOWN = 10
 
-# Bytes of a tensor on a device that are copied to the host at once.
+# Size of the pieces in which a tensor on a device is copied to the host.
 _PIECE_BYTES = 64 << 20
 
 _LEAVES = (int, float, bool, str, bytes, type(None))
@@ -35,9 +35,9 @@ class Tree:
 
     Attributes:
         names: names of the leaves, such as "a.b.0"; "" if the tree itself is a leaf.
-        leaves: the leaves, in the order of their names.
-        containers: type of each container by name, to distinguish empty containers.
-        spec: pytree specification, to unflatten leaves.
+        leaves: the leaves, in the order of ``names``.
+        containers: type of each container, by name. Distinguishes empty containers.
+        spec: the pytree specification, to unflatten leaves.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -76,8 +76,8 @@ class Tree:
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """Returns the children of a container by key; None for a leaf.
 
-    If the text of two keys is equal, or a key contains a dot, all keys are written in Python's
-    syntax: "['a.b']".
+    If two keys have the same text, or a key contains a dot, all keys are returned in Python syntax:
+    "['a.b']".
     """
     if isinstance(node, torch.Tensor) or type(node) in _LEAVES:
         return None  # ten times faster than pytree
@@ -91,7 +91,8 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def is_strided(leaf: Any) -> bool:
-    """True for a plain strided tensor. False for sparse, quantized, meta and other tensors."""
+    """Returns True for a plain strided tensor, and False for sparse, quantized, meta and other
+    tensors."""
     return (
         type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and leaf.layout == torch.strided
@@ -101,7 +102,7 @@ def is_strided(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """True for a NumPy array without Python objects."""
+    """Returns True for a NumPy array that contains no Python objects."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(leaf) is numpy.ndarray and not leaf.dtype.hasobject
 
@@ -119,16 +120,19 @@ def kind(leaf: Any) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor in one dimension: a view if it is contiguous, else a copy."""
+    """Returns the bytes of a tensor as a one-dimensional tensor: a view if the tensor is
+    contiguous, otherwise a copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.itemsize in BITS:
         tensor = tensor.view(BITS[tensor.itemsize])
-    # view() and reshape() keep the stride of a dimension of size 1, which may be any number.
+    # Not view() or reshape(): they keep the stride of a dimension of size 1, which may be any
+    # number.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def host_pieces(data: torch.Tensor) -> Iterator[ctypes.Array[ctypes.c_char]]:
-    """Yields a tensor of bytes in pieces in host memory. Each is valid until the next."""
+    """Yields the data of a byte tensor in pieces in host memory. A piece is valid until the next
+    one is requested."""
     for begin in range(0, data.numel(), _PIECE_BYTES):
         host = data[begin : begin + _PIECE_BYTES].cpu()
         yield (ctypes.c_char * host.numel()).from_address(host.data_ptr())
@@ -144,8 +148,8 @@ def empty(
 
 
 def array_bytes(array: Any) -> torch.Tensor:
-    """Returns the bytes of an array in one dimension: a view if it is contiguous and writable,
-    else a copy."""
+    """Returns the bytes of an array as a one-dimensional tensor: a view if the array is contiguous
+    and writable, otherwise a copy."""
     import numpy
 
     data = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
@@ -153,12 +157,13 @@ def array_bytes(array: Any) -> torch.Tensor:
 
 
 def digest(described: dict[str, str]) -> bytes:
-    """Returns a hash of 16 bytes, to compare descriptions between ranks. Ignores their order."""
+    """Returns a 16-byte hash of descriptions, to compare them between ranks. Their order does not
+    matter."""
     return hashlib.blake2b(repr(sorted(described.items())).encode(), digest_size=16).digest()
 
 
 def differences(by_rank: Sequence[dict[str, str]]) -> list[str]:
-    """Returns a line for each name whose description differs between ranks."""
+    """Returns one line for each name whose description differs between ranks."""
     names = dict.fromkeys(name for described in by_rank for name in described)
     lines = []
     for name in names:
@@ -172,7 +177,7 @@ def differences(by_rank: Sequence[dict[str, str]]) -> list[str]:
 
 
 def indented(lines: Sequence[str]) -> str:
-    """Joins the first lines, indented, and the number of further lines."""
+    """Joins the first lines, indented, and adds the number of remaining lines."""
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n".join(f"  {line}" for line in [*lines[:SHOWN], *more])
 

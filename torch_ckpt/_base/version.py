@@ -5,7 +5,7 @@ import warnings
 
 __version__ = "0.1.0"
 
-#: As in pyproject.toml: from the first version up to the second one, which is not supported.
+#: The first supported version, and the first later version that is not. As in pyproject.toml.
 SUPPORTED_TORCH = ((2, 11), (2, 16))
 
 
@@ -27,12 +27,12 @@ def check_torch_version(version: str) -> None:
     requirement = f"'torch>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
     if found < first:
         raise ImportError(
-            f"torch_ckpt {__version__} supports {supported} and found torch {version}: run "
-            f"`pip install {requirement}`, then install torch_ckpt again"
+            f"torch_ckpt {__version__} supports {supported}, but found torch {version}: run "
+            f"`pip install {requirement}`, then reinstall torch_ckpt"
         )
     if found >= end:
         warnings.warn(
-            f"torch_ckpt {__version__} is tested with {supported}, not with torch {version}: try a "
-            f"save and a restore before you rely on it, or install {requirement}",
+            f"torch_ckpt {__version__} is tested with {supported}, but not with torch {version}: "
+            f"test a save and a restore before you rely on it, or install {requirement}",
             stacklevel=3,
         )

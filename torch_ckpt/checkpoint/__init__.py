@@ -1,1 +1,1 @@
-"""One checkpoint on disk: its opened directory, its metadata, and its objects, read safely."""
+"""A checkpoint on disk: access to its directory, and safe decoding of its metadata and objects."""

@@ -1,4 +1,4 @@
-"""The parts of a tensor that this rank has, and the check that a load fills them."""
+"""The chunks of a tensor that this rank has, and the check that a load fills them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from torch_ckpt.errors import CheckpointError
 def require_cover(
     metadata: Metadata, targets: Mapping[str, Any], items: Iterable[ReadItem]
 ) -> None:
-    """Raises Corrupt if a plan does not fill a target, as far as the stored tensor reaches.
+    """Raises Corrupt if a plan leaves part of a target unread that the stored tensor covers.
 
     Args:
-        targets: tensors and other values by fully qualified name; the metadata has all names.
+        targets: tensors and other values by fully qualified name. The metadata must have all of
+            these names.
         items: the items of the plan.
     """
     planned: dict[tuple[str, Any], list[Box]] = defaultdict(list)
@@ -49,20 +50,20 @@ def require_cover(
 
 
 def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
-    """Lists the parts of a tensor that this rank has.
+    """Returns the chunks of a tensor that this rank has.
 
     Raises:
         ValueError: ``value`` is not a tensor.
     """
-    # For ranks outside of the mesh torch would return a part with one element.
+    # For a rank outside the mesh, torch would return a chunk with one element.
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return []
-    # torch computes with tensors on the default device, which may be "meta".
+    # torch computes the chunks with tensors on the default device, which may be "meta".
     with torch.device("cpu"):
         chunks = _create_chunk_list(value)
     if not _is_strided(value) or 0 in chunks[0].sizes:
         return chunks
-    # torch assumes that the elements follow the first one without a gap.
+    # torch assumes that a rank's elements are consecutive, so compute the chunks here.
     runs = [_runs_here(value, dim) for dim in range(value.dim())]
     return [
         ChunkStorageMetadata(
@@ -74,19 +75,16 @@ def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
 
 
 def require_consecutive(name: str, value: Any) -> None:
-    """Refuses a DTensor if this rank's elements of it are not consecutive.
+    """Raises CheckpointError if this rank's elements of a DTensor are not consecutive.
 
-    torch's planners would read and write other elements.
-
-    Raises:
-        CheckpointError: the elements are not consecutive.
+    torch's planners would read and write the wrong elements.
     """
     if _is_strided(value) and len(chunks_here(value)) > 1:
         raise CheckpointError(
-            f"{name}: this rank's elements of the DTensor are not consecutive, because of its "
-            f"placements {tuple(value.placements)} and shape {list(value.shape)}, and a checkpoint "
-            "can describe only consecutive elements; redistribute it to Shard and Replicate "
-            "placements first"
+            f"{name}: this rank's elements of the DTensor are not consecutive, because its "
+            f"placements are {tuple(value.placements)} and its shape is {list(value.shape)}. A "
+            "checkpoint can describe only consecutive elements: redistribute the DTensor to Shard "
+            "and Replicate placements first"
         )
 
 
@@ -97,11 +95,12 @@ def _is_strided(value: Any) -> bool:
 
 
 def _runs_here(tensor: DTensor, dim: int) -> list[tuple[int, int]]:
-    """Returns begin and length of each run of this rank's indices in a dimension."""
+    """Returns the start and length of each run of consecutive indices that this rank has in a
+    dimension."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    # Split the indices as distribute_tensor splits the tensor itself.
+    # Split the indices in the same way as distribute_tensor splits the tensor.
     here = torch.arange(tensor.size(dim), device="cpu").view(*[1] * dim, -1)
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:

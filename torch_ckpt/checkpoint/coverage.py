@@ -1,7 +1,7 @@
-"""The check that shards cover a tensor, so that a checkpoint that lost a shard is not loaded.
+"""Checks that shards cover a tensor, so that a checkpoint with a lost shard is not loaded.
 
-For a single shard, counting elements suffices. Several shards may overlap and still have enough
-elements in total, so they are checked as boxes.
+For a single shard, it is enough to count elements. Several shards may have enough elements in total
+but overlap and leave a gap, so their positions are checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch_ckpt import _core
 from torch_ckpt.errors import Corrupt
 
-#: Offsets and sizes, by dimension.
+#: Offsets and sizes, one per dimension.
 Box = tuple[Sequence[int], Sequence[int]]
 
 
@@ -22,44 +22,48 @@ def require_all(
     """Raises Corrupt if boxes do not cover the wanted part of a tensor.
 
     Args:
-        wanted: size of the part.
-        boxes: offsets within the part, and sizes, of the stored shards.
-        offsets: offsets of the part in the tensor.
+        wanted: size of the wanted part.
+        boxes: offsets and sizes of the stored shards, relative to the wanted part.
+        offsets: offsets of the wanted part in the tensor.
     """
     count = math.prod(wanted)
     planned = sum(math.prod(sizes) for _, sizes in boxes)
     if planned < count:
         raise Corrupt(
-            f"{name}: the shards in the metadata hold only {planned} of the {count} wanted "
-            "elements; the save that wrote it was incomplete"
+            f"{name}: the shards in the metadata contain only {planned} of the {count} wanted "
+            "elements; the save that wrote them was incomplete"
         )
     if len(boxes) > 1:
         gap = gap_in(tuple(wanted), boxes)
         if gap is not None:
             place = [begin + inner for begin, inner in zip(offsets, gap, strict=True)]
             raise Corrupt(
-                f"{name}: shards in the metadata overlap, and none of them holds element {place}; "
-                "the save that wrote it was incomplete"
+                f"{name}: shards in the metadata overlap, and none of them contains element "
+                f"{place}; the save that wrote them was incomplete"
             )
 
 
 def gap_in(whole: tuple[int, ...], boxes: Sequence[Box]) -> list[int] | None:
-    """Returns the first element that no box covers, or None. All boxes lie in a tensor of size
-    ``whole``."""
+    """Returns the first element of a tensor that no box covers, or None if there is none.
+
+    Args:
+        whole: size of the tensor, which contains all boxes.
+    """
     if 0 in whole or _core.tile(whole, [box for box in boxes if 0 not in box[1]]):
         return None
     return _gap(whole, [tuple(zip(*box, strict=True)) for box in boxes])
 
 
 def _gap(whole: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> list[int] | None:
-    """Does the same, with (offset, length) of each box by dimension."""
+    """Implements :func:`gap_in`. A box is one (offset, length) pair per dimension."""
     if 0 in whole:
         return None
     if not boxes:
         return [0] * len(whole)
     if not whole:
         return None
-    # Between two neighbouring cuts across the first dimension, the set of boxes does not change.
+    # Cut the first dimension at the edges of all boxes. Between two cuts, the set of boxes is
+    # constant.
     cuts = sorted({0, *(edge for box in boxes for edge in (box[0][0], sum(box[0])))} - {whole[0]})
     seen: dict[frozenset[tuple[tuple[int, int], ...]], list[int] | None] = {}
     for begin in cuts:

@@ -1,9 +1,9 @@
-"""A checkpoint's directory that is held open, and the check that all ranks opened the same one.
+"""An open checkpoint directory, and the check that all ranks have opened the same directory.
 
-A path leads to the same directory only until a directory is renamed, a link is changed, or the
-working directory changes. So a save, a load and a verification open the directory once and use its
-descriptor for every call: ``OpenDirectory`` is csrc/os/directory.h. csrc/directory/lease.h
-describes the locks, and the files that may be removed.
+A path may later lead to another directory, because a directory is renamed, a link is changed, or
+the process changes its working directory. So a save, a load or a verification opens the directory
+once and uses its descriptor for every call: see csrc/os/directory.h for ``OpenDirectory``, and
+csrc/directory/lease.h for the locks and the files that may be removed.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ __all__ = ["OpenDirectory", "Place", "require_one_directory", "share_or_warn"]
 
 
 def share_or_warn(directory: OpenDirectory) -> OpenDirectory:
-    """Locks a directory, so that no other process removes files in it while it is open.
+    """Takes the shared lock on a directory, so that no other process removes files from it.
 
-    Warns if another process holds its lock for too long.
+    If another process holds the exclusive lock for too long, warns and continues without the lock.
     """
     if not directory.share():
         warnings.warn(
-            f"{directory.path}: another process has held its exclusive lock for too long; this "
-            "load fails if that process removes files of the checkpoint",
+            f"{directory.path}: another process has held the exclusive lock on the directory for "
+            "too long. This load continues without a lock, and fails if that process removes files "
+            "of the checkpoint",
             stacklevel=3,
         )
     return directory
 
 
 class Place(NamedTuple):
-    """Identity of the directory that a rank has opened, in a form that can be sent.
+    """Identity of the directory that a rank has opened, which can be sent to other ranks.
 
-    Device and inode numbers of a directory differ between hosts on some network file systems, and
-    ranks may save into different directories. So identities are compared only if a path must lead
-    all processes to the same directory: on one host, with the same mounts.
+    On some network file systems, the device and inode numbers of a directory differ between hosts.
+    Ranks may also save to different directories on purpose. So two identities are compared only if
+    the same path must lead to the same directory: on one host, with the same mounts.
 
     Attributes:
-        mounts: identity of the host and the mounts of the process; empty if unknown.
-        path: the path that was opened.
-        identity: the numbers of the directory.
+        mounts: identifies the host and the process's mounts; empty if unknown.
+        path: the path that the rank opened.
+        identity: the numbers that identify the directory.
     """
 
     mounts: str
@@ -57,7 +58,7 @@ class Place(NamedTuple):
         return cls(_mounts(), directory.path, directory.identity())
 
     def contradicts(self, other: Place) -> bool:
-        """Returns True if one path has led to two directories."""
+        """Returns True if the two ranks opened different directories under the same path."""
         return (
             bool(self.mounts)
             and (self.mounts, self.path) == (other.mounts, other.path)
@@ -69,10 +70,10 @@ def require_one_directory(places: Iterable[Place | None]) -> None:
     """Raises an error if ranks opened different directories under the same path.
 
     Args:
-        places: the identities of all ranks; None for a rank that sent none.
+        places: the identity that each rank sent; None for a rank that sent none.
 
     Raises:
-        NotCommitted: the path has led to several directories since the save began.
+        NotCommitted: ranks opened different directories.
     """
     first: dict[tuple[str, str], Place] = {}
     for place in places:

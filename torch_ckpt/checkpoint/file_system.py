@@ -1,4 +1,4 @@
-"""torch's file system over a checkpoint's directory that is held open."""
+"""A file system for torch's code that accesses files in an open checkpoint directory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class FilesBeneath(FileSystem):
         self._directory = directory
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        """Returns the file's name, by which :meth:`create_stream` opens it."""
+        """Returns the file name, which :meth:`create_stream` accepts as a path."""
         return suffix
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Opens a file and closes it after the block."""
+        """Context manager that opens a file and closes it at the end of the block."""
         opener = self._directory.open_for_read if mode == "rb" else self._open_for_write
         with open(path, mode, opener=opener) as stream:
             yield cast(io.IOBase, stream)

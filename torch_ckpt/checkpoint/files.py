@@ -1,19 +1,16 @@
-"""Checks of file names from metadata, which may come from an untrusted writer.
-
-csrc/os/beneath.h has the rules.
-"""
+"""Checks file names in metadata, which are not trusted. csrc/os/beneath.h has the rules."""
 
 from __future__ import annotations
 
 from torch_ckpt import _core
 from torch_ckpt.errors import Unsafe
 
-#: Longest path in bytes that Linux accepts.
+#: Maximum length in bytes of a path in Linux.
 MOST_PATH_BYTES = 4096
 
 
 def lies_beneath(file: object) -> bool:
-    """Returns True if a file of this name in the checkpoint's directory may be opened."""
+    """Returns True if the name is that of a file beneath the checkpoint directory."""
     try:
         return (
             isinstance(file, str)
@@ -25,11 +22,11 @@ def lies_beneath(file: object) -> bool:
 
 
 def outside(name: str, file: object) -> Unsafe:
-    """Builds the error for data outside of the checkpoint's directory."""
+    """Builds the error for data outside the checkpoint directory."""
     shown = repr(file)
     if len(shown) > 200:
         shown = f"{shown[:200]}..."
     return Unsafe(
-        f"{name}: the metadata places its data in {shown}, which is not a file in the "
-        "checkpoint's directory"
+        f"{name}: the metadata places its data in {shown}, which is not a file beneath the "
+        "checkpoint directory"
     )

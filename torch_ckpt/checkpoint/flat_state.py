@@ -25,8 +25,8 @@ def flat_state(state_dict: dict[str, Any], watch: _C.SourceWatch | None = None) 
     for row in flat.others():
         value = flat.value(row)
         if isinstance(value, ShardedTensor):
-            # torch replaces a ShardedTensor whose shard is a ShardedTensor by that one, or removes
-            # it if this rank has none.
+            # If the shards of a ShardedTensor are ShardedTensors, torch replaces it with this
+            # rank's shard, or removes it if this rank has none.
             name = flat.name(row)
             flattened = _flatten_sharded_tensors({name: value})
             if name not in flattened:

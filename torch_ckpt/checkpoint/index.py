@@ -1,7 +1,7 @@
-"""Index of a checkpoint's metadata, built without torch.
+"""Builds the index of a checkpoint's metadata without torch.
 
-The file is a pickle (checkpoint/metadata.py). The engine interprets its program, and refuses
-everything that metadata does not need; Python does not execute it.
+The metadata file is a pickle (checkpoint/metadata.py). Python does not execute the pickle. The
+engine interprets its opcodes, and refuses everything that metadata does not need.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
-#: Name of the file whose appearance is the commit of a checkpoint.
+#: Name of the metadata file. A checkpoint is committed when this file appears.
 METADATA_NAME = ".metadata"
 
 
-# Bounds the cost of decoding. The metadata of a million tensors has about 200 MB.
+# Limits the cost of decoding. The metadata of a million tensors is about 200 MB.
 MAX_METADATA_BYTES = 4 << 30
 
 
@@ -31,10 +31,10 @@ _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard"
 
 
-# The names that metadata may contain, with their roles in csrc/index/metadata_pickle.h, which
-# interprets the program before Python executes it.
+# The names that metadata may contain, with the roles that they have for the engine
+# (csrc/index/metadata_pickle.h).
 _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    # Only to look up a member of an enum, as Python 3.11.0 to 3.11.3 pickles it.
+    # Only to look up enum members, which Python 3.11.0 to 3.11.3 pickles as calls of getattr.
     "builtins": {"member": ("getattr",)},
     "pathlib": {"function": ("Path", "PosixPath", "PurePosixPath")},
     "pathlib._local": {"function": ("Path", "PosixPath", "PurePosixPath")},
@@ -54,12 +54,12 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "enumeration": ("_MEM_FORMAT_ENCODING",),
     },
     f"{_DCP}.filesystem": {"dict_class": ("_StorageInfo", "_StoragePrefix")},
-    # The plans that Megatron stores in the metadata (`all_local_plans`).
+    # Plans, which Megatron stores in the metadata (`all_local_plans`).
     f"{_DCP}.planner": {
         "dict_class": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem"),
         "enumeration": ("WriteItemType",),
     },
-    # ShardedTensor checkpoints of older torch.
+    # ShardedTensors in checkpoints of older torch versions.
     f"{_SHARD}.metadata": {"slots_class": ("ShardMetadata",)},
     f"{_SHARD}.sharded_tensor.metadata": {
         "dict_class": ("ShardedTensorMetadata",),
@@ -84,10 +84,9 @@ _DTYPES = frozenset(
 
 
 def roles() -> dict[str, str]:
-    """Returns the role of each "module name" that metadata may contain, as the engine takes them.
+    """Returns the role of each "module name" that metadata may contain, for the engine.
 
-    torch's dtypes are those of the imported torch, or those of the versions that torch_ckpt was
-    written for if torch is not imported.
+    The names of dtypes come from torch if it is imported, otherwise from a list in this file.
     """
     return _roles(_is_torch_imported())
 
@@ -115,12 +114,12 @@ def _roles(is_torch_imported: bool) -> dict[str, str]:
 
 def require_end(end: int, data: bytes, covered: int | None) -> None:
     if end != (len(data) if covered is None else covered):
-        raise Corrupt(f"the pickle ends at byte {end}, and no intact seal follows it")
+        raise Corrupt(f"the pickle ends at byte {end} but is not followed by a valid checksum seal")
 
 
 @contextmanager
 def naming_source(source: str, allow_pickle: bool) -> Iterator[None]:
-    """Runs a block that decodes metadata; any error of it names the source of the bytes."""
+    """Block that decodes metadata. Adds the source of the bytes to every error in it."""
     try:
         with no_gc():
             yield
@@ -130,8 +129,8 @@ def naming_source(source: str, allow_pickle: bool) -> Iterator[None]:
             "load_options={'allow_pickle': True}) only if you trust its writer"
         ) from None
     except Exception as error:
-        # A checked pickle needs little memory, but a trusted pickle that is damaged may ask for any
-        # amount.
+        # A checked pickle needs little memory, so the process itself is out of memory. But with
+        # allow_pickle, a damaged pickle may allocate any amount.
         if isinstance(error, MemoryError) and not allow_pickle:
             raise
         raise Corrupt(
@@ -157,16 +156,15 @@ def decode_index(data: bytes, source: str) -> _core.CheckpointIndex:
     """Builds the index of a ``.metadata`` file from its contents, without torch's objects.
 
     Args:
-        data: the bytes of the file. Files of torch_ckpt end in a seal, those of stock torch with
-            the pickle.
+        data: the contents of the file. If torch_ckpt wrote it, a checksum seal follows the pickle.
         source: the origin of the bytes, for messages.
 
     Raises:
-        Unsafe: the pickle names something that does not belong in metadata, or data outside of the
-            checkpoint's directory.
+        Unsafe: the pickle names a type or function that metadata must not contain, or a file
+            outside the checkpoint directory.
         Corrupt: the bytes are damaged, are not a pickle of ``Metadata``, contain operations that
             metadata never has, or contradict themselves.
-        MemoryError: the process is out of memory, which does not mean that the bytes are damaged.
+        MemoryError: the process is out of memory. The bytes need not be damaged.
     """
     with naming_source(source, False):
         try:
@@ -174,7 +172,7 @@ def decode_index(data: bytes, source: str) -> _core.CheckpointIndex:
         except Unsafe:
             if _is_torch_imported():
                 raise
-            # The installed torch may have dtypes that are not listed here.
+            # The name may be a dtype of the installed torch that is not listed in this file.
             with suppress(ImportError):
                 import torch  # noqa: F401
             program = _checked_program(data)
@@ -191,10 +189,10 @@ def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _core.
 
 
 def open_directory(path: str | os.PathLike[str]) -> OpenDirectory:
-    """Opens the directory of a checkpoint at exactly this path.
+    """Opens the checkpoint directory at exactly this path. Does not resolve roots or step numbers.
 
     Raises:
-        FileNotFoundError: there is no such directory, and so no committed checkpoint.
+        FileNotFoundError: the directory does not exist, so there is no committed checkpoint.
         OSError: the directory cannot be opened.
     """
     try:
@@ -208,7 +206,7 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
 
     Raises:
         FileNotFoundError, Corrupt, CheckpointError: see :func:`read_metadata`.
-        Unsafe: the name is that of a link.
+        Unsafe: the file is a symbolic link.
     """
     file = os.path.join(directory.path, name)
     try:
@@ -222,10 +220,12 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
     try:
         size = os.fstat(stream.fileno()).st_size
         if size > MAX_METADATA_BYTES:
-            raise CheckpointError(f"{file} has {size} bytes; the limit is {MAX_METADATA_BYTES}")
+            raise CheckpointError(
+                f"{file} is too large: it has {size} bytes, and the limit is {MAX_METADATA_BYTES}"
+            )
         return stream.read(size)
     finally:
-        # The contents have been read by then.
+        # The contents have been read, so an error from close() does not matter.
         with suppress(OSError):
             stream.close()
 

@@ -1,4 +1,4 @@
-"""A save's hold on a checkpoint's directory. csrc/directory/lease.h describes the protocol."""
+"""Leases that saves hold on checkpoint directories. csrc/directory/lease.h has the protocol."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
 from torch_ckpt.errors import CheckpointError, NotCommitted
 
-#: Seconds for which a save waits for a process that removes files; large files take seconds.
+#: Seconds for which a save waits while another process removes files. Large files take seconds.
 PATIENCE_SECONDS = 60.0
 
 
 class DirectoryLease:
-    """A save's hold on a checkpoint's directory.
+    """A save's lease on a checkpoint directory.
 
-    The coordinator has one; if ranks save independently, every rank does. Other ranks also take one
-    if the coordinator's may turn out to belong to another save.
+    The coordinator holds a lease; if ranks save independently, every rank does. Other ranks also
+    take one if the coordinator's lease may belong to another save.
 
-    If it is dropped before commit(), the save has failed, and the files of all ranks are deleted.
-    The same happens when its thread takes another lease of the directory, because a kept exception
-    may keep the first one alive.
+    If a lease is dropped before commit(), the save has failed, and the files of all its ranks are
+    deleted. The same happens if the thread takes another lease on the directory, because an
+    exception that the program has kept may keep the lease of the failed save alive.
 
     Args:
-        directory: the checkpoint's directory. The lease uses a descriptor of its own.
-        rank: the rank whose metadata the save writes; None: the metadata of all ranks.
-        ends_earlier: False if the thread may run several saves into the directory at once; then
-            this lease ends no other one and is not ended by others.
-        patience: seconds to wait for a process that has locked the directory exclusively.
+        directory: the checkpoint directory. The lease opens its own descriptor.
+        rank: the rank whose own metadata the save writes; None if the save writes metadata for all
+            ranks.
+        ends_earlier: True if this lease ends the thread's earlier lease on the directory, and a
+            later lease ends this one. Pass False if the thread may run several saves to the
+            directory at once.
+        patience: seconds to wait while another process holds the exclusive lock.
 
     Raises:
         OSError: the directory cannot be opened or listed.
         CheckpointError: another process did not release its exclusive lock in time.
     """
 
-    # The last lease by thread and directory.
+    # The last lease for each thread and directory.
     _last: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], DirectoryLease]] = (
         weakref.WeakValueDictionary()
     )
@@ -58,9 +60,9 @@ class DirectoryLease:
             other.abandon()
         self._held = _core.DirectoryLease(directory, rank, patience)
         self._path = directory.path
-        # Without the lock, the thread that starts the next save could close the descriptor that
-        # another thread uses to remove a cancelled save's files. Reentrant, because a signal
-        # handler may start a save.
+        # Keeps the thread that starts the next save from closing the descriptor while another
+        # thread uses it to remove files of a cancelled save. Reentrant, because a signal handler
+        # may start a save.
         self._lock = threading.RLock()
         self._abandon = weakref.finalize(self, _abandon, self._held, self._lock, os.getpid())
         if ends_earlier:
@@ -77,40 +79,39 @@ class DirectoryLease:
         return self._abandon.alive
 
     def abandon(self) -> None:
-        """Ends the lease without a commit, as dropping it does. Does nothing once the commit has
-        begun."""
+        """Ends the lease and deletes the save's files. Has no effect once the commit has begun."""
         self._abandon()
 
     def hand_over(self) -> None:
-        """Ends the lease and removes nothing: another rank, whose lease protects all files,
-        commits."""
+        """Ends the lease without removing files, because another rank holds a lease that protects
+        all files and will commit."""
         if self._abandon.detach() is not None:
             with self._lock:
                 self._held.close()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files of the save, which continues. Warns if that fails.
+        """Removes files that the save no longer needs. Warns if that fails.
 
-        Does nothing if the lease has ended, because the files have been deleted by then.
+        Has no effect after the lease has ended, because then the files are already deleted.
         """
         with self._lock:
             if self.is_open:
                 self._held.remove(list(names))
 
     def commit(self, metadata: bytes, files: Collection[str], *, sync: bool, replace: bool) -> None:
-        """Publishes the metadata, removes the files that no metadata names, and ends the lease.
+        """Publishes the metadata, removes files that no metadata names, and ends the lease.
 
         Args:
             metadata: the encoded metadata.
-            files: the data files that it names.
+            files: the data files that the metadata names.
             sync: fsync the metadata.
-            replace: allow it to replace other metadata.
+            replace: replace existing metadata.
 
         Raises:
-            NotCommitted: nothing was published, and ``files`` were deleted; or the lease had ended
-                before, and files of the save may have been deleted.
-            DurabilityUncertain: the last fsync failed, or it is unknown whether the rename was
-                carried out; nothing was removed.
+            NotCommitted: nothing was published. ``files`` were deleted, or the lease had already
+                ended, so that files of the save may have been deleted.
+            DurabilityUncertain: the last fsync failed, or it is unknown whether the rename took
+                effect. No file was removed.
         """
         if self._abandon.detach() is None:
             raise NotCommitted(
@@ -123,8 +124,8 @@ class DirectoryLease:
 
 
 def _abandon(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> None:
-    # A forked child has a copy of the lease, but its parent may continue the save. In the child, a
-    # thread that does not exist there may hold the lock.
+    # In a forked child, only close the descriptor: the parent may continue the save. Do not take
+    # the lock: it may be held by a thread that does not exist in the child.
     if os.getpid() != pid:
         held.close()
         return
@@ -133,38 +134,38 @@ def _abandon(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> Non
 
 
 def named_files(directory: OpenDirectory, name: str) -> set[str]:
-    """Returns the data files that metadata names.
+    """Returns the names of the data files in a metadata file.
 
     Raises:
         CheckpointError, OSError: the metadata cannot be read completely.
     """
-    # All readers accept "./__0_0.distcp" for this name, too.
+    # Normalize, because readers also accept names such as "./__0_0.distcp".
     return {os.path.normpath(file) for file in read_index_in(directory, name).files()}
 
 
 def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:
-    """Removes files that a rank has written for a failed save. Warns if that fails.
+    """Removes files that this rank wrote for a failed save. Warns if that fails.
 
-    Removes only files that no metadata names, and only if no other process works in the directory:
-    this rank may have been stopped and declared dead, and another save may have reused its file
-    names. If the coordinator is alive, it removes the files of all ranks.
+    Removes only files that no metadata names, and only if no other process holds a lock on the
+    directory: this rank may have been suspended and declared dead, and another save may have reused
+    its file names. If the coordinator is alive, it removes the files of all ranks.
     """
     _core.remove_own(directory, list(names), named_files)
 
 
 def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
-    """Removes the files of saves that died. Every later save also does this after its commit.
+    """Removes files left behind by interrupted saves. Each save also does this after its commit.
 
     Args:
-        checkpoint_id: directory of the checkpoint; it may have no committed checkpoint.
+        checkpoint_id: the checkpoint directory; it need not contain a committed checkpoint.
 
     Returns:
         The names of the removed files: data files that no metadata names, and temporary metadata.
 
     Raises:
-        CheckpointError: a save or a load is under way in the directory, or the file system has no
-            locks that would show it.
-        Corrupt, Unsafe: there is metadata that cannot be read, and may name any file.
+        CheckpointError: a save or load is in progress in the directory, or the file system does not
+            support the locks needed to detect one.
+        Corrupt, Unsafe: a metadata file cannot be read, so any file might still be referenced.
         OSError: the directory cannot be read or fsynced, or a file cannot be removed.
 
     Examples:
@@ -177,29 +178,27 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         removed = _core.remove_leftovers(opened, named_files)
         if removed is None and not opened.has_locks:
             raise CheckpointError(
-                f"{opened.path}: the file system has no flock, so a save under way cannot be "
-                "detected, and nothing was removed. If no process saves or loads here, delete the "
-                "data files that no metadata names yourself"
+                f"{opened.path}: the file system does not support flock, so a running save cannot "
+                "be detected, and nothing was removed. Make sure that no process saves to or loads "
+                "from this directory, then delete the data files that no metadata names yourself"
             )
         if removed is None:
             raise CheckpointError(
-                f"{opened.path}: a save or a load is under way; try again after it ends"
+                f"{opened.path}: a save or load is in progress; try again after it ends"
             )
         return removed
 
 
 def refuse_hidden_save(directory: OpenDirectory, rank: int | None) -> None:
-    """Refuses an independent save of one rank into a directory with a checkpoint of all ranks.
+    """Raises FileExistsError if a rank would save independently to a directory that already has a
+    checkpoint of all ranks.
 
-    A load looks for the metadata of all ranks first, so it would still find the old checkpoint.
-
-    Raises:
-        FileExistsError: there is a checkpoint of all ranks.
+    A load prefers the metadata of all ranks, so it would still load the old checkpoint.
     """
     if rank is not None and METADATA_NAME in directory.names():
         raise FileExistsError(
             17,
-            "the directory has a checkpoint of all ranks, which a save with use_collectives=False "
-            "would not replace; choose another directory",
+            "the directory already has a checkpoint of all ranks, which a save with "
+            "use_collectives=False would not replace; choose another directory",
             os.path.join(directory.path, METADATA_NAME),
         )

@@ -1,7 +1,7 @@
-"""Limits of threads and memory that all readers of checkpoints have."""
+"""Limits on threads and memory, shared by all readers of checkpoints."""
 
-#: The least value of max_inflight_bytes: with less memory a load would be mostly overhead.
+#: The smallest max_inflight_bytes: with less memory, a load would be mostly overhead.
 LEAST_INFLIGHT_BYTES = 1 << 20
 
-#: Number of reads at once. The threads wait for the disk, so there may be more of them than cores.
+#: Number of concurrent reads. It may exceed the number of cores: the threads wait for the disk.
 DEFAULT_THREADS = 8

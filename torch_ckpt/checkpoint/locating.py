@@ -1,8 +1,10 @@
-"""Finds the checkpoint that a path refers to, in Python and on the command line:
+"""Finds the checkpoint that a path refers to, in Python and on the command line.
 
-- the checkpoint's own directory;
-- ``ROOT/40``: step 40 in the root directory of a run, stored as ``0000000040``;
-- ``ROOT``: the newest complete step in it.
+A path is one of these:
+
+- the checkpoint directory itself;
+- ``ROOT/40``: step 40 of the run in ROOT, stored as ``0000000040``;
+- ``ROOT``: the newest complete step of the run.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ _CONVERT = "convert it to a checkpoint with torch-ckpt convert (torch_ckpt.conve
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
     """Opens the directory of the checkpoint that a path refers to.
 
-    A step that was found by its root or its number is locked for sharing: it cannot be deleted
-    until the directory is closed.
+    If the path is a root or a step number, the step gets a shared lock: it cannot be deleted until
+    the directory is closed.
 
     Raises:
-        FileNotFoundError: there is no such directory or step, and so no committed checkpoint.
-        CheckpointError: the path refers to something else, which the message names.
+        FileNotFoundError: the directory or step does not exist, so there is no committed
+            checkpoint.
+        CheckpointError: the path refers to something else, which the message describes.
         OSError: the directory cannot be opened or listed.
     """
     path = os.fspath(path)
@@ -50,7 +53,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
         if _is_there(METADATA_NAME, directory):
             return directory
         names = directory.names()
-        # Ranks that save without collectives have one metadata file each.
+        # Ranks that save without collectives write one metadata file each.
         if any(name.endswith(METADATA_NAME) for name in names):
             return directory
         if any(STEP_NAME.match(name) for name in names):
@@ -59,7 +62,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
                 directory.close()
                 return step
         _refuse_other_formats(path, names)
-        # The reader of the directory reports the missing file.
+        # The caller then reports that the metadata is missing.
         return directory
     except BaseException:
         directory.close()
@@ -72,12 +75,12 @@ def is_step_number(path: str) -> bool:
 
 
 def format_of(path: str) -> str | None:
-    """Returns the format of a file by its first bytes: "torch", "safetensors", or None for others.
+    """Returns the format of a file, judged by its first bytes: "torch", "safetensors" or None.
 
     Raises:
         OSError: the file cannot be read.
     """
-    # Otherwise opening a FIFO would wait for its writer.
+    # Without O_NONBLOCK, opening a FIFO would block until it has a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as stream:
         begin = stream.read(9) or b""
@@ -102,11 +105,11 @@ def _open_by_number(path: str) -> OpenDirectory:
 
 
 def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | None:
-    """Opens a step and locks it for sharing. Returns None if there is none.
+    """Opens a step and takes the shared lock on it. Returns None if there is no such step.
 
     Args:
-        choose: returns the name of the step's directory; called again if a step was deleted
-            meanwhile.
+        choose: returns the name of the step's directory, or None. Called again if the step was
+            deleted before it was locked.
     """
     while (name := choose()) is not None:
         path = os.path.join(root, name)
@@ -118,7 +121,7 @@ def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | N
             continue
         try:
             directory.share()
-            # A deletion renames the directory, and a save replaces it by another one.
+            # Otherwise a deletion has renamed the directory, or a save has replaced it.
             if directory.is_at_path():
                 return directory
         except BaseException:
@@ -129,7 +132,7 @@ def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | N
 
 
 def _newest_step(root: str) -> str | None:
-    """Returns the name of the newest complete step's directory, or None."""
+    """Returns the directory name of the newest complete step, or None."""
     try:
         names = os.listdir(root or ".")
     except (FileNotFoundError, NotADirectoryError):
@@ -145,7 +148,7 @@ def _is_there(name: str, directory: OpenDirectory) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        # Reading the file raises the error with its path.
+        # Let reading the file raise this error, together with the file's path.
         return True
     return True
 
@@ -160,16 +163,16 @@ def _about_file(path: str) -> str:
     directory = os.path.dirname(path) or "."
     if os.path.exists(os.path.join(directory, METADATA_NAME)):
         return f" but a file of the checkpoint {directory}; pass that directory"
-    return "; pass the directory of a checkpoint"
+    return "; pass a checkpoint directory"
 
 
 def _refuse_other_formats(path: str, names: list[str]) -> None:
     if any(name.endswith(".safetensors") for name in names):
         raise CheckpointError(
-            f"{path} is not a checkpoint but a directory of safetensors files; {_CONVERT}"
+            f"{path} is not a checkpoint: it contains safetensors files; {_CONVERT}"
         )
     if any(name.endswith(TORCH_SUFFIXES) for name in names):
         raise CheckpointError(
-            f"{path} is not a checkpoint but has torch.save files; convert one to a checkpoint "
-            "with torch-ckpt convert (torch_ckpt.convert)"
+            f"{path} is not a checkpoint: it contains torch.save files; convert one of them to a "
+            "checkpoint with torch-ckpt convert (torch_ckpt.convert)"
         )

@@ -1,9 +1,9 @@
-"""Reads and writes ``.metadata``.
+"""Reads and writes ``.metadata`` files.
 
-The file is a pickle of :class:`torch.distributed.checkpoint.metadata.Metadata`, as stock torch
-writes it, followed by a seal if torch_ckpt wrote it. Before Python executes a pickle, the engine
-interprets its program and refuses everything that metadata does not need, so that a checkpoint
-cannot run code. Written files can be read by all supported versions of torch and by older ones.
+The file is a pickle of :class:`torch.distributed.checkpoint.metadata.Metadata`, as in stock torch.
+If torch_ckpt wrote the file, a checksum seal follows the pickle. Before Python executes the pickle,
+the engine interprets its opcodes and refuses everything that metadata does not need, so that a
+checkpoint cannot run code. All supported versions of torch, and older ones, can read the files.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ from torch_ckpt.checkpoint.index import (
 from torch_ckpt.checkpoint.undecoded import index_kept
 from torch_ckpt.errors import Corrupt, Unsafe
 
-#: The version of the metadata that stock writers declare; older versions of torch have no name for
-#: it.
+#: Metadata version that stock torch writes. Older versions of torch do not define the constant.
 DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 
-# The attribute that torch_ckpt adds to metadata, and its version. It has builtin types only, which
-# every reader of metadata loads, with or without an allow-list.
+# The attribute that torch_ckpt adds to metadata, and the version of its layout. Its value consists
+# of builtin types, which every reader of metadata loads, with or without an allow-list.
 _OURS = "torch_ckpt"
 _OURS_VERSION = 1
 
 
 class _AllowListUnpickler(pickle.Unpickler):
-    # A second check, after that of the engine.
+    # A second check: the engine has already checked the pickle.
     def find_class(self, module_name: str, global_name: str) -> Any:
         if f"{module_name} {global_name}" not in roles():
             raise Unsafe(
-                f"the metadata names {module_name}.{global_name}, which is not on the list of what "
-                "a checkpoint may contain"
+                f"the metadata names {module_name}.{global_name}, which is not on the allow-list "
+                "for metadata"
             )
         if (module_name, global_name) == ("builtins", "getattr"):
             return _member
@@ -69,10 +68,11 @@ class _AllowListUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> enum.Enum:
-    """Looks up a member of an enum, in place of getattr."""
+    """Looks up a member of an enum. Replaces getattr in pickles."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
         raise Unsafe(
-            f"the metadata looks up {name!r} in {kind!r}, which is not a member of an enum"
+            f"the metadata looks up the attribute {name!r} of {kind!r}, but only members of enums "
+            "may be looked up"
         )
     return kind[name]
 
@@ -107,13 +107,12 @@ def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
     try:
         program = _core.MetadataProgram(_pickled(known).getvalue(), roles())
     except Exception as error:
-        raise Corrupt(f"it holds values that metadata cannot have: {error} ({source})") from error
+        raise Corrupt(f"{source}: the metadata contains unsupported values: {error}") from error
     return index_of_program(program, source)
 
 
 def _paths(paths: dict[Any, object]) -> dict[str, list[object]]:
-    """Returns the paths of all names as builtin types. Names that share a path object still share
-    it."""
+    """Converts the path of each name to builtin types. Names that shared a path object still do."""
     made: dict[int, list[object]] = {}
     for path in paths.values():
         if id(path) not in made:
@@ -125,7 +124,7 @@ def _parts(path: object) -> list[object]:
     parts = path.values() if isinstance(path, dict) else path
     if not isinstance(parts, (tuple, list, ValuesView)):
         return []
-    # Other keys belong to different containers and are not indices of lists.
+    # A key of any other type can only belong to a dict, so its text suffices.
     return [part if type(part) in (str, int, float, bool) else str(part) for part in parts]
 
 
@@ -135,7 +134,7 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
     Args:
         data, source: see :func:`decode_index`.
         allow_pickle: execute any pickle; only for checkpoints from trusted writers. The seal and
-            the consistency of the metadata are still checked, because disks are not trusted.
+            the consistency of the metadata are still checked, because the file may be damaged.
 
     Raises:
         Unsafe, Corrupt, MemoryError: see :func:`decode_index`.
@@ -147,14 +146,16 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
     with naming_source(source, True):
         metadata = _trusted(data)
     if not isinstance(metadata, Metadata):
-        raise Corrupt(f"{source} holds a {type(metadata).__name__}, not a checkpoint's metadata")
+        raise Corrupt(
+            f"{source} contains a {type(metadata).__name__} instead of a checkpoint's metadata"
+        )
     with no_gc():
         index_of(metadata, source)
     return _with_places(metadata)
 
 
 def decode_indexed(data: bytes, source: str) -> Metadata:
-    """Decodes contents that :func:`decode_index` has accepted."""
+    """Decodes a ``.metadata`` file that :func:`decode_index` has accepted."""
     _core.fault_point("decode metadata", source)
     with naming_source(source, False):
         return _with_places(cast(Metadata, _AllowListUnpickler(io.BytesIO(data)).load()))
@@ -162,7 +163,7 @@ def decode_indexed(data: bytes, source: str) -> Metadata:
 
 def _with_places(metadata: Metadata) -> Metadata:
     if metadata.storage_data is None:
-        # torch's default is None, which also means that nothing is stored.
+        # torch's default. It means that nothing is stored.
         metadata.storage_data = {}
     return metadata
 
@@ -170,8 +171,12 @@ def _with_places(metadata: Metadata) -> Metadata:
 def read_metadata(
     path: str | os.PathLike[str], *, name: str = METADATA_NAME, allow_pickle: bool = False
 ) -> Metadata:
-    """Reads the metadata of the checkpoint in directory ``path``, written by torch_ckpt or stock
-    torch.
+    """Reads the metadata of a checkpoint that torch_ckpt or stock torch wrote.
+
+    Args:
+        path: the checkpoint directory itself.
+        name: name of the metadata file.
+        allow_pickle: see :func:`decode_metadata`.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
@@ -185,19 +190,22 @@ def read_metadata(
 def read_metadata_in(
     directory: OpenDirectory, name: str = METADATA_NAME, *, allow_pickle: bool = False
 ) -> Metadata:
-    """Reads the metadata in an open directory; all files read relative to it belong together."""
+    """Reads the metadata in an open directory.
+
+    All files that are read relative to the same open directory belong to the same checkpoint.
+    """
     data = metadata_bytes_in(directory, name)
     return decode_metadata(data, os.path.join(directory.path, name), allow_pickle=allow_pickle)
 
 
 def with_checksum_tables(metadata: Metadata, tables: Mapping[str, bytes]) -> Metadata:
-    """Returns a shallow copy of metadata that holds the checksum tables of its files.
+    """Returns a shallow copy of the metadata, with the checksum tables of its files added.
 
-    A copy, because torch keeps the original for the next save if plans are cached. That save may be
-    written by other code, and old tables would describe other bytes.
+    A copy, because torch reuses the original for the next save if plans are cached. Stock torch may
+    write that save, and the old tables would not match its bytes.
 
     Args:
-        tables: encoded tables by path, relative to the checkpoint.
+        tables: encoded tables by file path, relative to the checkpoint directory.
     """
     metadata = copy.copy(metadata)
     vars(metadata).pop(_OURS, None)
@@ -207,8 +215,8 @@ def with_checksum_tables(metadata: Metadata, tables: Mapping[str, bytes]) -> Met
 
 
 def checksum_tables(metadata: Metadata | None) -> dict[str, bytes]:
-    """Returns the encoded checksum tables by relative path; empty if there are none of a known
-    version."""
+    """Returns the encoded checksum tables by relative file path. Empty if the metadata has no
+    tables, or tables of an unknown version."""
     ours = getattr(metadata, _OURS, None)
     if not isinstance(ours, dict) or ours.get("version") != _OURS_VERSION:
         return {}
@@ -221,9 +229,9 @@ def checksum_tables(metadata: Metadata | None) -> dict[str, bytes]:
 
 
 def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
-    """Returns a tensor's properties as torch_ckpt stores them."""
-    # torch 2.15 added strides as a sixth field, which older versions refuse to unpack and no code
-    # reads. All versions know the first five.
+    """Returns the properties of a tensor in the form in which torch_ckpt stores them."""
+    # Only the first five fields, which all versions know. torch 2.15 added a sixth, the strides.
+    # Older versions fail to unpack it, and no code reads it.
     state: tuple[Any, ...] = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
     return state
 
@@ -234,16 +242,15 @@ def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
 
 
 def _reduce_member(member: enum.Enum) -> tuple[Any, ...]:
-    # Nearly all versions of Python do it so; the others use getattr, which readers may refuse.
+    # As nearly all versions of Python do. The others use getattr, which readers may refuse.
     return type(member), (member.value,)
 
 
 def _share_equal_parts(metadata: Metadata) -> None:
-    """Replaces equal properties, chunks and sizes by one object each, which a pickle stores only
-    once.
+    """Replaces equal properties, chunks and sizes with shared objects, which a pickle stores once.
 
-    Most tensors of a model share a few shapes. This makes the file a third smaller, and faster to
-    read and write, for stock torch too. All shared parts are immutable.
+    Most tensors of a model have one of a few shapes, so this makes the file a third smaller and
+    faster to read and write, also for stock torch. The shared objects are immutable.
     """
     properties: dict[Any, TensorProperties] = {}
     chunks: dict[Any, ChunkStorageMetadata] = {}

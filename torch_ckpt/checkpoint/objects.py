@@ -1,14 +1,16 @@
 """Decodes the objects of a checkpoint without running their code.
 
-An object is stored as ``torch.save`` writes it: an archive of a pickle, which is a program, and the
-data of its tensors. DCP's planner executes that program. Here, the interpreter in
-checkpoint/unpickler.py executes it: it knows a list of names, the arguments with which each may be
-called, and the operations that are allowed on the results.
+An object is stored as ``torch.save`` writes it: an archive of a pickle and the data of tensors. A
+pickle is a program, and DCP's planner executes it. Here, the interpreter in checkpoint/unpickler.py
+executes it instead. It has a list of names, of the arguments with which each may be called, and of
+the operations that are allowed on the results.
 
-``torch.load(weights_only=True)`` is not used, because its list can be extended only for the
-complete process (including loads in other threads, and leaving ``safe_globals`` removes the user's
-own additions), it has no deque, no defaultdict and no limit on what a constructor allocates, and
-before torch 2.15 it does not validate sparse tensors.
+``torch.load(weights_only=True)`` is not used, for these reasons:
+
+- Its list can be extended only for the whole process, including loads in other threads, and leaving
+  ``safe_globals`` removes the user's own additions.
+- It supports neither deque nor defaultdict, and does not limit what a constructor allocates.
+- Before torch 2.15 it does not validate sparse tensors.
 """
 
 from __future__ import annotations
@@ -27,35 +29,36 @@ from torch_ckpt.checkpoint.safe_types import NotInstalled
 from torch_ckpt.checkpoint.unpickler import Archive, NoSuchDevice, Unpickler
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
-#: Types of objects that always load.
+#: Types of objects that can always be loaded.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
-# (name, types) of the objects that have been checked.
+# (name, types in the object) of each object that has been checked.
 _checked: set[tuple[str, frozenset[type]]] = set()
-# Types of objects that are known to load without allow_pickle.
+# The sets of types with which an object can be loaded without allow_pickle.
 _known_to_load: set[frozenset[type]] = set()
 
-# Longest text of an error in characters.
+# Maximum length of an error text, in characters.
 _LONGEST_REASON = 400
 
 
 def decode(data: bytes | memoryview, name: str, file: str) -> Any:
     """Decodes an object from the bytes that ``torch.save`` wrote.
 
-    Tensors are restored on the devices from which they were saved, as with ``torch.load``.
+    Tensors are restored on the devices from which they were saved, as by ``torch.load``.
 
     Args:
         data: the record of the object.
-        name: its fully qualified name, for messages.
-        file: the file of the record, for messages.
+        name: fully qualified name of the object, for messages.
+        file: the file with the record, for messages.
 
     Raises:
-        Unsafe: it names something that is neither allow-listed nor declared safe by the user.
-        Corrupt: it was not written by ``torch.save``.
-        CheckpointError: a tensor in it was saved from a device that this process does not have, or
-            it has NumPy values and numpy is not installed.
+        Unsafe: the pickle names a type or function that is neither allow-listed nor declared safe
+            by the user.
+        Corrupt: ``torch.save`` did not write the record.
+        CheckpointError: a tensor in the object was saved from a device that this process does not
+            have, or the object contains NumPy values and numpy is not installed.
     """
     try:
         archive = Archive(data)
@@ -68,19 +71,19 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
         ) from None
     except NotInstalled as error:
         raise CheckpointError(
-            f"{name}: the object in {file} has NumPy values, and numpy is not installed; "
+            f"{name}: the object in {file} contains NumPy values, but numpy is not installed; "
             "install it: pip install numpy"
         ) from error
     except NoSuchDevice as error:
         raise CheckpointError(
-            f"{name}: the object in {file} has a tensor on {error}; load it on a machine with that "
-            "device, or, if you trust its writer, with allow_pickle=True and a planner whose "
-            "load_bytes calls torch.load(map_location=...)"
+            f"{name}: the object in {file} contains a tensor on {error}; load it on a machine that "
+            "has this device. If you trust the writer, you can also load it with allow_pickle=True "
+            "and a planner whose load_bytes calls torch.load(map_location=...)"
         ) from None
     except Exception as error:
         raise Corrupt(
-            f"{name}: the object in {file} was not written by torch.save: {_told(error)}; with "
-            "allow_pickle=True the planner gets its bytes unchecked"
+            f"{name}: the object in {file} was not written by torch.save: {_told(error)}; pass "
+            "allow_pickle=True to give its bytes to the planner unchecked"
         ) from error
 
 
@@ -88,26 +91,26 @@ def unpicklable(name: str, value: Any, error: Exception) -> CheckpointError:
     """Builds the error for an object that cannot be saved.
 
     Args:
-        name: its fully qualified name.
-        error: the error of pickling or copying it.
+        name: fully qualified name of the object.
+        error: the error from pickling or copying the object.
     """
     name, value = _culprit(name, value, _record)
     return CheckpointError(
         f"{name}: an object of type {type(value).__qualname__} cannot be saved "
-        f"({type(error).__name__}: {error}); leave it out of the state, or save the tensors, "
-        "numbers and strings that it is made of"
+        f"({type(error).__name__}: {error}); remove it from the state, or save the tensors, "
+        "numbers and strings in it instead"
     )
 
 
 def warn_of_what_will_not_load(
     name: str, value: Any, data: bytes | memoryview | None = None
 ) -> None:
-    """Warns if a load will refuse an object of a state dict. Checks each combination of name and
-    types once.
+    """Warns if a load will refuse an object of a state dict. Checks each combination of a name and
+    the types in the object only once.
 
     Args:
         name: fully qualified name of the object.
-        data: its record, if it is known.
+        data: the record of the object, if the caller has it.
 
     Raises:
         CheckpointError: the object cannot be pickled.
@@ -131,7 +134,7 @@ def warn_of_what_will_not_load(
         try:
             _require_loadable(name, value, _record(value))
         except CheckpointError as error:
-            warn(f"a saved object will be refused on load: {error}", stacklevel=3)
+            warn(f"an object was saved that a load will refuse: {error}", stacklevel=3)
     else:
         _known_to_load.add(looked_at[1])
 
@@ -150,8 +153,8 @@ def _require_loadable(name: str, value: Any, data: bytes | memoryview) -> None:
 
 
 def _culprit(name: str, value: Any, work: Callable[[Any], object]) -> tuple[str, Any]:
-    """Returns name and value of the innermost part for which ``work`` fails, as it does for the
-    whole value."""
+    """Returns the name and value of the innermost part for which ``work`` fails. ``work`` must fail
+    for the complete value."""
     seen: set[int] = set()
     while id(value) not in seen:
         seen.add(id(value))
@@ -172,12 +175,12 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict) or isinstance(value, type | ModuleType | FunctionType):
         return []
-    # An AppState wraps a value in a namespace, which adds nothing to the name.
+    # An AppState wraps values in a namespace, which is not part of their names.
     is_wrapper = type(value) is SimpleNamespace
     return [
         (name if is_wrapper else f"{name}.{key}", part)
         for key, part in own.items()
-        if not key.startswith("__")  # attributes of Python itself, as a member of an enum has
+        if not key.startswith("__")  # Python's own attributes, such as those of enum members
     ]
 
 
@@ -186,14 +189,14 @@ def _require_loadable_tensor(name: str, data: bytes | memoryview) -> None:
     unsafe = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
     if unsafe:
         raise Unsafe(
-            f"{name}: a tensor subclass whose record names {unsafe}; save a plain tensor, or "
-            "declare the class safe in the program that loads it "
+            f"{name}: this tensor subclass is saved with the names {unsafe}, which are not "
+            "allow-listed; save a plain tensor, or declare them safe in the program that loads it "
             "(torch.serialization.add_safe_globals([...]))"
         )
 
 
 def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
-    """Adds the types of a value and of its parts, as far as Python exposes them."""
+    """Adds the types of a value and of all its parts that Python exposes."""
     types.add(type(value))
     if id(value) in seen:
         return
@@ -215,6 +218,7 @@ def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
 
 
 def _told(error: Exception) -> str:
-    """Returns the text of an error, shortened: it may quote the pickle, and every rank gets it."""
+    """Returns the text of an error, shortened because it may quote the pickle and is sent to every
+    rank."""
     text = str(error) or type(error).__name__
     return printable(text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}...")

@@ -1,11 +1,11 @@
-"""Publishes files under their names once they are complete.
+"""Publishes files under their final names once they are complete.
 
-1. The directory is opened. A file is written in it under a temporary name, and fsynced.
-2. csrc/directory/publish.h renames the file, relative to the open directory: nothing appears in
-   another directory that has taken the place of the path's. Then the directory is fsynced.
-3. After a failure or Ctrl-C, the file is removed. If only the last fsync of the directory has
-   failed, or it is unknown whether the rename was carried out, everything stays.
-4. A killed process leaves a file whose name begins with a dot and contains ``.tmp-``.
+1. The directory is opened. The file is written to it under a temporary name, and fsynced.
+2. csrc/directory/publish.h renames the file relative to the open directory, so that the file cannot
+   appear in another directory that has replaced the first one. Then the directory is fsynced.
+3. After a failure or Ctrl-C, the file is removed. It stays if only the last fsync of the directory
+   has failed, or if it is unknown whether the rename took effect.
+4. A killed process leaves behind a file whose name begins with a dot and contains ``.tmp-``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_ckpt.errors import DurabilityUncertain
 
 
 def split(target: str) -> tuple[str, str]:
-    """Splits the absolute path of a target into directory and name."""
+    """Returns the absolute path of a target's directory, and the target's name."""
     return os.path.split(os.path.abspath(target))
 
 
@@ -34,7 +34,7 @@ def temporary_name(name: str) -> str:
 
 @contextmanager
 def new_file(path: str, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """Creates a file that is fsynced at the end of the block."""
+    """Creates a file, and fsyncs it at the end of the block."""
     try:
         with open(path, "xb") as stream:
             yield stream
@@ -52,8 +52,8 @@ def new_file(path: str, *, sync: bool = True) -> Iterator[BinaryIO]:
 def published_file(
     target: str, *, overwrite: bool = True, sync: bool = True, advice: str = ""
 ) -> Iterator[BinaryIO]:
-    """Creates a file that gets its name at the end of the block; no file remains if the block
-    fails.
+    """Creates a file that appears under its name at the end of the block. If the block fails, no
+    file remains.
 
     Args:
         target: path of the file.
@@ -64,8 +64,8 @@ def published_file(
     Raises:
         FileExistsError: the file exists, and ``overwrite`` is False.
         OSError: a system call failed.
-        CheckpointError: the path no longer leads to the same directory.
-        DurabilityUncertain: the file is complete, but a power cut may still lose it.
+        CheckpointError: the path now refers to a different directory.
+        DurabilityUncertain: the file is complete, but may be lost in a power cut.
     """
     directory, name = split(target)
     require_absent(target, overwrite)
@@ -77,7 +77,7 @@ def published_file(
             with told_of_durability(target, advice):
                 _core.publish(opened, temporary, name, sync=sync, replace=overwrite)
         except DurabilityUncertain:
-            # The rename may still be carried out.
+            # Keep the temporary file: the rename may still take effect.
             raise
         except BaseException:
             with suppress(OSError):
@@ -95,11 +95,11 @@ def require_absent(target: str, overwrite: bool) -> None:
 
 @contextmanager
 def told_of_durability(target: str, advice: str) -> Iterator[None]:
-    """Block in which a DurabilityUncertain names the target, with ``advice`` on what to do."""
+    """Block that adds the target, and ``advice`` on what to do, to a DurabilityUncertain error."""
     try:
         yield
     except DurabilityUncertain as error:
         raise DurabilityUncertain(
-            f"{target} is complete, but a power cut may still lose it ({error.args[0]}){advice}",
+            f"{target} is complete, but may be lost in a power cut ({error.args[0]}){advice}",
             error.errno,
         ) from error

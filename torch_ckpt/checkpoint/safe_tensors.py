@@ -1,4 +1,4 @@
-"""Rebuilds tensors of objects from checked arguments."""
+"""Rebuilds the tensors in objects, after checking the arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_ckpt.errors import Unsafe
 
 
 def _require_room(storage: Any, offset: Any, size: Any, stride: Any) -> None:
-    """Refuses a tensor that exceeds its storage, because torch would enlarge the storage."""
+    """Refuses a tensor that does not fit into its storage: torch would enlarge the storage."""
     numbers = (offset, *size, *stride)
     require(all(type(n) is int and n >= 0 for n in numbers), "a tensor")
     require(len(size) == len(stride) <= 64, "a tensor")
@@ -27,14 +27,14 @@ def _require_room(storage: Any, offset: Any, size: Any, stride: Any) -> None:
         steps = zip(size, stride, strict=True)
         last = offset + 1 + sum((n - 1) * step for n, step in steps)
     item = untyped_torch._utils._element_size(storage.dtype)
-    # torch accepts an empty tensor at any offset, and does not enlarge the storage for it.
+    # An empty tensor may have any offset: torch does not enlarge the storage for it.
     require(0 in size or last * item <= storage._untyped_storage.nbytes(), "a tensor")
     require(math.prod(size) * item < 2**63, "a tensor")
 
 
 def _require_plain(requires_grad: Any, hooks: Any, metadata: Any = None) -> None:
-    # Hooks are Python code that backward would call; torch.save stores an empty dict. Anything else
-    # than a dict would crash backward.
+    # Hooks are Python code that backward would call, so allow only an empty dict, as torch.save
+    # stores it. Anything but a dict would crash backward.
     require(type(requires_grad) is bool and (hooks is None or _is_empty_dict(hooks)), "a tensor")
     require(
         metadata is None
@@ -55,7 +55,7 @@ def _rebuild_tensor_v2(
 ) -> Any:
     _require_room(storage, offset, size, stride)
     _require_plain(grad, hooks, metadata)
-    # A new dict for hooks: the pickle could still add to its own.
+    # Pass a new dict for hooks, because the pickle could still add hooks to its own dict.
     return untyped_torch._utils._rebuild_tensor_v2(
         storage, offset, size, stride, grad, OrderedDict(), metadata
     )
@@ -87,7 +87,7 @@ def _rebuild_qtensor(
 ) -> Any:
     _require_room(storage, offset, size, stride)
     _require_plain(grad, hooks)
-    # torch allocates the complete tensor before it checks the storage.
+    # Check the size first: torch allocates the complete tensor before it checks the storage.
     item = untyped_torch._utils._element_size(storage.dtype)
     require(math.prod(size) * item <= storage._untyped_storage.nbytes(), "a quantized tensor")
     return untyped_torch._utils._rebuild_qtensor(
@@ -120,13 +120,14 @@ def rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> A
 
 
 def rebuild_declared(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Rebuilds a tensor of a subclass that the user has declared safe, which sets its own state."""
+    """Rebuilds a tensor of a subclass that the user has declared safe. The subclass may set its own
+    state."""
     require(function is _rebuild_tensor_v2 and type(arguments) is tuple, "a tensor")
     return untyped_torch._tensor._rebuild_from_type_v2(function, kind, arguments, state)
 
 
 def _rebuild_sparse(layout: Any, data: Any) -> Any:
-    # C code would follow indices that point outside.
+    # Check the invariants: C code would follow indices that are out of range.
     if layout is torch.sparse_coo:
         indices, values, size, *coalesced = data
         return torch.sparse_coo_tensor(

@@ -1,8 +1,9 @@
-"""The types that an object of a checkpoint may contain, and functions that construct them.
+"""The types that an object in a checkpoint may contain, and the functions that construct them.
 
-A pickle never calls a type itself but one of the functions here: ``bytes(2**40)`` runs no code but
-allocates 1 TiB. The functions never allocate more than the size of their arguments (which
-:func:`copied_by` bounds), do not recurse without a limit, and call no function that they are given.
+A pickle never calls a type directly, because even a harmless call such as ``bytes(2**40)`` can
+allocate 1 TiB. It calls one of the functions in this module instead. They allocate at most the size
+of their arguments, which :func:`copied_by` limits; their recursion depth is limited; and they never
+call a function that is passed to them.
 
 ``numpy`` is imported only if a pickle names it.
 """
@@ -37,7 +38,7 @@ from torch_ckpt.checkpoint.safe_values import (
 
 
 class NotInstalled(Exception):
-    """A package that an object needs is not installed."""
+    """The object needs a package that is not installed."""
 
 
 @lru_cache(maxsize=1)
@@ -53,7 +54,7 @@ def _known_names() -> dict[str, Any]:
     names["_io.BytesIO"] = names["io.BytesIO"] = io.BytesIO
     for each in ("datetime", "date", "time", "timedelta", "timezone"):
         names[f"datetime.{each}"] = getattr(datetime, each)
-    # The module in Python 3.13, and in every other version.
+    # Python 3.13 names the module pathlib._local; all other versions name it pathlib.
     for module in ("pathlib", "pathlib._local"):
         for each in ("Path", "PosixPath", "PurePath", "PurePosixPath"):
             names[f"{module}.{each}"] = getattr(pathlib, each)
@@ -65,7 +66,7 @@ def _known_names() -> dict[str, Any]:
 _FUNCTIONS = frozenset({encode, *OF_TENSORS.values()})
 
 
-# --- numpy, which need not be there --------------------------------------------------------------
+# --- numpy, which may not be installed -----------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -76,7 +77,8 @@ def _numpy_names() -> dict[str, Any]:
         raise NotInstalled("numpy") from error
 
     def make_dtype(kind: Any, align: Any = False, copy: Any = True) -> Any:
-        # A copy, never numpy's shared dtype, because its state is set next. No objects, no fields.
+        # Make a copy, because the pickle sets the state of the dtype next, and numpy shares dtypes.
+        # Dtypes with fields or Python objects are refused.
         require(type(kind) is str and kind[:1] in "biufcSUV?" and kind[1:].isdecimal(), "a dtype")
         return numpy.dtype(kind, copy=True)
 
@@ -87,7 +89,7 @@ def _numpy_names() -> dict[str, Any]:
     def make_scalar(dtype: Any, content: Any) -> Any:
         require(isinstance(dtype, numpy.dtype) and type(content) is bytes, "a number")
         require(len(content) == dtype.itemsize and not dtype.hasobject, "a number")
-        # The dtype of an empty text has no bytes, and frombuffer finds no item in an empty buffer.
+        # An empty string has no bytes, and frombuffer() finds no item in an empty buffer.
         return numpy.frombuffer(content, dtype)[0] if content else numpy.zeros((), dtype)[()]
 
     names: dict[str, Any] = {"numpy.dtype": make_dtype, "numpy.ndarray": numpy.ndarray}
@@ -120,13 +122,13 @@ def _set_numpys_state(target: Any, state: Any) -> None:
     target.__setstate__(state)
 
 
-# --- what the interpreter asks ------------------------------------------------------------------
+# --- used by the interpreter --------------------------------------------------------------------
 
 
 def copied_by(arguments: tuple[Any, ...]) -> int:
-    """Returns an upper limit of the bytes that a function or a state copies from its arguments.
+    """Returns an upper bound on the bytes that a function or a state copies from its arguments.
 
-    They access their arguments and the items of a tuple among these, but nothing deeper.
+    Counts the arguments and, if an argument is a tuple, its items. Nothing deeper is accessed.
     """
     count = 0
     for argument in arguments:
@@ -161,7 +163,7 @@ def maker_of(function: Any) -> Callable[..., Any] | None:
 
 
 def named(full: str) -> Any:
-    """Returns what a pickle means by ``module.name``; None if it is not on the list."""
+    """Returns the type or function for ``module.name`` in a pickle; None if it is not listed."""
     known = _known_names().get(full)
     if known is None and full.startswith("numpy."):
         known = _numpy_names().get(full)
@@ -169,7 +171,7 @@ def named(full: str) -> Any:
 
 
 def has_state(made: Any) -> bool:
-    """Returns True if a pickle may set the state of the object."""
+    """Returns True if a pickle may set the state of this object."""
     return type(made) in EMPTY or _is_numpys(made)
 
 
@@ -183,7 +185,7 @@ def set_state(target: Any, state: Any) -> None:
     elif type(target) is io.BytesIO:
         require(type(state) is tuple and len(state) == 3 and state[2] is None, "a BytesIO")
         require(type(state[0]) is bytes and type(state[1]) is int, "a BytesIO")
-        # The next write would fill a gap after the end.
+        # A position past the end is refused: the next write would fill the gap.
         require(0 <= state[1] <= len(state[0]), "a BytesIO")
         cast(Any, target).__setstate__(state)
     else:

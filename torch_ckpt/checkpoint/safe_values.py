@@ -1,4 +1,4 @@
-"""Constructs values of objects from checked arguments."""
+"""Constructs the values in objects, after checking the arguments."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 
 from torch_ckpt.errors import Unsafe
 
-# Hashing and comparing recurse in C, without a limit.
+# Maximum nesting of a key: hashing and comparing recurse in C, without a limit.
 _DEEPEST_KEY = 8
 
-# They also visit a shared part each time that it occurs.
+# Maximum number of elements in a key: hashing visits a shared part once for each occurrence.
 _LARGEST_KEY = 1024
 
 # Many names in torch's pickles have no type annotations.
@@ -30,22 +30,24 @@ def require(holds: bool, what: str) -> None:
 
 
 def as_key(value: Any) -> Any:
-    """Checks a key of a mapping or an item of a set, and returns it."""
+    """Returns a key of a mapping or an item of a set, after checking it."""
     if type(value) in (tuple, frozenset):
         _parts_of_key(value, 0)
     return value
 
 
 def _parts_of_key(value: Any, depth: int) -> int:
-    """Counts the values in a key; a shared part counts each time."""
+    """Returns the number of elements in a key. A shared part counts once for each occurrence."""
     if type(value) not in (tuple, frozenset):
         return 1
     if depth == _DEEPEST_KEY:
-        raise ValueError(f"it has keys that are nested deeper than {_DEEPEST_KEY}")
+        raise ValueError(f"it has a key that is nested more than {_DEEPEST_KEY} levels deep")
     count = len(value)
     for part in value:
         if count > _LARGEST_KEY:
-            raise ValueError(f"it has keys of more than {_LARGEST_KEY} values")
+            raise ValueError(
+                f"it has a tuple or frozenset key with more than {_LARGEST_KEY} elements"
+            )
         count += _parts_of_key(part, depth + 1)
     return count
 
@@ -65,7 +67,8 @@ def _make_complex(real: Any, imaginary: Any) -> Any:
 
 
 def _make_slice(*ends: Any) -> Any:
-    # Destroying nested slices recurses in C.
+    # Allow only ints and None: destroying deeply nested slices recurses in C and could overflow the
+    # stack.
     require(len(ends) == 3 and all(e is None or type(e) is int for e in ends), "a slice")
     return slice(*ends)
 
@@ -88,7 +91,7 @@ def _make_bytearray(*content: Any) -> Any:
 
 
 def encode(text: Any, encoding: Any) -> bytes:
-    # Protocols before 3 write bytes so.
+    # Pickle protocols before 3 store bytes as latin1 text.
     require(type(text) is str and encoding in ("latin1", "latin-1"), "bytes")
     return str(text).encode("latin1")
 
@@ -127,7 +130,7 @@ def _make_namespace() -> Any:
 
 def _make_date(kind: type) -> Callable[..., Any]:
     def make(*parts: Any) -> Any:
-        # Bytes, and a time zone constructed by the function below.
+        # A pickled date is bytes and a time zone, which _make_timezone has constructed.
         require(all(type(p) in (bytes, int, str, datetime.timezone) for p in parts), "a date")
         return kind(*parts)
 
@@ -157,7 +160,7 @@ def _make_device(*parts: Any) -> Any:
 
 FACTORIES = (int, float, complex, str, bytes, bool, list, dict, tuple, set, frozenset, deque)
 
-#: Types of which an empty object is made before its state is set.
+#: Types whose objects are constructed empty, before their state is set.
 EMPTY = frozenset({argparse.Namespace, types.SimpleNamespace, io.BytesIO, OrderedDict})
 
 MAKERS: dict[Any, Callable[..., Any]] = {
@@ -185,5 +188,7 @@ MAKERS: dict[Any, Callable[..., Any]] = {
 
 def attributes(state: Any) -> dict[str, Any]:
     if type(state) is not dict or not all(type(name) is str for name in state):
-        raise ValueError("it sets a state that is not a dict of attributes")
+        raise ValueError(
+            "it sets the state of an object to a value that is not a dict with str keys"
+        )
     return state

@@ -1,4 +1,4 @@
-"""The metadata of a committed save, as its ranks get it."""
+"""The metadata of a committed save, in the form in which its ranks receive it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from torch_ckpt.checkpoint.metadata import decode_metadata
 from torch_ckpt.checkpoint.undecoded import NotDecoded, undecode, undecoded
 from torch_ckpt.errors import CheckpointError
 
-#: Limit of the bytes of metadata that the coordinator sends to all other ranks together.
+#: Maximum total size, in bytes, of the metadata that the coordinator sends to all other ranks.
 MOST_BYTES_SENT = 16 << 20
 
 
 def decoded_when_used(data: bytes) -> Metadata:
-    """Returns lazy metadata: the contents of a ``.metadata`` file are decoded on first access."""
+    """Returns lazy metadata, which decodes the contents of a ``.metadata`` file on first access."""
     return undecoded(_of_saved(data))
 
 
 def decode_when_used(metadata: Metadata, data: bytes) -> None:
-    """Turns metadata into the lazy metadata of the contents of a ``.metadata`` file."""
+    """Converts a metadata object into lazy metadata for the contents of a ``.metadata`` file."""
     undecode(metadata, _of_saved(data))
 
 
 class SavedMetadata:
     """Metadata that the coordinator of a save has committed.
 
-    If it is large, other ranks receive only a few bytes, and read the metadata from the directory
-    on first access.
+    If the metadata is large, other ranks receive only its seal. They read the metadata from the
+    directory on first access.
 
     Args:
-        data: the contents of ``.metadata``; None if this rank must read them.
-        path: the checkpoint's directory or URL.
-        ranks: number of ranks of the save.
-        seal: the seal of the contents, if ``data`` is None.
+        data: the contents of ``.metadata``; None if this rank must read the file.
+        path: the checkpoint directory or URL.
+        ranks: number of ranks in the save.
+        seal: the checksum seal of the contents, if ``data`` is None.
     """
 
     def __init__(self, data: bytes | None, path: str, ranks: int, seal: bytes = b"") -> None:
@@ -60,10 +60,10 @@ class SavedMetadata:
         return SavedMetadata, (data, self._path, self._ranks, seal)
 
     def metadata(self) -> Metadata:
-        """Returns lazy metadata, decoded on first access.
+        """Returns lazy metadata.
 
-        That access raises CheckpointError if this rank must read the metadata, and another save has
-        replaced it.
+        If this rank must read the metadata file, the first access raises CheckpointError if another
+        save has replaced the file.
         """
         if self._data is not None:
             return decoded_when_used(self._data)
@@ -76,13 +76,13 @@ def _read(path: str, seal: bytes) -> Metadata:
             data = metadata_bytes_in(directory)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"the metadata of the save to {path} no longer exists ({error}); read it before the "
-            "checkpoint is deleted or moved, or on rank 0, which has kept it"
+            f"the metadata of the save to {path} no longer exists ({error}); access it before the "
+            "checkpoint is deleted or moved, or on rank 0, which keeps it in memory"
         ) from error
     if not data.endswith(seal):
         raise CheckpointError(
-            f"{path}: another save has replaced the metadata of this one; read it before the next "
-            "save, or on rank 0, which has kept it"
+            f"{path}: another save has replaced the metadata of this save; access it before the "
+            "next save, or on rank 0, which keeps it in memory"
         )
     return decode_metadata(data, path)
 

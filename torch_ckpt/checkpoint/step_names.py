@@ -1,4 +1,4 @@
-"""Names in the root directory of a run: the steps' directories and the marker files in them."""
+"""Names in the root directory of a run: step directories, and marker files in them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import re
 
 LARGEST_STEP = 10**10 - 1
 
-#: Name of a step's directory.
+#: Name of a step directory.
 STEP_NAME = re.compile(r"^(\d{10})$", re.ASCII)
 
-#: A step is complete if this file is in it.
+#: A step is complete if its directory contains this file.
 MARKER_NAME = "write_completed"
 
-#: Retention keeps a step that has this file.
+#: Retention keeps a step if its directory contains this file.
 PINNED_NAME = "pinned"
 
 
 def step_name(step: int) -> str:
-    """Returns the name of a step's directory: its number with ten digits.
+    """Returns the name of a step's directory: the step number, padded to ten digits.
 
     Raises:
         TypeError: ``step`` is not an integer.
-        ValueError: it is negative or has more than ten digits.
+        ValueError: ``step`` is negative or has more than ten digits.
     """
     try:
         number = operator.index(step)
     except TypeError:
-        raise TypeError(f"a step must be an int, got {step!r}") from None
+        raise TypeError(f"step must be an int, got {step!r}") from None
     if not 0 <= number <= LARGEST_STEP:
-        raise ValueError(f"a step must be from 0 to {LARGEST_STEP}, got {number}")
+        raise ValueError(f"step must be between 0 and {LARGEST_STEP}, got {number}")
     return f"{number:010d}"

@@ -1,4 +1,4 @@
-"""Lazy metadata, decoded into torch's objects on first access, because these take long to build."""
+"""Lazy metadata. It is decoded into torch's objects on first access, because that is slow."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class NotDecoded(NamedTuple):
     """The contents of lazy metadata.
 
     Attributes:
-        decode: builds torch's objects.
-        sent: result of ``__reduce__`` while it is lazy; None pickles torch's objects.
+        decode: decodes the metadata into torch's objects.
+        sent: the result of ``__reduce__`` while the metadata is lazy; None to decode the metadata
+            and pickle torch's objects.
         known_index: the index of the metadata, if it has been built.
-        reader: returns the reader of the checkpoint, while it exists.
+        reader: returns the reader of the checkpoint, or None if it no longer exists.
     """
 
     decode: Callable[[], Metadata]
@@ -29,7 +30,7 @@ class NotDecoded(NamedTuple):
 
 
 class _DecodedWhenUsed(Metadata):
-    """Metadata that has not been accessed yet."""
+    """Metadata that has not been decoded yet. The first access decodes it."""
 
     def __init__(self, not_decoded: NotDecoded) -> None:
         object.__setattr__(self, "not_decoded", not_decoded)
@@ -52,12 +53,12 @@ class _DecodedWhenUsed(Metadata):
 
 
 def undecoded(not_decoded: NotDecoded) -> Metadata:
-    """Returns lazy metadata."""
+    """Creates lazy metadata."""
     return _DecodedWhenUsed(not_decoded)
 
 
 def undecode(metadata: Metadata, not_decoded: NotDecoded) -> None:
-    """Turns metadata into lazy metadata."""
+    """Converts a metadata object into lazy metadata."""
     fields = vars(metadata)
     fields.clear()
     fields["not_decoded"] = not_decoded
@@ -65,14 +66,15 @@ def undecode(metadata: Metadata, not_decoded: NotDecoded) -> None:
 
 
 def index_kept(metadata: Metadata) -> _core.CheckpointIndex | None:
-    """Returns the index of lazy metadata; None once it was accessed, because it may have been
-    changed."""
+    """Returns the index of lazy metadata. Returns None once the metadata has been decoded, because
+    the caller may have changed it."""
     not_decoded = _not_decoded(metadata)
     return None if not_decoded is None else not_decoded.known_index
 
 
 def reader_kept(metadata: Metadata) -> Any:
-    """Returns the reader of lazy metadata; None if there is none, or once it was accessed."""
+    """Returns the reader of lazy metadata. Returns None if it no longer exists, or once the
+    metadata has been decoded."""
     not_decoded = _not_decoded(metadata)
     return None if not_decoded is None else not_decoded.reader()
 
@@ -87,7 +89,7 @@ def _decode(metadata: Metadata) -> None:
     if not_decoded is not None:
         fields = object.__getattribute__(metadata, "__dict__")
         fields.update(vars(not_decoded.decode()))
-        # Last, because another thread may access it at the same time.
+        # Remove this last: another thread may decode the metadata at the same time.
         fields.pop("not_decoded", None)
     object.__setattr__(metadata, "__class__", Metadata)
 
@@ -100,5 +102,5 @@ def _reduce(metadata: Metadata) -> Any:
     return metadata.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-# Lets lazy metadata be pickled for other ranks, and copied, without decoding it.
+# Allows lazy metadata to be pickled for other ranks, and to be copied, without decoding it.
 copyreg.pickle(_DecodedWhenUsed, _reduce)

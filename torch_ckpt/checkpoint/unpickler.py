@@ -1,13 +1,13 @@
-"""An interpreter of pickles that constructs only allow-listed types.
+"""An interpreter for pickles that constructs only allow-listed types.
 
-1. The archive stores its entries uncompressed, and is no TorchScript program.
-2. A name is looked up in the list, or among those that the user has declared safe
-   (``torch.serialization.add_safe_globals``). No pickle causes an import.
-3. A listed callable is called through a function of this package that checks the arguments: the
-   result is never larger than the stored data.
-4. A state is set only on objects that this load has constructed: never on a class, a function or a
-   singleton.
-5. Copies are counted, because a pickle may refer to one text a million times and copy it each time.
+1. The archive must store its entries uncompressed, and must not be a TorchScript program.
+2. Names are looked up only in the allow-list and among the names that the user has declared safe
+   (``torch.serialization.add_safe_globals``). A pickle never causes an import.
+3. A listed callable is called through a function of this package that checks the arguments, so that
+   the result is never larger than the stored data.
+4. The state of an object can be set only if this load has constructed the object. So the state of a
+   class, a function or a singleton is never set.
+5. The total size of copies is limited, because a pickle may copy the same text a million times.
 """
 
 from __future__ import annotations
@@ -31,35 +31,34 @@ from torch_ckpt.checkpoint.safe_types import copied_by, has_state, maker_of, nam
 from torch_ckpt.checkpoint.safe_values import EMPTY, as_key, untyped_torch
 from torch_ckpt.errors import Unsafe
 
-# It has no type annotations.
+# The class has no type annotations.
 _Interpreter: Any = cast(Any, pickle)._Unpickler
 
-# As in torch, not even the user can declare contents of these modules safe.
+# Names in these modules are refused even if the user has declared them safe, as in torch.
 _NEVER = frozenset({"sys", "os", "posix", "nt"})
 
-# torch declares them safe. Creating a mesh communicates with other processes and may start a
-# process group for it; torch.save does neither.
+# torch declares these types safe. They are not called, because creating a mesh communicates with
+# other processes and may start a process group. No pickle by torch.save calls them.
 _NEVER_CALLED = (DeviceMesh, DTensor)
 
-# Limit of all copies, as a multiple of the stored size. Pickles that Python writes stay below 2,
-# except for paths, which share their parts.
+# Maximum total size of copies, as a multiple of the stored size. Pickles that Python writes stay
+# below 2, except for paths, which share their parts.
 _MOST_COPIES = 64
 
-# Copies that are always allowed, for tiny pickles.
+# Number of copied bytes that is always allowed, for tiny pickles.
 _LEAST_COPIES = 1 << 16
 
-# Destroying nested containers of these types recurses in C without a limit; other containers have a
-# limit.
+# Destroying nested containers of these types recurses in C without a limit, unlike all others.
 _NESTING = (deque, defaultdict)
 _DEEPEST_NESTING = 100
 
 
 class NoSuchDevice(Exception):
-    """This process does not have a tensor's device."""
+    """This process does not have the device of a tensor."""
 
 
 class Archive:
-    """An archive of ``torch.save`` with the data of its tensors."""
+    """An archive written by ``torch.save``: a pickle and the data of its tensors."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self.size = len(data)
@@ -67,21 +66,25 @@ class Archive:
             raise ValueError("it is not a zip archive")
         with zipfile.ZipFile(io.BytesIO(data)) as directory:
             entries = directory.infolist()
-        # If both readers agree on the entries, torch's planners will read them the same way.
+        # Python's and torch's zip readers must list the same entries. Otherwise an archive that
+        # passes the checks here could have other contents when torch reads it.
         self._reader = untyped_torch._C.PyTorchFileReader(io.BytesIO(data))
         self._sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
         names = self._reader.get_all_records()
         if len(entries) != len(self._sizes) or sorted(names) != sorted(self._sizes):
-            raise ValueError("its archive has two directories that differ")
+            raise ValueError(
+                "its zip archive has duplicate entries, or entries that zip readers list "
+                "differently"
+            )
         if "constants.pkl" in self._sizes:
             raise Unsafe("is a TorchScript program")
         if any(e.compress_type != zipfile.ZIP_STORED for e in entries):
-            raise ValueError("its archive has compressed entries")
+            raise ValueError("its zip archive has compressed entries")
         if sum(self._sizes.values()) > len(data):
-            raise ValueError("its archive has entries that overlap")
+            raise ValueError("its zip archive has overlapping entries")
         order = bytes(self._record("byteorder")) if "byteorder" in self._sizes else b"little"
         if order.decode() != sys.byteorder:
-            raise ValueError(f"it was saved on a machine of byte order {order!r}")
+            raise ValueError(f"it was saved on a machine with the byte order {order!r}")
         self._storages: dict[str, torch.UntypedStorage] = {}
 
     def program(self) -> bytes:
@@ -89,11 +92,11 @@ class Archive:
         return self._record("data.pkl")
 
     def storage(self, reference: object) -> Any:
-        """Returns the storage of a persistent id."""
+        """Returns the storage that a persistent id refers to."""
         if type(reference) is not tuple or len(reference) != 5:
             raise ValueError("its pickle has a malformed reference to a storage")
         kind, storage_type, key, location, count = reference
-        # The text of other types may exceed any memory.
+        # Refuse other types: converting them to text could use any amount of memory.
         if type(key) is not str or type(location) is not str or type(count) is not int:
             raise ValueError("its pickle has a malformed reference to a storage")
         if kind != "storage":
@@ -102,7 +105,7 @@ class Archive:
         size = count * untyped_torch._utils._element_size(dtype)
         if self._sizes.get(f"data/{key}") != size:
             raise ValueError(
-                f"its storage {key} does not have the {size} bytes that its pickle states"
+                f"the size of its storage {key} is not the {size} bytes stated in its pickle"
             )
         untyped = self._storages.get(key)
         if untyped is None:
@@ -118,11 +121,12 @@ class Archive:
     def _record(self, name: str) -> bytes:
         record: bytes = self._reader.get_record(name)
         if len(record) != self._sizes[name]:
-            raise ValueError(f"its archive has two entries named {name}")
+            raise ValueError(f"its zip archive has two entries named {name}")
         return record
 
 
-# Python's interpreter that is written in Python: the one in C has no hooks for the use of a name.
+# Derived from the pickle interpreter that is written in Python, because the C implementation has no
+# hooks for calls.
 class Unpickler(_Interpreter):  # type: ignore[misc]
     def __init__(self, archive: Archive) -> None:
         super().__init__(io.BytesIO(archive.program()), encoding="utf-8")
@@ -233,10 +237,10 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
         return any(function is value for value in self._declared.values())
 
     def _keep(self, made: Any) -> Any:
-        # Members of an enum are looked up, not constructed, and are shared.
+        # Enum members are looked up, not constructed. They are shared, so never set their state.
         if isinstance(made, enum.Enum):
             return made
-        # Kept alive, so that its id is not reused.
+        # Keep the object alive, so that its id is not reused.
         if type(made) in self._classes or has_state(made):
             self._made[id(made)] = made
         if type(made) is deque:
@@ -246,13 +250,13 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
     def _count_copies(self, arguments: tuple[Any, ...]) -> None:
         self._copies_left -= copied_by(arguments)
         if self._copies_left < 0:
-            raise ValueError("its pickle expands to far more data than it stores")
+            raise ValueError("its pickle expands to far more data than is stored")
 
     def _nest(self, target: Any, values: Iterable[Any]) -> None:
-        """Limits the depth of directly nested containers that need a limit.
+        """Limits the nesting depth of containers of the types in _NESTING.
 
-        A pickler fills a container before it puts it into another one. So depths are known from the
-        inside out, provided that a container inside another one is not changed any more.
+        A pickler fills a container before it puts the container into another one. So the depth of
+        the inner container is known, provided that it no longer changes.
         """
         if type(target) not in _NESTING:
             return
@@ -269,7 +273,7 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
             depth = max(depth, inner + 1)
         if depth > _DEEPEST_NESTING:
             raise ValueError(
-                f"it has {type(target).__name__}s that are nested deeper than {_DEEPEST_NESTING}"
+                f"it has {type(target).__name__}s nested more than {_DEEPEST_NESTING} levels deep"
             )
         self._nested[id(target)] = target, depth
 

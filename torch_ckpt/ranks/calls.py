@@ -1,13 +1,13 @@
-"""A collective call of a function of this package, on every rank of a group.
+"""Collective calls: every rank of a group calls the same function of this package.
 
 1. Every rank sends the name of its call and a small value.
-2. If the names differ, all ranks raise an error that lists them: no rank waits for a rank that
-   makes another call.
-3. The coordinator combines the values into one answer, or reports how they differ, and all ranks
-   raise that.
+2. If the names differ, all ranks raise an error that lists them, so that no rank waits for ranks
+   that make other calls.
+3. The coordinator combines the values into one answer, or finds that they disagree. In that case
+   all ranks raise an error that describes the disagreement.
 
-The exchange uses the store, so that within the timeout the other ranks raise an error that
-names a dead rank.
+The exchange uses the store. If a rank dies, the other ranks raise an error that names it, within
+the timeout.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class RanksDisagree(AssertionError):
 
 
 class Disagreement:
-    """The coordinator's answer from which every rank raises :class:`RanksDisagree`.
+    """An answer of the coordinator that makes every rank raise :class:`RanksDisagree`.
 
     Args:
-        text: the difference.
+        text: describes the disagreement.
         lines: details; the first few are shown below the text.
-        of_calls: True if ranks made different calls, so that the error names no call.
+        of_calls: True if ranks made different calls. Then the error does not name this rank's call.
     """
 
     def __init__(self, text: str, lines: Sequence[str] = (), *, of_calls: bool = False) -> None:
@@ -48,14 +48,14 @@ class Disagreement:
 
 
 class Call:
-    """One collective call; a context manager that ends the use of the store.
+    """A collective call. As a context manager, it deletes the keys in the store at the end.
 
     Args:
-        name: the name of the function, with the arguments that distinguish its calls.
-        process_group: None for the default group; this process is the only rank if there is none.
-        timeout: seconds after which a rank that has not arrived and sends no heartbeat is declared
+        name: name of the function, with the arguments that distinguish its calls.
+        process_group: None for the default group. Without any group, this process is the only rank.
+        timeout: seconds without a heartbeat after which a rank that has not arrived is declared
             dead.
-        members: the ranks of the group that take part; None for all.
+        members: the ranks of the group that participate; None for all.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Call:
         self._ranks.close(min(60.0, self._timeout))
 
     def exchange(self, local: Callable[[], T], combine: Callable[[list[T]], R | Disagreement]) -> R:
-        """Returns, on every rank, the result of ``combine``, which one rank applies to the results
-        of ``local`` of all ranks.
+        """Runs ``local`` on every rank, and ``combine`` on one rank with the results of all ranks.
+        Returns the result of ``combine`` on every rank.
 
         Raises:
             RanksDisagree: ranks made different calls, or ``combine`` returned a Disagreement.
-            TimeoutError: ranks did not arrive; they are named.
+            TimeoutError: ranks did not arrive. The message names them.
             ConnectionError: the store is lost.
-            RuntimeError: ``local`` failed on another rank. If it failed on this rank, its own error
-                is raised.
+            RuntimeError: ``local`` failed on another rank. If ``local`` failed on this rank, that
+                error is raised instead.
         """
 
         def answer(came: list[tuple[str, T]]) -> R | Disagreement:
@@ -111,7 +111,7 @@ class Call:
         return answered
 
     def all_succeed(self, local: Callable[[], Any]) -> None:
-        """Runs ``local`` on every rank. Raises on every rank as :meth:`exchange` does."""
+        """Runs ``local`` on every rank. Raises the same errors as :meth:`exchange`."""
 
         def run() -> None:
             local()
@@ -119,24 +119,24 @@ class Call:
         self.exchange(run, lambda _values: None)
 
     def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
-        """Block in which the other ranks wait for this rank as long as ``counter`` changes."""
+        """Block in which this rank is not declared dead as long as ``counter`` changes."""
         return self._ranks.alive(counter)
 
 
 def meeting_of(
     process_group: dist.ProcessGroup | None, use: str, members: Sequence[int] | None = None
 ) -> Meeting:
-    """Returns the rendezvous of a group's ranks for one use.
+    """Returns the rendezvous of a group's ranks for one purpose.
 
     Raises:
-        ValueError: this process is not a member.
+        ValueError: this process is not a member of the group or of ``members``.
     """
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank(process_group)
         if rank < 0 or (members is not None and rank not in members):
             raise ValueError(
-                f"rank {dist.get_rank()} is not in the process group or the mesh of this call: "
-                "make the call on its members only, or pass another process_group"
+                f"rank {dist.get_rank()} is not in the process group or mesh of this call: make "
+                "the call only on its members, or pass a different process_group"
             )
     return Meeting.of(process_group, no_dist=False).apart(use, members)
 
@@ -144,29 +144,30 @@ def meeting_of(
 def group_now(
     process_group: dist.ProcessGroup | None,
 ) -> weakref.ReferenceType[dist.ProcessGroup] | None:
-    """Returns a weak reference to the group that a call would use now; None if there is none."""
+    """Returns a weak reference to the group that a call would use now, or None if there is none."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group is None else process_group
-    # A weak reference: a strong one would keep its store alive.
+    # A strong reference would keep the group's store alive.
     return None if group is None else weakref.ref(group)
 
 
 def explained(error: CheckpointException, name: str, rank: int, timeout: float) -> BaseException:
-    """Returns the error of a failed exchange, in terms of the function that the user called."""
+    """Converts the error of a failed exchange into one that names the function that the user
+    called."""
     causes = {by: cause for by, (cause, _stack) in error.failures.items()}
     if rank in causes and not isinstance(causes[rank], TimeoutError | ConnectionError):
         return causes[rank]
     if any(isinstance(cause, ConnectionError) for cause in causes.values()):
         return ConnectionError(
-            f"{name}: {ranks_text(causes)} lost the process group's store: check that the "
-            "process that hosts it, rank 0 or torchrun's agent, is still running"
+            f"{name}: {ranks_text(causes)} lost the connection to the process group's store: check "
+            "that the process that hosts the store (rank 0 or torchrun's agent) is still running"
         )
     if all(isinstance(cause, TimeoutError) for cause in causes.values()):
         return TimeoutError(
             f"{name}: {ranks_text(causes)} did not arrive within {timeout:g} s and sent no "
-            "heartbeat: check that the process is still running and makes this call too, or allow "
-            "more time (timeout=)"
+            "heartbeat: check that the process is still running and also makes this call, or "
+            "increase timeout"
         )
     by, cause = next(iter(causes.items()))
     return RuntimeError(f"{name} failed on rank {by}: {type(cause).__name__}: {cause}")

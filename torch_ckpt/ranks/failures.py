@@ -1,5 +1,4 @@
-"""Failures of ranks: the exceptions raised for them, their texts, and whether a step's files are at
-fault."""
+"""Failures of ranks: the exceptions that report them, and what caused them."""
 
 from __future__ import annotations
 
@@ -19,29 +18,30 @@ from torch_ckpt.errors import CheckpointError, Corrupt
 # The directory of this package.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-# Number of frames to show for errors of other code: they lead to the line in the caller's code.
+# Number of stack frames to show if code outside this package raised the error.
 _FRAMES = 3
 
-# Number of different causes in the text; `failures` has all.
+# Maximum number of different causes in the text. `failures` has all of them.
 _MOST_CAUSES = 4
 
-# Python treats these specially if they pass through a generator.
+# Generators treat these exceptions specially, so no exception is derived from them.
 _NOT_RAISED_THROUGH = (StopIteration, StopAsyncIteration)
 
 
 class CheckpointFailed(CheckpointException, CheckpointError):
-    """A save or load that failed on some of its ranks. Raised on all of them.
+    """A save or load failed on at least one rank. Raised on all ranks.
 
-    The exception is also of the type of the first rank's cause, and has its attributes: ``except
-    FileNotFoundError`` and ``error.filename`` work as if this rank had raised the cause. Created by
-    :func:`failed_on`. It can be pickled and copied.
+    The exception is also an instance of the type of the first failed rank's error, with the same
+    attributes. So ``except FileNotFoundError`` and ``error.filename`` work as if this rank had
+    raised that error. :func:`failed_on` creates the exception. It can be pickled and copied.
 
     Attributes:
-        failures: the cause and its stack by rank, as in torch's CheckpointException.
+        failures: error and stack of each failed rank, as in torch's CheckpointException.
     """
 
     def __init__(self, step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
-        # Not super().__init__, which may be that of the first cause's type, with other arguments.
+        # Do not use super(): it may find the __init__ of the cause's type, which has other
+        # arguments.
         BaseException.__init__(self, step, failures)
         cause = _first_cause(failures)
         if cause is not None:
@@ -59,29 +59,30 @@ class CheckpointFailed(CheckpointException, CheckpointError):
         if len(lines) > _MOST_CAUSES:
             others = sorted(rank for who in list(ranks.values())[_MOST_CAUSES:] for rank in who)
             lines[_MOST_CAUSES:] = [
-                f"{ranks_text(others)}: other causes; see the attribute `failures`"
+                f"{ranks_text(others)}: other causes (see the attribute `failures`)"
             ]
         return "\n".join(lines) or f"'{self.args[0]}' failed"
 
 
 def failed_on(step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> CheckpointFailed:
-    """Returns the exception that all ranks raise for the failures of some.
+    """Creates the exception that all ranks raise if some ranks have failed.
 
     Args:
         step: the step of the save or load that failed.
-        failures: the failures, by rank.
+        failures: error and stack of each failed rank.
     """
     cause = _first_cause(failures)
     if isinstance(cause, Exception) and not isinstance(cause, _NOT_RAISED_THROUGH):
         kind: Any = type(cause)
-        # Some classes cannot be derived from, or create their objects in a special way.
+        # Some exception types cannot be subclassed, or have an unusual __new__.
         with suppress(Exception):
             return _of_kind(kind)(step, failures)
     return CheckpointFailed(step, failures)
 
 
 def raise_on(rank: int, step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> NoReturn:
-    """Raises the failures on a rank; on a rank that was interrupted, the interruption itself.
+    """Raises the failures of a step on this rank. If this rank was interrupted, raises the
+    interruption instead.
 
     Raises:
         CheckpointFailed: see :func:`failed_on`.
@@ -95,8 +96,7 @@ def raise_on(rank: int, step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> No
 
 @contextmanager
 def raised_as_ours(rank: int) -> Iterator[None]:
-    """Block in which torch's code runs and its exceptions for several ranks are raised as this
-    package's.
+    """Block that runs torch's code, and converts torch's CheckpointException to this package's.
 
     Raises:
         CheckpointFailed, KeyboardInterrupt, SystemExit: see :func:`raise_on`.
@@ -108,14 +108,14 @@ def raised_as_ours(rank: int) -> Iterator[None]:
 
 
 def of_torch(error: CheckpointException) -> CheckpointFailed:
-    """Returns torch's exception as this package raises it."""
+    """Converts torch's exception to this package's."""
     if isinstance(error, CheckpointFailed):
         return error
     return failed_on(str(error.args[0]), error.failures)
 
 
 def causes(error: BaseException) -> str:
-    """Describes an error, with the ranks that failed."""
+    """Describes an error. If it has the failures of several ranks, describes each of them."""
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(
@@ -125,17 +125,18 @@ def causes(error: BaseException) -> str:
 
 
 def is_damage(error: CheckpointException) -> bool:
-    """Returns True if the step's files are at fault, so that another step may be intact.
+    """Returns True if the load failed because the step's files are damaged or missing. Then another
+    step may be intact.
 
-    Other errors, such as a disk or a network that does not answer, must not be passed over: an
-    older step would be restored, and the newer one replaced.
+    After other errors, such as a disk or network failure, the step must not be skipped: training
+    would continue from an older step and replace the newer one.
     """
     found = [cause for cause, _frames in error.failures.values()]
     return all(isinstance(cause, Corrupt | EOFError | FileNotFoundError) for cause in found)
 
 
 def is_elsewhere(error: CheckpointException) -> bool:
-    """Returns True if other ranks do not find the step that rank 0 has listed."""
+    """Returns True if the load failed because other ranks did not find the step rank 0 chose."""
     found = [cause for cause, _frames in error.failures.values()]
     return 0 not in error.failures and all(isinstance(c, FileNotFoundError) for c in found)
 
@@ -144,8 +145,8 @@ def is_elsewhere(error: CheckpointException) -> bool:
 
 
 def _first_cause(failures: Mapping[int, WRAPPED_EXCEPTION]) -> BaseException | None:
-    """Returns the cause of the lowest rank; of a cause that is itself such a failure, its first
-    cause."""
+    """Returns the error of the lowest failed rank. If that error itself reports failures of ranks,
+    returns its first cause."""
     cause: BaseException | None = None
     while failures:
         cause, _stack = failures[min(failures)]
@@ -153,7 +154,7 @@ def _first_cause(failures: Mapping[int, WRAPPED_EXCEPTION]) -> BaseException | N
     return cause
 
 
-# Bounded, because a program may create any number of exception classes.
+# The size is limited, because a program may create any number of exception classes.
 @lru_cache(maxsize=32)
 def _of_kind(kind: type[Exception]) -> type[CheckpointFailed]:
     if issubclass(CheckpointFailed, kind):
@@ -166,8 +167,7 @@ def _copy_attributes(cause: BaseException, to: BaseException) -> None:
     for kind in type(cause).__mro__[: -len(Exception.__mro__)]:
         for name, what in vars(kind).items():
             if isinstance(what, MemberDescriptorType | GetSetDescriptorType):
-                # Some attributes are not set or cannot be set, and the object may not have the type
-                # that they need.
+                # Some attributes are unset, are read-only, or need an object of their own class.
                 with suppress(AttributeError, TypeError):
                     setattr(to, name, getattr(cause, name))
 

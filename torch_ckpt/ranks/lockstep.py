@@ -1,28 +1,26 @@
-"""Lets ranks that poll in step see an event at the same poll, without waiting for each other.
+"""Lets ranks detect an event at the same poll, without waiting for each other.
 
-Once in a training step, every rank asks whether something has happened on which only all ranks
-together may act. A collective would answer, but make every step wait for the slowest rank and its
-device. Instead:
+In each training step, every rank polls whether an event has happened on which all ranks must act
+together. A collective would make every step wait for the slowest rank and its device. Instead:
 
-1. Every rank counts its polls. All ranks make the same number of polls, though not at the same
-   time.
-2. Until its part of the event happens, a rank answers its polls with no, independently. When its
-   part happens, another thread posts the number of polls so far, unless a greater number is posted,
-   and then increments the count of parts.
-3. From then on, the first rank to reach a poll decides it for all: yes if all parts have been
-   counted, otherwise no. ``answer`` in the store holds the greatest poll that was answered with no,
-   or the one answered with yes, after which it does not change.
-4. The yes comes later than every poll that was answered with no, because all those numbers are
-   posted before all parts are counted. So every rank decides or reads it, and all act at the same
-   poll. A rank that knows that another rank is lost, and its part with it, also decides yes, so
-   that the ranks that poll act together.
-5. No rank gets far ahead, because the others would have to catch up: at every eighth poll a rank
-   reports that it has reached it, and waits until all ranks have reached the previous eighth poll.
-   Ranks in step have reached it long before. An event that is known to have happened, or to fail,
-   ends the wait.
+1. Every rank counts its polls. All ranks make the same number of polls, but not at the same time.
+2. The event consists of one part per rank. Until its own part happens, a rank answers its polls
+   with no, without asking other ranks. When the part happens, another thread posts the rank's
+   number of polls, unless a greater number is already posted, and then increments the part count.
+3. From then on, the first rank to reach a poll decides the answer for all ranks: yes if all parts
+   have been counted, otherwise no. The key ``answer`` has the last poll that was answered with no,
+   or the poll that was answered with yes. After a yes the key does not change.
+4. The poll answered with yes is later than every poll answered with no, because each rank posts its
+   number before its part is counted. So every rank decides or reads the yes, and all ranks act at
+   the same poll. A rank that knows that another rank and its part are lost also decides yes, so
+   that the remaining ranks act together.
+5. No rank gets far ahead, because the others would have to catch up. At every eighth poll, a rank
+   reports that it has reached the poll, and waits until all ranks have reached the previous eighth
+   poll. If ranks are in step, they reached it long before. The wait ends early if the event is
+   known to have happened or to have failed.
 
-So all ranks act at the first poll that no rank has reached when the last part is counted. A poll
-before this rank's part makes no request to the store, except for each eighth one.
+So all ranks act at the first poll that no rank had reached when the last part was counted. Before a
+rank's own part has happened, its polls make no requests to the store, except every eighth poll.
 """
 
 from __future__ import annotations
@@ -46,21 +44,24 @@ _ANSWER = "answer"
 _YES = "yes"
 _NO = "no"
 
-# Ranks wait for each other at every eighth poll; no rank gets 16 ahead.
+# Number of polls after which ranks wait for each other. So no rank gets 16 polls ahead.
 _NEAR = 8
 
-# Two keys suffice: a rank that reaches one poll has seen that all ranks have reached the previous
-# one.
+# Each key counts the ranks that have reached an eighth poll. Two keys suffice: before a rank counts
+# itself at one eighth poll, all ranks have been counted at the previous one.
 _REACHED = ("reached/even", "reached/odd")
 
 
 class Lockstep:
-    """One event. Each rank creates one, in the same order, and polls it from one thread.
+    """An event that all ranks detect at the same poll.
+
+    All ranks must create their events in the same order, and poll each event from one thread.
 
     Args:
-        rendezvous: connects the ranks, at least two.
+        rendezvous: connects the ranks. There must be at least two.
         timeout: seconds to wait for the store.
-        pause: sleeps for a number of seconds, between checks for ranks that are behind.
+        pause: sleeps for the given number of seconds. Called while waiting for ranks that are
+            behind.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class Lockstep:
         self._polls = 0
         self._looks = False
         self._is_over = False
-        self._answer = ""  # the last one seen
+        self._answer = ""  # the last value of the key that this rank has seen
 
     def part(self) -> None:
-        """Records that this rank's part has happened, so that polls ask the store. Called once, by
-        any thread.
+        """Records that this rank's part has happened, so that polls ask the store. Must be called
+        only once, from any thread.
 
         Raises:
             CheckpointException: the store is lost; the cause is a ConnectionError.
@@ -95,15 +96,15 @@ class Lockstep:
         _core.fault_point("part is posted")
 
     def over(self) -> None:
-        """Records that the event is over or that a rank is lost: polls do not wait. Called by any
-        thread."""
+        """Records that the event is over or that a rank is lost, so that polls no longer wait. May
+        be called from any thread."""
         self._is_over = True
 
     def poll(self, is_alone: Callable[[], bool]) -> bool:
         """Returns True if this rank must act now. The result is the same on all ranks.
 
         Args:
-            is_alone: returns True to act now, independently of the other ranks.
+            is_alone: returns True if this rank must act now, independently of the other ranks.
 
         Raises:
             CheckpointException: the store is lost; the cause is a ConnectionError.
@@ -123,8 +124,8 @@ class Lockstep:
         self._store = None
 
     def end(self) -> None:
-        """Deletes the keys, after all ranks have acted. Does nothing after the process group has
-        been destroyed."""
+        """Deletes the keys in the store, after all ranks have acted. Has no effect after the
+        process group has been destroyed."""
         if self._rank == 0 and self._meeting() is not None:
             for key in (_PARTS, _ANSWER, *_REACHED):
                 self._ask(self._connected().delete_key, key)
@@ -149,7 +150,7 @@ class Lockstep:
         """Waits for ranks that are behind.
 
         Args:
-            count: number of the poll among those at which ranks wait for each other.
+            count: the number of polls so far at which ranks wait for each other.
         """
         begun = time.monotonic()
         while not self._ask(self._reach, count, self._connected()):
@@ -158,9 +159,9 @@ class Lockstep:
             self._pause(min(0.01, max(0.0002, (time.monotonic() - begun) / 10)))
 
     def _reach(self, count: int, store: Store) -> bool:
-        """Reports that this rank has reached a poll. Returns False if a rank has not reached the
-        previous one."""
-        # Each key counts every second one of these polls.
+        """Reports that this rank has reached an eighth poll. Returns False, without a report, if a
+        rank has not reached the previous eighth poll."""
+        # The two keys take turns, so each counts every second eighth poll.
         if count > 1 and store.add(_REACHED[(count - 1) % 2], 0) < self._size * (count // 2):
             return False
         store.add(_REACHED[count % 2], 1)

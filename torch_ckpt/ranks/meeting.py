@@ -1,12 +1,12 @@
-"""Exchanges between the ranks of one save or load, and of one call of torch_ckpt.multihost.
+"""Exchanges between the ranks of a save, a load or a call of torch_ckpt.multihost.
 
-They use the store of the process group and never its collectives; only the modules that send
-tensors, loading/shared_reads.py and multihost/moving.py, use those.
+Exchanges use the store of the process group and never its collectives. Only the modules that send
+tensors, loading/shared_reads.py and multihost/moving.py, use collectives.
 
-Each step runs on every rank. Outcomes, including errors, are exchanged before any rank continues,
-so a failure raises the same ``CheckpointFailed`` on all ranks, and no rank waits for one that has
-failed. A rank that was interrupted raises the interruption instead. ranks/transport.py describes
-the protocol.
+Each step runs on every rank. All ranks exchange their outcomes, including errors, before any rank
+continues. So a failure raises the same ``CheckpointFailed`` on all ranks, and no rank waits for a
+rank that has failed. A rank that was interrupted raises the interruption instead.
+ranks/transport.py describes the protocol.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from torch_ckpt.ranks.transport import Alone, OverStore
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Default time in seconds after which a rank without heartbeat is declared dead.
+#: Default number of seconds after which a rank without a heartbeat is declared dead.
 TIMEOUT_SECONDS = 300.0
 
-# Kinds of calls that an aborted queue leaves unfinished: see start_over().
+# Kinds of calls that an aborted queue may leave unfinished: see start_over().
 _KINDS_OF_CALLS = ("plan", "call", "lockstep", "call_idx")
 
 
 class Ranks:
-    """The ranks that take part in a save or load; only this process if nothing is distributed.
+    """The ranks that participate in a save or load. :class:`Meeting` creates it.
 
     Args:
-        over: the transport; None: this process is the only rank. See :class:`Meeting`.
+        over: the transport; None if this process is the only rank.
     """
 
     def __init__(self, over: Alone | None = None) -> None:
@@ -61,8 +61,8 @@ class Ranks:
     def reduce_scatter(
         self, step: str, local: Callable[[], T], combine: Callable[[list[T]], list[R]]
     ) -> R:
-        """Runs ``local`` on all ranks and ``combine`` on the coordinator. Returns to each rank its
-        part."""
+        """Runs ``local`` on all ranks, and ``combine`` on the coordinator with their results.
+        Returns one element of the result of ``combine`` to each rank."""
         outcome = attempt(local)
         combined = self._combined(self._over.gather(step, outcome), combine)
         parts = [combined] * self.size if isinstance(combined, RankFailures) else combined
@@ -78,13 +78,13 @@ class Ranks:
         combine: Callable[[list[T]], R],
         undo: Callable[[T], None] | None = None,
     ) -> R:
-        """Runs ``local`` on all ranks and ``combine`` on the coordinator. Returns the result to
-        all.
+        """Runs ``local`` on all ranks, and ``combine`` on the coordinator with their results.
+        Returns the result of ``combine`` to all ranks.
 
         Args:
-            undo: called on ranks whose ``local`` succeeded if it failed on another rank. Never
-                called after ``combine`` has started, or if this rank cannot know that. None means
-                that ``combine`` commits nothing, so errors do not mention a possible commit.
+            undo: called if ``local`` succeeded on this rank but failed on another. It is not called
+                if ``combine`` has started, or if this rank cannot know whether it has. None means
+                that ``combine`` commits nothing, so that errors need not mention a possible commit.
         """
         outcome = attempt(local)
         gathered = self._over.gather(step, outcome, commits=undo is not None)
@@ -96,7 +96,7 @@ class Ranks:
         return cast(R, received)
 
     def all_succeed(self, step: str, local: Callable[[], T]) -> T:
-        """Runs ``local`` on all ranks. Raises on all ranks if it failed on any."""
+        """Runs ``local`` on all ranks. If it fails on any rank, all ranks raise."""
         outcome = attempt(local)
         gathered = self._over.gather(step, outcome if failed(outcome) else None)
         received = self._over.broadcast(self._combined(gathered, lambda _: None))
@@ -105,55 +105,58 @@ class Ranks:
         return cast(T, outcome)
 
     def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
-        """Block in which the other ranks wait for this rank as long as ``counter`` changes.
+        """Block in which this rank is not declared dead as long as ``counter`` changes.
 
-        For parts of ``local`` and ``combine`` that may take longer than the timeout. Another thread
-        calls ``counter`` every few seconds: it may return the number of bytes written, for example.
+        Use it for work in ``local`` or ``combine`` that may exceed the timeout. A separate thread
+        calls ``counter`` every few seconds; it may return the number of bytes written, for example.
         """
         return self._over.alive(counter)
 
     def share(self, data: bytes) -> bytes | str:
-        """Returns a token to put in the value of ``local`` for data that several ranks share, which
-        is then sent only once. In ``combine``, :meth:`shared` returns the data."""
+        """Returns a token for data that several ranks share, so that the data is sent only once.
+        ``local`` returns the token, and ``combine`` passes it to :meth:`shared`."""
         return self._over.share(data)
 
     def shared(self, token: bytes | str) -> bytes:
-        """Returns the data of a token of :meth:`share`."""
+        """Returns the data for a token that :meth:`share` returned."""
         return self._over.shared(token)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Messages that this rank has sent to other ranks so far, and bytes in them."""
+        """Number of messages that this rank has sent to other ranks so far, and their total size in
+        bytes."""
         return self._over.sent
 
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
-        """Ends the wait of this rank, which fails. May be called by any thread.
+        """Ends this rank's wait, and fails the step on it. May be called from any thread.
 
-        On the coordinator, the failure is also the answer to the ranks that have arrived.
+        On the coordinator, the failure is also sent to the ranks that have arrived.
         """
         self._over.cancel(failure)
 
     def hurry(self) -> None:
-        """Makes this rank poll again at once, however long its current pause is. May be called by
-        any thread."""
+        """Makes this rank poll again at once, without finishing its current pause. May be called
+        from any thread."""
         self._over.hurry()
 
     def close(self, timeout: float = 60.0) -> None:
-        """Ends the use of the store, after the last step, whether it succeeded or not.
+        """Ends this rank's part after the last step, whether or not the step succeeded.
 
-        Every rank calls it. The coordinator waits until the other ranks have read the last answer,
-        so that the process that hosts the store may exit, and deletes the keys. Raises nothing,
-        because the outcome is already known.
+        Every rank must call it. The coordinator waits until the other ranks have read the last
+        answer, so that the process that hosts the store may exit, and then deletes the keys. Never
+        raises, because the outcome is already known.
 
         Args:
-            timeout: seconds that the coordinator waits; after that, keys are left in the store.
+            timeout: seconds that the coordinator waits. After that, it leaves the keys in the
+                store.
         """
         self._over.close(timeout)
 
     # --- private ---------------------------------------------------------------------------------
 
     def _combined(self, gathered: list[Any] | None, combine: Callable[[list[Any]], Any]) -> Any:
-        """Returns the result of ``combine``, or the failures of ranks, on the coordinator."""
+        """Returns, on the coordinator, the result of ``combine`` or the failures of ranks. Returns
+        None on other ranks."""
         if gathered is None:
             return None
         failures = failures_of(gathered)
@@ -166,13 +169,13 @@ class Ranks:
 
 
 class Meeting:
-    """Rendezvous of the ranks of a process group, which does not use the group's collectives.
+    """Rendezvous of the ranks of a process group. It does not use the group's collectives.
 
     Args:
         store: the store that the ranks share; None for a single process.
         rank: rank of this process in the group.
         size: size of the group.
-        name: prefix of the keys; no other group that uses the store may have it.
+        name: prefix of the keys, unique among the groups that use the store.
     """
 
     _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Meeting]] = WeakKeyDictionary()
@@ -185,24 +188,25 @@ class Meeting:
         self.rank = rank
         self.size = size
         self._name = name
-        # The server lives as long as the store that started it, even after destroy_process_group().
+        # The server runs until the store that started it is freed, even after
+        # destroy_process_group().
         self._store = store
         self._connections: list[Store] = []  # at most one, created on first use
-        # A separate lock: connecting may take long, and a stopped store never answers.
+        # A lock of its own: connecting may take long, and a stopped store never answers.
         self._connecting = threading.Lock()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._starts = 0
         self._apart: dict[str, Meeting] = {}
-        #: The thread that makes the requests to the store, for all users of the connection.
+        #: Thread that runs the requests of all users of the connection.
         self.asker = StoreThread()
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
-        """Returns the rendezvous of a process group, None for the default group; created on first
+        """Returns the rendezvous of a process group; None means the default group. Created on first
         use.
 
-        Every rank of the group must call it, but none waits for another.
+        Every rank of the group must call it, but does not wait for other ranks.
 
         Raises:
             ValueError: this process is not in the group.
@@ -216,15 +220,16 @@ class Meeting:
         if dist.get_rank(group) < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process group of this save or load: make "
-                "the call on its members only"
+                "the call only on members of the group"
             )
         with cls._making:
-            # Weak keys: the next group on the same port must find a new server.
+            # Weak keys, so that the server of a destroyed group ends: the next group on the same
+            # port needs a new one.
             meeting = cls._made.get(group)
             if meeting is None:
                 members = dist.get_process_group_ranks(group)
                 name = f"{group.group_name}-{zlib.crc32(repr(members).encode()):08x}"
-                # A group created after another was destroyed may have the same name and store.
+                # A new group may have the same name and store as a destroyed one.
                 cls._names[name] += 1
                 name = f"{name}-{cls._names[name]}"
                 meeting = cls(c10d._get_default_store(), dist.get_rank(group), len(members), name)
@@ -232,13 +237,13 @@ class Meeting:
             return meeting
 
     def apart(self, use: str, members: Sequence[int] | None = None) -> Meeting:
-        """Returns a rendezvous for another use, over the same connection; created on first use.
+        """Returns a rendezvous for another purpose, over the same connection. Created on first use.
 
-        Its exchanges are counted separately, so that their order relative to saves does not matter.
+        Its exchanges are counted separately, so their order relative to saves does not matter.
 
         Args:
-            use: the name of the use, the same on all ranks.
-            members: the ranks that take part, in their new order; None for all.
+            use: name of the purpose, the same on all ranks.
+            members: the ranks that participate, in their new order; None for all.
         """
         name = use if members is None else f"{use}-{zlib.crc32(repr(list(members)).encode()):08x}"
         with self._lock:
@@ -246,42 +251,44 @@ class Meeting:
                 rank = self.rank if members is None else members.index(self.rank)
                 size = self.size if members is None else len(members)
                 other = Meeting(self._store, rank, size, f"{self._name}/{name}")
-                # No reference to this object: a cycle would keep the server alive longer than the
-                # group.
+                # Do not store a reference to this object: the cycle would keep the server alive
+                # after the group is destroyed.
                 other._connections, other._connecting = self._connections, self._connecting
                 other.asker = self.asker
                 self._apart[name] = other
             return self._apart[name]
 
     def keys(self, below: str) -> Store:
-        """Returns a store with this rendezvous's own keys, for values that are not exchanged in a
-        step."""
+        """Returns a store with separate keys, for values that are not exchanged in a step."""
         return PrefixStore(f"torch_ckpt/{self._name}/{below}", self.connection())
 
     def ranks(
         self, timeout: float = TIMEOUT_SECONDS, kind: str = "save", prefix: str | None = None
     ) -> Ranks:
-        """Returns the ranks of one save or load, for one thread. Every rank calls it, in the same
-        order.
+        """Returns the ranks of one save or load. Only one thread may use the result.
+
+        Every rank must call it, in the same order.
 
         Args:
-            kind: calls of one kind have the same order on every rank.
-            prefix: prefix of the keys, if the ranks know one; then the order does not matter.
-            timeout: seconds after which a rank that others wait for and that sends no heartbeat is
-                declared dead. The step then raises ``CheckpointException`` with a ``TimeoutError``
-                for that rank, on all ranks. If the store does not answer, it raises one with a
-                ``ConnectionError`` for this rank, and undoes nothing.
+            timeout: seconds without a heartbeat after which a rank that others wait for is declared
+                dead. The step then raises ``CheckpointException`` on all ranks, with a
+                ``TimeoutError`` for the dead rank. If the store does not answer, the step raises
+                ``CheckpointException`` with a ``ConnectionError`` for this rank, and nothing is
+                undone.
+            kind: only calls of the same kind must have the same order on every rank.
+            prefix: prefix of the keys, if all ranks know one. Then the order does not matter.
         """
         if not self.distributed:
             return Ranks()
         if prefix is None:
             prefix = self.next_prefix(kind)
-        # The bound method keeps this object alive, and with it the server.
+        # The bound method keeps this object and the server alive.
         over = OverStore(self.rank, self.size, self.connection, self.asker, prefix, timeout)
         return Ranks(over)
 
     def next_prefix(self, kind: str) -> str:
-        """Returns a unique prefix of keys, the same on every rank, by the order of calls."""
+        """Returns a unique prefix for keys. Calls in the same order return the same prefixes on
+        every rank."""
         with self._lock:
             number = self._counts[kind]
             self._counts[kind] += 1
@@ -289,10 +296,10 @@ class Meeting:
         return f"torch_ckpt/{self._name}/{below}/{number}"
 
     def start_over(self) -> None:
-        """Counts the prefixes of asynchronous calls from 0 again, below a new name.
+        """Restarts the numbering of asynchronous calls at 0, under a new prefix.
 
-        Needed after an abort, which leaves ranks at different numbers. All ranks call it the same
-        number of times.
+        Needed after an abort, which leaves the ranks at different numbers. All ranks must call it
+        equally often.
         """
         with self._lock:
             self._starts += 1
@@ -300,10 +307,10 @@ class Meeting:
                 self._counts[kind] = 0
 
     def connection(self) -> Store:
-        """Returns the store, over a connection of its own; created on first use.
+        """Returns the store, over a separate connection that is created on first use.
 
-        The training may wait on its own connection for minutes, and blocks it meanwhile. Connecting
-        may take seconds if name resolution is slow.
+        Separate, because training may block its own connection for minutes. Connecting may take
+        seconds if name resolution is slow.
         """
         with self._connecting:
             assert self._store is not None
@@ -316,10 +323,10 @@ class Meeting:
 
 
 def is_distributed(no_dist: bool = False) -> bool:
-    """Returns True if there are other ranks to take part."""
+    """Returns True if the operation involves a process group."""
     return not no_dist and dist.is_available() and dist.is_initialized()
 
 
 def own_rank() -> int:
-    """Returns the global rank of this process; 0 if nothing is distributed."""
+    """Returns the global rank of this process, or 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0

@@ -1,4 +1,4 @@
-"""Outcomes of a step on a rank, in the form that is sent to other ranks."""
+"""The outcome of a step on each rank, in a form that can be sent to other ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _Failure = tuple[BaseException, traceback.StackSummary]
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error, or its type if it has no text."""
+    """Returns the first line of an error's text, or the type's name if there is no text."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 class RankFailures:
-    """The causes of a failed step, by rank; ``combining`` is True if the coordinator failed to
-    combine the values of all ranks."""
+    """The failures of a step, by rank. ``combining`` is True if the coordinator failed to combine
+    the ranks' values."""
 
     def __init__(self, by_rank: dict[int, _Failure], combining: bool) -> None:
         self.by_rank = by_rank
@@ -28,21 +28,21 @@ class RankFailures:
 
 
 def no_sign_of_life(step: str, ranks: list[int], seconds: float) -> dict[int, _Failure]:
-    """Returns the failure of ranks that sent no heartbeat for too long, by rank."""
+    """Returns failures, by rank, for ranks that sent no heartbeat for too long."""
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     error = TimeoutError(
-        f"{who} sent no heartbeat for {seconds:g} s in '{step}': check that the process is still "
-        "running and what it is waiting for, or allow more time"
+        f"{who} sent no heartbeat for {seconds:g} s during '{step}': check that the process is "
+        "still running and what it is waiting for, or increase the timeout"
     )
     return {rank: (error, traceback.StackSummary()) for rank in ranks}
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result of ``function``, or its error and stack, as torch wraps them."""
+    """Returns the result of ``function``, or its error and stack in the form that torch uses."""
     try:
         return function(*args)
     except BaseException as error:
-        # Without the code objects that Python 3.13 adds, which cannot be pickled.
+        # Drop the code objects that Python 3.13 adds: they cannot be pickled.
         stack = [(f.filename, f.lineno or 0, f.name, f.line) for f in _frames(error)]
         return _portable(error), traceback.StackSummary.from_list(stack)
 
@@ -52,9 +52,9 @@ def _frames(error: BaseException) -> traceback.StackSummary:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Releases the frames of an error and of its causes, and the objects that they refer to.
+    """Releases the frames of an error and of its causes, so that they keep no objects alive.
 
-    The stacks that accompany errors here keep the text of the frames.
+    The text of the frames remains in the stack that accompanies the error.
     """
     inner = [cause for cause, _ in error.failures.values()] if _is_of_ranks(error) else []
     each: BaseException | None = error
@@ -84,7 +84,8 @@ def failures_of(outcomes: list[Any]) -> dict[int, _Failure]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Returns the error if it can be pickled and unpickled, else its text as a RuntimeError."""
+    """Returns the error if it can be pickled and unpickled, and otherwise a RuntimeError with its
+    text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

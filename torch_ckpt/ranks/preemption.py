@@ -1,14 +1,16 @@
-"""Stops all ranks at the same step after a preemption notice to one of them.
+"""Stops all ranks at the same step after one of them has received a preemption notice.
 
-1. Every rank has a thread that waits for a notice: a signal to this process, a file, or the key
+1. Every rank has a thread that waits for a notice: a signal to the process, a file, or the key
    ``{round}/notice`` in the store, which the first rank with a notice sets.
-2. The thread then posts the last step that training on its rank has reached. From there on, a call
-   for a later step waits for the answer; a call for an earlier step does not.
-3. The ranks' threads agree on the largest posted step, plus one. No rank can be past it.
-4. The first call for that step, or a later one, returns True. The next notice starts another round.
+2. The thread then posts the last step that training has reached on its rank. From then on, a call
+   for a later step blocks until all ranks have agreed on a step. A call for that step or an earlier
+   one does not block.
+3. The threads agree on the largest posted step plus one. No rank can be past it.
+4. The first call for that step, or for a later one, returns True. The next notice starts another
+   round.
 
-The threads never wait for training: a rank whose training is one step ahead, and waits there for a
-rank that waits here, has already posted its step.
+The threads never wait for training. So there is no deadlock if one rank's training is a step ahead
+and waits in a collective for a rank that is blocked in a call: its thread has posted its step.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from torch_ckpt.ranks.store_thread import peek
 
 logger = logging.getLogger(__name__)
 
-#: Default time after which a rank that does not post its step is declared dead. Short, because a
-#: notice leaves little time.
+#: Default number of seconds after which a rank that does not post its step is declared dead. Short,
+#: because little time is left after a notice.
 TIMEOUT_SECONDS = 30.0
 
 #: Seconds between two checks of the store and the file.
@@ -46,18 +48,18 @@ POLL_SECONDS = 1.0
 
 _NAME = "reached_preemption_sync_point()"
 
-# The step of a rank whose training has not reached any.
+# The step of a rank whose training has not reached any step.
 _NO_STEP = -1
 
-# Messages to the thread, in addition to notices.
+# Messages to the thread. All other messages are notices.
 _CLOSE = "close"
 _REACHED = "reached"
 
 
 class PreemptionWatch:
-    """Waits for preemption notices on one rank; returned by :func:`watch_for_preemption`.
+    """Waits for preemption notices on one rank. :func:`watch_for_preemption` returns it.
 
-    A context manager, which closes the watch.
+    As a context manager, it closes the watch at the end of the block.
 
     Examples:
         ```python
@@ -85,9 +87,9 @@ class PreemptionWatch:
         self._poll_seconds = poll_seconds
         self._timeout = timeout
         self._on_close = on_close
-        # Wakes the thread. A signal handler may call its put().
+        # Messages to the thread. Signal handlers may call put() on it.
         self._wake: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # Guards all fields below, except those that signal handlers set.
+        # Guards all following fields, except the fields that signal handlers set.
         self._changed = threading.Condition()
         self._step = _NO_STEP
         self._posted: int | None = None
@@ -100,8 +102,8 @@ class PreemptionWatch:
         self._signalled = False
         self._seen_file = False
         self._before: dict[int, Any] = {}
-        # Only the thread refers to the rendezvous, and thereby to the store, which must not outlive
-        # the group.
+        # Only the thread holds a reference to the rendezvous, and through it to the store, which
+        # must not outlive the group.
         self._thread = threading.Thread(
             target=self._run, args=(meeting,), name="torch_ckpt preemption", daemon=True
         )
@@ -118,23 +120,25 @@ class PreemptionWatch:
 
     @property
     def reason(self) -> str:
-        """The notice of the last completed round and its rank: "SIGTERM on rank 3"."""
+        """The notice of the last completed round and the rank that received it, such as "SIGTERM on
+        rank 3"."""
         with self._changed:
             return self._reason
 
     def watches(self, signals: Iterable[int], file: str | os.PathLike[str] | None) -> bool:
-        """Returns True if it already waits for these signals and this file, if any."""
+        """Returns True if the watch already waits for these signals and, unless it is None, for
+        this file."""
         is_file = file is None or os.fspath(file) == self._file
         return is_file and set(signals) <= set(self._before)
 
     def reached(self, step: int) -> bool:
-        """See :func:`reached_preemption_sync_point`, for the ranks of this watch."""
+        """Implements :func:`reached_preemption_sync_point` for the ranks of this watch."""
         if step < 0:
             raise ValueError(f"step {step} is negative: count steps from 0")
         with self._changed:
             if step == self._returned_true_at:
                 return True
-            # A notice to this process counts at once, even if its thread has not run yet.
+            # If this process has received a signal, wait until its thread has posted the step.
             self._wait_until(lambda: not self._signalled or self._posted is not None)
             if self._posted is not None and step > self._posted:
                 self._wait_until(lambda: self._agreed is not None)
@@ -144,21 +148,21 @@ class PreemptionWatch:
             self._reason = self._agreed[1]
             self._returned_true_at = step
             self._agreed = self._posted = None
-            # Before the reset: a signal in between then belongs to the next round, which the thread
-            # knows.
+            # Put this before resetting _signalled: a signal that arrives between the two statements
+            # is queued behind _REACHED, so the thread counts it for the next round.
             self._wake.put(_REACHED)
             self._signalled = False
             return True
 
     def ignored(self) -> None:
-        """Restores the former effect of SIGTERM, because the program does not act on the notice."""
+        """Lets SIGTERM have its previous effect again, because the program ignores notices."""
         self._is_ignored = True
 
     def close(self) -> None:
-        """Ends the watch and restores the signal handlers.
+        """Ends the watch and restores the previous signal handlers.
 
-        Only the main thread can set handlers. In another thread they stay installed, and pass
-        signals on.
+        Only the main thread can set signal handlers. If another thread closes the watch, its
+        handlers stay installed and forward signals to the previous ones.
         """
         with self._changed:
             if self._closed:
@@ -180,7 +184,9 @@ class PreemptionWatch:
     def _wait_until(self, so: Callable[[], bool]) -> None:
         while True:
             if self._closed:
-                raise RuntimeError(f"{_NAME}: the watch was closed, or its process group destroyed")
+                raise RuntimeError(
+                    f"{_NAME}: the watch was closed, or its process group was destroyed"
+                )
             if self._failure is not None:
                 raise self._failure
             if so():
@@ -188,19 +194,20 @@ class PreemptionWatch:
             self._changed.wait(self._poll_seconds)
 
     def _group_has_gone(self) -> None:
-        """Ends the watch of a destroyed group. The handlers stay installed and pass signals on."""
+        """Ends the watch of a destroyed group. Its handlers stay installed and forward signals."""
         self._closed = True
         self._wake.put(_CLOSE)
-        # The thread keeps the store until it ends; the next group may need its port, and the
-        # interpreter must not exit before. This may run in that thread itself, if the collector
-        # runs there.
+        # Wait for the thread: it keeps the store alive, the next group may need the store's port,
+        # and the interpreter must not exit while the thread uses the store. But the garbage
+        # collector may call this method in the thread itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(self._poll_seconds + 1.0)
 
     # --- signals ---------------------------------------------------------------------------------
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread between any two of its instructions; must not take a lock."""
+        """Handles a signal. Runs in the main thread between any two instructions, so it must not
+        take locks."""
         before = self._before.get(number)
         is_notice = not (self._closed or (self._is_ignored and number == signal.SIGTERM))
         if is_notice:
@@ -247,7 +254,7 @@ class PreemptionWatch:
             self._changed.notify_all()
 
     def _wait_for_notice(self, meeting: Meeting, number: int) -> str | None:
-        """Returns the notice and its rank; None at the end."""
+        """Returns the notice and the rank that received it, or None if the watch is closed."""
         may_ask = meeting.distributed
         while True:
             try:
@@ -258,7 +265,7 @@ class PreemptionWatch:
                 return None if woken == _CLOSE else woken
             if self._file is not None:
                 _core.fault_point("stat", self._file)
-                # A file is one notice for as long as it exists.
+                # As long as the file exists, it counts as a single notice.
                 before, self._seen_file = self._seen_file, os.path.exists(self._file)
                 if self._seen_file and not before:
                     return f"{self._file} on rank {self._rank}"
@@ -268,12 +275,13 @@ class PreemptionWatch:
                     if (notice := peek(keys, "notice")) is not None:
                         return notice.decode()
                 except RuntimeError as error:
-                    # When training is over, rank 0 may have exited, and with it the store.
+                    # At the end of training, rank 0 may have exited together with the store.
                     may_ask = False
-                    logger.info("lost the store, so notices of other ranks are not seen: %s", error)
+                    logger.info("lost the store; notices to other ranks are not seen: %s", error)
 
     def _agree(self, meeting: Meeting, ranks: Ranks, number: int, reason: str) -> tuple[int, str]:
-        """Returns the step at which all ranks return True, and the first notice."""
+        """Agrees with the other ranks. Returns the step at which all ranks return True, and the
+        first notice."""
 
         def post() -> tuple[int, str]:
             first = reason
@@ -300,12 +308,12 @@ class PreemptionWatch:
 def _name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # most real-time signals have none
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"
 
 
 def _before(number: int) -> Any:
-    """Returns the handler of a signal, skipping those of closed watches."""
+    """Returns the current handler of a signal, skipping handlers of closed watches."""
     handler: Any = signal.getsignal(number)
     while isinstance(watch := getattr(handler, "__self__", None), PreemptionWatch):
         if not watch._closed:
@@ -318,8 +326,8 @@ def signal_numbers(signals: Iterable[int], option: str) -> tuple[int, ...]:
     """Checks the signals to watch, and returns their numbers.
 
     Args:
-        signals: the numbers.
-        option: the name of the option, for errors.
+        signals: the signal numbers.
+        option: name of the option, for errors.
 
     Raises:
         TypeError: ``signals`` is not an iterable of numbers.
@@ -332,7 +340,7 @@ def signal_numbers(signals: Iterable[int], option: str) -> tuple[int, ...]:
     watchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     for number in numbers:
         if not isinstance(number, int):
-            raise TypeError(f"{form}, but one is {number!r}")
+            raise TypeError(f"{form}, but one element is {number!r}")
         if number not in watchable:
             raise ValueError(f"{option}: {number!r} is not a signal that a process can watch")
     return numbers
@@ -341,7 +349,8 @@ def signal_numbers(signals: Iterable[int], option: str) -> tuple[int, ...]:
 _watches: LiveObjects[PreemptionWatch] = LiveObjects()
 _by_group: WeakKeyDictionary[dist.ProcessGroup, PreemptionWatch] = WeakKeyDictionary()
 _alone: list[PreemptionWatch] = []
-# Number of watches so far: a new one must not find the keys of the last one.
+# Number of watches per group so far. It is part of the keys, so that a new watch does not find the
+# keys of the previous one.
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -353,21 +362,22 @@ def watch_for_preemption(
     poll_seconds: float = POLL_SECONDS,
     timeout: float = TIMEOUT_SECONDS,
 ) -> PreemptionWatch:
-    """Starts to wait for preemption notices. Every rank of the group calls it, before its first
+    """Starts watching for preemption notices. Every rank of the group must call it before its first
     step.
 
-    It does not wait for other ranks. After :meth:`PreemptionWatch.close` the group can be watched
-    again, on all ranks. A watched signal no longer ends this process. A handler that was set before
-    is called as well, except Python's own for SIGINT. In forked children the former handlers are
-    restored.
+    The call does not wait for other ranks. After :meth:`PreemptionWatch.close` on all ranks, the
+    group can be watched again. A watched signal no longer ends this process. If the program has set
+    a handler for the signal, that handler is called as well, except Python's own handler for
+    SIGINT. Forked children get the previous handlers back.
 
     Args:
-        signals: signal numbers. Unless it is empty, the call must be made in the main thread.
-        file: path of a file whose appearance is a notice, on the rank that sees it. It counts again
-            after it was removed. Remove it before the next run, or it is a notice to that run, too.
+        signals: signal numbers. Unless this is empty, the call must be made in the main thread.
+        file: path of a file. Its appearance is a notice to the rank that sees it. If the file is
+            removed and appears again, that is another notice. Remove the file before the next run;
+            otherwise that run receives the notice, too.
         process_group: None for the default group.
-        poll_seconds: seconds between two checks of the file and the store; a thread makes one
-            request to the store for each.
+        poll_seconds: seconds between two checks of the file and the store. Each check makes one
+            request to the store, in a thread.
         timeout: seconds after which a rank that does not post its step after a notice is declared
             dead.
 
@@ -375,9 +385,9 @@ def watch_for_preemption(
         The watch.
 
     Raises:
-        TypeError: ``signals`` are not numbers.
-        ValueError: the group is already watched, this is not the main thread, this process is not
-            in the group, or a signal cannot be watched.
+        TypeError: ``signals`` contains a value that is not a number.
+        ValueError: the group is already being watched, this is not the main thread, this process is
+            not in the group, or a signal cannot be watched.
 
     Examples:
         ```python
@@ -387,11 +397,11 @@ def watch_for_preemption(
     numbers = signal_numbers(signals, "signals")
     if numbers and threading.current_thread() is not threading.main_thread():
         raise ValueError(
-            "signals can be watched from the main thread only: call watch_for_preemption there "
+            "signals can be watched only from the main thread: call watch_for_preemption there "
             "before the first step"
         )
     if current_watch(process_group) is not None:
-        raise ValueError("this process group is already watched: close() that watch first")
+        raise ValueError("this process group is already being watched: close() that watch first")
     group = _group(process_group)
     if group is None:
         meeting = meeting_of(None, "preemption")
@@ -417,27 +427,27 @@ def watch_for_preemption(
 def reached_preemption_sync_point(
     step: int, *, process_group: dist.ProcessGroup | None = None
 ) -> bool:
-    """Returns True at the step at which all ranks must save and stop. Call it once in each step.
+    """Returns True at the step at which all ranks must save and stop. Call it once per step.
 
-    After a notice on any rank, the ranks agree on the largest step that any of them has reached,
-    plus one. The call for that step returns True on every rank, or the first call for a later step
-    if steps are skipped. It returns True again only for the same step. If training continues,
-    another notice starts another round.
+    After a notice to any rank, the ranks agree on the largest step that any rank has reached, plus
+    one. On every rank, the call for that step returns True. If a rank skips the step, its first
+    call for a later step does. Later calls return True only for the same step. If training
+    continues, another notice starts another round.
 
-    Without a notice, a call only compares a few numbers; a thread asks the store once a second.
-    After a notice, the first call for a step later than the one that this rank has posted waits for
-    the threads of the other ranks, for up to ``poll_seconds``.
+    Without a notice, a call only compares a few numbers, and a thread checks the store once a
+    second. After a notice, the first call for a step later than this rank's posted step waits for
+    the threads of the other ranks, usually for at most ``poll_seconds``.
 
-    Without :func:`watch_for_preemption`, the first call starts to watch for SIGTERM. A signal
-    before that ends the process.
+    If :func:`watch_for_preemption` was not called, the first call starts watching for SIGTERM. A
+    signal before that ends the process.
 
     Args:
-        step: number of the step, from 0, the same on all ranks.
+        step: the step number, counted from 0 and the same on all ranks.
         process_group: None for the default group.
 
     Raises:
-        TimeoutError: after a notice, ranks did not post their step; they are named. Every later
-            call raises the same error.
+        TimeoutError: ranks did not post their step after a notice. The message names them. Every
+            later call raises the same error.
         ConnectionError: the store was lost after a notice. Every later call raises the same error.
         ValueError: ``step`` is negative, the first call is not in the main thread, or this process
             is not in the group.
@@ -464,22 +474,23 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def current_watch(process_group: dist.ProcessGroup | None) -> PreemptionWatch | None:
-    """Returns the watch of a process group, None for the default group; None if there is none."""
+    """Returns the watch of a process group (None for the default group), or None if there is
+    none."""
     group = _group(process_group)
     if group is None:
         return _alone[0] if _alone else None
-    # new_group does not return a group to a process outside of it.
+    # To a process outside the group, new_group returns something other than a group.
     return _by_group.get(group) if isinstance(group, dist.ProcessGroup) else None
 
 
 def _close_all() -> None:
-    # A request to the store must not run while the interpreter shuts down.
+    # No request to the store may run while the interpreter shuts down.
     for watch in _watches:
         watch.close()
 
 
 def _leave_child() -> None:
-    # Restore the handlers in the child: data loaders end their workers by signals.
+    # Restore the handlers in the child, because data loaders stop their workers with signals.
     for watch in _watches:
         watch._restore_handlers()
 

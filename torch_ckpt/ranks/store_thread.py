@@ -24,23 +24,24 @@ _ABSENT = "torch_ckpt: this key is absent"
 
 
 def peek(store: Store, key: str) -> bytes | None:
-    """Returns the value of a key, or None if it is absent. Never waits for it.
+    """Returns the value of a key, or None if the key is absent. Never waits for the key.
 
-    ``get`` waits for an absent key until the timeout of the store, 30 minutes by default, and
-    blocks the connection for all other threads: even after a ``check``, if another rank deletes the
-    key in between. ``compare_set`` changes nothing here, and returns the expected value if the key
-    is absent.
+    ``get`` would wait for an absent key until the store's timeout (30 minutes by default) and block
+    the connection for all other threads. A preceding ``check`` does not prevent that, because
+    another rank may delete the key in between. This call of ``compare_set`` changes nothing, and
+    returns the expected value if the key is absent.
     """
     value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
     return None if value == _ABSENT.encode() else value
 
 
 class StoreThread:
-    """A thread that makes requests to a store, because TCPStore waits forever for a stopped server.
+    """Runs requests to a store on a separate thread, because TCPStore blocks forever if its server
+    has stopped.
 
-    The first request starts it. If a request is not answered in time, the thread is abandoned, and
-    the next request starts another one. No reference to objects of a request is kept: a store and
-    its server live as long as there is a reference to the store.
+    The first request starts the thread. If a request is not answered in time, the thread is
+    abandoned, and the next request starts a new one. Keeps no references to the objects of past
+    requests: a reference to a store would keep the store and its server alive.
     """
 
     def __init__(self) -> None:
@@ -57,14 +58,14 @@ class StoreThread:
         *args: Any,
         advice: str = "",
     ) -> T:
-        """Returns the result of ``work``, which uses the store. May be called by any thread;
-        requests are processed in order.
+        """Runs ``work``, which uses the store, and returns its result. May be called from any
+        thread. Requests are processed in order.
 
         Args:
             step: the step of the save or load, for the error.
             rank: rank of this process.
-            limit: seconds to wait.
-            advice: text to add to the error: what else to check.
+            limit: seconds to wait for the result.
+            advice: what else the user should check; appended to the error.
 
         Raises:
             CheckpointException: the store is lost or does not answer; the cause is a
@@ -85,19 +86,19 @@ class StoreThread:
             return cast(T, outcome)
         cause, stack = outcome
         error = ConnectionError(
-            f"rank {rank} lost the process group's store in '{step}' "
-            f"({first_line(cause)}): check that the process that hosts it, rank 0 or "
-            f"torchrun's agent, is still running{advice}"
+            f"rank {rank} lost the connection to the process group's store during '{step}' "
+            f"({first_line(cause)}): check that the process that hosts the store (rank 0 or "
+            f"torchrun's agent) is still running{advice}"
         )
         raise failed_on(step, {rank: (error, stack)})
 
     # --- private ---------------------------------------------------------------------------------
 
     def _started(self) -> _Requests | None:
-        """Returns the queue of a running thread; None if Python starts no threads any more, as 3.12
-        does while the interpreter exits."""
+        """Returns the request queue of a running thread. Returns None if no thread can be started,
+        because the interpreter is exiting (Python 3.12)."""
         with self._lock:
-            # A forked child has no threads of its parent.
+            # A forked child does not have the parent's thread.
             if self._requests is None or self._pid != os.getpid():
                 requests: _Requests = queue.SimpleQueue()
                 thread = threading.Thread(
@@ -115,7 +116,7 @@ class StoreThread:
         with self._lock:
             if requests is not None and self._requests is requests:
                 self._requests = None
-                # The thread then ends, if the store ever answers.
+                # End the thread in case the store ever answers.
                 requests.put(None)
 
 
@@ -125,7 +126,7 @@ def _serve(requests: _Requests) -> None:
 
 
 def _answer_next(requests: _Requests) -> bool:
-    """Answers a request and keeps no reference to it. Returns False at the end."""
+    """Runs the next request and keeps no reference to it. Returns False if there are no more."""
     request = requests.get()
     if request is None:
         return False

@@ -1,23 +1,24 @@
-"""Transport of a step's values between ranks: keys of a store, with heartbeats that reveal dead
+"""Transports the values of a step between ranks, through keys of a store. Heartbeats reveal dead
 ranks.
 
-1. Every rank posts its value as ``{step}/from/{rank}``. The coordinator waits for all of them.
-2. The coordinator sets ``{step}/verdict`` unless it is set. Only then may it combine the values,
-   which may commit.
-3. It posts its answer as ``{step}/to/all``, for which the other ranks wait. If ranks get different
-   answers, ``to/all`` states this, and ``{step}/to/{rank}`` is posted before it.
+1. Every rank posts its value as ``{step}/from/{rank}``. The coordinator waits for all values.
+2. The coordinator sets ``{step}/verdict`` if it is not set. Only if it has set the verdict may it
+   combine the values, which may commit.
+3. The coordinator posts its answer as ``{step}/to/all``, for which the other ranks wait. If ranks
+   get different answers, it first posts ``{step}/to/{rank}`` for each rank, and ``to/all`` only
+   tells the ranks to read their own answers.
 4. A rank that sends no heartbeat while others wait for it is declared dead, and the step fails. If
    the coordinator sends no heartbeat, the rank that has waited longest sets the verdict and answers
-   in its place. A coordinator that resumes finds that verdict and does not commit.
-5. ``alive/{rank}`` is a heartbeat if its value has changed since the last check.
-6. The rank that creates ``shared/{digest}/owner`` posts ``shared/{digest}``; other ranks that share
-   the same bytes only send the digest. Only the coordinator reads it. The owner deletes it at the
-   end, unless the coordinator may still read it.
-7. The reader of a key deletes it. Keys that several ranks read are deleted by the coordinator after
-   it has read ``bye/{rank}`` of each.
-8. A key that may be absent is never read by a call that waits for it: see ``peek``.
-9. A coordinator that did not run for so long that others may have declared it dead does not commit.
-   If it hosts the store, the store cannot report that.
+   in its place. If the coordinator resumes, it finds this verdict and does not commit.
+5. A rank sends a heartbeat by changing the value of ``alive/{rank}``.
+6. Several ranks may send the same bytes. The rank that creates ``shared/{digest}/owner`` posts them
+   as ``shared/{digest}``; the other ranks only send the digest. Only the coordinator reads the
+   bytes. The owner deletes them at the end, unless the coordinator may still read them.
+7. The reader of a key deletes it. The coordinator deletes the keys that several ranks read, once
+   it has read ``bye/{rank}`` from each of them.
+8. A key that may be absent is never read by a call that waits for the key: see ``peek``.
+9. If the coordinator did not run for so long that others may have declared it dead, it does not
+   commit. It checks this itself, because a store that it hosts has not run either.
 """
 
 from __future__ import annotations
@@ -46,61 +47,61 @@ from torch_ckpt.ranks.store_thread import StoreThread, peek
 
 T = TypeVar("T")
 
-# The other ranks wait longer for the coordinator by this factor. Otherwise they might declare it
-# dead while it declares another rank dead.
+# The other ranks wait for the coordinator longer by this factor. Otherwise they might declare it
+# dead while it is about to declare another rank dead.
 _LONGER = 1.25
 
-# Seconds between heartbeats and between checks for them; a tenth of a short timeout.
+# Seconds between heartbeats, and between checks for them; less if the timeout is short.
 _PULSE_SECONDS = 5.0
 
-# Size of a piece: TCPStore closes the connection if a value exceeds 8 MiB.
+# Size of the pieces of a large value: TCPStore closes the connection if a value exceeds 8 MiB.
 _PIECE_BYTES = 4 << 20
 
 _DECIDED = b"the coordinator goes on"
 
-#: Added to errors if the coordinator may have committed.
-MAY_HAVE_COMMITTED = " and, because rank 0 may have committed, whether the checkpoint exists"
+#: Appended to errors if the coordinator may have committed.
+MAY_HAVE_COMMITTED = "; rank 0 may have committed, so also check whether the checkpoint exists"
 
-# Prefix of a value that is complete in its key, without pieces.
+# Prefix of a value that is stored in its key, without pieces.
 _WHOLE = b"="
 
 
 class _Each:
-    """The answer to ranks that get different answers."""
+    """An answer that tells each rank to read its own answer."""
 
 
 class Alone:
-    """The transport of a single rank. Each step begins with gather."""
+    """The transport for a single rank. Every step begins with a call of gather."""
 
     distributed = False
     rank = 0
     size = 1
-    #: Number of messages that this rank has sent so far, and of bytes in them.
+    #: Number of messages that this rank has sent so far, and their total size in bytes.
     sent = (0, 0)
 
     def gather(self, step: str, value: Any, *, commits: bool = False) -> list[Any] | None:
-        """Returns the outcome of every rank on the coordinator; None on other ranks.
+        """Returns the outcomes of all ranks on the coordinator, and None on other ranks.
 
         Args:
-            commits: the coordinator may commit next.
+            commits: True if the coordinator may commit in this step.
         """
         return [value]
 
     def share(self, data: bytes) -> bytes | str:
-        """Returns a token for data that several ranks share, to use in a value of gather."""
+        """Returns a token for data that several ranks share. Pass it to gather in the value."""
         return data
 
     def shared(self, token: bytes | str) -> bytes:
-        """Returns the data of a token, on the coordinator after that gather."""
+        """Returns the data for a token. Only the coordinator may call it, after gather."""
         assert isinstance(token, bytes)
         return token
 
     def scatter(self, parts: list[Any] | None) -> Any:
-        """Returns to each rank its part, which the coordinator passes."""
+        """Returns to each rank its own part. The coordinator passes the parts."""
         return parts[0] if parts is not None else None
 
     def broadcast(self, value: Any) -> Any:
-        """Returns the coordinator's value on each rank."""
+        """Returns the coordinator's value on every rank."""
         return value
 
     def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
@@ -117,9 +118,10 @@ class Alone:
 
 
 class OverStore(Alone):
-    """The transport over a store, by the protocol of the module's docstring. For one thread.
+    """The transport over a store. The module docstring describes the protocol.
 
-    Methods that use the store raise CheckpointException if it is lost.
+    Must be used from one thread. Methods that use the store raise CheckpointException if it is
+    lost.
     """
 
     distributed = True
@@ -138,31 +140,28 @@ class OverStore(Alone):
         self._connection = connect
         self._asker = asker
         self._prefix = prefix
-        self._store: Any = (
-            None  # created on first use; its stubs have str values, but it accepts bytes
-        )
+        # Created on first use. Any, because stores also accept bytes, unlike their type stubs.
+        self._store: Any = None
         self._timeout = timeout
         self._limit = _LONGER * timeout
         self._pulse = min(timeout / 10, _PULSE_SECONDS)
         self._steps = 0
         self._step = ""
-        self._given_up = False  # another rank has declared this one, the coordinator, dead
+        self._given_up = False  # this rank is the coordinator and was declared dead
         self._cancelled: WRAPPED_EXCEPTION | None = None
         self._hurried = threading.Event()
         self._commits = False  # the coordinator may commit in this step
-        self._lost: dict[int, WRAPPED_EXCEPTION] | None = (
-            None  # the failures after the store was lost
-        )
-        self._absent: list[int] = []  # stragglers, and ranks that never arrive
+        # Set once the store is lost.
+        self._lost: dict[int, WRAPPED_EXCEPTION] | None = None
+        self._absent: list[int] = []  # ranks that have not arrived, or not in time
         self._posted: list[str] = []  # keys of this rank's value in this step
         self._verdicts: list[str] = []
         self._answers: list[str] = []
-        self._shared: dict[str, bytes] = {}  # by token, the data that the coordinator has
-        self._owned: dict[str, list[str]] = {}  # by token, the keys that this rank deletes
+        self._shared: dict[str, bytes] = {}  # data that the coordinator has, by token
+        self._owned: dict[str, list[str]] = {}  # keys that this rank must delete, by token
         self._may_be_read = False  # the coordinator may still read the keys that this rank owns
-        self._ran_at: float | None = (
-            None  # last time this rank is known to have run; set while heartbeats are sent
-        )
+        # Last time at which this rank is known to have run. Set while heartbeats are sent.
+        self._ran_at: float | None = None
         self._lapse = 0.0  # the longest time between two heartbeats
 
     def gather(self, step: str, value: Any, *, commits: bool = False) -> list[Any] | None:
@@ -238,7 +237,7 @@ class OverStore(Alone):
                     self._store.set(f"alive/{self.rank}", sign)
 
         thread = threading.Thread(target=beat, name="torch_ckpt alive", daemon=True)
-        with suppress(RuntimeError):  # as in _ask
+        with suppress(RuntimeError):  # no new threads at interpreter exit
             thread.start()
             self._ran_at, self._lapse = begun, 0.0
         try:
@@ -246,7 +245,7 @@ class OverStore(Alone):
         finally:
             done.set()
             if thread.ident is not None and self._lost is None:
-                thread.join(self._pulse)  # no longer: a stopped store does not answer
+                thread.join(self._pulse)  # limited, because a stopped store does not answer
             self._ran_at = None
 
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
@@ -280,29 +279,29 @@ class OverStore(Alone):
         now = time.monotonic()
         if self._ran_at is not None:
             self._lapse = max(self._lapse, now - self._ran_at)
-            # Last: _verdict() reads this first.
+            # Set this last, because _verdict() reads it first.
             self._ran_at = now
 
     def _verdict(self) -> bytes:
-        """Returns the coordinator's decision when it has stopped waiting."""
+        """Returns the verdict of the coordinator, which has stopped waiting for other ranks."""
         ran_at = self._ran_at
         lapse = 0.0 if ran_at is None else max(time.monotonic() - ran_at, self._lapse)
         if not self._commits or lapse < self._limit - self._pulse:
             return _DECIDED
         error = TimeoutError(
-            f"rank 0, the coordinator, did not run for {lapse:.1f} s in '{self._step}', and other "
-            "ranks may have declared it dead: check whether its process or its machine was "
-            "stopped, or allow more time"
+            f"rank 0, the coordinator, did not run for {lapse:.1f} s during '{self._step}', so "
+            "other ranks may have declared it dead: check whether its process or machine was "
+            "suspended, or increase the timeout"
         )
         failures: dict[int, WRAPPED_EXCEPTION] = {0: (error, traceback.StackSummary())}
         return pickle.dumps(RankFailures(failures, combining=False))
 
     def _await(self, keys: dict[int, str], patience: float) -> list[int]:
-        """Waits for a key of each rank, unless the wait is cancelled. Returns the ranks that timed
-        out.
+        """Waits for a key from each rank, unless the wait is cancelled. Returns the ranks that
+        timed out.
 
-        Polls, because the store's own wait prints two warnings at its timeout and blocks the
-        connection for other threads.
+        Polls, because the store's own wait blocks the connection for other threads, and prints two
+        warnings if it times out.
         """
         calm_since = looked = time.monotonic()
         heard = dict.fromkeys(keys, looked)
@@ -317,7 +316,7 @@ class OverStore(Alone):
                 signs = self._ask(self._signs, {rank: keys[rank] for rank in before})
                 heard = {r: heard[r] if signs[r] == before[r] else now for r in signs}
                 if any(now - then >= patience for then in heard.values()):
-                    # Include the ranks that stopped a little later.
+                    # Also report ranks whose heartbeats stopped a little later.
                     return [rank for rank, then in heard.items() if now - then >= patience / 2]
             _core.fault_point("wait for ranks", self._step)
             if self._hurried.wait(min(1.0, pulse, max(0.001, (now - calm_since) / 10))):
@@ -328,7 +327,7 @@ class OverStore(Alone):
     def _signs(self, keys: dict[int, str]) -> dict[int, bytes]:
         """Returns the last heartbeat of each rank whose key is absent."""
         if self.rank == 0:
-            # The other ranks must wait for this rank as long as it waits for one of them.
+            # Send a heartbeat: the other ranks must not declare this rank dead while it waits.
             self._store.set("alive/0", str(time.monotonic()))
         signs = {}
         for rank, key in keys.items():
@@ -337,8 +336,8 @@ class OverStore(Alone):
         return signs
 
     def _answer(self, values: dict[int | str, Any]) -> RankFailures | None:
-        """Posts the answers, the one to all ranks last. Returns failures if it had to answer these
-        instead."""
+        """Posts the answers, the answer to all ranks last. If the answers cannot be pickled, posts
+        and returns failures instead."""
         if self._given_up:
             return None
         data = attempt(lambda: {self._key("to", to): pickle.dumps(v) for to, v in values.items()})
@@ -362,17 +361,18 @@ class OverStore(Alone):
         return received
 
     def _take_own(self) -> Any:
-        """Returns the answer that is for this rank only."""
+        """Returns the answer to this rank only, and deletes its key."""
         key = self._key("to", self.rank)
         return pickle.loads(self._ask(self._take_all, {self.rank: key})[self.rank])
 
     def _clear(self) -> None:
         if peek(self._store, self._key("verdict")) == _DECIDED:
-            # The coordinator has read it, or never will.
+            # The coordinator has read this rank's value, or never will.
             self._delete(self._posted)
 
     def _give_up(self, answer: str) -> RankFailures:
-        """Decides instead of a silent coordinator, unless another rank has decided."""
+        """Sets the verdict in place of a coordinator that sends no heartbeat, unless it is already
+        set."""
         others = range(1, self.size)
         silent = [r for r in others if not self._store.check([self._key("from", r)])]
         failures = no_sign_of_life(self._step, [0, *silent], self._limit)
@@ -380,8 +380,9 @@ class OverStore(Alone):
         verdict = self._store.compare_set(self._key("verdict"), "", mine)
         if verdict == _DECIDED:
             error = TimeoutError(
-                f"rank 0, the coordinator, decided on '{self._step}' and then sent no heartbeat "
-                f"for {self._limit:g} s: check that its process is still running{self._advice()}"
+                f"rank 0, the coordinator, received the values of '{self._step}', but then sent no "
+                f"heartbeat for {self._limit:g} s: check that its process is still running"
+                f"{self._advice()}"
             )
             return RankFailures({0: (error, traceback.StackSummary())}, combining=True)
         self._may_be_read = False
@@ -390,7 +391,7 @@ class OverStore(Alone):
         return cast(RankFailures, pickle.loads(verdict))
 
     def _set(self, key: str, data: bytes) -> list[str]:
-        """Posts a value. Returns the keys that it uses."""
+        """Posts a value. Returns the keys that store it."""
         messages, size = self.sent
         self.sent = messages + 1, size + len(data)
         if len(data) <= _PIECE_BYTES:
@@ -400,7 +401,7 @@ class OverStore(Alone):
         pieces = _pieces(key, len(starts))
         for piece, start in zip(pieces, starts, strict=True):
             self._store.set(piece, data[start : start + _PIECE_BYTES])
-        # Last, because readers wait for this key.
+        # Set this key last, because readers wait for it.
         self._store.set(key, str(len(starts)))
         return [*pieces, key]
 
@@ -409,7 +410,7 @@ class OverStore(Alone):
 
     def _post_shared(self, token: str, data: bytes) -> None:
         owner, me = f"{token}/owner", str(self.rank).encode()
-        # Atomic: with a check before a set, two ranks could own it.
+        # Use an atomic operation: with a check and a set, two ranks could become the owner.
         if token in self._owned or self._store.compare_set(owner, "", me) != me:
             return
         self._owned[token] = [owner]
@@ -422,11 +423,11 @@ class OverStore(Alone):
     def _value(self, key: str) -> bytes:
         value = peek(self._store, key)
         if value is None:
-            raise RuntimeError(f"the store no longer has the key '{key}'")
+            raise RuntimeError(f"the key '{key}' is no longer in the store")
         return value
 
     def _joined(self, key: str, head: bytes) -> bytes:
-        """Returns the value of a key, of which ``head`` is the content of the key itself."""
+        """Returns the complete value of a key. ``head`` is what the key itself contains."""
         if head.startswith(_WHOLE):
             return head[len(_WHOLE) :]
         return b"".join(self._value(piece) for piece in _pieces(key, int(head)))
@@ -447,20 +448,21 @@ class OverStore(Alone):
         return taken
 
     def _heads(self, keys: list[str]) -> list[bytes | None]:
-        """Reads the value of each key, without pieces; None for an absent key."""
-        # One request for all keys. It does not wait, because only this rank deletes them.
+        """Returns what each key itself contains, without pieces; None for an absent key."""
+        # One request for all keys. It does not wait, because all keys exist and only this rank
+        # deletes them.
         if keys and self._store.has_extended_api() and self._store.check(keys):
             return cast(list[bytes | None], self._store.multi_get(keys))
         return [peek(self._store, key) for key in keys]
 
     def _tidy(self, ranks: list[int]) -> None:
         if self._cancelled is not None:
-            # A rank that has not arrived yet will look for the answer.
+            # Keep the answer for ranks that have not arrived yet.
             return
         for rank in ranks:
             self._store.delete_key(f"alive/{rank}")
             self._store.delete_key(f"bye/{rank}")
-        # A rank that was declared dead and arrives after all reads there that it was.
+        # A rank that was declared dead may still arrive, and then reads that it was.
         if not self._absent:
             self._delete([*self._verdicts, *self._answers])
 
@@ -468,14 +470,14 @@ class OverStore(Alone):
         return MAY_HAVE_COMMITTED if self._commits else ""
 
     def _ask(self, work: Callable[..., T], *args: Any) -> T:
-        """Makes a request to the store, unless it is already lost: this rank would wait again."""
+        """Runs a request to the store. Fails at once if the store is already lost."""
         if self._lost is None:
             try:
                 return self._asker.ask(
                     self._step, self.rank, self._limit, work, *args, advice=self._advice()
                 )
             except CheckpointException as error:
-                # Not the error itself, whose frames would keep the store alive.
+                # Do not keep the error itself: its frames would keep the store alive.
                 self._lost = error.failures
         raise failed_on(self._step, self._lost)
 

@@ -173,11 +173,11 @@ def test_a_load_of_another_format_names_convert(tmp_path: Path) -> None:
     hf.mkdir()
     (hf / "pytorch_model.bin").touch()
     assert refusal(hf) == (
-        f"{hf} is not a checkpoint but has torch.save files; convert one {convert}"
+        f"{hf} is not a checkpoint: it contains torch.save files; convert one of them {convert}"
     )
     (hf / "model.safetensors").touch()
     assert refusal(hf) == (
-        f"{hf} is not a checkpoint but a directory of safetensors files; convert it {convert}"
+        f"{hf} is not a checkpoint: it contains safetensors files; convert it {convert}"
     )
 
 
@@ -189,5 +189,5 @@ def test_the_error_for_a_file_of_a_checkpoint_names_the_checkpoint(root: Path) -
 
 def test_another_file_is_refused_as_it_is_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("x")
-    with pytest.raises(CheckpointError, match="is not a directory; pass the directory of"):
+    with pytest.raises(CheckpointError, match="is not a directory; pass a checkpoint directory"):
         open_checkpoint(tmp_path / "notes")

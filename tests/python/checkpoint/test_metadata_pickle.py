@@ -327,7 +327,7 @@ def test_metadata_of_a_python_that_looks_up_members_by_getattr_is_read(
 @pytest.mark.parametrize("name", ["__class__", "mro", "nothing"])
 def test_an_attribute_of_an_enum_that_is_not_a_member_is_unsafe(name: str) -> None:
     program = GETATTR + ENUM + b"X" + struct.pack("<I", len(name)) + name.encode() + b"\x86R."
-    with pytest.raises(Unsafe, match=f"looks up '{name}'"):
+    with pytest.raises(Unsafe, match=f"looks up the attribute '{name}'"):
         unpickled(PROTO + program)
 
 

@@ -242,8 +242,8 @@ def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 
 UNCOVERED = [
-    (None, None, "hold only 0 of the 12 wanted elements"),
-    ((2, 4), (0, 0), "hold only 8 of the 12 wanted elements"),
+    (None, None, "contain only 0 of the 12 wanted elements"),
+    ((2, 4), (0, 0), "contain only 8 of the 12 wanted elements"),
     ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which is outside of the tensor of [3, 4]"),
     ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which is outside"),
     ((3, 4), (-1, 0), "a shard's offset of -1"),
@@ -303,7 +303,7 @@ def test_a_duplicate_shard_does_not_replace_a_missing_one(
     cause = refusal(lambda: loader(state, path))
     assert type(cause) is Corrupt
     assert str(cause).startswith(
-        "t: shards in the metadata overlap, and none of them holds element [3, 0]"
+        "t: shards in the metadata overlap, and none of them contains element [3, 0]"
     )
     assert (target == 7).all()
 

@@ -426,7 +426,7 @@ def test_a_missing_rank_0_is_named(store: dist.Store) -> None:
     [(rank, (cause, _stack))] = caught.value.failures.items()
     assert rank == 0
     assert isinstance(cause, TimeoutError)
-    assert "rank 0 sent no heartbeat for 0.4 s in 'save decision'" in str(cause)
+    assert "rank 0 sent no heartbeat for 0.4 s during 'save decision'" in str(cause)
 
 
 def test_a_lost_store_is_an_error_of_the_rank_itself() -> None:

@@ -129,13 +129,13 @@ def test_invalid_metrics_and_notes_are_refused_and_nothing_is_saved(
 
 @pytest.mark.parametrize("step", [-1, 10**10])
 def test_invalid_steps_are_refused_even_if_no_save_is_due(make: Make, step: int) -> None:
-    with pytest.raises(ValueError, match="a step must be from 0 to 9999999999"):
+    with pytest.raises(ValueError, match="step must be between 0 and 9999999999"):
         make(interval=7).save(step, training_of(1).state)
 
 
 @pytest.mark.parametrize("step", [1.0, "1", None])
 def test_a_step_that_is_not_an_integer_is_refused(make: Make, step: Any) -> None:
-    with pytest.raises(TypeError, match=f"a step must be an int, got {step!r}"):
+    with pytest.raises(TypeError, match=f"step must be an int, got {step!r}"):
         make().save(step, training_of(1).state)
 
 
@@ -403,7 +403,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"preemption_signals": ["SIGTERM"]},
         TypeError,
         r"preemption_signals must be a list of signal numbers such as \[signal.SIGTERM\], "
-        "but one is 'SIGTERM'",
+        "but one element is 'SIGTERM'",
     ),
     ({"preemption_signals": "SIGTERM"}, TypeError, "must be a list of signal numbers"),
     ({"preemption_signals": signal.SIGTERM}, TypeError, "must be a list of signal numbers"),

@@ -113,7 +113,7 @@ def test_signal_handlers_are_restored_after_the_block(root: Path) -> None:
 def test_explicit_signals_are_refused_outside_the_main_thread(root: Path) -> None:
     with (
         ThreadPoolExecutor(1) as pool,
-        pytest.raises(ValueError, match="signals can be watched from the main thread only"),
+        pytest.raises(ValueError, match="signals can be watched only from the main thread"),
     ):
         pool.submit(CheckpointManager, root, preemption_signals=(signal.SIGTERM,)).result(LIMIT)
 

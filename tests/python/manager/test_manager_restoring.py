@@ -357,7 +357,7 @@ def test_an_iterator_option_is_used_for_every_step_tried(
 
 def test_an_object_that_needs_allow_pickle_is_an_error_that_names_load_options(make: Make) -> None:
     made = make()
-    with pytest.warns(UserWarning, match="a saved object will be refused on load"):
+    with pytest.warns(UserWarning, match="an object was saved that a load will refuse"):
         made.save(1, {"own": Own()})
     made.wait_until_finished()
     with pytest.raises(Unsafe, match=r"load_options=\{'allow_pickle': True\}"):

@@ -168,7 +168,7 @@ print("saved")
 
 
 def test_a_group_is_watched_once(watch: PreemptionWatch) -> None:
-    with pytest.raises(ValueError, match="already watched"):
+    with pytest.raises(ValueError, match="already being watched"):
         multihost.watch_for_preemption()
     watch.close()
     with multihost.watch_for_preemption((), poll_seconds=POLL) as other:

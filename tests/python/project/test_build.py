@@ -114,7 +114,7 @@ def test_an_import_with_an_old_torch_names_the_supported_versions(
     (tmp_path / "torch.py").write_text('__version__ = "2.10.1+cpu"\n')
     done = import_copy(tmp_path, statement, is_built=True)
     assert done.stderr.splitlines()[-1] == (
-        f"ImportError: torch_ckpt {__version__} supports torch 2.11 to 2.15 and found torch "
+        f"ImportError: torch_ckpt {__version__} supports torch 2.11 to 2.15, but found torch "
         "2.10.1+cpu: run `pip install 'torch>=2.11,<2.16'`, then install torch_ckpt again"
     )
 
@@ -123,7 +123,7 @@ def test_an_import_with_an_untested_torch_warns_and_continues(tmp_path: Path) ->
     (tmp_path / "torch.py").write_text('__version__ = "2.16.0a0+git"\n')
     error = import_copy(tmp_path, "import torch, torch_ckpt").stderr
     assert error.count("UserWarning") == 1
-    assert "is tested with torch 2.11 to 2.15, not with torch 2.16.0a0+git" in error
+    assert "is tested with torch 2.11 to 2.15, but not with torch 2.16.0a0+git" in error
     assert error.splitlines()[-1].startswith(
         "ImportError: the extension of torch_ckpt is not built"
     )

@@ -267,9 +267,13 @@ def test_a_lost_store_raises() -> None:
 
     counting.meeting.connection = lost  # type: ignore[method-assign]
     one = Lockstep(counting.meeting, LIMIT)
-    with pytest.raises(CheckpointException, match="lost the process group's store"):
+    with pytest.raises(
+        CheckpointException, match="lost the connection to the process group's store"
+    ):
         one.part()
-    with pytest.raises(CheckpointException, match="lost the process group's store"):
+    with pytest.raises(
+        CheckpointException, match="lost the connection to the process group's store"
+    ):
         one.poll(never)
 
 

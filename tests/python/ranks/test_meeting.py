@@ -192,7 +192,7 @@ def test_all_missing_ranks_are_named_with_the_phase_on_every_other_rank(store: d
     outcomes = together(present, lambda ranks: save(ranks, undo=undone.append))
     assert causes_of(outcomes[0]) == causes_of(outcomes[1])
     assert set(causes_of(outcomes[0])) == {2, 3}
-    assert "ranks 2, 3 sent no heartbeat for 0.4 s in 'write'" in str(outcomes[0])
+    assert "ranks 2, 3 sent no heartbeat for 0.4 s during 'write'" in str(outcomes[0])
     assert all(type(cause) is TimeoutError for cause, _stack in outcomes[0].failures.values())
     assert undone == ["part", "part"]
 

@@ -82,7 +82,9 @@ def test_a_store_whose_server_has_ended_is_an_error(capfd: pytest.CaptureFixture
 
     for rank, outcome in together(ranks, lambda r: save(r, local if r.rank else str)).items():
         [cause] = causes_of(outcome).values()
-        assert f"rank {rank} lost the process group's store in 'write'" in cause
+        assert (
+            f"rank {rank} lost the connection to the process group's store during 'write'" in cause
+        )
         assert cause.startswith("ConnectionError")
     capfd.readouterr()  # of the store's own message
 
@@ -91,7 +93,7 @@ def test_an_error_of_the_store_without_a_text_is_named_by_its_type() -> None:
     def lose() -> None:
         raise ConnectionResetError
 
-    with pytest.raises(CheckpointException, match=r"store in 'write' \(ConnectionResetError\)"):
+    with pytest.raises(CheckpointException, match=r"store during 'write' \(ConnectionResetError\)"):
         StoreThread().ask("write", 0, PATIENCE_SECONDS, lose)
 
 

@@ -129,7 +129,7 @@ def test_ranks_with_the_same_cause_are_named_together() -> None:
 
 def test_many_different_causes_are_not_all_printed() -> None:
     lines = str(raised(*[KeyError(number) for number in range(512)])).splitlines()
-    assert lines[-1] == "ranks 5-512: other causes; see the attribute `failures`"
+    assert lines[-1] == "ranks 5-512: other causes (see the attribute `failures`)"
     assert len(lines) == 5
 
 

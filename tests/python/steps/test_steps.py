@@ -123,7 +123,7 @@ def test_the_metadata_names_the_final_directory_of_the_step(store: LocalSteps) -
 
 @pytest.mark.parametrize("step", ["5", 5.0, None])
 def test_a_step_number_must_be_an_integer(step: Any) -> None:
-    with pytest.raises(TypeError, match="a step must be an int"):
+    with pytest.raises(TypeError, match="step must be an int"):
         step_name(step)
 
 
@@ -135,7 +135,7 @@ def test_the_smallest_and_the_largest_number_are_valid_steps(store: LocalSteps, 
 
 @pytest.mark.parametrize("step", [-1, LARGEST_STEP + 1])
 def test_a_number_that_does_not_fit_ten_digits_is_refused(store: LocalSteps, step: int) -> None:
-    with pytest.raises(ValueError, match=f"a step must be from 0 to 9999999999, got {step}"):
+    with pytest.raises(ValueError, match=f"step must be between 0 and 9999999999, got {step}"):
         store.writer(step, attempt=ATTEMPT)
 
 
