@@ -1,7 +1,7 @@
-"""Saves and loads steps by two functions, for loops that do not need a manager.
+"""Two functions that save and load steps, for loops that do not need a manager.
 
-A :class:`torch_ckpt.CheckpointManager` over the same directory sees the same steps and loads them
-into the same state, since all of them use :class:`torch_ckpt.state.app_state.AppState`.
+A :class:`torch_ckpt.CheckpointManager` with the same root sees the same steps and loads them into
+the same state, because all of them use :class:`torch_ckpt.state.app_state.AppState`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ckpt.training.files import StrPath, join
 
-# The functions import the engine, so that importing this package does not.
+# The functions import the engine when called, so that importing this package does not.
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -26,10 +26,10 @@ _TIMEOUT_SECONDS = 300.0
 
 _LOAD = "load_checkpoint_if_it_exists"
 
-# Number of names that a warning lists.
+# Maximum number of names in a warning.
 _MAX_NAMES = 10
 
-# Names of values that differ between ranks, such as "loader.rank3".
+# Names of per-rank values, such as "loader.rank3".
 _PER_RANK_NAME = re.compile(r"(.*)\.rank\d+")
 
 
@@ -45,31 +45,33 @@ def save_checkpoint(
     max_io_threads: int | None = None,
     **writer_options: Any,
 ) -> None:
-    """Saves a state as a step; returns when the step is complete.
+    """Saves a state as a step, and blocks until the step is complete.
 
-    All ranks must call it. Leftovers of interrupted saves in the directory are removed, unless
-    another process is using them.
+    All ranks must call this function. Leftovers of interrupted saves in the directory are removed,
+    unless another process is using them.
 
     Args:
-        directory: a local path or URL; the step is saved in ``{step:010d}`` beneath it.
-        step: 0 to 9,999,999,999; the same on all ranks.
+        directory: a local path or URL; the step is saved in its subdirectory ``{step:010d}``.
+        step: the step number, from 0 to 9,999,999,999; must be the same on all ranks.
         state: names and values, as for :meth:`torch_ckpt.CheckpointManager.save`: modules,
             optimizers, tensors, numbers, and dicts of these.
-        overwrite: replace a complete step. The old one is kept until the new one is complete.
+        overwrite: replace the step if it is already complete. The old one is kept until the new one
+            is complete.
         process_group: the ranks that save together; None means the default group.
         timeout: seconds after which a rank that sends no heartbeat is declared dead.
-        staging_dir: local directory in which files for a URL are written first; see
+        staging_dir: local directory where files are written before they are uploaded to a URL; see
             :class:`torch_ckpt.steps.remote.RemoteSteps`.
-        max_io_threads: number of threads that write, the writer's ``thread_count``; None chooses
-            for the machine.
+        max_io_threads: number of threads that write, the writer's ``thread_count``; None chooses a
+            number that suits the machine.
         writer_options: options of :class:`torch_ckpt.FileSystemWriter`.
 
     Raises:
-        FileExistsError: the step is complete, and ``overwrite`` is False; on every rank.
-        CheckpointException: the save failed; on every rank, with the cause of each failed rank. See
-            :func:`torch_ckpt.save`. The cause is ``FileExistsError`` if another process has
+        FileExistsError: the step is already complete and ``overwrite`` is False; raised on every
+            rank.
+        CheckpointException: the save failed; raised on every rank with the cause from each failed
+            rank; see :func:`torch_ckpt.save`. The cause is ``FileExistsError`` if another process
             completed the step during the save.
-        OSError: the directory cannot be listed; ``RuntimeError`` on the other ranks.
+        OSError: the directory cannot be listed. Other ranks raise ``RuntimeError``.
         RanksDisagree: ranks passed different steps.
         ImportError, ValueError: the URL is not supported, or options contradict each other.
 
@@ -86,12 +88,12 @@ def save_checkpoint(
     opened: list[StepStore] = []
 
     def begin() -> tuple[str, bool]:
-        # Raises ValueError for an invalid step on every rank, not only on rank 0.
+        # Check the step here, so that all ranks raise ValueError, not only rank 0.
         step_name(step)
         opened.append(open_steps(directory, staging_dir=staging_dir))
         is_refused = False
         if call.rank == 0:
-            # Removing many leftovers may take longer than the timeout of the other ranks.
+            # Send heartbeats: removing many leftovers may exceed the other ranks' timeout.
             with call.alive(time.monotonic_ns):
                 opened[0].sweep()
             is_refused = not overwrite and opened[0].is_complete(step)
@@ -124,31 +126,31 @@ def load_checkpoint_if_it_exists(
 ) -> int:
     """Loads the newest complete step into the state, in place.
 
-    All ranks must call it; rank 0 chooses the step. Rank 0 warns of incomplete steps, which are
-    skipped, of names in the step that the state of no rank has, and of tensors that were converted
-    to another dtype.
+    All ranks must call this function; rank 0 chooses the step. Rank 0 warns about incomplete steps,
+    which are skipped, about names in the step that no rank's state has, and about tensors that were
+    converted to another dtype.
 
     Args:
         directory: a local path or URL, which need not exist.
         state: names and values, as for :func:`save_checkpoint`; plain values are replaced.
         process_group: the ranks that load together; None means the default group.
         timeout: seconds after which a rank that sends no heartbeat is declared dead.
-        staging_dir: local directory for files of a URL; see
+        staging_dir: local directory for files downloaded from a URL; see
             :class:`torch_ckpt.steps.remote.RemoteSteps`.
         max_io_threads: number of concurrent reads, the reader's ``thread_count``; None means 8.
-        strict: require that the step has every name of the state, with the same shape and dtype.
-            If False, load the names that fit, and convert dtypes.
+        strict: require that the step has every name in the state, with the same shape and dtype.
+            If False, load the names whose shapes match, and convert dtypes.
         load_options: options of :func:`torch_ckpt.load`.
 
     Returns:
-        The step; 0 if there is no complete step, and then the state is unchanged.
+        The step number. If there is no complete step, 0; the state is then unchanged.
 
     Raises:
-        CheckpointException: the load failed; on every rank, see :func:`torch_ckpt.load`. The cause
-            is ``LoadMismatch`` if ``strict`` is True and the step does not fit.
-        CheckpointError: a value does not accept its state, such as an optimizer of another
-            structure; the message begins with its key. ``RuntimeError`` on the other ranks.
-        OSError: the directory cannot be listed; ``RuntimeError`` on the other ranks.
+        CheckpointException: the load failed; raised on every rank; see :func:`torch_ckpt.load`. The
+            cause is ``LoadMismatch`` if ``strict`` is True and the step does not match the state.
+        CheckpointError: a value rejects its state, such as an optimizer with a different structure;
+            the message begins with the value's key. Other ranks raise ``RuntimeError``.
+        OSError: the directory cannot be listed. Other ranks raise ``RuntimeError``.
         ImportError, ValueError: the URL is not supported, or options contradict each other.
 
     Example::
@@ -178,7 +180,7 @@ def load_checkpoint_if_it_exists(
         is_first = call.rank == 0
     if incomplete:
         warned.append(
-            f"skipped, since their saves or deletions are not complete: {', '.join(incomplete)}"
+            f"skipped steps whose saves or deletions are incomplete: {', '.join(incomplete)}"
         )
     if newest is not None:
         [steps] = opened
@@ -191,7 +193,7 @@ def load_checkpoint_if_it_exists(
 
         AppState(state).restore(load, call=_LOAD, process_group=process_group, timeout=timeout)
         if load_options.get("names") is None:
-            # Only names that no rank has: each stage of a pipeline lacks the names of the others.
+            # Only names that no rank has: each pipeline stage lacks the names of the other stages.
             with Call(_LOAD, process_group, timeout) as call:
                 unused = call.exchange(lambda: _unused_names(reports[0], state), _intersection)
             if unused:
@@ -202,17 +204,17 @@ def load_checkpoint_if_it_exists(
         converted = _converted_tensors(reports[0])
         if converted:
             warned.append(
-                f"converted to other dtypes than the stored ones: {some_of(converted, _MAX_NAMES)}"
+                f"converted tensors to the dtypes of the state: {some_of(converted, _MAX_NAMES)}"
             )
     if is_first:
-        # Warn at the end: if warnings are errors, rank 0 would leave the load early.
+        # Warn last: if warnings are errors, a warning would make rank 0 leave the load early.
         for text in warned:
             warnings.warn(text, stacklevel=2)
     return newest or 0
 
 
 def _unused_names(report: LoadReport | None, state: dict[str, Any]) -> set[str]:
-    """Returns names that only the checkpoint has, without the states of other ranks."""
+    """Returns names that only the checkpoint has, excluding other ranks' per-rank values."""
     names = report.unexpected if report is not None else ()
     return {
         name
@@ -222,7 +224,7 @@ def _unused_names(report: LoadReport | None, state: dict[str, Any]) -> set[str]:
 
 
 def _converted_tensors(report: LoadReport | None) -> list[str]:
-    """Returns the converted tensors, without those that a warning of the reader names."""
+    """Returns the converted tensors, except those that the reader has already warned about."""
     if report is None:
         return []
     narrowed = set(report.narrowed)
@@ -238,7 +240,7 @@ def _intersection(names: list[set[str]]) -> list[str]:
 
 
 def _with_threads(options: dict[str, Any], max_io_threads: int | None) -> dict[str, Any]:
-    """Adds ``max_io_threads`` to the options under its name in the engine, ``thread_count``."""
+    """Adds ``max_io_threads`` to the options under the engine's name for it, ``thread_count``."""
     if max_io_threads is None:
         return options
     if "thread_count" in options:

@@ -1,4 +1,4 @@
-"""Creates directories and copies files: at local paths, and at URLs that fsspec supports."""
+"""Creates directories and copies files, at local paths and at URLs that fsspec supports."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ StrPath = str | os.PathLike[str]
 
 
 def mkdir(path: StrPath) -> None:
-    """Creates a directory and its parents; keeps existing ones.
+    """Creates a directory and its parents; existing ones are kept.
 
-    Several ranks may call it at the same time. Object stores have no directories; their file
-    systems create at most the bucket.
+    Several ranks may call this function at the same time. Object stores have no directories; for
+    them, fsspec creates at most the bucket.
 
     Args:
         path: a local path, or a URL such as ``s3://bucket/run`` or ``file:///data/run``.
 
     Raises:
-        OSError: the directory cannot be created; ``FileExistsError`` if a file has its name.
+        OSError: the directory cannot be created; ``FileExistsError`` if the path is a file.
         ImportError: the URL needs a package that is not installed; the message names it.
         ValueError: fsspec does not support the URL's protocol.
 
@@ -37,27 +37,27 @@ def mkdir(path: StrPath) -> None:
         return
     file_system, remote_path = _resolve(path)
     file_system.makedirs(remote_path, exist_ok=True)
-    # Not every file system of fsspec checks this.
+    # Not all fsspec file systems check this.
     if file_system.isfile(remote_path):
-        raise FileExistsError(errno.EEXIST, "a file has the name of the directory to create", path)
+        raise FileExistsError(errno.EEXIST, "a file with the name of the directory exists", path)
 
 
 def check(path: StrPath) -> None:
-    """Raises what :func:`mkdir` raises for a URL that is not supported; does nothing else."""
+    """Raises the errors of :func:`mkdir` if the path is an unsupported URL."""
     path = os.fspath(path)
     if _is_url(path):
         _resolve(path)
 
 
 def join(directory: StrPath, name: str) -> str:
-    """Returns the path or URL of a name in a directory."""
+    """Appends a name to the path or URL of a directory."""
     return f"{os.fspath(directory).rstrip('/')}/{name}"
 
 
 def put(source: Path, target: StrPath) -> None:
-    """Copies a local file, and creates the directory of the target if necessary.
+    """Copies a local file, creating the target's directory if necessary.
 
-    On local file systems the target never contains a partial file.
+    On local file systems, the target is never a partial file.
 
     Raises:
         OSError: the file cannot be copied. Remote file systems may raise other exceptions.
@@ -85,8 +85,8 @@ def _is_url(path: str) -> bool:
 
 
 def _resolve(url: str) -> tuple[Any, str]:
-    """Returns the file system of a URL, and the path on it."""
-    # Imported late, since it imports fsspec.
+    """Returns a URL's file system, and the path on it."""
+    # Imported late, because it imports fsspec.
     from torch_ckpt.steps.remote_files import resolve
 
     return resolve(url)

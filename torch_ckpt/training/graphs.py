@@ -21,7 +21,7 @@ from torch_ckpt.training.files import StrPath, put
 #: Compiles a graph module with example inputs into a function.
 Backend = Callable[..., Callable[..., Any]]
 
-# Keys of node.meta under which torch's tracers store a node's value, the most precise first.
+# Keys of node.meta under which torch's tracers store a node's value, most precise first.
 _VALUES = ("val", "example_value", "tensor_meta")
 
 _COLOURS = {
@@ -31,23 +31,23 @@ _COLOURS = {
     "output": "#f8cecc",
 }
 
-# Number of elements of a tuple to show in a box.
+# Maximum number of tuple elements shown in a box.
 _MAX_ELEMENTS = 4
 
-# Length of a line in a box.
+# Maximum length of a line in a box.
 _MAX_CHARACTERS = 80
 
 
 class GraphRecorder:
-    """A backend of ``torch.compile`` that records graphs and passes them to another backend.
+    """A ``torch.compile`` backend that records graphs and passes them to another backend.
 
     Args:
-        backend: the backend that compiles, or its name. It receives the arguments ``mode`` and
-            ``options`` of ``torch.compile``.
+        backend: the backend that compiles, or its name. It receives the ``mode`` and ``options``
+            arguments of ``torch.compile``.
 
     Attributes:
-        graphs: the compiled graphs in order, one for each compilation. A step with graph breaks has
-            several, and a recompilation adds another. The graphs hold no tensors.
+        graphs: the compiled graphs in order, one per compilation. A function with graph breaks has
+            several, and each recompilation adds one. The graphs hold no tensors.
 
     Example::
 
@@ -64,7 +64,7 @@ class GraphRecorder:
     def __call__(
         self, module: GraphModule, example_inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Any]:
-        # Copy the graph now, since compiling it modifies it.
+        # Copy the graph before compiling modifies it.
         self.graphs.append(_copy_without_tensors(module.graph))
         return self._compiler(options)(module, example_inputs, **options)
 
@@ -80,22 +80,22 @@ class GraphRecorder:
 def save_graph(
     graph: Graph | GraphModule, path: StrPath, *, timeout_seconds: float | None = None
 ) -> None:
-    """Draws a graph and saves the drawing, on rank 0; does nothing on other ranks.
+    """Draws a graph and saves the drawing on rank 0; does nothing on other ranks.
 
     Args:
         graph: an FX graph, such as one recorded by :class:`GraphRecorder`, ``program.graph_module``
             of ``torch.export``, or ``make_fx(step)(batch)``.
         path: a local path or a URL, as for :func:`mkdir`. Its directory is created if necessary.
-            The suffix is ".svg" for a drawing, which needs the program ``dot`` of Graphviz, or
-            ".dot" for Graphviz's source, which needs nothing.
-        timeout_seconds: time limit for ``dot``, which needs minutes for many thousands of nodes;
+            The suffix ".svg" saves a drawing, which requires Graphviz's program ``dot``; ".dot"
+            saves Graphviz source, which does not require ``dot``.
+        timeout_seconds: time limit for ``dot``, which takes minutes for many thousands of nodes;
             None means no limit.
 
     Raises:
         ValueError: the path has another suffix.
         RuntimeError: ``dot`` is not installed, or failed.
         TimeoutError: ``dot`` exceeded its time limit.
-        OSError: the file could not be written.
+        OSError: the file cannot be written.
 
     Example::
 
@@ -109,9 +109,9 @@ def save_graph(
     dot = shutil.which("dot") if suffix == ".svg" else None
     if suffix == ".svg" and dot is None:
         raise RuntimeError(
-            f"save_graph: {path} needs the program dot of Graphviz, which is not on the PATH. "
+            f"save_graph: {path} requires Graphviz's program dot, which is not on the PATH. "
             "Install it (apt-get install graphviz, dnf install graphviz, conda install graphviz), "
-            "or save Graphviz's source to a path that ends in .dot"
+            "or save Graphviz source to a path that ends in .dot"
         )
     with tempfile.TemporaryDirectory(prefix="torch_ckpt-graph-") as directory:
         local = Path(directory, "graph.dot")
@@ -122,7 +122,7 @@ def save_graph(
 
 
 def dot_source(graph: Graph | GraphModule) -> str:
-    """Returns Graphviz's source: a box for each node, and an edge for each input of a node."""
+    """Returns Graphviz source with a box for each node and an edge for each input of a node."""
     if isinstance(graph, GraphModule):
         graph = graph.graph
     ids = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
@@ -151,7 +151,7 @@ def _draw(dot: str, source: Path, path: StrPath, timeout_seconds: float | None) 
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(
             f"save_graph: dot did not finish {path} within {timeout_seconds} s. Increase "
-            "timeout_seconds, or save Graphviz's source to a path that ends in .dot"
+            "timeout_seconds, or save Graphviz source to a path that ends in .dot"
         ) from error
     if result.returncode != 0:
         raise RuntimeError(
@@ -162,7 +162,7 @@ def _draw(dot: str, source: Path, path: StrPath, timeout_seconds: float | None) 
 
 
 def _convert_to_patches(options: dict[str, Any]) -> None:
-    """Replaces arguments of torch.compile by ``config_patches``, which inductor accepts."""
+    """Replaces torch.compile's arguments with ``config_patches``, which inductor accepts."""
     inductor = importlib.import_module("torch._inductor")
     patches = dict(inductor.list_mode_options(options.pop("mode", None) or "default"))
     overrides = options.pop("options", None) or {}
@@ -186,7 +186,7 @@ def _describe_value(node: Node) -> str:
 
 
 def _format_value(value: Any) -> str:
-    # Check this first, since TensorMetadata is a tuple.
+    # Check this first, because TensorMetadata is a tuple.
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(map(str, value.shape))}]"
@@ -211,7 +211,7 @@ def _target_name(target: Any) -> str:
         return str(target)
     try:
         return str(_get_qualified_name(target)).removeprefix("_")  # "_operator" to "operator"
-    except (AttributeError, RuntimeError):  # torch does not find its module
+    except (AttributeError, RuntimeError):  # torch cannot find its module
         return str(getattr(target, "__qualname__", target))
 
 

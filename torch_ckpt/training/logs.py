@@ -1,10 +1,10 @@
 """Logs scalars and histograms of a training step.
 
 1. Every rank walks its tree and checks names and types, but not values.
-2. Every rank takes part in gathering the DTensors, even if it has values that cannot be logged,
-   since the other ranks wait for it.
-3. Ranks that have such values raise an error.
-4. Rank 0 copies tensors from CUDA devices, synchronizing once for each device, and logs.
+2. Every rank takes part in gathering the DTensors, even if it has leaves that cannot be logged,
+   because the other ranks wait for it.
+3. Ranks with such leaves raise an error.
+4. Rank 0 copies tensors from CUDA devices, synchronizing once per device, and logs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt._base.formatting import printable
 from torch_ckpt.ranks.meeting import own_rank
 
-# Number of problems that an error lists.
+# Maximum number of problems in an error message.
 _MAX_REFUSALS = 10
 
-# Alignment of buffers in bytes, the size of the largest dtype.
+# Alignment of buffers in bytes: the size of the largest dtype.
 _ALIGNMENT = 16
 
-# Number of bars of a histogram that is computed in this module.
+# Number of bars in the histograms that this module computes.
 _BARS = 64
 
 
@@ -45,16 +45,16 @@ class SummaryLogger(Protocol):
     """
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
-        """Logs a number of a step."""
+        """Logs a scalar for a step."""
 
     def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> object:
-        """Logs a histogram of the values of a tensor of a step."""
+        """Logs a histogram of a tensor's values for a step."""
 
 
 class ReportLogger(Protocol):
     """The methods of ``clearml.Logger`` that :func:`log` uses.
 
-    Such a logger draws histograms, but does not compute them; :func:`log` does.
+    Such a logger draws histograms that :func:`log` computes.
 
     Example::
 
@@ -62,7 +62,7 @@ class ReportLogger(Protocol):
     """
 
     def report_scalar(self, title: str, series: str, value: float, iteration: int) -> object:
-        """Logs a number of a step."""
+        """Logs a scalar for a step."""
 
     def report_histogram(
         self,
@@ -73,37 +73,37 @@ class ReportLogger(Protocol):
         *,
         xlabels: list[str] | None = None,
     ) -> object:
-        """Logs a histogram of a step, given the heights of its bars."""
+        """Logs a histogram for a step, given the heights of its bars."""
 
 
-# Quoted, since Python 3.10 cannot subscript LoggerAdapter.
+# Quoted, because Python 3.10 cannot subscript LoggerAdapter.
 Logger: TypeAlias = (
     "SummaryLogger | ReportLogger | logging.Logger | logging.LoggerAdapter[Any] | None"
 )
 
 
 def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
-    """Logs scalars and histograms of a training step, on rank 0.
+    """Logs scalars and histograms for a training step, on rank 0.
 
-    If the tree has DTensors, the call is a collective: all ranks of their meshes must call it, with
-    the same DTensors in the same order. Other values of other ranks are ignored.
+    If the tree contains DTensors, the call is collective: all ranks in their meshes must call it
+    with the same DTensors in the same order. Other values are logged from rank 0 only.
 
     Args:
-        step: number of the step.
-        logger: the logger of rank 0; other ranks ignore theirs. An object with ``add_scalar`` and
-            ``add_histogram``, such as ``torch.utils.tensorboard.SummaryWriter``; or with
-            ``report_scalar`` and ``report_histogram``, such as ``clearml.Logger``; or a
-            ``logging.Logger``, which gets one record of level INFO; or None to print one line to
+        step: the step number.
+        logger: rank 0's logger; the argument is ignored on other ranks. One of: an object with
+            ``add_scalar`` and ``add_histogram``, such as ``torch.utils.tensorboard.SummaryWriter``;
+            an object with ``report_scalar`` and ``report_histogram``, such as ``clearml.Logger``; a
+            ``logging.Logger``, which gets one record of level INFO; None, which prints one line to
             standard output.
-        output: a tree of mappings, lists, tuples and dataclasses. Numbers and tensors without
-            dimensions are logged as scalars, other tensors and numpy arrays as histograms of their
-            elements. Names are the keys on the path to a value, joined by "/". Values may be on any
-            device. A histogram counts only finite values; if there are others, their number is
+        output: a tree of mappings, lists, tuples and dataclasses. Numbers and zero-dimensional
+            tensors are logged as scalars; other tensors and numpy arrays as histograms of their
+            elements. A value's name is the keys on the path to it, joined by "/". Values may be on
+            any device. Histograms count only finite values; if there are others, their number is
             logged as the scalar ``name/nonfinite``.
 
     Raises:
-        ValueError: the tree has values that cannot be logged, which the message lists. Nothing was
-            logged.
+        ValueError: the tree contains values that cannot be logged, which the message lists. Nothing
+            was logged.
         TypeError: ``logger`` is none of the above (on rank 0), or ``step`` is not an integer.
 
     Example::
@@ -141,7 +141,7 @@ class _Refused(Exception):
 
 
 def _entries(output: Any, refusals: list[str]) -> Iterator[_Entry]:
-    """Yields the leaves that can be logged, in the tree's order; adds others to ``refusals``."""
+    """Yields the leaves that can be logged, in tree order; adds other leaves to ``refusals``."""
     names: set[str] = set()
     for name, leaf in _leaves(output, ""):
         name = name or "output"
@@ -200,7 +200,7 @@ def _convert_leaf(leaf: Any) -> float | torch.Tensor:
 
 
 def _require_values(tensor: torch.Tensor) -> None:
-    """Raises _Refused unless the tensor has real numbers that rank 0 can read."""
+    """Raises _Refused unless the tensor contains real numbers that rank 0 can read."""
     if not isinstance(tensor, DTensor) and _is_wrapper(tensor):
         raise _Refused(f"a {type(tensor).__qualname__}")
     if tensor.is_quantized or not _is_real(tensor.dtype):
@@ -216,8 +216,8 @@ def _require_values(tensor: torch.Tensor) -> None:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """True for tensor subclasses that may not hold their values in their own storage."""
-    # The result of a functional collective waits for its values when it is used.
+    """True for tensor subclasses that may store their values elsewhere."""
+    # A functional collective's result waits for its values when it is used.
     if isinstance(tensor, AsyncCollectiveTensor):
         return False
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -240,8 +240,8 @@ def _refusal_message(step: int, refusals: Sequence[str]) -> str:
     return (
         f"step {step} cannot be logged: {'; '.join(shown)}"
         + (f"; and {more} more" if more else "")
-        + ". Only numbers and dense tensors of real numbers can be logged. Remove other values, or "
-        "convert them"
+        + ". Only numbers and dense tensors of real numbers can be logged. Remove or convert the "
+        "other values"
     )
 
 
@@ -252,9 +252,9 @@ Value = float | torch.Tensor
 
 @torch.no_grad()
 def _fetch_values(entries: Sequence[_Entry], is_writer: bool) -> list[tuple[str, Value]]:
-    """Returns numbers, and tensors on the CPU.
+    """Returns the values as numbers and CPU tensors on the writer.
 
-    Ranks that are not the writer only take part in gathering DTensors; they get an empty list.
+    Other ranks only take part in gathering DTensors, and get an empty list.
     """
     tensors = [entry.value for entry in entries if isinstance(entry.value, torch.Tensor)]
     on_cuda = [tensor for tensor in tensors if tensor.device.type == "cuda"]
@@ -265,7 +265,7 @@ def _fetch_values(entries: Sequence[_Entry], is_writer: bool) -> list[tuple[str,
         if isinstance(value, DTensor):
             if value.device_mesh.get_coordinate() is None:
                 continue
-            # Gather one at a time, so that a device holds only one of them.
+            # Gather one DTensor at a time, so that a device holds only one.
             value = value.full_tensor()
         if not is_writer:
             continue
@@ -280,9 +280,9 @@ def _fetch_values(entries: Sequence[_Entry], is_writer: bool) -> list[tuple[str,
 
 
 def _allocate_buffers(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
-    """Allocates host tensors like the given ones.
+    """Allocates host tensors with the shapes and dtypes of the given ones.
 
-    Uses a single allocation, since allocating pinned memory is slow.
+    Makes a single allocation, because allocating pinned memory is slow.
     """
     starts, end = [], 0
     for tensor in tensors:
@@ -314,7 +314,7 @@ class _ReportAdapter:
         self._logger.report_scalar(title=tag, series=tag, value=scalar_value, iteration=global_step)
 
     def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> None:
-        # In float64, since the difference of two float32 may overflow float32.
+        # In float64, because the difference of two float32 values may overflow float32.
         counts, edges = torch.histogram(values.double(), _BARS)
         middles = (edges[:-1] + edges[1:]) / 2
         self._logger.report_histogram(
@@ -366,7 +366,7 @@ def _format_line(step: int, values: Sequence[tuple[str, Value]]) -> str:
 
 def _format_value(value: Value) -> str:
     if isinstance(value, int):
-        return str(int(value))  # a bool as 0 or 1
+        return str(int(value))  # True and False become 1 and 0
     if isinstance(value, float):
         return f"{value:.6g}"
     finite, others = _split_finite(value)
@@ -380,7 +380,7 @@ def _format_value(value: Value) -> str:
 
 
 def _split_finite(values: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Returns the finite values as a flat tensor of floats, and the number of other values."""
+    """Returns the finite values as a flat float tensor, and the number of other values."""
     narrow = values.dtype.is_floating_point and values.dtype.itemsize <= 4
     floats = values.flatten().to(torch.float32 if narrow else torch.float64)
     finite = floats[torch.isfinite(floats)]

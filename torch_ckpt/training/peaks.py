@@ -1,9 +1,8 @@
 """Peak rates of accelerators, for computing the model FLOPs utilization (MFU).
 
-The figures are from the vendors' data sheets named beside them, in TFLOP/s at the highest clock,
-for dense matrices with accumulation in float32. If a sheet has only the rate for sparse matrices
-("with sparsity"), the table has half of it. If a sheet is for several GPUs, the table has the share
-of one.
+The figures come from the vendor data sheets named next to them: TFLOP/s at the maximum clock, for
+dense matrices with float32 accumulation. If a sheet gives only the rate for sparse matrices ("with
+sparsity"), the table has half of it. If a sheet covers several GPUs, the table has one GPU's share.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Literal
 
 import torch
 
-#: The dtype of matrices; "tf32" is ``torch.set_float32_matmul_precision("high")``.
+#: A matrix dtype; "tf32" means ``torch.set_float32_matmul_precision("high")``.
 Precision = torch.dtype | Literal["tf32"]
 
 
 @dataclass(frozen=True)
 class _Chip:
-    """Rates of one torch device in TFLOP/s for each precision; None if it does not support one.
+    """A torch device's rates in TFLOP/s by precision; None for unsupported precisions.
 
     Attributes:
-        name: a regular expression that matches torch's name of the device without the vendor.
+        name: a regular expression that matches torch's name for the device, without the vendor.
         units: number of multiprocessors; None if the name is sufficient. A partition of an AMD
-            device has the name of the complete device.
+            device has the same name as the entire device.
     """
 
     name: str
@@ -194,21 +193,21 @@ _VENDOR = re.compile(r"^(NVIDIA|Tesla|AMD|Instinct|\s)+", re.IGNORECASE)
 def flops_per_device(
     device: torch.device | str | int | None = None, dtype: Precision = torch.bfloat16
 ) -> float | None:
-    """Returns the vendor's peak rate of dense matrix products on one device.
+    """Returns the vendor's peak rate for dense matrix products on one device.
 
     The model FLOPs utilization is
     ``flops_per_step / seconds_per_step / (devices * flops_per_device())``.
 
     Args:
         device: an accelerator; None means the current one.
-        dtype: dtype of the matrices; accumulation is in float32. ``torch.float32`` means full
-            float32, torch's default; "tf32" means
-            ``torch.set_float32_matmul_precision("high")``. All float8 dtypes have the same rate.
+        dtype: matrix dtype; accumulation is in float32. ``torch.float32`` means full float32,
+            torch's default; "tf32" means ``torch.set_float32_matmul_precision("high")``. All float8
+            dtypes have the same rate.
 
     Returns:
         The rate in FLOP/s, or in operations per second for integers. None, with a warning, if there
-        is no accelerator, if the device or its rate for the dtype is not known, or if the device is
-        a partition (such as MIG).
+        is no accelerator, the device or its rate for the dtype is unknown, or the device is a
+        partition (such as MIG).
 
     Raises:
         RuntimeError: torch has no such device.

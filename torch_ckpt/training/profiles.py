@@ -1,4 +1,4 @@
-"""Profiles a part of training, and saves the traces with the other files of a run."""
+"""Profiles part of a training run, and saves the traces with the run's other files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _RunningProfile:
-    profiler: profile | None  # None on ranks that take no profile
+    profiler: profile | None  # None on ranks that do not profile
     rank: int
     thread: int
 
@@ -41,15 +41,15 @@ def start_profile(
     with_stack: bool = False,
     with_flops: bool = False,
 ) -> None:
-    """Starts a profile by ``torch.profiler`` on rank 0; other ranks only record the call.
+    """Starts ``torch.profiler`` on rank 0; other ranks only record the call.
 
-    Memory grows with each operation, and training is slower. Profile only a few steps.
+    Memory use grows with each operation, and training slows down. Profile only a few steps.
 
     Args:
-        all_ranks: take a profile on every rank.
+        all_ranks: profile every rank.
         activities: activities to record; None records all that the machine supports.
         record_shapes: record the shapes of the operations' arguments.
-        profile_memory: record allocations and releases of memory.
+        profile_memory: record memory allocations and releases.
         with_stack: record the Python lines that call operations.
         with_flops: estimate the FLOPs of some operations.
 
@@ -69,7 +69,7 @@ def start_profile(
             raise RuntimeError("start_profile: a profile is running; call stop_profile first")
         profiler = None
         if all_ranks or own_rank() == 0:
-            # torch would cancel the running profile, and mention this only in its log.
+            # torch would cancel the running profiler and report this only in its log.
             if torch.autograd.profiler._is_profiler_enabled:
                 raise RuntimeError("start_profile: a torch profiler is running; stop it first")
             from torch.profiler import profile
@@ -89,20 +89,20 @@ def stop_profile(directory: StrPath) -> str | None:
     """Stops the profile and saves its trace in a directory.
 
     The trace is written to local temporary storage and then copied. Chrome, Perfetto and
-    TensorBoard can show it.
+    TensorBoard can display it.
 
     Args:
         directory: a local path or a URL, as for :func:`mkdir`; it is created if necessary.
 
     Returns:
         The path or URL of the trace, ``rank-{rank}.{nanoseconds}.pt.trace.json.gz``; None on ranks
-        that took no profile.
+        that did not profile.
 
     Raises:
         RuntimeError: no profile is running, or another thread started it. The profile continues.
-        ImportError, ValueError: the URL is not supported, see :func:`mkdir`. The profile continues.
-        OSError: the trace could not be written or copied. If it could not be copied, the message
-            has the path of the local trace, which is kept.
+        ImportError, ValueError: the URL is not supported; see :func:`mkdir`. The profile continues.
+        OSError: the trace cannot be written or copied. If it cannot be copied, the local trace is
+            kept, and the message has its path.
 
     Example::
 

@@ -149,7 +149,7 @@ def test_every_conversion_without_strict_is_named_once(directory: str) -> None:
     assert messages == [
         "loading converts tensors to dtypes with less precision or range than the stored "
         "dtypes: narrow (torch.float32 to torch.int64)",
-        "converted to other dtypes than the stored ones: "
+        "converted tensors to the dtypes of the state: "
         "wide (from torch.float32 to torch.float64), "
         "kind (from torch.uint8 to torch.float32)",
     ]

@@ -170,7 +170,7 @@ def test_without_graphviz_the_error_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match=r"step\.svg needs .*apt-get install graphviz"):
+    with pytest.raises(RuntimeError, match=r"step\.svg requires .*apt-get install graphviz"):
         save_graph(Graph(), tmp_path / "step.svg")
 
 
