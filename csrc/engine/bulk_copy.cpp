@@ -16,7 +16,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Small enough that each thread copies several blocks, so that all threads end at about the same
+// Small enough that each thread copies several blocks and all threads finish at about the same
 // time; large enough for huge pages.
 constexpr std::uint64_t kBlockBytes = std::uint64_t{64} << 20;
 constexpr std::uint64_t kAlignment = 64;
@@ -47,7 +47,7 @@ Result<> copy_block(staging::ChunkPool& pool, std::span<const staging::Source> s
   if (!taken) return taken.error();
   const std::shared_ptr<staging::Chunk> memory(
       taken->release(), [&pool, process = os::ProcessMark()](staging::Chunk* chunk) {
-        // A forked child does not have this memory; another mapping may have its address there.
+        // A forked child does not have this memory: its address may belong to another mapping.
         if (process.inherited()) return;
         pool.give_back(std::unique_ptr<staging::Chunk>(chunk));
       });
@@ -90,7 +90,7 @@ Result<std::vector<PooledCopy>> copy_to_pool(Context& context,
         done.count_down();
       });
     } catch (...) {
-      // Tasks that were posted before this one use local variables, so wait for them.
+      // Tasks posted earlier use local variables, so wait for them.
       failure.set(exception_error(std::current_exception(), "copy"));
       done.count_down();
     }

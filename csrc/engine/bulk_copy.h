@@ -12,15 +12,15 @@
 
 namespace torch_ckpt::engine {
 
-/// A copy and the memory that holds it. The memory returns to the chunk pool with its last owner,
-/// so the pool must outlive all copies.
+/// A copy and the memory that holds it. The memory goes back to the chunk pool when its last owner
+/// is destroyed, so the pool must outlive all copies.
 struct PooledCopy {
   std::byte* address = nullptr;
   std::shared_ptr<staging::Chunk> memory;
 };
 
-/// Copies sources in host memory into memory of the context's chunk pool, on several threads, and
-/// waits until all are copied. Copies are aligned to 64 bytes; small ones share a chunk.
+/// Copies sources in host memory into chunks from the context's pool, using several threads, and
+/// blocks until all are copied. Copies are aligned to 64 bytes; small ones share a chunk.
 Result<std::vector<PooledCopy>> copy_to_pool(Context& context,
                                              std::span<const staging::Source> sources);
 

@@ -6,15 +6,15 @@
 
 namespace torch_ckpt::engine {
 
-// Resources that saves and loads share: thread pools, staging memory and pending warnings. The
-// caller passes a context to each session that it starts; the context outlives the session.
+// Resources shared by saves and loads: thread pools, staging memory and pending warnings. The
+// caller passes a context to each session that it starts; the context must outlive the session.
 struct Context {
   Warnings warnings;
   staging::ChunkPool chunks;
   Executor executor{warnings};
 
-  /// The context of this process, created on first use. It lives until the process ends. A forked
-  /// child gets a new one, since it has none of its parent's threads.
+  /// Returns the context of this process, which is created on first use and lives until the process
+  /// ends. A forked child gets a new context, because it has none of its parent's threads.
   static Context& process();
 };
 

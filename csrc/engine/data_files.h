@@ -15,8 +15,8 @@
 namespace torch_ckpt::engine {
 
 // The data files that a session reads. Each file is opened for its first read unit and closed after
-// its last, so that only a few files of a large checkpoint are open at any time. acquire() and
-// release() may be called by several threads at once.
+// its last, so only a few files of a large checkpoint are open at a time. acquire() and release()
+// may be called concurrently.
 class DataFiles {
  public:
   DataFiles(os::Directory directory, std::vector<std::string> names, DirectIo direct_io)
@@ -27,15 +27,16 @@ class DataFiles {
 
   std::string path(std::size_t file) const { return directory_.path_of(names_[file]); }
 
-  /// Counts one more unit that will call release(). Call this before the first acquire().
+  /// Registers a unit, which must call release() when it is done. Register all units before the
+  /// first acquire().
   void expect_unit(std::size_t file) { ++files_[file].units_left; }
 
-  /// Opens the file unless it is open already.
+  /// Returns the file, opening it if necessary.
   Result<std::shared_ptr<DataFile>> acquire(std::size_t file);
-  /// Ends a unit. The caller has dropped the file that it acquired.
+  /// Marks a unit as done. The caller must first drop the file that it acquired.
   void release(std::size_t file);
-  /// Closes the directory after the last unit. Threads may keep the session alive a little longer,
-  /// and must not keep the directory open with it.
+  /// Closes the directory. Call this after the last unit: threads may keep the session alive a
+  /// little longer, but should not keep the directory open.
   void close_directory() { directory_.close(); }
 
  private:

@@ -11,7 +11,7 @@ namespace {
 
 using planning::Region;
 
-// How many bytes are packed for each byte that is read; 0 if the elements need no packing.
+// Returns how many bytes to pack per byte that is read; 0 if the elements need no packing.
 std::size_t packed_bytes_per_byte(const Region& region, const Target& target) {
   if (target.device == staging::Source::kHost) return 0;
   if (!target.convert && region.is_one_run()) return 0;
@@ -84,7 +84,7 @@ Scratch::~Scratch() {
 
 Result<> Scratch::wait_for_copies(Slot& slot) {
   Result<> status;
-  // Waits for all submissions even after an error: until then the device may use the memory.
+  // Wait for all submissions even after an error, because the device may still use the memory.
   for (; slot.in_flight > 0; --slot.in_flight) {
     if (auto waited = copier_->wait_oldest(); !waited) status = waited;
   }
@@ -99,8 +99,8 @@ Result<std::span<std::byte>> Scratch::next_buffer() {
 }
 
 std::size_t ScratchLayout::step_bytes() const {
-  // A direct read may be extended by one block at each end. Scratch memory that has no room for
-  // them is for buffered reads.
+  // A direct read may be extended by up to one block at each end. Scratch memory too small for that
+  // is used for buffered reads only.
   constexpr std::size_t kEnds = 2 * os::kDirectAlignment;
   return read_bytes > kEnds ? read_bytes - kEnds : read_bytes;
 }
@@ -139,8 +139,9 @@ Result<std::uint64_t> Scratch::deliver_to_device(const Region& region, const Tar
   const std::size_t size = elements * region.target_item_bytes();
   const std::size_t space = layout_.chunk_bytes - layout_.read_bytes;
   if (packed_ + size > space) {
-    // Several regions want the same bytes, and the space for packed elements is used up. Waiting
-    // for this chunk's copies means waiting for all, since submissions are waited for in order.
+    // Several regions need the same bytes, and the space for packed elements is used up.
+    // Submissions are waited for in order, so waiting for this chunk's copies means waiting for all
+    // of them.
     if (auto submitted = submit(); !submitted) return submitted.error();
     if (auto waited = wait_all(); !waited) return waited.error();
     packed_ = 0;

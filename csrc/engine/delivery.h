@@ -16,40 +16,42 @@
 
 namespace torch_ckpt::engine {
 
-// How bytes that were read reach their targets. Each task of a load has one Scratch:
+// Moves bytes that were read to their targets. Each task of a load has one Scratch:
 //
 //   1. next_buffer() returns memory to read into.
-//   2. deliver() moves the wanted elements to their target. For a target on the host it copies or
-//      converts them at once. For a target on a device it packs them next to the bytes that were
-//      read, if they are not contiguous or need a conversion, and queues a copy.
-//   3. submit() starts the queued copies. They run while the other chunk is filled.
+//   2. deliver() moves the requested elements to their target. If the target is on the host, it
+//      copies or converts them immediately. If the target is on a device, it queues a copy.
+//      Elements that are not contiguous or need a conversion are packed first, behind the bytes
+//      that were read.
+//   3. submit() starts the queued copies, which run while the other chunk is being filled.
 
 /// The memory that receives a region's elements.
 struct Target {
   std::byte* address = nullptr;
-  /// Elements on a device are contiguous, in the order in which they are stored.
+  /// On a device, elements are contiguous and in the order in which they are stored.
   int device = staging::Source::kHost;
   staging::Convert convert;  // to the target's dtype; empty: no conversion
 };
 
-/// Page-locks a chunk for copies from or to a device. If that fails, adds a warning: the copies
+/// Page-locks a chunk for copies from or to a device. If that fails, adds a warning that the copies
 /// will be slower.
 void pin_or_warn(Warnings& warnings, staging::Chunk& chunk, int device);
 
-/// The scratch memory of each task of a load.
+/// The layout of the scratch memory of each task of a load.
 struct ScratchLayout {
   std::size_t chunk_bytes = 0;
   std::size_t read_bytes = 0;  // part of a chunk to read into; packed elements use the remainder
   std::size_t chunks = 1;      // two for devices: one is filled while the other is copied from
   int device = staging::Source::kHost;  // chunks are page-locked for this device
-  // A chunk allocated for the load is freed afterwards if the pool would exceed this many idle
-  // bytes.
+  // Chunks allocated for the load are returned to the pool as long as it has at most this many idle
+  // bytes; otherwise they are freed.
   std::size_t max_idle_bytes = ~std::size_t{0};
 
   std::size_t bytes() const { return chunk_bytes * chunks; }
 
-  /// The most bytes that one read may ask for at any file offset: a direct read is extended to
-  /// block boundaries. A multiple of 64, so that steps of this size split no element.
+  /// Returns how many bytes a single read may request at any file offset. This leaves room for
+  /// extending a direct read to block boundaries. A multiple of 64, so that steps of this size
+  /// never split an element.
   std::size_t step_bytes() const;
 };
 
@@ -58,16 +60,16 @@ struct ScratchLayout {
 std::size_t scratch_chunk_bytes(std::size_t chunk_bytes, std::size_t max_bytes,
                                 std::size_t threads);
 
-/// Lays out at most `max_bytes` for these regions, in chunks of about `chunk_bytes`. Returns a
-/// layout with chunk_bytes == 0 if `max_bytes` is too small.
+/// Lays out at most `max_bytes` of scratch memory for these regions, in chunks of about
+/// `chunk_bytes`. Returns a layout with chunk_bytes == 0 if `max_bytes` is too small.
 ScratchLayout lay_out_scratch(std::span<const planning::Region* const> regions,
                               std::span<const Target* const> targets, std::size_t chunk_bytes,
                               std::size_t max_bytes);
 
-// The scratch memory of one task, and the copies from it to targets. For one thread.
+// The scratch memory of one task, and the copies from it to targets. Not thread-safe.
 class Scratch {
  public:
-  /// `context` and `ready` outlive the Scratch.
+  /// `context` and `ready` must outlive the Scratch.
   static Result<std::unique_ptr<Scratch>> make(Context& context, const ScratchLayout& layout,
                                                const std::vector<staging::ReadyEvent>& ready);
   /// Waits for all copies and returns the memory to the chunk pool.
@@ -75,19 +77,19 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  /// Returns a page-aligned buffer for the next read. Copies from the previous buffer may still be
-  /// in flight; copies from the one before it are waited for.
+  /// Returns a page-aligned buffer for the next read, after waiting for earlier copies from that
+  /// buffer. Copies from the other buffer may still be in flight.
   Result<std::span<std::byte>> next_buffer();
 
   std::size_t step_bytes() const { return layout_.step_bytes(); }
 
   /// Delivers the elements of `region` that lie in `bytes`, which begin at `position` in the
-  /// payload. Returns how many payload bytes were delivered. For a target on a device, `bytes` must
-  /// lie in the buffer of the last next_buffer().
+  /// payload. Returns the number of payload bytes delivered. If the target is on a device, `bytes`
+  /// must lie in the buffer that next_buffer() returned last.
   Result<std::uint64_t> deliver(const planning::Region& region, const Target& target,
                                 std::uint64_t position, std::span<const std::byte> bytes);
 
-  /// Starts the queued copies to devices. Call this before the next next_buffer().
+  /// Starts the queued copies to devices. Call this before calling next_buffer() again.
   Result<> submit();
 
   /// Waits for all copies.
@@ -97,7 +99,7 @@ class Scratch {
   struct Slot {
     std::unique_ptr<staging::Chunk> chunk;
     bool was_idle = false;      // taken from the pool's idle chunks, not allocated for this load
-    std::size_t in_flight = 0;  // submissions that were not waited for
+    std::size_t in_flight = 0;  // submissions not yet waited for
   };
 
   Scratch(Context& context, const ScratchLayout& layout,

@@ -2,10 +2,10 @@
 
 namespace torch_ckpt::engine {
 
-/// When to use direct I/O, which bypasses the page cache.
+/// Determines when to use direct I/O, which bypasses the page cache.
 enum class DirectIo {
   automatic,  // for large reads and writes, if the file system supports it
-  on,         // always; an error if the file system does not support it
+  on,         // always; fails if the file system does not support it
   off,
 };
 

@@ -4,7 +4,7 @@
 
 namespace torch_ckpt::engine {
 
-/// Cancels a session that is still running and waits until it has ended.
+/// Cancels the session if it is still running, and waits until it has ended.
 template <class Session>
 void end_session(Session& session) {
   if (session.wait_for(std::chrono::milliseconds(0))) return;

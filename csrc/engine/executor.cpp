@@ -15,7 +15,7 @@ namespace {
 
 namespace asio = boost::asio;
 
-// Enough for two writes of each of four files, and for staging, checksums and fsync beside them.
+// Enough for two writes to each of four files, with staging, checksums and fsync alongside.
 constexpr std::size_t kLowPriorityThreads = 16;
 
 constexpr std::string_view kThreadsTopic = "threads";
@@ -28,7 +28,7 @@ struct Executor::Pool {
   bool is_low_priority() const { return spec.priority != os::Priority{}; }
   std::size_t min_threads() const {
     if (spec.count != 0) return spec.count;
-    // Low-priority threads serve one save at a time, so they can be few.
+    // Low-priority threads serve one save at a time, so a few are enough.
     return is_low_priority() ? kLowPriorityThreads : executor_threads();
   }
   Result<> enlarge(std::size_t wanted);
@@ -36,7 +36,7 @@ struct Executor::Pool {
   const PoolSpec spec;
   asio::io_context context;
   std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work;
-  std::vector<std::thread> threads;  // guarded by Executor::mutex_ while in Executor::pools_
+  std::vector<std::thread> threads;  // guarded by Executor::mutex_ until join()
 };
 
 Result<> Executor::Pool::enlarge(std::size_t wanted) {
@@ -77,7 +77,7 @@ Executor::Pool* Executor::pool_with_threads(Pool& preferred) {
   return nullptr;
 }
 
-/// How many threads a pool should have while `blocked` of them wait for a disk.
+/// Returns how many threads a pool should have while `blocked` of them wait for a disk.
 std::size_t Executor::wanted_threads(const Pool& pool, std::size_t blocked) {
   std::size_t wanted = pool.min_threads();
   if (pool.spec.count == 0) wanted = std::max(wanted, wanted / 2 + blocked);
@@ -102,7 +102,7 @@ Result<> Executor::enlarge(const PoolSpec& spec, std::size_t blocked) {
 asio::io_context& Executor::pool(const PoolSpec& spec) {
   const os::MutexLock lock(mutex_);
   Pool& pool = find_or_create(spec);
-  // An error is ignored: ensure_threads() reports it.
+  // Errors can be ignored: ensure_threads() reports them.
   if (pool.threads.empty()) static_cast<void>(enlarge(spec, 0));
   Pool* const usable = pool_with_threads(pool);
   return usable != nullptr ? usable->context : pool.context;
@@ -124,8 +124,8 @@ Result<> Executor::post_long_tasks(std::size_t count, std::string_view operation
   add(count);
   const std::shared_ptr<const void> threads(this, [add, count](const void*) { add(-count); });
   if (auto ensured = ensure_threads({}, 0); !ensured) return ensured;
-  // Asio copies a handler before it calls it. The task is shared, so that the copy cannot fail for
-  // lack of memory.
+  // Asio copies a handler before calling it. Sharing the task ensures that this copy allocates no
+  // memory.
   const auto shared = std::make_shared<const LongTask>(task);
   for (std::size_t i = 0; i < count; ++i) {
     try {
@@ -144,8 +144,8 @@ void Executor::join() {
     pools = std::move(pools_);
     pools_.clear();
   }
-  // Low-priority pools first: work in them may wait for work in the default pool, but work in the
-  // default pool does not wait for them when a session ends.
+  // Join low-priority pools first: their work may wait for work in the default pool, but when a
+  // session ends, work in the default pool does not wait for theirs.
   std::stable_partition(pools.begin(), pools.end(),
                         [](const auto& pool) { return pool->spec != PoolSpec{}; });
   for (auto& pool : pools) {

@@ -14,25 +14,25 @@
 
 namespace torch_ckpt::engine {
 
-/// Selects a thread pool. The default is the pool for work that a caller waits for.
+/// Selects a thread pool. The default selects the pool for work that a caller is waiting for.
 struct PoolSpec {
   os::Priority priority;
-  std::size_t count = 0;  // threads; 0: chosen for the machine
+  std::size_t count = 0;  // number of threads; 0: chosen for the machine
 
   bool operator==(const PoolSpec&) const = default;
 };
 
-/// A task that occupies a thread until it ends. The pool keeps the extra thread for as long as the
-/// task holds `threads`.
+/// A task that occupies a thread until it ends. The pool has an extra thread for the task as long
+/// as the task holds `threads`.
 using LongTask = std::function<void(std::shared_ptr<const void> threads)>;
 
 // Thread pools, one for each PoolSpec, created on first use. Their threads never take the GIL.
-// If the system refuses threads, a pool works with those it has, and a pool without threads runs
-// its work on another pool. Tasks must therefore never block until a queued task has started.
-// Safe for concurrent use by multiple threads.
+// If the system refuses to start threads, a pool works with those it has, and a pool without any
+// threads runs its work on another pool. A task must therefore never wait for a task that may still
+// be queued. Safe for concurrent use by multiple threads.
 class Executor {
  public:
-  /// `warnings` outlives the executor.
+  /// `warnings` must outlive the executor.
   explicit Executor(Warnings& warnings);
   ~Executor();
   Executor(const Executor&) = delete;
@@ -40,20 +40,21 @@ class Executor {
 
   boost::asio::io_context& pool(const PoolSpec& spec = {});
 
-  /// Makes sure that work posted to pool(spec) will run; fails if no pool has a thread. A pool
-  /// whose size is chosen for the machine grows, so that it keeps free threads while `blocked` of
-  /// them wait for a disk. Call this before posting work.
+  /// Ensures that work posted to pool(spec) will run; fails if no pool has a thread. A pool whose
+  /// size is chosen for the machine grows so that some threads stay free while `blocked` of them
+  /// wait for a disk. Call this before posting work.
   Result<> ensure_threads(const PoolSpec& spec, std::size_t blocked);
 
   /// Posts `count` tasks to the default pool, each of which occupies a thread until it ends. The
-  /// pool grows by as many threads, so that other work does not wait for these tasks. Fails if no
+  /// pool grows by `count` threads, so that other work does not wait for these tasks. Fails if no
   /// pool has a thread. If a task cannot be posted, calls `refused` with the error instead; tasks
-  /// that were posted before it run, so their data must stay alive. `operation` is for errors.
+  /// posted earlier still run, so their data must stay alive. `operation` names the operation in
+  /// errors.
   Result<> post_long_tasks(std::size_t count, std::string_view operation, const LongTask& task,
                            const std::function<void(Error)>& refused);
 
-  /// Runs all queued work, then ends the threads; for interpreter exit. A later pool() creates new
-  /// ones.
+  /// Runs all queued work, then ends the threads. Called at interpreter exit. A later call to
+  /// pool() creates new threads.
   void join();
 
  private:
@@ -67,12 +68,13 @@ class Executor {
   Warnings& warnings_;
   os::Mutex mutex_;
   std::vector<std::unique_ptr<Pool>> pools_ TC_GUARDED_BY(mutex_);
-  // Pools whose threads have ended. Sessions that outlive them still refer to their io_context.
+  // Pools whose threads have ended. Sessions may still refer to their io_context.
   std::vector<std::unique_ptr<Pool>> joined_ TC_GUARDED_BY(mutex_);
   std::size_t long_tasks_ TC_GUARDED_BY(mutex_) = 0;
 };
 
-/// Threads in the default pool: more than cores, since most of them wait for a disk.
+/// Returns the number of threads in the default pool. It exceeds the number of cores, because most
+/// of the threads wait for a disk.
 std::size_t executor_threads();
 
 }  // namespace torch_ckpt::engine

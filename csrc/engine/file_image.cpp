@@ -22,7 +22,7 @@ void FileImage::add_bytes(staging::Source source) {
 
 void FileImage::add_tensor(const format::TensorHeader& header, staging::Source source) {
   std::string pickle = format::encode_tensor_pickle(header);
-  // Buckets are sorted by size, so tensors of one shape are usually neighbours and share the last
+  // Buckets are sorted by size, so tensors of the same shape are usually adjacent and share a
   // template.
   if (last_ == nullptr || last_->pickle != pickle || last_->layout.payload_bytes != source.bytes) {
     auto fresh = std::make_shared<RecordTemplate>();

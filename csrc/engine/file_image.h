@@ -10,7 +10,7 @@
 
 namespace torch_ckpt::engine {
 
-/// The parts that all records with the same pickle and payload size share.
+/// The parts shared by all records with the same pickle and payload size.
 struct RecordTemplate {
   std::string pickle;
   format::RecordLayout layout;
@@ -20,13 +20,13 @@ struct RecordTemplate {
 
 struct ImageItem {
   std::uint64_t offset = 0;  // in the file
-  std::uint64_t bytes = 0;   // in the file, archive headers included
+  std::uint64_t bytes = 0;   // in the file, including archive headers
   staging::Source source;
-  std::shared_ptr<const RecordTemplate> record;  // nullptr: the source's bytes without an archive
+  std::shared_ptr<const RecordTemplate> record;  // nullptr: only the source's bytes
 };
 
-// The layout of one data file: items back to back, as stock torch lays them out. It is complete
-// before any byte is copied, except for the checksums.
+// The layout of one data file: items back to back, as in stock torch. Except for the checksums, it
+// is complete before any bytes are copied.
 class FileImage {
  public:
   /// Appends the bytes of `source`, without an archive.
@@ -36,9 +36,10 @@ class FileImage {
 
   const std::vector<ImageItem>& items() const { return items_; }
   std::uint64_t bytes() const { return bytes_; }
-  /// The CUDA device of the first source on a device; staging::Source::kHost if there is none.
+  /// Returns the CUDA device of the first source that is on a device; staging::Source::kHost if
+  /// none is.
   int device() const { return device_; }
-  /// Payload bytes of all sources on devices.
+  /// Returns the total payload bytes of all sources on devices.
   std::uint64_t device_bytes() const { return device_bytes_; }
 
  private:

@@ -14,7 +14,7 @@ Result<format::FileResult> FileSave::result() const try {
   for (std::size_t i = 0; i < items.size(); ++i) {
     const std::size_t item = job.items.empty() ? i : job.items[i];
     result.items.push_back({item, items[i].offset, items[i].bytes, stream.checksums()[i]});
-    // An empty item has the same offset as the next one, whose table entry it would hide.
+    // An empty item has the same offset as the next item, and would hide that item's table entry.
     if (items[i].bytes > 0) records.push_back(stream.sums()[i]);
   }
   result.checksum_table = format::encode_checksum_table(records);
@@ -24,7 +24,8 @@ Result<format::FileResult> FileSave::result() const try {
 }
 
 FilePhase FileSave::phase() const {
-  // Read in this order: bytes are staged before they are written, so written <= staged_so_far.
+  // The order of these reads guarantees written <= staged_so_far, since bytes are staged before
+  // they are written.
   const std::uint64_t written = bytes_written;
   const std::uint64_t staged_so_far = bytes_staged;
   if (has_writer && staged_so_far > written) return FilePhase::writing;

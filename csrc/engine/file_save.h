@@ -19,9 +19,9 @@ namespace torch_ckpt::engine {
 
 /// A file to be written.
 struct FileJob {
-  std::string name;  // in the directory; must not exist
+  std::string name;  // in the directory; must not exist yet
   FileImage image;
-  // The number of each of the image's items in the save; empty: 0, 1, 2, ...
+  // For each item of the image, its number in the save; empty: 0, 1, 2, ...
   std::vector<std::size_t> items = {};
 };
 
@@ -30,10 +30,10 @@ enum class FilePhase {
   waiting,  // its turn to be staged or written
   staging,  // copies from its sources, or a free buffer
   writing,  // writes of staged bytes
-  fsync,    // fsync of the file; for the last file of a save also fsync of the directory
+  fsync,    // fsync of the file; for the last file of a save, also of the directory
 };
 
-/// The progress of a file that has not sent its result.
+/// The progress of a file that has not yet sent its result.
 struct FileProgress {
   std::size_t file = 0;
   FilePhase phase = FilePhase::waiting;
@@ -45,7 +45,7 @@ struct FileWriter;
 
 /// The state of one file of a save.
 struct FileSave {
-  /// `directory` and `ready` outlive the FileSave.
+  /// `directory` and `ready` must outlive the FileSave.
   FileSave(FileJob given, std::size_t at, const os::Directory& directory, bool snapshot,
            const std::vector<staging::ReadyEvent>& ready, staging::Warn warn)
       : job(std::move(given)),
@@ -53,9 +53,10 @@ struct FileSave {
         stream(job.image, snapshot, ready, std::move(warn)),
         output(directory, job.name, job.image.bytes()) {}
 
-  /// The file's result, once it is complete.
+  /// Returns the file's result. Valid once the file is complete.
   Result<format::FileResult> result() const;
-  /// For any thread: the counters below only grow, and the flags become true once.
+  /// May be called from any thread, because the counters below only grow and the flags never become
+  /// false again.
   FilePhase phase() const;
 
   const FileJob job;
@@ -69,12 +70,12 @@ struct FileSave {
   std::atomic<bool> has_writer{false};
   std::atomic<bool> is_done{false};
 
-  // Handed from the file's stager to its writer (engine/save_pipeline.h).
+  // Passed from the file's stager to its writer (engine/save_pipeline.h).
   os::Mutex mutex;
-  StagingBufferList staged TC_GUARDED_BY(mutex);      // buffers that wait for a write, in order
-  bool is_staged TC_GUARDED_BY(mutex) = false;        // no more buffers will follow
+  StagingBufferList staged TC_GUARDED_BY(mutex);  // buffers that are waiting for a write, in order
+  bool is_staged TC_GUARDED_BY(mutex) = false;    // no more buffers will follow
   FileWriter* writer TC_GUARDED_BY(mutex) = nullptr;  // set once open() has succeeded or failed
-  bool is_checksumming TC_GUARDED_BY(mutex) = false;  // at most one buffer at a time, in order
+  bool is_checksumming TC_GUARDED_BY(mutex) = false;  // one buffer at a time, in order
   Result<> status TC_GUARDED_BY(mutex);
 };
 

@@ -9,12 +9,12 @@
 
 namespace torch_ckpt::engine {
 
-// The first failure of a session, or of other work that several threads do together. Threads poll
-// is_set() and stop. Safe for concurrent use by multiple threads.
+// The first failure of a session, or of other work shared by several threads. Threads poll is_set()
+// and stop once it is true. Safe for concurrent use by multiple threads.
 template <class Failure = Error>
 class FirstFailure {
  public:
-  /// Does nothing after another failure or after close().
+  /// Records a failure. Does nothing after an earlier failure or after close().
   void set(Failure failure) noexcept {
     const os::MutexLock lock(mutex_);
     if (is_closed_ || failure_) return;
@@ -28,7 +28,7 @@ class FirstFailure {
     return failure_;
   }
 
-  /// Ignores all later failures. Returns true if there has been one.
+  /// Makes set() ignore all later failures. Returns true if a failure was recorded.
   bool close() {
     const os::MutexLock lock(mutex_);
     is_closed_ = true;

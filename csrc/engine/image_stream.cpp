@@ -11,12 +11,13 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Bytes that are copied and then checksummed while they are in the second-level cache.
+// Bytes to copy before checksumming them, few enough to stay in the second-level cache.
 constexpr std::size_t kFusedBytes = std::size_t{256} << 10;
 
-// Block size in the checksum table; 0: the table has no blocks for this item. A payload of a single
-// block needs none, since its archive has its checksum; items without an archive always need them.
-// This keeps the table small for checkpoints of many small tensors.
+// Returns the block size for the checksum table; 0 if the table has no blocks for this item. A
+// payload that fits into a single block needs none, because its archive contains the checksum.
+// Items without an archive always need blocks. This keeps the table small for checkpoints with many
+// small tensors.
 std::uint64_t block_bytes_of(const ImageItem& item) {
   const std::uint64_t block = format::block_bytes_for(item.source.bytes);
   const bool has_blocks = item.source.bytes > (item.record != nullptr ? block : 0);
@@ -58,7 +59,8 @@ void ImageStream::copy_and_checksum(const ImageItem& item, std::uint64_t offset,
   }
 }
 
-// Checksums each byte once, as part of its block. The payload's checksum is joined from its blocks.
+// Checksums each byte once, as part of its block. The payload's checksum is joined from those of
+// its blocks.
 void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
                                    std::span<const std::byte> payload) {
   std::uint32_t& crc = checksums_[item];
@@ -108,7 +110,7 @@ Result<ImageStream::Piece> ImageStream::begin(std::span<std::byte> out) {
   std::vector<staging::DeviceRun> runs;
   while (!out.empty()) {
     if (item_ == image_.items().size()) {
-      return format_error(Errc::internal, "a file image was asked for bytes past its end");
+      return format_error(Errc::internal, "attempt to read past the end of a file image");
     }
     const ImageItem& item = image_.items()[item_];
     const RecordTemplate* record = item.record.get();

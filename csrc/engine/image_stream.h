@@ -14,25 +14,26 @@
 
 namespace torch_ckpt::engine {
 
-// Produces a file image in order, piece by piece, in three steps for each piece:
+// Produces a file image piece by piece, in order. Each piece takes three steps:
 //
 //   1. begin() copies archive headers and host memory, and starts the copies from devices.
-//   2. wait_for_copies() waits for the copies from devices. The piece no longer needs its sources.
-//   3. complete() computes the checksums that begin() has left open, and writes the archive tails
+//   2. wait_for_copies() waits for the copies from devices. After this, the piece no longer needs
+//      its sources.
+//   3. complete() computes the checksums that begin() did not compute, and writes the archive tails
 //      that contain them.
 //
 // Copies of many pieces can therefore be in flight at once, and sources are released before their
-// bytes are checksummed. begin() and wait_for_copies() are for one thread, complete() for one
-// thread, which may be another; each is called for the pieces in order. The image, its sources and
-// `ready` outlive the stream.
+// bytes are checksummed. One thread at a time may call begin() and wait_for_copies(), and one
+// thread at a time, possibly in parallel, may call complete(). Each must be called for the pieces
+// in order. The image, its sources and `ready` must outlive the stream.
 class ImageStream {
  public:
   explicit ImageStream(const FileImage& image)
       : ImageStream(image, false, no_events(), [](const auto&, const auto&) {}) {}
 
-  /// With `snapshot`, many pieces are begun before the first is completed: begin() copies host
-  /// memory past the caches and complete() checksums it. Otherwise begin() does both while the
-  /// bytes are in a cache.
+  /// With `snapshot`, many pieces are begun before the first is completed, so begin() copies host
+  /// memory with stores that bypass the caches, and complete() checksums it. Otherwise, begin()
+  /// does both while the bytes are in a cache.
   ImageStream(const FileImage& image, bool snapshot, const std::vector<staging::ReadyEvent>& ready,
               staging::Warn warn);
 
@@ -42,7 +43,7 @@ class ImageStream {
     friend class ImageStream;
     struct PendingChecksum {
       std::size_t item = 0;
-      bool is_payload = false;     // otherwise a part of the archive's tail
+      bool is_payload = false;     // otherwise part of the archive's tail
       std::uint64_t position = 0;  // within the payload or the tail
       std::span<std::byte> bytes;
     };
@@ -50,25 +51,27 @@ class ImageStream {
     bool submitted_ = false;
   };
 
-  /// Begins to fill `out` with the next out.size() bytes. Asking for bytes past the end of the
-  /// image is a bug.
+  /// Starts filling `out` with the next out.size() bytes of the image, which must have that many
+  /// left.
   Result<Piece> begin(std::span<std::byte> out);
   Result<> wait_for_copies(Piece& piece);
-  /// True if wait_for_copies() would return at once. Call this only for the oldest piece that was
-  /// not waited for.
+  /// True if wait_for_copies() would return immediately. Call this only for the oldest piece not
+  /// yet waited for.
   bool copies_are_done(const Piece& piece) const;
   void complete(const Piece& piece);
 
   /// Calls begin(), wait_for_copies() and complete().
   Result<> fill(std::span<std::byte> out);
 
-  /// CRC-32 of each item's payload, in the image's order. Valid once all pieces are complete.
+  /// Returns the CRC-32 of each item's payload, in the order of the image. Valid once all pieces
+  /// are complete.
   const std::vector<std::uint32_t>& checksums() const { return checksums_; }
 
-  /// Checksum table entries of the items, in the image's order. Valid once all pieces are complete.
+  /// Returns the items' checksum table entries, in the order of the image. Valid once all pieces
+  /// are complete.
   const std::vector<format::RecordSums>& sums() const { return sums_; }
 
-  /// The copier of all copies from devices; nullptr if there have been none.
+  /// Returns the copier used for copies from devices; nullptr if there have been none.
   const std::shared_ptr<staging::DeviceCopier>& copier() const { return copier_; }
 
  private:

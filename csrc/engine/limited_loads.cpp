@@ -33,7 +33,7 @@ Result<> LimitedLoads::check_limit(const std::string& name, std::uint64_t bytes)
   return about(name, format_error(Errc::invalid_argument,
                                   "reading it needs " + std::to_string(bytes) +
                                       " bytes of memory at once, but max_inflight_bytes=" +
-                                      std::to_string(limit()) + " leaves " +
+                                      std::to_string(limit()) + " leaves only " +
                                       std::to_string(available) + ". Raise max_inflight_bytes."));
 }
 
@@ -56,7 +56,8 @@ Result<> LimitedLoads::check_records_fit(const std::vector<ReadRequest>& records
     if (!inside(record.offset, record.length, bytes)) {
       Error error = format_error(Errc::range_past_end,
                                  "the metadata lists a record of " + std::to_string(record.length) +
-                                     " bytes, but the file has " + std::to_string(bytes) + " bytes",
+                                     " bytes at this offset, but the file ends at byte " +
+                                     std::to_string(bytes),
                                  record.offset);
       error.path = path;
       return about(names[i], std::move(error));

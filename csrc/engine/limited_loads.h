@@ -12,16 +12,16 @@
 
 namespace torch_ckpt::engine {
 
-// Loads from the same files, one after another, within one memory limit. Scratch memory and targets
-// that are allocated for a load count towards the limit. For one thread. The context and the
-// directory outlive it.
+// Runs loads from the same files, one after another, within one memory limit. Scratch memory and
+// targets allocated for a load count towards the limit. Not thread-safe. The context and the
+// directory must outlive this object.
 class LimitedLoads {
  public:
-  /// The least scratch memory that a load needs.
+  /// The minimum scratch memory of a load.
   static constexpr std::uint64_t kMinScratchBytes = std::uint64_t{64} << 10;
 
-  /// Waits until a session has ended. It may throw, but only after the session has ended.
-  /// `done_before` is the number of bytes that earlier loads have read.
+  /// Waits until a session has ended. May throw, but only after the session has ended.
+  /// `done_before` is the number of bytes read by earlier loads.
   using Wait = std::function<void(LoadSession& session, std::uint64_t done_before)>;
 
   /// `options.max_scratch_bytes` is the limit.
@@ -31,16 +31,19 @@ class LimitedLoads {
 
   std::uint64_t limit() const { return options_.max_scratch_bytes; }
 
-  /// Fails with Errc::invalid_argument if targets of `bytes` leave too little scratch memory.
+  /// Fails with Errc::invalid_argument if targets with a total size of `bytes` leave too little
+  /// scratch memory.
   Result<> check_limit(const std::string& name, std::uint64_t bytes) const;
 
-  /// Checks that raw records, read together, fit into the limit. Also checks that they lie inside
-  /// their files before memory is allocated for them: damaged metadata may contain any length.
+  /// Checks that raw records that are read together fit into the limit, and that they lie inside
+  /// their files. Call this before allocating memory for the records: damaged metadata may contain
+  /// any length.
   Result<> check_records_fit(const std::vector<ReadRequest>& records,
                              const std::vector<std::string>& names) const;
 
-  /// Runs one load. `target_bytes` of the limit are in use by its targets. An error names the
-  /// request that failed. Copies to devices also wait for `ready`, whose events outlive the call.
+  /// Runs one load, whose targets already use `target_bytes` of the limit. Errors name the request
+  /// that failed. Copies to devices also wait for the events in `ready`, which must outlive the
+  /// call.
   Result<std::shared_ptr<LoadSession>> run(std::vector<ReadRequest> requests,
                                            const std::vector<std::string>& names,
                                            std::uint64_t target_bytes, std::uint64_t done_before,

@@ -23,22 +23,22 @@ struct LoadFailure {
   static constexpr std::size_t kNoRequest = ~std::size_t{0};
 
   Error error;
-  std::size_t request = kNoRequest;  // the request that failed, if the error is about one
+  std::size_t request = kNoRequest;  // the request that failed, if the error concerns one
 };
 
-// Reads regions of records' payloads into their targets.
+// Reads the requested regions of record payloads into their targets.
 //
 //   1. start() checks that the scratch memory suffices, decodes the files' checksum tables and
 //      plans the reads.
 //   2. A ReadPipeline (engine/read_pipeline.h) reads the records on several threads.
-//   3. A RecordDelivery (engine/record_delivery.h) checks what was read and copies it to the
-//      targets.
-//   4. The first error, or cancel(), ends the load: tasks stop after the step that they are in.
-//   5. wait_for() returns true once all tasks have ended. Then failure() returns the error, if
-//      there is one, and outcomes() the result of each request.
+//   3. A RecordDelivery (engine/record_delivery.h) verifies the bytes that were read and copies
+//      them to the targets.
+//   4. The first error, or cancel(), ends the load: tasks stop after their current step.
+//   5. wait_for() returns true once all tasks have ended. After that, failure() returns the error,
+//      if any, and outcomes() returns the result of each request.
 //
-// start() and wait_for() are for one thread. Targets must stay valid until wait_for() has returned
-// true; after a failure their contents are unspecified.
+// start() and wait_for() must be called from the same thread. Targets must stay valid until
+// wait_for() has returned true; after a failure their contents are unspecified.
 class LoadSession {
  public:
   static Result<std::shared_ptr<LoadSession>> start(Context& context, os::Directory directory,
@@ -46,8 +46,9 @@ class LoadSession {
                                                     std::vector<ReadRequest> requests,
                                                     const LoadOptions& options);
 
-  /// Waits until every task has sent its result; returns false if `timeout` passes first. In a
-  /// forked child it returns true at once, and failure() reports that the load is the parent's.
+  /// Waits until every task has sent its result; returns false if `timeout` expires first. In a
+  /// forked child, returns true immediately, and failure() reports that the load belongs to the
+  /// parent.
   bool wait_for(std::chrono::milliseconds timeout);
   void cancel();
 
@@ -57,8 +58,8 @@ class LoadSession {
   const std::vector<ReadRequest>& requests() const { return delivery_.requests(); }
   std::string path(const ReadRequest& request) const { return pipeline_.path(request.file); }
 
-  /// Payload bytes that were requested, and those that have reached their targets so far. They are
-  /// counted before a conversion.
+  /// Payload bytes that were requested, and those that have reached their targets so far. Bytes are
+  /// counted before any conversion.
   std::uint64_t bytes_planned() const { return bytes_planned_; }
   std::uint64_t bytes_done() const { return delivery_.bytes_done(); }
 

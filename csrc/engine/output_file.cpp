@@ -7,7 +7,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// A smaller file has few blocks, and the page cache is as fast as direct I/O.
+// For smaller files, which have few blocks, the page cache is as fast as direct I/O.
 constexpr std::uint64_t kDirectMinBytes = std::uint64_t{1} << 20;
 
 }  // namespace
@@ -58,10 +58,10 @@ Result<> OutputFile::finish(bool sync, Timing& timing, std::size_t number) {
   return std::move(file).close();
 }
 
-// Errors are ignored: no metadata names the file, and the save has failed with an error already.
+// Ignores errors: no metadata refers to the file, and the save has already failed with an error.
 void OutputFile::remove() const noexcept try {
-  // A different file with this name belongs to another save. It has taken over the directory while
-  // this process was stopped and declared dead.
+  // A different file with this name belongs to another save, which took over the directory after
+  // this process was suspended and declared dead.
   if (identity_) {
     static_cast<void>(directory_.remove(name_, *identity_));
   } else if (is_created_) {

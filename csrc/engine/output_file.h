@@ -14,25 +14,25 @@
 
 namespace torch_ckpt::engine {
 
-// A data file that a save writes: open(), write() several times, finish(). After an error call
-// abandon(), and remove() if the save has failed. write() may be called by several threads at once,
-// the other methods by one thread at a time.
+// A data file written by a save. Call open(), write() any number of times, then finish(). After an
+// error, call abandon(), and remove() if the save has failed. write() may be called concurrently;
+// the other methods must be called by one thread at a time.
 class OutputFile {
  public:
-  /// `directory` and `name` outlive the OutputFile.
+  /// `directory` and `name` must outlive the OutputFile.
   OutputFile(const os::Directory& directory, const std::string& name, std::uint64_t bytes)
       : directory_(directory), name_(name), bytes_(bytes) {}
 
-  /// Creates the file, which must not exist, and reserves disk space for it.
+  /// Creates the file, which must not exist yet, and reserves disk space for it.
   Result<> open(DirectIo direct_io);
-  /// Writes the first `bytes` of the chunk at file offset `offset`. Direct I/O writes full blocks,
-  /// so the last block is zero-padded, within the chunk.
+  /// Writes the first `bytes` bytes of the chunk at `offset` in the file. Direct I/O writes entire
+  /// blocks, so the last block is zero-padded in the chunk.
   Result<> write(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset);
-  /// Truncates the padding, fsyncs the file if `sync`, and closes it.
+  /// Removes the padding, fsyncs the file if `sync` is true, and closes it.
   Result<> finish(bool sync, Timing& timing, std::size_t number);
-  /// Closes the file unfinished.
+  /// Closes the file without finishing it.
   void abandon() { file_.reset(); }
-  /// Deletes the file that open() has created.
+  /// Deletes the file if open() created it.
   void remove() const noexcept;
 
  private:

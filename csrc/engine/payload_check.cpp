@@ -9,7 +9,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// An archive has some 2,000 bytes around its payload; more than this means that it is damaged.
+// An archive has about 2,000 bytes around its payload. If there are more than this, it is damaged.
 constexpr std::uint64_t kMaxEnvelopeBytes = std::uint64_t{1} << 20;
 
 std::string hex(std::uint32_t value) {
@@ -31,7 +31,7 @@ Result<> check_envelope(const format::RecordSums& sums, format::RecordBytes& rec
   const std::uint64_t end = payload_offset + payload_bytes;
   if (payload_offset > kMaxEnvelopeBytes || record.size() - end > kMaxEnvelopeBytes) {
     return format_error(Errc::checksum_mismatch,
-                        "the archive is damaged: its headers are larger than those of any save");
+                        "the archive is damaged: its headers are larger than in any valid archive");
   }
   std::uint32_t crc = 0;
   for (const auto& [begin, part_end] :
@@ -45,24 +45,25 @@ Result<> check_envelope(const format::RecordSums& sums, format::RecordBytes& rec
 }
 
 Error tensor_mismatch(const std::string& found, const std::string& expected) {
-  return format_error(Errc::tensor_mismatch, "the record holds a tensor of " + found +
-                                                 ", but the metadata describes one of " + expected);
+  return format_error(Errc::tensor_mismatch, "the record holds a tensor with " + found +
+                                                 ", but the metadata describes one with " +
+                                                 expected);
 }
 
 std::string shape_text(const std::vector<std::uint64_t>& sizes) {
-  std::string text = "[";
+  std::string text = "shape [";
   for (const std::uint64_t size : sizes) {
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+    text += (text.back() != '[' ? ", " : "") + std::to_string(size);
   }
   return text + "]";
 }
 
 Error checksum_error(std::uint32_t expected, std::uint32_t found, const char* source,
                      std::uint64_t offset) {
-  return format_error(
-      Errc::checksum_mismatch,
-      "the bytes are damaged: CRC-32 " + hex(found) + ", but " + source + " has " + hex(expected),
-      offset);
+  return format_error(Errc::checksum_mismatch,
+                      "the bytes are damaged: their CRC-32 is " + hex(found) + ", but " + source +
+                          " has " + hex(expected),
+                      offset);
 }
 
 PayloadCheck PayloadCheck::by_blocks(const format::RecordSums& sums, std::uint64_t payload_bytes) {

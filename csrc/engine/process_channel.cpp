@@ -38,12 +38,12 @@ void ProcessChannel::send(const Result<format::FileResult>& result, std::size_t 
                                   ? format::encode_file(*result, static_cast<std::uint32_t>(files))
                                   : format::encode_failure(result.error());
     if (result) ++files_done_;
-    // Wakes the waiting children only for an error or for the last result.
+    // Wake the waiting children only for an error or the last result.
     sent = mailbox_.put(bytes_of(frame), !result || files_done_ == files).has_value();
   } catch (const std::bad_alloc&) {
     // Reported as lost below.
   }
-  // If this fails as well, the children fail once this process has ended.
+  // If this fails, too, the children fail once this process has ended.
   try {
     if (!sent) static_cast<void>(mailbox_.put_lost());
   } catch (const std::bad_alloc&) {
@@ -55,7 +55,8 @@ Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(
     std::chrono::milliseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (true) {
-    // Checked before the mailbox is read: if the process was dead by then, no frame is missing.
+    // Check this before reading the mailbox: if the process is already dead, the mailbox holds
+    // everything that it sent.
     const bool is_alive = os::is_alive(owner_);
     auto contents = mailbox_.read();
     if (!contents) return contents.error();
@@ -72,14 +73,14 @@ Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(
       outcome.files.push_back(std::move(frame.file));
     }
     if (outcome.object) return std::optional(std::move(outcome));
-    // After a cancel, wait for the object in which the cancelling process sends the reason.
+    // After a cancellation, wait for the object that contains the reason.
     if (failure && failure->code != Errc::cancelled) return *failure;
     if (!failure && files != 0 && outcome.files.size() == files) {
       return std::optional(std::move(outcome));
     }
     if (contents->is_lost) {
       return missing("process " + std::to_string(owner_.number) +
-                     " had no memory to send the results of all files");
+                     " ran out of memory before it had sent the results of all files");
     }
     if (!is_alive) {
       return missing("process " + std::to_string(owner_.number) +
@@ -148,7 +149,8 @@ Result<std::vector<std::pair<std::int64_t, std::string>>> ProcessChannel::take_d
   for (const Announcement& announcement : announced_) {
     if (!os::is_alive(announcement.sender)) dead.push_back(announcement);
   }
-  // Receives everything that the dead processes have sent, and drops those that sent their object.
+  // Receive everything that the dead processes sent: processes that sent their object are not
+  // missing.
   if (auto received = receive(); !received) return received.error();
   std::vector<std::pair<std::int64_t, std::string>> missing;
   for (Announcement& announcement : dead) {

@@ -21,11 +21,11 @@ namespace torch_ckpt::engine {
 // It is used in two ways.
 //
 //   - For the results of one save: the writing process sends the result of each file, from any
-//     thread, and children that it forks wait for them. Results stay in the mailbox, so that every
-//     child can read them.
+//     thread, and the children that it forks wait for all of them. Results stay in the mailbox, so
+//     that every child can read them.
 //   - As a queue: any process sends objects to the process that created the channel, which takes
-//     each object once. A sender first announces its object. If it dies before sending, the
-//     receiver finds it in take_dead_senders().
+//     each object once. A sender first announces its object. If it dies before sending the object,
+//     take_dead_senders() returns it.
 //
 // Safe for concurrent use by multiple threads.
 class ProcessChannel {
@@ -39,36 +39,36 @@ class ProcessChannel {
 
   // --- results of one save ---
 
-  /// Sends the result of one of `files` files. If there is no memory for it, marks it as lost, so
-  /// that waiting children fail instead of waiting forever.
+  /// Sends the result of one file; the save has `files` of them. If memory runs out, marks the
+  /// result as lost, so that waiting children fail instead of waiting forever.
   void send(const Result<format::FileResult>& result, std::size_t files);
 
   struct Outcome {
     std::vector<format::FileResult> files;
-    std::optional<std::string> object;  // sent instead of results, e.g. the reason of a cancel
+    std::optional<std::string> object;  // sent instead of results, e.g. why the save was cancelled
   };
-  /// Waits, in a forked child, for the results of all files or for an object. Returns nullopt if a
-  /// signal arrives or `timeout` passes first. Fails with the error of a file, or if the writing
-  /// process died.
+  /// Waits in a forked child for the results of all files or for an object. Returns nullopt if a
+  /// signal arrives or `timeout` expires first. Fails if a file has failed (with its error) or if
+  /// the writing process has died.
   Result<std::optional<Outcome>> wait_for_files(std::chrono::milliseconds timeout);
 
   // --- queue ---
 
   Result<> send_object(std::span<const std::byte> object);
-  /// Announces that this process will send an object. `what` describes it, for messages.
+  /// Announces that this process will send an object. `what` describes the object in messages.
   Result<> announce(std::string_view what);
 
   /// Returns all objects that were sent since the last call, oldest first.
   Result<std::vector<std::string>> take_objects();
-  /// Waits until there may be an object, or until a process that announced one has died.
+  /// Waits until an object may be available, or until a process that announced one has died.
   Result<> wait(std::chrono::milliseconds timeout);
   Result<> wake() { return mailbox_.wake(); }
-  /// Returns process id and description for each process that died after announcing an object and
-  /// before sending it. Each is returned once.
+  /// Returns the process id and the description for each object whose sender died after announcing
+  /// and before sending it. Each is returned only once.
   Result<std::vector<std::pair<std::int64_t, std::string>>> take_dead_senders();
 
  private:
-  // An object that was announced and not sent yet.
+  // An object that was announced but not sent yet.
   struct Announcement {
     os::ProcessId sender;
     std::string what;

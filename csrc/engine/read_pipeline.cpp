@@ -12,7 +12,7 @@ namespace {
 
 using planning::ByteRange;
 
-// Bytes that are read and then checksummed while they are in the second-level cache.
+// Bytes to read before checksumming them, few enough to stay in the second-level cache.
 constexpr std::uint64_t kFusedBytes = std::uint64_t{256} << 10;
 
 std::vector<std::string> names_of(const std::vector<LoadFile>& files) {
@@ -35,7 +35,7 @@ Result<std::optional<format::ChecksumTable>> checksum_table_of(const LoadFile& f
   if (table) return std::optional(std::move(*table));
   Error error = table.error();
   error.offset = Error::kNoOffset;
-  error.detail = "the metadata's checksums of this file are damaged: " + error.detail;
+  error.detail = "the metadata's checksums for this file are damaged: " + error.detail;
   return error;
 }
 
@@ -78,7 +78,7 @@ void ReadPipeline::plan(std::vector<planning::WantedRecord> wanted, std::uint64_
   large_.resize(records_.size());
   planning::ReadPlanLimits limits;
   limits.batch_bytes = scratch_layout_.step_bytes();
-  // Pieces must not divide a block: each block is checked within one piece.
+  // Pieces must not split a block, because each block is checked within one piece.
   limits.cut_bytes = std::max(limits.cut_bytes, block_bytes);
   limits.piece_bytes = std::max(planning::piece_bytes_for(bytes, threads_), limits.cut_bytes);
   units_ = planning::plan_reads(records_, limits);
@@ -157,10 +157,11 @@ void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
 bool ReadPipeline::lies_in_file(std::size_t record, const DataFile& file) {
   const planning::WantedRecord& wanted = records_[record];
   if (inside(wanted.offset, wanted.length, file.bytes())) return true;
-  sink_.fail(record, format_error(Errc::range_past_end,
-                                  "the metadata lists a record of " +
-                                      std::to_string(wanted.length) + " bytes, but the file has " +
-                                      std::to_string(file.bytes()) + " bytes"));
+  sink_.fail(record,
+             format_error(Errc::range_past_end,
+                          "the metadata lists a record of " + std::to_string(wanted.length) +
+                              " bytes at this offset, but the file ends at byte " +
+                              std::to_string(file.bytes())));
   return false;
 }
 
@@ -182,8 +183,8 @@ Result<> ReadPipeline::run_batch(const planning::ReadUnit& unit, const DataFile&
   for (const std::size_t record : unit.records) {
     const planning::WantedRecord& wanted = records_[record];
     if (!inside(wanted.offset, wanted.length, file.bytes())) continue;
-    // A record that cannot be read, or lies beyond the end of the file, must not fail the others
-    // of the batch: read them one by one.
+    // A record that cannot be read, or lies beyond the end of the file, must not fail the other
+    // records of the batch. Read them one by one.
     const Result<std::span<std::byte>> bytes =
         all ? all->subspan(wanted.offset - unit.begin, wanted.length)
             : file.fetch(*room, wanted.offset, wanted.length, false);

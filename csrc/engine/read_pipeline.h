@@ -28,112 +28,113 @@ namespace torch_ckpt::engine {
 
 struct ReadOptions {
   std::size_t threads = 8;
-  std::size_t chunk_bytes = std::size_t{4} << 20;  // scratch chunk of each thread; two for devices
+  std::size_t chunk_bytes = std::size_t{4} << 20;  // scratch chunk per thread; two for devices
   std::size_t max_scratch_bytes = std::size_t{1} << 30;
   DirectIo direct_io = DirectIo::automatic;
 };
 
-/// A data file in the checkpoint's directory, and the checksums that the metadata has for it.
+/// A data file in the checkpoint directory, with its checksums from the metadata.
 struct LoadFile {
   std::string name;
   std::string checksum_table;  // encoded; empty: the metadata has no checksums
 };
 
-/// Decodes the file's checksum table; nullopt if it has none. The table refers to the bytes of
-/// `file`.
+/// Decodes the file's checksum table; returns nullopt if it has none. The table refers to memory of
+/// `file`, which must outlive it.
 Result<std::optional<format::ChecksumTable>> checksum_table_of(const LoadFile& file);
 
 /// The location of a payload in its record, and the checksums to compare it with.
 struct Payload {
-  bool is_read = false;      // false: the sink does not want the payload
+  bool is_read = false;      // false: the sink does not need the payload
   std::uint64_t offset = 0;  // in the record
   std::uint64_t bytes = 0;
-  const format::RecordSums* blocks = nullptr;  // checksums of blocks
+  const format::RecordSums* blocks = nullptr;  // checksums of its blocks
   std::optional<std::uint32_t> crc;            // checksum of the entire payload
 };
 
-// Receives the records that a pipeline reads. Records have the numbers of the pipeline's plan.
-// Methods are called by several threads at once; open() and finish() are called by one thread for
-// each record.
+// Receives the records that a pipeline reads. A record is identified by its number in the
+// pipeline's plan. Methods are called concurrently, but open() and finish() are called at most once
+// per record.
 class ReadSink {
  public:
-  /// Parses the archive around a payload.
+  /// Parses the archive around the payload, and returns the payload's location.
   virtual Result<Payload> open(std::size_t record, format::RecordBytes& archive) = 0;
 
-  /// Returns memory to read the payload's next `bytes` from `position` into, without scratch
-  /// memory. May reduce `bytes`. Returns an empty span if the bytes must be read into scratch
-  /// memory.
+  /// Returns memory into which the payload's next `bytes` bytes from `position` can be read
+  /// directly. May reduce `bytes`. Returns an empty span if they must be read into scratch memory.
   virtual std::span<std::byte> destination(std::size_t /*record*/, std::uint64_t /*position*/,
                                            std::uint64_t& /*bytes*/) {
     return {};
   }
 
-  /// Processes bytes of the payload. Each byte is passed once; bytes of one range are passed in
-  /// ascending order. `scratch` holds the bytes; it is nullptr if they were read into
+  /// Processes bytes of the payload. Each byte is passed once, and the bytes of a range are passed
+  /// in ascending order. `scratch` holds the bytes; it is nullptr if they were read into
   /// destination().
   virtual Result<> consume(std::size_t record, const Payload& payload, std::uint64_t position,
                            std::span<const std::byte> bytes, PayloadCheck& check,
                            Scratch* scratch) = 0;
 
-  /// Reports a range that cannot be read, if the pipeline continues after errors. Returns how many
-  /// bytes from the range's begin to skip.
+  /// Called for a range that cannot be read, if the pipeline continues after errors. Returns how
+  /// many bytes to skip from the start of the range.
   virtual std::uint64_t skip(std::size_t /*record*/, const Payload& /*payload*/,
                              planning::ByteRange range, const Error& /*error*/) {
     return range.bytes();
   }
 
-  /// Ends a record whose wanted bytes have all been consumed. `crc` is the CRC-32 of the bytes that
-  /// were read, if payload.crc is set. `payload_bytes` is the payload of a small record, and empty
-  /// for a large record.
+  /// Finishes a record after all requested bytes have been consumed. `crc` is the CRC-32 of the
+  /// bytes that were read, if payload.crc is set. `payload_bytes` is the payload of a small record;
+  /// for a large record it is empty.
   virtual Result<> finish(std::size_t record, const Payload& payload,
                           std::optional<std::uint32_t> crc,
                           std::span<const std::byte> payload_bytes) = 0;
 
-  /// Reports a record that cannot be read, or for which a method above has failed.
+  /// Called for a record that cannot be read, or for which a method above has failed.
   virtual void fail(std::size_t record, Error error) = 0;
 
  protected:
   ~ReadSink() = default;
 };
 
-// Reads records of data files, entirely or in part, with several tasks on the executor.
+// Reads records from data files, entirely or in part, using several tasks on the executor.
 //
-//   1. planning::plan_reads divides the wanted bytes into units, ordered by file and offset. Each
-//      task repeatedly takes the next unit.
-//   2. Small neighbouring records form one unit: one read into scratch memory.
-//   3. A large record is divided into pieces. The task with the first of them reads both ends of
-//      the archive and calls open(). Each piece is then read in steps, into scratch memory or into
-//      the sink's destination(), and each step is consumed while it is in a cache.
-//   4. Once the pipeline has failed, because the sink called fail() or a task had an error of its
-//      own, all tasks stop at their next step.
+//   1. planning::plan_reads divides the requested bytes into units, ordered by file and offset.
+//      Each task repeatedly takes the next unit.
+//   2. Small neighbouring records form one unit, which is a single read into scratch memory.
+//   3. A large record is divided into pieces. The first task that starts one of them reads both
+//      ends of the archive and calls open(). Each piece is then read in steps, into scratch memory
+//      or into the sink's destination(), and each step is consumed while it is in a cache.
+//   4. Once the pipeline has failed, because the sink called fail() or a task itself failed, all
+//      tasks stop before their next step.
 //   5. Each task sends one message through the results channel when it ends.
 //
-// plan(), start() and wait_for() are for one thread, the other methods for any.
+// plan(), start() and wait_for() must be called from the same thread; the other methods may be
+// called from any thread.
 class ReadPipeline {
  public:
   static constexpr std::size_t kNoRecord = ~std::size_t{0};
   struct Failure {
     Error error;
-    std::size_t record = kNoRecord;  // the record that failed, if the error is about one
+    std::size_t record = kNoRecord;  // the record that failed, if the error concerns one
   };
 
-  /// `context`, `ready` and `sink` outlive the pipeline. With `continue_after_errors`, read errors
-  /// are reported to the sink only, and everything else that is readable is read.
+  /// `context`, `ready` and `sink` must outlive the pipeline. With `continue_after_errors`, read
+  /// errors are only reported to the sink, and all other bytes are still read.
   ReadPipeline(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
                const ReadOptions& options, const ScratchLayout& scratch_layout,
                const std::vector<staging::ReadyEvent>& ready, ReadSink& sink,
                bool continue_after_errors);
 
-  /// `bytes` is the total number of wanted bytes. Blocks with a checksum have up to `block_bytes`.
+  /// `bytes` is the total number of requested bytes; `block_bytes` is the size of the largest block
+  /// that has a checksum.
   void plan(std::vector<planning::WantedRecord> wanted, std::uint64_t bytes,
             std::uint64_t block_bytes);
 
-  /// Starts the tasks. They keep `owner`, which contains the pipeline, alive until the last of them
+  /// Starts the tasks. They keep `owner`, which contains the pipeline, alive until the last task
   /// has ended.
   Result<> start(std::shared_ptr<const void> owner, std::string_view operation);
 
-  /// Waits until every task has sent its result; returns false if `timeout` passes first. Returns
-  /// true at once in a forked child, which has none of the tasks.
+  /// Waits until every task has sent its result; returns false if `timeout` expires first. Returns
+  /// true immediately in a forked child, which has none of the tasks.
   bool wait_for(std::chrono::milliseconds timeout);
   bool inherited() const { return results_->inherited(); }
 
@@ -141,7 +142,7 @@ class ReadPipeline {
   std::optional<Failure> failure() const { return failure_.get(); }
 
   std::string path(std::size_t file) const { return files_.path(file); }
-  /// Bytes of the units that have ended.
+  /// Returns the total bytes of the units that have ended.
   std::uint64_t bytes_read() const { return bytes_read_; }
 
  private:
@@ -149,10 +150,11 @@ class ReadPipeline {
   struct LargeRecord {
     std::once_flag opened;  // by the first piece that a task starts
     Payload payload;
-    // The wanted bytes, if they are one range from the payload's begin; otherwise 0. A checksum of
-    // the entire payload can only be compared if this covers it.
+    // The number of requested bytes, if they are a single range from the start of the payload;
+    // otherwise 0. A checksum of the entire payload can be verified only if this covers the
+    // payload.
     std::uint64_t bytes_from_begin = 0;
-    std::vector<std::pair<std::uint32_t, std::uint64_t>> pieces;  // CRC-32 and bytes of each
+    std::vector<std::pair<std::uint32_t, std::uint64_t>> pieces;  // CRC-32 and length of each
     std::atomic<bool> has_unread{false};                          // some bytes could not be read
     std::atomic<std::size_t> pieces_left{0};
   };
@@ -184,9 +186,9 @@ class ReadPipeline {
   FirstFailure<Failure> failure_;
 };
 
-/// Lays out a pipeline's scratch memory for these targets. Reduces options.threads to as many as
-/// options.max_scratch_bytes has room for, and fails if that is none. `user` names the operation,
-/// for the message.
+/// Lays out a pipeline's scratch memory for these targets. Reduces options.threads to the number
+/// that options.max_scratch_bytes has room for, and fails if that is 0. `user` names the operation
+/// in the message.
 Result<ScratchLayout> choose_scratch(ReadOptions& options,
                                      std::span<const planning::Region* const> regions,
                                      std::span<const Target* const> targets, std::string_view user);

@@ -13,8 +13,8 @@ namespace {
 
 // Compares an archive's tensor with the request. Returns `done` if its payload can be delivered.
 Result<ReadStatus> check_header(const ReadRequest& request, const format::RecordIndex& index) {
-  // A planner may store a tensor with another dtype than the metadata has, if its transform_object
-  // casts it; stock torch converts the tensor when it loads it.
+  // If a planner's transform_object casts a tensor, the stored dtype differs from the metadata.
+  // Stock torch converts such a tensor when loading it.
   if (index.header.dtype != request.dtype) return ReadStatus::unknown_record;
   if (index.header.sizes != request.sizes) {
     return tensor_mismatch(shape_text(index.header.sizes), shape_text(request.sizes));
@@ -38,7 +38,7 @@ bool have_same_record(const ReadRequest& a, const ReadRequest& b) {
          a.dtype == b.dtype && a.sizes == b.sizes && a.layout == b.layout;
 }
 
-// The size that the payload should have.
+// Returns the size that the payload should have.
 std::uint64_t payload_bytes_of(const ReadRequest& request) {
   if (request.kind == ReadKind::raw) return request.length;
   if (request.kind == ReadKind::storage) return request.region.covering().end;
@@ -76,7 +76,8 @@ RecordDelivery::RecordDelivery(std::vector<ReadRequest> requests, bool verify)
 void RecordDelivery::set_checksums(
     const std::vector<std::optional<format::ChecksumTable>>& tables) {
   for (Record& record : records_) {
-    // An empty record has the same offset as the next one, and would find its checksums.
+    // An empty record has the same offset as the next record, and would get that record's
+    // checksums.
     if (const auto& table = tables[first(record).file]; table && first(record).length > 0) {
       record.sums = table->find(first(record).offset);
     }
@@ -140,13 +141,13 @@ Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& by
                               std::to_string(requests_[index].region.covering().end));
     }
   } else {
-    // The checksum table shows that the engine wrote an archive here.
+    // True if the checksum table shows that the engine wrote this archive.
     const bool is_ours = record.sums && !record.sums->raw;
     auto archive = format::index_record(bytes);
     if (!archive) {
       if (archive.error().code != Errc::pickle_unknown) return archive.error();
       if (is_ours) {
-        // The decoder knows every archive that the engine writes.
+        // The decoder handles every archive that the engine writes, so an unknown one is damaged.
         return format_error(Errc::checksum_mismatch,
                             "the archive is damaged: " + archive.error().detail);
       }
@@ -176,7 +177,7 @@ Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& by
   const std::uint64_t block_bytes = payload.blocks->block_bytes;
   if (payload.blocks->block_crcs.size() != (payload.bytes + block_bytes - 1) / block_bytes) {
     return format_error(Errc::checksum_mismatch,
-                        "the metadata's checksums are those of a record of another size");
+                        "the metadata's checksums are for a record of a different size");
   }
   return payload;
 }
@@ -227,7 +228,8 @@ Result<> RecordDelivery::finish(std::size_t number, const Payload& payload,
   return {};
 }
 
-// Checks a raw record that is an archive, such as an object. It must have been read entirely.
+// Checks a raw record that is an archive, such as an object. Does nothing if the record was not
+// read entirely.
 Result<> RecordDelivery::check_raw(const Record& record, std::span<const std::byte> payload) const {
   for (const std::size_t index : record.requests) {
     const ReadRequest& request = requests_[index];

@@ -18,9 +18,9 @@
 namespace torch_ckpt::engine {
 
 enum class ReadKind {
-  // The bytes of the record itself, which has no archive.
+  // The bytes of the record, without parsing an archive.
   raw,
-  // The payload of a tensor of `dtype` and `sizes`, stored row-major or with the strides of
+  // The payload of a tensor with `dtype` and `sizes`, stored row-major or with the strides of
   // `layout`.
   tensor,
   // The entire storage of such a tensor, with any strides.
@@ -38,44 +38,45 @@ struct ReadRequest {
   std::shared_ptr<const format::TensorHeader> layout;
   planning::Region region;
   Target target;
-  bool reads_entire_payload = false;  // read also what the region does not need, to verify it
+  bool reads_entire_payload = false;  // also read bytes outside the region, to verify them
 };
 
 enum class ReadStatus {
   pending,
   done,
-  // A plain tensor of the requested dtype and sizes that is not stored as requested; ReadOutcome::
-  // header has its strides. Request it again with `layout`, or with ReadKind::storage.
+  // A plain tensor with the requested dtype and sizes, but not the requested strides, which are in
+  // ReadOutcome::header. Request it again with `layout`, or with ReadKind::storage.
   other_layout,
-  // A record that the decoder does not know, or with another dtype; torch.load may read it.
+  // A record that the decoder does not recognize, or one with a different dtype; torch.load may be
+  // able to read it.
   unknown_record,
 };
 
 struct ReadOutcome {
   ReadStatus status = ReadStatus::pending;
-  std::optional<format::TensorHeader> header;  // with other_layout
+  std::optional<format::TensorHeader> header;  // set for other_layout
 };
 
-// The sink of a load's pipeline: delivers regions of records' payloads to their targets.
+// The sink of a load's pipeline: delivers regions of payloads to their targets.
 //
-//   1. Requests for the same record share one read of it.
+//   1. Requests for the same record share a single read.
 //   2. A region that is contiguous in the payload and in a target on the host is read directly into
 //      the target, if it is the only request for its record. Other regions are read into scratch
-//      memory, and from there copied or converted (engine/delivery.h).
-//   3. Blocks with a known checksum are compared with it. If there are no such blocks, a payload
-//      that was read entirely is compared with the archive's CRC-32. A raw record that is an
-//      archive itself is checked entry by entry.
+//      memory, then copied or converted (engine/delivery.h).
+//   3. Blocks with known checksums are verified. If there are no such blocks, a payload that was
+//      read entirely is verified against the archive's CRC-32. A raw record that is an archive is
+//      checked entry by entry.
 class RecordDelivery final : public ReadSink {
  public:
   RecordDelivery(std::vector<ReadRequest> requests, bool verify);
 
-  /// Passes the checksum tables of the files, by file. Without this call no block is compared.
+  /// Sets the checksum tables, by file. Without this call, no blocks are verified.
   void set_checksums(const std::vector<std::optional<format::ChecksumTable>>& tables);
-  /// The byte ranges to read, by record.
+  /// Returns the byte ranges to read, by record.
   std::vector<planning::WantedRecord> wanted() const;
-  /// Bytes of the largest block that is compared with a checksum.
+  /// Returns the size of the largest block that is verified.
   std::uint64_t block_bytes() const;
-  /// The request to name in an error about this record.
+  /// Returns the request to name in an error about this record.
   std::size_t request_of(std::size_t record) const { return records_[record].requests.front(); }
   void set_pipeline(ReadPipeline& pipeline) { pipeline_ = &pipeline; }
 

@@ -13,10 +13,10 @@ namespace {
 // and about 1,250 follow it.
 constexpr std::uint64_t kEndsBytes = 2048;
 
-// A smaller direct read costs more than the page cache that it saves.
+// For smaller reads, direct I/O costs more than it saves by bypassing the page cache.
 constexpr std::size_t kDirectMinRead = std::size_t{64} << 10;
 
-// A range of which this fraction is in the page cache is read from there.
+// If at least this fraction of a range is in the page cache, the range is read from there.
 constexpr double kCachedFraction = 0.5;
 
 }  // namespace
@@ -58,8 +58,9 @@ Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::
   if (direct && direct_ && ask <= scratch.size()) {
     auto got = direct_->read_some_at(scratch.first(ask), begin);
     if (got && *got >= skip + length) return scratch.subspan(skip, length);
-    // Fall back to a buffered read in two cases: some file systems open a file for direct I/O and
-    // then refuse the read; and if the file is too short, the buffered read reports the error.
+    // Fall back to a buffered read in two cases: some file systems open a file for direct I/O but
+    // then reject the read (EINVAL); and if the file is too short, the buffered read reports the
+    // error.
     if (!got && got.error().sys_errno != EINVAL) return got.error();
   }
   const std::span<std::byte> out = scratch.first(length);

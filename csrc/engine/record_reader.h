@@ -15,8 +15,8 @@
 
 namespace torch_ckpt::engine {
 
-// A data file that is being read, with buffered and, if enabled and supported, direct I/O.
-// Safe for concurrent use by multiple threads, each with its own scratch memory.
+// A data file that is open for buffered reads and, if enabled and supported, for direct I/O. Safe
+// for concurrent use by multiple threads, each with its own scratch memory.
 class DataFile {
  public:
   static Result<DataFile> open(const os::Directory& directory, const std::string& name,

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::string_view kPayloadEntry = "data/0";
 
-// True if `next` is about the bytes directly after those of `before`.
+// True if `next` concerns the bytes directly after those of `before`.
 bool continues(const Finding& before, const Finding& next) {
   return before.record == next.record && before.file == next.file && before.bytes > 0 &&
          next.bytes > 0 && before.error.offset + before.bytes == next.error.offset &&
@@ -38,13 +38,14 @@ RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
     if (!checked_add(named.offset, named.length)) {
       Error error = format_error(Errc::range_past_end,
                                  "the metadata lists a record of " + std::to_string(named.length) +
-                                     " bytes, which is beyond the largest file size",
+                                     " bytes, which ends beyond the maximum file size",
                                  named.offset);
       findings_.push_back({named.file, number, 0, std::move(error)});
       continue;
     }
     Record record{number, std::move(named), std::nullopt};
-    // An empty record has the same offset as the next one, and would find its checksums.
+    // An empty record has the same offset as the next record, and would get that record's
+    // checksums.
     if (const auto& table = tables[record.named.file]; table && record.named.length > 0) {
       record.sums = table->find(record.named.offset);
     }
@@ -56,8 +57,8 @@ std::vector<planning::WantedRecord> RecordVerifier::wanted() const {
   std::vector<planning::WantedRecord> wanted;
   wanted.reserve(records_.size());
   for (const auto& [number, named, sums] : records_) {
-    // Ranges are relative to the payload, whose offset is not known yet; the pipeline ignores the
-    // part beyond its end.
+    // Ranges are relative to the payload, whose offset is not known yet. The pipeline ignores the
+    // part of a range beyond the payload's end.
     wanted.push_back({named.file, named.offset, named.length, {{0, named.length}}});
   }
   return wanted;
@@ -110,9 +111,9 @@ Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& by
     payload.is_read = count == blocks->block_crcs.size();
     payload.blocks = blocks;
     if (payload.is_read) return payload;
-    add_finding(record, format_error(Errc::checksum_mismatch,
-                                     "the metadata's checksums are those of a record of another "
-                                     "size"));
+    add_finding(record,
+                format_error(Errc::checksum_mismatch,
+                             "the metadata's checksums are for a record of a different size"));
   } else if (raw) {
     // An empty record needs no blocks.
     if (payload.bytes > 0) add_unverifiable(record);
@@ -131,8 +132,8 @@ void RecordVerifier::check_header(std::size_t record, const format::TensorHeader
     add_finding(record, tensor_mismatch(shape_text(header.sizes), shape_text(named.sizes)));
   }
   if (!sums && named.dtype != nullptr && header.dtype != named.dtype) {
-    add_finding(record,
-                tensor_mismatch(std::string(header.dtype->name), std::string(named.dtype->name)));
+    add_finding(record, tensor_mismatch("dtype " + std::string(header.dtype->name),
+                                        "dtype " + std::string(named.dtype->name)));
   }
 }
 
@@ -149,7 +150,7 @@ void RecordVerifier::check_entries(std::size_t record, format::RecordBytes& byte
 Result<> RecordVerifier::consume(std::size_t record, const Payload& payload, std::uint64_t position,
                                  std::span<const std::byte> bytes, PayloadCheck& check, Scratch*) {
   if (payload.blocks == nullptr) return check.update(position, bytes);
-  // One block at a time, since update() returns at the first damaged block.
+  // Check one block at a time, because update() returns at the first damaged block.
   const std::uint64_t block_bytes = payload.blocks->block_bytes;
   while (!bytes.empty()) {
     const std::uint64_t begin = align_down(position, block_bytes);
@@ -168,7 +169,7 @@ Result<> RecordVerifier::consume(std::size_t record, const Payload& payload, std
 
 std::uint64_t RecordVerifier::skip(std::size_t record, const Payload& payload,
                                    planning::ByteRange range, const Error& error) {
-  // Skip to the end of the block: its checksum cannot be compared any more.
+  // Skip to the end of the block: its checksum can no longer be verified.
   if (payload.blocks != nullptr) {
     range.end = std::min(align_up(range.end, payload.blocks->block_bytes), payload.bytes);
   }
@@ -187,8 +188,8 @@ Result<> RecordVerifier::finish(std::size_t record, const Payload& payload,
 
 void RecordVerifier::add_finding(std::size_t record, Error error, std::uint64_t bytes) {
   const auto& [number, named, sums] = records_[record];
-  // Errors of the system have a path and an offset in the file. The decoder's errors have an offset
-  // in the record.
+  // System errors have a path and an offset in the file. Decoder errors have an offset in the
+  // record.
   if (error.path.empty()) {
     const std::uint64_t in_record = error.offset == Error::kNoOffset ? 0 : error.offset;
     error.offset = checked_add(named.offset, in_record).value_or(named.offset);

@@ -21,42 +21,44 @@ struct NamedRecord {
   std::uint64_t offset = 0;  // in the file
   std::uint64_t length = 0;
   bool tensor = false;
-  const format::Dtype* dtype = nullptr;  // of a tensor; nullptr if the decoder does not know it
+  const format::Dtype* dtype = nullptr;  // of a tensor; nullptr if unknown to the decoder
   std::vector<std::uint64_t> sizes;      // of a tensor
 };
 
-/// One problem that verification has found.
+/// A problem found by verification.
 struct Finding {
   static constexpr std::size_t kWholeFile = ~std::size_t{0};
 
   std::size_t file = 0;
   std::size_t record = kWholeFile;
-  std::uint64_t bytes = 0;  // damaged bytes from error.offset; 0: unknown number after error.offset
-  Error error;              // with an offset in the file
+  std::uint64_t bytes = 0;  // number of damaged bytes from error.offset; 0: unknown
+  Error error;              // its offset is relative to the file
 };
 
 // The sink of a verification's pipeline: compares records with their checksums and with the
-// metadata. It collects findings, and the pipeline continues.
+// metadata. Collects findings without stopping the pipeline.
 //
-//   1. If the file has a checksum table, the payload is compared block by block, and the bytes
-//      around the payload with their checksum.
-//   2. Otherwise each entry of the archive is compared with its CRC-32.
-//   3. The record of a tensor must be an archive of a tensor with the metadata's shape. Another
+//   1. If the file has a checksum table, the payload is verified block by block, and the bytes
+//      around the payload against a checksum of their own.
+//   2. Otherwise, each entry of the archive is verified against its CRC-32.
+//   3. A tensor's record must be an archive of a tensor with the shape in the metadata. A different
 //      dtype is a finding only if there is no table: a planner may have cast the tensor, and a
-//      table proves that these are the bytes that were stored.
+//      table proves that these bytes are the ones that were saved.
 //   4. Records with bytes that have no checksum are listed as unverifiable.
 class RecordVerifier final : public ReadSink {
  public:
-  /// Decodes the checksum tables. A damaged table, or a record beyond any file size, is a finding.
+  /// Decodes the checksum tables. A damaged table is a finding, and so is a record that ends beyond
+  /// the maximum file size.
   RecordVerifier(const std::vector<LoadFile>& files, std::vector<NamedRecord> records);
 
-  /// All records, entirely, in the order of the pipeline's numbers.
+  /// Returns all records, in full, in the order of the pipeline's record numbers.
   std::vector<planning::WantedRecord> wanted() const;
   std::uint64_t block_bytes() const;
 
-  /// Findings in ascending order of file and offset. Neighbouring damaged blocks are merged.
+  /// Returns the findings in ascending order of file and offset. Adjacent damaged blocks are
+  /// merged.
   std::vector<Finding> findings() const;
-  /// Numbers of the records that contain bytes without a checksum, in ascending order.
+  /// Returns the numbers of the records that contain bytes without a checksum, in ascending order.
   std::vector<std::size_t> unverifiable() const;
 
   Result<Payload> open(std::size_t record, format::RecordBytes& archive) override;

@@ -11,7 +11,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Fewer threads than this clear pages at the full bandwidth of the memory.
+// Even fewer threads than this can clear pages at full memory bandwidth.
 constexpr unsigned kMaxThreads = 16;
 
 }  // namespace
@@ -25,7 +25,7 @@ Result<std::size_t> grow_reserve(Context& context, std::size_t max_bytes, const 
   FirstFailure<> failure;
   std::latch done(static_cast<std::ptrdiff_t>(tasks));
   // Each task allocates one chunk and posts itself again, so that a save on the same threads does
-  // not wait until the reserve is complete.
+  // not have to wait for the entire reserve.
   const auto end = [&](Error error) {
     failure.set(std::move(error));
     done.count_down();

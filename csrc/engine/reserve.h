@@ -8,10 +8,9 @@
 
 namespace torch_ckpt::engine {
 
-/// Allocates chunks until the reserve of the context's chunk pool (staging/chunk_pool.h) is
-/// complete or has `max_bytes`, and waits for that. Several threads of the pool `spec` allocate
-/// chunks. If `device` is given, the chunks are page-locked for it. Returns the bytes of the
-/// reserve that are allocated.
+/// Allocates chunks on several threads of the pool `spec` until the reserve of the context's chunk
+/// pool (staging/chunk_pool.h) is complete or has `max_bytes`, and waits for them. If `device` is
+/// given, page-locks the chunks for it. Returns the number of bytes allocated in the reserve.
 Result<std::size_t> grow_reserve(Context& context, std::size_t max_bytes, const PoolSpec& spec,
                                  int device = staging::Source::kHost);
 

@@ -15,14 +15,14 @@ namespace torch_ckpt::engine {
 struct SaveItem {
   std::string name;  // fully qualified name, compared with NamingOptions::separation_hint
   staging::Source source;
-  std::optional<format::TensorHeader> tensor;  // nullopt: write the source's bytes, no archive
+  std::optional<format::TensorHeader> tensor;  // nullopt: write only the source's bytes
 };
 
 struct NamingOptions {
   std::string prefix;             // "__{rank}_"
   planning::BucketCount buckets;  // number of files
-  bool file_per_item = false;     // one file for each item; ignores `buckets`
-  std::string separation_hint;    // items whose names begin with this get their own files
+  bool file_per_item = false;     // one file per item; ignores `buckets`
+  std::string separation_hint;    // items whose names begin with this go to separate files
 };
 
 /// The location of an item in the layout.
@@ -37,8 +37,8 @@ struct SaveLayout {
   std::vector<ItemLocation> locations;  // by item
 };
 
-/// Distributes items over files and lays the files out. Copies no bytes of the sources. A bucket
-/// without items becomes no file.
+/// Distributes items over files and lays out the files. Does not copy bytes from the sources. An
+/// empty bucket gets no file.
 Result<SaveLayout> lay_out_save(std::vector<SaveItem> items, const NamingOptions& naming);
 
 }  // namespace torch_ckpt::engine

@@ -9,7 +9,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// A write that waits for the throttle checks this often whether the save was cancelled.
+// Interval at which a write that is waiting for the throttle checks whether the save was cancelled.
 constexpr std::chrono::milliseconds kCancelPoll{100};
 
 }  // namespace
@@ -59,13 +59,13 @@ void SavePipeline::end() noexcept {
   writers_guard_.reset();
 }
 
-// The owner is alive: this runs in start() or in a task, which both keep the owner alive.
+// owner_ has not expired: this runs in start() or in a task, which both keep the owner alive.
 template <class Run>
 void SavePipeline::post(Task& task, boost::asio::io_context& pool, Run run) noexcept {
   task.post(pool, owner_.lock(), std::move(run));
 }
 
-// Runs the work and returns its result or the exception as an error. An error fails the save.
+// Runs the work and returns its result, or its exception as an error. An error fails the save.
 template <class Work>
 Result<> SavePipeline::capture_exceptions(const Work& work) noexcept {
   Result<> done;
@@ -80,13 +80,13 @@ Result<> SavePipeline::capture_exceptions(const Work& work) noexcept {
 }
 
 // Runs in parallel with the stagers, because allocating a buffer may take longer than waiting for
-// the disk to release one. Buffers that are left once staging is done are allocated at low
-// priority, for the next save.
+// the disk to release one. Buffers that remain when staging is done are allocated at low priority,
+// for the next save.
 void SavePipeline::allocate_buffers(Task& task, bool low_priority) noexcept {
   for (auto buffers = buffers_.take_unallocated(); !buffers.empty();
        buffers = buffers_.take_unallocated()) {
     Result<> allocated;
-    // After a failure, buffers are released without memory: a stager may be waiting for one.
+    // After a failure, release buffers without memory, because a stager may be waiting for one.
     if (!failure_.is_set()) allocated = buffers_.allocate(buffers);
     // Once staging is done, a failure to allocate does not matter: the next save tries again.
     const bool is_needed = files_to_stage_ > 0;
@@ -130,8 +130,8 @@ void SavePipeline::stage(Stager& stager) noexcept {
   }
 }
 
-/// Returns false if the stager was queued for a buffer. It must not be touched after that, since
-/// another thread may resume it at any time.
+/// Returns false if the stager was queued for a buffer. The caller must not touch it after that,
+/// because another thread may resume it at any time.
 bool SavePipeline::stage_file(Stager& stager) noexcept {
   FileSave& file = *stager.file;
   bool waits = false;
@@ -141,7 +141,7 @@ bool SavePipeline::stage_file(Stager& stager) noexcept {
              file.stream.copies_are_done(stager.in_flight.front().piece)) {
         hand_over_oldest(stager);
       }
-      // Pieces in flight are handed over before the stager waits.
+      // Hand over all pieces in flight before waiting for a buffer.
       const bool may_wait = stager.in_flight.empty();
       if (stager.buffer.empty() && !buffers_.take(stager, may_wait)) {
         waits = may_wait;
@@ -163,7 +163,7 @@ bool SavePipeline::stage_file(Stager& stager) noexcept {
 Result<> SavePipeline::begin_next_piece(Stager& stager) {
   const FileImage& image = stager.file->job.image;
   StagingBuffer& buffer = stager.buffer.front();
-  // The buffer was released without memory, because the save has failed.
+  // The buffer was released without memory because the save has failed.
   if (buffer.chunk == nullptr) return {};
   if (image.device() != staging::Source::kHost)
     pin_or_warn(warnings_, *buffer.chunk, image.device());
@@ -182,7 +182,7 @@ Result<> SavePipeline::begin_next_piece(Stager& stager) {
 
 void SavePipeline::hand_over_oldest(Stager& stager) noexcept {
   FileSave& file = *stager.file;
-  // Waits even if the save has failed: until then the device may use the memory.
+  // Wait even if the save has failed, because the device may still use the memory.
   auto waited = file.stream.wait_for_copies(stager.in_flight.front().piece);
   if (!waited) failure_.set(waited.error());
   file.bytes_staged += stager.in_flight.front().contents.size();
@@ -207,8 +207,7 @@ void SavePipeline::open_next(FileWriter& writer) noexcept {
   start_next_step(file);
 }
 
-/// Starts the next step of a file, if there is one to start: a write or, after the last write, its
-/// end.
+/// Starts the file's next step if it is ready: a write or, after the last write, end_file().
 void SavePipeline::start_next_step(FileSave& file) noexcept {
   if (file.writer == nullptr || file.is_checksumming) return;
   FileWriter& writer = *file.writer;
@@ -256,15 +255,15 @@ void SavePipeline::wait_for_turn(FileSave& file, FileWriter::Write& write) noexc
     }));
   }
   if (waits) return;
-  // Destroyed here, because that takes a lock of Asio. In a forked child which destroys the save,
-  // that lock might be held for ever.
+  // Destroy the timer here, because that takes a lock inside Asio. In a forked child that destroys
+  // the save, the lock might be held forever.
   write.timer.reset();
   this->write(file, write);
 }
 
 void SavePipeline::write(FileSave& file, FileWriter::Write& write) noexcept {
   {
-    // Lets another thread checksum the next buffer during this write.
+    // Let another thread checksum the next buffer during this write.
     const os::MutexLock lock(file.mutex);
     file.is_checksumming = false;
     start_next_step(file);
@@ -293,7 +292,7 @@ void SavePipeline::end_file(FileSave& file, FileWriter& writer) noexcept {
   if (status) {
     status = capture_exceptions([&]() -> Result<> {
       if (failure_.is_set())
-        return format_error(Errc::cancelled, "another file of the save has failed");
+        return format_error(Errc::cancelled, "another file of this save failed");
       return file.output.finish(options_.sync, timing_, file.number);
     });
   }

@@ -34,81 +34,83 @@ inline constexpr std::size_t kDeviceChunkBytes = std::size_t{16} << 20;
 struct SaveOptions {
   // A multiple of os::kDirectAlignment; 0: SaveSession::start() chooses one of the sizes above.
   std::size_t chunk_bytes = 0;
-  std::size_t parallel_files = 0;  // files written at once; 0: all
-  std::size_t max_host_bytes = 0;  // of staging chunks; 0: for a snapshot as many as it can use,
-                                   // otherwise three for each file written at once
+  std::size_t parallel_files = 0;  // files written in parallel; 0: all
+  // Limit for staging chunks; 0: for a snapshot, as many chunks as it can use; otherwise, three per
+  // file written in parallel.
+  std::size_t max_host_bytes = 0;
   DirectIo direct_io = DirectIo::automatic;
-  bool sync = true;  // fsync each file and the directory before the save succeeds
+  bool sync = true;  // fsync each file and the directory before reporting success
 
-  // For saves in the background.
+  // For background saves:
   bool snapshot = false;  // stage as far ahead of the disk as max_host_bytes allows
   PoolSpec stagers;       // threads that copy from the sources
   PoolSpec writers;
-  std::uint64_t max_bytes_per_second = 0;  // to the disk; 0: no limit
+  std::uint64_t max_bytes_per_second = 0;  // written to disk; 0: no limit
   std::vector<staging::ReadyEvent> ready;
   bool trace = false;
 
   // Also receives the results, for children that are forked during the save; may be nullptr.
   std::shared_ptr<ProcessChannel> children;
 
-  // Set by start(): how many idle bytes the chunk pool may keep after the save; 0: any number.
+  // Set by SaveSession::start(): how many idle bytes the chunk pool may keep after the save; 0: no
+  // limit.
   std::size_t max_idle_bytes = 0;
 };
 
-/// Writes in flight for each file: the disk performs one while the next one is prepared.
+/// Writes in flight per file: the disk performs one while the next is being prepared.
 inline constexpr std::size_t kWritesInFlight = 2;
 
 /// Writes files, one after another.
 struct FileWriter {
   struct Write {
     Task task;
-    bool is_busy = false;  // guarded by the mutex of the file
+    bool is_busy = false;  // guarded by the file's mutex
     StagingBufferList buffer;
     std::optional<boost::asio::basic_waitable_timer<Throttle::Clock,
                                                     boost::asio::wait_traits<Throttle::Clock>,
                                                     boost::asio::io_context::executor_type>>
         timer;
-    Throttle::Clock::time_point begin;  // the throttle's earliest time for this write
+    Throttle::Clock::time_point begin;  // earliest time allowed by the throttle
   };
   Task task;
   std::array<Write, kWritesInFlight> writes;
 };
 
-// Stages the files of a save and writes them to the disk.
+// Stages the files of a save and writes them to disk.
 //
 //   1. Stagers fill buffers. A stager works on one file: it takes a free buffer, fills it from the
 //      file's image, hands it to the file's writer and takes the next buffer. After the last byte
 //      of the file it continues with the next file. There are as many stagers as files that may be
-//      written at once.
+//      written in parallel.
 //   2. Writers write buffers; there are as many writers as stagers. Up to two threads work for a
 //      writer: while one writes a buffer, the other checksums the next one.
-//   3. The byte budget limits the number of buffers, and stagers without a buffer wait for one to
-//      be released. This is the back-pressure. Files are staged and written in the same order, so
-//      at least one of the filled buffers can always be written. A snapshot may fill as many
-//      buffers as the save has bytes; other saves have just enough to keep the disk busy.
+//   3. The byte budget limits the number of buffers. A stager without a buffer waits for one to be
+//      released, which provides back-pressure. Files are staged and written in the same order, so
+//      at least one of the filled buffers can always be written. A snapshot may use enough buffers
+//      to hold the entire save; other saves have just enough to keep the disk busy.
 //   4. After the last write of a file, the writer truncates it to its length, fsyncs and closes it.
-//   5. After the first failure of any file, no buffer is filled and no write starts. Buffers are
+//   5. After the first failure, no more buffers are filled and no more writes start. Buffers are
 //      still released, and every file ends.
 //
-// No thread blocks to wait for another. A stager or writer that has no work is registered with the
-// resource that it needs, and the thread that provides the resource posts it again.
+// No thread blocks to wait for another. A stager or writer that cannot continue is registered with
+// the resource that it needs, and the thread that releases the resource posts it again.
 class SavePipeline {
  public:
   using FileEnded = std::function<void(FileSave& file, Result<> status)>;
 
-  /// `on_file_ended` must not throw. All references outlive the pipeline.
+  /// `on_file_ended` must not throw. All objects passed by reference must outlive the pipeline.
   SavePipeline(Context& context, const SaveOptions& options,
                std::vector<std::unique_ptr<FileSave>>& files, std::size_t buffers, int device,
                FirstFailure<>& failure, Timing& timing, FileEnded on_file_ended);
-  /// Starts the work. It keeps `owner`, which contains the pipeline, alive until all files have
-  /// ended.
+  /// Starts the work, which keeps `owner` alive until all files have ended. `owner` contains the
+  /// pipeline.
   void start(const std::shared_ptr<const void>& owner) noexcept;
   /// Releases the buffers. Call this after the last file has ended.
   void end() noexcept;
 
-  /// Receives one message for each file, once all its copies have started.
+  /// Receives one message for each file once all copies from its sources have started.
   ResultsChannel<>& submitted() { return submitted_; }
-  /// Receives one message for each file, once all its copies are done.
+  /// Receives one message for each file once all copies from its sources are done.
   ResultsChannel<>& staged() { return staged_; }
 
  private:
@@ -118,7 +120,7 @@ class SavePipeline {
     SavePipeline* pipeline = nullptr;
     Task task;
     FileSave* file = nullptr;
-    std::uint64_t offset = 0;     // in the file, of the next piece
+    std::uint64_t offset = 0;     // of the next piece, in the file
     StagingBufferList in_flight;  // begun pieces, whose copies from a device may still run
   };
 
@@ -135,7 +137,8 @@ class SavePipeline {
   void end_file(FileSave& file, FileWriter& writer) noexcept;
 
   void allocate_buffers(Task& task, bool low_priority) noexcept;
-  // Writes run at the stagers' priority until staging is done: staging waits for their buffers.
+  // Until staging is done, writes run at the stagers' priority, because stagers wait for their
+  // buffers.
   boost::asio::io_context& pool_for_writing() { return files_to_stage_ == 0 ? writers_ : stagers_; }
   template <class Work>
   Result<> capture_exceptions(const Work& work) noexcept;
@@ -148,12 +151,12 @@ class SavePipeline {
   FirstFailure<>& failure_;
   Timing& timing_;
   const FileEnded on_file_ended_;
-  // SaveSession::start() makes sure that both pools have threads, so that a save does not fail
-  // half-way for lack of one.
+  // SaveSession::start() ensures that both pools have threads, so that a save does not fail
+  // half-way for lack of threads.
   boost::asio::io_context& stagers_;
   boost::asio::io_context& writers_;
-  // Keep both pools running until the save has ended. Without them Executor::join() could end a
-  // pool that is idle only because the other pool has the buffers.
+  // Keep both pools running until the save has ended. Otherwise Executor::join() could end a pool
+  // that is idle only because the other pool has the buffers.
   using PoolGuard = boost::asio::executor_work_guard<boost::asio::io_context::executor_type>;
   std::optional<PoolGuard> stagers_guard_;
   std::optional<PoolGuard> writers_guard_;

@@ -54,8 +54,8 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   for (const FileJob& job : files) largest = std::max(largest, job.image.bytes());
   options.chunk_bytes = static_cast<std::size_t>(
       std::min<std::uint64_t>(options.chunk_bytes, align_up(largest, os::kDirectAlignment)));
-  // The most chunks that the save can use. A save that is not a snapshot fills one chunk of each
-  // file while others are written.
+  // The largest number of chunks that the save can use. A save that is not a snapshot fills one
+  // chunk per file while the file's other chunks are being written.
   std::size_t max_chunks = 0;
   for (const FileJob& job : files) max_chunks += chunk_count(job.image, options.chunk_bytes);
   if (!options.snapshot) {
@@ -64,10 +64,10 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   if (options.max_host_bytes == 0) {
     options.max_host_bytes = options.chunk_bytes * std::max<std::size_t>(max_chunks, 1);
   } else {
-    // Idle chunks of an earlier save with a larger budget count towards this budget.
+    // Idle chunks left by an earlier save with a larger budget count towards this budget.
     context.chunks.trim_to_budget(options.max_host_bytes);
   }
-  // A budget below one chunk gets one smaller chunk.
+  // If the budget is smaller than one chunk, use one smaller chunk.
   options.chunk_bytes =
       std::min(options.chunk_bytes,
                static_cast<std::size_t>(align_down(options.max_host_bytes, os::kDirectAlignment)));
@@ -85,7 +85,7 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   std::shared_ptr<SaveSession> session(
       new SaveSession(context, std::move(directory), std::move(files), options, chunks));
   session->pipeline_.start(session);
-  // Otherwise the last file ends the session.
+  // If there are files, the last one ends the session.
   if (session->files_.empty()) session->end();
   return session;
 }
@@ -117,13 +117,13 @@ std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(Context& context,
 }
 
 void SaveSession::end_file(FileSave& file, Result<> status) noexcept {
-  // Before end(): if there is no memory for a result, the save fails and end() deletes the files.
+  // Create the result before end(): if memory runs out, the save fails and end() deletes the files.
   Result<format::FileResult> message = status ? file.result() : status.error();
   if (!message) failure_.set(message.error());
   ++files_done_;
   if (--running_ == 0) end();
-  // A file that stopped because of another failure sends the first error. So does the last file,
-  // since the save may also fail in end(), when it syncs the directory.
+  // A file that stopped because another file failed sends the first error. So does the last file,
+  // because the save may also fail in end(), which syncs the directory.
   const bool was_stopped = !message && message.error().code == Errc::cancelled;
   if (auto first = failure_.get(); first && (was_stopped || failure_.is_closed())) {
     message = *std::move(first);
@@ -133,7 +133,7 @@ void SaveSession::end_file(FileSave& file, Result<> status) noexcept {
   results_.send(std::move(message));
 }
 
-// Ends the session after the last file, when no stager and no write is left.
+// Ends the session after the last file, when no stagers or writes remain.
 void SaveSession::end() noexcept {
   try {
     if (!failure_.is_set() && options_.sync && !files_.empty()) {
@@ -147,7 +147,7 @@ void SaveSession::end() noexcept {
   if (failure_.close()) {
     for (const auto& file : files_) file->output.remove();
   }
-  // Closed here, because threads may keep the session alive a little longer.
+  // Close the directory here, because threads may keep the session alive a little longer.
   directory_.close();
   timing_.ended_ns = timing_.now_ns();
   pipeline_.end();
@@ -208,7 +208,7 @@ SaveProgress SaveSession::progress() const {
 
 std::vector<FileProgress> SaveSession::unfinished() const {
   std::vector<FileProgress> files;
-  // A forked child has none of the threads that write them.
+  // A forked child has none of the threads that write the files.
   if (results_.inherited()) return files;
   for (const auto& file : files_) {
     if (file->is_done) continue;

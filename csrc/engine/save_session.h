@@ -18,7 +18,7 @@
 
 namespace torch_ckpt::engine {
 
-/// Progress of a save. All numbers but the planned ones only grow.
+/// Progress of a save. The planned numbers are constant; the others only grow.
 struct SaveProgress {
   std::uint64_t bytes_planned = 0;
   std::uint64_t bytes_staged = 0;
@@ -27,24 +27,25 @@ struct SaveProgress {
   std::uint64_t files_done = 0;
 };
 
-// Writes a set of files: either all of them, or none.
+// Writes a set of files: either all of them or none.
 //
 //   1. start() chooses the chunk size and the number of staging buffers, and starts the pipeline
 //      (engine/save_pipeline.h), which stages and writes several files at once.
-//   2. Once the last chunk of every file is filled, the save is "staged": it no longer needs its
-//      sources.
+//   2. Once the last chunk of every file has been filled, the save is "staged": it no longer needs
+//      its sources.
 //   3. Each file sends exactly one message through the results channel: the locations and checksums
-//      of its items, or its error. A file that stopped because another one had failed sends the
-//      error of the first.
-//   4. The first error, or cancel(), stops the save: no chunk is filled any more, writes in flight
-//      end, and all files that the session has created are deleted before the last message is sent.
+//      of its items, or its error. A file that stopped because another file failed sends the first
+//      error of the save.
+//   4. The first error, or cancel(), stops the save: no more chunks are filled, writes in flight
+//      end, and all files created by the session are deleted before the last message is sent.
 //   5. If there was no error, the last file to end fsyncs the directory.
 //
-// An exception stops the session like any other error, and so does a failed allocation: steps that
-// have been started need no memory to end.
+// An exception or a failed allocation stops the session like any other error: steps that have
+// started need no memory to end.
 //
-// start() and each of the waits are for one thread; progress(), unfinished() and cancel() for any.
-// The sources must stay alive and unchanged until wait_staged() or wait_for() has returned true.
+// start() and each of the wait methods may be called by one thread at a time; progress(),
+// unfinished() and cancel() by any thread. The sources must stay alive and unchanged until
+// wait_staged() or wait_for() has returned true.
 class SaveSession {
  public:
   /// Fails with Errc::invalid_argument if an option is out of range. Files are created in
@@ -54,31 +55,32 @@ class SaveSession {
                                                     const SaveOptions& options);
 
   /// Waits until the save no longer needs its sources, which is also the case after a failure.
-  /// Returns false if `timeout` passes first.
+  /// Returns false if `timeout` expires first.
   bool wait_staged(std::chrono::milliseconds timeout);
 
-  /// Waits until all copies from the sources have been started. Copies from host memory are done
-  /// then; copies from devices may still run.
+  /// Waits until all copies from the sources have been started. By then, copies from host memory
+  /// are done; copies from devices may still be running.
   bool wait_submitted(std::chrono::milliseconds timeout);
 
-  /// Makes work that is queued on `stream` from now on wait for the copies from `device`. The
-  /// device waits, not the host. Call this after wait_submitted() has returned true. Fails in a
-  /// forked child, and touches no device there.
+  /// Makes `stream` wait for the copies from `device`: work queued on it from now on starts only
+  /// after they complete. Blocks the device, not the host. Call this after wait_submitted() has
+  /// returned true. In a forked child, fails without touching the device.
   Result<> make_stream_wait(int device, void* stream);
 
-  /// Waits until every file has sent its result; returns false if `timeout` passes first. In a
-  /// forked child it returns true at once, and outcome() reports that the save is the parent's.
+  /// Waits until every file has sent its result; returns false if `timeout` expires first. In a
+  /// forked child, returns true immediately, and outcome() reports that the save belongs to the
+  /// parent.
   bool wait_for(std::chrono::milliseconds timeout);
 
-  /// The first error so far, or success.
+  /// Returns the first error so far, or success.
   Result<> outcome() const;
-  /// The results of the files, in the order in which they ended, or the first error. Valid once
-  /// wait_for() has returned true.
+  /// Returns the results of the files, in the order in which the files ended, or the first error.
+  /// Valid once wait_for() has returned true.
   Result<std::vector<format::FileResult>> results() const;
 
   SaveProgress progress() const;
-  /// The files that have not sent their results, in the order of `files`; empty in a forked child.
-  /// The entries may be from slightly different moments.
+  /// Returns the files that have not yet sent their results, in the order passed to start(); none
+  /// in a forked child. The entries may reflect slightly different moments.
   std::vector<FileProgress> unfinished() const;
   const Timing& timing() const { return timing_; }
   /// Makes the save fail, unless it has already succeeded.

@@ -45,8 +45,8 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
     }
   }
   if (next != nullptr) next->resume();
-  // After close() the next save has the budget, so the chunk is freed. That is slow, and slower if
-  // its pages are locked; hence without the lock.
+  // After close(), the budget belongs to the next save, so free the chunk. Do this without holding
+  // the lock, because it is slow, especially for page-locked memory.
   if (unneeded != nullptr) context_.chunks.discard(std::move(unneeded));
 }
 
@@ -74,13 +74,14 @@ Result<> StagingBuffers::allocate(StagingBufferList& buffers) noexcept {
         for (StagingBuffer& buffer : buffers) buffer.chunk = std::move(*chunk++);
         return {};
       }
-      // The system may still allow smaller allocations, or page-lock them.
+      // The arena could not be allocated or page-locked. Separate, smaller chunks may still work.
     }
     for (StagingBuffer& buffer : buffers) {
       auto taken = context_.chunks.take(chunk_bytes_);
       if (!taken) return taken.error();
       buffer.chunk = std::move(*taken);
-      // Page-locked here and not by the stager, which may be using other buffers meanwhile.
+      // Page-lock the chunk here rather than in the stager, which may be using other buffers
+      // meanwhile.
       if (device_ != staging::Source::kHost) {
         pin_or_warn(context_.warnings, *buffer.chunk, device_);
       }

@@ -15,7 +15,7 @@
 
 namespace torch_ckpt::engine {
 
-/// Memory that holds a piece of a file's image between its source and the disk.
+/// Memory that holds a piece of a file's image on its way from the source to the disk.
 struct StagingBuffer {
   std::unique_ptr<staging::Chunk> chunk;
   std::uint64_t offset = 0;  // of the piece, in the file
@@ -23,16 +23,16 @@ struct StagingBuffer {
   ImageStream::Piece piece;
 };
 
-/// Buffers are handed over by splicing list nodes, which allocates nothing.
+/// A list, because buffers are handed over by splicing nodes, which allocates nothing.
 using StagingBufferList = std::list<StagingBuffer>;
 
 /// A stager that may wait for a buffer.
 class BufferWaiter {
  public:
-  /// Called once `buffer` has been filled in.
+  /// Called after a buffer has been added to `buffer`.
   virtual void resume() noexcept = 0;
 
-  StagingBufferList buffer;  // one buffer or none
+  StagingBufferList buffer;  // at most one
 
  protected:
   ~BufferWaiter() = default;
@@ -40,17 +40,19 @@ class BufferWaiter {
 
 // The staging buffers of a save, as many as its byte budget allows.
 //
-//   1. The constructor takes idle chunks from the chunk pool. Buffers with such a chunk are free at
-//      once; the others are unallocated.
-//   2. Tasks allocate the others in the background: take_unallocated(), allocate(), release().
+//   1. The constructor takes idle chunks from the chunk pool. Buffers with such a chunk are free
+//      immediately; the others are unallocated.
+//   2. Tasks allocate the others in the background with take_unallocated(), allocate() and
+//      release().
 //   3. A stager calls take(). If no buffer is free, it is queued and resumed by a later release().
-//   4. A writer calls release() after the write. The buffer passes to the next stager in the queue.
+//   4. A writer calls release() after the write. The buffer goes to the next stager in the queue.
 //   5. close() returns the memory to the chunk pool.
 //
 // Safe for concurrent use by multiple threads. Each buffer has one user at a time.
 class StagingBuffers {
  public:
-  /// If `device` is not kHost, chunks are page-locked for it. At most `waiters` wait at a time.
+  /// If `device` is not kHost, chunks are page-locked for it. At most `waiters` stagers may wait at
+  /// a time.
   StagingBuffers(Context& context, std::size_t count, std::size_t chunk_bytes, int device,
                  std::size_t waiters);
 
@@ -60,14 +62,15 @@ class StagingBuffers {
   void release(StagingBufferList buffer) noexcept;
 
   std::size_t unallocated_count() const;
-  /// Returns buffers to be allocated together: as many as an arena has chunks, or one if the save
-  /// has no device. Empty if none are left. The caller must allocate() and release() them.
+  /// Returns buffers to be allocated together: at most as many as an arena has chunks, or one if
+  /// the save has no device. Returns an empty list if none are left. The caller must call
+  /// allocate() and release() for them.
   StagingBufferList take_unallocated() noexcept;
-  /// Gives each of the buffers a chunk. After an error some of them may have one.
+  /// Gives each of the buffers a chunk. After an error, some of them may already have one.
   Result<> allocate(StagingBufferList& buffers) noexcept;
 
-  /// Returns the chunks of free buffers to the chunk pool. At this time all buffers are free but
-  /// those that are being allocated; their chunks are returned by release().
+  /// Returns the chunks of free buffers to the chunk pool. All buffers must be free except those
+  /// that are being allocated; release() discards the chunks of these.
   void close() noexcept;
 
  private:

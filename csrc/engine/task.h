@@ -10,15 +10,15 @@
 namespace torch_ckpt::engine {
 
 // Work that is posted to a thread pool repeatedly, but never while an earlier post is pending. It
-// contains the memory that Asio needs for a post, so that posting cannot fail.
+// contains the memory that Asio needs for posting, so posting cannot fail.
 class Task {
  public:
   Task() = default;
   Task(const Task&) = delete;
   Task& operator=(const Task&) = delete;
 
-  /// Calls run() on a thread of the pool. Until then the post keeps `owner`, which contains this
-  /// task, alive.
+  /// Runs run() on a pool thread. Until then, the pending post keeps `owner` alive, which contains
+  /// this task.
   template <class Run>
   void post(boost::asio::io_context& pool, std::shared_ptr<const void> owner, Run run) noexcept {
     boost::asio::post(pool, handler(std::move(owner), std::move(run)));

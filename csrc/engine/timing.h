@@ -11,7 +11,7 @@
 
 namespace torch_ckpt::engine {
 
-/// The kinds of work of a save's threads.
+/// The kinds of work that a save's threads do.
 enum class Activity : std::uint8_t { stage, checksum, write, fsync };
 inline constexpr std::size_t kActivities = 4;
 
@@ -40,7 +40,7 @@ class Timing {
     try {
       events_.push_back({activity, file, begin_ns, end_ns});
     } catch (const std::bad_alloc&) {
-      // A trace without this event is no reason to fail the save.
+      // Drop the event: an incomplete trace is no reason to fail the save.
     }
   }
 
@@ -66,7 +66,7 @@ class Timing {
   std::vector<TraceEvent> events_ TC_GUARDED_BY(mutex_);
 };
 
-// Adds the time until the end of its scope to an activity.
+// Adds the time from its construction to the end of its scope to an activity.
 class ScopedTimer {
  public:
   ScopedTimer(Timing& timing, Activity activity, std::size_t file)

@@ -16,8 +16,9 @@ namespace torch_ckpt::engine {
 
 using VerifyOptions = ReadOptions;
 
-// Verifies records: a ReadPipeline that reads each of them once, with a RecordVerifier as its sink.
-// It continues after findings and read errors. start() and wait_for() are for one thread.
+// Verifies records: a ReadPipeline reads each of them once, with a RecordVerifier as its sink.
+// Continues after findings and read errors. start() and wait_for() must be called from the same
+// thread.
 class VerifySession {
  public:
   static Result<std::shared_ptr<VerifySession>> start(Context& context, os::Directory directory,
@@ -25,7 +26,7 @@ class VerifySession {
                                                       std::vector<NamedRecord> records,
                                                       const VerifyOptions& options);
 
-  /// Waits until every task has sent its result; returns false if `timeout` passes first.
+  /// Waits until every task has sent its result; returns false if `timeout` expires first.
   bool wait_for(std::chrono::milliseconds timeout);
   void cancel();
 

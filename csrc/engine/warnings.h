@@ -10,15 +10,15 @@
 
 namespace torch_ckpt::engine {
 
-// Warnings for the user, at most one for each topic. The Python bindings take and issue them.
-// Safe for concurrent use by multiple threads.
+// Warnings for the user, at most one per topic. The Python bindings take and issue them. Safe for
+// concurrent use by multiple threads.
 class Warnings {
  public:
-  /// Adds a warning, unless there was an earlier one on the topic.
+  /// Adds a warning, unless one was already added for the topic.
   void add_once(std::string_view topic, const std::string& text);
 
-  /// Returns add_once() as a function, for code that does not know this class. The function must
-  /// not outlive the Warnings.
+  /// Returns add_once() as a function, for code that does not depend on this class. The Warnings
+  /// must outlive the function.
   std::function<void(const std::string& topic, const std::string& text)> callback() {
     return [this](const std::string& topic, const std::string& text) { add_once(topic, text); };
   }
@@ -26,7 +26,7 @@ class Warnings {
   /// Removes and returns all pending warnings, oldest first.
   std::vector<std::string> take();
 
-  /// Allows another warning on the topic.
+  /// Allows another warning for the topic.
   void forget(std::string_view topic);
 
  private:

@@ -85,8 +85,8 @@ Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::allocate_arena(std::size_
   return chunks;
 }
 
-/// Frees idle chunks of at least `bytes`, before as many are allocated. Without this, a save with
-/// another chunk size than the last one would need the memory of both.
+/// Frees idle chunks totalling at least `bytes` before that much is allocated. Otherwise, a save
+/// whose chunk size differs from the previous save's would need memory for both.
 void ChunkPool::make_room(std::size_t bytes) {
   for (std::size_t freed = 0; freed < bytes;) {
     const auto chunk = remove_above(0, Reserve::preserved);
@@ -149,7 +149,8 @@ void ChunkPool::trim(std::size_t bytes) {
     }
   }
   trim_to_budget(bytes);
-  // The reserve may own a part of an arena: freeing it makes the reserve smaller than its target.
+  // The reserve may own part of an arena: freeing the arena makes the reserve smaller than its
+  // target.
   bool has_freed = false;
   while (remove_above(bytes, Reserve::freed) != nullptr) has_freed = true;
   if (has_freed) end_reserve();
@@ -195,7 +196,7 @@ Result<bool> ChunkPool::grow_reserve(std::size_t max_bytes, int device) {
     reserve_chunks_ = std::min(reserve_chunks_, reserved_chunks() + growing_chunks_);
     return made.error();
   }
-  // The chunks are freed if the reserve was trimmed in the meantime.
+  // If the reserve was trimmed in the meantime, the chunks are freed.
   if (bytes == reserve_chunk_bytes_ && reserved_chunks() + count <= reserve_chunks_) {
     SizeClass& chunks = sizes_[bytes];
     chunks.reserve(count);
@@ -230,13 +231,13 @@ std::size_t ChunkPool::idle_bytes_locked() const {
   return total;
 }
 
-/// Chunks of the reserve's chunk size, idle and in use.
+/// Returns the number of chunks that have the reserve's chunk size, idle and in use.
 std::size_t ChunkPool::reserved_chunks() const {
   const auto found = sizes_.find(reserve_chunk_bytes_);
   return found == sizes_.end() ? 0 : found->second.idle.size() + found->second.in_use;
 }
 
-/// True if the arena's `users` chunks are all idle, and if the reserve either does not need them or
+/// True if the arena's `users` chunks are all idle, and the reserve either does not need them or
 /// need not be preserved.
 bool ChunkPool::may_be_freed(const Arena& arena, long users, std::size_t chunk_bytes,
                              Reserve reserve) const {

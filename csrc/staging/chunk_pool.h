@@ -16,9 +16,9 @@
 
 namespace torch_ckpt::staging {
 
-// A memory mapping that is divided into one or several chunks. A page-locked arena is registered
-// with the device once, since each registration costs driver time regardless of its size. An arena
-// is freed with its last chunk. An arena of several chunks is always page-locked.
+// A memory mapping that is divided into one or more chunks. A page-locked arena is registered with
+// the device once, because each registration costs driver time regardless of its size. An arena is
+// freed together with its last chunk. An arena with several chunks is always page-locked.
 class Arena {
  public:
   static Result<std::shared_ptr<Arena>> allocate(std::size_t bytes);
@@ -59,45 +59,46 @@ class Chunk {
   std::span<std::byte> bytes_;
 };
 
-/// Number of chunks in a page-locked arena: few enough that the first of them is available soon,
-/// and enough that the cost of registrations does not matter.
+/// Returns the number of chunks in a page-locked arena: few enough that the first of them is
+/// available soon, and enough that the cost of registration is negligible.
 constexpr std::size_t chunks_of_arena(std::size_t chunk_bytes) {
   constexpr std::size_t kArenaBytes = std::size_t{64} << 20;
   return std::max<std::size_t>(kArenaBytes / chunk_bytes, 1);
 }
 
-// Reuses chunks from one save to the next, since a new page costs three times as much as a page
-// that is mapped already.
+// Reuses chunks from one save to the next, because a new page costs three times as much as one that
+// is already mapped.
 //
 //   1. A chunk is idle (in the pool) or in use. take() returns an idle chunk of the requested size.
-//      If there is none, it allocates one, and first frees idle chunks of other sizes, so that a
-//      change of the chunk size does not double the memory.
+//      If there is none, it first frees idle chunks of other sizes, so that a change of chunk size
+//      does not double the memory, and then allocates one.
 //   2. A save with a budget (max_host_bytes) calls trim_to_budget() before it starts and after it
 //      has ended.
-//   3. A reserve can be allocated ahead of the first save: set_reserve(), then grow_reserve()
-//      until it returns false. No save or load shrinks it; trim() does.
-//   4. Memory is freed by entire arenas, once all chunks of an arena are idle.
+//   3. A reserve can be allocated ahead of the first save: call set_reserve(), then grow_reserve()
+//      until it returns false. Saves and loads never shrink it; only trim() does.
+//   4. Memory is freed in units of arenas, once all chunks of an arena are idle.
 //
 // Safe for concurrent use by multiple threads.
 class ChunkPool {
  public:
   /// Returns an idle chunk of exactly this size or allocates one.
   Result<std::unique_ptr<Chunk>> take(std::size_t bytes);
-  /// Allocates an arena of `count` chunks, page-locked for `device`. Frees idle chunks as take().
+  /// Allocates an arena of `count` chunks, page-locked for `device`. Frees idle chunks first, like
+  /// take().
   Result<std::vector<std::unique_ptr<Chunk>>> take_arena(std::size_t bytes, std::size_t count,
                                                          int device);
   /// Returns an idle chunk of exactly this size, or nullptr.
   std::unique_ptr<Chunk> take_idle(std::size_t bytes);
 
-  // Each chunk that was taken is returned by one of the next three methods. They allocate nothing:
-  // taking the chunk has reserved the memory that they need.
+  // Each chunk that was taken must be returned by one of the next three methods. They allocate
+  // nothing: the memory that they need was reserved when the chunk was taken.
 
   /// Returns a chunk to the pool.
   void give_back(std::unique_ptr<Chunk> chunk) noexcept;
   /// Frees a chunk. It becomes idle instead if it belongs to the reserve or if other chunks of its
   /// arena are in use.
   void discard(std::unique_ptr<Chunk> chunk) noexcept;
-  /// Calls give_back() if at most `max_idle_bytes` are idle with this chunk, otherwise discard().
+  /// Calls give_back() if this leaves at most `max_idle_bytes` idle, otherwise discard().
   void give_back_within(std::unique_ptr<Chunk> chunk, std::size_t max_idle_bytes) noexcept;
 
   /// Frees idle chunks until at most `bytes` are idle, and limits the reserve to `bytes`, even
@@ -112,22 +113,22 @@ class ChunkPool {
   void set_reserve(std::size_t bytes, std::size_t chunk_bytes);
   /// Allocates one chunk of the reserve or, if a device is given, one arena that is page-locked for
   /// it. Returns false if the reserve has reached its target or `max_bytes`. Chunks in use count,
-  /// since they will be returned. If memory cannot be allocated, the target becomes the present
-  /// size.
+  /// because they will be returned. If memory cannot be allocated, the target is lowered to the
+  /// present size.
   Result<bool> grow_reserve(std::size_t max_bytes, int device);
   /// Waits until no thread is in grow_reserve().
   void wait_until_grown();
   /// Lowers the target of the reserve to its present size.
   void end_reserve();
-  /// The target of the reserve, in bytes.
+  /// Returns the target of the reserve in bytes.
   std::size_t reserve_bytes() const;
-  /// Bytes of all chunks of the reserve's chunk size, idle and in use.
+  /// Returns the bytes of all chunks that have the reserve's chunk size, idle and in use.
   std::size_t reserved_bytes() const;
 
  private:
   // The chunks of one size.
   struct SizeClass {
-    std::vector<std::unique_ptr<Chunk>> idle;  // with capacity for the chunks in use
+    std::vector<std::unique_ptr<Chunk>> idle;  // with capacity for the chunks in use, too
     std::size_t in_use = 0;
 
     /// Reserves capacity for `count` more chunks in use.
@@ -136,14 +137,14 @@ class ChunkPool {
     /// Removes all idle chunks of the arena. Returns the last of them, which owns the arena.
     std::unique_ptr<Chunk> remove(const Arena& arena) noexcept;
   };
-  // Freeing memory either preserves the reserve or may free it, too.
+  // Specifies if chunks of the reserve may be freed.
   enum class Reserve { preserved, freed };
 
   std::size_t idle_bytes_locked() const TC_REQUIRES(mutex_);
   std::size_t reserved_chunks() const TC_REQUIRES(mutex_);
   bool may_be_freed(const Arena& arena, long users, std::size_t chunk_bytes, Reserve reserve) const
       TC_REQUIRES(mutex_);
-  // Returns the chunk, so that the caller frees the memory without the lock.
+  // Returns the chunk, so that the caller can free the memory without holding the lock.
   std::unique_ptr<Chunk> remove_above(std::size_t bytes, Reserve reserve);
   void make_room(std::size_t bytes);
   static Result<std::vector<std::unique_ptr<Chunk>>> allocate_arena(std::size_t bytes,

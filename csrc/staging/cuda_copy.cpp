@@ -1,12 +1,12 @@
 // Copies between CUDA devices and the host. No other file uses CUDA.
 //
 // 1. Each copier has its own non-blocking stream on each device, so that copies neither wait for
-//    the training's stream nor delay it.
+//    the training stream nor delay it.
 // 2. The copier's stream first waits, on the device, for the caller's ready events. Once they have
 //    occurred, the sources are complete and targets may be overwritten.
-// 3. The copies of a chunk are one submission, followed by an event. The submission is one call of
-//    cudaMemcpyBatchAsync if the runtime has it. Such an event is the only thing on a device that a
-//    thread of the engine waits for. Events are reused, so there are as many as submissions in
+// 3. The copies of a chunk form one submission, followed by an event. If the runtime has
+//    cudaMemcpyBatchAsync, the submission is one call to it. Engine threads wait for nothing on a
+//    device except these events. Events are reused, so there are only as many as submissions in
 //    flight.
 // 4. The owner of the sources keeps them alive until the last event has been waited for, so that
 //    the caching allocator cannot reuse their memory. record_stream is not needed.
@@ -36,7 +36,7 @@ Error cuda_error(cudaError_t code, const char* call) {
   if (const cudaError_t code_ = (call); code_ != cudaSuccess) return cuda_error(code_, #call)
 
 // True if the device has a primary context. Selecting a device creates one, which takes hundreds of
-// megabytes of device memory. Returns false if the driver does not have this query.
+// megabytes of device memory. Returns false if the driver lacks this query.
 bool has_context(int device) {
   // cuDevicePrimaryCtxGetState, a function of the driver API, accepts the runtime's device numbers.
   using GetState = int (*)(int device, unsigned int* flags, int* active);
@@ -61,14 +61,14 @@ bool has_context(int device) {
 
 // Selects a device, and restores the calling thread's CUDA state at the end of the scope:
 //
-// - The selected device. The thread often belongs to the training. The previous device is not
-//   selected again if it has no context: a thread's initial device is 0, which the process may not
+// - The selected device: the thread often belongs to the training code. The previous device is not
+//   selected again if it has no context. A thread's initial device is 0, which the process may not
 //   use at all, and selecting it would create a context.
-// - The capture mode. CUDA calls of this scope must not invalidate the capture of a CUDA graph that
+// - The capture mode: CUDA calls in this scope must not invalidate a CUDA graph capture that
 //   another thread has started.
-// - The last error. The runtime keeps it for the thread until it is read. Errors of this scope are
-//   returned by value and cleared, or torch would report them as its own; an error from before the
-//   scope is preserved for the caller.
+// - The last error: the runtime keeps it for the thread until it is read. Errors in this scope are
+//   returned by value and cleared; otherwise torch would report them as its own. An error from
+//   before the scope is preserved for the caller.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device)
@@ -123,7 +123,7 @@ bool batches_are_allowed() {
 }
 
 #if CUDART_VERSION >= 13000
-// Drivers have hung on calls with very many copies.
+// Some drivers have hung on calls with very many copies.
 constexpr std::size_t kMaxCopiesInBatch = 1024;
 
 cudaError_t copy_as_batch(Batch& batch, int device, cudaStream_t stream) {
@@ -131,7 +131,7 @@ cudaError_t copy_as_batch(Batch& batch, int device, cudaStream_t stream) {
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   attributes.srcLocHint = {cudaMemLocationTypeDevice, device};
   attributes.dstLocHint = {cudaMemLocationTypeHost, 0};
-  // Leaves the multiprocessors to the training.
+  // Leave the multiprocessors to training.
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   if (batch.to_device) std::swap(attributes.srcLocHint, attributes.dstLocHint);
   cudaError_t code = cudaSuccess;
@@ -186,7 +186,7 @@ class CudaCopier final : public DeviceCopier {
     const Submission oldest = std::move(submissions_.front());
     submissions_.pop_front();
     Result<> status;
-    // Waits for all devices even after an error: until then they may use the memory.
+    // Wait for all devices even after an error, because they may still use the memory.
     for (const auto& [device, event] : oldest) {
       if (auto waited = wait_for(device, event); !waited && status) status = waited;
       streams_.at(device).free_events.push_back(event);
@@ -198,7 +198,7 @@ class CudaCopier final : public DeviceCopier {
     return std::all_of(submissions_.front().begin(), submissions_.front().end(),
                        [](const auto& part) {
                          const DeviceGuard on(part.first);
-                         // On an error returns true; wait_oldest() will report it.
+                         // Returns true on an error, which wait_oldest() will report.
                          return cudaEventQuery(part.second) != cudaErrorNotReady;
                        });
   }
@@ -237,7 +237,7 @@ class CudaCopier final : public DeviceCopier {
   }
 
   Result<> submit_all(std::map<int, Batch>& batches) {
-    // After an error the caller reuses the memory, so wait for the copies that were submitted.
+    // After an error, the caller reuses the memory, so wait for the copies submitted so far.
     try {
       Submission submission;
       for (auto& [device, batch] : batches) {
@@ -275,9 +275,9 @@ class CudaCopier final : public DeviceCopier {
     if (batch.to.size() > 1 && side.batches) {
       const cudaError_t code = copy_as_batch(batch, device, side.stream);
       if (code == cudaSuccess) return {};
-      // Drivers older than the toolkit have no batches, and some drivers reject some memory. All
-      // copies are submitted again one by one, also those that the batch has submitted. If the
-      // device has a permanent error, the first of these copies returns it.
+      // Drivers older than the toolkit do not support batches, and some drivers reject some kinds
+      // of memory. Submit all copies again one by one, including those that the batch has
+      // submitted. If the device has a permanent error, the first of these copies returns it.
       side.batches = false;
       warn_("CUDA batches, device " + std::to_string(device),
             "copies to and from CUDA device " + std::to_string(device) +
@@ -292,7 +292,8 @@ class CudaCopier final : public DeviceCopier {
     return copy_one_by_one(batch, side.stream);
   }
 
-  /// Reserves capacity in free_events, so that returning the event allocates nothing.
+  /// Returns a free event or creates one. Reserves capacity in free_events, so that returning the
+  /// event allocates nothing.
   static Result<cudaEvent_t> free_event_of(DeviceStream& side) {
     if (side.free_events.empty()) {
       side.events.reserve(side.events.size() + 1);
@@ -314,8 +315,8 @@ class CudaCopier final : public DeviceCopier {
     }
   }
 
-  /// Returns the copier's stream on the selected device. A new stream is stored only once it waits
-  /// for all of ready_: otherwise later copies could read sources that are not complete.
+  /// Returns the copier's stream on the selected device. Stores a new stream only after making it
+  /// wait for all of ready_; otherwise, later copies could read incomplete sources.
   Result<DeviceStream*> stream_of(int device) {
     if (const auto found = streams_.find(device); found != streams_.end()) return &found->second;
     DeviceStream side;

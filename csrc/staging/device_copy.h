@@ -27,62 +27,64 @@ struct HostRun {
   int device = 0;
 };
 
-/// An event in a stream of the caller. Once it has occurred, the sources on `device` are complete,
-/// or its targets may be written. `event` is the device's handle (cudaEvent_t); the caller keeps it
-/// alive until the save is staged or the load has ended.
+/// An event on one of the caller's streams. Once it has occurred, a save's sources on `device` are
+/// complete, or a load's targets there may be written. `event` is the device's handle
+/// (cudaEvent_t), which the caller must keep alive until the save is staged or the load has ended.
 struct ReadyEvent {
   int device = Source::kHost;
   void* event = nullptr;
 };
 
-// Copies between device and host memory, on its own streams. The only implementation is for CUDA
+// Copies between device and host memory on streams of its own. The only implementation is for CUDA
 // (staging/cuda_copy.cpp), which registers itself. A build without the CUDA toolkit has no
-// implementation and rejects sources on devices. A copier is for one thread at a time; several
-// copiers may be used at once.
+// implementation and rejects sources on devices. A copier may be used by one thread at a time;
+// several copiers may be used concurrently.
 class DeviceCopier {
  public:
   virtual ~DeviceCopier() = default;
 
   /// Starts the copies of all runs, in one submission if the device supports it, and returns
-  /// without waiting for them. Memory and sources must stay unchanged until wait_oldest() has
-  /// returned.
+  /// without waiting for them. The sources and the memory must stay valid and unchanged until
+  /// wait_oldest() has returned for this submission.
   virtual Result<> submit(std::span<const DeviceRun> runs) = 0;
   virtual Result<> submit_to_device(std::span<const HostRun> runs) = 0;
 
-  /// Waits until the oldest submission that was not waited for is complete on all devices, even if
-  /// one of them reports an error.
+  /// Waits until the oldest submission not yet waited for is complete on all devices, even if one
+  /// of them reports an error.
   virtual Result<> wait_oldest() = 0;
 
-  /// True if wait_oldest() would return at once. There must be a submission to wait for.
+  /// True if wait_oldest() would return immediately. There must be a submission to wait for.
   virtual bool oldest_has_arrived() = 0;
 
-  /// Makes work that is queued on `stream` from now on wait for all submissions. The device waits,
-  /// not the host. For any thread, after the last submission. Fails if a CUDA graph is being
-  /// captured on `stream`; the capture continues.
+  /// Makes `stream` wait for all submissions: work queued on it from now on starts only after they
+  /// complete. Blocks the device, not the host. May be called from any thread, after the last
+  /// submission. Fails if a CUDA graph is being captured on `stream`; the capture continues.
   virtual Result<> make_stream_wait(int device, void* stream) = 0;
 };
 
-/// Receives a warning for the user, about work that continues more slowly. The user sees one
-/// warning for each topic.
+/// Receives a warning for the user about work that continues, but more slowly. The user sees one
+/// warning per topic.
 using Warn = std::function<void(const std::string& topic, const std::string& text)>;
 
 struct DeviceSupport {
-  /// Creates a copier whose copies begin after `ready`, which must outlive the copier. `warn` must
-  /// not be empty.
+  /// Creates a copier whose copies start after the events in `ready`, which must outlive the
+  /// copier. `warn` must not be empty.
   std::unique_ptr<DeviceCopier> (*make_copier)(const std::vector<ReadyEvent>& ready, Warn warn);
-  /// Page-locks host memory, so that copies run at the speed of the bus. `device` is the device of
-  /// these copies: CUDA would otherwise initialise its first device, even if it is not used.
+  /// Page-locks host memory, so that copies run at the speed of the bus. `device` is the device
+  /// used in these copies; without it, CUDA would initialise its first device, even if that device
+  /// is not used.
   Result<> (*pin)(std::span<std::byte>, int device);
   void (*unpin)(std::span<std::byte>, int device);
 };
 
-/// Called once, at program start, by the file that implements a device. `support` is static.
+/// Called once at program start by the file that implements a device. `support` must have static
+/// storage duration.
 void register_device_support(const DeviceSupport* support);
 
 /// Returns nullptr if this build has no device support.
 const DeviceSupport* device_support();
 
-/// Creates a copier of the registered device. Fails with Errc::invalid_argument if this build has
+/// Creates a copier for the registered device. Fails with Errc::invalid_argument if this build has
 /// none. A forked child does not destroy its parent's copiers: it must not touch their device.
 Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>& ready, Warn warn);
 

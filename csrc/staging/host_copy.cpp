@@ -43,7 +43,7 @@ void copy_row(std::byte* out, const std::byte* in, std::uint64_t count, std::int
   }
 }
 
-// Iterates over a strided source in payload order, by at most one innermost row at a time.
+// Iterates over a strided source in payload order, at most one innermost row at a time.
 class StridedWalk {
  public:
   StridedWalk(const Source& source, std::uint64_t first_item)

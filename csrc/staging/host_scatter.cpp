@@ -9,8 +9,8 @@
 namespace torch_ckpt::staging {
 namespace {
 
-// Size of the buffers that hold gathered elements before, and converted elements after a
-// conversion.
+// Size of the buffer for gathered elements before a conversion, and of the one for converted
+// elements after it.
 constexpr std::size_t kBufferBytes = 4096;
 
 // Copies of at least this size bypass the caches: they would evict more useful data than they add.

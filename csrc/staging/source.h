@@ -7,7 +7,7 @@
 namespace torch_ckpt::staging {
 
 /// The memory that holds a payload. The engine does not own it: the caller that starts a session
-/// keeps it alive and unchanged until the session has staged it.
+/// must keep it alive and unchanged until the session has staged it.
 struct Source {
   static constexpr int kHost = -1;
 

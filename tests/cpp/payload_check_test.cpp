@@ -110,7 +110,7 @@ TEST(PayloadCheck, ReportsTheExpectedAndTheActualChecksum) {
   ASSERT_TRUE(fails(taken, Errc::checksum_mismatch));
   EXPECT_NE(taken.error().detail.str().find("metadata has 0x0000abcd"), std::string::npos)
       << taken.error().detail;
-  EXPECT_NE(taken.error().detail.str().find("CRC-32 0x3610a686"), std::string::npos)
+  EXPECT_NE(taken.error().detail.str().find("CRC-32 is 0x3610a686"), std::string::npos)
       << taken.error().detail;
 }
 

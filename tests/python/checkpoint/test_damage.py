@@ -155,7 +155,7 @@ def test_a_damaged_payload_is_named_with_tensor_and_file(
     # The record, or its block.
     (reported,) = re.findall(rf"{place.relative_path} at byte (\d+): ", text)
     assert place.offset <= int(reported) <= position
-    assert "the bytes are damaged: CRC-32 0x" in text
+    assert "the bytes are damaged: their CRC-32 is 0x" in text
     assert "\n" not in text
 
 
@@ -197,7 +197,7 @@ def test_a_truncated_data_file_is_named(tmp_path: Path, keep: int) -> None:
     assert isinstance(cause, Corrupt)
     assert str(cause).startswith(("weight: ", "bias: "))
     assert f"{file} at byte" in str(cause)
-    assert f"but the file has {size}" in str(cause)
+    assert f"but the file ends at byte {size}" in str(cause)
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:

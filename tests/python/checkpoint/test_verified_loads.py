@@ -303,7 +303,7 @@ def test_a_truncated_file_is_named(two_files: Any, loader: Any, keep: int) -> No
     assert isinstance(cause, Corrupt)
     assert str(cause).startswith(("a: ", "b: "))
     assert str(one) in str(cause)
-    assert f"but the file has {size}" in str(cause)
+    assert f"but the file ends at byte {size}" in str(cause)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -373,7 +373,7 @@ def test_a_damaged_table_is_an_error_that_names_the_file(
     cause = refusal(lambda: loader(blank(), path))
     assert isinstance(cause, Corrupt)
     assert str(one) in str(cause) or str(two) in str(cause)
-    assert "the metadata's checksums of this file are damaged" in str(cause)
+    assert "the metadata's checksums for this file are damaged" in str(cause)
 
 
 def test_a_damaged_table_does_not_matter_without_verification(two_files: Any) -> None:

@@ -235,7 +235,7 @@ def test_a_damaged_checksum_table_is_reported_for_its_file(our_copy: Path) -> No
     report = torch_ckpt.verify(our_copy)
     (found,) = report.damaged
     assert (found.name, found.file, found.offset) == (None, file, None)
-    assert "the metadata's checksums of this file are damaged" in found.what
+    assert "the metadata's checksums for this file are damaged" in found.what
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -424,7 +424,10 @@ def test_a_shape_that_differs_from_the_record_is_reported(checkpoint: Path) -> N
     change(checkpoint, reshape)
     (damage,) = torch_ckpt.verify(checkpoint).damaged
     assert damage.name == "small"
-    assert "holds a tensor of [40, 3], but the metadata describes one of [3, 40]" in damage.what
+    assert (
+        "holds a tensor with shape [40, 3], but the metadata describes one with shape [3, 40]"
+        in damage.what
+    )
 
 
 class Casting(dcp.DefaultSavePlanner):
@@ -445,7 +448,9 @@ def test_a_different_dtype_is_reported_unless_a_table_records_it(
         assert report.ok, str(report)
     else:
         (damage,) = report.damaged
-        expected = "holds a tensor of bfloat16, but the metadata describes one of float32"
+        expected = (
+            "holds a tensor with dtype bfloat16, but the metadata describes one with dtype float32"
+        )
         assert expected in damage.what
 
 
