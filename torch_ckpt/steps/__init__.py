@@ -38,11 +38,12 @@ def open_steps(
 
     Args:
         root: a local directory, or a URL that fsspec supports.
-        staging_dir: local directory for files on their way to or from a remote root. None: the
+        staging_dir: local directory for files in transit to or from a remote root; None uses the
             system's temporary directory.
 
     Raises:
-        ImportError: the file system of the URL needs a package that is not installed; names it.
+        ImportError: the file system of the URL needs a package that is not installed; the message
+            names the package.
         ValueError: ``staging_dir`` is given for a local root, or fsspec does not support the URL's
             protocol.
 

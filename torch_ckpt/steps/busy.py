@@ -1,4 +1,4 @@
-"""The steps below URLs that this process saves, loads or deletes."""
+"""Tracks the steps beneath URLs that this process is saving, loading or deleting."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DELETED_NAME = "deleted"
 
 
 class BusySteps:
-    """The steps that this process saves, loads or removes, by URL. Thread-safe.
+    """The steps that this process is saving, loading or removing, by URL. Thread-safe.
 
-    A removal excludes all other users: saves and loads of the step wait until it has ended.
+    A removal is exclusive: saves and loads of the step wait until the removal has ended.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class BusySteps:
 
     @contextmanager
     def reserved(self, url: str) -> Iterator[bool]:
-        """Reserves a step for removal during a block. Yields False if the step has other users."""
+        """Reserves a step for removal during a block. Yields False if the step is in use."""
         with self._changed:
             is_free = url not in self and url not in self._reserved
             if is_free:

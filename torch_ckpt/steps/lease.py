@@ -1,18 +1,18 @@
-"""The lease on a root: one run at a time may write beneath it.
+"""The lease on a root: only one run at a time may write beneath the root.
 
-1. Rank 0 of a run that writes creates a file, locks it with ``flock``, and writes into it which
-   process it is: host, pid, and start time. Then it renames the file to ``.lease``.
+1. Rank 0 of a run that writes creates a file, locks it with ``flock``, and records its identity in
+   it (host, pid and start time). It then renames the file to ``.lease``.
 2. It touches the file every ten seconds.
-3. A process that finds a lease determines whether the lease's process is alive. On the same host it
-   reads ``/proc``. For another host it tests the lock, if the file system shares locks between
-   hosts. Otherwise the process is alive if the file is touched while this process waits, and dead
+3. A process that finds a lease checks whether the lease's owner is alive. On the same host, it
+   reads ``/proc``. For another host, it tests the lock if the file system shares locks between
+   hosts. Otherwise, the owner is alive if it touches the file while this process waits, and dead
    once the file has not been touched for a minute.
-4. The lease of a dead process is replaced: a new file is renamed over it. Both the test and the
-   rename happen under a ``flock`` of the root itself.
+4. If the owner is dead, its lease is replaced: a new file is renamed over it. The check and the
+   rename happen under a ``flock`` on the root itself.
 5. A run whose lease was replaced, for example by ``takeover=True``, finds another file in its
-   place. Its saves fail, including a running one before its commit.
+   place. Its saves fail; a save in progress fails before it commits.
 
-The lease belongs to a process. Several managers of one process share it. A forked child has none.
+A lease belongs to a process. Several managers in one process share it. A forked child has none.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Times:
 
     Attributes:
         renew: time between two touches of a lease by its run.
-        expiry: age after which a lease of another host, if it was not touched, counts as dead.
-        poll: time between two checks of a lease while it is unknown whether its run is alive.
+        expiry: time without a touch after which a lease from another host counts as dead.
+        poll: time between two checks of a lease as long as it is unknown whether its run is alive.
     """
 
     renew: float = 10.0
@@ -65,12 +65,12 @@ TIMES = Times()
 
 
 class Lease:
-    """One manager's share in the lease of its process on a root.
+    """One manager's share of its process's lease on a root.
 
-    Several threads may use it. One thread makes and releases it.
+    Several threads may use the object, but the same thread must create and release it.
 
     Args:
-        root: a local directory. None: there is no lease, and the methods do nothing.
+        root: a local directory. If it is None, there is no lease, and the methods do nothing.
         takeover: replace the lease of a running job.
         times: see :class:`Times`.
     """
@@ -86,15 +86,15 @@ class Lease:
 
         Raises:
             RootInUse: another running job holds the lease.
-            OSError: the root cannot be written.
+            OSError: the root is not writable.
         """
         try:
             self.require()
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # Steps can be restored without it, and a sweep or a deletion may make room.
+                # Restoring needs no lease, and a sweep or a deletion may make room.
                 LOGGER.warning(
-                    "%s: the lease could not be taken (%s). The first save tries again.",
+                    "%s: the lease could not be taken (%s). The first save will try again.",
                     self._root,
                     error,
                 )
@@ -102,16 +102,16 @@ class Lease:
             raise OSError(
                 error.errno,
                 f"nothing can be saved beneath this root ({error}). Use a directory that this "
-                "process can write, or pass read_only=True to restore only",
+                "process can write to, or pass read_only=True to restore only",
                 self._root,
             ) from error
 
     def require(self) -> None:
-        """Checks that this process holds the lease. Takes it first if no lease was taken yet.
+        """Checks that this process holds the lease. Takes the lease first if necessary.
 
         Raises:
-            RootInUse: another running job holds the lease, or has taken it over; or this is a
-                forked child.
+            RootInUse: another running job holds the lease or has taken it over, or this process is
+                a forked child.
             OSError: the lease cannot be written.
         """
         if self._root is None:
@@ -121,14 +121,14 @@ class Lease:
         self._held.require()
 
     def release(self) -> None:
-        """Releases this manager's share. The last share of the process removes the lease."""
+        """Releases this manager's share. Releasing the process's last share removes the lease."""
         held, self._held = self._held, None
         if held is not None:
             held.release()
 
 
 class _ProcessLease:
-    """The lease of this process on one root, which is shared by its users."""
+    """The lease of this process on one root, shared by several managers."""
 
     def __init__(self, path: str, fd: int, has_made_root: bool, renew_seconds: float) -> None:
         self.users = 1
@@ -170,7 +170,7 @@ class _ProcessLease:
             if self._other() is None:
                 os.unlink(self._path)
         if self._has_made_root:
-            # Fails, as it should, if a step was saved.
+            # If a step was saved, rmdir() fails, as it should.
             with suppress(OSError):
                 os.rmdir(root)
         with suppress(OSError):
@@ -185,11 +185,11 @@ class _ProcessLease:
             os.close(self._fd)
 
     def _other(self) -> _ExistingLease | None:
-        """Returns the lease that has replaced this one; None if none has."""
+        """Returns the lease that has replaced this one; None if it was not replaced."""
         try:
             existing = _ExistingLease(self._path)
         except OSError:
-            # A user removed the file, or the file system fails: then the save will fail, too.
+            # A user has removed the file, or the file system fails, and so will the save.
             return None
         existing.close()
         return None if existing.identity == self._identity else existing
@@ -201,7 +201,7 @@ class _ProcessLease:
 
 
 class _ExistingLease:
-    """A lease found in a root, of this or another process.
+    """A lease found in a root. It belongs to this process or to another one.
 
     Args:
         path: path of the lease.
@@ -232,14 +232,15 @@ class _ExistingLease:
         os.close(self._fd)
 
     def is_alive(self) -> bool | None:
-        """True if the process that holds the lease is alive; None if that is not known yet."""
+        """True if the process that holds the lease is alive; None if that is still unknown."""
         if self.identity in _leases:
             return True
         process = _Process.of_this()
         namespace = process.namespace
         if namespace and all(self._record.get(key) == value for key, value in namespace.items()):
             pid = self._record.get("pid")
-            # This pid without a lease in _leases: the program that took it was replaced by exec.
+            # The pid is this process's, but _leases lacks the lease: after taking it, the process
+            # has replaced its program by exec.
             if not isinstance(pid, int) or pid == os.getpid():
                 return False
             start = _start_time(pid)
@@ -252,11 +253,11 @@ class _ExistingLease:
             has_locks = False
         else:
             has_locks = True
-        # A run writes the record before it renames the file, so an empty one is not a run's.
+        # A run writes the record before it renames the file, so no run has written an empty one.
         if not self._record:
             return False
-        # The lock is free (closing the descriptor releases it again). A kernel knows all locks of
-        # its own processes, but not always those of other hosts.
+        # The lock was free; closing the descriptor releases it again. A kernel knows all locks of
+        # its own processes, but may not see locks held on other hosts.
         boot = process.namespace.get("boot")
         return False if has_locks and boot and self._record.get("boot") == boot else None
 
@@ -313,16 +314,16 @@ def _take(root: str, takeover: bool, times: Times) -> _ProcessLease:
                 waited = time.monotonic() - started
                 taken, found = _try_take(path, first, waited, takeover, has_made_root, times)
         except FileNotFoundError:
-            # Another manager has removed its lease or the root meanwhile, or, without locks, this
-            # temporary file.
+            # Another manager has removed its lease or the root. On a file system without locks, it
+            # may also have removed this manager's temporary file.
             continue
         if taken is not None:
             return taken
         if first is None:
             first = found
             LOGGER.warning(
-                "%s has a lease of %s: waiting up to %.0f s to find out whether it is still "
-                "running",
+                "%s has a lease held by %s. Waiting up to %.0f s to determine whether that process "
+                "is still running",
                 root,
                 found,
                 times.expiry,
@@ -339,15 +340,14 @@ def _try_take(
     has_made_root: bool,
     times: Times,
 ) -> tuple[_ProcessLease | None, _ExistingLease | None]:
-    """Takes the lease, or a share in the one that this process holds.
+    """Takes the lease, or a share of the lease that this process already holds.
 
     Args:
         first: the lease found by the first try.
         waited: seconds since the first try.
 
     Returns:
-        The lease if it was taken, else the existing lease, of which it is not yet known whether its
-        process is alive.
+        The lease if it was taken. Otherwise the existing lease, whose process may still be alive.
     """
     try:
         found: _ExistingLease | None = _ExistingLease(path)
@@ -368,10 +368,10 @@ def _try_take(
         raise
     try:
         with suppress(OSError):
-            # A file system without locks still has the record.
+            # On a file system without locks, the record in the file has to suffice.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(fd, _Process.of_this().record())
-        # A lease must never be found incomplete, not even after a crash of the machine.
+        # No process may ever find an incomplete lease, even after the machine has crashed.
         os.fsync(fd)
         if found is not None:
             is_alive = found.is_alive()
@@ -379,15 +379,15 @@ def _try_take(
                 is_alive = True if found.touched_at != first.touched_at else None
             if is_alive is None and (
                 waited > times.expiry
-                # Both times are by the file system's clock.
+                # Both times are from the file system's clock.
                 or os.fstat(fd).st_mtime - found.touched_at > times.expiry
             ):
                 is_alive = False
             if is_alive and not takeover:
                 raise RootInUse(
-                    f"{os.path.dirname(path)}: another run writes here, {found}. Wait for its end, "
-                    "or use another root. To end its saves, pass takeover=True to "
-                    "CheckpointManager."
+                    f"{os.path.dirname(path)}: another run is writing to this root: {found}. Wait "
+                    "until it has ended, or use another root. To take over the root and make the "
+                    "other run's saves fail, pass takeover=True to CheckpointManager."
                 )
             if is_alive is None and not takeover:
                 os.close(fd)
@@ -408,10 +408,10 @@ def _try_take(
 
 
 def _remove_temporaries(path: str) -> None:
-    """Removes the temporary files of processes that were killed while they took the lease.
+    """Removes the temporary files of processes that were killed while taking the lease.
 
-    The caller has the lock on the root, so no process is taking the lease now. Without locks, a
-    process that is taking it fails and tries again.
+    The caller holds the lock on the root, so no other process is taking the lease now. On a file
+    system without locks, another process may lose its temporary file. It then tries again.
     """
     root, name = os.path.split(path)
     for other in os.listdir(root):
@@ -422,11 +422,11 @@ def _remove_temporaries(path: str) -> None:
 
 @contextmanager
 def locked_root(root: str | OpenDirectory) -> Iterator[bool]:
-    """Locks a root for one thread of one process, if the file system has locks.
+    """Locks a root against other threads and processes, if the file system has locks.
 
     Yields:
-        False if another thread or process has held the lock for a second; then the block runs
-        without it.
+        False if another thread or process has held the lock for a second. The block then runs
+        without the lock.
     """
     with closing(OpenDirectory(root) if isinstance(root, str) else root.reopen()) as opened:
         until = time.monotonic() + TIMES.poll
@@ -436,8 +436,8 @@ def locked_root(root: str | OpenDirectory) -> Iterator[bool]:
 
 
 def _try_lock(root: OpenDirectory) -> bool:
-    """Tries to lock a root. Returns True on a file system without locks, too, which has to rely on
-    the record in the lease."""
+    """Tries to lock a root. Also returns True if the file system has no locks: the record in the
+    lease then has to suffice."""
     return root.try_lock_exclusive() or not root.has_locks
 
 
@@ -461,7 +461,7 @@ def _start_time(pid: int) -> str | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    # A zombie has stopped writing.
+    # A zombie no longer writes.
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 

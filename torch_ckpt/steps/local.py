@@ -1,27 +1,27 @@
-"""The steps of a run beneath a local root, one directory of ten digits for each step.
+"""The steps of a run beneath a local root. Each step is a directory with a name of ten digits.
 
-A crash at any point leaves each step either complete or absent. Leftovers have names of their own.
+A crash at any point leaves each step either complete or absent. Leftovers have distinct names.
 
 1. Step 100 is written into ``0000000100.tmp-{attempt}``, like any checkpoint (saving/session.py,
-   csrc/directory/lease.h). The attempt is 8 hex digits that the ranks of a run have agreed on, so
-   that the files of an earlier run, or of one that is still running, are not in the way.
-2. When the files of all ranks are durable and the metadata is committed, the coordinator writes
-   ``write_completed`` beside them: a JSON document that describes the step. It fsyncs the file,
+   csrc/directory/lease.h). The attempt is 8 hex digits on which the ranks of a run have agreed. It
+   keeps the files of this run separate from the files of earlier and concurrent runs.
+2. Once the files of all ranks are durable and the metadata is committed, the coordinator writes
+   ``write_completed`` next to them: a JSON document that describes the step. It fsyncs the file,
    then the directory.
-3. It renames the directory to ``0000000100`` and fsyncs the root. Only now is the save committed,
-   on all ranks. A replaced step is renamed right before, as in 5.
-4. A step is complete if its name is ten digits and it contains the marker. A listing of the root
-   shows nothing else as a step.
+3. The coordinator renames the directory to ``0000000100`` and fsyncs the root. Only then is the
+   save committed on all ranks. If a step is replaced, it is first renamed as in 5.
+4. A step is complete if its name is ten digits and it contains the marker. No other directory is
+   listed as a step.
 5. A deletion locks the directory exclusively (csrc/directory/lease.h), so it never deletes a step
    that is being loaded. It renames the directory to ``0000000100.deleted-{8 hex digits}``, fsyncs
-   the root, then deletes the files: after a power failure either the complete step exists, or a
-   leftover. A deletion and a save that replaces a step both rename under a ``flock`` of the root,
-   so a deletion never renames the new step.
-6. A directory of ten digits without the marker was not written by a manager. It stays until that
-   step is saved.
-7. At the start a sweep finishes interrupted work. A directory with the marker that was not renamed
-   in 3 gets its final name, if that step does not exist. Other leftovers are deleted. Directories
-   that a process is using are spared.
+   the root, then deletes the files. After a power failure, there is either the complete step or a
+   leftover. Deletions, and saves that replace a step, rename under a ``flock`` on the root, so a
+   deletion never renames the new step.
+6. A directory whose name is ten digits but which lacks the marker was not written by a manager. It
+   is kept until that step is saved.
+7. When a manager is created, a sweep finishes interrupted work. A directory with the marker that
+   was not renamed in 3 gets its final name if that step does not exist. Other leftovers are
+   deleted. Directories that a process is using are spared.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LocalSteps(StepStore):
     """The steps beneath a local directory.
 
     Args:
-        patience: seconds to wait until files of other ranks become visible.
+        patience: seconds to wait for files of other ranks to become visible.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, patience: float = 30.0) -> None:
@@ -66,8 +66,8 @@ class LocalSteps(StepStore):
         self._root_identity: tuple[int, ...] | None = None
 
     def remember_root(self, identity: tuple[int, ...]) -> None:
-        """Records the directory that a save used as root. From now on nothing is removed if the
-        path leads to another directory.
+        """Records the directory that a save used as root. From then on, nothing is removed if the
+        path refers to a different directory.
 
         Args:
             identity: directory identity of the root.
@@ -99,7 +99,7 @@ class LocalSteps(StepStore):
         for name in names:
             if deleted_only and ".deleted-" not in name:
                 continue
-            # A rank of this run may have made the directory, but not locked it yet.
+            # A rank of this run may have created the directory, but not locked it yet.
             if attempt and name.endswith(f".tmp-{attempt}"):
                 continue
             try:
@@ -108,7 +108,7 @@ class LocalSteps(StepStore):
             except OSError as error:
                 # Continue with the other leftovers.
                 LOGGER.warning(
-                    "a leftover could not be removed; the next sweep tries again: %s", error
+                    "a leftover could not be removed: %s. The next sweep will try again", error
                 )
         return removed
 
@@ -173,7 +173,8 @@ class LocalSteps(StepStore):
     def set_pinned(self, step: int, pinned: bool) -> None:
         path = self.path_of(step)
         if not self.is_complete(step):
-            raise FileNotFoundError(2, f"step {step} cannot be pinned: it is not complete", path)
+            action = "pinned" if pinned else "unpinned"
+            raise FileNotFoundError(2, f"step {step} cannot be {action}: it is not complete", path)
         if pinned:
             with closing(OpenDirectory(path)) as opened:
                 pin(opened)
@@ -186,19 +187,19 @@ class LocalSteps(StepStore):
         """Removes a directory beneath the root, unless a process is using it.
 
         Returns:
-            True if it was removed.
+            True if the directory was removed.
 
         Raises:
-            OSError: it does not exist or cannot be removed; or the path of the root leads to
-                another directory than at the last save.
+            OSError: the directory does not exist or cannot be removed, or the root's path refers to
+                a different directory than at the last save.
         """
         path = os.path.join(self.root, name)
         with closing(OpenDirectory(self.root)) as root, closing(OpenDirectory(path)) as opened:
             if self._root_identity not in (None, root.identity()):
                 raise OSError(
                     errno.ESTALE,
-                    "the path leads to another directory than at the last save; refusing to "
-                    "remove anything there",
+                    "the path refers to a different directory than at the last save; refusing to "
+                    "remove anything from it",
                     self.root,
                 )
             # Without locks the readers of a step cannot be detected. Delete the step anyway: this
@@ -213,13 +214,13 @@ class LocalSteps(StepStore):
                         return False
                     root.rename(name, deleted)
                 if not is_named(opened, root, deleted):
-                    # A save has replaced the directory without the lock, after waiting too long.
+                    # A save that waited too long for the lock has replaced the directory.
                     root.rename(deleted, name)
                     return False
                 root.sync()
                 path = os.path.join(self.root, deleted)
             if os.path.islink(path):
-                # A user has moved the step to another disk. Remove the link only.
+                # The user has moved the step and left a link. Remove only the link.
                 os.unlink(path)
             else:
                 _core.fault_point("rmtree", path)
@@ -242,14 +243,14 @@ class LocalSteps(StepStore):
                 return StepInfo(step, path, state, bytes=bytes_in(path))
             return info_of(step, path, marker, self.is_pinned(step), lambda: bytes_in(path))
         except FileNotFoundError:
-            # Another process has deleted it meanwhile.
+            # Another process has deleted the directory.
             return None
 
     def _sweep(self, name: str) -> bool:
         """Removes a leftover, or renames a step that lacks only its final name.
 
         Returns:
-            True if it was a leftover, and was removed.
+            True if a leftover was removed.
         """
         match = _LEFTOVER.match(name)
         if match is None:
@@ -257,7 +258,7 @@ class LocalSteps(StepStore):
         path = os.path.join(self.root, name)
         if not os.path.isdir(path):
             return False
-        # Another process may be sweeping it.
+        # Another process may be sweeping the same leftover.
         with suppress(FileNotFoundError):
             if match.group(2) == "tmp":
                 final = match.group(1)

@@ -1,4 +1,4 @@
-"""The writer of a step below a local root; steps/local.py describes its part."""
+"""Writes a step beneath a local root. steps/local.py describes the protocol."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Root(Protocol):
 
 
 class StepWriter(FileSystemWriter):
-    """Writes one step, and renames it to its final name when it is complete."""
+    """Writes one step, and renames its directory to the final name once the step is complete."""
 
     reported_elsewhere = True
 
@@ -85,15 +85,16 @@ class StepWriter(FileSystemWriter):
                 )
             super().set_up_for_save(rank)
             if rank == 0:
-                # Left by a save of this run that was complete, but could not be renamed.
+                # The marker may be left over from an earlier attempt of this run that completed the
+                # step but could not rename it.
                 self.directory.remove(MARKER_NAME)
         finally:
-            # Not earlier: another rank may be making the directory.
+            # Set this only now: before, another rank may have been creating the directory.
             self._removes_directory = True
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        # The save's lock is released when the metadata is committed. Hold another one until the
-        # rename, against sweeps.
+        # The save's lock is released when the metadata is committed. Hold another lock until the
+        # rename, so that no sweep removes the directory.
         with (
             closing(self.directory.reopen()) as opened,
             closing(OpenDirectory(self._steps.root)) as root,
@@ -101,8 +102,8 @@ class StepWriter(FileSystemWriter):
             opened.share()
             replaced = self._complete(opened, root, data, files)
         if replaced is not None:
-            # Ignore failures: the save has succeeded. While a process loads the replaced step, it
-            # stays until the next sweep.
+            # Ignore failures, because the save has succeeded. If a process is loading the replaced
+            # step, the next sweep removes it.
             with suppress(OSError), self._working():
                 self._steps.remove(replaced)
 
@@ -110,10 +111,10 @@ class StepWriter(FileSystemWriter):
         super().abandon()
         if not self._removes_directory:
             return
-        # Every rank tries: rank 0 may have failed before it made a writer. The coordinator has
-        # removed the files of a failed save. If other files are left, rmdir fails.
+        # Every rank tries this, because rank 0 may have failed before it created a writer. The
+        # coordinator has removed the files of a failed save. If other files are left, rmdir fails.
         with suppress(OSError), closing(OpenDirectory(self.path)) as opened:
-            # Fails if another rank is already saving the step again.
+            # Locking fails if another rank is already saving the step again.
             if opened.try_lock_exclusive():
                 os.rmdir(self.path)
 
@@ -122,7 +123,7 @@ class StepWriter(FileSystemWriter):
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Sends heartbeats during a block that may take long and moves no bytes."""
+        """Sends heartbeats during a block that may take long but moves no bytes."""
         self._is_working = True
         try:
             yield
@@ -135,12 +136,12 @@ class StepWriter(FileSystemWriter):
         """Completes the step.
 
         Returns:
-            The name that the replaced step has now; None if there was none.
+            The new name of the replaced step; None if no step was replaced.
         """
         unfinished, deleted = os.path.basename(self.path), name_for_deletion(self._step)
         uncertain: DurabilityUncertain | None = None
         try:
-            # Read it now: after the rename nothing may fail.
+            # Read the identity now: nothing may fail after the rename.
             identity = root.identity()
             with self._working():
                 self._require_files(opened, files)
@@ -151,7 +152,7 @@ class StepWriter(FileSystemWriter):
             if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
                 pin(opened)
             try:
-                # A deletion must not rename the new step instead of the replaced one.
+                # Lock the root, or a deletion could rename the new step instead of the old one.
                 with locked_root(root) if exists else nullcontext():
                     _core.publish(
                         root,
@@ -173,13 +174,13 @@ class StepWriter(FileSystemWriter):
                 if deleted in root.names():
                     raise NotCommitted(
                         f"{self._final}: {reason}; the step is complete in {self.path}, and the "
-                        "next sweep renames it"
+                        "next sweep will rename it"
                     ) from error
                 self._discard(opened, root)
             if isinstance(error, FileExistsError):
                 raise
-            # DurabilityUncertain of the metadata, or a moved directory (CheckpointError), means
-            # that there is no step.
+            # The step does not exist, even if only the durability of the metadata is uncertain or
+            # the directory was moved (CheckpointError).
             if isinstance(error, OSError | DurabilityUncertain) or type(error) is CheckpointError:
                 number = getattr(error, "errno", None) or 0
                 raise NotCommitted(f"{self._final}: {reason}", number) from error
@@ -192,10 +193,10 @@ class StepWriter(FileSystemWriter):
         return deleted if exists else None
 
     def _discard(self, opened: OpenDirectory, root: OpenDirectory) -> None:
-        """Removes the files of the save, even if its directory was moved."""
+        """Removes the files of the save, even if the save's directory was moved."""
         if not opened.try_lock_exclusive():
             return
-        # Remove the marker first: then the next sweep removes the remaining files.
+        # Remove the marker first, so that the next sweep removes any remaining files.
         for name in sorted(opened.names(), key=lambda name: name != MARKER_NAME):
             opened.remove(name)
         unfinished = os.path.basename(self.path)
@@ -211,7 +212,7 @@ class StepWriter(FileSystemWriter):
         missing = files - set(opened.names())
         until = time.monotonic() + self._steps.patience
         while missing:
-            # Network file systems may cache for some time that a file does not exist.
+            # Network file systems may cache the absence of a file for some time.
             missing -= set(opened.names())
             if missing and time.monotonic() >= until:
                 raise NotCommitted(

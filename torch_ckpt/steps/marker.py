@@ -1,4 +1,4 @@
-"""The marker, which completes a step, and the file that pins a step."""
+"""Reads and writes the marker that completes a step, and the file that pins a step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def read_marker(directory: str) -> dict[str, Any] | None:
     """Reads the marker of a step.
 
     Returns:
-        Its content; None if the step has no marker. An empty dict if the marker cannot be read or
-        parsed, for example an empty one of another program: a step with any marker is complete.
+        The content of the marker; None if the step has none. If the marker cannot be read or
+        parsed, for example because another program created it as an empty file, an empty dict: a
+        step with any marker is complete.
     """
     try:
         with open(os.path.join(directory, MARKER_NAME), "rb") as file:
@@ -51,13 +52,13 @@ def encoded_marker(document: dict[str, Any]) -> bytes:
     if len(data) > MOST_MARKER_BYTES:
         raise ValueError(
             f"metrics and notes take {size(len(data))} as JSON, more than the limit of "
-            f"{size(MOST_MARKER_BYTES)}. Save large values as a part of the state."
+            f"{size(MOST_MARKER_BYTES)}. Save large values as part of the state."
         )
     return data
 
 
 def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool) -> None:
-    """Writes the marker atomically, so that a crash leaves no empty marker without metrics.
+    """Writes the marker atomically: a crash must not leave an empty marker without metrics.
 
     Args:
         sync: make the marker durable.

@@ -6,9 +6,9 @@
    ``deleted`` last.
 3. A sweep completes deletions. It also removes steps without a marker that this process is not
    saving and whose newest file is older than an hour. If another process is still saving such a
-   step, that save fails: it checks for its files before it writes the marker.
-4. A load fetches ranges of bytes (remote_reader.py). It takes no lock: if the step is deleted or
-   replaced meanwhile, the load fails, since the files of another save have other names.
+   step, that save fails, because it checks that its files exist before it writes the marker.
+4. A load fetches byte ranges (remote_reader.py). It takes no lock. If the step is deleted or
+   replaced during the load, the load fails, because the files of each save have different names.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class RemoteSteps(StepStore):
 
     Args:
         root: the URL. Credentials and other settings are configured in fsspec.
-        staging_dir: local directory for staging. A save needs space there for all that its rank
-            writes; a load for 1 GiB, or for the part of the largest record that it reads; verify
-            for 4 GiB, or for the largest file. None: the system's temporary directory.
-        verified_at_once: bytes that ``verify`` stages at once; a single file may be larger.
+        staging_dir: local directory for staging; None uses the system's temporary directory. A save
+            needs space for everything that its rank writes. A load needs 1 GiB, or more if it reads
+            more than that from one record. ``verify`` needs 4 GiB, or the size of the largest file
+            if that is larger.
+        verified_at_once: number of bytes that ``verify`` stages at once; one file may be larger.
 
     Raises:
         ImportError: the file system of the URL needs a package that is not installed.
@@ -84,7 +85,7 @@ class RemoteSteps(StepStore):
                 # Too large to be read. A step with any marker is complete.
                 markers[name] = {}
                 return
-            # Another process may have deleted the step meanwhile.
+            # Another process may have deleted the step.
             with suppress(FileNotFoundError):
                 data = self._files.read(f"{name}/{MARKER_NAME}")
                 markers[name] = parsed_marker(data)
@@ -119,7 +120,7 @@ class RemoteSteps(StepStore):
                 except OSError as error:
                     # Continue with the other leftovers.
                     LOGGER.warning(
-                        "a leftover could not be removed; the next sweep tries again: %s", error
+                        "a leftover could not be removed: %s. The next sweep will try again", error
                     )
                 else:
                     swept.append(name)
@@ -136,9 +137,9 @@ class RemoteSteps(StepStore):
         make_room: Callable[[], None] | None = None,
         **options: Any,
     ) -> FileSystemWriter:
-        """See :meth:`StepStore.writer`. Ignores ``attempt``, since file names are unique without
-        it. Checks the free space of the staging directory only, since remote file systems do not
-        report theirs."""
+        """See :meth:`StepStore.writer`. Ignores ``attempt``, because file names are unique without
+        it. Checks only the free space of the staging directory, because remote file systems do not
+        report their free space."""
         from torch_ckpt.steps.remote_writer import RemoteWriter
 
         return RemoteWriter(
@@ -226,8 +227,9 @@ class RemoteSteps(StepStore):
     def set_pinned(self, step: int, pinned: bool) -> None:
         files = self._files.below(step_name(step))
         if not _is_complete(files.list()):
+            action = "pinned" if pinned else "unpinned"
             raise FileNotFoundError(
-                errno.ENOENT, f"step {step} cannot be pinned: it is not complete", files.url
+                errno.ENOENT, f"step {step} cannot be {action}: it is not complete", files.url
             )
         if pinned:
             files.write(PINNED_NAME, b"")
@@ -270,12 +272,12 @@ def _batches(listing: dict[str, RemoteFile], most: int) -> Iterator[list[str]]:
     """Groups the data files that are staged together. Yields an empty group if there are none.
 
     Args:
-        most: limit of a group, in bytes. A larger file is a group of its own.
+        most: size limit of a group, in bytes. A larger file forms a separate group.
     """
     batch: list[str] = []
     total = 0
     for name in sorted(listing.keys() - _OWN_NAMES):
-        # Metadata cannot refer to files of other names.
+        # Metadata cannot refer to a file with such a name.
         if not lies_beneath(name):
             continue
         if batch and total + listing[name].bytes > most:

@@ -1,7 +1,7 @@
 """Files beneath a URL, accessed through fsspec.
 
 File systems that fsspec implements with coroutines (s3, gs, az, http) are used by several threads
-at once, others by one thread at a time, since not all of them are thread-safe.
+at once. Other file systems are used by one thread at a time, because some are not thread-safe.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.free_space import require_room
 
-#: Limit of simultaneous requests.
+#: Maximum number of simultaneous requests.
 MOST_REQUESTS = 16
 
-# Keys for the time of modification, as s3fs, adlfs, gcsfs, local and other file systems name it.
+# Keys of the modification time in the listings of s3fs, adlfs, gcsfs, local and other file systems.
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 # Error numbers for exceptions without one.
@@ -39,8 +39,8 @@ class RemoteFile:
     """A file in a listing.
 
     Attributes:
-        bytes: its size.
-        modified: time of the last write, in seconds since 1970; None if the file system does not
+        bytes: size of the file.
+        modified: time of the last write as a Unix timestamp; None if the file system does not
             report it.
     """
 
@@ -52,17 +52,17 @@ def resolve(url: str) -> tuple[Any, str]:
     """Returns the fsspec file system of a URL, and the path on it.
 
     Raises:
-        ImportError: the file system needs a package that is not installed; names it.
+        ImportError: the file system needs a package that is not installed; the message names it.
         ValueError: fsspec does not support the URL's protocol.
     """
-    # Import it only now: fsspec is slow to import.
+    # Import fsspec only when it is needed, because the import is slow.
     core = importlib.import_module("fsspec.core")
     try:
         file_system, path = core.url_to_fs(url)
     except ImportError as error:
         raise ImportError(f"{url}: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{url}: {error}. Pass a local path without a protocol.") from error
+        raise ValueError(f"{url}: {error}. To use a local path, omit the protocol.") from error
     return file_system, path
 
 
@@ -79,7 +79,7 @@ class RemoteFiles:
         self._root = root.rstrip("/")
 
     def below(self, name: str) -> RemoteFiles:
-        """Returns the files of a directory."""
+        """Returns the files in a subdirectory."""
         return RemoteFiles(self.url_of(name))
 
     def url_of(self, name: str) -> str:
@@ -88,7 +88,7 @@ class RemoteFiles:
     def list(self) -> dict[str, RemoteFile]:
         """Lists all files, recursively. The list is empty if the directory does not exist."""
         with _errors_with_url("list", self.url):
-            # Other ranks and other processes change the files, too.
+            # Invalidate the cache, because other ranks and processes change the files, too.
             self._fs.invalidate_cache()
             try:
                 found = self._find()
@@ -101,7 +101,7 @@ class RemoteFiles:
         }
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
-        """Reads a file, or the bytes from ``begin`` to ``end`` (exclusive) of it."""
+        """Reads a file, or only its bytes from ``begin`` to ``end`` (exclusive)."""
         with _errors_with_url("read", self.url_of(name)):
             data: bytes = self._fs.cat_file(self._path_of(name), start=begin, end=end)
         if begin is not None and end is not None and len(data) != end - begin:
@@ -119,18 +119,18 @@ class RemoteFiles:
             self._fs.pipe_file(self._path_of(name), data)
 
     def upload(self, source: str, name: str, uploaded: Callable[[int], None]) -> None:
-        """Copies a local file.
+        """Uploads a local file.
 
         Args:
             source: path of the local file.
-            uploaded: called with a number of bytes whenever so many more have been sent.
+            uploaded: called after each chunk is sent, with the number of bytes in the chunk.
         """
         with _errors_with_url("upload", self.url_of(name)):
             self._make_directory_of(name)
             self._fs.put_file(source, self._path_of(name), callback=_callback(uploaded))
 
     def download(self, name: str, target: str) -> None:
-        """Copies a file to a local path."""
+        """Downloads a file to a local path."""
         with _errors_with_url("download", self.url_of(name)):
             self._fs.get_file(self._path_of(name), target)
 
@@ -154,8 +154,8 @@ class RemoteFiles:
                 self._fs.rmdir(self._root)
 
     def for_each(self, function: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
-        """Calls a function that uses these files for each tuple of arguments, in several threads if
-        the file system supports it. Raises the first error."""
+        """Calls a function with each tuple of arguments, in several threads if the file system
+        supports that. Raises the first error."""
         workers = MOST_REQUESTS if self._fs.async_impl else 1
         with ThreadPoolExecutor(workers, thread_name_prefix="torch_ckpt remote") as pool:
             futures = [pool.submit(function, *call) for call in calls]
@@ -179,7 +179,7 @@ class RemoteFiles:
         if not _uses_default_walk(self._fs):
             found: dict[str, dict[str, Any]] = self._fs.find(self._root, detail=True)
             return found
-        # Walk here: fsspec's own walk treats a directory whose listing fails as empty.
+        # Do not use fsspec's own walk, which treats a directory as empty if its listing fails.
         found = {}
         directories = [self._fs._strip_protocol(self._root)]
         while directories:
@@ -205,7 +205,7 @@ def _has_magic(path: str) -> bool:
 
 
 def _uses_default_walk(file_system: Any) -> bool:
-    """True if a file system finds files by fsspec's own walk of the directories."""
+    """True if a file system uses fsspec's own directory walk to find files."""
     find = file_system._find if file_system.async_impl else file_system.find
     base = importlib.import_module("fsspec.asyn").AsyncFileSystem
     return getattr(find, "__func__", None) in (base._find, base.find)
@@ -213,8 +213,8 @@ def _uses_default_walk(file_system: Any) -> bool:
 
 @contextmanager
 def _errors_with_url(operation: str, url: str) -> Iterator[None]:
-    """Converts exceptions to OSError with the URL: the packages of file systems raise exceptions of
-    their own classes, whose messages lack the URL."""
+    """Converts exceptions to OSError with the URL. File system packages raise their own exception
+    classes, whose messages lack the URL."""
     try:
         yield
     except OSError as error:
@@ -244,8 +244,8 @@ def modified(info: dict[str, Any]) -> float | None:
 
 
 def age(files: Iterable[RemoteFile]) -> float:
-    """Returns the seconds since the newest file was written; 0 if the time is unknown for a
-    file."""
+    """Returns the seconds since the newest file was written; 0 if the time of any file is
+    unknown."""
     newest = 0.0
     for file in files:
         if file.modified is None:
@@ -269,10 +269,10 @@ def _callback(uploaded: Callable[[int], None]) -> Any:
 
 
 def require_staging_room(directory: str, wanted: int, url: str) -> None:
-    """Checks that a local directory has enough free space to stage so many bytes of a URL.
+    """Checks that a local directory has enough free space to stage ``wanted`` bytes of a URL.
 
     Raises:
-        OSError: ``ENOSPC``, with the bytes needed and free.
+        OSError: ``ENOSPC``; the message has the needed and the available space.
     """
     need = f"staging {url} needs {size(wanted)} in this directory"
     require_room(directory, wanted, need, "pass another staging_dir")

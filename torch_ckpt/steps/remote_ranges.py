@@ -1,8 +1,8 @@
-"""The byte ranges of a record that a load reads, which must be fetched before the engine reads.
+"""Computes the byte ranges of records that must be fetched before the engine reads them.
 
 The engine chooses its reads in csrc/planning and csrc/engine/read_pipeline.cpp. The ranges computed
-here always cover them: small gaps are included, as in the engine, and so are complete checksummed
-blocks, wherever in the record the payload begins.
+here always cover these reads, whatever the payload's position in the record. Like the engine's
+reads, they include small gaps and complete checksummed blocks.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from math import prod
 
 Range = tuple[int, int]
 
-#: Gaps of up to this many unwanted bytes are read, too. At least the engine's limit of 64 KiB.
+#: Gaps of up to this many bytes are read, too. Must be at least the engine's limit of 64 KiB.
 GAP_BYTES = 256 << 10
 
-#: Records of up to this many bytes are read completely. At least the engine's limit of 256 KiB.
+#: Records of up to this many bytes are read in full. Must be at least the engine's limit, 256 KiB.
 SMALL_BYTES = 256 << 10
 
-# The engine reads at least this many bytes at both ends of a record: kEndsBytes of
-# record_reader.cpp.
+# The engine reads at least this many bytes at each end of a record (kEndsBytes in
+# record_reader.cpp).
 _ENDS_BYTES = 2048
 
-# With more bytes around its payload, a record is not that of a tensor as torch writes it.
+# A record with more bytes than this around its payload does not have torch's layout for a tensor.
 _MOST_ENVELOPE_BYTES = 1 << 20
 
-# Limit of the ranges in one record. Beyond it, gaps are read, too (kMostRanges of read_plan.cpp).
+# Maximum number of ranges in one record; if there would be more, large gaps are read, too
+# (kMostRanges in read_plan.cpp).
 _MOST_RANGES = 1 << 20
 
 _TABLE_HEAD = struct.Struct("<4sI")
@@ -35,7 +36,7 @@ _TABLE_ENTRY = struct.Struct("<QII")
 
 
 def coalesced(ranges: Iterable[Range], gap: int = GAP_BYTES) -> list[Range]:
-    """Merges ranges with gaps of at most ``gap`` bytes between them. Returns them in ascending
+    """Merges ranges that are separated by at most ``gap`` bytes. Returns them in ascending
     order."""
     united: list[Range] = []
     for begin, end in sorted(ranges):
@@ -79,8 +80,8 @@ def box_ranges(
 
 
 def ends_of_record(length: int, payload_bytes: int) -> int | None:
-    """Returns the number of bytes at each end of a record that contain everything but the payload;
-    None if the record is not one of a tensor as torch writes it."""
+    """Returns the number of bytes to read at each end of a record to get everything but the
+    payload; None if the record does not have torch's layout for a tensor."""
     envelope = length - payload_bytes
     return max(envelope, _ENDS_BYTES) if 0 <= envelope <= _MOST_ENVELOPE_BYTES else None
 
@@ -88,14 +89,14 @@ def ends_of_record(length: int, payload_bytes: int) -> int | None:
 def record_ranges(
     wanted: Iterable[Range], length: int, payload_bytes: int, block_bytes: int
 ) -> list[Range]:
-    """Returns the byte ranges of a record that contain wanted ranges of its payload, and all bytes
-    that are needed to verify them.
+    """Returns the byte ranges of a record that contain the wanted ranges of its payload, and all
+    bytes that are needed to verify them.
 
     Args:
         wanted: ranges of the payload.
-        length: length of the record, for which :func:`ends_of_record` is not None.
+        length: length of the record; :func:`ends_of_record` must not return None for it.
         payload_bytes: length of the payload.
-        block_bytes: length of the blocks that have checksums; 1 if there are none.
+        block_bytes: length of the checksummed blocks; 1 if there are none.
     """
     ends = ends_of_record(length, payload_bytes)
     assert ends is not None
@@ -110,10 +111,10 @@ def record_ranges(
 
 
 def block_sizes(table: bytes) -> dict[int, int]:
-    """Reads the sizes of checksummed blocks, in bytes, by the offset of the record in its file.
+    """Returns the sizes of checksummed blocks, in bytes, by the record's offset in its file.
 
     Args:
-        table: a checksum table (docs/format.md). A damaged one yields sizes that may be wrong; the
+        table: a checksum table (docs/format.md). If it is damaged, the sizes may be wrong; the
             engine refuses it later.
     """
     if len(table) < _TABLE_HEAD.size:

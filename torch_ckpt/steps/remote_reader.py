@@ -1,14 +1,14 @@
-"""Loads of remote checkpoints.
+"""Loads remote checkpoints.
 
-1. The metadata is copied to a staging directory and read like that of a local checkpoint.
+1. The metadata is copied to a staging directory and read like the metadata of a local checkpoint.
 2. Before the engine reads a wave of records, the bytes that it will read are fetched into sparse
-   files. These have the names and lengths of the remote files, and the bytes have the same offsets.
-   The engine then reshards, converts and verifies them like local files.
-3. The fetched bytes are freed after each wave, and the directory at the end of the load.
+   files, which have the same names, lengths and offsets as the remote files. The engine then
+   reshards, converts and verifies them like local files.
+3. The fetched bytes are freed after each wave. The directory is removed at the end of the load.
 
-For a partial read of a record, its two ends are fetched first: they describe the layout of the
-elements. The location of the wanted part is known for row-major tensors only; other records are
-fetched completely.
+For a partial read of a record, both ends of the record are fetched first, because they describe the
+layout of the elements. The location of the wanted part can be computed only for row-major tensors.
+Other records are fetched in full.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from torch_ckpt.steps.remote_ranges import (
     record_ranges,
 )
 
-# Size of a request: large enough to hide its latency, small enough for MOST_REQUESTS in memory.
+# Size of a request: large enough to hide latency, small enough to keep MOST_REQUESTS in memory.
 _REQUEST_BYTES = 8 << 20
 
 _Wanted = dict[str, list[Range]]
@@ -61,14 +61,14 @@ class RemoteReader(FileSystemReader):
 
     Args:
         files: files of the checkpoint.
-        staging_dir: local directory for fetched bytes; None: the system's temporary directory.
-        wave_bytes: limit of the bytes that are fetched before the engine reads them. A larger
-            record is fetched separately.
+        staging_dir: local directory for fetched bytes; None uses the system's temporary directory.
+        wave_bytes: maximum number of bytes to fetch before the engine reads them. A larger record
+            is fetched separately.
         options: passed to :class:`FileSystemReader`.
 
     Raises (in addition to :class:`FileSystemReader`):
         FileNotFoundError: the checkpoint, or its marker, does not exist.
-        OSError: a request failed; ``filename`` is the URL. Or the staging directory is full.
+        OSError: a request failed (``filename`` is the URL), or the staging directory is full.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RemoteReader(FileSystemReader):
 
     @property
     def version(self) -> str | None:
-        # The checkpoint is not locked: another save may replace it between two ranks' reads.
+        # The checkpoint is not locked, so another save may replace it between two ranks' reads.
         return self._version
 
     def _refuse_url(self) -> None:
@@ -147,9 +147,9 @@ class RemoteReader(FileSystemReader):
                 f"{MAX_METADATA_BYTES} bytes"
             )
         staging = tempfile.mkdtemp(prefix="torch_ckpt-", dir=self._staging_dir)
-        # dcp.load does not notify its reader of its end.
+        # Use a finalizer, because dcp.load does not notify its reader when it ends.
         self._end_staging = weakref.finalize(self, shutil.rmtree, staging, ignore_errors=True)
-        # Titles and messages show this name.
+        # Progress bars and messages show this name.
         self.path = self._staged_path = Path(staging, os.path.basename(self._files.url))
         self._staged_path.mkdir()
         data = self._files.read(name)
@@ -164,7 +164,7 @@ class RemoteReader(FileSystemReader):
 
     @contextmanager
     def _errors_with_url(self) -> Iterator[None]:
-        """Replaces the path of the staging directory by the URL in errors."""
+        """Replaces the path of the staging directory with the URL in errors."""
         try:
             yield
         except CheckpointError as error:
@@ -195,7 +195,7 @@ class RemoteReader(FileSystemReader):
     def _waves_of_rows(
         self, files: list[str], rows: list[Row]
     ) -> Iterator[tuple[list[Row], _Wanted]]:
-        """Groups the rows that are staged together, in their order. Yields each group with the
+        """Groups the rows that are staged together, in order. Yields each group with the byte
         ranges to stage."""
         ranges_of = self._ranges_of(files, rows)
         wave: list[Row] = []
@@ -215,8 +215,8 @@ class RemoteReader(FileSystemReader):
             yield wave, _by_file(wanted)
 
     def _ranges_of(self, files: list[str], rows: list[Row]) -> dict[_Record, list[Range]]:
-        """Returns the byte ranges, by record, that the engine reads for some rows. They are offsets
-        in the record's file."""
+        """Returns the byte ranges that the engine reads for these rows, by record, as offsets in
+        the record's file."""
         records: dict[_Record, list[Row]] = defaultdict(list)
         for row in rows:
             records[files[row[1]], row[2]].append(row)
@@ -242,14 +242,14 @@ class RemoteReader(FileSystemReader):
         return found
 
     def _is_row_major(self, file: str, row: Row) -> bool:
-        """True if a record, whose ends have been fetched, contains the tensor that a row describes,
-        in row-major order."""
+        """True if a record contains the tensor that a row describes, in row-major order. Both ends
+        of the record must have been fetched."""
         with open(self._staged_path / file, "rb") as stream, torch.serialization.skip_data():
             view: Any = _create_file_view(cast(io.IOBase, stream), row[2], row[3])
             try:
                 stored = torch.load(view, map_location="cpu", weights_only=True)
             except Exception:
-                # The engine will report the damage, or read the record by torch.load.
+                # The engine will report the damage, or read the record with torch.load.
                 return False
         return (
             type(stored) is torch.Tensor

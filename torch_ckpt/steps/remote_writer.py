@@ -1,18 +1,18 @@
-"""The save of one step beneath a URL. Object stores have no rename, so a marker completes the step.
+"""Saves one step beneath a URL. Object stores have no rename, so a marker completes the step.
 
-1. Every rank writes its part into a staging directory of its own and uploads the files one by one.
-   The names of a save's files contain a unique tag, so no existing file is overwritten: a step that
-   is to be replaced stays unchanged.
+1. Every rank writes its files into a staging directory and uploads them. The names of a save's
+   files contain a unique tag, so no existing file is overwritten, and a step that is to be replaced
+   remains unchanged.
 2. If any rank fails, the files of the save are removed. No other file has changed.
-3. The coordinator checks that all data files exist. It reads the metadata and the marker of a step
-   that is to be replaced, and removes that marker. Then it uploads the metadata, and last the
-   marker. Only now is the step complete, and the save committed on all ranks. If a request fails,
-   the former metadata and marker are restored.
+3. The coordinator checks that all data files exist. If the save replaces a step, the coordinator
+   reads the metadata and the marker of that step, and removes the marker. It then uploads the new
+   metadata and, last, the new marker. Only then is the step complete, and the save committed on all
+   ranks. If a request fails, the old metadata and marker are restored.
 4. The coordinator removes all other files, which belong to a replaced step or to interrupted saves.
 
-Two saves never mix: the metadata names files of one save, all of which exist when it is uploaded.
-A coordinator that dies within 3 leaves a directory without a marker, which is not a step. A step
-that was to be replaced is then lost, too.
+Two saves never mix: the metadata names files of one save, and all of these files exist when the
+metadata is uploaded. If the coordinator dies during 3, it leaves a directory without a marker,
+which is not a step. A step that was to be replaced is then lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.marker import encoded_marker
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 
-# fsspec's file systems resolve host names in a thread pool, so saves must end before it does.
+# fsspec's file systems resolve host names in a thread pool, so saves must end before the pool ends.
 before_thread_pools_end(join_saves)
 
 
@@ -53,10 +53,10 @@ class RemoteWriter(FileSystemWriter):
 
     Args:
         files: files of the step.
-        step: number of the step.
-        staging_dir: local directory for all files that this rank writes; None: the system's
+        step: step number.
+        staging_dir: local directory for all files that this rank writes; None uses the system's
             temporary directory.
-        overwrite: a complete step may be replaced.
+        overwrite: True if a complete step may be replaced.
         marker: returns the content of the marker, a dict of JSON values. Called on the coordinator
             at the commit.
         options: passed to :class:`FileSystemWriter`.
@@ -108,13 +108,13 @@ class RemoteWriter(FileSystemWriter):
         self.abandon()
         if not self.use_collectives:
             raise ValueError(
-                "a step beneath a URL needs a coordinator that commits it for all ranks. Pass "
-                "use_collectives=True."
+                "saving a step beneath a URL requires a coordinator that commits it for all ranks. "
+                "Pass use_collectives=True."
             )
         if self._is_coordinator:
             self._refuse_existing(self._files.list())
         staging = tempfile.mkdtemp(prefix="torch_ckpt-", dir=self._staging_dir)
-        # Titles and messages show this name.
+        # Progress bars and messages show this name.
         self.path = Path(staging, os.path.basename(self._files.url))
         try:
             plan = super().prepare_local_plan(plan)
@@ -155,16 +155,16 @@ class RemoteWriter(FileSystemWriter):
         """Completes the step.
 
         Raises:
-            NotCommitted: the files of this save have been removed. A step that was to be replaced
-                is unchanged.
-            FileExistsError: another run has completed the step meanwhile.
-            CheckpointError: it is unknown whether the step is complete: a request of the commit has
-                failed, and so have the requests to undo it.
+            NotCommitted: the save failed, and its files have been removed. A step that was to be
+                replaced is unchanged.
+            FileExistsError: another run has completed the step during this save.
+            CheckpointError: it is unknown whether the step is complete, because a request of the
+                commit failed, and so did the requests to undo the commit.
         """
         try:
             self._commit(data, files)
         finally:
-            # dcp.save does not notify its writer of the end.
+            # dcp.save does not notify its writer when it ends.
             self.abandon()
 
     def abandon(self) -> None:
@@ -183,9 +183,9 @@ class RemoteWriter(FileSystemWriter):
         missing = sorted(files - listing.keys())
         if missing:
             raise NotCommitted(
-                f"{self._files.url}: {len(missing)} of the {len(files)} files that this save has "
-                f"written no longer exist, among them {missing[0]}; check that no other job saves "
-                "or sweeps beneath this root"
+                f"{self._files.url}: {len(missing)} of the {len(files)} files that this save "
+                f"uploaded no longer exist, for example {missing[0]}; check that no other job "
+                "saves or sweeps beneath this root"
             )
         total = sum(listing[file].bytes for file in files) + len(data)
         facts = {"step": self._step, "saved_at": time.time(), "bytes": total, **self._marker()}
@@ -194,7 +194,7 @@ class RemoteWriter(FileSystemWriter):
         upload.committing = True
         try:
             self._files.remove({MARKER_NAME} & listing.keys())
-            # After the marker, or an interrupted deletion would become a step again.
+            # Remove this file after the marker, or an interrupted deletion would become a step.
             self._files.remove({DELETED_NAME} & listing.keys())
             self._files.write(METADATA_NAME, data)
             self._uploaded_bytes += len(data)
@@ -222,7 +222,7 @@ class RemoteWriter(FileSystemWriter):
 
         source = Path(self.path, file)
         self._files.upload(str(source), file, count)
-        # A heartbeat, for file systems that do not report progress.
+        # Count this as a heartbeat, because some file systems do not report progress.
         count(1)
         source.unlink()
 
@@ -235,7 +235,7 @@ class RemoteWriter(FileSystemWriter):
         return {name: self._files.read(name) for name in names}
 
     def _undo_commit(self, files: set[str], former: dict[str, bytes]) -> None:
-        """Undoes a commit whose last request has failed, but may have taken effect."""
+        """Undoes a commit after a failed request, which may nevertheless have taken effect."""
         try:
             for name, data in former.items():
                 self._files.write(name, data)
@@ -243,23 +243,23 @@ class RemoteWriter(FileSystemWriter):
                 self._files.remove([MARKER_NAME])
         except OSError as error:
             raise CheckpointError(
-                f"{self._files.url}: a request of the commit failed, and so did its reversal "
-                f"({error}). It is unknown whether the step is complete, and from which save. If "
-                f"the file {MARKER_NAME} does not exist there, save again."
+                f"{self._files.url}: a request of the commit failed, and so did undoing the commit "
+                f"({error}). It is unknown whether the step is complete, and which save wrote it. "
+                f"If the step has no file {MARKER_NAME}, save again."
             ) from error
         assert self._upload is not None
         self._upload.remove(files if former else {METADATA_NAME, *files})
 
 
 class _Upload:
-    """The staged files of one save on this rank, and the files that it adds to the step.
+    """The staged files of a save on this rank, and the files that the save adds to the step.
 
     If the object is garbage-collected, for example because dcp.save drops its writer, the staged
     files are removed and the step is no longer busy.
 
     Attributes:
         tag: part of the names of the save's data files.
-        committing: the commit has started; from now on only the commit removes files.
+        committing: True once the commit has started; from then on, only the commit removes files.
     """
 
     def __init__(self, files: RemoteFiles, staging: str, is_coordinator: bool) -> None:
@@ -281,7 +281,7 @@ class _Upload:
         """Removes the staged files, and, on the coordinator, all files of a failed save."""
         try:
             if self._is_coordinator and not self.committing:
-                # Includes the files of ranks that died.
+                # This includes the files of ranks that died.
                 self.remove([name for name in self._files.list() if f"_{self.tag}" in name])
         except OSError as error:
             LOGGER.warning("unused files may be left in %s: %s", self._files.url, error)

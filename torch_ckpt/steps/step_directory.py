@@ -1,4 +1,4 @@
-"""Directories of steps: their names, and the size of their files."""
+"""Names of step directories, and the size of their files."""
 
 from __future__ import annotations
 

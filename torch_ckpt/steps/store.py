@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step beneath a root, or the leftover of one.
+    """A step beneath a root, or the remains of an incomplete or deleted one.
 
     Attributes:
-        step: number of the step, at least 0.
-        path: its directory or URL.
-        state: "complete"; "unfinished" if it is being saved or its save was interrupted; "deleted"
-            if its deletion is running or was interrupted.
-        saved_at: time of completion, in seconds since 1970; None if unknown.
-        bytes: total size of its files, in bytes.
+        step: step number, at least 0.
+        path: directory or URL of the step.
+        state: "complete"; "unfinished" if the step is being saved or its save was interrupted;
+            "deleted" if its deletion is running or was interrupted.
+        saved_at: time of completion as a Unix timestamp; None if unknown.
+        bytes: total size of the step's files, in bytes.
         metrics: the metrics passed to the save.
         notes: the notes passed to the save.
-        pinned: True if retention keeps it until it is unpinned.
+        pinned: True if retention keeps the step until it is unpinned.
 
     Example::
 
@@ -55,17 +55,17 @@ class StepInfo:
 
     @property
     def lacks_marker(self) -> bool:
-        """True if it has a step's name and lacks only the marker."""
+        """True if the directory has a step's name and lacks only the marker."""
         return self.state == "unfinished" and STEP_NAME.match(self.name) is not None
 
     @property
     def name(self) -> str:
-        """Name of its directory beneath the root."""
+        """Name of the directory beneath the root."""
         return self.path.rstrip("/").rpartition("/")[2]
 
 
 class StepStore(abc.ABC):
-    """The steps of a run beneath a root. Made by :func:`torch_ckpt.steps.open_steps`.
+    """The steps of a run beneath a root. Create it with :func:`torch_ckpt.steps.open_steps`.
 
     Any rank may list and load. Only one process at a time may sweep and delete.
 
@@ -80,8 +80,8 @@ class StepStore(abc.ABC):
         steps.load(100, {"model": model})
     """
 
-    #: A sweep may remove directories without a marker. True beneath URLs: there an unfinished save
-    #: already has its step's name. In local directories a save gets that name only when complete.
+    #: True if a sweep may remove directories without a marker. Beneath a URL, an unfinished save
+    #: already has its step's name; a local directory gets that name only when it is complete.
     sweeps_what_lacks_markers = False
 
     def __init__(self, root: str) -> None:
@@ -107,7 +107,7 @@ class StepStore(abc.ABC):
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
         """Removes the leftovers of interrupted saves and deletions.
 
-        A leftover that cannot be removed is logged, and tried again by the next sweep.
+        If a leftover cannot be removed, the error is logged, and the next sweep tries again.
 
         Args:
             deleted_only: complete interrupted deletions only; spare unfinished steps, which may
@@ -134,32 +134,32 @@ class StepStore(abc.ABC):
         make_room: Callable[[], None] | None = None,
         **options: Any,
     ) -> FileSystemWriter:
-        """Makes the writer for one save of a step. Its commit completes the step.
+        """Creates the writer for one save of a step. The writer's commit completes the step.
 
         Args:
-            step: number of the step, 0 to 9,999,999,999.
+            step: step number, 0 to 9,999,999,999.
             attempt: 8 hex digits, the same on all ranks and different for each run.
-            overwrite: a complete step may be replaced. It stays until the commit.
+            overwrite: True if a complete step may be replaced. It is kept until the commit.
             marker: returns the content of the marker, a dict of JSON values. Called on the
                 coordinator at the commit.
-            expected_bytes: lower limit of the bytes that all ranks together will write.
+            expected_bytes: lower limit of the number of bytes that all ranks will write in total.
             make_room: called if fewer bytes are free, before the save is refused.
             options: passed to :class:`FileSystemWriter`.
 
         Raises:
-            ValueError: the number of the step is out of range.
+            ValueError: the step number is out of range.
 
         Raises (from the save, on every rank, inside a ``CheckpointException``):
             FileExistsError: the step is complete, and ``overwrite`` is False.
-            OSError: ``ENOSPC`` if fewer bytes are free than expected; or a system call failed.
+            OSError: fewer bytes are free than expected (``ENOSPC``), or a system call failed.
         """
 
     @abc.abstractmethod
     def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
-        """Loads a step, as :func:`torch_ckpt.load` does. All ranks call it.
+        """Loads a step, as :func:`torch_ckpt.load` does. All ranks must call it.
 
         Args:
-            step: number of the step.
+            step: step number.
             state_dict, options: passed to :func:`torch_ckpt.load`.
 
         Returns, raises: see :func:`torch_ckpt.load`.
@@ -182,7 +182,7 @@ class StepStore(abc.ABC):
         """Deletes a step. Succeeds if the step does not exist.
 
         Returns:
-            False if a process is saving or loading the step, which is then unchanged: try again
+            False if a process is saving or loading the step. The step is then unchanged; try again
             later.
 
         Raises:
@@ -191,16 +191,16 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def contents(self, name: str) -> tuple[int, int]:
-        """Returns the number of files and of bytes in a directory that :meth:`entries` lists; zeros
-        if it no longer exists."""
+        """Returns the number of files and their total size for a directory that :meth:`entries`
+        lists; zeros if the directory no longer exists."""
 
     @abc.abstractmethod
     def is_complete(self, step: int) -> bool:
         """True if a step exists and is complete. Reads only the step's own directory.
 
         Raises:
-            ValueError: the number of the step is out of range.
-            OSError: its files cannot be listed.
+            ValueError: the step number is out of range.
+            OSError: the step's files cannot be listed.
         """
 
     @abc.abstractmethod
@@ -208,7 +208,7 @@ class StepStore(abc.ABC):
         """True if a step exists and is pinned.
 
         Raises:
-            OSError: its files cannot be listed.
+            OSError: the step's files cannot be listed.
         """
 
     @abc.abstractmethod
@@ -223,7 +223,7 @@ class StepStore(abc.ABC):
 def info_of(
     step: int, path: str, marker: dict[str, Any], pinned: bool, bytes_of: Callable[[], int]
 ) -> StepInfo:
-    """Makes the StepInfo of a complete step. Ignores fields of the marker with unexpected types.
+    """Builds the StepInfo of a complete step. Ignores fields of the marker with unexpected types.
 
     Args:
         bytes_of: computes the size of the step if the marker lacks it.
@@ -249,6 +249,6 @@ def _number(value: object, wanted: Callable[[float], bool] = lambda _: True) -> 
     try:
         number = float(value)
     except OverflowError:
-        # An integer in the JSON that is too large for a float.
+        # The JSON has an integer that is too large for a float.
         return None
     return number if wanted(number) else None

@@ -347,7 +347,7 @@ def test_gc_suggests_a_metric_for_one_that_no_step_has(
     left = leave_unfinished(root, 7)
     rules = ["--keep-best", "2", "--metric", "evalloss", "--keep-last", "1", "--sweep"]
     text = run(capsys, "gc", str(root), *rules, *dry_run, code=2)
-    assert "no metric 'evalloss'" in text
+    assert "the metric 'evalloss', which keep_best compares, is missing" in text
     assert "did you mean 'eval_loss'?" in text
     assert steps_of(root) == [1, 2, 3, 4, 5, 6]
     assert (root / left).exists()

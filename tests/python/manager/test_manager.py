@@ -450,7 +450,7 @@ def test_on_a_full_disk_a_manager_restores_and_the_first_save_takes_the_lease(
     disk = os.statvfs(small_disk)
     filling.write_bytes(bytes(disk.f_bavail * disk.f_frsize))
     made = make(root)
-    assert "The first save tries again" in caplog.text
+    assert "The first save will try again" in caplog.text
     assert restored(made) == 1
     assert not (root / LEASE_NAME).exists()
     filling.unlink()

@@ -103,7 +103,7 @@ def touch_long_ago(path: Path) -> None:
 
 def test_a_second_run_is_refused_while_the_first_is_alive_and_names_it(root: Path) -> None:
     with run_in_a_child(root) as child:
-        with pytest.raises(RootInUse, match=rf"writes here, process {child.pid} on host "):
+        with pytest.raises(RootInUse, match=rf"writing to this root: process {child.pid} on host "):
             CheckpointManager(root, preemption_signals=())
         assert (root / LEASE_NAME).exists()
 
@@ -321,7 +321,7 @@ def test_a_lease_of_another_machine_is_taken_after_a_wait_if_it_is_not_touched(
     record(root)
     with leased(root, times=Times(expiry=0.05, poll=0.01)):
         pass
-    assert "has a lease of process 123 on host elsewhere" in caplog.text
+    assert "has a lease held by process 123 on host elsewhere" in caplog.text
 
 
 def test_a_run_on_another_machine_that_touches_its_lease_is_alive(root: Path) -> None:

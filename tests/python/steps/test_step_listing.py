@@ -190,7 +190,7 @@ def test_nothing_is_deleted_if_the_root_was_exchanged_since_the_save(
     saved(other, 2)
     os.rename(store.root, tmp_path / "away")
     os.rename(other.root, store.root)
-    with pytest.raises(OSError, match="another directory than at the last save"):
+    with pytest.raises(OSError, match="a different directory than at the last save"):
         store.delete(2)
     assert listed(store) == [(2, "complete")]
     # The root may belong to another run by now.
