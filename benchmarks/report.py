@@ -48,7 +48,7 @@ def _comparison_row(comparison: Comparison) -> list[str]:
         comparison.work,
         _with_seconds(comparison.ours, comparison.ours_median),
         _with_seconds(comparison.baseline, comparison.baseline_median),
-        quantity,
+        _QUANTITY_LABELS.get(quantity, quantity),
         f"**{_number(comparison.value, quantity)}**",
         f"{_number(low, quantity)} to {_number(high, quantity)}",
     ]
@@ -62,7 +62,9 @@ def _target_cells(comparison: Comparison) -> list[str]:
     return [target, "yes" if comparison.met else "**no**"]
 
 
-_COMPARISON_HEADER = ["work", "measured", "against", "what", "median", "min to max"]
+_COMPARISON_HEADER = ["workload", "measured", "baseline", "quantity", "median", "min to max"]
+# Labels for quantities of committed results.
+_QUANTITY_LABELS = {"training stands still": "training stalled", "stall": "training stalled"}
 
 
 def _rate(group: Group, seconds: float) -> str:
@@ -93,8 +95,8 @@ def _background_table(group: Group) -> str:
                 median("cpu_s", ".3f"),
             ]
         )
-    header = [group.title, "in the call, ms", "staged, s", "durable, s"]
-    header += ["median step, x", "mean step, x", "steps", "saves", "CPU s"]
+    header = [group.title, "call, ms", "time to staged, s", "time to durable, s"]
+    header += ["median step, x", "mean step, x", "timed steps", "saves", "CPU s"]
     return _table(header, rows, numeric_from=1)
 
 
@@ -128,8 +130,9 @@ def _queue_table(group: Group) -> str:
             ]
         )
     header = [group.title, "first call, ms", "call, ms", "plan, ms", "schedule, ms", "finalize, ms"]
-    header += ["stands still, ms", "poll, us", "durable, s", "median step, x", "mean step, x"]
-    header += ["CPU s", "first CPU s", "memory, MiB", "processes", "kept"]
+    header += ["training stalled, ms", "poll, us", "time to durable, s"]
+    header += ["median step, x", "mean step, x", "CPU s", "first save, CPU s"]
+    header += ["extra memory, MiB", "extra processes", "correct snapshots"]
     return _table(header, rows, numeric_from=1)
 
 
@@ -145,7 +148,7 @@ def _calls_table(group: Group) -> str:
                 f"{group.cpu(info.name).median * 1e3:.3f}",
             ]
         )
-    return _table([group.title, "call, ms", "min to max", "CPU ms"], rows, numeric_from=1)
+    return _table([group.title, "call, ms", "min to max, ms", "CPU ms"], rows, numeric_from=1)
 
 
 def _group_table(group: Group) -> str:
@@ -169,69 +172,72 @@ def _group_table(group: Group) -> str:
         if group.counts_reads:
             row.append(f"{statistics.median(group.read_per_wanted(info.name)):.3f}")
         rows.append(row)
-    header = [group.title, "seconds", "quartiles", "min to max", "rate", "CPU s"]
+    header = [group.title, "median, s", "quartiles, s", "min to max, s", "rate", "CPU s"]
     if group.counts_reads:
-        header.append("read / wanted")
+        header.append("bytes read per byte wanted")
     return _table(header, rows, numeric_from=1)
 
 
 _BACKGROUND_EXPLANATION = (
-    "Time in the call is the time for which training stops; after staged the state may change "
-    "again. The step columns are the median and the mean training step from the return of the "
-    "call to the end of the save, per step just before the save. Training is Python-driven "
-    "autograd on one thread and does not change the saved state. CPU seconds are those of the "
-    "save in all its processes, without those of the training steps."
+    "Training stops during the call. Once the save is staged, the state may change again. The step "
+    "columns show the median and the mean training step between the return of the call and the end "
+    "of the save, relative to steps just before the save. Training is Python-driven autograd on "
+    "one thread and does not change the saved state. CPU seconds cover all processes of the save, "
+    "but not the training steps."
 )
 
 
 _QUEUE_EXPLANATION = (
-    "Saves in Megatron's flow: plan, schedule, a poll after every step, finalize. The call "
-    "lasts from the start of the plan until the queue has accepted the request, for the first "
-    "save of a fresh process and for later saves. Plan, schedule and finalize are parts of "
-    "later saves; training stops during these and during the polls. The poll column is a poll "
-    "that finds the save unfinished. The step columns are the median and the mean training step "
-    "from the call to the end of the save, per step just before the save. CPU seconds are those "
-    "of all processes, without those of the training steps. Memory is that of all processes "
-    "during a later save beyond that before the first save, with shared memory counted once and "
-    "without mapped files; processes are those in addition to the rank's own. Kept is the "
-    "number of saves that hold the snapshot although the state changes right after the call."
+    "These saves follow Megatron's flow: plan, schedule, a poll after every step, finalize. The "
+    "call lasts from the start of the plan until the queue has accepted the request. Its time is "
+    "given for the first save of a fresh process and for later saves; plan, schedule and finalize "
+    "are given for later saves. Training is stalled during plan, schedule, polls and finalize. The "
+    "poll column shows a poll that finds the save unfinished. The step columns show the median and "
+    "the mean training step between the call and the end of the save, relative to steps just "
+    "before the save. CPU seconds cover all processes, but not the training steps. Extra memory is "
+    "how much more memory all processes use during a later save than before the first save; it "
+    "counts shared memory once and excludes mapped files. Extra processes are those besides the "
+    "rank's own. A snapshot is correct if it is unaffected by a change of the state right after "
+    "the call."
 )
 
 _CALLS_EXPLANATION = (
-    "Calls of a manager: for steps that are not saved, the mean, since a few of these calls "
-    "query the store; for other calls, the median. Before each call all ranks run one training "
-    "step and wait for each other; the calls of the slowest rank count. Added time is the time "
-    "that a save through the manager blocks beyond async_save. CPU milliseconds are those of "
-    "the process for a call, the step before it and the save until its end."
+    "The table shows calls of a manager. For steps that are not saved, a time is the mean, because "
+    "only a few of these calls query the store; for other calls, it is the median. Before each "
+    "call, all ranks run one training step and wait for each other. Times are those of the slowest "
+    "rank. Added time is how much longer a save through the manager blocks than async_save. CPU "
+    "milliseconds cover the process during a call, the step before it and the complete save."
 )
 
 _QUEUE_PEERS_EXPLANATION = (
     "nvidia-resiliency-ext and megatron-core save through a worker process. The state is on the "
-    "CPU, and they do not copy CPU tensors: after the first save the tensors lie in memory that "
-    "is shared with the worker, so later calls send handles, and the worker reads tensors that "
-    "training changes meanwhile. With 'of copies' the caller clones the tensors first, as a "
-    "user would have to. Without a GPU {}; everything else is their own code, as installed from "
-    "PyPI."
+    "CPU, and these packages do not copy CPU tensors. After the first save the tensors are in "
+    "memory that is shared with the worker, so later calls only send handles, and the worker reads "
+    "tensors while training changes them. In the rows with 'of copies', the caller clones the "
+    "tensors first, as a user would have to. {} Everything else is the packages' own code, as "
+    "installed from PyPI."
 )
 
 
 _READS_EXPLANATION = (
-    "Bytes read are those that read system calls returned, from files in the page cache and "
-    "from disk, metadata included, per byte of the tensors loaded. For several ranks, bytes and "
-    "CPU seconds are sums, wall seconds are those of the slowest rank, and rates are for the "
-    "bytes in the title."
+    "Bytes read are the bytes that read system calls returned, from the page cache or from disk, "
+    "including metadata. They are given per byte of loaded tensors. With several ranks, bytes and "
+    "CPU seconds are sums over the ranks, wall seconds are those of the slowest rank, and rates "
+    "refer to the bytes in the title."
 )
 
 
 def _introduction(results: Results, groups: Sequence[Group], *, quotable: bool) -> list[str]:
     paragraphs = [f"Measured on {results.machine.sentence()}."]
     if not quotable:
-        paragraphs.append("**A trial run, not to be quoted:** too small, too short or incomplete.")
+        paragraphs.append(
+            "**Do not quote this trial run:** it is too small, too short or incomplete."
+        )
     paragraphs.append(
-        f"Rounds: {results.parameters['rounds']}. In each, all contenders of a group run one after "
-        "the other; the order changes from round to round. A ratio is the median of the ratios "
-        "within the rounds, seconds are medians. Speed compares wall seconds, CPU time the user "
-        "and system seconds of the saving or loading process."
+        f"There are {results.parameters['rounds']} rounds. In each round, all contenders of a "
+        "group run one after the other, in a different order each time. A ratio is the median of "
+        "the ratios within the rounds; a time is the median over the rounds. Speed compares wall "
+        "time. CPU time is the user and system time of the saving or loading process."
     )
     if any(group.background for group in groups):
         paragraphs.append(_BACKGROUND_EXPLANATION)
@@ -242,10 +248,13 @@ def _introduction(results: Results, groups: Sequence[Group], *, quotable: bool) 
     if any(group.queued for group in groups):
         paragraphs.append(_QUEUE_EXPLANATION)
         replaced = ", ".join(results.parameters["megatron"]["replaced_for_peers"])
-        what = (
-            f"these do nothing, in rank and worker: {replaced}" if replaced else "nothing differs"
+        stubs = (
+            "Without a GPU, these functions are replaced by stubs in the rank and in the worker: "
+            f"{replaced}."
+            if replaced
+            else "None of their functions are replaced."
         )
-        paragraphs.append(_QUEUE_PEERS_EXPLANATION.format(what))
+        paragraphs.append(_QUEUE_PEERS_EXPLANATION.format(stubs))
     return paragraphs
 
 
@@ -263,7 +272,7 @@ def _skipped_list(results: Results) -> list[str]:
 
 def _table_with_targets(comparisons: Sequence[Comparison]) -> str:
     rows = [_comparison_row(entry) + _target_cells(entry) for entry in comparisons]
-    return _table([*_COMPARISON_HEADER, "target", "met"], rows, numeric_from=4)
+    return _table([*_COMPARISON_HEADER, "target", "target met"], rows, numeric_from=4)
 
 
 def full_report(results: Results) -> str:
@@ -364,9 +373,10 @@ def numbers_block(results: Results, image_links: Sequence[str] = ()) -> str:
     ]
     header = ["median time", "torch_ckpt", "stock torch, default", "stock torch, best setting"]
     caption = (
-        f"Medians of {results.parameters['rounds']} rounds. A ratio is stock's time divided by "
-        "torch_ckpt's time in the same round: the median (lowest to highest), which may differ "
-        f"from the ratio of the median times. {results.machine.sentence()}."
+        f"Times are medians of {results.parameters['rounds']} rounds. A ratio is stock's time "
+        "divided by torch_ckpt's time in the same round: the median and, in parentheses, the "
+        "lowest and the highest. The median ratio may differ from the ratio of the median times. "
+        f"Measured on {results.machine.sentence()}."
     )
     return "\n\n".join([_table(header, rows, numeric_from=4), caption])
 
@@ -385,7 +395,7 @@ def missed_block(results: Results, image_links: Sequence[str] = ()) -> str:
         for entry in results.comparisons
         if entry.met is False
     ]
-    return _table(["missed", "quantity", "measured", "against", "median", "target"], rows, 4)
+    return _table(["workload", "quantity", "measured", "baseline", "median", "target"], rows, 4)
 
 
 def headline_block(results: Results, image_links: Sequence[str] = ()) -> str:

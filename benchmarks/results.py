@@ -208,8 +208,8 @@ class Crossover:
     def sentence(self) -> str:
         """The crossover as a sentence, for reports."""
         if self.world is None:
-            return f"{self.work}: read_once is faster for none up to {self.largest} ranks"
-        return f"{self.work}: read_once is faster from {self.world} ranks on"
+            return f"{self.work}: read_once is not faster with {self.largest} or fewer ranks"
+        return f"{self.work}: read_once is faster with {self.world} or more ranks"
 
 
 @dataclass(frozen=True)

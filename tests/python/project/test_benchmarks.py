@@ -137,7 +137,7 @@ def test_the_crossover_is_the_point_from_which_reading_once_is_always_faster(
     group = results.Group("replicas_warm", "title", 1, infos, [*samples])
     (crossover,) = targets.crossovers([group])
     assert crossover == results.Crossover("title", world, max(seconds))
-    assert ("none up to" in crossover.sentence) == (world is None)
+    assert ("not faster" in crossover.sentence) == (world is None)
 
 
 def test_small_tensors_own_their_storage() -> None:
