@@ -12,55 +12,55 @@
 
 namespace torch_ckpt {
 
-// One code per kind of failure, so that callers need not parse the text. docs/design.md maps each
-// to the Python exception that the bindings raise.
+// One code per kind of failure, so that callers need not parse messages. docs/design.md lists the
+// Python exception that the bindings raise for each code.
 enum class Errc {
-  // A system call failed with Error::sys_errno.
+  // A system call failed; Error::sys_errno gives the reason.
   system,
   // Options contradict each other or are out of range.
   invalid_argument,
-  // Another part of the same save failed first; this part stopped.
+  // Another part of the same save failed first, so this part stopped.
   cancelled,
-  // A file's name, or a link, leads out of the checkpoint's directory.
+  // A file name or a link leads out of the checkpoint's directory.
   outside_directory,
-  // The path of the checkpoint's directory no longer leads to the opened directory.
+  // The path of the checkpoint no longer refers to the directory that was opened.
   directory_moved,
-  // A data file ends before the range that the metadata gives.
+  // A range in the metadata extends past the end of the data file.
   range_past_end,
-  // The bytes are not a torch.save archive of one plain tensor.
+  // The record is not a torch.save archive of one plain tensor.
   not_a_zip,
   zip_compressed,
   zip_inconsistent,
   record_missing,
   pickle_unknown,
-  // The record's tensor differs from the metadata.
+  // The tensor in the record differs from its description in the metadata.
   tensor_mismatch,
   // The bytes do not match the stored checksum.
   checksum_mismatch,
   // The checksum table is intact, but this version cannot read it.
   table_inconsistent,
-  // The pickle of the metadata is refused:
-  // it ends before STOP, or within an opcode;
+  // The metadata pickle is refused because
+  // - it ends before STOP or within an opcode,
   pickle_truncated,
-  // it has an opcode that metadata does not need;
+  // - it has an opcode that metadata does not need,
   pickle_opcode,
-  // the stack lacks the operands of an opcode, or they have wrong types;
+  // - an operand is missing from the stack or has the wrong type,
   pickle_stack,
-  // it refers to a name that is not allow-listed;
+  // - it refers to a name that is not allow-listed,
   pickle_forbidden,
-  // it calls a value that is not a function, or with unsupported arguments;
+  // - it calls something other than a function, or passes unsupported arguments,
   pickle_call,
-  // it sets the state of an object that accepts none, or a state of unsupported form;
+  // - it sets the state of an object that accepts none, or a state of an unsupported form,
   pickle_state,
-  // a dict has a key that metadata does not use;
+  // - a dict has a key of a type that metadata does not use,
   pickle_key,
-  // it changes a value to which other values may already refer;
+  // - it changes a value to which other values may already refer,
   pickle_shared,
-  // its values are nested too deeply;
+  // - its values are nested too deeply, or
   pickle_too_deep,
-  // it exceeds a limit.
+  // - it exceeds another limit.
   pickle_too_large,
-  // The pickle is valid metadata, but its content contradicts itself.
+  // The metadata can be decoded, but contradicts itself.
   metadata_inconsistent,
   // A message from another process is truncated or damaged.
   frame_damaged,
@@ -72,7 +72,7 @@ enum class Errc {
 
 std::string_view name(Errc code);
 
-// Text of an error. Copies share the characters, so that copying an error needs no memory.
+// Text of an error. Copies share the characters, so copying an error allocates no memory.
 class Text {
  public:
   Text() = default;
@@ -104,16 +104,16 @@ class Text {
   std::shared_ptr<const std::string> text_;
 };
 
-/// Describes a failure: the operation, the file, the offset and the system's reason. The core
-/// returns errors and never throws them.
+/// Describes a failure: the operation, file, offset and reason. The core returns errors; it never
+/// throws them.
 struct Error {
   Errc code = Errc::internal;
   int sys_errno = 0;
-  Text operation = {};  // the system call or step that failed
+  Text operation = {};  // system call or step that failed
   Text path = {};
   std::uint64_t offset = kNoOffset;
-  Text detail = {};   // one clause for the reader; empty if errno is sufficient
-  Text subject = {};  // the affected item; may be empty
+  Text detail = {};   // explains the failure in one clause; empty if errno suffices
+  Text subject = {};  // name of the affected item; may be empty
 
   static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
 
@@ -125,14 +125,15 @@ Error system_error(int sys_errno, std::string_view operation, std::string_view p
                    std::uint64_t offset = Error::kNoOffset);
 Error format_error(Errc code, std::string detail, std::uint64_t offset = Error::kNoOffset);
 
-/// Converts an exception to an error of `operation`; to ENOMEM if there is no memory for its text.
+/// Converts an exception to an error of `operation`. Returns ENOMEM if memory for the text cannot
+/// be allocated.
 Error exception_error(const std::exception_ptr& exception, std::string_view operation) noexcept;
 
 template <class T = void>
 using Result = boost::system::result<T, Error>;
 
-/// An Error as an exception, for code that also handles exceptions of ATen: csrc/torch and
-/// csrc/python call value() on results, and csrc/python converts a Failure to a Python exception.
+/// An Error as an exception, for code that also handles ATen's exceptions: csrc/torch and
+/// csrc/python call value() on results, and csrc/python converts Failures to Python exceptions.
 class Failure : public std::logic_error {
  public:
   explicit Failure(Error error) : std::logic_error(error.message()), error_(std::move(error)) {}
@@ -143,7 +144,7 @@ class Failure : public std::logic_error {
   Error error_;
 };
 
-// Throws Failure. Called by boost::system::result::value().
+// Throws a Failure. Called by boost::system::result::value().
 [[noreturn]] void throw_exception_from_error(const Error& error, const boost::source_location&);
 
 }  // namespace torch_ckpt

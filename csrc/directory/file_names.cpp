@@ -29,13 +29,13 @@ std::string_view take_number(std::string_view& text) {
   return number;
 }
 
-/// Returns the rank of a text that ends in "__{rank}", or an empty text.
+/// Returns the rank of a text that ends in "__{rank}", or an empty text if it does not.
 std::string_view rank_at_end(std::string_view text) {
   const std::string_view rank = take_number(text);
   return text.ends_with("__") ? rank : std::string_view();
 }
 
-/// Returns the rank of a prefix that ends in "__{rank}_" or "__{rank}_{tag}_".
+/// Returns the rank of a prefix that ends in "__{rank}_" or "__{rank}_{tag}_", or an empty text.
 std::string_view rank_of_prefix(std::string_view prefix) {
   if (!remove_end(prefix, "_")) return {};
   if (const auto rank = rank_at_end(prefix); !rank.empty()) return rank;
@@ -92,7 +92,7 @@ Result<std::string> choose_prefix(const os::Directory& directory, const std::str
         return file.kind == FileKind::metadata ||
                (file.kind == FileKind::data && file.rank == rank);
       });
-  // Replaces an existing tag, too: a reused plan has the tag of an earlier save.
+  // Replace an existing tag as well: a reused plan has the tag of an earlier save.
   return is_taken ? "__" + rank + "_" + random_hex(kTagDigits) + "_" : prefix;
 }
 

@@ -1,5 +1,5 @@
-/// Every conversion loads an element as float32 and stores the float32, as torch does. Float64 to a
-/// 16-bit dtype is therefore rounded twice; all other conversions round at most once.
+/// Every conversion converts to float32 first, as in torch. So float64 to a 16-bit dtype rounds
+/// twice; every other conversion rounds at most once.
 #include "format/convert.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
-// A target for each function, not for the file: the library must run on any x86-64.
+// Set the target per function, not for the whole file: the library must run on any x86-64.
 #define TORCH_CKPT_AVX2 __attribute__((target("avx2,f16c")))
 #endif
 
@@ -45,7 +45,7 @@ struct Float16 {
   static constexpr std::uint32_t kDropped = 23 - 10;  // mantissa bits that float16 lacks
   static constexpr std::uint32_t kLeastNormal = (kBias + 1) << 23;
   static constexpr std::uint32_t kTooLarge = (kBias + 31) << 23;
-  // The last mantissa bit of 0.5F has the same value as the last bit of a denormal float16, so that
+  // The last mantissa bit of 0.5F has the same value as the last bit of a denormal float16, so
   // adding 0.5F rounds to a denormal float16.
   static constexpr float kDenormals = 0.5F;
 
@@ -180,7 +180,7 @@ struct Vector {
 };
 #endif
 
-// --- the table of the twelve conversions -----------------------------------------------------
+// --- table of the twelve conversions ---------------------------------------------------------
 
 template <class Way, class From, class To>
 constexpr Conversion kConversion = &Way::template convert<From, To>;
@@ -208,8 +208,8 @@ using Pairs = Table<Way, Float64, Float32, Float16, BFloat16>;
 
 #if defined(__x86_64__)
 bool have_vectors() {
-  // __builtin_cpu_supports also checks that the system saves the wide registers, but clang's does
-  // not accept "f16c".
+  // Use __builtin_cpu_supports where possible, because it also checks that the operating system
+  // saves the wide registers. clang's version does not support "f16c".
   unsigned a = 0;
   unsigned b = 0;
   unsigned c = 0;

@@ -13,15 +13,15 @@ namespace torch_ckpt::format {
 
 namespace {
 
-// These constants are initialized when the library is loaded, not on first use. A child that is
-// forked while another thread initializes a function's static would wait for it forever.
+// Initialize these when the library is loaded, not on first use: a child forked while another
+// thread is initializing a function-local static would wait for it forever.
 #if defined(__x86_64__)
 const bool kHasAvx = __builtin_cpu_supports("avx") != 0;
 
 __attribute__((target("avx"))) void zero_upper() { _mm256_zeroupper(); }
 
-// ISA-L's AVX-512 code leaves the upper halves of vector registers dirty, which slows down all
-// later SSE code of the thread: the caller's Python code by a third.
+// ISA-L's AVX-512 code leaves the upper halves of vector registers dirty. That slows down all later
+// SSE code on the thread, such as the caller's Python code (by a third).
 void clear_vector_registers() {
   if (kHasAvx) zero_upper();
 }
@@ -29,9 +29,9 @@ void clear_vector_registers() {
 void clear_vector_registers() {}
 #endif
 
-// Operators of crc32_combine_op() for powers of two, which are the sizes of blocks. A checkpoint
-// has hundreds of thousands of blocks, and generating an operator takes ten times as long as
-// applying it.
+// Operators for crc32_combine_op(), by the logarithm of the block size. Precomputed, because
+// generating an operator takes ten times as long as applying it, and a checkpoint has hundreds of
+// thousands of blocks.
 constexpr int kSizes = 32;
 const std::array<uLong, kSizes> kOperators = [] {
   std::array<uLong, kSizes> operators{};
@@ -44,8 +44,8 @@ const std::array<uLong, kSizes> kOperators = [] {
 }  // namespace
 
 std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) {
-  // ISA-L chooses an implementation for the processor at run time. Its header lacks a const; it
-  // does not write to the data.
+  // ISA-L picks an implementation for the processor at run time. The cast is safe: ISA-L only
+  // reads the data, although its header lacks the const.
   const std::uint32_t continued = ::crc32_gzip_refl(
       crc, reinterpret_cast<unsigned char*>(const_cast<std::byte*>(data.data())), data.size());
   clear_vector_registers();

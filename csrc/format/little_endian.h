@@ -8,10 +8,10 @@
 
 #include "checked_math.h"
 
-// Little-endian numbers, as all formats of this folder have them.
+// Little-endian numbers, which all formats in this folder use.
 namespace torch_ckpt::format {
 
-/// Decodes a number of at most eight bytes.
+/// Decodes an unsigned number of at most eight bytes.
 inline std::uint64_t little_endian(std::span<const std::byte> bytes) {
   std::uint64_t value = 0;
   for (std::size_t i = 0; i < bytes.size(); ++i) {
@@ -20,15 +20,15 @@ inline std::uint64_t little_endian(std::span<const std::byte> bytes) {
   return value;
 }
 
-/// Appends the lowest `bytes` bytes of a number, at most eight.
+/// Appends the low `bytes` bytes of a number. `bytes` is at most eight.
 inline void put(std::string& out, std::uint64_t value, std::size_t bytes) {
   char digits[8];
   for (std::size_t i = 0; i < bytes; ++i) digits[i] = static_cast<char>(value >> (8 * i));
   out.append(digits, bytes);
 }
 
-// Reads bytes from the front. Reading past the end returns nothing or 0, and has_failed() is true
-// from then on. The returned views point into the given bytes.
+// Reads bytes from the front. A read past the end returns an empty view or 0, and makes
+// has_failed() true. Returned views point into the bytes given to the constructor.
 class ByteReader {
  public:
   explicit ByteReader(std::span<const std::byte> bytes) : left_(bytes) {}

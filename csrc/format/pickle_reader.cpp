@@ -10,7 +10,7 @@ enum class Argument : std::uint8_t { none, number, counted, two_lines };
 
 struct Form {
   Argument argument = Argument::none;
-  std::uint8_t bytes = 0;  // size of the number or of the count
+  std::uint8_t bytes = 0;  // size of the number or count
 };
 
 constexpr std::array<Form, 256> kForms = [] {

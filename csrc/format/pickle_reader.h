@@ -11,7 +11,7 @@
 
 namespace torch_ckpt::format {
 
-/// The opcodes that occur in metadata and in headers of tensors, named as in pickletools.
+/// The opcodes that occur in metadata and in tensor headers, named as in pickletools.
 namespace op {
 inline constexpr unsigned char kMark = '(';
 inline constexpr unsigned char kStop = '.';
@@ -59,23 +59,22 @@ inline constexpr unsigned char kFrame = 0x95;
 struct PickleToken {
   unsigned char code = 0;
   std::size_t at = 0;        // offset of the opcode in the pickle
-  std::uint64_t number = 0;  // the argument, unsigned; the length of text, bytes and LONG1
-  std::string_view bytes;    // text, bytes, or LONG1's number; GLOBAL's module
-  std::string_view name;     // GLOBAL's name in the module
+  std::uint64_t number = 0;  // the argument as unsigned; for text, bytes and LONG1: the length
+  std::string_view bytes;    // contents of text, bytes or LONG1; module of a GLOBAL
+  std::string_view name;     // name of a GLOBAL in its module
 };
 
 // Splits a pickle into tokens without interpreting them. An opcode that is not listed above is
-// returned as a token without an argument. The caller must refuse it, because the bytes of its
-// argument would be read as opcodes.
+// returned without an argument. The caller must refuse it: its argument would be read as opcodes.
 class PickleReader {
  public:
-  static constexpr std::size_t kNameBytes = 256;  // limit for a module, and for a name in it
+  static constexpr std::size_t kNameBytes = 256;  // limit for a GLOBAL's module, and for its name
   static constexpr std::size_t kIntegerBytes = 16;
 
   explicit PickleReader(std::span<const std::byte> bytes) : size_(bytes.size()), unread_(bytes) {}
 
-  /// Reads the next token. Returns false if the pickle ends within the token or a limit forbids
-  /// it; error() is then Errc::pickle_truncated or Errc::pickle_too_large.
+  /// Reads the next token. Returns false if the pickle ends within the token or if the token
+  /// exceeds a limit; error() is then Errc::pickle_truncated or Errc::pickle_too_large.
   bool next(PickleToken& token);
   const std::optional<Error>& error() const { return error_; }
 

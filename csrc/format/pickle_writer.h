@@ -9,11 +9,11 @@
 
 namespace torch_ckpt::format {
 
-/// Writes a pickle of protocol 4, opcode by opcode, at once or in parts.
+/// Writes a protocol 4 pickle, opcode by opcode, in one or more parts.
 class PickleWriter {
  public:
   PickleWriter() { bytes_ = {static_cast<char>(op::kProto), 4}; }
-  /// Continues a pickle in which `memoized` values have been memoized.
+  /// Continues a pickle that has already memoized `memoized` values.
   explicit PickleWriter(std::uint32_t memoized) : memoized_(memoized) {}
 
   void put(unsigned char code) { bytes_ += static_cast<char>(code); }
@@ -24,7 +24,7 @@ class PickleWriter {
   void bytes(std::string_view bytes) {
     counted(op::kShortBinbytes, op::kBinbytes, op::kBinbytes8, bytes);
   }
-  /// From 0 to 2^63 - 1.
+  /// value: from 0 to 2^63 - 1.
   void number(std::uint64_t value) {
     if (value <= 0xff) {
       put(op::kBinint1);
@@ -36,7 +36,7 @@ class PickleWriter {
       put(op::kBinint);
       little(value, 4);
     } else {
-      // The fewest bytes that keep the sign bit clear.
+      // Use the fewest bytes that keep the sign bit clear.
       std::size_t size = 5;
       while (size < 8 && value >> (8 * size - 1) != 0) ++size;
       put(op::kLong1);
@@ -62,7 +62,7 @@ class PickleWriter {
 
   std::size_t size() const { return bytes_.size(); }
   std::uint32_t memoized() const { return memoized_; }
-  /// Returns what was written since the last take_part(). The writer continues the pickle.
+  /// Returns the bytes written since the last take_part(). Later writes continue the pickle.
   std::string take_part() { return std::exchange(bytes_, {}); }
 
  private:

@@ -12,51 +12,53 @@ namespace torch_ckpt::format {
 
 /// The location of a saved item.
 struct ItemResult {
-  std::uint64_t item = 0;    // its number in the plan
-  std::uint64_t offset = 0;  // in the file
+  std::uint64_t item = 0;    // item number in the plan
+  std::uint64_t offset = 0;  // offset in the file, in bytes
   std::uint64_t length = 0;  // in bytes
-  std::uint32_t crc = 0;     // of the payload
+  std::uint32_t crc = 0;     // CRC-32 of the payload
 
   bool operator==(const ItemResult&) const = default;
 };
 
-/// The contents of a file that a save has written.
+/// Describes a file that a save has written.
 struct FileResult {
-  std::string name;               // in the checkpoint's directory
-  std::vector<ItemResult> items;  // in the order of the file
+  std::string name;               // relative to the checkpoint's directory
+  std::vector<ItemResult> items;  // in file order
   std::string checksum_table;     // format/checksum_table.h
 
   bool operator==(const FileResult&) const = default;
 };
 
-// Frames in which results travel between processes. Integers are little-endian.
+// Frames carry results between processes. Integers are little-endian.
 //
 //   frames  := frame*
-//   frame   := "TCF1" kind:u32 bytes:u64 payload[bytes] crc:u32   ; CRC-32 of all before it
+//   frame   := "TCF1" kind:u32 bytes:u64 payload[bytes] crc:u32   ; CRC-32 of the preceding bytes
 //   payload := file | failure | object | begin
 //   file    := files:u32 name:text table:text count:u64 item[count]
 //   item    := item:u64 offset:u64 length:u64 crc:u32
 //   failure := code:u32 errno:u32 offset:u64 operation:text path:text detail:text
-//   object  := process start:u64 rest            ; a value as the sender's language encodes it
-//   begin   := process start:u64 rest            ; text: the task that the sender begins
+//   object  := process start:u64 byte*           ; a value in the sender's encoding (for example
+//                                                ; a Python pickle)
+//   begin   := process start:u64 byte*           ; name of the task that the sender begins
 //   text    := bytes:u64 byte[bytes]
 //   process := pid:u64
 //
-// A truncated or changed frame and all frames after it are refused (frame_damaged).
+// A truncated or damaged frame makes decoding fail with frame_damaged.
 enum class FrameKind : std::uint32_t { file = 1, failure = 2, object = 3, begin = 4 };
 
-/// The process that sent a value. A later process with the same id has another start time.
+/// Identifies the process that sent a value. The start time distinguishes it from a later process
+/// with the same id.
 struct Sender {
   std::uint64_t process = 0;
-  std::uint64_t start = 0;  // start time of the process, in the system's ticks
+  std::uint64_t start = 0;  // start time in clock ticks since boot
 
   bool operator==(const Sender&) const = default;
 };
 
-/// A decoded frame. Only the members of its kind are set.
+/// A decoded frame. Only the members for its kind are set.
 struct Frame {
   FrameKind kind = FrameKind::object;
-  std::uint32_t files = 0;  // file: number of files of the save
+  std::uint32_t files = 0;  // file: number of files in the save
   FileResult file;          // file
   Error failure;            // failure
   Sender sender;            // object, begin
@@ -65,7 +67,7 @@ struct Frame {
 
 std::string encode_file(const FileResult& result, std::uint32_t files);
 std::string encode_failure(const Error& error);
-/// `kind` is object or begin.
+/// kind: object or begin.
 std::string encode_value(FrameKind kind, const Sender& sender, std::span<const std::byte> value);
 
 /// Fails with frame_damaged.

@@ -1,4 +1,4 @@
-// The grammar of data.pkl for a plain tensor (opcodes are named as in Python's pickletools):
+// Grammar of data.pkl for a plain tensor, with opcodes named as in Python's pickletools:
 //
 //   pickle  := PROTO 2, rebuild, MARK, storage, int(storage_offset), tuple(sizes), tuple(strides),
 //              NEWFALSE, GLOBAL "collections OrderedDict", EMPTY_TUPLE, REDUCE,
@@ -31,9 +31,9 @@ constexpr std::string_view kRebuildV3 = "_rebuild_tensor_v3";
 
 constexpr unsigned char kProtocol = 2;
 
-constexpr std::size_t kMaxDims = 64;  // torch's own limit
+constexpr std::size_t kMaxDims = 64;  // torch's limit
 
-/// The opcode that ends a tuple of `count` values.
+/// Returns the opcode that ends a tuple of `count` values.
 unsigned char closing(bool marked, std::size_t count) {
   return marked ? op::kTuple : static_cast<unsigned char>(op::kTuple1 - 1 + count);
 }
@@ -63,7 +63,7 @@ class Emitter {
       op(op::kBinint);
       put(out_, value, 4);
     } else {
-      // LONG1: two's complement with as few bytes as keep the sign bit clear.
+      // LONG1: two's complement in the fewest bytes that keep the sign bit clear.
       std::size_t bytes = 4;
       while (bytes < 8 && (value >> (8 * bytes - 1)) != 0) ++bytes;
       if (bytes == 8 && (value >> 63) != 0) bytes = 9;
@@ -98,8 +98,8 @@ class Parser {
   bool failed() const { return failed_; }
   void fail() { failed_ = true; }
 
-  /// Consumes the next token if it has this opcode. The lookahead never reads past the end of a
-  /// valid pickle, because STOP is the last token that is asked for.
+  /// Consumes the next token if it has this opcode. Looks ahead by one token, but never past the
+  /// end of a valid pickle: STOP is the last token requested.
   bool accept(unsigned char code) {
     if (!failed_ && !std::exchange(is_ahead_, true)) failed_ = !reader_.next(token_);
     if (failed_ || token_.code != code) return false;
@@ -116,7 +116,7 @@ class Parser {
     expect(op::kProto);
     if (token_.number != kProtocol) fail();
   }
-  /// Consumes a global, which must be in `module`, and returns its name.
+  /// Consumes a global of `module` and returns its name. Fails for a global of any other module.
   std::string_view global_of(std::string_view module) {
     expect(op::kGlobal);
     if (token_.bytes != module) fail();
@@ -182,7 +182,7 @@ class Parser {
 
   PickleReader reader_;
   PickleToken token_;
-  bool is_ahead_ = false;  // token_ was read and not consumed
+  bool is_ahead_ = false;  // token_ was read but not consumed
   bool failed_ = false;
 };
 
@@ -237,7 +237,7 @@ std::string encode_tensor_pickle(const TensorHeader& header) {
     emit.memoize();
     const bool both = header.conj && header.neg;
     if (both) emit.op(op::kMark);
-    // "neg" before "conj": the iteration order of torch's unordered_map.
+    // "neg" precedes "conj", the iteration order of torch's unordered_map.
     if (header.neg) {
       emit.string("neg");
       emit.op(op::kNewtrue);

@@ -13,9 +13,9 @@ namespace {
 constexpr std::string_view kPrefix = "archive/";
 constexpr std::uint64_t kPayloadAlignment = 64;
 
-// torch's hash of the names of a tensor record's entries (caffe2/serialize/inline_container.cc
-// combines their std::hash). Readers only log it. tests/python compares it with the installed
-// torch.
+// torch's hash of a tensor record's entry names, combined from their std::hash values
+// (caffe2/serialize/inline_container.cc). Readers only log it. tests/python compares it with the
+// hash that the installed torch writes.
 constexpr std::string_view kRecordNamesHash = "15728199511854643026";
 
 struct ZipEntry {
@@ -29,7 +29,7 @@ std::span<const std::byte> as_bytes(std::string_view text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
 
-// Builds the archive around the payload, whose bytes are counted but not held.
+// Builds the archive around the payload. The payload itself is only counted, not stored.
 class Archive {
  public:
   void add(std::string_view name, std::string_view data) {
@@ -54,7 +54,7 @@ class Archive {
     put(out_, zip::kLocalHeader, 4);
     put(out_, 0, 2);
     put(out_, flags(entry), 2);
-    // Method, time and date; CRC-32 and sizes, which are in the descriptor.
+    // Zeros for method, time and date, and for the CRC-32 and sizes, which are in the descriptor.
     out_.append(2 + 2 + 2 + 4 + 4 + 4, '\0');
     put(out_, entry.name.size(), 2);
     put(out_, extra64_bytes + 4 + padding, 2);
@@ -83,11 +83,12 @@ class Archive {
     put(out_, entry.bytes, width);
   }
 
-  /// torch's digest of the CRC-32s of the entries so far, in file order.
+  /// Returns torch's digest of the CRC-32s of the entries added so far, in file order.
   std::string checksums_digest() const {
     std::uint64_t hash = 0;
     for (const ZipEntry& entry : entries_) {
-      if (entry.bytes == 0) continue;  // torch digests descriptors; an empty entry has none
+      // torch takes the CRC-32s from the descriptors, which empty entries lack.
+      if (entry.bytes == 0) continue;
       hash ^= std::uint64_t{entry.crc} + 0x9e3779b9 + (hash << 6) + (hash >> 2);
     }
     const std::string digits = std::to_string(hash);

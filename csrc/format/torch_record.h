@@ -12,8 +12,8 @@
 namespace torch_ckpt::format {
 
 // A record is the output of torch.save(tensor, buffer): an uncompressed zip archive. docs/format.md
-// has the grammar. The layout of a record depends only on the sizes of data.pkl and the payload, so
-// it is known before the payload is read:
+// gives the grammar. The layout depends only on the sizes of data.pkl and the payload, so it is
+// known before the payload is read:
 //
 //   head     up to and including the local header of archive/data/0   contains data.pkl
 //   payload  the tensor's bytes, aligned to 64 bytes in the record
@@ -30,10 +30,10 @@ struct RecordLayout {
 
 RecordLayout lay_out_record(std::string_view pickle, std::uint64_t payload_bytes);
 
-/// Returns the `head_bytes` bytes before the payload.
+/// Returns the head, which ends where the payload begins.
 std::string encode_head(std::string_view pickle, std::uint64_t payload_bytes);
 
-/// Returns the `tail_bytes` bytes after a payload with the CRC-32 `payload_crc`.
+/// Returns the tail, for a payload with the CRC-32 `payload_crc`.
 std::string encode_tail(std::string_view pickle, std::uint64_t payload_bytes,
                         std::uint32_t payload_crc);
 

@@ -24,7 +24,8 @@ inline constexpr std::uint16_t kExtraZip64 = 0x0001;
 inline constexpr std::uint16_t kFlagDescriptor = 0x0008;
 inline constexpr std::uint16_t kFlagUtf8 = 0x0800;
 
-/// Numbers from this value on are stored in the zip64 extra field; the 32-bit field has this value.
+/// Numbers greater than or equal to this are stored in the zip64 extra field, and the 32-bit field
+/// holds this value instead.
 inline constexpr std::uint64_t kMax32 = 0xffffffff;
 
 }  // namespace torch_ckpt::format::zip

@@ -16,29 +16,29 @@
 
 namespace torch_ckpt::index {
 
-/// The contents of a checkpoint and their locations, from its metadata. Entries are stored in
-/// arrays, in the metadata's order. Everything in the index has been checked:
+/// The entries of a checkpoint and the locations of their data, read from the metadata. Entries are
+/// stored in arrays, in the metadata's order. Everything in the index has been checked:
 ///
-/// - sizes and offsets are not negative; shards are inside their tensor and together have no more
+/// - sizes and offsets are not negative; shards lie inside their tensor, and together have no more
 ///   elements than it; a tensor has less than 2^63 bytes;
 /// - file names do not lead out of the checkpoint's directory; records end before byte 2^63 and do
 ///   not overlap.
 class CheckpointIndex {
  public:
-  /// Upper limit; several locations may share one long list.
+  /// Maximum per location. A limit is needed because many locations may share one long list.
   static constexpr std::size_t kMaxTransforms = 64;
-  /// torch's own limit.
+  /// torch's limit.
   static constexpr std::size_t kMaxDimensions = 64;
-  /// Names in torch are far shorter.
+  /// Real names are far shorter.
   static constexpr std::size_t kMaxNameBytes = std::size_t{64} << 10;
   static constexpr std::uint32_t kNone = 0xffffffff;
 
-  /// A reference to a string of the index; see text().
+  /// A string in the index; see text().
   struct TextRef {
     std::uint64_t at = 0;
     std::uint32_t bytes = 0;
   };
-  /// A tensor, which may have no shards, or an object, which has one shard.
+  /// A tensor with any number of shards, or an object with exactly one.
   struct Entry {
     bool is_tensor = false;
     bool requires_grad = false;
@@ -47,7 +47,7 @@ class CheckpointIndex {
     std::uint32_t first_shard = 0;
     std::uint32_t shard_count = 0;
   };
-  /// A part of an entry, and the location of its record. An object's shard has no extents.
+  /// A part of an entry, and the location of its record. The shard of an object has no extents.
   struct Shard {
     std::uint32_t offsets = kNone;  // id for extents()
     std::uint32_t sizes = kNone;    // id for extents()
@@ -56,31 +56,31 @@ class CheckpointIndex {
     std::uint64_t offset = 0;  // in bytes
     std::uint64_t length = 0;
   };
-  /// A record of an entry or shard that the metadata does not describe.
+  /// A record for an entry or shard that the metadata does not describe.
   struct Stray {
     TextRef name;
     std::uint32_t offsets = kNone;
     Shard shard;
   };
-  /// A key or list index in the path to a value in the nested state dict. The parts of a path,
-  /// joined by dots, are the value's name.
+  /// A key or list index in the path to a value in the nested state dict. A value's name is the
+  /// parts of its path, joined by dots.
   struct PathPart {
     std::uint32_t bytes = 0;
     bool is_number = false;
 
     bool operator==(const PathPart&) const = default;
   };
-  /// A shard, by the number of its entry and its number in that entry.
+  /// Identifies a shard by its entry's number and its own number within the entry.
   struct ShardId {
     std::uint32_t entry = 0;
     std::uint32_t number = 0;
   };
 
-  /// Builds the index from a decoded metadata pickle. The index has neither its paths nor its order
-  /// of locations.
+  /// Builds the index from a decoded metadata pickle, but leaves its paths and located_shards()
+  /// empty.
   ///
   /// Fails with Errc::metadata_inconsistent and the entry's name if the metadata contradicts
-  /// itself, and with Errc::outside_directory for data outside of the checkpoint's directory.
+  /// itself, and with Errc::outside_directory for data outside the checkpoint's directory.
   static Result<CheckpointIndex> build(const PickleValues& values);
 
   std::span<const Entry> entries() const { return entries_; }
@@ -88,8 +88,9 @@ class CheckpointIndex {
     return std::span(shards_).subspan(entry.first_shard, entry.shard_count);
   }
   std::span<const Stray> strays() const { return strays_; }
-  /// Renames all entries, in their order. Fails with Errc::invalid_argument and changes nothing if
-  /// there is not exactly one name for each entry, or if two names are equal.
+  /// Renames all entries; `names` are in the order of the entries. Fails with
+  /// Errc::invalid_argument and changes nothing unless there is exactly one name for each entry and
+  /// all names differ.
   Result<> rename(std::span<const std::string> names);
   /// Returns the number of the entry with this name.
   std::optional<std::uint32_t> find(std::string_view name) const { return names_.find(name); }
@@ -99,33 +100,33 @@ class CheckpointIndex {
     return std::string_view(texts_).substr(text.at, text.bytes);
   }
   std::span<const TextRef> files() const { return files_; }
-  /// torch's names of the dtypes, without the module.
+  /// Names of the dtypes in the module torch.
   const std::vector<std::string>& dtypes() const { return dtypes_; }
   std::span<const std::int64_t> extents(std::uint32_t id) const { return extents_.at(id); }
   /// The encoded checksum table of each file; empty for a file without one.
   std::span<const TextRef> tables() const { return tables_; }
-  /// Durations of the save's phases on each rank, as unchecked JSON; empty if unknown.
+  /// Duration of each phase of the save on each rank, as unchecked JSON; empty if unknown.
   std::string_view phases() const { return text(phases_); }
 
-  // --- indices that are built for a save, not read ---
+  // --- building an index for a save ---
 
   void add_tensor(std::string_view name, std::string_view dtype, bool requires_grad,
                   std::span<const std::int64_t> size);
   void add_object(std::string_view name);
-  /// Adds a shard to the last entry, and returns its number in that entry. The extents are ignored
-  /// for an object.
+  /// Adds a shard to the last entry, and returns its number within the entry. Ignores the extents
+  /// if the entry is an object.
   std::uint32_t add_shard(std::span<const std::int64_t> offsets,
                           std::span<const std::int64_t> sizes);
-  /// Replaces all files: their names and encoded checksum tables.
+  /// Replaces all files. `files` holds names and encoded checksum tables.
   void set_files(std::span<const std::pair<std::string_view, std::string_view>> files);
   /// Sets the location of a shard. Returns true if it has changed.
   bool set_location(ShardId shard, std::uint32_t file, std::uint64_t offset, std::uint64_t length);
-  /// Copies an entry of another index, if it has this entry. Locations in files that this index
-  /// does not have are dropped.
+  /// Copies an entry from another index, if it exists there. Drops locations in files that this
+  /// index does not have.
   void copy_entry(const CheckpointIndex& other, std::string_view name);
   void add_path(std::string_view name, std::span<const PathPart> parts);
 
-  /// Shards with a location, in the order in which they got it.
+  /// Shards with a location, in the order in which their locations were first set.
   std::span<const ShardId> located_shards() const { return located_shards_; }
   std::size_t paths() const { return path_names_.size(); }
   std::string_view path_name(std::size_t path) const { return path_names_.at(path); }
@@ -150,7 +151,7 @@ class CheckpointIndex {
   TextRef phases_;
   std::vector<std::string> dtypes_;
   ExtentsTable extents_;
-  NameTable file_names_;  // only in an index that is built for a save
+  NameTable file_names_;  // used only in an index built for a save
   NameTable path_names_;
   std::vector<PathPart> path_parts_;
   std::vector<std::size_t> path_begins_{0};

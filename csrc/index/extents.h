@@ -11,15 +11,15 @@ namespace torch_ckpt::index {
 /// Formats numbers for a message: "[2, 3]".
 std::string listed(std::span<const std::int64_t> numbers);
 
-/// True if a box of `sizes` at `offsets` is inside a tensor of `tensor_sizes`. False if they do not
-/// have the same number of dimensions.
+/// Returns true if a box of `sizes` at `offsets` lies inside a tensor of `tensor_sizes`. Returns
+/// false if the numbers of dimensions differ.
 bool lies_inside(std::span<const std::int64_t> offsets, std::span<const std::int64_t> sizes,
                  std::span<const std::int64_t> tensor_sizes);
 
-/// Lists of sizes or offsets, in elements. Each list is stored once, so equal ids mean equal lists.
+/// Lists of sizes or offsets, in elements. Each list is stored once, so equal lists have equal ids.
 class ExtentsTable {
  public:
-  /// Adds the list unless it is in the table. Returns its id.
+  /// Returns the list's id. Adds the list if the table does not contain it.
   std::uint32_t intern(std::span<const std::int64_t> numbers);
 
   std::span<const std::int64_t> at(std::uint32_t id) const {
@@ -32,7 +32,7 @@ class ExtentsTable {
 
   std::vector<std::int64_t> numbers_;
   std::vector<std::uint64_t> begins_{0};
-  std::vector<std::uint32_t> slots_;  // id + 1; 0 is free
+  std::vector<std::uint32_t> slots_;  // id + 1; 0: free
 };
 
 }  // namespace torch_ckpt::index

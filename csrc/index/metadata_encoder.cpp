@@ -10,7 +10,7 @@ namespace {
 
 namespace op = format::op;
 
-// Most items that one opcode adds to a list or dict, as in Python's picklers.
+// Maximum number of items per APPENDS or SETITEMS opcode, as in Python's picklers.
 constexpr std::size_t kBatch = 1000;
 
 constexpr std::string_view kMetadata = "torch.distributed.checkpoint.metadata";
@@ -119,7 +119,7 @@ std::string MetadataEncoder::encode_tail(const MetadataExtras& extras) {
   return pickle_.take_part();
 }
 
-// --- values that are written once and then fetched from the memo ---
+// --- values written once and then fetched from the memo ---
 
 void MetadataEncoder::key(std::string_view text) {
   const auto [known, is_new] = memo_.keys.try_emplace(text, 0);
@@ -182,7 +182,7 @@ void MetadataEncoder::shard(const Shard& shard) {
   end_object();
   known->second = pickle_.memoize();
 }
-/// Writes the first five fields, which all versions of torch have; torch 2.15 has a sixth.
+/// Writes the five fields that all versions of torch have; torch 2.15 added a sixth.
 void MetadataEncoder::properties(const Entry& entry) {
   const auto [known, is_new] = properties_.try_emplace({entry.dtype, entry.requires_grad}, 0);
   if (!is_new) return pickle_.fetch(known->second);

@@ -13,34 +13,34 @@
 
 namespace torch_ckpt::index {
 
-/// The parts of metadata that are not in its index.
+/// Parts of the metadata that a CheckpointIndex does not contain.
 struct MetadataExtras {
-  /// Attributes of the StorageMeta, by name; empty: no StorageMeta.
+  /// Names and values of the StorageMeta's attributes; empty: no StorageMeta.
   std::vector<std::pair<std::string, std::optional<std::string>>> storage_meta;
-  std::string version;      // of DCP's format
-  std::string phases = {};  // durations on each rank, as JSON; empty: unknown
+  std::string version;      // version of DCP's format
+  std::string phases = {};  // duration of each phase on each rank, as JSON; empty if unknown
 };
 
-// Encodes the pickle of torch's Metadata, which every torch from 2.6 on reads. Equal parts are
-// written once: most tensors of a model share a handful of shapes, and with them their shards.
+// Encodes the pickle of torch's Metadata in a form that torch 2.6 and later can read. Equal values
+// are written once: most tensors of a model share a few shapes, and so also their shards.
 //
 // The pickle has three parts:
 //
 //   1. the entries and paths, encoded once;
-//   2. the locations of shards, encoded again only when they have changed. The names of the files
-//      are filled in for each save;
-//   3. what differs in each save.
+//   2. the locations of shards, encoded again only after they have changed. File names are filled
+//      in for each save;
+//   3. the tail, which differs in each save.
 class MetadataEncoder {
  public:
-  /// The index outlives the encoder. Its entries and paths do not change after describe().
+  /// `index` must outlive the encoder. Its entries and paths must not change after describe().
   explicit MetadataEncoder(const CheckpointIndex& index) : index_(index) {}
 
   /// Encodes the entries and paths.
   void describe();
-  /// Call this after locations have changed. It is not needed for new names or checksum tables of
-  /// files.
+  /// Must be called after locations have changed. Changes to file names or checksum tables do not
+  /// require it.
   void forget_locations() { has_locations_ = false; }
-  /// Returns the pickle and its seal (index/metadata_seal.h), in pieces that are valid until the
+  /// Returns the pickle and its seal (index/metadata_seal.h) in pieces. They are valid until the
   /// next call.
   const std::vector<std::string_view>& encode(const MetadataExtras& extras);
 
@@ -48,7 +48,7 @@ class MetadataEncoder {
   using Entry = CheckpointIndex::Entry;
   using Shard = CheckpointIndex::Shard;
 
-  /// Memo indices of the values that have been written.
+  /// Memo indices of the values written so far.
   struct Memo {
     std::map<std::string_view, std::uint32_t> keys;
     std::map<std::pair<std::string_view, std::string_view>, std::uint32_t> globals;
@@ -61,7 +61,7 @@ class MetadataEncoder {
     std::uint32_t file = 0;
   };
 
-  /// `memo` is the memo at the end of the previous part.
+  /// memo: the memo at the end of the previous part.
   void begin_part(const Memo& memo);
   std::string end_part(Memo& memo);
   std::string encode_locations();
@@ -91,8 +91,8 @@ class MetadataEncoder {
   const CheckpointIndex& index_;
   format::PickleWriter pickle_;
   Memo memo_;
-  // More memo indices, of values that only the first two parts write.
-  std::vector<std::uint32_t> names_;  // by entry: memo index + 1; 0: not written
+  // Memo indices of values that occur only in the first two parts.
+  std::vector<std::uint32_t> names_;  // by entry number: memo index + 1; 0: not written
   std::unordered_map<std::uint32_t, std::uint32_t> extents_;
   std::unordered_map<std::uint64_t, std::uint32_t> shards_;
   std::map<std::pair<std::uint32_t, bool>, std::uint32_t> properties_;
@@ -105,7 +105,7 @@ class MetadataEncoder {
   std::string locations_;
   std::vector<FileNameGap> gaps_;
   Memo after_locations_;
-  // Buffers of the last encode().
+  // Buffers for the result of encode().
   std::vector<std::string> file_names_;
   std::string tail_;
   std::string seal_;

@@ -25,11 +25,11 @@ class NameTable {
  private:
   struct Slot {
     std::uint32_t number = kFree;
-    std::uint32_t hash = 0;  // low bits of the name's hash, to avoid comparing most other names
+    std::uint32_t hash = 0;  // low bits of the name's hash, to skip most string comparisons
   };
   static constexpr std::uint32_t kFree = 0xffffffff;
 
-  /// The slot of the name, or the free slot for it.
+  /// Returns the slot that holds the name, or the free slot for it.
   std::size_t slot_of(std::string_view name, std::uint64_t hash) const;
 
   std::string texts_;

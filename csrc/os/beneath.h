@@ -8,23 +8,22 @@
 
 namespace torch_ckpt::os {
 
-// Opens files beneath a directory, by untrusted names.
+// Opens files beneath a directory by untrusted names.
 //
-// 1. A name is refused if its text cannot name a file beneath the directory: if it is empty or
-//    absolute, contains a NUL, a backslash or a component "..", or names no file.
+// 1. A name is refused if it is empty or absolute, if it contains a NUL, a backslash or a ".."
+//    component, or if its last component is empty or ".".
 // 2. The kernel opens the name relative to the descriptor and follows no link in any component
-//    (openat2). Without openat2 (old kernels, sandboxes) the components are opened one by one.
-// 3. The type of the opened file is checked by its descriptor, never by its path: it must be a
-//    regular file.
+//    (openat2). If openat2 is missing (old kernels, sandboxes), the components are opened one by one.
+// 3. The opened file must be a regular file. This is checked through its descriptor, not its path.
 //
-// So another process that replaces files or directories meanwhile cannot redirect the open.
+// So another process cannot redirect the open by replacing files or directories meanwhile.
 
-/// Returns false if the text of `name` shows that it cannot name a file beneath a directory.
+/// Returns true if `name` has the form of a file name beneath a directory (rule 1).
 bool names_file_beneath(std::string_view name);
 
-/// Opens an existing regular file for reading beneath `directory_fd`. `directory_path` is for
-/// messages. Fails with Errc::outside_directory if the name or a link leads out of the directory,
-/// and with Errc::invalid_argument for a FIFO, a device or a directory.
+/// Opens an existing regular file beneath `directory_fd` for reading. `directory_path` is used only
+/// in messages. Fails with Errc::outside_directory if the name leads out of the directory or
+/// contains a link, and with Errc::invalid_argument for a FIFO, a device or a directory.
 Result<File> open_beneath(int directory_fd, const std::string& directory_path,
                           const std::string& name, IoMode mode = IoMode::buffered);
 

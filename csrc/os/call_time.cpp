@@ -5,7 +5,8 @@
 namespace torch_ckpt::os {
 namespace {
 
-// From begin() to end(), the processor time at begin() is subtracted.
+// begin() subtracts the current CPU time, and end() adds it. So the value is valid only between
+// calls.
 thread_local double seconds_in_calls = 0;
 
 double processor_time() {

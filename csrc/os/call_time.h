@@ -2,8 +2,8 @@
 
 namespace torch_ckpt::os {
 
-/// Processor time in seconds that the current thread has spent in calls of the engine. The thread
-/// calls begin() and end() around such calls.
+/// CPU time in seconds that the current thread has spent in calls to the engine. The thread calls
+/// begin() before and end() after each such call.
 class CallTime {
  public:
   static double seconds();

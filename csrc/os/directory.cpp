@@ -35,7 +35,7 @@ int open_at(int directory, const char* path, int access) {
   return uninterrupted([&] { return ::openat(directory, path, access | O_DIRECTORY | O_CLOEXEC); });
 }
 
-// Closes the descriptor of a directory. -1: has none.
+// Owns the descriptor of a directory; -1: none.
 struct Descriptor {
   explicit Descriptor(int given = -1) : fd(given) {}
   Descriptor(const Descriptor&) = delete;
@@ -48,7 +48,7 @@ struct Descriptor {
 
 Result<> sync_by(int fd, const std::string& path) {
   TC_FAULT("fsync_directory", path);
-  // Some network file systems cannot fsync directories; they create files synchronously.
+  // EINVAL: some network file systems cannot fsync directories, but create files synchronously.
   if (::fsync(fd) != 0 && errno != EINVAL) return system_error(errno, "fsync", path);
   return {};
 }
@@ -65,7 +65,7 @@ Result<> make_directories(const std::string& given) {
   }
   TC_FAULT("mkdir", path);
   if (::mkdir(path.c_str(), 0777) != 0) {
-    // Another rank may have created it meanwhile.
+    // Another rank may have created the directory meanwhile.
     if (errno == EEXIST && is_directory(path)) return {};
     return system_error(errno, "mkdir", path);
   }
@@ -118,12 +118,12 @@ Directory& Directory::operator=(Directory&& other) noexcept {
 
 Directory::~Directory() { close(); }
 
-// Nothing is written through the descriptor, so errors of close() do not matter.
+// Nothing is written through this descriptor, so errors from close() can be ignored.
 void Directory::close() {
   const int fd = std::exchange(fd_, -1);
   if (fd < 0) return;
-  // Unlocks explicitly: a child that was forked meanwhile shares the lock, and closing the
-  // descriptor here would not release it. The child itself must not release it.
+  // Unlock explicitly: a forked child shares the lock, so closing the descriptor would not release
+  // it. The child itself must not release the lock.
   if (std::exchange(locked_by_, 0) == ::getpid()) ::flock(fd, LOCK_UN);
   ::close(fd);
 }
@@ -154,7 +154,8 @@ Result<> Directory::rename(const std::string& from, const std::string& to, bool 
   if (!replace) {
     if (::renameat2(fd_, from.c_str(), fd_, to.c_str(), RENAME_NOREPLACE) == 0) return {};
     if (errno != EINVAL && errno != ENOSYS) return system_error(errno, "rename", path);
-    // The file system lacks the flag. Another process may create `to` between check and rename.
+    // The file system does not support RENAME_NOREPLACE. Another process may still create `to`
+    // between this check and the rename.
     struct stat status {};
     if (::fstatat(fd_, to.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0) {
       return system_error(EEXIST, "rename", path);
@@ -171,7 +172,7 @@ Result<> Directory::sync() const { return sync_by(fd_, path_); }
 Result<> Directory::sync_ancestors() const {
   struct stat below {};
   if (::fstat(fd_, &below) != 0) return system_error(errno, "stat", path_);
-  // Going up needs only search permission; fsync needs read permission, too.
+  // Opening ".." needs only search permission. fsync also needs read permission.
   Descriptor at;
   for (std::string path = path_ + "/..";; path += "/..") {
     Descriptor above(open_at(at.fd >= 0 ? at.fd : fd_, "..", O_PATH));
@@ -195,7 +196,7 @@ Result<> Directory::sync_ancestors() const {
 
 Result<std::vector<std::string>> Directory::names() const {
   TC_FAULT("readdir", path_);
-  // A separate open file description, so that no other call moves its position.
+  // Use a separate open file description, whose position no other call changes.
   const int fd = open_at(fd_, ".", O_RDONLY);
   if (fd < 0) return system_error(errno, "open", path_);
   const std::unique_ptr<DIR, int (*)(DIR*)> stream(::fdopendir(fd), ::closedir);
@@ -232,7 +233,7 @@ Result<bool> Directory::is_at_path() const {
   auto found = identity_at(AT_FDCWD, path_.c_str(), 0, path_);
   if (found) return *found == *own;
   const int failed = found.error().sys_errno;
-  // Links in the path may have changed, too.
+  // ENOTDIR and ELOOP: a component of the path may have been replaced.
   if (failed == ENOENT || failed == ENOTDIR || failed == ELOOP) return false;
   return found.error();
 }
@@ -265,7 +266,8 @@ Result<bool> Directory::lock(int kind) {
     case EOPNOTSUPP:
     case EINVAL:
       has_locks_ = false;
-      // No exclusive lock: the files of a process that works without a lock would be removed.
+      // Refuse the exclusive lock: its holder would remove files of processes that work without a
+      // lock.
       return kind == LOCK_SH;
     case ENOLCK:
       return kind == LOCK_SH;

@@ -6,7 +6,7 @@
 
 namespace torch_ckpt::os {
 namespace {
-// Shared while a hook runs, so that a hook may wait for another thread's hook.
+// Held shared while a hook runs, so that several threads can run the hook at once.
 SharedMutex hook_mutex;
 FaultHook current_hook TC_GUARDED_BY(hook_mutex);
 }  // namespace

@@ -1,8 +1,8 @@
 #pragma once
 
-// Named fault points: the first line of every function in csrc/os that makes a system call, and the
-// moments that Python names (csrc/python/fault.cpp). A test installs a hook that observes, waits,
-// or makes the call fail with an errno before it is made. Without a hook a point costs one load.
+// Named fault points. Functions in csrc/os that make a system call begin with one, and Python code
+// can add others (csrc/python/fault.cpp). A test installs a hook that observes or delays the call,
+// or makes it fail with an errno instead. Without a hook, a fault point costs one load.
 
 #include <atomic>
 #include <functional>
@@ -10,12 +10,12 @@
 
 namespace torch_ckpt::os {
 
-/// Returns 0 to let the operation run, or an errno to make it fail. It may be called from several
-/// threads at once, and may block, so that a test can synchronize with the operation.
+/// Returns 0 to let the operation run, or an errno to make it fail. May be called from several
+/// threads at once. May block, so that a test can synchronize with the operation.
 using FaultHook = std::function<int(std::string_view operation, std::string_view path)>;
 
-/// Installs `hook` for its lifetime. The destructor waits until no thread runs the hook. A process
-/// can have one hook at a time.
+/// Installs `hook` for the lifetime of this object. The destructor waits until no thread runs the
+/// hook. A process can have only one hook at a time.
 class ScopedFaultHook {
  public:
   explicit ScopedFaultHook(FaultHook hook);
@@ -29,7 +29,7 @@ class ScopedFaultHook {
   static std::atomic<bool> installed_;
 };
 
-/// Calls the hook; returns 0 without one.
+/// Calls the hook. Returns 0 if none is installed.
 int injected_fault(std::string_view operation, std::string_view path);
 
 }  // namespace torch_ckpt::os

@@ -8,10 +8,10 @@
 
 namespace torch_ckpt::os {
 
-// One lazily constructed T per process. A forked child constructs a new one, because it must never
-// wait for a thread or a lock of its parent. The child leaks its copy of the parent's T, because
-// the destructor would join threads that do not exist in the child. Thread-safe. T is
-// default-constructible; the object lives until the process ends.
+// A lazily constructed T per process. A forked child constructs its own, because it must never wait
+// for a thread or lock of its parent. It leaks its copy of the parent's T, whose destructor would
+// join threads that do not exist in the child. Thread-safe. T must be default-constructible; the
+// object lives until the process ends.
 template <class T>
 class ForkLocal {
  public:
@@ -24,7 +24,7 @@ class ForkLocal {
     return *instance_;
   }
 
-  /// The object, or nullptr if there is none; for clean-up at exit.
+  /// Returns the object, or nullptr if it was not constructed; for clean-up at exit.
   static T* existing() {
     const MutexLock lock(mutex_);
     return instance_;
@@ -32,7 +32,7 @@ class ForkLocal {
 
  private:
   static void register_fork_handler() {
-    // The lock is held across fork, so that no other thread can hold it in the child's copy.
+    // Hold the lock across fork, so that no other thread holds it in the child's copy.
     static const int registered = ::pthread_atfork(lock, unlock, begin_child);
     static_cast<void>(registered);
   }
@@ -47,8 +47,8 @@ class ForkLocal {
   static inline T* instance_ TC_GUARDED_BY(mutex_) = nullptr;
 };
 
-// A member of objects that threads work on. In a forked child, which has a copy of the object but
-// none of the threads, inherited() is true, and the child must not wait for the threads.
+// A member of objects that use threads. inherited() returns true in a forked child, which has a
+// copy of the object but none of its threads, and so must not wait for them.
 class ProcessMark {
  public:
   bool inherited() const { return ::getpid() != creator_; }

@@ -5,8 +5,8 @@
 #include <mutex>
 #include <shared_mutex>
 
-// Locks with the annotations of clang's thread safety analysis (`make lint`), which the standard
-// library's locks lack. Declare the members that a mutex guards with TC_GUARDED_BY.
+// Locks annotated for clang's thread safety analysis (`make lint`); the standard library's locks
+// have no annotations. Declare members that a mutex guards with TC_GUARDED_BY.
 
 #ifdef __clang__
 #define TC_ANNOTATE(attribute) __attribute__((attribute))
@@ -69,7 +69,7 @@ class TC_ANNOTATE(scoped_lockable) SharedLock {
   SharedMutex& mutex_;
 };
 
-// Has spurious wake-ups: check the condition again after each wait.
+// Waits can wake up spuriously: check the condition again after each wait.
 class CondVar {
  public:
   void notify_all() { waiting_.notify_all(); }

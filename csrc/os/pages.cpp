@@ -26,7 +26,8 @@ Error allocation_error(std::size_t bytes) {
 
 Result<Pages> Pages::allocate(std::size_t bytes) {
   TC_FAULT("mmap", "");
-  // Huge pages if the size permits: a direct write then pins two pages of a chunk, not a thousand.
+  // Align for huge pages if the size permits: a direct write of a chunk then pins two pages instead
+  // of a thousand.
   const std::size_t alignment = bytes % kHugePageBytes == 0 ? kHugePageBytes : kPageBytes;
   const std::size_t reserved = bytes + alignment - kPageBytes;
   void* mapped =
@@ -38,8 +39,8 @@ Result<Pages> Pages::allocate(std::size_t bytes) {
   if (before > 0) ::munmap(begin, before);
   if (reserved > before + bytes) ::munmap(address + bytes, reserved - before - bytes);
   Pages pages(address, bytes);
-  // No copies in forked children: a fork during a direct transfer makes the pages copy-on-write,
-  // and parts of the transfer may be lost (open(2), O_DIRECT). Children do not use chunks.
+  // Keep the pages out of forked children, which do not use them: a fork during a direct transfer
+  // makes pages copy-on-write, and parts of the transfer may be lost (open(2), O_DIRECT).
   ::madvise(address, bytes, MADV_DONTFORK);
   ::madvise(address, bytes, MADV_HUGEPAGE);
   if (::madvise(address, bytes, MADV_POPULATE_WRITE) != 0) {

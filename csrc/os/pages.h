@@ -8,12 +8,12 @@
 
 namespace torch_ckpt::os {
 
-// Page-aligned anonymous memory with all pages populated: copying into unpopulated pages takes
-// three times as long. Move-only. The destructor unmaps it, but not in a forked child: the child
-// does not have the memory and may have mapped other memory at its address.
+// Page-aligned anonymous memory. All pages are populated, because copying into unpopulated pages
+// takes three times as long. Move-only. The destructor unmaps the memory, except in a forked child:
+// the child does not inherit it, and may have mapped other memory at the same address.
 class Pages {
  public:
-  /// `bytes` must be a positive multiple of 4096.
+  /// bytes: a positive multiple of 4096.
   static Result<Pages> allocate(std::size_t bytes);
 
   Pages() = default;

@@ -11,7 +11,7 @@
 
 #include "os/uninterrupted.h"
 
-// Not in the headers of older distributions.
+// Older distributions' headers do not define it.
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434
 #endif
@@ -24,7 +24,7 @@ struct Status {
   std::uint64_t start = 0;
 };
 
-// Returns nullopt if there is no such process, or no /proc.
+// Returns nullopt if the process does not exist or /proc is unavailable.
 std::optional<Status> status_of(std::int64_t number) {
   const std::string path = "/proc/" + std::to_string(number) + "/stat";
   const int fd = uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
@@ -34,8 +34,8 @@ std::optional<Status> status_of(std::int64_t number) {
   ::close(fd);
   if (bytes <= 0) return std::nullopt;
   const std::string text(buffer, static_cast<std::size_t>(bytes));
-  // Parses behind the program's name, which may contain any characters. The state is the third
-  // field of the line, the start time the twenty-second.
+  // Skip the program name, which may contain any characters. The state is field 3 of the line, and
+  // the start time is field 22.
   const std::size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return std::nullopt;
   std::istringstream fields(text.substr(name_end + 1));
@@ -64,7 +64,7 @@ bool is_alive(const ProcessId& process) {
 
 ProcessEnd::ProcessEnd(const ProcessId& process)
     : fd_(static_cast<int>(::syscall(SYS_pidfd_open, process.number, 0))) {
-  // Checked after opening, so that the descriptor belongs to the right process.
+  // Check after opening, to be sure that the descriptor refers to the right process.
   if (fd_ >= 0 && !is_alive(process)) {
     ::close(fd_);
     fd_ = -1;

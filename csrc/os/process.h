@@ -4,21 +4,21 @@
 
 namespace torch_ckpt::os {
 
-/// Identity of a process of this machine, unlike the process id also over time.
+/// Identifies a process on this machine. Unlike a PID, it is never reused.
 struct ProcessId {
-  std::int64_t number = 0;
-  std::uint64_t start = 0;  // in ticks since the system's start; 0: unknown
+  std::int64_t number = 0;  // PID
+  std::uint64_t start = 0;  // start time in clock ticks since boot; 0: unknown
 
   bool operator==(const ProcessId&) const = default;
 };
 
 ProcessId own_process();
 
-/// Returns false if the process has ended; a zombie has ended.
+/// Returns false if the process has ended. A zombie counts as ended.
 bool is_alive(const ProcessId& process);
 
-// A descriptor that becomes readable for poll() when a process ends. Owns the descriptor.
-// fd() is -1 on kernels before 5.3, in some sandboxes, and if the process has already ended.
+// Owns a descriptor that poll() reports as readable once a process has ended. fd() is -1 on kernels
+// before 5.3, in some sandboxes, and if the process has already ended.
 class ProcessEnd {
  public:
   explicit ProcessEnd(const ProcessId& process);

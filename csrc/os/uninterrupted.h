@@ -4,9 +4,9 @@
 
 namespace torch_ckpt::os {
 
-/// Repeats a system call like open while signals interrupt it, which happens on slow devices and
-/// network file systems. Not for close, which releases the descriptor anyway, nor for fsync, which
-/// may report an error only once.
+/// Repeats a system call, such as open, for as long as signals interrupt it; this happens on slow
+/// devices and network file systems. Must not be used for close, which releases the descriptor in
+/// any case, or for fsync, which may report an error only once.
 template <typename Call>
 int uninterrupted(Call call) {
   int result = call();

@@ -7,7 +7,7 @@ namespace {
 
 using Kind = StateTemplate::Kind;
 
-/// The checksums of a rank's rows, by their number among the rows that the rank owns.
+/// Returns the checksums of the rows that a rank owns, by position among these rows.
 std::vector<std::uint32_t> checksums_of(const WrittenFiles& written, std::size_t owned) {
   std::vector<std::uint32_t> found(owned);
   for (const format::FileResult& file : written) {
@@ -18,7 +18,7 @@ std::vector<std::uint32_t> checksums_of(const WrittenFiles& written, std::size_t
   return found;
 }
 
-/// True for an object, and for a tensor of at most one element.
+/// Returns true for an object or a tensor of at most one element.
 bool is_number(const StateTemplate& of, const StateTemplate::Row& row) {
   if (row.kind != Kind::tensor) return row.kind == Kind::object;
   const auto sizes = of.sizes(row);

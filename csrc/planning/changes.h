@@ -12,21 +12,21 @@
 
 namespace torch_ckpt::planning {
 
-/// How the values of two saves of one plan differ, by their checksums. A group is all values under
-/// one top-level key of the state dict; values at the top have the group "".
+/// The differences between two saves with the same plan, found by comparing checksums. A group is
+/// all values under one top-level key of the state dict; top-level values are in the group "".
 struct Changes {
-  /// The first object, or tensor of at most one element, that has changed, e.g. a step counter. The
-  /// number of its name in the plan.
+  /// Name number of the first changed object or tensor of at most one element, such as a step
+  /// counter.
   std::optional<std::uint32_t> moved;
-  // The next two members are only set if `moved` is.
-  /// Groups with a tensor that has changed.
+  // The next two members are set only if `moved` is set.
+  /// Groups with at least one changed tensor.
   std::vector<std::string_view> changed;
-  /// All other groups that contain tensors, and these tensors.
+  /// All other groups that contain tensors, each with these tensors.
   std::vector<std::pair<std::string_view, std::vector<std::uint32_t>>> unchanged;
 };
 
-/// Compares two saves. `before` and `now` are by rank; `ignored` is a name that does not count as
-/// moved.
+/// Compares two saves. before, now: the written files, by rank. ignored: a name that is never
+/// reported as `moved`.
 Changes changes_between(const GlobalPlan& plan, std::span<const WrittenFiles> before,
                         std::span<const WrittenFiles> now, std::string_view ignored);
 

@@ -13,26 +13,26 @@
 
 namespace torch_ckpt::planning {
 
-// Assigns the parts of all ranks' state dicts to ranks, which write them:
+// Decides which rank writes which part of the ranks' state dicts:
 //
-//   1. Plain tensors, or objects, with the same name on several ranks are one part. Shards with the
+//   1. Plain tensors or objects with the same name on several ranks are one part. Shards with the
 //      same name are one part if they have the same offsets and sizes.
-//   2. A part that only one rank has is written by that rank. A part that several ranks have is
-//      assigned to the rank with the fewest bytes so far (like torch's dedup_save_plans).
-//   3. Values with the same name must have the same kind, dtype and size on all ranks, and the
-//      shards of a tensor must cover it, each element exactly once.
+//   2. If only one rank has a part, that rank writes it. If several ranks have it, the part is
+//      assigned to the one with the fewest bytes so far (like torch's dedup_save_plans).
+//   3. Values with the same name must have the same kind, dtype and size on all ranks. The shards
+//      of a tensor must cover each of its elements exactly once.
 class GlobalPlan {
  public:
-  /// Fails with Errc::invalid_argument, which names the value and the ranks, if rule 3 is violated.
+  /// Fails with Errc::invalid_argument if rule 3 is violated; the error names the value and ranks.
   static Result<GlobalPlan> of(std::vector<RankState> states);
 
   std::size_t ranks() const { return states_.size(); }
   const RankState& of_rank(std::size_t rank) const { return states_[rank]; }
-  /// The rows that the rank writes, in ascending order.
+  /// Returns the rows that the rank writes, in ascending order.
   std::span<const std::uint32_t> owned(std::size_t rank) const { return owned_[rank]; }
-  /// True if this plan, and not torch's planner, assigns the value of this name.
+  /// Returns true if this plan assigns the value with this name; false if torch's planner does.
   bool plans(std::string_view name) const;
-  /// Names are numbered; each has a first row, on the first rank that has it.
+  /// Number of names. Each name has a first row, on the first rank that has the name.
   std::size_t names() const { return entries_.size(); }
   std::string_view name(std::size_t number) const { return names_.at(number); }
   const StateTemplate& first_template(std::size_t number) const {
@@ -40,15 +40,15 @@ class GlobalPlan {
   }
   std::uint32_t first_row(std::size_t number) const { return entries_[number].row; }
 
-  /// Adds all names to an index, without locations. Names planned by torch are taken from
+  /// Adds all names to an index, without locations. Copies the items planned by torch from
   /// `torch_items`. Returns the shard of each part.
   std::vector<index::CheckpointIndex::ShardId> describe(
       index::CheckpointIndex& index, const index::CheckpointIndex* torch_items) const;
-  /// The part of a row in owned(rank), by its position there.
+  /// Returns the part of row owned(rank)[number].
   std::uint32_t part(std::size_t rank, std::size_t number) const {
     return part_of_row_[rank][owned_[rank][number]];
   }
-  /// The number of the name of a row in owned(rank), by its position there.
+  /// Returns the name number of row owned(rank)[number].
   std::uint32_t entry(std::size_t rank, std::size_t number) const {
     return parts_[part(rank, number)].entry;
   }
@@ -62,11 +62,11 @@ class GlobalPlan {
   };
   struct Part {
     std::uint32_t owner = kNone;
-    std::uint32_t row = 0;  // of the owner
+    std::uint32_t row = 0;  // row of the owner
     std::uint32_t entry = 0;
-    std::uint32_t next = kNone;  // of the entry
-    std::uint32_t holders = 0;
-    // For shards: numbers in a table in which equal extents have the same number.
+    std::uint32_t next = kNone;  // next part of the entry
+    std::uint32_t holders = 0;   // number of ranks that have the part
+    // Shards only: ids of the extents; equal extents have equal ids.
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;
     std::uint64_t bytes = 0;
@@ -76,11 +76,11 @@ class GlobalPlan {
   const StateTemplate::Row& row_of(const Entry& entry) const {
     return states_[entry.rank].state().row(entry.row);
   }
-  /// Adds the new names of a rank's template. Returns the entry of each of its rows.
+  /// Adds the new names of a rank's template. Returns the entry of each row of the template.
   Result<std::vector<std::uint32_t>> add_entries(std::uint32_t rank);
   Result<> check_same(const Entry& first, std::uint32_t rank, std::uint32_t row) const;
   void choose_owners();
-  /// True if the parts of two entries have the same offsets and sizes.
+  /// Returns true if the parts of two entries have the same offsets and sizes.
   bool have_equal_parts(const Entry& one, const Entry& other) const;
   Result<> check_cover() const;
 

@@ -35,9 +35,10 @@ void PlanMetadata::describe() {
 Result<std::span<const std::string_view>> PlanMetadata::encode(
     std::span<const WrittenFiles> written, const index::CheckpointIndex* torch_items,
     const index::MetadataExtras& extras) {
-  // Moved out, so that an exception discards it instead of leaving it half updated.
+  // Move the state out of the member, so that an exception discards it instead of leaving it half
+  // updated.
   auto described = std::move(described_);
-  // Locations of the items planned by torch are only in their own index.
+  // Start anew if torch plans items: their locations are copied only when the index is built.
   if (!described || has_torch_items_ || torch_items != nullptr) {
     described = std::make_unique<Described>(plan_, written, torch_items);
   } else {

@@ -15,24 +15,23 @@
 
 namespace torch_ckpt::planning {
 
-/// The files that a rank has written. Item numbers are positions in GlobalPlan::owned(); items
-/// planned by torch have the numbers after them.
+/// The files that a rank has written. Items are numbered by position in GlobalPlan::owned(); items
+/// planned by torch have the subsequent numbers.
 using WrittenFiles = std::span<const format::FileResult>;
 
-// Encodes the metadata of the saves of one plan. The part that depends only on the plan is encoded
-// once. The locations of shards are encoded again only if they have changed. File names and
-// checksums differ for each save.
+// Encodes the metadata of saves with the same plan. The part that depends only on the plan is
+// encoded once. Locations of shards are encoded again only if they have changed. File names and
+// checksums differ in each save.
 class PlanMetadata {
  public:
-  /// `plan` outlives the PlanMetadata.
+  /// `plan` must outlive the PlanMetadata.
   explicit PlanMetadata(const GlobalPlan& plan) : plan_(plan) {}
 
   /// Encodes the part that depends only on the plan.
   void describe();
-  /// Returns the pickle and its seal, in pieces that are valid until the next call. Fails with
-  /// Errc::metadata_inconsistent if a rank has not reported exactly one location for each of its
-  /// rows. `written` is by rank. `torch_items` is the index of the items planned by torch; may be
-  /// nullptr.
+  /// Returns the pickle and its seal in pieces, which are valid until the next call. Fails with
+  /// Errc::metadata_inconsistent if a rank has not reported exactly one location for each row that
+  /// it owns. written: files by rank. torch_items: index of the items planned by torch, or nullptr.
   Result<std::span<const std::string_view>> encode(std::span<const WrittenFiles> written,
                                                    const index::CheckpointIndex* torch_items,
                                                    const index::MetadataExtras& extras);

@@ -9,11 +9,11 @@
 namespace torch_ckpt::planning {
 namespace {
 
-// Limit for one record. Larger records have larger pieces, so that a record with an impossible size
-// in the metadata does not exhaust memory.
+// Maximum per record. Larger records get larger pieces, so that a record with an absurd size in the
+// metadata does not exhaust memory.
 constexpr std::uint64_t kMaxPieces = 4096;
 
-// Limit for one record. Above this, ranges are merged, and more is read than was requested.
+// Maximum per record. Beyond it, ranges are merged, so more is read than was requested.
 constexpr std::size_t kMaxRanges = std::size_t{1} << 20;
 
 bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
@@ -21,7 +21,8 @@ bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
   return record.length <= limits.gap_bytes || record.wanted() >= record.length / 8 * 7;
 }
 
-// True if `record` extends `batch` without reading a large gap and without exceeding a chunk.
+// Returns true if `record` can be added to `batch` without a large gap and without exceeding a
+// chunk.
 bool continues(const ReadUnit& batch, const WantedRecord& record, const ReadPlanLimits& limits) {
   if (batch.file != record.file) return false;
   const std::uint64_t end = batch.begin + batch.length;
@@ -29,8 +30,8 @@ bool continues(const ReadUnit& batch, const WantedRecord& record, const ReadPlan
   return record.offset - batch.begin + record.length <= limits.batch_bytes;
 }
 
-// Groups ranges, in the given order, into pieces. Ranges are divided only at multiples of
-// cut_bytes, so that each block with a checksum lies within one piece.
+// Groups the record's ranges into pieces, in order. Divides ranges only at multiples of cut_bytes,
+// so that each block with a checksum lies within one piece.
 std::vector<std::vector<ByteRange>> cut(const WantedRecord& record, const ReadPlanLimits& limits) {
   std::vector<std::vector<ByteRange>> pieces(1);
   const std::uint64_t piece_bytes = std::max(limits.piece_bytes, record.wanted() / kMaxPieces);
@@ -46,7 +47,7 @@ std::vector<std::vector<ByteRange>> cut(const WantedRecord& record, const ReadPl
         pieces.back().push_back({range.begin, end});
         range.begin = end;
       } else if (pieces.back().empty()) {
-        break;  // a piece that is smaller than what it may be cut at
+        break;  // there is no place to cut, so the piece exceeds its size
       }
       next_piece();
     }
@@ -54,7 +55,8 @@ std::vector<std::vector<ByteRange>> cut(const WantedRecord& record, const ReadPl
     room -= std::min(room, range.bytes());
     if (room == 0) next_piece();
   }
-  // The archive of a record is checked even if no byte of its payload is wanted.
+  // Keep one empty piece if no byte of the payload is requested: the record's archive is checked
+  // nevertheless.
   if (pieces.back().empty() && pieces.size() > 1) pieces.pop_back();
   return pieces;
 }
@@ -109,7 +111,7 @@ std::vector<ReadUnit> plan_reads(std::span<const WantedRecord> records,
   });
 
   std::vector<ReadUnit> units;
-  bool open = false;  // whether units.back() is a batch that may grow
+  bool open = false;  // true if units.back() is a batch to which records can be added
   for (const std::size_t index : order) {
     const WantedRecord& record = records[index];
     if (!is_small(record, limits)) {

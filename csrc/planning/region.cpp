@@ -69,7 +69,7 @@ std::optional<Region> Region::of_box(std::span<const std::uint64_t> sizes,
     if (!next || !begin) return std::nullopt;
     row_major = *next;
     region.begin_ = *begin;
-    region.elements_ *= lengths[d];  // at most the number of elements, whose bytes do not overflow
+    region.elements_ *= lengths[d];  // cannot overflow: the tensor's bytes do not
     if (lengths[d] != 1) {
       dims.push_back(
           {lengths[d], stride, target_strides[d] * static_cast<std::int64_t>(target_item_bytes)});
@@ -82,7 +82,8 @@ std::optional<Region> Region::of_box(std::span<const std::uint64_t> sizes,
   }
   std::stable_sort(dims.begin(), dims.end(),
                    [](const Dim& a, const Dim& b) { return a.stored_stride < b.stored_stride; });
-  // From the innermost loop outwards: merge a loop into the one inside it if both continue it.
+  // From the innermost loop outwards, merge a loop into the next inner loop if payload and target
+  // are contiguous across both.
   std::vector<Dim> merged;
   std::uint64_t extent = item_bytes;
   for (const Dim& dim : dims) {
@@ -115,8 +116,8 @@ std::optional<Region> Region::of_box(std::span<const std::uint64_t> sizes,
 
 std::vector<ByteRange> Region::ranges(std::uint64_t gap_bytes, std::size_t max_ranges) const {
   if (elements_ == 0) return {};
-  // Merges the blocks of a loop into one range if the gaps between them are small. Gaps grow
-  // outwards, so the loops that are not merged are the outer loops, [0, outer).
+  // Merge the blocks of a loop into one range if the gaps between them are small. Gaps grow
+  // outwards, so only the outer loops, [0, outer), are not merged.
   std::size_t outer = dims_.size();
   while (outer > 0) {
     const std::uint64_t gap = dims_[outer - 1].stored_stride - extents_[outer];

@@ -7,7 +7,7 @@
 namespace torch_ckpt::planning {
 namespace {
 
-// Numbers in base 128, the lowest digit first; a set top bit means that more follow.
+// Encodes a number in base 128, lowest digit first. A set top bit means that more digits follow.
 void put(std::string& bytes, std::uint64_t number) {
   for (; number >= 0x80; number >>= 7) bytes += static_cast<char>(number | 0x80);
   bytes += static_cast<char>(number);
@@ -33,7 +33,7 @@ class Reader {
     has_failed_ = true;
     return 0;
   }
-  /// Reads a count of things, each of which needs at least one byte.
+  /// Reads the number of elements that follow. Each needs at least one byte.
   std::size_t count() {
     const std::uint64_t value = number();
     if (value <= rest_.size()) return static_cast<std::size_t>(value);
@@ -190,8 +190,8 @@ std::string RankState::encode() const {
     put(bytes, box.offsets);
     put(bytes, box.sizes);
   }
-  // Consecutive shards with the same box: their count and the box's number, from 1; 0: not present
-  // on the rank.
+  // For each run of consecutive shards with the same box, write the length of the run and the box
+  // number + 1, or 0 if the rank has no part of these shards.
   std::size_t row = 0;
   while (row < size()) {
     if (template_->row(row).kind != StateTemplate::Kind::shard) {

@@ -17,22 +17,22 @@
 
 namespace torch_ckpt::planning {
 
-/// The part of a state dict that a plan depends on and that is identical on several ranks: names,
-/// kinds, dtypes and sizes, row by row, without values. Ranks of one mesh share a template.
+/// The part of a state dict on which a plan depends and which several ranks share: the name, kind,
+/// dtype and size of each row, without values. The ranks of a mesh usually have the same template.
 class StateTemplate {
  public:
   enum class Kind : std::uint8_t {
-    tensor,  // a plain tensor, which counts as replicated
+    tensor,  // a plain tensor; assumed to be replicated
     shard,   // a shard of a DTensor
-    object,  // a value that is not a tensor, which counts as replicated
-    other,   // planned by torch; only its name and path count
+    object,  // a value that is not a tensor; assumed to be replicated
+    other,   // planned by torch; only its name and path are used here
   };
   struct Row {
     Kind kind = Kind::other;
-    bool is_present = true;  // false: a value of Kind::other that is ignored
+    bool is_present = true;  // false: ignore this value of Kind::other
     bool requires_grad = false;
     std::uint32_t dtype = 0;
-    std::uint32_t size = 0;  // of the global tensor
+    std::uint32_t size = 0;  // size of the global tensor
 
     bool operator==(const Row&) const = default;
   };
@@ -50,7 +50,7 @@ class StateTemplate {
 
   std::uint32_t add_dtype(std::string_view name, std::uint64_t item_bytes);
   std::uint32_t add_size(std::span<const std::int64_t> size) { return extents_.intern(size); }
-  /// Adds a row. Returns false, and adds nothing, if there is a row with this name.
+  /// Adds a row. If the name exists, returns false and adds nothing.
   bool add(std::string_view name, std::span<const PathPart> path, const Row& row);
 
   std::string encode() const;
@@ -71,10 +71,10 @@ class StateTemplate {
   index::ExtentsTable extents_;
 };
 
-/// The state dict of one rank: a template, and the rank's parts of DTensors.
+/// Describes the state dict of one rank: a template, and the rank's parts of DTensors.
 class RankState {
  public:
-  /// A part of a tensor: numbers in the extents of this rank.
+  /// A part of a tensor, as ids in this rank's extents_.
   struct Box {
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;
@@ -88,12 +88,12 @@ class RankState {
   const StateTemplate& state() const { return *template_; }
   const std::shared_ptr<const StateTemplate>& shared_template() const { return template_; }
   std::size_t size() const { return boxes_of_rows_.size(); }
-  /// True if the rank has a part of the row.
+  /// Returns true if the rank has a part of the row.
   bool has(std::size_t row) const {
     const StateTemplate::Row& what = template_->row(row);
     return what.kind == StateTemplate::Kind::shard ? boxes_of_rows_[row] != kNone : what.is_present;
   }
-  /// The box of a shard that the rank has.
+  /// Returns the box of a row of Kind::shard, or kNone if the rank has no part of it.
   std::uint32_t box(std::size_t row) const { return boxes_of_rows_[row]; }
   std::size_t boxes() const { return boxes_.size(); }
   std::span<const std::int64_t> offsets(std::uint32_t box) const {
@@ -102,7 +102,7 @@ class RankState {
   std::span<const std::int64_t> sizes(std::uint32_t box) const {
     return extents_.at(boxes_[box].sizes);
   }
-  /// Bytes of the rank's part of a row.
+  /// Returns the size of the rank's part of a row, in bytes.
   std::uint64_t bytes(std::size_t row) const;
 
   /// Sets the rank's part of a DTensor.
@@ -111,7 +111,7 @@ class RankState {
 
   /// Encodes the boxes, without the template.
   std::string encode() const;
-  /// Fails with Errc::frame_damaged if the bytes are not those of a rank with this template.
+  /// Fails with Errc::frame_damaged unless the bytes encode the boxes of a rank with this template.
   static Result<RankState> decode(std::shared_ptr<const StateTemplate> of, std::string_view bytes);
 
  private:

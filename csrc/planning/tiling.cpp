@@ -8,11 +8,11 @@
 namespace torch_ckpt::planning {
 namespace {
 
-// A box has 2^n corners in n dimensions, so their number is limited; real tensors are divided in
-// few dimensions.
+// A box divided in n dimensions has 2^n corners, so n is limited. Real tensors are divided in few
+// dimensions.
 constexpr std::size_t kMaxDividedDims = 6;
 
-/// Sums the hashes of the corners of a box in some dimensions, with their signs.
+/// Returns the signed sum of the hashes of a box's corners in the dimensions `dims`.
 std::uint64_t sum_of_corners(std::span<const std::size_t> dims,
                              std::span<const std::int64_t> begins,
                              std::span<const std::int64_t> lengths) {

@@ -4,7 +4,7 @@
 
 namespace torch_ckpt::python {
 
-// These bind the parts of torch_ckpt._core, which does not depend on torch.
+// Bind the parts of torch_ckpt._core, the extension module that does not depend on torch.
 void bind_fault(pybind11::module_& module);
 void bind_directory(pybind11::module_& module);
 void bind_results(pybind11::module_& module);

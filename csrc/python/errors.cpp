@@ -21,7 +21,7 @@ py::object error_class(const char* name) {
   throw py::error_already_set();
 }
 
-// OSError prepends errno and appends the filename, so the text repeats neither.
+// The text omits errno and filename, which OSError adds.
 [[noreturn]] void throw_os_error(const Error& error) {
   std::string text = error.operation + " failed";
   if (error.offset != Error::kNoOffset) text += " at byte " + std::to_string(error.offset);

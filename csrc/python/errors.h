@@ -10,14 +10,14 @@
 
 namespace torch_ckpt::python {
 
-/// Registers the translation of Failure to Python exceptions (the table is in docs/design.md).
+/// Registers the conversion of Failure to Python exceptions (docs/design.md has the table).
 void bind_errors();
 [[noreturn]] void raise(const directory::PublishOutcome& outcome);
 
-/// Decodes a path, or a text with paths, as os.fsdecode does: the bytes need not be UTF-8.
+/// Decodes a path, or a text that contains paths, like os.fsdecode: the bytes need not be UTF-8.
 pybind11::str os_text(const std::string& bytes);
 
-/// Issues the engine's warnings in Python.
+/// Issues the engine's pending warnings as Python warnings.
 void pass_on_warnings();
 
 template <class T>
@@ -31,7 +31,7 @@ T unwrap(T value) {
 
 }  // namespace torch_ckpt::python
 
-/// Converts a returned Result: its value is returned to Python, its error is raised.
+/// Converts a Result that a bound function returns: returns its value or raises its error.
 template <class T>
 struct pybind11::detail::type_caster<torch_ckpt::Result<T>> {
   using Value = make_caster<std::conditional_t<std::is_void_v<T>, void_type, T>>;

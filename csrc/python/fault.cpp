@@ -21,7 +21,7 @@ namespace {
 
 using os::ScopedFaultHook;
 
-/// A Python hook that is installed while a `with` block runs.
+/// A Python hook that stays installed while a `with` block runs.
 class FaultHook {
  public:
   explicit FaultHook(py::function hook) : hook_(std::move(hook)) {}

@@ -9,11 +9,12 @@
 
 namespace torch_ckpt::python {
 
-/// Call guard for functions that run without the GIL: disk operations may take seconds (unlink
-/// frees the blocks of a large file).
+/// Call guard for functions that run without the GIL, such as disk operations, which may take
+/// seconds (unlink has to free the blocks of a large file).
 using NoGil = pybind11::call_guard<ReleasedGil>;
 
-/// Calls `function` without the GIL and returns its value; raises the error if it returns a Result.
+/// Calls `function` without the GIL and returns its value. If it returns a Result, raises the
+/// error.
 template <class Function>
 auto without_gil(Function function) {
   return unwrap([&] {

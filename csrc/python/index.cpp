@@ -28,10 +28,10 @@ namespace {
 
 using index::CheckpointIndex;
 
-/// A metadata pickle that passed the safety check, with its bytes.
+/// A metadata pickle that has passed the safety check, and its bytes.
 class MetadataProgram {
  public:
-  /// `roles` maps "module name" to a role.
+  /// roles: the role of each allow-listed global, by "module name".
   MetadataProgram(py::object data, const std::map<std::string, std::string>& roles)
       : data_(std::move(data)), bytes_(data_) {
     index::Globals allowed;
@@ -57,7 +57,7 @@ const CheckpointIndex::Entry* entry_of(const CheckpointIndex& index, const py::s
   return number ? &index.entries()[*number] : nullptr;
 }
 
-/// Returns offsets, sizes, file, offset and length in it, and is_transformed.
+/// Returns (offsets, sizes, file, offset in the file, length, is_transformed).
 py::tuple shard_of(const CheckpointIndex& index, const CheckpointIndex::Shard& shard) {
   const auto extents = [&](std::uint32_t id) {
     return id == CheckpointIndex::kNone ? py::tuple() : tuple_of(index.extents(id));
@@ -75,9 +75,9 @@ py::list shards_of(const CheckpointIndex& index, const py::str& name) {
   return list_of(index.shards(*entry), [&](const auto& shard) { return shard_of(index, shard); });
 }
 
-/// Returns names and shards of records that the metadata does not describe.
+/// Returns the name and shard of each record that the metadata does not describe.
 py::list strays_of(const CheckpointIndex& index) {
-  // One string object for each name: many strays may share one long name.
+  // Create one string per name, because many strays may share a long name.
   std::map<std::uint64_t, py::object> names;
   return list_of(index.strays(), [&](const CheckpointIndex::Stray& stray) {
     py::object& name = names[stray.name.at];
@@ -90,14 +90,14 @@ py::list files_of(const CheckpointIndex& index) {
   return list_of(index.files(), [&](auto file) { return text_of(index.text(file)); });
 }
 
-/// Returns the name of a tensor's dtype and its size; None if the entry is no tensor.
+/// Returns a tensor's dtype name and size, or None if the entry is not a tensor.
 py::object tensor_of(const CheckpointIndex& index, const py::str& name) {
   const CheckpointIndex::Entry* entry = entry_of(index, name);
   if (entry == nullptr || !entry->is_tensor) return py::none();
   return py::make_tuple(index.dtypes()[entry->dtype], tuple_of(index.extents(entry->size)));
 }
 
-/// Returns the encoded checksum tables by file, for files that have one.
+/// Returns the encoded checksum tables by file name, for files that have a table.
 py::dict tables_of(const CheckpointIndex& index) {
   py::dict tables;
   for (std::size_t i = 0; i < index.files().size(); ++i) {

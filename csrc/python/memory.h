@@ -8,8 +8,8 @@
 
 namespace torch_ckpt::python {
 
-/// The buffer of an object, which stays valid and in place for the lifetime of this. Strided memory
-/// is refused unless `flags` request it.
+/// Exports the buffer of a Python object: its memory stays valid and does not move for the lifetime
+/// of this object. Refuses strided memory unless `flags` allow it.
 class Memory {
  public:
   explicit Memory(pybind11::handle object, int flags = PyBUF_SIMPLE) {
@@ -30,7 +30,7 @@ class Memory {
 
 }  // namespace torch_ckpt::python
 
-/// Converts an argument with contiguous bytes, without a copy.
+/// Converts an argument with a contiguous buffer, without copying it.
 template <>
 struct pybind11::detail::type_caster<std::span<const std::byte>> {
   template <class>

@@ -11,7 +11,7 @@
 
 namespace torch_ckpt::python {
 
-/// Converts the public option: True, False or "auto".
+/// Converts the option direct_io: True, False or "auto".
 inline engine::DirectIo direct_io_option(const pybind11::object& value) {
   if (pybind11::isinstance<pybind11::bool_>(value)) {
     return value.cast<bool>() ? engine::DirectIo::on : engine::DirectIo::off;
@@ -32,7 +32,7 @@ inline engine::PoolSpec threads_of(const pybind11::handle& background) {
   return spec;
 }
 
-/// CUDA device and event handle of each event.
+/// The CUDA device and handle of each event.
 using Events = std::vector<std::pair<int, std::uintptr_t>>;
 inline std::vector<staging::ReadyEvent> ready_events(const Events& events) {
   std::vector<staging::ReadyEvent> ready;
@@ -42,7 +42,7 @@ inline std::vector<staging::ReadyEvent> ready_events(const Events& events) {
   return ready;
 }
 
-/// Name and checksum table of each file.
+/// The name and checksum table of each file.
 using FileRows = std::vector<std::pair<std::string, std::string>>;
 inline std::vector<engine::LoadFile> files_of(FileRows& rows) {
   std::vector<engine::LoadFile> files;

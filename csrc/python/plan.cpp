@@ -28,7 +28,7 @@ using planning::GlobalPlan;
 using planning::RankState;
 using planning::StateTemplate;
 
-// A plan with the encoder of its metadata, which encodes one save at a time.
+// A plan and the encoder of its metadata, which can encode only one save at a time.
 struct PlanWithMetadata {
   explicit PlanWithMetadata(GlobalPlan made) : plan(std::move(made)), metadata(plan) {}
 
@@ -111,7 +111,7 @@ py::tuple changes_of(const PlanWithMetadata& save, const Written& before, const 
   return py::make_tuple(moved, changed, unchanged);
 }
 
-/// Returns the path of each name in the nested state dict.
+/// Returns each name's path in the nested state dict.
 py::dict paths_of(const PlanWithMetadata& save) {
   const GlobalPlan& plan = save.plan;
   py::dict paths;
@@ -133,7 +133,7 @@ py::dict paths_of(const PlanWithMetadata& save) {
   return paths;
 }
 
-/// Returns the names of items that are assumed to be replicated: plain tensors, then objects.
+/// Returns the names of items assumed to be replicated: first the plain tensors, then the objects.
 py::list replicated_names(const PlanWithMetadata& save, std::size_t rank) {
   const GlobalPlan& plan = save.plan;
   if (rank >= plan.ranks()) throw no_such_rank(rank);

@@ -46,7 +46,7 @@ py::list load_bytes(FileRows file_rows, const std::vector<ByteRow>& rows,
   without_gil([&] { return loads.check_records_fit(requests, names); });
   py::list values;
   for (engine::ReadRequest& request : requests) {
-    // bytes, since io.BytesIO shares them without a copy.
+    // Use bytes objects, which io.BytesIO shares without a copy.
     const auto value = py::reinterpret_steal<py::bytes>(
         PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(request.length)));
     if (!value) throw py::error_already_set();

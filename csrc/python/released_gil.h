@@ -11,7 +11,7 @@
 namespace torch_ckpt::python {
 
 /// Calls `call`, which takes the GIL or runs Python code, and returns its value. If the interpreter
-/// ends meanwhile, the thread sleeps until the process has ended.
+/// shuts down meanwhile, the thread sleeps until the process exits.
 template <class Call>
 auto outlasting_python(Call call) {
   try {
@@ -19,9 +19,8 @@ auto outlasting_python(Call call) {
   } catch (const std::exception&) {
     throw;
   } catch (...) {
-    // Before 3.14 Python ends a daemon thread in `call` by unwinding its stack. Unwinding must not
-    // reach a destructor: std::terminate would end the process, or an object would be released
-    // without the GIL.
+    // Before 3.14, Python ends a daemon thread in `call` by unwinding its stack. This must not
+    // reach a destructor: it could terminate the process, or release an object without the GIL.
     for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
   }
 }
@@ -30,7 +29,7 @@ inline void take_gil(PyThreadState* state) {
   outlasting_python([state] { PyEval_RestoreThread(state); });
 }
 
-/// Releases the GIL for its lifetime. os::CallTime counts the processor time of this period.
+/// Releases the GIL for its lifetime. os::CallTime counts the CPU time used meanwhile.
 class ReleasedGil {
  public:
   ReleasedGil() : state_(PyEval_SaveThread()) { os::CallTime::begin(); }
@@ -45,7 +44,7 @@ class ReleasedGil {
   PyThreadState* const state_;
 };
 
-/// Takes the GIL again for its lifetime, on a thread that has a ReleasedGil.
+/// Takes the GIL back for its lifetime, on a thread with a ReleasedGil.
 class TakenGil {
  public:
   TakenGil() {

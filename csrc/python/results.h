@@ -10,16 +10,16 @@
 
 namespace torch_ckpt::python {
 
-/// The files that one rank has written in one save. Ranks send them to each other as frames
+/// The files that one rank has written for one save. Ranks exchange them as frames
 /// (format/result_frame.h).
 struct WrittenFiles {
   explicit WrittenFiles(std::vector<format::FileResult> results);
 
   std::vector<format::FileResult> files;
-  std::size_t items = 0;  // items of all files; their numbers are 0 to items - 1
+  std::size_t items = 0;  // number of items in all files; they are numbered from 0
 };
 
-/// Converts a ProcessChannel or None.
+/// Converts a ProcessChannel, or None to nullptr.
 std::shared_ptr<engine::ProcessChannel> channel_of(const pybind11::object& channel);
 
 }  // namespace torch_ckpt::python

@@ -22,7 +22,7 @@ namespace py = pybind11;
 namespace torch_ckpt::python {
 namespace {
 
-// File, offset, length, name of the dtype, sizes. The last two are None for objects.
+// File, offset, length, dtype name, sizes. The last two are None for objects.
 using RecordRow = std::tuple<std::size_t, std::uint64_t, std::uint64_t, std::optional<std::string>,
                              std::optional<std::vector<std::uint64_t>>>;
 // File, row or None, offset or None, damaged bytes, message, errno or 0.
@@ -34,14 +34,14 @@ FindingRow row_of(engine::Finding& finding) {
   if (finding.record != engine::Finding::kWholeFile) row = finding.record;
   std::optional<std::uint64_t> offset;
   if (finding.error.offset != Error::kNoOffset) offset = finding.error.offset;
-  // The message omits the file and the offset, which have fields of their own.
+  // Omit file and offset from the message, because they have their own fields.
   finding.error.path = {};
   finding.error.offset = Error::kNoOffset;
   return {finding.file,           row, offset, finding.bytes, finding.error.message(),
           finding.error.sys_errno};
 }
 
-/// Returns the findings, and the rows that have bytes without a checksum.
+/// Returns the findings, and the rows with bytes that have no checksum.
 std::pair<std::vector<FindingRow>, std::vector<std::size_t>> verify_records(
     FileRows file_rows, const std::vector<RecordRow>& rows, const os::Directory& directory,
     std::size_t threads, std::uint64_t max_inflight_bytes, const py::object& direct_io,

@@ -11,8 +11,8 @@
 
 namespace torch_ckpt::python {
 
-/// Waits, without the GIL, for the end of a session that reads. Every 100 ms it takes the GIL,
-/// handles signals (Ctrl-C) and calls `progress`, unless that is None.
+/// Waits without the GIL until a load or verify session ends. Every 100 ms, takes the GIL, handles
+/// signals (Ctrl-C) and calls `progress` unless it is None.
 template <class Session>
 void wait_for(Session& session, const pybind11::object& progress, std::uint64_t done_before = 0) {
   try {
@@ -24,7 +24,7 @@ void wait_for(Session& session, const pybind11::object& progress, std::uint64_t 
       if (done) pass_on_warnings();
     }
   } catch (...) {
-    // Ends the session first, because its threads write into memory that unwinding releases.
+    // End the session before unwinding, which releases memory that the session's threads write to.
     engine::end_session(session);
     throw;
   }

@@ -8,9 +8,9 @@
 
 namespace torch_ckpt::tensors {
 
-/// Returns a conversion between two dtypes that equals Tensor.copy_. With `conj` or `neg`, converts
-/// the conjugate or negative of the source. Throws Failure, which names the item, if copy_ does not
-/// support the conversion.
+/// Returns a conversion between two dtypes with the same results as Tensor.copy_. With `conj` or
+/// `neg`, it converts the conjugate or negative of the source. Throws a Failure that names the item
+/// if copy_ does not support the conversion.
 staging::Convert conversion_between(const std::string& name, at::ScalarType from, at::ScalarType to,
                                     bool conj, bool neg);
 

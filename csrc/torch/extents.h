@@ -7,7 +7,7 @@
 
 namespace torch_ckpt::tensors {
 
-/// Sizes, strides or offsets in the types of the engine, none of them negative.
+/// Sizes, strides or offsets as the engine's unsigned type.
 using Extents = std::vector<std::uint64_t>;
 
 inline Extents unsigned_of(c10::IntArrayRef values) { return {values.begin(), values.end()}; }

@@ -7,7 +7,7 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-/// The address range of the tensor's elements.
+/// Returns the address range that contains the tensor's elements.
 std::pair<std::uintptr_t, std::uintptr_t> extent_of(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.has_storage()) return {0, 0};
   std::int64_t last = 0;
@@ -27,7 +27,7 @@ bool FilledMemory::add(const std::string& name, const at::Tensor& tensor) {
   for (; last != spans_.end() && last->first < end; ++last) {
     if (last->second.name != name) return false;
   }
-  // Overlapping ranges are allowed for one name: parts of one tensor may be interleaved.
+  // Ranges with the same name may overlap, because the parts of a tensor may be interleaved.
   for (auto span = next; span != last; ++span) {
     begin = std::min(begin, span->first);
     end = std::max(end, span->second.end);

@@ -8,12 +8,13 @@
 
 namespace torch_ckpt::tensors {
 
-// The memory that the items of a wave fill. If two items fill the same memory, the later one must
-// win, as in torch. Reading both in one wave would mix their bytes and break their checksums.
+// Records the memory that the items of a wave fill. If two items fill the same memory, the later
+// item must win, as in torch. Reading both in one wave would mix their bytes and make their
+// checksums fail.
 class FilledMemory {
  public:
-  /// Adds the memory of a tensor. Returns false, and adds nothing, if another name fills some of
-  /// it.
+  /// Adds the memory of a tensor. If another name fills part of this memory, returns false and adds
+  /// nothing.
   bool add(const std::string& name, const at::Tensor& tensor);
   void clear() { spans_.clear(); }
 
@@ -22,7 +23,7 @@ class FilledMemory {
     std::uintptr_t end = 0;
     std::string name;
   };
-  std::map<std::uintptr_t, Span> spans_;  // by begin; disjoint
+  std::map<std::uintptr_t, Span> spans_;  // by first address; disjoint
 };
 
 }  // namespace torch_ckpt::tensors

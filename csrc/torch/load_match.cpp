@@ -15,7 +15,8 @@ using index::CheckpointIndex;
 
 namespace {
 
-/// Returns torch's dtype for a name without "torch."; nullopt if this version of torch has none.
+/// Returns torch's dtype with this name (without "torch."), or nullopt if this version of torch
+/// lacks it.
 std::optional<at::ScalarType> scalar_type_named(const std::string& name) {
   const PythonRef torch(PyImport_ImportModule("torch"));
   if (!torch) throw python_error();
@@ -59,7 +60,7 @@ LoadMatch::LoadMatch(const FlatState& state, const CheckpointIndex& index, SizeR
 LoadMatch::Status LoadMatch::compare(const FlatState::Row& row, const Entry& entry) const {
   const auto wanted = state_.extents().at(row.size);
   if (!entry.is_tensor) {
-    // An object may take the place of a tensor without dimensions: a counter may be either.
+    // Accept an object for a tensor without dimensions: a counter may be either.
     return wanted.empty() ? Status::loaded : Status::kind;
   }
   const auto stored = index_.extents(entry.size);
@@ -93,7 +94,7 @@ std::vector<std::uint32_t> LoadMatch::absent() const {
   std::vector<Found> found(state_.keys().size(), Found::nothing);
   for (std::size_t i = 0; i < statuses_.size(); ++i) {
     const FlatState::Row& row = state_.row(i);
-    // Skips values at the top, and None, which counts only on its own rank.
+    // Skip top-level values. Skip None too, because it counts only on its own rank.
     if (row.is_removed || statuses_[i] == Status::skipped || row.value.get() == Py_None ||
         state_.name(i) == state_.keys().at(row.key)) {
       continue;
@@ -149,7 +150,7 @@ std::uint32_t LoadMatch::file_number(std::uint32_t file) {
   return number;
 }
 
-/// Returns false if the row is left to the caller.
+/// Plans the reads of a row. Returns false if the row is left to the caller.
 bool LoadMatch::plan_row(std::size_t number) {
   const FlatState::Row& row = state_.row(number);
   if (row.kind == FlatState::Kind::other) return false;
@@ -181,7 +182,7 @@ bool LoadMatch::plan_row(std::size_t number) {
   for (const Shard& shard : index_.shards(entry)) {
     const auto offsets = index_.extents(shard.offsets);
     const auto sizes = index_.extents(shard.sizes);
-    // Relative to the begin of this rank's part of the tensor.
+    // The intersection, relative to this rank's part of the tensor.
     planning::Box box{std::vector<std::int64_t>(dims), std::vector<std::int64_t>(dims)};
     std::vector<std::int64_t> region(dims);
     std::uint64_t common = 1;

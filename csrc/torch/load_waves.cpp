@@ -17,10 +17,10 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// Limit on temporaries on a device in one wave.
+// Limit on the bytes of temporaries on a device per wave.
 constexpr std::uint64_t kMaxDeviceBytes = std::uint64_t{256} << 20;
 
-// Limit on steps in one wave. A step needs more memory than a small tensor has.
+// Limit on steps per wave: a step can need more memory than the tensor that it reads.
 constexpr std::size_t kMaxSteps = 1 << 16;
 
 engine::ReadRequest request_for(const TensorTarget& target, engine::ReadKind kind) {
@@ -43,9 +43,8 @@ staging::Convert conversion_for(const TensorTarget& target, at::ScalarType to,
 }
 
 // Records events on the current streams of devices. The caching allocator may place a temporary in
-// a block that another thread has freed while its stream still reads the block. The block is free
-// only for later work on that stream. An event that protects it must therefore be recorded after
-// the allocation.
+// a block that another thread has freed while work on the stream still reads the block: the block
+// is free only for later work on this stream. So record the event after the allocation.
 class CurrentStreams {
  public:
   explicit CurrentStreams(const std::set<int>& devices) {
@@ -81,8 +80,8 @@ class CurrentStreams {
 }  // namespace
 
 std::vector<std::size_t> LoadWaves::run() {
-  // Inference tensors may be changed only in inference mode; all other tensors may be changed
-  // there, too.
+  // Inference tensors may be changed only in inference mode. All other tensors may be changed in
+  // inference mode as well.
   std::optional<c10::InferenceMode> guard;
   std::vector<std::size_t> unknown;
   for (std::size_t i = 0; i < targets_.size(); ++i) {
@@ -122,10 +121,10 @@ void LoadWaves::run_all_waves() {
   filled_.clear();
 }
 
-// Returns false if the stored elements overlap.
+// Adds a target to the wave. Returns false if its stored elements overlap.
 bool LoadWaves::add(std::size_t index, const Layout& layout) {
   const at::Tensor& tensor = targets_[index].tensor;
-  // Elements arrive on a device in the order in which they are stored.
+  // Elements arrive on a device in stored order, so another layout needs a temporary.
   if (can_be_filled(tensor) && (layout == nullptr || tensor.is_cpu())) {
     return add_rows(index, layout, 0, 0, tensor, at::Tensor());
   }
@@ -134,7 +133,7 @@ bool LoadWaves::add(std::size_t index, const Layout& layout) {
   return add_with_temporary(index, layout, on_device);
 }
 
-// Reads the target in parts, each of which stays within the limit.
+// Adds a target that is read into temporaries, in parts that stay within the limit.
 bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool on_device) {
   const TensorTarget& target = targets_[index];
   const std::uint64_t rows = target.sizes.empty() ? 1 : target.region_lengths[0];
@@ -164,7 +163,7 @@ bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool
   return true;
 }
 
-// Adds `count` rows of a target's region from `begin` on; all rows if `count` is 0.
+// Adds `count` rows of a target's region, beginning with row `begin`; all rows if `count` is 0.
 bool LoadWaves::add_rows(std::size_t index, const Layout& layout, std::uint64_t begin,
                          std::uint64_t count, const at::Tensor& tensor,
                          const at::Tensor& temporary) {
@@ -175,8 +174,8 @@ bool LoadWaves::add_rows(std::size_t index, const Layout& layout, std::uint64_t 
   Extents offsets = target.region_offsets;
   Extents lengths = target.region_lengths;
   if (count > 0 && !lengths.empty()) {
-    // Reads the entire payload with the first part: if only the archive has a checksum, it covers
-    // the entire payload, and no later part reads that.
+    // Let the first part read the entire payload: if the only checksum is the archive's, verifying
+    // it needs the entire payload, which no other part reads.
     request.reads_entire_payload = begin == 0 && count < lengths[0] && lengths == target.sizes;
     offsets[0] += begin;
     lengths[0] = count;
@@ -244,8 +243,8 @@ void LoadWaves::run_wave() {
     }
   }
   if (!spread_on_device) return;
-  // Wait until the temporaries have been copied. The next wave may reuse their memory, and its
-  // streams do not wait for this one.
+  // Wait until the temporaries have been copied: the next wave may reuse their memory, and its
+  // streams do not wait for these copies.
   const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
   for (const int device : devices) {
     const auto number = static_cast<c10::DeviceIndex>(device);
@@ -258,7 +257,7 @@ void LoadWaves::Step::finish() {
     tensor.copy_(temporary);
     temporary = at::Tensor();
   } else if (!tensor.is_inference()) {
-    // Autograd has not seen this write, so bump the version to mark the values as changed.
+    // Bump the version to mark the values as changed, because autograd has not seen this write.
     tensor.unsafeGetTensorImpl()->bump_version();
   }
 }

@@ -12,35 +12,35 @@
 
 namespace torch_ckpt::tensors {
 
-// Fills tensors in waves of reads, each of which stays within the memory limit.
+// Fills tensors in waves of reads. Each wave stays within the memory limit.
 //
-//   1. The engine reads directly into tensors that it may write to. Other tensors are read into a
-//      temporary tensor, from which torch copies them, on the host or on the device. A temporary
-//      that would be too large is read in parts.
-//   2. If two names fill the same memory, the later one waits for the wave of the earlier one.
-//   3. A tensor that turns out to be stored transposed, conjugated or otherwise not row-major is
-//      read again with the layout of its record. If stored elements overlap, the entire storage is
-//      read.
+//   1. The engine reads directly into tensors that it may write to. Any other tensor is read into a
+//      temporary tensor on the host or device, from which torch copies it. If the temporary would be
+//      too large, the tensor is read in parts.
+//   2. If two names fill the same memory, the later name is read after the wave of the earlier one.
+//   3. If a tensor turns out to be stored transposed, conjugated or otherwise not row-major, it is
+//      read again with the layout given in its record. If stored elements overlap, the entire
+//      storage is read.
 //
-// For one thread, without the GIL. Targets and their tensors outlive it. Throws Failure, and the
-// exceptions of ATen.
+// Must be used from a single thread, without the GIL. The targets and their tensors must outlive
+// it. Throws Failure and ATen's exceptions.
 class LoadWaves {
  public:
   LoadWaves(engine::LimitedLoads& loads, const std::vector<TensorTarget>& targets)
       : loads_(loads), targets_(targets) {}
 
-  /// The numbers of the targets that torch.load must read.
+  /// Reads all targets. Returns the numbers of those that only torch.load can read.
   std::vector<std::size_t> run();
 
  private:
   using Layout = std::shared_ptr<const format::TensorHeader>;
 
-  // One read of a target, or of some of its rows.
+  // One read of a target or of some of its rows.
   struct Step {
     std::size_t target = 0;
     engine::ReadRequest request;
-    at::Tensor tensor;     // the caller's
-    at::Tensor temporary;  // undefined if the engine writes into the tensor
+    at::Tensor tensor;     // the caller's tensor
+    at::Tensor temporary;  // undefined if the engine writes directly into `tensor`
 
     void finish();
   };
@@ -56,7 +56,7 @@ class LoadWaves {
   engine::LimitedLoads& loads_;
   const std::vector<TensorTarget>& targets_;
   std::vector<Step> wave_;
-  FilledMemory filled_;     // by all waves since it was last cleared
+  FilledMemory filled_;     // memory filled by all waves since the last clear()
   std::uint64_t held_ = 0;  // bytes of the wave's temporaries on the host
   std::uint64_t held_on_device_ = 0;
   std::vector<std::pair<std::size_t, Layout>> layouts_;

@@ -6,11 +6,11 @@
 
 namespace torch_ckpt::tensors {
 
-/// An owned reference to a Python object, or nullptr. Creating and destroying it needs the GIL.
+/// An owned reference to a Python object, or nullptr. The GIL must be held to create or destroy it.
 class PythonRef {
  public:
   PythonRef() = default;
-  /// Takes over a new reference.
+  /// Takes ownership of a reference.
   explicit PythonRef(PyObject* object) : object_(object) {}
   static PythonRef to(PyObject* object) {
     Py_XINCREF(object);

@@ -11,7 +11,7 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-/// -1 for inference tensors, which have no version.
+/// Returns -1 for inference tensors, which have no version.
 std::int64_t version_of(const at::Tensor& tensor) {
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
   return version.enabled() ? static_cast<std::int64_t>(version.current_version()) : -1;

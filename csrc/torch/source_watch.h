@@ -11,25 +11,24 @@
 
 namespace torch_ckpt::tensors {
 
-// Tensors whose contents are read later. Detects writes to them in the meantime.
+// Detects writes to tensors whose contents are read later.
 //
-// It compares torch's version counters, which operations on the tensors increment. It does not see
-// writes through `.data` or NumPy, nor the writes of all fused optimizers (except to their `step`
-// tensors).
+// Compares torch's version counters, which operations on tensors increment. Does not detect writes
+// through `.data` or NumPy, or those of fused optimizers (except to their `step` tensors).
 //
 // All methods need the GIL.
 class SourceWatch {
  public:
-  /// Adds a tensor under a fully qualified name. Several tensors may have one name.
+  /// Adds a tensor under a fully qualified name, which several tensors may share.
   ///
-  /// `holder` is the object that has the tensor as its attribute `attribute` and may replace it by
-  /// another tensor; null if the tensor cannot be replaced.
+  /// holder: the object with the tensor as its attribute `attribute`, if another tensor may be
+  /// assigned to that attribute; otherwise nullptr.
   void add(std::string_view name, at::Tensor tensor, PythonRef holder = {},
            PythonRef attribute = {});
 
-  /// The names of the tensors that were written to, or replaced, since they were added.
+  /// Returns the names of the tensors that were written to or replaced since they were added.
   std::vector<std::string> changed() const;
-  /// The CUDA devices of the tensors.
+  /// The CUDA devices that hold tensors.
   const std::vector<at::Device>& devices() const { return devices_; }
   /// Releases the tensors and their holders.
   void release() { sources_.clear(); }

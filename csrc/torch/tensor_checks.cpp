@@ -13,8 +13,8 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// True if all elements that sizes and strides reach lie in the storage. They do not after
-// storage().resize_(0).
+// Returns true if the storage contains all elements that the sizes and strides address. It does not
+// after storage().resize_(0), for example.
 bool lies_in_storage(const at::Tensor& tensor, const format::Dtype& dtype) {
   if (tensor.numel() == 0) return true;
   std::int64_t last = tensor.storage_offset();
@@ -32,8 +32,8 @@ bool is_reachable(const at::Tensor& tensor) {
 std::string name_of(at::ScalarType type) { return torch::getTHPDtype(type)->name; }
 
 const format::Dtype* dtype_of(at::ScalarType type) {
-  // Uses torch's own names, so that this file does not repeat its list of dtypes. The results are
-  // cached: the table's slots never change, and a load asks for few dtypes many times.
+  // Look dtypes up by torch's names, to avoid a second list of dtypes here. Cache the results,
+  // because a load asks for the same few dtypes many times.
   thread_local std::array<std::pair<bool, const format::Dtype*>,
                           static_cast<std::size_t>(at::ScalarType::NumOptions)>
       known{};
@@ -63,8 +63,8 @@ bool is_dense(const at::Tensor& tensor) {
 bool can_be_filled(const at::Tensor& tensor) {
   if (!is_plain(tensor) || tensor.is_conj() || tensor.is_neg()) return false;
   if (tensor.is_cuda()) return tensor.is_contiguous();
-  // ATen returns "too hard" for every view with gaps. If elements do overlap, the load uses a
-  // temporary, and copy_ rejects the target.
+  // Accept TooHard, which ATen returns for every view with gaps. If the elements overlap, the load
+  // uses a temporary, and copy_ rejects the target.
   return at::has_internal_overlap(tensor) != at::MemOverlap::Yes;
 }
 

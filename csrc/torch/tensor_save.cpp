@@ -73,7 +73,7 @@ Result<bool> TensorSave::wait_submitted(double seconds) {
 }
 
 Result<bool> TensorSave::wait_by(Event event, double seconds) {
-  // Bounded, because the clock's arithmetic overflows for a wait without a limit.
+  // Clamp the time, because the clock's arithmetic overflows for an infinite wait.
   constexpr double kLongest = 1e9;
   const std::chrono::milliseconds timeout(
       static_cast<std::int64_t>(std::min(seconds, kLongest) * 1000.0));

@@ -15,7 +15,7 @@
 
 namespace torch_ckpt::tensors {
 
-// The sources of a save, and the owners of their memory.
+// The sources of a save and the owners of their memory.
 class SaveSources {
  public:
   void add(std::string name, const at::Tensor& tensor);
@@ -24,29 +24,32 @@ class SaveSources {
  private:
   friend class TensorSave;
 
-  /// Finds the memory of the tensors. Runs without the GIL; the caller keeps the tensors alive.
+  /// Determines the memory of the tensors. Runs without the GIL; the caller keeps the tensors
+  /// alive.
   void resolve();
 
   std::vector<engine::SaveItem> items_;
   std::vector<at::Tensor> tensors_;
   std::vector<std::size_t> items_of_tensors_;
-  // Kept alive separately, since a tensor's storage may be replaced (`tensor.data = ...`).
+  // Keep the storages alive separately: `tensor.data = ...` replaces a tensor's storage.
   std::vector<c10::Storage> storages_;
   std::vector<std::shared_ptr<const void>> owners_;
 };
 
-// A running save with its sources. Times are in seconds since its start. Only release_sources() and
-// the destructor need the GIL, since they release Python objects.
+// A running save and its sources. Times are in seconds since its start. Only release_sources() and
+// the destructor need the GIL, because they release Python objects.
 class TensorSave {
  public:
   TensorSave(engine::Context& context, const os::Directory& directory, SaveSources& sources,
              const engine::NamingOptions& naming, const engine::SaveOptions& options);
-  /// Cancels a running save and waits for its end: until then the engine reads the sources.
+  /// Cancels the save and waits until it has ended, because the engine reads the sources until
+  /// then.
   ~TensorSave();
   TensorSave(const TensorSave&) = delete;
   TensorSave& operator=(const TensorSave&) = delete;
 
-  // The waits of the session. They return its error after a failure. `seconds` may be infinite.
+  // Wait for an event of the session; see SaveSession. If the save failed, these return its error.
+  // `seconds` may be infinite.
   Result<bool> wait(double seconds);
   Result<bool> wait_staged(double seconds);
   Result<bool> wait_submitted(double seconds);
@@ -56,14 +59,15 @@ class TensorSave {
   void cancel() { session_->cancel(); }
 
   double elapsed() const;
-  /// Seconds until staged and until the end; thread seconds of staging, checksums, writes, fsyncs.
+  /// Returns seconds until staged, seconds until ended, and the thread seconds spent on staging,
+  /// checksums, writes and fsyncs.
   std::tuple<double, double, double, double, double, double> timing() const;
-  /// Activity, file, begin and end of each interval of work.
+  /// Returns activity, file number, begin and end of each interval of work.
   std::vector<std::tuple<const char*, std::size_t, double, double>> trace() const;
-  /// Bytes planned, staged and written; files planned and done.
+  /// Returns bytes planned, staged and written, and files planned and done.
   std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> progress()
       const;
-  /// File name, phase, bytes written and bytes of each file that has not sent its result.
+  /// Returns name, phase, bytes written and total bytes of each unfinished file.
   std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>> unfinished()
       const;
   Result<std::vector<format::FileResult>> results() const { return session_->results(); }

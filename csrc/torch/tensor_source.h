@@ -12,24 +12,24 @@
 
 namespace torch_ckpt::tensors {
 
-/// A plain tensor as a source of the engine. `owner` keeps the bytes alive. It is the tensor
-/// itself, except for a conjugate or negative view of a part of a storage: that is cloned first.
+/// A plain tensor as a source for the engine. `owner` keeps the bytes alive. It is the tensor
+/// itself or, for a conjugate or negative view of part of a storage, a clone.
 struct TensorSource {
   at::Tensor owner;
   format::TensorHeader header;
   staging::Source source;
 };
 
-/// Describes what DCP's stock writer stores for the tensor: its storage if the tensor has all of
-/// it, otherwise the result of tensor.clone() (torch/distributed/checkpoint/filesystem.py).
+/// Describes what DCP's stock writer stores for the tensor: its storage if the tensor occupies all
+/// of it, otherwise the result of tensor.clone() (torch/distributed/checkpoint/filesystem.py).
 TensorSource source_of(const at::Tensor& tensor);
 
-/// Copies dense CPU tensors, with their strides, into memory of the chunk pool.
+/// Copies dense CPU tensors into memory of the chunk pool. The copies have the same strides.
 std::vector<at::Tensor> copies_in_pool(engine::Context& context,
                                        const std::vector<at::Tensor>& tensors);
 
-/// The CRC-32 of a sample (format/crc32.h) of a plain, contiguous tensor in host memory; nullopt
-/// for other tensors.
+/// Computes the CRC-32 of a sample (format/crc32.h) of a plain, contiguous tensor in host memory.
+/// Returns nullopt for other tensors.
 std::optional<std::uint32_t> crc_of_sample(const at::Tensor& tensor, std::uint64_t most_bytes,
                                            std::uint64_t stripes);
 

@@ -16,10 +16,10 @@ namespace torch_ckpt::tensors {
 struct TensorTarget {
   std::string name;
   std::size_t file = 0;
-  std::uint64_t offset = 0;  // of the record in the file
+  std::uint64_t offset = 0;  // offset of the record in the file
   std::uint64_t length = 0;
   at::ScalarType scalar_type = at::kByte;
-  const format::Dtype* dtype = nullptr;  // nullptr if the engine does not know it
+  const format::Dtype* dtype = nullptr;  // nullptr if the engine does not support it
   Extents sizes;
   Extents region_offsets;
   Extents region_lengths;
@@ -29,18 +29,19 @@ struct TensorTarget {
 };
 
 /// Creates a target. If the stored tensor has dimensions, empty `region_lengths` select all of it.
-/// Throws Failure for impossible sizes, for a region outside of them, and for a `tensor` of another
-/// size.
+/// Throws Failure if sizes are invalid, if the region does not lie within the stored tensor, or if
+/// `tensor` does not have the size of the region.
 TensorTarget make_target(std::string name, std::size_t file, std::uint64_t offset,
                          std::uint64_t length, at::ScalarType scalar_type, at::IntArrayRef sizes,
                          at::IntArrayRef region_offsets, at::IntArrayRef region_lengths,
                          at::Tensor tensor);
 
-/// An uninitialised tensor of `bytes` whose memory returns to the system when it is freed. Memory
-/// of malloc may stay in the heap between other blocks, which would exceed the memory limit.
+/// Returns an uninitialised tensor of `bytes` bytes, whose memory is unmapped when it is freed.
+/// Memory freed by malloc might stay in the heap, so that the process exceeds the memory limit.
 at::Tensor mapped_tensor(const Extents& sizes, at::ScalarType dtype, std::uint64_t bytes);
 
-/// The target's region of the tensor with the storage `bytes` and the layout of `header`.
+/// Returns a view of the target's region of the stored tensor. bytes: the tensor's storage. header:
+/// the tensor's layout.
 at::Tensor region_in_storage(const TensorTarget& target, const at::Tensor& bytes,
                              const format::TensorHeader& header);
 

@@ -4,7 +4,7 @@
 
 namespace torch_ckpt::python {
 
-// The parts of torch_ckpt._C, which takes and returns tensors.
+// Bind the parts of torch_ckpt._C, the extension module for code that handles tensors.
 void bind_state(pybind11::module_& module);
 void bind_save(pybind11::module_& module);
 void bind_load_match(pybind11::module_& module);

@@ -46,7 +46,7 @@ std::vector<std::size_t> load_tensors(FileRows file_rows, const std::vector<Tens
   return without_gil([&] { return tensors::LoadWaves(loads, targets).run(); });
 }
 
-/// Fills what a match has planned. The numbers of the targets that torch.load must read.
+/// Fills the targets of a match. Returns the numbers of those that torch.load must read.
 std::vector<std::size_t> load_matched(const tensors::LoadMatch& match,
                                       const os::Directory& directory, std::size_t threads,
                                       std::uint64_t max_inflight_bytes, const py::object& direct_io,

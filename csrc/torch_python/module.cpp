@@ -8,7 +8,7 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(_C, module) {
   using namespace torch_ckpt;
-  // It binds classes that functions here accept and return.
+  // _core binds classes that functions in this module accept and return.
   py::module_::import("torch_ckpt._core");
   python::bind_errors();
   python::bind_state(module);
