@@ -1,4 +1,4 @@
-"""Integrations with the training loops of other projects.
+"""Integrations with other projects' training loops.
 
-Nothing in ``torch_ckpt`` imports these modules; each module imports its project.
+Nothing in ``torch_ckpt`` imports these modules. Each module imports the project that it supports.
 """

@@ -1,12 +1,12 @@
-"""Saves checkpoints of Lightning's Trainer: ``Trainer(plugins=[TorchCkptIO()])``.
+"""Saves checkpoints for Lightning's Trainer: ``Trainer(plugins=[TorchCkptIO()])``.
 
 Supports both packages, ``lightning`` and ``pytorch_lightning``. Strategies that save from rank 0 (a
-single device, DDP) use the plugin. ``FSDPStrategy`` and ``ModelParallelStrategy`` save by DCP from
-all ranks and ignore the plugin; :func:`install` makes them use torch_ckpt.
+single device, DDP) use the plugin. ``FSDPStrategy`` and ``ModelParallelStrategy`` save from all
+ranks through DCP and ignore the plugin; :func:`install` makes them use torch_ckpt.
 
-A checkpoint of the plugin is a directory that ``torch_ckpt.load`` and stock DCP can read. It has
-each tensor under its name (``state_dict.layer.weight``), and the rest of Lightning's checkpoint as
-one object named ``lightning``.
+The plugin saves a checkpoint as a directory that ``torch_ckpt.load`` and stock DCP can read. It
+contains each tensor under its name (``state_dict.layer.weight``), and everything else in
+Lightning's checkpoint as one object named ``lightning``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["TorchCkptIO", "install"]
 _Path = str | os.PathLike[str]
 
 
-# Both packages have strategies for the Trainer and for Fabric. Each of these modules imports the
-# functions that save and load by name, so they are replaced in each module.
+# Both packages have strategies for the Trainer and for Fabric. Each strategy module imports the
+# save and load functions by name, so replace the functions in each module.
 _STRATEGIES = tuple(
     f"{package}.strategies.{module}"
     for package in (
@@ -53,11 +53,11 @@ def install(
 ) -> list[str]:
     """Makes ``FSDPStrategy`` and ``ModelParallelStrategy`` save and load through torch_ckpt.
 
-    Call it on every rank before training. It affects sharded checkpoints, that is,
+    Call this function on every rank before training. It affects sharded checkpoints, that is,
     ``ModelParallelStrategy(save_distributed_checkpoint=True)`` and
-    ``FSDPStrategy(state_dict_type="sharded")``. Stock torch and Lightning can still load them, and
-    a save returns when it is durable. ``FSDPStrategy`` keeps loading the optimizer by stock torch.
-    Another call replaces the options.
+    ``FSDPStrategy(state_dict_type="sharded")``. Stock torch and Lightning can still load these
+    checkpoints. A save blocks until it is durable. ``FSDPStrategy`` still loads the optimizer
+    through stock torch. A second call replaces the options.
 
     Args:
         writer: options of :class:`torch_ckpt.FileSystemWriter` for every save.
@@ -67,7 +67,7 @@ def install(
         The names of the replaced functions.
 
     Raises:
-        ImportError: this version of Lightning has none of these functions.
+        ImportError: this version of Lightning has none of the functions to replace.
 
     Example::
 
@@ -100,7 +100,7 @@ def install(
 
 
 def _bases() -> tuple[type, ...]:
-    """Returns the base class of each package of Lightning, since each Trainer requires its own."""
+    """Returns each Lightning package's base class, because each Trainer requires its own."""
     found: list[type] = []
     if importlib.util.find_spec("lightning") is not None:
         from lightning.fabric.plugins import CheckpointIO
@@ -125,17 +125,18 @@ _REST = "lightning"
 class TorchCkptIO(*_bases()):  # type: ignore[misc]
     """A ``CheckpointIO`` plugin that saves in the background.
 
-    A save returns when the state has been copied. The next save, a load and the end of the run wait
-    for it and raise its error. A checkpoint that ModelCheckpoint removes is deleted after the save
-    in progress is durable; if that save fails, the old checkpoint is kept.
+    A save returns when the state has been copied. The next save, the next load and the end of the
+    run wait for the save and raise its error. If ModelCheckpoint removes a checkpoint during a
+    save, the checkpoint is deleted once the save is durable, and kept if the save fails.
 
-    ``ModelCheckpoint(save_last="link")`` needs ``async_saves=False``. It moves the link when a save
-    returns, and after a crash before the save is durable, the link would not lead to a checkpoint.
+    ``ModelCheckpoint(save_last="link")`` requires ``async_saves=False``, because it moves the link
+    when a save returns. After a crash before the save is durable, the link would point to an
+    incomplete checkpoint.
 
-    Not thread-safe, like all plugins of Lightning. Saves only to local directories.
+    Not thread-safe, like all Lightning plugins. Saves only to local directories.
 
     Args:
-        async_saves: save in the background. If False, a save returns when it is durable.
+        async_saves: save in the background. If False, a save blocks until it is durable.
         writer_options: options of :class:`torch_ckpt.FileSystemWriter`.
 
     Example::
@@ -154,14 +155,14 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None
     ) -> None:
-        """Saves Lightning's checkpoint into the directory ``path``.
+        """Saves Lightning's checkpoint to the directory ``path``.
 
         Raises:
-            CheckpointException: this save or the previous one failed; with the cause.
+            CheckpointException: this save or the previous one failed; contains the cause.
             OSError: an old checkpoint could not be removed.
-            TypeError: ``storage_options`` are given. Pass options to the constructor instead.
-            ValueError: ``path`` is a URL; two values have the same name; or a ModelCheckpoint links
-                to its last checkpoint, and saves are asynchronous.
+            TypeError: ``storage_options`` is given. Pass options to the constructor instead.
+            ValueError: ``path`` is a URL, two values have the same name, or saves are asynchronous
+                and a ModelCheckpoint uses ``save_last="link"``.
         """
         if storage_options is not None:
             raise TypeError(
@@ -172,11 +173,11 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
             _refuse_links(checkpoint)
         self.wait_until_finished()
         tensors: dict[str, Any] = {_REST: None}
-        # DCP stores a tuple as one object, but would flatten a dict.
+        # Wrap the dict in a tuple: DCP stores a tuple as one object, but would flatten a dict.
         rest = (_split(checkpoint, (), tensors),)
         state = {name: part for name, part in tensors.items() if part is not None} | {_REST: rest}
         if self._async:
-            # No warning about unchanged values: Lightning saves one state as best and as last.
+            # Unchanged values are normal: Lightning saves the same state as best and as last.
             self._save = torch_ckpt.async_save(
                 state, path, no_dist=True, warn_unchanged=False, **self._options
             )
@@ -189,18 +190,17 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         map_location: str | torch.device | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads the checkpoint that was passed to :meth:`save_checkpoint`.
+        """Loads a checkpoint that :meth:`save_checkpoint` saved.
 
         Args:
             path: the checkpoint directory.
             map_location: the device for tensors; None means the CPU.
-            weights_only: False loads objects of any class, which may run code that the checkpoint
-                contains.
+            weights_only: False loads objects of any class, which may run code from the checkpoint.
 
         Raises:
-            FileNotFoundError: there is no checkpoint, or ``path`` is a link that leads to none.
-            CheckpointException: the load failed; with the cause, such as ``Corrupt``, ``Unsafe`` or
-                ``OSError``.
+            FileNotFoundError: there is no checkpoint, or ``path`` is a link to an incomplete one.
+            CheckpointException: the load failed; contains the cause, such as ``Corrupt``,
+                ``Unsafe`` or ``OSError``.
             TypeError: ``map_location`` is not a device.
             ValueError: ``path`` is a URL, or was not saved by this plugin.
         """
@@ -211,13 +211,15 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         if os.path.islink(path) and not os.path.exists(os.path.join(path, ".metadata")):
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"the link leads to {os.readlink(path)}, whose save was interrupted. Remove the "
+                f"the link points to {os.readlink(path)}, whose save was interrupted. Remove the "
                 "link, and pass the path of an older checkpoint",
                 path,
             )
         metadata = torch_ckpt.FileSystemReader(path).read_metadata().state_dict_metadata
         if _REST not in metadata:
-            raise ValueError(f"{path} was not saved by TorchCkptIO: it has no object {_REST!r}")
+            raise ValueError(
+                f"{path} was not saved by TorchCkptIO: it has no object named {_REST!r}"
+            )
         state: dict[str, Any] = {
             name: torch.empty(item.size, dtype=item.properties.dtype, device=map_location)
             if isinstance(item, TensorStorageMetadata)
@@ -231,12 +233,12 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
     def remove_checkpoint(self, path: _Path) -> None:
         """Removes a checkpoint.
 
-        If a save is in progress, the checkpoint is removed after that save, and only if it
+        If a save is in progress, the checkpoint is removed after the save, and only if the save
         succeeds.
 
         Raises:
-            OSError: it could not be removed. If a save is in progress, :meth:`wait_until_finished`
-                raises this error.
+            OSError: the checkpoint could not be removed. If a save is in progress,
+                :meth:`wait_until_finished` raises this error instead.
             ValueError: ``path`` is a URL.
         """
         path = _require_local(path)
@@ -251,7 +253,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         """Waits until the save in progress is durable and old checkpoints are removed.
 
         Raises:
-            CheckpointException: the save failed; with the cause.
+            CheckpointException: the save failed; contains the cause.
             OSError: a checkpoint could not be removed.
         """
         save, self._save = self._save, None
@@ -262,10 +264,10 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
             removal.result()
 
     def teardown(self) -> None:
-        """Waits until the last save is durable and raises its error; the Trainer calls it.
+        """Waits for the last save and raises its error. The Trainer calls this method.
 
         Raises:
-            CheckpointException: the save failed; with the cause.
+            CheckpointException: the save failed; contains the cause.
             OSError: a checkpoint could not be removed.
         """
         try:
@@ -284,8 +286,8 @@ def _require_local(path: _Path) -> str:
 
 
 def _refuse_links(checkpoint: dict[str, Any]) -> None:
-    # The plugin sees only the saved states of callbacks. From the second save on, the state of
-    # ModelCheckpoint has the path of the last checkpoint.
+    # The plugin sees only the saved callback states. From the second save on, the state of
+    # ModelCheckpoint contains the path of its last checkpoint.
     for state in checkpoint.get("callbacks", {}).values():
         last = state.get("last_model_path") if isinstance(state, dict) else None
         if last and os.path.islink(last):
@@ -300,7 +302,7 @@ def _remove_after(save: torch_ckpt.AsyncSave, path: str) -> None:
     _core.fault_point("wait for the save before a removal", path)
     try:
         save.result()
-    except BaseException:  # wait_until_finished() raises it
+    except BaseException:  # wait_until_finished() raises the save's error
         return
     _remove(path)
 
@@ -317,33 +319,35 @@ def _remove(path: str) -> None:
         shutil.rmtree(path)
 
 
-# --- tensors and the rest ------------------------------------------------------------------------
+# --- tensors and other values --------------------------------------------------------------------
 
 
 def _split(value: Any, path: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
-    """Returns the value with tensors replaced by None; adds them to ``tensors`` by name."""
-    # Add None as well, so that _join() distinguishes it from a removed tensor.
+    """Returns the value with each tensor replaced by None; adds tensors to ``tensors`` by name."""
+    # Also add a stored None, so that _join() can distinguish it from a removed tensor.
     if value is None or isinstance(value, Tensor):
         name = _name(path)
         if name in tensors:
-            raise ValueError(f"two values of the checkpoint have the name {name}; rename one")
+            raise ValueError(
+                f"two values in the checkpoint have the name {name}; rename one of them"
+            )
         tensors[name] = value
         return None
     return _map_children(value, path, lambda child, at: _split(child, at, tensors))
 
 
 def _join(value: Any, path: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
-    """Puts the tensors back; the inverse of :func:`_split`."""
+    """Puts the tensors back; inverse of :func:`_split`."""
     if value is None:
         return tensors.get(_name(path))
     return _map_children(value, path, lambda child, at: _join(child, at, tensors))
 
 
 def _map_children(value: Any, path: tuple[Any, ...], each: Callable[[Any, Any], Any]) -> Any:
-    """Rebuilds a container from the results of ``each(child, path)``; returns others unchanged."""
+    """Rebuilds a container from ``each(child, path)``; returns other values unchanged."""
     if type(value) in (dict, OrderedDict):
         rebuilt = type(value)((key, each(child, (*path, key))) for key, child in value.items())
-        # The state dict of a module has the versions of its submodules as an attribute.
+        # A module's state dict has an attribute with the versions of its submodules.
         if type(value) is OrderedDict:
             vars(rebuilt).update(vars(value))
         return rebuilt

@@ -1,4 +1,4 @@
-"""Saves checkpoints of transformers' Trainer with a :class:`torch_ckpt.CheckpointManager`::
+"""Saves checkpoints for transformers' Trainer with a :class:`torch_ckpt.CheckpointManager`::
 
     manager = torch_ckpt.CheckpointManager("checkpoints", keep_last=3)
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
@@ -6,11 +6,12 @@
     trainer.train(resume_from_checkpoint=callback.resume())
 
 Note [When Trainer saves and restores]
-Callbacks are not sufficient for an exact save and restore. Trainer evaluates after ``on_step_end``,
-which draws random numbers, and it computes its position in the data from ``trainer_state.json``
-before the first callback runs. Therefore CheckpointCallback replaces methods of its Trainer. A step
-is offered to the manager after Trainer has logged and evaluated, the last step of an epoch after
-the epoch's evaluation, and each part is restored when Trainer would load it.
+Callbacks are not enough to save and restore a run exactly. Trainer evaluates after ``on_step_end``,
+and evaluation draws random numbers. Trainer also computes its position in the data from
+``trainer_state.json`` before the first callback runs. Therefore, CheckpointCallback replaces
+methods of its Trainer. It offers a step to the manager after Trainer has logged and evaluated, and
+the last step of an epoch after the epoch's evaluation. It restores each part of the state when
+Trainer would load that part.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ from transformers.trainer_utils import SaveStrategy
 
 __all__ = ["CheckpointCallback"]
 
-# Trainer reads its state from this file in the directory that it resumes from.
+# Trainer reads its state from this file in the directory from which it resumes.
 _STATE_FILE = "trainer_state.json"
 
 
 class CheckpointCallback(transformers.TrainerCallback):
-    """Saves and restores the complete run of a Trainer.
+    """Saves and restores the complete state of a Trainer's run.
 
-    A checkpoint has weights, optimizer, schedule, scaler, counters, logs, the states of callbacks,
-    and the random number generators of each rank.
+    A checkpoint contains weights, optimizer, schedule, scaler, counters, logs, callback states, and
+    each rank's random number generators.
 
     The callback adds itself to the Trainer, which then writes no checkpoints of its own. The
     manager's interval and retention rules determine which steps are saved and kept; the last step
-    is always saved. After a preemption notice the agreed step is saved, and training stops. If a
-    step was evaluated, the numbers of the evaluation become the metrics of its checkpoint.
+    is always saved. After a preemption notice, the ranks save the step that they agree on, and
+    training stops. If a step was evaluated, the evaluation results become its checkpoint's metrics.
 
     Args:
-        trainer: a Trainer with ``save_strategy="no"``, before its ``train()``.
-        manager: the manager that saves. The end of training waits for its saves; the caller closes
-            it.
+        trainer: a Trainer with ``save_strategy="no"`` whose ``train()`` has not been called.
+        manager: the manager that saves. Training waits for its saves before it ends. The caller
+            must close the manager.
 
     Raises:
-        ValueError: the Trainer saves checkpoints itself, already has such a callback, uses
-            DeepSpeed, or belongs to a version of transformers that is not supported.
+        ValueError: the Trainer saves checkpoints itself, already has a CheckpointCallback, uses
+            DeepSpeed, or comes from an unsupported version of transformers.
 
     Example::
 
@@ -78,7 +79,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         strategy = SaveStrategy(trainer.args.save_strategy)
         if strategy is not SaveStrategy.NO:
             raise ValueError(
-                f'save_strategy is "{strategy.value}". Set it to "no"; the manager\'s interval '
+                f'save_strategy is "{strategy.value}". Set it to "no": the manager\'s interval '
                 "determines when to save"
             )
         if any(isinstance(c, CheckpointCallback) for c in trainer.callback_handler.callbacks):
@@ -102,17 +103,17 @@ class CheckpointCallback(transformers.TrainerCallback):
     def resume(self, step: int | None = None) -> str | None:
         """Returns the argument for ``trainer.train(resume_from_checkpoint=...)``.
 
-        All ranks must call it.
+        All ranks must call this method.
 
         Args:
             step: the step to resume from; None means the newest one.
 
         Returns:
             A directory with the state from which Trainer computes its position in the data, or None
-            if there is no checkpoint. The rest is restored when Trainer loads it.
+            if there is no checkpoint. All other state is restored when Trainer loads it.
 
         Raises:
-            CheckpointException: the restore failed; with the cause of each failed rank.
+            CheckpointException: the restore failed; contains the cause from each failed rank.
 
         Example::
 
@@ -135,7 +136,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Keeps the numbers of an evaluation as the metrics of the step's checkpoint."""
+        """Stores the evaluation results as the metrics for the step's checkpoint."""
         if self._evaluated_at != state.global_step:
             self._metrics, self._evaluated_at = {}, state.global_step
         items = (metrics or {}).items()
@@ -152,23 +153,23 @@ class CheckpointCallback(transformers.TrainerCallback):
         try:
             self.manager.wait_until_finished()
         finally:
-            # Save the last step even if an earlier save failed. Only now do all ranks agree on
-            # which saves failed.
+            # Save the last step even if an earlier save failed. Wait first, so that all ranks agree
+            # on which saves failed.
             if self.manager.last_step != state.global_step:
                 self._save(force=True)
                 self.manager.wait_until_finished()
         if self._resume_dir is not None:
             self._resume_dir.cleanup()
 
-    # --- instead of Trainer's methods -------------------------------------------------------
+    # --- replacements for Trainer's methods ------------------------------------------------
 
     def _replace(self, name: str, method: Callable[..., None]) -> Callable[..., None]:
-        """Replaces a method of the Trainer; returns the original."""
+        """Replaces a method of the Trainer and returns the original."""
         replaced: Callable[..., None] | None = getattr(self._trainer, name, None)
         if replaced is None:
             raise ValueError(
-                f"transformers {transformers.__version__} has no Trainer.{name} and is not "
-                "supported by this version of torch_ckpt"
+                f"transformers {transformers.__version__} has no Trainer.{name}, so this version "
+                "of torch_ckpt does not support it"
             )
         setattr(self._trainer, name, method)
         return replaced
@@ -176,8 +177,8 @@ class CheckpointCallback(transformers.TrainerCallback):
     def _after_step(self, *arguments: Any, **options: Any) -> None:
         self._finish_step(*arguments, **options)
         state = self._trainer.state
-        # Trainer calls this twice for the last step of an epoch, the second time after the epoch's
-        # evaluation, and twice for the last step if training ends within an epoch.
+        # Trainer calls this method twice for the last step of an epoch (the second time after the
+        # epoch's evaluation), and twice for the last step if training ends within an epoch.
         is_at_end_of_epoch = float(state.epoch).is_integer()
         if is_at_end_of_epoch and self._ended_at != state.global_step:
             self._ended_at = state.global_step
@@ -192,17 +193,17 @@ class CheckpointCallback(transformers.TrainerCallback):
         metrics = self._metrics if self._evaluated_at == step else {}
         best = self.manager.best_metric
         if not metrics and isinstance(best, str):
-            # A step that was not evaluated is not an error.
+            # A step without an evaluation is not an error.
             metrics = {best: math.nan}
-        # store_flos() is a collective on several ranks. As a hook it runs when all ranks have
-        # entered the save, so no rank waits in it for a rank that has failed.
+        # store_flos() is a collective if there are several ranks. As a hook, it runs after all
+        # ranks have entered the save, so no rank waits for a failed rank in store_flos().
         with self.manager.before_save(self._trainer.store_flos):
             self.manager.save(step, self._state(), metrics=metrics, force=force)
 
     def _restore(self, path: str) -> None:
         if self._resume_dir is None or path != self._resume_dir.name:
             raise ValueError(
-                f"Trainer cannot resume from {path} with a CheckpointCallback. Call "
+                f"a Trainer with a CheckpointCallback cannot resume from {path}. Call "
                 "train(resume_from_checkpoint=callback.resume())"
             )
         self.manager.restore(self._state(), self._resumed_from)
@@ -216,7 +217,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         trainer = self._trainer
         state = {
             "model": trainer.model_wrapped,
-            # Not Accelerate's wrapper, which skips steps, as no optimizer of torch does.
+            # Unwrap Accelerate's optimizer: it may skip steps, unlike torch's optimizers.
             "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             "scheduler": trainer.lr_scheduler,
             "rng": torch_ckpt.RNGState(),
@@ -229,7 +230,7 @@ class CheckpointCallback(transformers.TrainerCallback):
 
 
 class _Progress:
-    """The contents of trainer_state.json, built when a save reads its state."""
+    """The contents of trainer_state.json, built when a save reads the state."""
 
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
@@ -238,7 +239,7 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-        # TrainerState replaces the callbacks by their states.
+        # TrainerState replaces the callbacks with their states.
         exported: Any = [c for c in callbacks if isinstance(c, ExportableState)]
         state = dataclasses.replace(trainer.state, stateful_callbacks=exported)
         return {"text": json.dumps(dataclasses.asdict(state))}

@@ -258,7 +258,7 @@ def test_a_link_to_an_interrupted_save_is_named(io: Any, tmp_path: Path) -> None
         io.save_checkpoint(checkpoint_of(0.5), tmp_path / "new")
         (tmp_path / "last.ckpt").symlink_to("new")
         with pytest.raises(
-            FileNotFoundError, match="link leads to new, whose save was interrupted"
+            FileNotFoundError, match="link points to new, whose save was interrupted"
         ):
             plugin().load_checkpoint(tmp_path / "last.ckpt")
         may_commit.open()
