@@ -1,10 +1,11 @@
 """Replacements for Megatron-core's asynchronous saves, with the same names.
 
-They fit training that creates a writer for each save, passes ``(save function, preload function,
-arguments)`` to an asynchronous queue, and finalizes on all ranks later. Import these names instead
-of Megatron's, or call :func:`install`. Nothing is forked, spawned or pickled: see docs/megatron.md.
+They fit training code that creates a writer for each save, passes ``(save function, preload
+function, arguments)`` to an asynchronous queue, and later finalizes the save on all ranks. Import
+these names instead of Megatron's, or call :func:`install`. Nothing is forked, spawned or pickled:
+see docs/megatron.md.
 
-torch_ckpt.nvrx has the same for nvidia-resiliency-ext.
+torch_ckpt.nvrx has the equivalents for nvidia-resiliency-ext.
 """
 
 import torch_ckpt._base.supported_torch  # noqa: F401
@@ -31,5 +32,5 @@ __all__ = [
     "uninstall",
 ]
 
-#: Megatron shuts down the manager process of this queue; there is no such process.
+#: Megatron shuts down this queue's manager process. None, because there is no such process.
 _results_queue = None

@@ -20,8 +20,8 @@ _CACHE_SIZE = 2
 class CachedMetadataFileSystemReader(FileSystemReader):
     """Reads distributed checkpoints and caches their decoded metadata in the process.
 
-    All readers of this class share the cache. The metadata file is read each time; if its contents
-    have changed, it is decoded again. Decoding takes most of the time of reading metadata.
+    All readers of this class share the cache. The metadata file is read each time, but decoded
+    again only if its contents have changed. Decoding takes most of the time.
 
     Args:
         path: directory of the checkpoint.
@@ -36,7 +36,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         ```
     """
 
-    # Digest of the file's contents, and decoded metadata, by the file's path.
+    # Digest of the metadata file's contents and the decoded metadata, by the file's path.
     _cache: ClassVar[dict[str, tuple[bytes, Metadata]]] = {}
 
     def __init__(
@@ -57,14 +57,14 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """Removes metadata from the cache.
 
         Args:
-            path: directory of a checkpoint; None: all checkpoints.
+            path: directory of a checkpoint; None means all checkpoints.
         """
         for source in list(cls._cache):
             if path is None or os.path.dirname(source) == os.path.abspath(path):
                 cls._cache.pop(source, None)
 
     def _unpickler(self) -> Callable[[bytes, str], Metadata]:
-        # zero_fill modifies the metadata for the state that is loaded.
+        # Do not cache with zero_fill: it modifies the metadata to fit the state that is loaded.
         if not self.cache_metadata or self.zero_fill:
             return super()._unpickler()
         return self._decode_cached
@@ -79,7 +79,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         cls._cache[source] = cached
         for oldest in list(cls._cache)[:-_CACHE_SIZE]:
             cls._cache.pop(oldest, None)
-        # A copy: a save that reuses the metadata replaces its files.
+        # Return a copy, because a save that reuses the metadata replaces its list of files.
         metadata = copy.copy(cached[1])
         for name, value in vars(metadata).items():
             if name == "storage_meta" or isinstance(value, (dict, list)):

@@ -1,4 +1,4 @@
-"""One call of a queue: runs it, and lets all ranks agree on its outcome."""
+"""Runs one call of a queue, and lets all ranks agree on its outcome."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ from torch_ckpt.saving.running_saves import let_go, spawn
 # Longest pause between two checks for progress; a tenth of the timeout if that is shorter.
 _CHECK_SECONDS = 1.0
 
-# Time for which the exit of the interpreter waits until the other ranks have read this rank's
-# outcome.
+# Maximum time for which interpreter exit waits for the other ranks to read this rank's outcome.
 _EXIT_SECONDS = 70.0
 
 _is_exiting = threading.Event()
 
 
 class Call:
-    """One request on this rank."""
+    """The execution of one request on this rank."""
 
     def __init__(
         self, request: AsyncRequest, rendezvous: Meeting, background: Background | None
     ) -> None:
         self.request = request
-        # Looked up now: the process group may be destroyed before the call is finalized.
+        # Looked up early, because the process group may be destroyed before the call is finalized.
         self.rendezvous = rendezvous
         self.staged = StagedWrites(background)
         self.ended = threading.Event()
@@ -78,14 +77,14 @@ class Call:
                 self.end(_wrap(error))
 
     def end(self, failure: WRAPPED_EXCEPTION | None) -> None:
-        """Records the outcome; None for success. Only the first call has an effect."""
+        """Records the outcome; None means success. Only the first call has an effect."""
         with self._lock:
             if not self.ended.is_set():
                 self.failure = failure
                 if failure is not None:
-                    # The frames of the error refer to the request.
+                    # The error's frames refer to the request.
                     drop_frames(failure[0])
-                # Release what the request holds for its function.
+                # Release the function and its arguments.
                 self.request = self.request._replace(
                     async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None
                 )
@@ -108,7 +107,7 @@ class Call:
     def discard(self) -> None:
         """Releases the finalize functions, and with them the writer and its results.
 
-        Other threads, or the frames of an error, may refer to this call for longer.
+        Other threads, or an error's frames, may still refer to this call.
         """
         with self._lock:
             self.request = self.request._replace(finalize_fns=[])
@@ -117,13 +116,13 @@ class Call:
         """Returns the failure of an aborted call."""
         return _wrap(
             CheckpointError(
-                f"call {self.request.call_idx} was aborted on rank {own_rank()}, by "
-                "close(abort=True) or the exit of the interpreter; schedule its save again"
+                f"call {self.request.call_idx} was aborted on rank {own_rank()} by "
+                "close(abort=True) or interpreter exit; schedule its save again"
             )
         )
 
     def wait(self, timeout: float) -> None:
-        """Waits for the end. Fails the call if it makes no progress for ``timeout`` seconds."""
+        """Waits until the call ends. Fails it if it makes no progress for ``timeout`` seconds."""
         progress, since = self._progress(), time.monotonic()
         pause = min(_CHECK_SECONDS, timeout / 10)
         while not self.ended.wait(pause):
@@ -147,12 +146,13 @@ class Call:
             self.request.execute_finalize_fns(validate_matching_call_idx=False)
         except Exception as error:
             return error
-        except CheckpointException as error:  # of torch; not a subclass of Exception
+        except CheckpointException as error:  # torch's error; not a subclass of Exception
             return of_torch(error)
         return None
 
     def failure_of_all(self, no_dist: bool) -> Exception | None:
-        """Returns the error of the call on all ranks; on this rank only if ``no_dist``."""
+        """Returns an error with the call's failures on all ranks, or only on this rank if
+        ``no_dist``."""
         failures: dict[int, WRAPPED_EXCEPTION] = {}
         if self.is_aborted:
             # An abort counts even if the function had already succeeded.
@@ -172,8 +172,8 @@ class Call:
                 request.async_fn(*arguments, **request.async_fn_kwargs)
 
     def _cancel(self, failure: WRAPPED_EXCEPTION) -> None:
-        """Ends the call with a failure. A caller's own function runs on, and the exit of the
-        interpreter does not wait for it."""
+        """Ends the call with a failure. A caller's own function keeps running, but interpreter exit
+        does not wait for it."""
         self.end(failure)
         self.cancel_writes()
         if self._thread is not None:
@@ -190,7 +190,7 @@ class _Outcome:
     """The outcome of a call on all ranks.
 
     Attributes:
-        failures: by rank.
+        failures: wrapped exceptions by rank.
         is_cut_off: True if this rank failed to exchange the outcome with the others.
     """
 
@@ -207,7 +207,7 @@ class Agreement:
         before: the lockstep of the previous call; None for the first.
     """
 
-    # Those whose exchange has not ended.
+    # Agreements whose exchange has not ended.
     _under_way: ClassVar[LiveObjects[Agreement]] = LiveObjects()
 
     def __init__(self, call: Call, timeout: float, before: Lockstep | None) -> None:
@@ -223,11 +223,11 @@ class Agreement:
         self._thread.start()
 
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
-        """Ends the exchange of this rank, which fails."""
+        """Ends this rank's exchange with a failure."""
         self._ranks.cancel(failure)
 
     def poll(self) -> bool:
-        """Returns True if this rank must finalize now; all ranks get it at the same poll."""
+        """Returns True if this rank must finalize now. All ranks do so at the same poll."""
         if self._ranks.size == 1:
             return self._call.ended.is_set()
         try:
@@ -260,8 +260,8 @@ class Agreement:
     def end_all(cls) -> None:
         """Ends all exchanges when the interpreter exits.
 
-        A thread that used the store later would kill the process. Waits until the other ranks have
-        read the outcomes that are known.
+        A thread that used the store after this would crash the process. Waits until the other ranks
+        have read the known outcomes.
         """
         _is_exiting.set()
         for agreement in cls._under_way:
@@ -274,7 +274,8 @@ class Agreement:
 
     def _agree(self) -> None:
         try:
-            # Send heartbeats as long as the process runs: _wait_for_own_part() checks the progress.
+            # Send heartbeats as long as the process is alive, even without progress:
+            # _wait_for_own_part() detects a lack of progress.
             with self._ranks.alive(time.monotonic_ns):
                 outcome = self._ranks.all_reduce(STEP, self._wait_for_own_part, _combine)
         except CheckpointException as error:
@@ -285,18 +286,19 @@ class Agreement:
         self._result.set_result(outcome)
         self._ranks.close()
         if self._before is not None and not outcome.failures:
-            # All ranks have ended this call, so they have acted on the previous one.
+            # All ranks have ended this call, so they have acted on the previous call.
             with suppress(CheckpointException):
                 self._before.end()
         self._before = None
         self._under_way.discard(self)
 
     def _wait_for_own_part(self) -> tuple[int, list[WRAPPED_EXCEPTION]]:
-        """Waits for the call on this rank. Returns its number and its failure, if it failed."""
+        """Waits for the call on this rank. Returns the call's number and, if the call failed, its
+        failure."""
         self._call.wait(self._timeout)
         failure = self._call.failure
         if failure is not None and self._call.is_aborted:
-            # The abort may have come before this agreement existed to be cancelled.
+            # The call may have been aborted before this agreement existed.
             self._ranks.cancel(failure)
         if self._ranks.size > 1:
             self.lockstep.part()
@@ -304,7 +306,7 @@ class Agreement:
         return self._call.request.call_idx, [failure] if failure else []
 
     def _acts_independently(self) -> bool:
-        """Returns True if this rank no longer acts together with the others."""
+        """Returns True if this rank no longer acts in lockstep with the others."""
         is_cut_off = self._result.done() and self._result.result().is_cut_off
         return is_cut_off or self._call.is_aborted
 

@@ -1,12 +1,13 @@
-"""A queue of functions that run in the background and that all ranks finalize together.
+"""A queue of functions that run in the background and are finalized on all ranks together.
 
-1. ``schedule_async_request`` runs the preload function, after which the sources may change, and
-   starts a thread of this process for the function itself. Functions of one queue run one after
-   the other.
-2. The first poll of a rank starts a thread that exchanges the outcome with the other ranks, through
-   the store: whether the function has ended on all ranks, and which ranks have failed or are dead.
+1. ``schedule_async_request`` runs the preload function, and starts a thread of this process for the
+   function itself. The sources may change once the preload function has returned. The functions of
+   a queue run one after another.
+2. The first poll on a rank starts a thread that exchanges the outcome with the other ranks through
+   the store: whether the function has ended on all ranks, and which ranks have failed or died.
 3. All ranks call ``maybe_finalize_async_calls`` in each step. Once the function has ended on all
-   ranks, all of them run the finalize functions at the same poll (ranks/lockstep.py), or raise.
+   ranks, all of them run the finalize functions or raise an error, at the same poll
+   (ranks/lockstep.py).
 
 Nothing is forked, spawned or pickled.
 """
@@ -34,18 +35,18 @@ from torch_ckpt.saving.host_memory import reserve_pool
 
 
 class AsyncCallsQueue:
-    """Runs requests in the background and finalizes them on all ranks, in the order of scheduling.
+    """Runs requests in the background and finalizes them on all ranks, in scheduling order.
 
-    All ranks make the same calls in the same order, except calls with ``no_dist``.
+    All ranks must make the same calls in the same order, except calls with ``no_dist``.
 
     Args:
         persistent: accepted for Megatron; no worker process is started in either case.
-        process_group: the ranks; None: the default group.
-        timeout: seconds after which a rank whose function makes no progress, or that sends no
-            heartbeat, fails the call on all ranks. Progress is bytes written, or processor time
-            used by the function's thread.
-        background: priorities of the engine's threads for the writes of this queue; None: the
-            priorities set by ``warmup_persistent_caller``, otherwise those of each writer.
+        process_group: the ranks; None means the default group.
+        timeout: seconds after which a call fails on all ranks because the function makes no
+            progress on a rank, or a rank sends no heartbeat. Progress means that bytes are written,
+            or that the function's thread uses processor time.
+        background: priorities of the engine's threads for the writes of this queue; None means the
+            priorities set by ``warmup_persistent_caller``, or else those of each writer.
 
     Examples:
         ```python
@@ -92,7 +93,7 @@ class AsyncCallsQueue:
         """Sets the priorities of the engine's threads. Starts no process.
 
         Args:
-            rank: accepted for Megatron, like ``mp_mode`` and any other keyword; unused.
+            rank: accepted for Megatron but unused, like ``mp_mode`` and any other keyword.
             cpu_priority: niceness of the threads, 0 to 19.
             io_priority: I/O scheduling class of the threads: None or 3 for idle; any other number
                 keeps the class of the process.
@@ -110,19 +111,19 @@ class AsyncCallsQueue:
             reserve_pool(reserve_bytes, device=device, wait=False)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stages a request and starts its function. Returns when its sources may change.
+        """Stages a request and starts its function. Returns once its sources may change.
 
-        An error does not raise here. It fails the call on all ranks when the call is finalized.
+        Errors are not raised here. They fail the call on all ranks when it is finalized.
 
         Returns:
             The number of the call, from 0.
 
         Raises:
             KeyboardInterrupt, SystemExit: raised while the request was staged, or by its preload
-                function. The call has failed, too.
+                function. The call fails, too.
         """
         self.call_idx += 1
-        # Megatron's own classes and older versions have other fields or methods.
+        # Megatron's own classes, and older versions of them, have other fields or methods.
         known = {f: v for f, v in async_request._asdict().items() if f in AsyncRequest._fields}
         request = AsyncRequest(**known)._replace(is_frozen=True, call_idx=self.call_idx)
         rendezvous = Meeting.of(self._group, no_dist=False)
@@ -132,36 +133,37 @@ class AsyncCallsQueue:
             outcome = attempt(stage_arguments, request)
         call.start(outcome, self._last)
         if call.is_aborted:
-            # Another thread aborted it before all of its writes were listed.
+            # Another thread aborted the call before all of its writes were listed.
             call.abort()
         elif call.ended.is_set() and call.failure is not None:
             call.cancel_writes()
         self._last = call
         if failed(outcome) and isinstance(outcome[0], KeyboardInterrupt | SystemExit):
-            # The other ranks get this error when the call is finalized.
+            # The other ranks receive this error when the call is finalized.
             raise outcome[0]
         return self.call_idx
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalizes the calls that have ended on all ranks. All ranks call it equally often.
+        """Finalizes the calls that have ended on all ranks. All ranks must call it equally often.
 
-        A poll uses no device and no collective of the process group. If several calls fail, the
-        first error is raised after the last call; the other errors are logged.
+        A poll uses neither a device nor a collective of the process group. If several calls fail,
+        the first error is raised once all calls have been handled; the other errors are logged.
 
         Args:
-            blocking: wait for all calls, and finalize those that succeed.
+            blocking: wait for all calls, and finalize those that succeeded.
             no_dist: finalize the calls that have ended on this rank, without asking other ranks.
 
         Returns:
             The numbers of the finalized calls.
 
         Raises:
-            CheckpointException: on every rank, with the cause on each rank that failed: a function
-                failed, or the ranks finalize different calls. The call is removed from the queue
+            CheckpointException: a function failed, or the ranks finalize different calls; raised on
+                every rank with the cause from each failed rank. The call is removed from the queue
                 without being finalized.
-            BaseException: the error of a finalize function. The call is removed from the queue.
+            BaseException: a finalize function raised this error. The call is removed from the
+                queue.
 
         Examples:
             ```python
@@ -185,7 +187,7 @@ class AsyncCallsQueue:
                 self._last = None
             failure = call.failure_of_all(no_dist)
             error = failure or call.finalize()
-            # The call is in a reference cycle; the writer must be released before it is collected.
+            # The call is in a reference cycle. Release the writer before the cycle is collected.
             call.discard()
             if error is None:
                 finalized.append(call.request.call_idx)
@@ -199,8 +201,8 @@ class AsyncCallsQueue:
                 )
             raised = raised or error
             if failure is None:
-                # A finalize function may have failed on this rank only: the other ranks continue
-                # with the next call in this poll.
+                # A finalize function may have failed on this rank only. The other ranks then
+                # continue with the next call in this poll.
                 continue
             if call.is_aborted or not blocking:
                 # An abort removes the later calls, too.
@@ -209,7 +211,8 @@ class AsyncCallsQueue:
             try:
                 raise raised
             finally:
-                # Break the cycle of the error and this frame, which refers to the callers' frames.
+                # Break the cycle between the error and this frame, which refers to the callers'
+                # frames.
                 del raised, failure, error
         return finalized
 
@@ -218,12 +221,12 @@ class AsyncCallsQueue:
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Waits for all calls and finalizes them. The queue may be used again.
+        """Waits for all calls and finalizes them. The queue can be used again afterwards.
 
         Args:
             abort: cancel instead of waiting: running writes are cancelled and their files deleted,
-                and no call is finalized. Functions of the caller run on. May be called by any
-                thread; all ranks must abort equally often, each at any time.
+                and no call is finalized. The caller's own functions keep running. Any thread may
+                abort. All ranks must abort equally often, but not necessarily at the same time.
 
         Raises:
             CheckpointException: see :meth:`maybe_finalize_async_calls`.
@@ -232,7 +235,7 @@ class AsyncCallsQueue:
             self.maybe_finalize_async_calls(blocking=True)
             return
         while (aborted := self._first()) is not None:
-            # Another thread may be finalizing it.
+            # Another thread may be finalizing the call.
             with suppress(ValueError):
                 self._calls.remove(aborted)
                 aborted.abort()
@@ -246,7 +249,7 @@ class AsyncCallsQueue:
         calls = getattr(self, "_calls", None)
         if calls and self._pid == os.getpid():
             LOGGER.error(
-                "%d async calls were never finalized, so their saves are not committed; call "
+                "%d async calls were never finalized, so their saves were not committed; call "
                 "close() or maybe_finalize_async_calls(blocking=True) on all ranks",
                 len(calls),
             )

@@ -1,6 +1,6 @@
 """Replacements for nvidia-resiliency-ext's asynchronous saves, with the same names.
 
-Names that are the same as Megatron-core's come from torch_ckpt.megatron; see docs/megatron.md.
+Names that both packages share come from torch_ckpt.megatron; see docs/megatron.md.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
 
     Args:
         path: directory of the checkpoint.
-        separation_hint: see :class:`torch_ckpt.megatron.FileSystemWriterAsync`, also for other
-            arguments not listed here.
-        is_multiproc_io: accepted and unused: threads write the files in parallel.
-        use_cached_data_structure: accepted and unused: there is no worker process that could cache
+        separation_hint: see :class:`torch_ckpt.megatron.FileSystemWriterAsync`, which also
+            documents the arguments not listed here.
+        is_multiproc_io: accepted but unused: threads write the files in parallel.
+        use_cached_data_structure: accepted but unused: there is no worker process that could cache
             tensors, and every save reads the live tensors.
-        use_cpu_shm_for_gpu_tensors: accepted and unused: the engine reuses its own memory.
+        use_cpu_shm_for_gpu_tensors: accepted but unused: the engine reuses its own memory.
         on_failure: as in :class:`torch_ckpt.megatron.FileSystemWriterAsync`, but "raise" is the
             default, as in nvidia-resiliency-ext.
 
@@ -98,7 +98,7 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
 
     @classmethod
     def register_shm_drain_callback(cls, fn: Callable[[], Any]) -> None:
-        """Does nothing, because saves use no shared memory that must be free first."""
+        """Does nothing, because saves use no shared memory that would have to be released first."""
 
     @staticmethod
     def write_preloaded_data_multithread(  # type: ignore[override]  # their signature
@@ -109,11 +109,11 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
         staged: Any,
         results_queue: Any,
     ) -> None:
-        """Waits for a staged write and puts its outcome; see
+        """Waits for a staged write and puts its outcome into a queue; see
         :meth:`torch_ckpt.megatron.FileSystemWriterAsync.write_preloaded_data_multithread`.
 
         Args:
-            open_file: unused, like ``use_msc``; the task has its own.
+            open_file: unused, like ``use_msc``: the task has its own values.
         """
         mcore.FileSystemWriterAsync.write_preloaded_data_multithread(
             transform_list, use_msc, rank, staged, results_queue
@@ -132,13 +132,13 @@ class AsyncCallsQueue(mcore.AsyncCallsQueue):
     """:class:`torch_ckpt.megatron.AsyncCallsQueue` with nvidia-resiliency-ext's arguments.
 
     Args:
-        persistent: accepted and unused, like ``is_daemon``, ``sigterm_timeout`` and
+        persistent: accepted but unused, like ``is_daemon``, ``sigterm_timeout`` and
             ``cpu_shm_mode``: there is no worker process.
         cpu_priority: niceness of the engine's threads, 0 to 19.
-        io_priority: their I/O scheduling class: None or 3 for idle; any other number keeps the
-            class of the process. If both priorities have their defaults, the priorities set by
-            ``warmup_persistent_caller`` apply, otherwise those of each writer.
-        kwargs: ``process_group``, ``timeout`` and ``background`` of
+        io_priority: I/O scheduling class of the threads: None or 3 for idle; any other number keeps
+            the class of the process. If both priorities have their default values, those set by
+            ``warmup_persistent_caller`` apply, or else those of each writer.
+        kwargs: ``process_group``, ``timeout`` and ``background``, as in
             :class:`torch_ckpt.megatron.AsyncCallsQueue`.
 
     Raises:
@@ -190,7 +190,7 @@ class AsyncCallsQueue(mcore.AsyncCallsQueue):
 
 
 def abort_nvrx_checkpoint() -> None:
-    """Aborts the calls of all queues of this process, for a restart within the process.
+    """Aborts all calls of all queues in this process, for example before an in-process restart.
 
     Examples:
         ```python
@@ -202,15 +202,15 @@ def abort_nvrx_checkpoint() -> None:
 
 
 class CheckpointMetadataCache:
-    """Plans and metadata that a save leaves for the next one.
+    """Plans and metadata that one save keeps for the next.
 
     Attributes:
         cached_central_plan: this rank's final plan in the last save.
         cached_local_plan: this rank's local plan in the last save.
-        cached_global_metadata: metadata of the last save, on the coordinator, or of the loaded
+        cached_global_metadata: metadata of the last save (on the coordinator only) or of the loaded
             checkpoint.
-        validated_cache_reuse: True if two saves had the same plans on all ranks. The next save
-            then exchanges no plans.
+        validated_cache_reuse: True if two consecutive saves had the same plans on all ranks. The
+            next save then exchanges no plans.
         validated_loaded_metadata_reuse: True if the plans of all ranks were equal to those of the
             loaded checkpoint.
         loaded_all_plans: plans of all ranks in the loaded checkpoint.
@@ -249,10 +249,10 @@ class CheckpointMetadataCache:
         Args:
             central_plan: this rank's final plan.
             local_plan: this rank's local plan.
-            global_md_verify_reuse: True if the plans of all ranks are those of the loaded
+            global_md_verify_reuse: True if the plans of all ranks equal those of the loaded
                 checkpoint.
-            is_as_cached: True if the plans of all ranks are those of the previous save; None:
-                compare this rank's plan.
+            is_as_cached: True if the plans of all ranks equal those of the previous save; None
+                means that this rank compares its own plan.
         """
         self.validated_loaded_metadata_reuse = global_md_verify_reuse
         if not global_md_verify_reuse:
@@ -267,10 +267,10 @@ class CheckpointMetadataCache:
     def prepare_save_state_dict_ret(
         self, rank: int, coordinator: int, save_state_dict_ret: Finalizing
     ) -> Finalizing:
-        """Returns the result of the plan, on the coordinator with the metadata to commit."""
+        """Returns the result of planning; on the coordinator, with the metadata to commit."""
         writer, metadata, wrapper = save_state_dict_ret
         if metadata is not None:
-            # Cache it from the first save on: the third one may make none.
+            # Cache it from the first save on, because the third save may not create any.
             self.cached_global_metadata = metadata
         elif rank == coordinator and (
             self.validated_cache_reuse or self.validated_loaded_metadata_reuse
@@ -281,7 +281,8 @@ class CheckpointMetadataCache:
     def get_cache_metadata(
         self,
     ) -> tuple[SavePlan | None, SavePlan | None, bool, list[SavePlan] | None]:
-        """Returns central plan, local plan, True if they are valid, and the loaded plans."""
+        """Returns the central plan, the local plan, True if both are valid, and the loaded
+        plans."""
         return (
             self.cached_central_plan,
             self.cached_local_plan,
@@ -298,10 +299,10 @@ _checkpoint_metadata_cache: CheckpointMetadataCache | None = None
 
 
 def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = None) -> None:
-    """Creates the cache of this process, if there is none, and sets the loaded metadata.
+    """Creates this process's cache if there is none, and sets the loaded metadata.
 
     Args:
-        cached_global_metadata: metadata of the checkpoint that was loaded; None: no checkpoint.
+        cached_global_metadata: metadata of the loaded checkpoint; None if none was loaded.
 
     Examples:
         ```python
@@ -336,18 +337,20 @@ def save_state_dict_async_plan(
     enable_cache: bool = False,
     metadata_cache: CheckpointMetadataCache | None = None,
 ) -> Finalizing:
-    """Plans a save; see :func:`torch_ckpt.megatron.save_state_dict_async_plan`, also for the other
-    arguments. All ranks call it.
+    """Plans a save. All ranks must call it. See
+    :func:`torch_ckpt.megatron.save_state_dict_async_plan` for the arguments not listed here.
 
     Args:
-        enable_cache: reuse the plans of the previous save, once two saves had equal plans.
-        metadata_cache: cache to use; None: the cache of this process.
+        enable_cache: reuse the plans of the previous save once two consecutive saves have had equal
+            plans.
+        metadata_cache: cache to use; None means the cache of this process.
 
     Returns:
         The arguments of :func:`save_state_dict_async_finalize`.
 
     Raises:
-        CheckpointException: on every rank, with the cause on each rank that failed.
+        CheckpointException: planning failed; raised on every rank with the cause from each failed
+            rank.
 
     Examples:
         ```python
@@ -372,13 +375,14 @@ def save_state_dict_async_plan(
 
 
 class TorchAsyncCheckpoint:
-    """``torch.save`` in the background: the call copies the objects, and a thread writes the copy.
+    """Runs ``torch.save`` in the background: the call copies the objects, and a thread writes the
+    copy.
 
     The file contains the objects that ``torch.save`` would save, with tensors on the CPU. Tensors
-    that share a storage still share it.
+    that share a storage also do so in the file.
 
     Args:
-        persistent_queue: accepted and unused: there is no worker process.
+        persistent_queue: accepted but unused: there is no worker process.
 
     Examples:
         ```python
@@ -396,7 +400,7 @@ class TorchAsyncCheckpoint:
         self._async_calls_queue = AsyncCallsQueue(persistent=persistent_queue)
 
     def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        """Starts ``torch.save(state_dict, *args, **kwargs)``. Returns when its sources may change.
+        """Starts ``torch.save(state_dict, *args, **kwargs)``. Returns once its sources may change.
 
         Raises:
             pickle.PicklingError, TypeError, AttributeError: an object cannot be pickled.

@@ -1,12 +1,12 @@
-"""Planning and finalizing of a save that is written elsewhere, with Megatron's signatures.
+"""Plans and finalizes a save that is written elsewhere, with Megatron's signatures.
 
 All ranks make the same calls. They exchange messages through the store of the process group, not
 through its collectives, which may need a device. No rank waits for a rank that has failed.
 
-1. *Plan.* Every rank makes its local plan. The coordinator makes the metadata, and the global plan
-   if the ranks cannot name their own files. A failure raises on all ranks.
-2. A cached plan that is valid on all ranks is not exchanged. A later failure on a rank fails the
-   save on all ranks when it is finalized.
+1. *Plan.* Every rank creates its local plan. The coordinator creates the metadata and, if the ranks
+   cannot name their own files, the global plan. A failure is raised on all ranks.
+2. If a cached plan is valid on all ranks, nothing is exchanged. If a rank fails later, the save
+   fails on all ranks when it is finalized.
 3. *Finalize.* Every rank sends its results or its failure to the coordinator, which commits.
 """
 
@@ -49,12 +49,12 @@ R = TypeVar("R")
 #: The arguments of ``save_state_dict_async_finalize``.
 Finalizing = tuple[FileSystemWriterAsync, Metadata | None, _DistWrapper]
 
-#: Central plan and local plan of an earlier save, and True if all ranks had them in two saves.
+#: Central and local plan of an earlier save, and True if all ranks had the same plans twice.
 CachedStructure = tuple[SavePlan | None, SavePlan | None, bool]
 
 
 class Planned(NamedTuple):
-    """Result of :func:`save_state_dict_async_plan`, as Megatron unpacks it."""
+    """Result of :func:`save_state_dict_async_plan`, in the form that Megatron unpacks."""
 
     finalizing: Finalizing
     central_plan: SavePlan
@@ -72,31 +72,33 @@ def save_state_dict_async_plan(
     cached_ckpt_structure: CachedStructure | None = None,
     loaded_all_plans: list[SavePlan] | None = None,
 ) -> Planned:
-    """Plans a save and passes the values to the writer. All ranks call it.
+    """Plans a save and passes the values to the writer. All ranks must call it.
 
     Args:
         state_dict: the values to save. They are looked up now and copied when the writer's preload
             function is called, and must not change in between.
         storage_writer: the writer of this save.
-        process_group: the ranks; None: the default group.
-        coordinator_rank: rank in the group that makes and commits the metadata.
-        planner: None: torch's ``DefaultSavePlanner``. If planner and writer both support a
-            decentralized global plan, the ranks name their own files.
-        cached_ckpt_structure: central plan and local plan of the previous save, and True if all
-            ranks had the same plans twice. If it is True, the ranks exchange nothing. Each rank
-            still compares its state dict with its plan; a change fails the save on all ranks.
-        loaded_all_plans: plans of all ranks from the metadata of a loaded checkpoint. If they are
-            equal to the plans of this save, the loaded metadata can be committed again.
+        process_group: the ranks; None means the default group.
+        coordinator_rank: rank in the group that creates and commits the metadata.
+        planner: the planner; None means torch's ``DefaultSavePlanner``. If planner and writer both
+            support a decentralized global plan, the ranks name their own files.
+        cached_ckpt_structure: central plan and local plan of the previous save, and a flag that is
+            True if all ranks had the same plans twice. If the flag is True, the ranks exchange
+            nothing. Each rank still compares its state dict with its plan; a change fails the save
+            on all ranks.
+        loaded_all_plans: plans of all ranks from the metadata of a loaded checkpoint. If they equal
+            the plans of this save, the loaded metadata can be committed again.
 
     Returns:
         Five values: the arguments of :func:`save_state_dict_async_finalize`; the central plan and
-        the local plan, to pass to the next save; True if the plans of all ranks are those in
-        ``cached_ckpt_structure``; True if they are those in ``loaded_all_plans``. The metadata in
+        the local plan, to pass to the next save; True if the plans of all ranks equal those in
+        ``cached_ckpt_structure``; True if they equal those in ``loaded_all_plans``. The metadata in
         the first value is None on ranks other than the coordinator, and on the coordinator if the
         metadata of an earlier save must be used.
 
     Raises:
-        CheckpointException: on every rank, with the cause on each rank that failed.
+        CheckpointException: planning failed; raised on every rank with the cause from each failed
+            rank.
 
     Examples:
         ```python
@@ -109,11 +111,11 @@ def save_state_dict_async_plan(
     planner = planner or DefaultSavePlanner()
     central_cached, local_cached, is_valid = cached_ckpt_structure or (None, None, False)
     ranks = _WrapperRanks(wrapper, _timeout_of(storage_writer))
-    # save_state_dict_async_finalize gets the wrapper, and with it the ranks.
+    # save_state_dict_async_finalize receives the wrapper, and with it the ranks.
     wrapper.torch_ckpt_ranks = ranks  # type: ignore[attr-defined]
     save = _Save(state_dict, storage_writer, wrapper, planner)
     if is_valid and central_cached is not None and local_cached is not None:
-        # Without an exchange, an error must not raise here: the other ranks continue.
+        # Without an exchange, do not raise an error here, because the other ranks continue.
         agreed = _AgreedPlan(central_cached, local_cached, as_cached=True, as_loaded=False)
         problem = save.compare(local_cached)
     else:
@@ -136,7 +138,7 @@ def save_state_dict_async_finalize(
     global_metadata: Metadata | None,
     dist_wrapper: _DistWrapper,
 ) -> None:
-    """Collects the results of all save functions and commits the checkpoint. All ranks call it.
+    """Collects all results and commits the checkpoint. All ranks must call it.
 
     Args:
         storage_writer: the writer that the plan returned.
@@ -144,8 +146,8 @@ def save_state_dict_async_finalize(
         dist_wrapper: the wrapper that the plan returned.
 
     Raises:
-        CheckpointException: on every rank, with the cause on each rank that failed. Nothing was
-            committed, unless a cause is a ``DurabilityUncertain``.
+        CheckpointException: the save failed; raised on every rank with the cause from each failed
+            rank. Nothing was committed, unless a cause is a ``DurabilityUncertain``.
 
     Examples:
         ```python
@@ -176,8 +178,8 @@ def save_state_dict_async_finalize(
             remove_own(storage_writer.directory, files)
 
     try:
-        # Reuse the plan's connection, if our function made the plan: the process group may have
-        # been destroyed since.
+        # If our function planned the save, reuse its connection: the process group may have been
+        # destroyed since.
         planned: _WrapperRanks | None = getattr(dist_wrapper, "torch_ckpt_ranks", None)
         timeout = _timeout_of(storage_writer)
         ranks = (
@@ -190,7 +192,7 @@ def save_state_dict_async_finalize(
         ranks.all_reduce("write", retrieve, commit, undo)
     except BaseException:
         # The coordinator abandons last. Files are deleted by the last rank that holds the
-        # directory's lock; of two ranks that abandon at once, neither is the last.
+        # directory's lock; if two ranks abandoned at once, neither would be the last.
         if not dist_wrapper.is_coordinator:
             _abandon(storage_writer)
         ranks.close(wait=True)
@@ -201,7 +203,8 @@ def save_state_dict_async_finalize(
 
 
 class _AgreedPlan(NamedTuple):
-    """The plans of one rank, and True if those of all ranks are the cached or the loaded ones."""
+    """The plans of one rank. The flags are True if all ranks have the cached or the loaded
+    plans."""
 
     central: SavePlan
     local: SavePlan
@@ -212,7 +215,7 @@ class _AgreedPlan(NamedTuple):
 class _PlanMessage(NamedTuple):
     """The local plan of a rank, as it is sent to the coordinator."""
 
-    plan: SavePlan | None  # None: the same as the loaded one
+    plan: SavePlan | None  # None: equal to the loaded plan
     is_as_cached: bool
     digest: int = 0  # hash of the loaded plan
 
@@ -220,11 +223,11 @@ class _PlanMessage(NamedTuple):
 class _PlanAnswer(NamedTuple):
     """The coordinator's answer to a rank."""
 
-    central: SavePlan | None  # None: the rank makes it from its local plan
+    central: SavePlan | None  # None: the rank derives it from its local plan
     tag: str
     as_cached: bool
     as_loaded: bool = False
-    needs_plan: bool = False  # the rank must send its plan, even if it is the loaded one
+    needs_plan: bool = False  # the rank must send its plan, even if it equals the loaded plan
 
 
 class _Save:
@@ -251,8 +254,8 @@ class _Save:
         """Sets up the save. Returns an error if the cached local plan cannot be reused."""
         try:
             self._set_up()
-            # Take the coordinator's lease before anything can fail: a failed save then deletes the
-            # files of the other ranks.
+            # Take the coordinator's lease before anything can fail, so that a failed save deletes
+            # the files of the other ranks.
             self._writer.prepare_local_plan(cached)
             known = plan_structures.find(cached)
             if known is None or known != self._find_structure():
@@ -290,7 +293,8 @@ class _Save:
             return _PlanMessage(local[0], as_cached)
 
         def has_plan(rank: int, message: _PlanMessage) -> bool:
-            """Returns True if the message has a plan or the coordinator has loaded the same one."""
+            """Returns True if the message has a plan, or the coordinator has loaded the same
+            plan."""
             if message.plan is not None:
                 return True
             return len(loaded) == size and hash_plan(loaded[rank]) == message.digest
@@ -325,13 +329,13 @@ class _Save:
         return _AgreedPlan(own[0], own[0], answer.as_cached, answer.as_loaded)
 
     def remember_structure(self, local: SavePlan) -> None:
-        """Remembers the structure from which the plan was made, for a save that reuses it."""
+        """Remembers the structure that the plan was made from, for a save that reuses the plan."""
         structure = attempt(self._find_structure)
         if structure is not None and not failed(structure):
             plan_structures.add(local, structure)
 
     def prepare_write(self, central: SavePlan, problem: Exception | None) -> SavePlan:
-        """Passes the values to the writer. An error fails the write instead of raising here."""
+        """Passes the values to the writer. An error is not raised here, but fails the write."""
         try:
             if problem is not None:
                 raise problem
@@ -346,13 +350,13 @@ class _Save:
     # --- private ---------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
-        # A keyword, because torch 2.4 inserted an argument before it.
+        # Pass it by keyword, because torch 2.4 inserted an argument before it.
         self._planner.set_up_planner(self._state_dict, is_coordinator=self._wrapper.is_coordinator)
         self._writer.set_up_storage_writer(self._wrapper.is_coordinator)
 
     def _assign_files(self, local: SavePlan) -> SavePlan:
-        """Returns the central plan of this rank, if it can be made from its local plan; otherwise
-        the local plan."""
+        """Returns this rank's central plan if it can be derived from the local plan; otherwise,
+        returns the local plan."""
         if not self._is_decentralized:
             return local
         central = self._planner.create_decentralized_global_plan(local)  # type: ignore[attr-defined]
@@ -370,22 +374,22 @@ class _Save:
 
 
 class _WrapperRanks:
-    """The ranks of a torch ``_DistWrapper``. They use the store; if the coordinator is not rank 0
-    of the group, they use the group's collectives.
+    """The ranks of a torch ``_DistWrapper``. They communicate through the store or, if the
+    coordinator is not rank 0 of the group, through the group's collectives.
 
     Args:
         wrapper: the wrapper.
         timeout: seconds without a heartbeat after which a rank is declared dead.
 
     Raises:
-        CheckpointError: the process group of the wrapper was destroyed.
+        CheckpointError: the wrapper's process group was destroyed.
     """
 
     def __init__(self, wrapper: _DistWrapper, timeout: float) -> None:
         if wrapper.use_dist and not is_distributed():
             raise CheckpointError(
                 "the process group of this save was destroyed before the save was finalized; "
-                "finalize it, or close the queue, before destroy_process_group()"
+                "finalize it, or close the queue, before calling destroy_process_group()"
             )
         self._wrapper = wrapper
         self._timeout = timeout
@@ -401,8 +405,8 @@ class _WrapperRanks:
     def for_finalize(self) -> _WrapperRanks:
         """Returns the same ranks for finalizing the planned save.
 
-        The keys have the plan's prefix and are not counted: a rank that fails before it finalizes
-        must still use the same keys as the others in later saves.
+        Store keys have the plan's prefix instead of a number of their own: a rank that fails before
+        it finalizes must still use the same keys as the other ranks in later saves.
         """
         ranks = copy.copy(self)
         if self._rendezvous is not None:
@@ -415,7 +419,7 @@ class _WrapperRanks:
         if self._ranks is None:
             with raised_as_ours(self._wrapper.get_rank()):
                 return self._wrapper.reduce_scatter(step, local, combine)
-        # Planning may take long: send heartbeats as long as the process runs.
+        # Planning may take a long time, so send heartbeats as long as the process runs.
         with self._ranks.alive(time.monotonic_ns):
             return self._ranks.reduce_scatter(step, local, combine)
 
@@ -436,7 +440,7 @@ class _WrapperRanks:
         """Ends the exchange in a thread, in which the coordinator waits for the other ranks.
 
         Args:
-            wait: wait for this thread.
+            wait: block until this thread has ended.
         """
         if self._ranks is None or not self._ranks.distributed:
             return

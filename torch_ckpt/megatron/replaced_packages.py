@@ -9,7 +9,7 @@ WRITER = "FileSystemWriterAsync"
 READER = "CachedMetadataFileSystemReader"
 QUEUE = "AsyncCallsQueue"
 
-# Our name by theirs. Not every version of a package defines all of them.
+# Maps their names to ours. Not every version of a package defines all of them.
 _NAMES = {
     name: name
     for name in (
@@ -43,7 +43,7 @@ class ReplacedPackage:
         title: name of the package in messages.
         package: the Python package that contains ``modules``.
         modules: modules that define the names, relative to ``package``.
-        names: our name by theirs.
+        names: maps their names to ours.
         ours: the module that users import our names from.
     """
 

@@ -1,14 +1,14 @@
-"""Replaces the classes and functions of Megatron-core and nvidia-resiliency-ext by ours.
+"""Replaces the classes and functions of Megatron-core and nvidia-resiliency-ext with ours.
 
 Neither package has a plug-in point. Both look up their writer, reader, queue and functions by name,
-partly on import and partly at each save. So ``install`` replaces
+some on import and some at each save. Therefore, ``install`` replaces
 
 1. the names in the modules that define them, for later lookups;
 2. the names in every module of these packages that has already imported them;
 3. idle queues that are globals of these modules.
 
-Names that other packages have imported, and queues with saves in progress, stay and are listed in
-the log. Their classes and ours work together.
+Names that other packages have imported, and queues with saves in progress, are not replaced, but
+listed in the log. Their classes and ours work together.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _TOP_LEVEL = {package.package.partition(".")[0] for package in REPLACED_PACKAGES
 
 @dataclass(frozen=True)
 class _Replacement:
-    """An object of a replaced package, and ours.
+    """An object of a replaced package, and the object that replaces it.
 
     Attributes:
-        title: name of ours in messages.
+        title: name of our object in messages.
     """
 
     theirs: Any
@@ -55,7 +55,7 @@ class _Replacement:
 
 @dataclass(frozen=True)
 class _ReplacedName:
-    """A name in a module that refers to our object now."""
+    """A name in a module that now refers to our object."""
 
     module: ModuleType
     name: str
@@ -76,9 +76,9 @@ def install(
     """Makes Megatron-core and nvidia-resiliency-ext use our classes, if they can be imported.
 
     Call it on every rank before the first save or load, preferably before Megatron is initialized.
-    It does not replace classes that other packages have already imported by name, or queues with
-    saves in progress; the log lists both, and both work with our classes. A second call starts
-    over, with its own options.
+    Classes that other packages have already imported by name, and queues with saves in progress,
+    are not replaced. The log lists both, and both work with our classes. A second call starts over
+    with its own options.
 
     Args:
         writer: options of ``FileSystemWriterAsync`` for all saves. They override the options that
@@ -88,10 +88,10 @@ def install(
 
     Returns:
         A line for each replaced name, "module.name -> our.name". If neither package can be
-        imported, it is empty and a warning is logged.
+        imported, the list is empty and a warning is logged.
 
     Raises:
-        TypeError: the class does not have one of the options. Nothing is replaced.
+        TypeError: the class does not have an option of that name. Nothing is replaced.
         ValueError: the class does not accept the value of an option. Nothing is replaced.
 
     Examples:
@@ -146,11 +146,11 @@ def install(
 def uninstall() -> list[str]:
     """Restores the names that ``install`` replaced, and those that modules imported since.
 
-    It does not restore names that other code has replaced again, or queues with saves in progress:
-    call it again after these are finalized. The log lists both.
+    Names that other code has replaced again, and queues with saves in progress, are not restored.
+    The log lists both. Call this again once the saves are finalized.
 
     Returns:
-        A line for each restored name, as ``install`` returns it; empty if nothing was replaced.
+        A line for each restored name, in the format of ``install``; empty if nothing was replaced.
 
     Examples:
         ```python
@@ -160,7 +160,7 @@ def uninstall() -> list[str]:
     """
     known = {(id(each.module), each.name): each for each in _replaced_names}
     ours = {id(replacement.ours): replacement for replacement in _replacements}
-    # The same object of ours may replace one of each package.
+    # The same object of ours may replace one object in each package.
     ours_by_package = {
         (id(each.ours), _top_level(getattr(each.theirs, "__module__", ""))): each
         for each in _replacements
@@ -206,14 +206,14 @@ def _import_modules(package: ReplacedPackage) -> list[ModuleType]:
     """Returns the modules that define the names of a package.
 
     Raises:
-        _NotImportable: the package is not installed, or its import raised any error.
+        _NotImportable: the package is not installed, or importing it raised an error.
     """
     modules = []
     try:
         importlib.import_module(package.package)
         for name in package.modules:
             full = f"{package.package}.{name}"
-            # Older versions lack some of the modules, but not modules that these import.
+            # Older versions lack some of these modules. A module that exists must be importable.
             if importlib.util.find_spec(full) is not None:
                 modules.append(importlib.import_module(full))
     except ModuleNotFoundError as error:
@@ -244,7 +244,7 @@ def _find_replacements(
     for module in modules:
         for name, our_name in package.names.items():
             theirs = vars(module).get(name)
-            # Skip names that the module has imported, from this package or from the other one.
+            # Skip names that the module only imports, from this package or the other one.
             if getattr(theirs, "__module__", None) == module.__name__:
                 our = with_options.get(our_name, ours[our_name])
                 replacements.append(_Replacement(theirs, our, f"{package.ours}.{our_name}"))
@@ -252,7 +252,7 @@ def _find_replacements(
 
 
 def _bind_options(cls: type, options: Mapping[str, Any]) -> type:
-    """Returns a subclass whose ``__init__`` always gets ``options``."""
+    """Returns a subclass whose ``__init__`` always receives ``options``."""
     if not options:
         return cls
     known = {
@@ -274,7 +274,7 @@ def _bind_options(cls: type, options: Mapping[str, Any]) -> type:
 
     bound = type(cls.__name__, (cls,), {"__init__": init, "__doc__": cls.__doc__})
     bound.__module__ = cls.__module__
-    bound("")  # raises for wrong values now and not at the first save
+    bound("")  # reject invalid values now instead of at the first save
     return bound
 
 
@@ -286,7 +286,7 @@ def _is_idle(queue: Any) -> bool:
 
 
 def _iterate_globals() -> Iterator[tuple[ModuleType, str, Any]]:
-    """Iterates over modules, names and values of all globals of all imported modules."""
+    """Yields the module, name and value of each global in all imported modules."""
     for module in list(sys.modules.values()):
         # sys.modules may contain other objects, such as None.
         if isinstance(module, ModuleType):

@@ -1,4 +1,4 @@
-"""Request of one asynchronous save, as a queue accepts it."""
+"""A request for one asynchronous save, as accepted by a queue."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch_ckpt.saving.running_saves import spawn
 
 STEP = "write"
 
-#: If the caller waits for the end, the threads keep the priorities of the process.
+#: If the caller waits for the save, the threads keep the priorities of the process.
 _NORMAL_PRIORITY = Background(nice=0, idle_io=False)
 
 
 class AsyncRequest(NamedTuple):
-    """Function to run in the background, with the fields of Megatron-core's ``AsyncRequest``.
+    """A function to run in the background, with the fields of Megatron-core's ``AsyncRequest``.
 
     Attributes:
         async_fn: the function; None if this rank has nothing to do.
@@ -29,8 +29,8 @@ class AsyncRequest(NamedTuple):
             the second one.
         finalize_fns: functions to call on all ranks after ``async_fn`` has ended on all ranks.
         async_fn_kwargs: keyword arguments of ``async_fn``.
-        preload_fn: called while the request is scheduled; None: no function.
-        is_frozen: True if no finalize function may be added.
+        preload_fn: function to call while the request is scheduled; may be None.
+        is_frozen: True if no more finalize functions may be added.
         call_idx: number of the call in its queue.
 
     Examples:
@@ -54,7 +54,7 @@ class AsyncRequest(NamedTuple):
         return rebuild_request, tuple(self)
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Adds a finalize function, which is called after the present ones.
+        """Adds a finalize function, which is called after the existing ones.
 
         Raises:
             RuntimeError: the request is frozen.
@@ -68,10 +68,11 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
     def execute_sync(self) -> None:
-        """Runs the request in this thread, with its finalize functions. All ranks call it.
+        """Runs the request and its finalize functions in this thread. All ranks must call it.
 
         Raises:
-            CheckpointException: on every rank, with the cause on each rank that failed.
+            CheckpointException: the request failed; raised on every rank with the cause from each
+                failed rank.
         """
 
         def run() -> None:
@@ -82,7 +83,7 @@ class AsyncRequest(NamedTuple):
 
         ranks = Meeting.of(None, no_dist=False).ranks(kind="sync")
         try:
-            # No timeout: send heartbeats as long as the process runs.
+            # There is no timeout, so send heartbeats as long as the process runs.
             with ranks.alive(time.monotonic_ns):
                 ranks.all_reduce(STEP, run, lambda _: None)
         finally:
@@ -93,13 +94,13 @@ class AsyncRequest(NamedTuple):
         """Calls the finalize functions.
 
         Args:
-            validate_matching_call_idx: first compare ``call_idx`` on all ranks.
+            validate_matching_call_idx: first check that ``call_idx`` is the same on all ranks.
 
         Returns:
             ``call_idx``.
 
         Raises:
-            CheckpointException: on every rank: the ranks finalize different calls.
+            CheckpointException: the ranks finalize different calls; raised on every rank.
         """
         if validate_matching_call_idx:
             ranks = Meeting.of(None, no_dist=False).ranks(kind="call_idx")
@@ -115,8 +116,8 @@ class AsyncRequest(NamedTuple):
 def rebuild_request(*fields: Any) -> Any:
     """Unpickles a request, as an instance of every ``AsyncRequest`` class that is imported.
 
-    A worker process of the replaced packages silently drops requests that are not instances of
-    its own class, and the process that sent the request would wait forever.
+    The replaced packages' worker processes silently drop requests that are not instances of their
+    own class, and the process that sent such a request would wait forever.
     """
     kinds: list[Any] = [AsyncRequest]
     for package in REPLACED_PACKAGES:
@@ -131,7 +132,8 @@ def rebuild_request(*fields: Any) -> Any:
 
 
 def stage_arguments(request: AsyncRequest) -> list[Any]:
-    """Calls the preload function. Returns the arguments of ``async_fn``, with its result second.
+    """Calls the preload function. Returns the arguments of ``async_fn``; the second one is its
+    result.
 
     Raises:
         ValueError: the request has a preload function and fewer than two arguments.

@@ -1,6 +1,6 @@
 """Queue that returns the results of a save to the process that requested it.
 
-Within one process it is a queue in memory. Items from a forked or spawned child arrive through a
+Within one process, it is an in-memory queue. Items from a forked or spawned child arrive through a
 channel of the engine (csrc/engine/process_channel.h), without a manager process or a listening
 thread.
 """
@@ -30,11 +30,11 @@ class _Pickled(NamedTuple):
 
 
 class ResultsQueue:
-    """Queue to which child processes put items, and from which its owner, the process that created
-    it, takes them.
+    """Queue into which child processes put items. Its owner, the process that created it, takes the
+    items.
 
     It can be pickled by any pickler. The unpickled queue sends its items to the owner, as long as
-    the owner keeps the queue. Thread-safe.
+    the owner still has the queue. Thread-safe.
     """
 
     # Queues that this process owns, by name; unpickling one of them here returns the same object.
@@ -54,17 +54,18 @@ class ResultsQueue:
         self._name = name
         self._channel = channel  # None: no other process has this queue
         self._items: deque[Any] = deque()
-        # Reentrant: the garbage collector may run code that pickles the queue while it is held.
+        # Reentrant: the garbage collector may run code that pickles the queue while the lock is
+        # held.
         self._items_lock = threading.RLock()
 
     def _open_channel(self) -> _core.ProcessChannel:
-        """Returns the channel for items from other processes; created on first use."""
+        """Returns the channel for items from other processes, creating it on first use."""
         if self._channel is None:
             if self._owner != os.getpid():
                 raise CheckpointError(
                     f"process {os.getpid()} cannot send results to process {self._owner}, which "
-                    "had no memory or no file descriptors for a channel when it forked; raise its "
-                    "limits and save again"
+                    "had too little memory or too few file descriptors for a channel when it "
+                    "forked; raise its limits and save again"
                 )
             with self._items_lock:
                 self._channel = self._channel or _core.ProcessChannel()
@@ -86,22 +87,22 @@ class ResultsQueue:
         cls._lock = threading.Lock()
 
     def begin(self, what: str) -> None:
-        """Announces an item of this process. If the process dies first, the owner gets an error.
+        """Announces an item. If this process dies before putting it, the owner gets an error.
 
         Args:
-            what: description of the item for the error.
+            what: description of the item in the error.
 
         Raises:
-            OSError: the owner has ended, or has no memory.
+            OSError: the owner has exited or is out of memory.
         """
         if self._owner != os.getpid():
             self._open_channel().begin(what)
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Puts an item. Never waits until it is taken.
+        """Puts an item, without waiting until it is taken.
 
         Raises:
-            OSError: the owner is another process, and has ended or has no memory.
+            OSError: the owner is another process, which has exited or is out of memory.
         """
         if self._owner != os.getpid():
             self._open_channel().send_object(pickle.dumps(item))
@@ -116,7 +117,7 @@ class ResultsQueue:
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Takes the oldest item. Only the owner may call it.
 
-        If a process died before it put an announced item, the item is a CheckpointError.
+        If a process died before putting an announced item, the item is a CheckpointError.
 
         Raises:
             queue.Empty: the queue is empty, and no item arrived within ``timeout`` seconds.
@@ -157,7 +158,7 @@ class ResultsQueue:
         if self._owner != os.getpid():
             raise CheckpointError(
                 f"the results queue belongs to process {self._owner}, not to process "
-                f"{os.getpid()}; read the results in that process"
+                f"{os.getpid()}; read the results in process {self._owner}"
             )
         if self._channel is None:
             return
@@ -165,7 +166,7 @@ class ResultsQueue:
         for process, what in self._channel.take_missed():
             self._items.append(
                 CheckpointError(
-                    f"process {process} has ended before it sent its result ({what}); check "
+                    f"process {process} exited before sending its result ({what}); check "
                     "whether it was killed, for example because memory ran out"
                 )
             )
@@ -186,12 +187,12 @@ _queue: ResultsQueue | None = None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> ResultsQueue:
-    """Returns a queue of this process to which child processes can put items.
+    """Returns a queue of this process into which child processes can put items.
 
     It is always the same queue. Writers have queues of their own.
 
     Args:
-        mp_mode: accepted for Megatron; forked and spawned children can use the queue in any mode.
+        mp_mode: accepted for Megatron but unused: forked and spawned children can use the queue.
 
     Examples:
         ```python

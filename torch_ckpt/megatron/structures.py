@@ -1,4 +1,4 @@
-"""Comparison of plans, to reuse those of an earlier save."""
+"""Compares plans, so that a save can reuse those of an earlier save."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch_ckpt.saving.structure import Structure
 
 
 class _StructureTable:
-    """The structures of the state dicts from which plans were made, as long as the plans exist."""
+    """The structures of the state dicts that plans were made from, as long as the plans exist."""
 
     def __init__(self) -> None:
-        # By id, because plans are compared by value and have no hash.
+        # Keyed by id, because plans are compared by value and have no hash.
         self._kept: dict[int, tuple[weakref.ref[SavePlan], Structure]] = {}
 
     def find(self, plan: SavePlan) -> Structure | None:
@@ -64,8 +64,8 @@ def require_same(plan: SavePlan, cached: SavePlan) -> None:
     changed = sorted({index.fqn for index in before ^ now})
     what = ", ".join(changed[:5]) or "shapes, dtypes, offsets or nesting of the same names"
     raise CheckpointError(
-        f"the state dict has changed since the cached plan was made ({what}); plan without "
-        "cached_ckpt_structure (enable_cache=False) when it changes"
+        f"the state dict has changed since the cached plan was made ({what}); when it changes, "
+        "plan without cached_ckpt_structure (enable_cache=False)"
     )
 
 

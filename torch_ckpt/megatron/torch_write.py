@@ -30,7 +30,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.rank_write import WriteOptions
 from torch_ckpt.saving.snapshots import source_changed
 
-#: The results of each file, by its number.
+#: The results of each file, by file number.
 Results = dict[int, list[WriteResult]]
 
 #: Advice in the error for a source that was modified while it was staged.
@@ -38,17 +38,17 @@ ADVICE = "Do not change it in another thread before the save is scheduled"
 
 
 class TorchWrite:
-    """One rank's write in Python threads, from copies.
+    """One rank's write of copied values, in Python threads.
 
     Args:
         items: items of the plan.
-        values: their values, which are copied by the constructor.
+        values: the items' values, which the constructor copies.
         watched: detects changes of the tensors among the values.
         options: how the files are written.
-        directory: the checkpoint's directory.
+        directory: the checkpoint directory.
         prefix: prefix of the file names.
         opened: the opened directory; None if it is not local.
-        open_file: opens files by their paths.
+        open_file: function that opens a file by its path.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TorchWrite:
         self._first_error: BaseException | None = None
 
     def run(self, transforms: _StorageWriterTransforms) -> Results:
-        """Writes all files and waits for the end. Called once.
+        """Writes all files and blocks until they are written. Must be called only once.
 
         Raises:
             SourceChanged: a source was modified before it was copied.
@@ -93,11 +93,11 @@ class TorchWrite:
             self._opened = None
 
     def cancel(self) -> None:
-        """Makes the write fail and remove its files, unless it has ended."""
+        """Makes the write fail and remove its files, unless it has already ended."""
         self._is_cancelled = True
 
     def moved(self) -> int:
-        """Returns a number that grows for as long as the write makes progress."""
+        """Returns a number that grows as long as the write makes progress."""
         return self._moved
 
     def state(self, where: str, prefix: str) -> str:
@@ -160,7 +160,7 @@ class TorchWrite:
             else:
                 buckets = [[item] for item in items]
             for bucket in buckets:
-                # Objects first; a single bucket still has the plan's order.
+                # Write objects first. A single bucket is still in the plan's order.
                 bucket = sorted(bucket, key=lambda item: item.type != WriteItemType.BYTE_IO)
                 if bucket:
                     name = f"{start}{self._prefix}{len(files)}.distcp"
@@ -206,7 +206,7 @@ class TorchWrite:
     def _open_stream(self, name: str) -> AbstractContextManager[Any]:
         if self._opened is not None and self._open_file is open:
             return FilesBeneath(self._opened).create_stream(name, "wb")
-        # The caller's function opens files by their paths.
+        # The caller's function can only open files by their paths.
         stream: AbstractContextManager[Any] = self._open_file(
             os.path.join(self._directory, name), "wb"
         )
@@ -214,7 +214,7 @@ class TorchWrite:
 
 
 class _CountingStream(io.RawIOBase):
-    """Stream that reports the number of written bytes to a write."""
+    """Stream that reports the number of written bytes to a ``TorchWrite``."""
 
     def __init__(self, stream: Any, write: TorchWrite) -> None:
         self._stream = stream
@@ -246,7 +246,7 @@ class _CountingStream(io.RawIOBase):
 
 def _sync(stream: io.IOBase) -> None:
     stream.flush()
-    sync_store = getattr(stream, "fsync", None)  # a stream of multistorageclient
+    sync_store = getattr(stream, "fsync", None)  # multistorageclient's streams have it
     if sync_store is not None:
         sync_store()
     else:
@@ -254,7 +254,8 @@ def _sync(stream: io.IOBase) -> None:
 
 
 def dequantize(value: Any) -> Any:
-    """Dequantizes a tensor whose class has its own ``dequantize``; torch's format cannot store it.
+    """Dequantizes a tensor whose class has its own ``dequantize``, which torch's format cannot
+    store.
 
     Returns any other value unchanged.
     """

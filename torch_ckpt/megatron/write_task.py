@@ -1,13 +1,13 @@
 """One rank's write as an object that can be sent to another process.
 
-1. A :class:`WriteTask` is created in the process that plans the save. Unpickling it gives another
+1. A :class:`WriteTask` is created in the process that plans the save. Unpickling it creates another
    task with the same values.
-2. ``stage`` starts the write in the process that calls it, and returns when all values are copied.
-3. ``outcome`` waits for the end. A child that was forked after ``stage`` may call it: the engine
-   writes in the parent, which has the threads, and sends the results to the child.
+2. ``stage`` starts the write in the process that calls it, and returns once all values are copied.
+3. ``outcome`` waits until the write has ended. A child that was forked after ``stage`` may call it:
+   the engine writes in the parent, which has the threads, and sends the results to the child.
 4. Either the writer claims the outcome, or the task is cancelled and its files are deleted. The
-   leases on the directory are released only when the write has ended, because another save may
-   reuse the file names afterwards.
+   leases on the directory are released only when the write has ended, because after that, another
+   save may reuse the file names.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from torch_ckpt.saving.running_saves import spawn
 
 @dataclasses.dataclass
 class StagedWrites:
-    """The tasks that are staged in its ``with`` block.
+    """The tasks staged in its ``with`` block.
 
     Attributes:
-        background: priorities of the engine's threads; None: those of the writer.
+        background: priorities of the engine's threads; None means those of the writer.
         writes: tasks that have begun. The last one may not be staged yet.
     """
 
@@ -67,20 +67,21 @@ _current_writes: ContextVar[StagedWrites] = ContextVar("torch_ckpt_staged_writes
 class WriteTask:
     """One rank's write; see the docstring of this module. Thread-safe.
 
-    Megatron expects a sequence of buckets. A task is such a sequence; its one element is the task.
+    Megatron expects a sequence of buckets, so a task is a sequence whose only element is the task
+    itself.
 
     Attributes:
-        directory: the checkpoint's directory.
+        directory: the checkpoint directory.
         prefix: prefix of this rank's file names.
         items: items of the plan.
         values: values of the items, as ``RankWrite`` or ``TorchWrite`` accepts them; empty once
             the task is staged.
         rank: global rank of the writer.
         ranks: number of ranks that save together.
-        by_engine: False if torch's own Python code writes the files.
+        by_engine: True if the engine writes the files, False if torch's own Python code does.
         options: how the files are written.
         background: priorities of the engine's threads.
-        open_file: opens files in Python.
+        open_file: function that opens files for torch's own Python code.
         place: identity of the directory that was opened when the save began; None for a remote
             file system.
         opened: the opened directory, in the process that planned the save; None once the task is
@@ -115,10 +116,11 @@ class WriteTask:
         self._run_lock = threading.Lock()
         self._ended = threading.Event()
         self._pid = 0
-        # Used by the writing thread, which releases them before it reports the end.
+        # Used by the writing thread, which releases them before it reports that the write has
+        # ended.
         self._opened: OpenDirectory | None = None
         self._values: list[Any] = []
-        # Sends the results to children that are forked before the end.
+        # Sends the results to children that are forked before the write has ended.
         self._children: _core.ProcessChannel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +131,7 @@ class WriteTask:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
-        # In this process it is not known whether the writer has claimed the results.
+        # This process does not know whether the writer has claimed the results.
         self._is_claimed = True
 
     def __iter__(self) -> Iterator[WriteTask]:
@@ -141,9 +143,9 @@ class WriteTask:
     # --- in the process that writes --------------------------------------------------------------
 
     def stage(self) -> WriteTask:
-        """Starts the write. Returns when all values are copied; an error becomes the outcome.
+        """Starts the write. Returns once all values are copied; an error becomes the outcome.
 
-        Does nothing if the task was staged before.
+        Does nothing if the task is already staged.
         """
         writes = _current_writes.get(StagedWrites()).writes
         if self._write is None and self._outcome is None:
@@ -166,9 +168,9 @@ class WriteTask:
         return self
 
     def outcome(self, transforms: _StorageWriterTransforms | None = None) -> Results | Exception:
-        """Waits for the end. Returns the results by file number, or the error.
+        """Waits until the write has ended. Returns the results by file number, or the error.
 
-        Raises only interruptions of torch's own code, such as KeyboardInterrupt.
+        Raises nothing except interruptions of torch's own code, such as KeyboardInterrupt.
         """
         write = self._write
         if isinstance(write, RankWrite):
@@ -198,7 +200,7 @@ class WriteTask:
                 self._delete_files()
 
     def moved(self) -> int:
-        """Returns a number that grows for as long as the write makes progress."""
+        """Returns a number that grows as long as the write makes progress."""
         return 0 if self._write is None else self._write.moved()
 
     def state(self) -> str:
@@ -209,7 +211,8 @@ class WriteTask:
     # --- in the process that planned the save ----------------------------------------------------
 
     def claim(self, outcome: Any) -> Any:
-        """Returns the outcome, which cannot be cancelled from now on; an error if it has been."""
+        """Returns the outcome and rules out later cancellation. Returns an error if already
+        cancelled."""
         with self._lock:
             if self.is_cancelled:
                 return _make_cancellation()
@@ -222,7 +225,7 @@ class WriteTask:
         if len(self.values) != len(self.items):
             raise CheckpointError(
                 f"files {self.prefix}* in {self.directory}: the values were released when another "
-                "process, or a call that was interrupted, staged them; plan the save again"
+                "process or an interrupted call staged them; plan the save again"
             )
         opened, values = self._open(), self.values
         watched = _C.SourceWatch()
@@ -249,31 +252,32 @@ class WriteTask:
         write = self._write = RankWrite(
             watched,
             background=_current_writes.get(StagedWrites()).background or self.background,
-            # The caller waits for the copies.
+            # Normal priority, because the caller waits for the copies.
             quiet_stagers=False,
             ranks=self.ranks,
             advice=ADVICE,
             children=self._children,
         )
         self._opened, self._values = opened, values
-        # Listed before the thread starts, so that an interruption cancels the write.
+        # List the task before the thread starts, so that an interruption cancels the write.
         writes.append(self)
         spawn(partial(self._run_in_thread, write))
 
     def _open(self) -> OpenDirectory | None:
-        """Returns the save's directory, which another process opens again.
+        """Returns the save's directory; reopens it by path if this is not the process that planned
+        the save.
 
         Raises:
             OSError: the directory does not exist.
-            CheckpointError: the path leads to another directory now.
+            CheckpointError: the path now refers to a different directory.
         """
         if self.opened is not None or self.place is None:
             return self.opened
         opened = OpenDirectory(self.directory)
         if Place.of(opened).contradicts(self.place):
             raise CheckpointError(
-                f"{self.directory}: the path leads to another directory than when the save was "
-                "planned, because a directory was renamed or a link in the path was changed. "
+                f"{self.directory}: the path no longer refers to the directory for which the save "
+                "was planned, because a directory was renamed or a link in the path was changed. "
                 "Nothing was written; save again"
             )
         return opened
@@ -303,7 +307,7 @@ class WriteTask:
                 self._ended.set()
 
     def _run(self, run: Callable[[], Results]) -> None:
-        """Runs a write and sets the outcome. Raises what interrupts the caller's thread."""
+        """Runs a write and sets the outcome. Re-raises interruptions of the caller's thread."""
         try:
             with self._lock:
                 if self.is_cancelled:
@@ -311,7 +315,7 @@ class WriteTask:
                 self._is_writing = True
             self._outcome = run()
         except BaseException as error:
-            # The frames of the error would keep the sources alive.
+            # The error's frames would keep the sources alive.
             self._outcome = make_portable(error)
             if not (self.by_engine or isinstance(error, Exception)):
                 raise
@@ -332,7 +336,8 @@ class WriteTask:
             lease.abandon()
 
     def _send_to_children(self, error: Exception | None) -> None:
-        # The engine has sent results itself. A child that is forked from now on has the outcome.
+        # The engine itself has sent any results. A child that is forked from now on has the
+        # outcome.
         channel, self._children = self._children, None
         if channel is None or error is None:
             return
@@ -340,8 +345,8 @@ class WriteTask:
             channel.send_object(pickle.dumps(error))
         except OSError as failure:
             LOGGER.error(
-                "rank %d, files %s* in %s: the error of the save could not be sent to a forked "
-                "child: %s",
+                "rank %d, files %s* in %s: the save's error could not be sent to a forked child: "
+                "%s",
                 self.rank,
                 self.prefix,
                 self.directory,
@@ -353,8 +358,9 @@ class WriteTask:
         files = f"files {self.prefix}* in {self.directory}"
         if self._children is None:
             return CheckpointError(
-                f"{files}: process {self._pid}, which writes them, had no memory or no file "
-                "descriptors for a channel to its children; raise its limits and save again"
+                f"{files}: process {self._pid}, which writes them, had too little memory or too "
+                "few file descriptors for a channel to its children; raise its limits and save "
+                "again"
             )
         try:
             # Python handles Ctrl-C only between waits.
@@ -372,8 +378,8 @@ class WriteTask:
 
 
 def make_portable(error: BaseException) -> Exception:
-    """Returns a copy of an error without frames; a RuntimeError with its text if it cannot be
-    pickled."""
+    """Returns a copy of an error without frames; if the error cannot be pickled, a RuntimeError
+    with its text."""
     try:
         copied = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -401,7 +407,7 @@ def _group_by_file(items: list[WriteItem], written: Written) -> Results:
 
 
 def _trim_for_pickle(value: Any) -> Any:
-    """Returns a value whose pickle has no gradient and no unused part of a storage."""
+    """Returns a value whose pickle contains neither a gradient nor unused parts of a storage."""
     if isinstance(value, memoryview):
         return bytes(value)
     if not isinstance(value, torch.Tensor):

@@ -1,11 +1,14 @@
-"""Writer with Megatron's methods: a save is a function that a queue runs, in any process.
+"""Storage writer with the interface that Megatron expects.
+
+Megatron turns a save into functions that its async queue calls, possibly in another process.
 
 1. ``prepare_write_data`` looks up this rank's values and creates a :class:`WriteTask`, which can be
    pickled.
-2. The preload function stages the task. In the process that calls it, threads of the engine copy
-   and write, and the function returns when all sources are copied.
-3. The save function waits for the engine and puts exactly one item into its queue: the results, or
-   an error. It raises nothing, because that would end Megatron's workers.
+2. The preload function stages the task: engine threads in the calling process copy the sources and
+   write them. The function returns once all sources are copied.
+3. The save function waits for the engine and puts exactly one item into the queue that it was
+   given: the results or an error. It never raises, because an exception would kill Megatron's
+   workers.
 4. ``retrieve_write_results`` takes this item, in the writer's process.
 """
 
@@ -57,7 +60,7 @@ _MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """Writes distributed checkpoints: a save is planned now and written by a function later.
+    """Writes distributed checkpoints: a save is planned first and written by a function later.
 
     Accepts the arguments of Megatron-core's ``FileSystemWriterAsync`` and of
     :class:`FileSystemWriter`. Create one object for each save. In ``dcp.save`` it works like a
@@ -65,12 +68,13 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     Args:
         path: directory of the checkpoint.
-        separation_hint: prefix of fully qualified names. Items whose names have it are written to
-            separate files, whose names begin with it. Needs ``thread_count >= 2``; each kind of
-            files gets half of the threads.
+        separation_hint: prefix of fully qualified names. Items whose names begin with it are
+            written to separate files, whose names also begin with it. Requires a ``thread_count``
+            of at least 2; each of the two groups of files gets half of the threads.
         use_msc: write through the package ``multistorageclient``, which then interprets ``path``.
-        open_file: function to call with a path and ``"wb"``. With a function other than ``open``,
-            with ``use_msc``, and with ``_extensions``, torch's own Python code writes the files.
+        open_file: function that opens a file, called with a path and ``"wb"``. If it is not
+            ``open``, or with ``use_msc`` or ``_extensions``, torch's own Python code writes the
+            files.
         on_failure: ``"return"`` makes ``retrieve_write_results`` return a wrapped exception, which
             Megatron gathers on all ranks; ``"raise"`` makes it raise.
         timeout: seconds without a heartbeat after which a rank is declared dead, if others wait for
@@ -78,12 +82,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         kwargs: passed to :class:`FileSystemWriter`, such as ``thread_count``.
 
     Attributes:
-        checkpoint_dir: ``path`` as it was given.
+        checkpoint_dir: ``path`` as passed to the writer.
         results_queue: queue for the save function; None if this rank has nothing to write.
         has_data_to_write: True if this rank has something to write.
 
     Raises:
-        ValueError: an option has a wrong value.
+        ValueError: an option has an invalid value.
         CheckpointError: ``use_msc`` is True and ``multistorageclient`` is not installed.
 
     Examples:
@@ -138,7 +142,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         # Megatron passes only the bool, and its previous save may still be in progress. In
-        # dcp.save, a previous save that holds a lease has failed.
+        # dcp.save, a previous save that still holds a lease has failed.
         self.ends_earlier_leases = self.rank is not None
         if self.rank is None:
             self.rank = own_rank()
@@ -156,11 +160,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Returns the plan with this rank's own file names. Needs no exchange with other ranks."""
+        """Returns the plan with this rank's own file names, without communicating with other
+        ranks."""
         return with_file_prefix(local_plan, own_rank())
 
     def use_tag(self, tag: str) -> None:
-        """Sets the tag in the file names of this save, which the coordinator's lease has chosen.
+        """Sets the tag in this save's file names, which was chosen by the coordinator's lease.
 
         Args:
             tag: text after the rank in the names; may be empty.
@@ -226,9 +231,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             self._task.opened = None
 
     def fail(self, error: BaseException) -> None:
-        """Fails the save on this rank. The other ranks get the error when it is finalized."""
+        """Marks the save as failed on this rank. The other ranks receive the error when the save is
+        finalized."""
         RelaxedGc.end()
-        # Without a queue, because creating the queue may be what failed.
+        # Do not use a queue, because creating the queue may be what failed.
         self._task = self.results_queue = None
         self._failure = make_portable(error)
 
@@ -238,9 +244,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Returns the functions of the planned save, for an asynchronous queue.
 
         Returns:
-            The save function, the preload function, and the last three arguments of the save
-            function, of which the result of the preload function replaces the second. All can be
-            pickled. ``(None, None, [])`` if this rank has nothing to write.
+            A tuple (save function, preload function, arguments). The arguments are the save
+            function's last three; the preload function's result must replace the second of them
+            before the call. All are picklable. ``(None, None, [])`` if this rank has nothing to
+            write.
         """
         task = self._task
         if task is None or not task.items:
@@ -253,20 +260,20 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @staticmethod
     def preload_tensors(write_buckets: Staged, non_blocking: bool = True) -> Staged:
-        """Stages a task and starts to write its files. Returns when the sources may change.
+        """Stages a task and starts writing its files. Returns once the sources may change.
 
-        Does nothing if the task was staged before.
+        Does nothing if the task is already staged.
 
         Args:
             write_buckets: the second argument of ``get_save_function_and_args``, or the attribute
                 ``write_buckets``.
-            non_blocking: accepted for Megatron and unused: copies from devices use a side stream.
+            non_blocking: accepted for Megatron but unused: copies from devices use a side stream.
 
         Returns:
             The second argument of the save function.
 
         Raises:
-            ValueError: ``write_buckets`` has several tasks.
+            ValueError: ``write_buckets`` contains several tasks.
         """
         if isinstance(write_buckets, WriteTask):
             return write_buckets.stage()
@@ -274,8 +281,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             return write_buckets
         if len(write_buckets) > 1:
             raise ValueError(
-                f"cannot stage {len(write_buckets)} write tasks at once; pass write_buckets of one "
-                "writer, which is one task"
+                f"cannot stage {len(write_buckets)} write tasks at once; pass the write_buckets "
+                "of a single writer, which contain one task"
             )
         return write_buckets[0].stage()
 
@@ -287,14 +294,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         staged: Staged,
         results_queue: Any,
     ) -> None:
-        """Waits for the end of a staged task and puts its outcome into a queue. Raises nothing.
+        """Waits until a staged task has ended and puts its outcome into a queue. Never raises.
 
         Args:
             transform_list: torch's stream transforms.
-            use_msc: unused; the task has its own.
+            use_msc: unused; the task has its own value.
             rank: global rank of the writer.
-            staged: the result of the preload function. A task that is not staged yet is staged.
-            results_queue: gets one item: the results by file number, or an exception.
+            staged: the result of the preload function. A task that is not staged yet is staged
+                first.
+            results_queue: receives one item: the results by file number, or an exception.
         """
         if isinstance(results_queue, ResultsQueue):
             # If this fails, put() fails, too, and the error is logged below.
@@ -304,9 +312,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         try:
             results_queue.put(outcome)
         except Exception as error:
-            # retrieve_write_results() finds no results and raises.
+            # retrieve_write_results() will find no results and raise.
             LOGGER.error(
-                "rank %d: the results of the save could not be sent, so it fails: %s", rank, error
+                "rank %d: the save fails, because its results could not be sent: %s", rank, error
             )
 
     @staticmethod
@@ -337,16 +345,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_fsync: bool = True,
         **others: Any,
     ) -> None:
-        """Waits for the end of one staged task and puts its results, or its error, into a queue.
+        """Waits until one staged task has ended and puts its results, or its error, into a queue.
 
         Args:
             transform_list: torch's stream transforms.
             local_proc_idx: number of the bucket.
             write_bucket: an element of ``write_buckets``, or of the preload function's result.
-            results_queue: gets one item: the number, and the list of results or an exception.
-            count_queue: queue of which one item is taken and marked as done at the end.
-            use_fsync: accepted for Megatron and unused; the task has its own.
-            others: accepted and unused, such as ``use_msc``.
+            results_queue: receives one item: the bucket's number, and the list of results or an
+                exception.
+            count_queue: queue from which one item is taken and then marked as done.
+            use_fsync: accepted for Megatron but unused; the task has its own value.
+            others: accepted but unused, such as ``use_msc``.
         """
         outcome = _outcome_of(write_bucket, transform_list)
         if isinstance(outcome, Exception):
@@ -366,7 +375,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Raises:
             RuntimeError: the save function failed (with its error as the cause), reported nothing,
-                or did not report all items. Raised if ``on_failure`` is "raise".
+                or did not report all items. Raised only if ``on_failure`` is "raise".
         """
         if self.on_failure == "raise":
             return self._receive_results()
@@ -388,7 +397,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint's directory."""
+        """The checkpoint directory."""
         return str(self.checkpoint_dir if self.use_msc else self.path)
 
     @classmethod
@@ -423,11 +432,11 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _take_shared_lease(self) -> None:
         """Protects this rank's files from removal until the coordinator commits.
 
-        With a cached plan the coordinator may have no lease yet, or still hold that of the
-        previous save.
+        Needed because, with a cached plan, the coordinator may have no lease yet or still hold the
+        previous save's.
 
         Raises:
-            CheckpointError: another process keeps the directory locked to remove files.
+            CheckpointError: another process holds the directory lock while it removes files.
         """
         if self._is_local() and self._lease is None and self._shared_lease is None:
             self._shared_lease = DirectoryLease(self.directory, None, ends_earlier=False)
@@ -439,7 +448,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             lease.hand_over()
 
     def _require_files(self, results: list[list[WriteResult]]) -> None:
-        """Raises if a file that the metadata would name is missing or too short."""
+        """Raises an error if a file that the metadata would refer to is missing or too short."""
         ends: dict[str, int] = {}
         for of_rank in results:
             for result in of_rank:
@@ -455,8 +464,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             if size < end:
                 raise CheckpointError(
                     f"{path} should have at least {end} bytes, but has {size}: another program "
-                    "has removed or changed it since it was written. Nothing was committed; save "
-                    "again"
+                    "removed or changed it after it was written. Nothing was committed; save again"
                 )
 
     def _choose_prefix(self, prefix: str) -> str:
@@ -464,7 +472,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             return prefix
         if re.fullmatch(r"__\d+_", prefix):
             prefix += self._tag_of_save
-        # Prefixes of saves that have not created their files yet.
+        # Prefixes of other saves that have not created their files yet.
         directory = os.path.realpath(self.path)
         others = {
             writer.prefix
@@ -492,7 +500,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             outcome = None
         if task is not None:
             outcome = task.claim(outcome)
-        # Its files exist by now, or were deleted.
+        # The files exist by now, or were deleted.
         self._planned.discard(self)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
@@ -510,7 +518,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 def _outcome_of(
     staged: Staged, transform_list: list[_StorageWriterTransforms]
 ) -> Results | Exception:
-    """Waits for the end of a task, staged or not. Returns an error instead of raising it."""
+    """Waits until a task has ended, staging it first if necessary. Returns an error instead of
+    raising it."""
     try:
         task = FileSystemWriterAsync.preload_tensors(staged)
         if not isinstance(task, WriteTask):
@@ -525,7 +534,7 @@ def _msc() -> Any:
         import multistorageclient  # type: ignore[import-not-found]
     except ImportError as error:
         raise CheckpointError(
-            "use_msc=True needs the package multi-storage-client, which is not installed; install "
-            "it with pip install multi-storage-client"
+            "use_msc=True requires the package multi-storage-client, which is not installed; "
+            "install it with pip install multi-storage-client"
         ) from error
     return multistorageclient

@@ -366,7 +366,7 @@ def test_a_child_of_a_parent_without_a_channel_gets_an_error(tmp_path: Path, gat
         arguments[1] = preload()
         is_staged = True
         in_child("fork", function, *arguments)
-        assert "no file descriptors for a channel" in str(failure_of(writer))
+        assert "few file descriptors for a channel" in str(failure_of(writer))
         # The save of the parent is not affected.
         gate.open()
         function(*arguments)
@@ -417,7 +417,7 @@ def test_the_error_for_a_killed_worker_names_its_process(tmp_path: Path, is_stag
         child.start()
         child.join(60)
     error = str(failure_of(writer))
-    assert error.startswith(f"Worker failure: process {child.pid} has ended before it sent its")
+    assert error.startswith(f"Worker failure: process {child.pid} exited before sending its")
     assert "rank 0, files __0_* in" in error
 
 

@@ -324,9 +324,7 @@ def test_a_child_that_dies_before_its_item_is_reported_instead() -> None:
     os.waitpid(child, 0)
     error = results.get_nowait()
     assert isinstance(error, CheckpointError)
-    assert f"process {child} has ended before it sent its result (the files of rank 3)" in str(
-        error
-    )
+    assert f"process {child} exited before sending its result (the files of rank 3)" in str(error)
     assert results.empty()
 
 
