@@ -10,7 +10,7 @@ from typing import Any
 
 
 class CheckpointError(Exception):
-    """Base class of torch_ckpt's errors. Raised itself for failures without a class of their own.
+    """Base class of torch_ckpt's errors. Raised directly if a failure has no class of its own.
 
     With several ranks, :func:`torch_ckpt.save` and :func:`torch_ckpt.load` raise torch's
     ``CheckpointException``, which maps each rank that failed to its error.
@@ -35,7 +35,7 @@ class NotCommitted(_CommitError):
     """The new checkpoint was not published. An earlier checkpoint in the directory is unchanged.
 
     Attributes:
-        errno: number of the error of the system call that failed; 0 if none did.
+        errno: errno of the failed system call; 0 if no system call failed.
     """
 
     def __str__(self) -> str:
@@ -50,18 +50,18 @@ class DurabilityUncertain(_CommitError):
     effect. The files of both the old and the new checkpoint are kept. Save again.
 
     Attributes:
-        errno: number of the error of the system call that failed.
+        errno: errno of the failed system call.
     """
 
     def __str__(self) -> str:
         return (
-            f"{self.args[0]} (the checkpoint may be visible now, and may not survive a power "
+            f"{self.args[0]} (the checkpoint may already be visible, but may not survive a power "
             "failure: save again)"
         )
 
 
 class Corrupt(CheckpointError):
-    """A file does not match its checksum, or the metadata's description of it."""
+    """A file does not match its checksum or its description in the metadata."""
 
 
 class Unsafe(CheckpointError):
@@ -69,7 +69,7 @@ class Unsafe(CheckpointError):
 
 
 class LoadMismatch(CheckpointError):
-    """A checkpoint does not fit the state dict that it was to be loaded into.
+    """A checkpoint does not match the state dict into which it was to be loaded.
 
     Attributes:
         report: all differences, as a :class:`torch_ckpt.LoadReport`.
@@ -84,7 +84,7 @@ class LoadMismatch(CheckpointError):
 
 
 class OnCommitFailed(CheckpointError):
-    """The ``on_commit`` callback failed on the coordinator. The checkpoint is committed and stays.
+    """The ``on_commit`` callback failed on the coordinator. The checkpoint is committed and kept.
 
     Raised on all ranks. The exception of the callback is the cause on the coordinator.
     """
@@ -93,8 +93,8 @@ class OnCommitFailed(CheckpointError):
 class RootInUse(CheckpointError):
     """Another running job writes to the root of a :class:`torch_ckpt.CheckpointManager`.
 
-    The message names its host and process. Use another root, wait until the job ends, or pass
-    ``takeover=True`` to end its saves.
+    The message names the job's host and process. Use another root, wait until the job ends, or pass
+    ``takeover=True`` to take over the root, which makes the job's saves fail.
     """
 
 

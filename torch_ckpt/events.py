@@ -1,4 +1,4 @@
-"""Events of the checkpoint manager: the public import path of torch_ckpt/saving/events.py."""
+"""Public import path for the events of the checkpoint manager (torch_ckpt/saving/events.py)."""
 
 from torch_ckpt.saving.events import Event
 

@@ -1,4 +1,4 @@
-"""Intervals between saves: the public import path of torch_ckpt/manager/intervals.py."""
+"""Public import path for the intervals between saves (torch_ckpt/manager/intervals.py)."""
 
 from torch_ckpt.manager.intervals import AutoInterval
 

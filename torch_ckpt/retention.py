@@ -1,4 +1,4 @@
-"""Rules for the steps to keep: the public import path of torch_ckpt/manager/retention.py."""
+"""Public import path for the rules that keep steps (torch_ckpt/manager/retention.py)."""
 
 from torch_ckpt.manager.retention import Retention
 

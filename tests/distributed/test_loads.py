@@ -557,7 +557,7 @@ def case_freeing_needs_the_same_stateful_values_on_all_ranks(launch: Launch) -> 
     if launch.rank == 1:
         state["b"] = Collective(launch)
     causes = failure_of(launch, lambda: by_load(state, path, free_before_read=True))
-    assert "same keys of values with a state on all ranks" in str(causes[0])
+    assert "all ranks have values with a state under the same keys" in str(causes[0])
     assert "rank 1 has ['a', 'b']" in str(causes[0])
     others: StateDict = {"a": Collective(launch)}
     if launch.rank == 1:

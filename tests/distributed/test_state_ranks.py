@@ -213,7 +213,7 @@ def case_a_program_of_another_number_of_ranks_is_restored(launch: Launch) -> Non
         assert own["own"].value == {"position": launch.rank if has_own else -1}
         assert len(messages) == (0 if has_own else 1)
         assert all(
-            f"own: the checkpoint has no state of rank {launch.rank}," in text for text in messages
+            f"own: the checkpoint has no state for rank {launch.rank}," in text for text in messages
         )
 
 

@@ -1,17 +1,17 @@
 """Converts the state of a training program into a state dict and back.
 
-1. ``state_dict()`` runs the hooks, then reads every value of the mapping. Each tensor is an item of
-   its own, named as in torch's ``get_state_dict``. The rest of a value's state becomes one object,
-   of types that load without ``allow_pickle``. An optimizer has torch's names throughout.
+1. ``state_dict()`` runs the hooks, then reads every value of the mapping. Each tensor becomes an
+   item, named as in torch's ``get_state_dict``. All other parts of a value's state become one
+   object, whose types load without ``allow_pickle``. For an optimizer, all names are torch's.
 2. ``target()`` returns a state dict to load into. Its tensors are the live ones, and no hooks run.
    State that an optimizer does not have yet is created separately from the optimizer.
-3. ``apply()`` passes on what a load cannot fill in place.
+3. ``apply()`` restores the values that a load cannot fill in place.
 
 Checkpoints of stock torch, which store an object for each leaf, can be read, too.
 
-torch's own ``get_state_dict`` is not used. It creates missing optimizer state by a step, after
-which Adam has counted one step too many and SGD's momentum contains the weight decay. It also
-resolves every name three times in each save.
+torch's own ``get_state_dict`` is not used, because it creates missing optimizer state by running a
+step. After that, Adam has counted one step too many, and SGD's momentum contains the weight decay.
+``get_state_dict`` also resolves every name three times per save.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BeforeSave(OrderedDict[int, Callable[[], None]]):
     """Hooks to call before state is read for a save, in the order in which they were added."""
 
     def add(self, hook: Callable[[], None]) -> RemovableHandle:
-        """Adds a hook; ``remove()`` of the returned handle removes it."""
+        """Adds a hook. Call ``remove()`` on the returned handle to remove the hook."""
         handle = RemovableHandle(self)
         self[handle.id] = hook
         return handle
@@ -71,8 +71,8 @@ class BeforeSave(OrderedDict[int, Callable[[], None]]):
 class PerRank:
     """Wraps a value that differs between ranks, such as a data loader.
 
-    Each rank saves its own state and gets the same state back. If fewer ranks saved the checkpoint,
-    the additional ranks keep their values and warn; the checkpoint must have the state of rank 0.
+    Each rank saves its own state and gets that state back. If fewer ranks saved the checkpoint, the
+    additional ranks keep their values and warn. The checkpoint must contain the state of rank 0.
     The state is stored as one object, with its tensors on the CPU.
 
     Args:
@@ -96,7 +96,7 @@ class PerRank:
         """Restores a saved state.
 
         Raises:
-            ValueError: the value is a tensor of another shape.
+            ValueError: the value is a tensor whose shape differs from the saved one.
         """
         if is_stateful(self.value):
             self.value.load_state_dict(state)
@@ -115,8 +115,8 @@ class PerRank:
 class RNGState:
     """Saves and restores the random number generators of this process, separately for each rank.
 
-    These are torch's generator for the CPU and, once CUDA is in use, for each CUDA device; Python's
-    ``random``; and NumPy's global generator if NumPy has been imported.
+    The generators are torch's CPU generator; torch's generator for each CUDA device, once CUDA is
+    in use; Python's ``random``; and NumPy's global generator, if NumPy has been imported.
 
     Example::
 
@@ -153,19 +153,19 @@ class AppState:
     Each value is saved and restored by its type:
 
     - ``nn.Module``: under fully qualified names, without the prefixes ``module.`` (DDP) and
-      ``_orig_mod.`` (``torch.compile``); FSDP2 and tensor parallel modules as DTensors, which can
-      be resharded. FSDP1 is not supported.
-    - ``Optimizer``: under the names of its parameters in the modules of the mapping. If there are
-      several modules, names begin with their keys. Parameters that are in no module are numbered
-      as in the optimizer's ``state_dict()``.
+      ``_orig_mod.`` (``torch.compile``). FSDP2 and tensor parallel modules are saved as DTensors,
+      which can be resharded. FSDP1 is not supported.
+    - ``Optimizer``: under the names of its parameters in the modules of the mapping. If several
+      modules hold its parameters, names begin with the modules' keys. If a parameter is in no
+      module, all parameters are numbered, as in the optimizer's ``state_dict()``.
     - ``PerRank``, ``RNGState``, torchdata's ``StatefulDataLoader``: separately for each rank.
     - Other objects with ``state_dict()`` and ``load_state_dict()``: their tensors are filled in
       place, then ``load_state_dict()`` is called.
     - Tensors: filled in place.
     - Other values: replaced in the mapping; tensors in dicts and lists are filled in place.
 
-    Hooks run before any value is read: first those of ``before_save``, then the method
-    ``before_checkpoint()`` of every value, and of every module within a module, that has one.
+    Hooks run before any value is read: first the hooks in ``before_save``, then the
+    ``before_checkpoint()`` method of every value, and of every submodule of a value, if it has one.
 
     Args:
         state: names and values; names must be str. Values may be added and replaced at any time.
@@ -208,7 +208,7 @@ class AppState:
 
         Raises:
             CheckpointError: the state of a value cannot be read, a module is on the meta device, or
-                an optimizer has no state and it cannot be created before the first step. The
+                an optimizer's state is missing and cannot be created before the first step. The
                 message begins with the key of the value.
             TypeError: the state is not a dict, or a key is not a str.
         """
@@ -237,8 +237,8 @@ class AppState:
     ) -> T:
         """Calls :meth:`target`, ``load`` and :meth:`apply` on every rank of a group.
 
-        If one rank fails, all ranks raise. Otherwise they would wait for that rank in the load or
-        in their training.
+        If one rank fails, all ranks raise. Otherwise, they would wait for that rank during the load
+        or later in training.
 
         Args:
             load: called with the target on every rank.
@@ -252,7 +252,7 @@ class AppState:
         Raises:
             CheckpointError: :meth:`target` or :meth:`apply` failed on this rank.
             RuntimeError: one of them failed on another rank.
-            TimeoutError: a rank did not arrive; the message names it.
+            TimeoutError: a rank did not make this call in time; the message names it.
         """
         targets: list[StateDict] = []
         with Call(call, process_group, timeout) as exchange:
@@ -266,7 +266,7 @@ class AppState:
     # --- private ---------------------------------------------------------------------------------
 
     def _require_dict(self) -> None:
-        # Checked when it is used, since errors of the constructor do not reach the other ranks.
+        # Check this here, because errors in the constructor do not reach the other ranks.
         if not isinstance(self.state, Mapping):
             kind = type(self.state).__name__
             raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
@@ -277,8 +277,9 @@ class States:
 
     Args:
         values: the mapping.
-        wraps_errors: turn any exception of a value into a CheckpointError that begins with its key.
-            If False, only errors of torch_ckpt get the key, and others are raised unchanged.
+        wraps_errors: True converts any exception raised by a value to a CheckpointError whose
+            message begins with the value's key. False does this only for torch_ckpt's own errors;
+            others are raised unchanged.
     """
 
     def __init__(self, values: MutableMapping[str, Any], *, wraps_errors: bool = True) -> None:
@@ -291,18 +292,18 @@ class States:
         return ParameterNames(self._values)
 
     def call_hooks(self, keys: Iterable[str]) -> None:
-        """Calls ``before_checkpoint()`` of the values, and of all modules within modules."""
+        """Calls ``before_checkpoint()`` on the values and their submodules, if they have it."""
         for key in list(keys):
             value = self._values[key]
             parts: Iterable[Any] = value.modules() if isinstance(value, nn.Module) else (value,)
             for part in parts:
-                # Looks at the type, since nn.Module.__getattr__ is slow for missing attributes.
+                # Check the type, because nn.Module.__getattr__ is slow for missing attributes.
                 if hasattr(type(part), "before_checkpoint"):
                     with self._add_key(key, "before_checkpoint() failed"):
                         part.before_checkpoint()
 
     def read(self, key: str, *, for_load: bool = False) -> Any:
-        """Returns the state of a value: to save, or to load into."""
+        """Returns the state of a value, to save it or to load into it."""
         if not isinstance(key, str):
             raise TypeError(f"the keys of a state must be str, got {key!r}")
         with self._add_key(key, "its state could not be read"):
@@ -336,12 +337,12 @@ class States:
                 self._values[key] = part[OBJECTS].state(part)
 
     def warn_of_missing_ranks(self) -> None:
-        """Warns of values whose state for this rank was not in the checkpoint."""
+        """Warns about values for which the checkpoint has no state of this rank."""
         if self._missing:
-            # The warning names the caller's caller.
+            # Attribute the warning to the caller's caller.
             warnings.warn(
-                f"{', '.join(self._missing)}: the checkpoint has no state of rank {own_rank()}, as "
-                "if fewer ranks had saved it; this rank keeps its current state",
+                f"{', '.join(self._missing)}: the checkpoint has no state for rank {own_rank()}, "
+                "probably because fewer ranks saved it; this rank keeps its current state",
                 stacklevel=3,
             )
 
@@ -352,7 +353,7 @@ def has_state(value: Any) -> bool:
 
 
 def saved_values(state_dict: MutableMapping[str, Any]) -> StateDict:
-    """Returns a copy of a state dict to save, with values that have a state replaced by it."""
+    """Returns a copy of a state dict to save, with the states of values in place of the values."""
     values = dict(state_dict)
     keys = [k for k, v in values.items() if not isinstance(v, torch.Tensor) and has_state(v)]
     if keys:
@@ -368,7 +369,7 @@ def _read_state(key: str, value: Any, names: ParameterNames, for_load: bool) -> 
         if not for_load:
             own: Any = wrap_state(key, per_rank.state())
         else:
-            # Optional on all ranks but rank 0. If the state of rank 0 is missing, so is the key.
+            # Only rank 0's state is required: if it is missing, the checkpoint lacks the key.
             own = IfStored() if own_rank() else None
         return {f"rank{own_rank()}": own}
     if isinstance(value, nn.Module):
@@ -388,7 +389,7 @@ def _read_state(key: str, value: Any, names: ParameterNames, for_load: bool) -> 
 def _module_state(key: str, module: nn.Module, names: ParameterNames, for_load: bool) -> StateDict:
     state: StateDict = {}
     for name, part in module.state_dict().items():
-        # Extra state is an object even if it is a tensor, since its length may change.
+        # Save extra state as an object even if it is a tensor, because its length may change.
         is_tensor = isinstance(part, torch.Tensor) and not name.endswith("_extra_state")
         if is_tensor and for_load and part.device.type == "meta":
             raise CheckpointError(
@@ -403,7 +404,7 @@ def _module_state(key: str, module: nn.Module, names: ParameterNames, for_load: 
 def _as_per_rank(value: Any) -> PerRank | None:
     if isinstance(value, PerRank):
         return value
-    # Recognized by name, since torchdata is an optional dependency.
+    # Recognize the class by name, because torchdata is an optional dependency.
     is_loader = any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
     return PerRank(value) if is_loader or isinstance(value, RNGState) else None
 

@@ -1,4 +1,4 @@
-"""Reads the state of optimizers under stock's names, compares it with a checkpoint, restores it."""
+"""Reads optimizer state under torch's names, compares it with a checkpoint, and restores it."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ from torch_ckpt.state.trees import (
     wrap_state,
 )
 
-#: Names the list of parameters that had no state, for which the checkpoint stores zeros.
+#: Key of the list of parameters that had no state. The checkpoint stores zeros for them.
 _WITHOUT_STATE = "without_state"
 
 # Keys of a parameter group that are not options.
 _NO_OPTIONS = ("params", "param_names")
 
-# Number of names that an error lists.
+# Maximum number of names that an error lists.
 _MAX_NAMES = 10
 
 
 def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> StateDict:
-    """Returns an optimizer's state, with names of parameters in place of their numbers.
+    """Returns an optimizer's state, with parameter names instead of numbers.
 
     A parameter without state gets a state of zeros and is listed under ``without_state``, so that
-    the names in a checkpoint do not depend on whether a step has been made.
+    the names in a checkpoint do not depend on whether the optimizer has made a step.
 
     Args:
-        names: the names of the parameters, in their order.
-        for_load: raise if no state can be created; otherwise leave the parameter without state.
+        names: the names of the parameters, in order.
+        for_load: True raises an error if no state can be created. False leaves the parameter
+            without state.
 
     Raises:
-        CheckpointError: ``for_load``, and the optimizer cannot create its state without a gradient.
+        CheckpointError: ``for_load`` is True, and the optimizer cannot create its state without a
+            gradient.
     """
     saved = optimizer.state_dict()
     state = {names[number]: slots for number, slots in saved["state"].items() if slots}
@@ -82,11 +84,12 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
 def _initial_states(
     optimizer: Optimizer, group: StateDict, named: list[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, StateDict]]:
-    """Yields the states, all zeros, that a first step would create for parameters of a group.
+    """Yields the states, filled with zeros, that a first step would create for parameters of a
+    group.
 
-    A stand-in creates them: an instance of the optimizer's class, set up like an unpickled one by
-    ``Optimizer.__setstate__``, that steps one parameter of its own. It shares nothing with the
-    optimizer.
+    A stand-in creates the states. It is an instance of the optimizer's class that is set up by
+    ``Optimizer.__setstate__``, as if unpickled, and steps a new parameter. It shares nothing with
+    the optimizer.
     """
     if not named:
         return
@@ -130,7 +133,7 @@ def _is_plain(value: Any) -> bool:
 def to_stock_layout(key: str, state: StateDict) -> StateDict:
     """Converts an optimizer's state to the names and values of torch's ``get_state_dict``.
 
-    Containers that torch would split, losing types or keys, are wrapped into objects.
+    If torch would split a container and lose types or keys, the container is wrapped in an object.
 
     Args:
         key: key of the optimizer.
@@ -184,12 +187,12 @@ class OptimizerState(Discovered):
     1. The layout of :func:`to_stock_layout`: an object for each option of each group.
     2. The layout of ``StateDictOptions(flatten_optimizer_state_dict=True)``: an object for each
        option of each parameter.
-    3. The layout of ``Optimizer.state_dict()``: like the first one, with numbers of parameters in
-       place of names.
+    3. The layout of ``Optimizer.state_dict()``: like layout 1, but with parameter numbers instead
+       of names.
 
     Args:
         key: key of the optimizer.
-        names: names of its parameters, in their order.
+        names: names of its parameters, in order.
         state: the result of :func:`optimizer_state`; its tensors receive the loaded values.
     """
 
@@ -234,7 +237,8 @@ class OptimizerState(Discovered):
     def _group_by_parameter(
         names: Iterable[str], state_prefix: str, parameters: Container[str]
     ) -> dict[str, list[str]]:
-        """Groups names in the checkpoint by parameter; "" groups those of unknown parameters."""
+        """Groups names in the checkpoint by parameter. Names of unknown parameters are grouped
+        under ""."""
         found: dict[str, list[str]] = {}
         for name in names:
             if name.startswith(state_prefix):
@@ -265,7 +269,7 @@ class OptimizerState(Discovered):
             parameter: sum(is_tensor[name] for name in names)
             for parameter, names in names_of.items()
         }
-        # Stock torch saves no state of a parameter that never had a gradient; torch_ckpt saves
+        # Stock torch saves no state for a parameter that never had a gradient; torch_ckpt saves
         # zeros.
         may_lack = not is_ours and any(name in self.numbers for name in names_of)
         chosen: StateDict = {}
@@ -277,8 +281,8 @@ class OptimizerState(Discovered):
                 if isinstance(value, torch.Tensor):
                     chosen[name] = value
                 elif not is_tensor.get(name):
-                    # If the checkpoint has a tensor instead, the counts of tensors differ, and
-                    # set_optimizer_state() raises.
+                    # If the checkpoint has a tensor instead, the tensor counts differ, and
+                    # set_optimizer_state() raises an error.
                     chosen[name] = self
         for name, has_tensor in is_tensor.items():
             if not has_tensor:
@@ -288,7 +292,7 @@ class OptimizerState(Discovered):
         return chosen
 
     def state(self) -> tuple[StateDict, bool]:
-        """Returns the state with the loaded values, by names, and whether groups were loaded."""
+        """Returns the state with the loaded values, by name, and whether groups were loaded."""
         values = {name.removeprefix(self._prefix): v for name, v in self.values.items()}
         if not values:
             return self._state, False
@@ -320,14 +324,15 @@ class OptimizerState(Discovered):
 
 
 def _name_parameters(options: StateDict, names: list[str]) -> None:
-    """Replaces the numbers that ``Optimizer.state_dict()`` stores in groups with names."""
+    """Replaces parameter numbers, which ``Optimizer.state_dict()`` stores in groups, with names."""
     for option, value in options.items():
         if option.endswith(".params") and any(isinstance(number, int) for number in value):
             options[option] = [names[n] if n < len(names) else str(n) for n in value]
             if any(str(n) in names and names.index(str(n)) != n for n in value):
                 raise CheckpointError(
                     "the checkpoint has the optimizer's own state_dict(), which numbers the "
-                    "parameters, but the module has parameters named by numbers in another order"
+                    "parameters, but the module's parameters have numbers as names, in a different "
+                    "order"
                 )
 
 
@@ -348,17 +353,18 @@ def _split_after_parameter(name: str, parameters: Container[str]) -> tuple[str, 
 
 
 def _groups_from_numbers(options: StateDict) -> list[StateDict]:
-    """Builds groups from options that are named by the numbers of the groups."""
+    """Builds parameter groups from options whose names begin with the group number."""
     groups: dict[str, StateDict] = defaultdict(lambda: {"params": []})
     for name, value in options.items():
         number, _, option = name.partition(".")
         groups[number][option] = value
-    # Compare sets first: a damaged checkpoint with a huge number must not create as many groups.
+    # Compare sets first: a huge group number in a damaged checkpoint must not create that many
+    # groups.
     numbers = [str(number) for number in range(len(groups))]
     if groups.keys() != set(numbers):
         raise CheckpointError(
-            f"the checkpoint numbers its parameter groups {', '.join(groups)}, not from 0 to "
-            f"{len(groups) - 1}"
+            f"the checkpoint's parameter groups are numbered {', '.join(groups)} instead of from 0 "
+            f"to {len(groups) - 1}"
         )
     return [groups[number] for number in numbers]
 
@@ -366,10 +372,10 @@ def _groups_from_numbers(options: StateDict) -> list[StateDict]:
 def _groups_from_parameters(
     options: StateDict, current: list[StateDict], parameters: Container[str]
 ) -> list[StateDict]:
-    """Builds groups from options that are named by parameters.
+    """Builds parameter groups from options whose names begin with the parameter name.
 
-    Keeps the grouping of the current optimizer. A parameter whose options differ from those of the
-    first one in its group is left out.
+    Keeps the grouping of the current optimizer. Leaves out a parameter if its options differ from
+    the options of the first parameter in its group.
     """
     options_of: dict[str, StateDict] = {}
     for name, value in options.items():
@@ -410,12 +416,12 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
         if not slots_of and stored:
             raise CheckpointError(
                 f"the checkpoint has optimizer state for parameters, but "
-                f"{type(optimizer).__name__} keeps none. Restore into the class of optimizer that "
-                "was saved, and freeze parameters after the restore"
+                f"{type(optimizer).__name__} keeps none. Restore into an optimizer of the saved "
+                "class, and freeze parameters only after the restore"
             )
         present = {name: tensor_count(slots) for name, slots in slots_of.items()}
         _require_same_structure(stored, present, numbers.keys() - without)
-    # `without` was recorded by one rank. Another rank may have saved a state for the parameter, so
+    # One rank has recorded `without`. Another rank may have saved a state for the parameter, so
     # check that the stored values are zeros.
     state = {
         numbers[name]: slots
@@ -433,9 +439,10 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
         if candidates or stored_index is None or stored_index >= len(stored_groups):
             raise CheckpointError(
                 f"the parameters of group {index} ({names[members[0]] if members else 'empty'}, "
-                "...) are not in one group in the checkpoint, so its learning rate and other "
-                "options are unknown. Group the parameters as they were saved. If ranks optimize "
-                "different parameters, as pipeline stages do, use different keys in the state"
+                "...) do not belong to the same group in the checkpoint, so the group's learning "
+                "rate and other options are unknown. Group the parameters as they were saved. If "
+                "ranks optimize different parameters, as pipeline stages do, use different keys in "
+                "the state"
             )
         options = {k: v for k, v in stored_groups[stored_index].items() if k not in _NO_OPTIONS}
         lost = [
@@ -445,8 +452,8 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
         ]
         if lost:
             raise CheckpointError(
-                f"{', '.join(sorted(lost))} of group {index} was saved as a tensor and is not a "
-                "tensor now. Create the optimizer with a tensor for it"
+                f"{', '.join(sorted(lost))} of group {index} was saved as a tensor, but is not a "
+                "tensor now. Create the optimizer with a tensor for this option"
             )
         # Options that the checkpoint lacks keep their current values.
         groups.append({**group, **options, "params": members})
@@ -456,7 +463,7 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
     for number, slots in state.items():
         restored = optimizer.state[parameters[number]]
         for slot, value in slots.items():
-            # load_state_dict() may have cast it to the parameter's dtype.
+            # load_state_dict() may have cast the value to the parameter's dtype.
             if isinstance(value, torch.Tensor) and slot in restored:
                 restored[slot] = value
     for group, before in zip(optimizer.param_groups, options_before, strict=True):
@@ -471,7 +478,8 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
 def _require_same_structure(
     stored: dict[str, int], present: dict[str, int], names: Set[str]
 ) -> None:
-    """Raises CheckpointError if a parameter has another number of state tensors than stored."""
+    """Raises CheckpointError if a parameter's number of state tensors differs from the stored
+    number."""
     differ = [n for n in sorted(names) if stored.get(n) not in (None, present.get(n, 0))]
     if differ:
         shown = ", ".join(
@@ -480,10 +488,10 @@ def _require_same_structure(
         )
         more = f" and {len(differ) - _MAX_NAMES} more" if len(differ) > _MAX_NAMES else ""
         raise CheckpointError(
-            "the optimizer has another number of state tensors than the checkpoint for these "
+            "the optimizer and the checkpoint have different numbers of state tensors for these "
             f"parameters: {shown}{more}. Restore with the saved options and the same trainable "
-            "parameters, and change them after the restore. Save optimizers whose state changes "
-            "its structure, such as LBFGS, as PerRank(optimizer)"
+            "parameters, and change them only after the restore. If the structure of an "
+            "optimizer's state changes, as with LBFGS, save it as PerRank(optimizer)"
         )
 
 

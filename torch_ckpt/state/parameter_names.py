@@ -1,4 +1,4 @@
-"""Resolves the fully qualified names of the parameters of modules and optimizers."""
+"""Resolves the fully qualified parameter names of modules and optimizers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from torch_ckpt.errors import CheckpointError
 
-# Resolved names of each module. torch needs some microseconds to resolve one, and none changes.
+# Resolved names by module. Cached, because torch takes a few microseconds to resolve a name, and
+# names never change.
 _resolved: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 class ParameterNames:
-    """Fully qualified names of the parameters of all modules of a state.
+    """Fully qualified names of the parameters of all modules in a state.
 
     Args:
         state: names and values; values that are not modules are ignored.
@@ -50,9 +51,10 @@ class ParameterNames:
         return full_name
 
     def of_parameters(self, optimizer: Optimizer) -> list[str]:
-        """Returns the names of an optimizer's parameters, in their order.
+        """Returns the names of an optimizer's parameters, in order.
 
-        They are numbered if a parameter is in no module, or if two would have the same name.
+        The names are numbers if a parameter is in no module, or if two parameters would have the
+        same name.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names_by_key: dict[str, dict[torch.Tensor, str]] = {}
@@ -65,7 +67,7 @@ class ParameterNames:
             next((f"{key}.{names[p]}" for key, names in names_by_key.items() if p in names), None)
             for p in parameters
         ]
-        # Names may collide: key "a" with "b.c", and key "a.b" with "c".
+        # Names may collide: "b.c" in the module with key "a", and "c" in the module with key "a.b".
         if None in found or len(set(found)) < len(set(parameters)):
             return [str(number) for number in range(len(parameters))]
         return cast(list[str], found)

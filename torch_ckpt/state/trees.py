@@ -1,4 +1,4 @@
-"""Splits a state into named tensors and one object for the rest, and joins them again."""
+"""Splits a state into named tensors and one object with all other values, and joins them again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_ckpt.loading.load import Discovered, Stored
 
 StateDict = dict[str, Any]
 
-#: Name of the object that holds the rest of a value's state, beside the names of its tensors.
+#: Name of the object that holds the non-tensor part of a value's state, next to its tensors.
 OBJECTS = "_objects"
 
 # Types that may be or contain tensors to split off.
@@ -65,7 +65,7 @@ def _on_cpu(state: Any) -> Any:
 
 
 def split_state(key: str, state: Any, for_load: bool) -> StateDict:
-    """Splits a state into a tree of tensors and one object that holds the rest.
+    """Splits a state into a tree of tensors and one object with all other values.
 
     Raises:
         TypeError: the state is a bare tensor.
@@ -86,15 +86,15 @@ def split_state(key: str, state: Any, for_load: bool) -> StateDict:
 
 
 class _Objects(Discovered):
-    """Loads the part of a value's state that is not tensors.
+    """Loads the non-tensor part of a value's state.
 
-    It is one object in a checkpoint of torch_ckpt. In one of stock torch, each leaf of nested dicts
-    and lists is an object.
+    torch_ckpt stores this part as one object. Stock torch stores each leaf of nested dicts and
+    lists as an object.
 
     Args:
         key: key of the value.
         state: the complete state.
-        rest, tensors: the two parts of the state.
+        rest, tensors: the non-tensor part and the tensors of the state.
     """
 
     def __init__(self, key: str, state: Any, rest: Any, tensors: StateDict) -> None:
@@ -120,7 +120,7 @@ class _Objects(Discovered):
             if name in self._tensors:
                 continue
             chosen[name] = self
-            # A tensor in a container that torch_ckpt would store as one object.
+            # The tensor is in a container that torch_ckpt would store as one object.
             if isinstance(leaves.get(name), torch.Tensor) and stored.is_tensor(name):
                 chosen[name] = stored.meta_tensor(name)
         self._paths = stored.paths()
@@ -133,7 +133,7 @@ class _Objects(Discovered):
             part: the loaded tensors by name, and this object under the name ``OBJECTS``.
 
         Raises:
-            CheckpointError: the checkpoint has another number of tensors.
+            CheckpointError: the checkpoint has a different number of tensors.
         """
         values = dict(self.values)
         tensors = {name: value for name, value in part.items() if name != OBJECTS}
@@ -159,7 +159,8 @@ class _Objects(Discovered):
 
 
 def _replace_leaves(value: Any, name: str, leaves: StateDict) -> Any:
-    """Copies nested dicts and lists, and replaces leaves by name, which it removes from leaves."""
+    """Copies nested dicts and lists, replacing the leaves that are in ``leaves``. Removes the used
+    ones from ``leaves``."""
     if name in leaves:
         return leaves.pop(name)
     if isinstance(value, dict):
@@ -177,7 +178,7 @@ def split_tensors(state: Any) -> tuple[Any, Any]:
     if isinstance(state, torch.Tensor):
         return _MISSING, state
     if type(state) is dict and state and all(map(_is_named_tensor, state.items())):
-        # Fast path: most states of optimizers have this form.
+        # Fast path: most optimizer states have this form.
         return _MISSING, state.copy()
     if type(state) in (dict, OrderedDict):
         items = [(key, split_tensors(part)) for key, part in state.items()]
@@ -188,7 +189,7 @@ def split_tensors(state: Any) -> tuple[Any, Any]:
         ):
             rest: Any = _MISSING
         else:
-            # Keys of tensors stay with the value None, so that the order of keys is kept.
+            # Keep the keys of tensors, with the value None, to preserve the order of the keys.
             rest = type(state)(
                 (key, None if left is _MISSING else left) for key, (left, _) in items
             )
@@ -207,8 +208,8 @@ def require_distinct_names(state: Mapping[Any, Any]) -> None:
     """Raises ValueError if two keys are equal as text."""
     if len(set(map(str, state))) < len(state):
         raise ValueError(
-            f"the dict with the keys {', '.join(map(str, state))} has keys that are equal as text, "
-            "such as 1 and '1'; rename one of them"
+            f"two keys of the dict with the keys {', '.join(map(str, state))} are equal as text, "
+            "such as 1 and '1'. Rename one of them"
         )
 
 
@@ -217,7 +218,8 @@ def _is_named_tensor(item: tuple[Any, Any]) -> bool:
 
 
 def join_tensors(rest: Any, tensors: Any) -> Any:
-    """Puts the tensors back into the rest of a state; the inverse of :func:`split_tensors`."""
+    """Puts the tensors of a state back into its other part; the inverse of
+    :func:`split_tensors`."""
     if not isinstance(tensors, dict):
         return tensors
     if not tensors:
@@ -241,15 +243,16 @@ def tensor_count(tree: Any) -> int:
 
 
 def wrap_state(key: str, state: Any, tensors: int = 0, for_load: bool = False) -> SimpleNamespace:
-    """Wraps a state into an object of the checkpoint.
+    """Wraps a state in an object, as the checkpoint stores it.
 
-    Warns once if it has types that will not load without ``allow_pickle``.
+    Warns once if the state has types that do not load without ``allow_pickle``.
 
     Args:
         key: key of the value, for the warning.
         state: the state without its tensors.
         tensors: number of tensors that were split off.
-        for_load: the object is only loaded into: do not copy, do not warn.
+        for_load: True if the object is only loaded into, so that neither a copy nor a warning is
+            needed.
     """
     if for_load:
         return SimpleNamespace(value=state, tensors=tensors)
@@ -286,5 +289,5 @@ def _is_wrapped(value: Any) -> bool:
 
 
 def unwrap_state(part: Any) -> Any:
-    """Returns the value of a wrapped state; returns others unchanged."""
+    """Returns the value of a wrapped state; returns other values unchanged."""
     return part.value if isinstance(part, SimpleNamespace) else part

@@ -27,16 +27,17 @@ from torch_ckpt.state.trees import OBJECTS
 class Targets:
     """Builds the targets of a load from the values of a state dict, and restores the values.
 
-    Values that have a state are loaded as by :class:`torch_ckpt.AppState`. So are plain values that
-    the checkpoint stores in the layout of AppState, as a manager's checkpoint does.
+    Values that have a state are loaded in the same way as by :class:`torch_ckpt.AppState`. So are
+    plain values that the checkpoint stores in AppState's layout, as a manager's checkpoint does.
 
     Args:
         state_dict: names and values.
-        only_compared: nothing is read into the targets, so modules may be on the meta device.
+        only_compared: True if nothing is read into the targets. Modules may then be on the meta
+            device.
 
     Attributes:
-        stateful: the keys of values that have a state, in the order in which all ranks read them,
-            since ``state_dict()`` may be a collective operation.
+        stateful: the keys of values that have a state, sorted. All ranks read the values in this
+            order, because ``state_dict()`` may be a collective operation.
     """
 
     def __init__(self, state_dict: StateDict, *, only_compared: bool = False) -> None:
@@ -51,7 +52,7 @@ class Targets:
         self._by_state = set(self.stateful)
 
     def build(self, keys: Iterable[str], load: Load) -> StateDict:
-        """Returns the targets for the values of some keys."""
+        """Returns the targets for the values of these keys."""
         return {key: self._build_target(key, load) for key in keys}
 
     def build_all(self, load: Load) -> StateDict:
@@ -63,7 +64,7 @@ class Targets:
         return values
 
     def is_own_target(self, key: str) -> bool:
-        """True if a value is its own target, and is not loaded through a state."""
+        """True if a value is loaded directly, not through a state."""
         return key not in self._by_state
 
     def require_nonempty(self, report: LoadReport) -> None:
@@ -79,7 +80,7 @@ class Targets:
             if beneath:
                 raise LoadMismatch(
                     f"{empty} is an empty dict, but the checkpoint has {some_of(beneath)}. Pass "
-                    "the optimizer, or other object, instead of its state_dict(), or leave out "
+                    "the optimizer or other object itself instead of its state_dict(), or omit "
                     f"{empty}",
                     report,
                 )
@@ -95,7 +96,7 @@ class Targets:
             self._state_dict[key] = _update_containers(before, self._state_dict[key])
 
     def warn_of_missing_ranks(self) -> None:
-        """Warns of values whose state for this rank was not in the checkpoint."""
+        """Warns about values for which the checkpoint has no state of this rank."""
         self._states.warn_of_missing_ranks()
 
     def _build_target(self, key: str, load: Load) -> Any:
@@ -103,7 +104,7 @@ class Targets:
         if key not in self._by_state:
             if isinstance(value, torch.Tensor) or not load.has(f"{key}.{OBJECTS}"):
                 return value
-            # The value is already in the layout of AppState.
+            # The value is already in AppState's layout.
             if isinstance(value, Mapping) and OBJECTS in value:
                 return value
             self._by_state.add(key)
@@ -149,7 +150,8 @@ def load_values(
         process_group: ranks that share reads; None for the default group.
 
     Raises:
-        CheckpointException: on every rank if one failed, with the cause of each failed rank.
+        CheckpointException: a rank failed; raised on every rank with the cause from each failed
+            rank.
     """
     targets = Targets(state_dict)
 
@@ -187,20 +189,20 @@ def load_values(
 def load_values_freeing(
     state_dict: StateDict, load: Load, ranks: Ranks, *, strict: Strict
 ) -> LoadReport:
-    """Loads a state that fits into memory only once.
+    """Loads a state of a size that fits into memory only once.
 
-    Loads one key at a time, since ``state_dict()`` may return a copy, and deletes each object
-    before its replacement is read.
+    Loads one key at a time, because ``state_dict()`` may return a copy, and deletes each object
+    before reading its replacement.
     """
     targets = Targets(state_dict)
-    # All ranks call state_dict() of a value in the same step, since it may be a collective.
+    # All ranks call a value's state_dict() in the same step, because it may be a collective.
     stateful = targets.stateful
     plain = sorted(state_dict.keys() - set(stateful))
     steps = [plain, *([key] for key in stateful)]
     total = LoadReport()
 
     def begin() -> None:
-        # Starts with all names of the checkpoint. Comparing a key removes the names that it has.
+        # Start with all names in the checkpoint. Comparing a key removes the names beneath it.
         total.unexpected = load.compare({}).unexpected
 
     def compare(keys: list[str]) -> None:
@@ -212,7 +214,7 @@ def load_values_freeing(
         is_own_target = targets.is_own_target(key)
         prepared = load.prepare(values)
         is_loaded = load.takes(key, prepared)
-        # Only `reading` may refer to the values, so that they can be freed while it runs.
+        # Only `reading` may refer to the values, so that they can be freed during the read.
         reading = load.begun(prepared)
         del prepared
 
@@ -250,8 +252,8 @@ def _plan_on_all_ranks(
 ) -> T:
     """Runs ``local`` on all ranks and returns its result on this rank.
 
-    Raises on all ranks if a pattern matched on none of them, or if they read the metadata of
-    different saves. Rank 0 warns of names that any rank skips.
+    Raises on all ranks if a pattern matched nothing on any rank, or if the ranks read the metadata
+    of different saves. Rank 0 warns about names that any rank skips.
     """
     outcome: list[T] = []
 
@@ -269,14 +271,14 @@ def _plan_on_all_ranks(
     skipped = ranks.reduce_scatter("plan", on_this_rank, check)
     if skipped:
         path, loaded = load.reader.checkpoint_id, report_of(outcome[0]).loaded
-        LOGGER.info("%s: %d names fit, %d are skipped", path, len(loaded), len(skipped))
-        # The warning names the line that calls load.
+        LOGGER.info("%s: %d names match, %d skipped", path, len(loaded), len(skipped))
+        # Attribute the warning to the line that calls load.
         warn(f"{path}: skipped because of strict=False: {some_of(skipped)}", stacklevel=4)
     return outcome[0]
 
 
 def _require_same_keys(ranks: Ranks, local: Callable[[], None], keys: list[str]) -> None:
-    """Runs ``local`` on all ranks; raises on all of them if their keys differ."""
+    """Runs ``local`` on all ranks. Raises on all of them if their keys differ."""
 
     def on_this_rank() -> list[str]:
         local()
@@ -286,8 +288,8 @@ def _require_same_keys(ranks: Ranks, local: Callable[[], None], keys: list[str])
         for rank, others in enumerate(keys_of_all):
             if others != keys_of_all[0]:
                 raise ValueError(
-                    "free_before_read=True needs the same keys of values with a state on all "
-                    f"ranks: rank 0 has {keys_of_all[0][:MOST_NAMES]}, rank {rank} has "
+                    "free_before_read=True requires that all ranks have values with a state under "
+                    f"the same keys: rank 0 has {keys_of_all[0][:MOST_NAMES]}, rank {rank} has "
                     f"{others[:MOST_NAMES]}"
                 )
         return [None] * len(keys_of_all)
@@ -313,7 +315,7 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
         (
             dtype.itemsize,
             target,
-            # The load replaces a meta tensor by a plain one.
+            # The load replaces a meta tensor with a plain tensor.
             target.is_meta or (_C.is_plain(target) and not (target.is_conj() or target.is_neg())),
         )
         for _n, _f, _o, _l, dtype, _s, _ro, _rl, target in reading.rows
@@ -321,7 +323,7 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
     limit = load.reader.max_inflight_bytes
     objects = [info.length for _item, info in reading.byte_items]
     stored = sum(target.numel() * itemsize for itemsize, target, _plain in rows)
-    # Targets that the engine cannot write into are read into a copy, a slice of dimension 0 at a
+    # If the engine cannot write into a target, it reads into a copy, one slice of dimension 0 at a
     # time. The limit must allow for the largest slice.
     copies = [(t.numel() * itemsize, t) for itemsize, t, plain in rows if not plain]
     least = max((b // max(t.size(0) if t.dim() else 1, 1) for b, t in copies), default=0)

@@ -56,7 +56,7 @@ def test_skipped_values_are_named_in_a_warning_and_counted_in_the_log(
         assert part in warning
         assert part in report.skipped
     assert caught[0].filename == __file__
-    assert "1 names fit, 3 are skipped" in caplog.text
+    assert "1 names match, 3 skipped" in caplog.text
     assert (state["model"]["a"] == 1).all()  # type: ignore[index]
     assert state["other"] == 5
 

@@ -71,7 +71,7 @@ def test_a_step_whose_marker_rename_is_uncertain_is_removed_and_not_committed(
             made.wait_until_finished()
     message = str(cause_of(caught.value))
     assert "it is unknown whether the rename was carried out" in message
-    assert "may be visible" not in message
+    assert "may already be visible" not in message
     assert isinstance(cause_of(caught.value), NotCommitted)
     assert made.all_steps() == []
     assert not list(tmp_path.glob("**/*.tmp-*"))

@@ -255,7 +255,7 @@ def test_a_torchdata_loader_is_saved_per_rank(tmp_path: Path) -> None:
 def test_a_rank_without_a_saved_value_keeps_its_current_one(tmp_path: Path) -> None:
     save({"own": PerRank(1), "other": PerRank(2), "steps": 3}, tmp_path)
     state: State = {"own": PerRank(10), "other": PerRank(20), "steps": 0}
-    warns = pytest.warns(UserWarning, match="own, other: the checkpoint has no state of rank 4")
+    warns = pytest.warns(UserWarning, match="own, other: the checkpoint has no state for rank 4")
     with mesh_without_peers(5, 4), warns as caught:
         restore(state, tmp_path, no_dist=True)
     assert len(caught) == 1

@@ -178,7 +178,9 @@ def test_parameters_in_other_groups_are_refused(tmp_path: Path) -> None:
     groups = [{"params": [layer.weight], "lr": 0.1}, {"params": [layer.bias], "lr": 0.2}]
     save({"model": layer, "optimizer": torch.optim.SGD(groups)}, tmp_path)
     one_group = {"model": layer, "optimizer": torch.optim.SGD(layer.parameters())}
-    with pytest.raises(CheckpointError, match=r"^optimizer: .*not in one group in the checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"^optimizer: .*not belong to the same group in the checkpoint"
+    ):
         restore(one_group, tmp_path)
 
 

@@ -145,7 +145,9 @@ def test_parameters_of_one_group_with_different_stock_options_are_refused(
     save_by_stock(program(1), tmp_path, flatten=True)
     fresh = program(0)
     one_group = torch.optim.AdamW(fresh["model"].parameters())
-    with pytest.raises(CheckpointError, match=r"^optimizer: .*not in one group in the checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"^optimizer: .*not belong to the same group in the checkpoint"
+    ):
         restore({"model": fresh["model"], "optimizer": one_group}, tmp_path)
 
 
@@ -169,7 +171,7 @@ def test_groups_whose_numbers_are_not_consecutive_are_refused(tmp_path: Path, nu
     stored["optimizer"]["param_groups"] = {"0": groups[0], number: groups[1]}
     torch_ckpt.save(stored, tmp_path)
     with pytest.raises(
-        CheckpointError, match=rf"numbers its parameter groups 0, {number}, not from 0 to 1"
+        CheckpointError, match=rf"groups are numbered 0, {number} instead of from 0 to 1"
     ):
         restore(program(0), tmp_path)
 
