@@ -1,9 +1,9 @@
 """torch_ckpt: a storage engine for PyTorch checkpoints.
 
 ``FileSystemWriter`` and ``FileSystemReader`` replace torch's classes of the same names in
-``torch.distributed.checkpoint``; ``save`` and ``load`` do the same with less Python per tensor, and
-``async_save`` saves while training continues. ``CheckpointManager`` saves and restores the steps of
-a training loop.
+``torch.distributed.checkpoint``. ``save`` and ``load`` write and read the same files with less
+Python per tensor, and ``async_save`` saves while training continues. ``CheckpointManager`` saves
+and restores the steps of a training loop.
 """
 
 import sys
@@ -22,8 +22,9 @@ except ModuleNotFoundError as error:
     if error.name != "torch_ckpt._core":
         raise
     raise ImportError(
-        f"the extension of torch_ckpt is not built (there is no _core.so in {__path__[0]}): run "
-        "`make build` in the clone, or `pip install .` and import it elsewhere"
+        f"the extension module of torch_ckpt is not built (there is no _core.so in {__path__[0]}): "
+        "run `make build` in the source tree, or run `pip install .` and import torch_ckpt from "
+        "another directory"
     ) from None
 
 from torch_ckpt._core import trim_pool
@@ -39,8 +40,8 @@ from torch_ckpt.errors import (
     Unsafe,
 )
 
-# The other public names import their modules, and torch, at the first use. torch takes seconds, and
-# commands such as `torch-ckpt ls` need no tensors.
+# All other public names import their modules, and torch, on first use: importing torch takes
+# seconds, and commands such as `torch-ckpt ls` need no tensors.
 if TYPE_CHECKING:
     from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
     from torch_ckpt.checkpoint.lease import remove_leftovers
@@ -146,6 +147,6 @@ __all__ = [
     "verify",
 ]
 
-# Registered now, and not at the first save: functions that the program registers with atexit after
-# this import are called before these.
+# Register now and not at the first save, so that functions that the program registers with atexit
+# after this import run first.
 watch_exit()

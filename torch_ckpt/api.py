@@ -1,11 +1,10 @@
-"""``save``, ``async_save`` and ``load``: like torch's, with less Python for each tensor.
+"""``save``, ``async_save`` and ``load``: like torch's functions, with less Python per tensor.
 
-They write and read the same files as ``dcp.save`` and ``dcp.load``. Top-level values with a
-``state_dict``, such as modules and optimizers, are the exception: state/app_state.py reads and
-restores them. A plain tensor is one short tuple in a plan instead of some ten objects, and the
-ranks exchange plans and results in that form (saving/session.py). A load (loading/load.py)
-exchanges no plans at all. Values that are not plain tensors (DTensor, ShardedTensor, objects) are
-planned by torch's own planners.
+They write and read the same files as ``dcp.save`` and ``dcp.load``, except for top-level values
+with a ``state_dict``, such as modules and optimizers: state/app_state.py saves and restores these.
+The engine plans plain tensors and DTensors. torch's planners plan only other kinds of tensors, such
+as ShardedTensors. In a save, ranks exchange plans and results in a compact form
+(saving/session.py). In a load (loading/load.py), they exchange no plans.
 """
 
 from __future__ import annotations
@@ -62,45 +61,48 @@ def save(
     """Saves a state dict. Returns once the checkpoint is durable and visible to all ranks.
 
     All ranks must call ``save`` and :func:`async_save` in the same order. They communicate through
-    the process group's store, which detects and names a rank that has died or hangs.
+    the process group's store. If a rank dies or hangs, the save fails with an error that names it.
 
     Args:
-        state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors and picklable
-            objects. The top level may also hold modules, optimizers, schedulers, :class:`PerRank`
-            and other values with a ``state_dict``, which are saved as :class:`AppState` saves
-            them. Or a function that returns such a dict: an exception in it fails the save on all
-            ranks at once.
-        checkpoint_id: directory of the checkpoint. Only :class:`CheckpointManager` and
+        state_dict: the same as for ``dcp.save``: nested dicts and lists of tensors, DTensors and
+            picklable objects. The top level may also contain modules, optimizers, schedulers,
+            :class:`PerRank` and other values with a ``state_dict``, which are saved as
+            :class:`AppState` saves them. A function that returns such a dict is also accepted. If
+            it raises, the save fails on all ranks at once.
+        checkpoint_id: the checkpoint directory. Only :class:`CheckpointManager` and
             ``torch_ckpt.training`` accept URLs.
-        storage_writer: writer to use instead of a new one for ``checkpoint_id``.
-        planner: planner to use instead of the engine's. The save is then ``dcp.save`` with
+        storage_writer: the writer to use; None creates one for ``checkpoint_id``.
+        planner: the planner to use instead of the engine. The save is then a ``dcp.save`` with
             torch_ckpt's writer, and values with a ``state_dict`` are stored in DCP's layout.
-        process_group: ranks that save together; None: the default group.
+        process_group: the ranks that save together; None means the default group.
         no_dist: save from this process only, without other ranks.
-        timeout: seconds without a heartbeat after which a rank fails the save on all others.
-        check_replicas: what to do if a plain tensor (not a DTensor), a number or another object
-            has the same name on several ranks, so that one rank saves it for all, and its values
-            differ: "off", "warn", or "error", which saves nothing. "warn" reads all bytes of
-            tensors up to 64 KiB, and 64 KiB spread evenly over larger ones; "error" reads all
-            bytes. Objects are compared by their pickles. Not available with a ``planner``.
+        timeout: seconds without a heartbeat after which a rank is declared dead, and the save fails
+            on all other ranks.
+        check_replicas: what to do if a value that one rank saves for several ranks differs between
+            them. Such values are plain tensors (not DTensors), numbers and other objects that have
+            the same name on several ranks. "off" does not compare them, "warn" warns, and "error"
+            fails the save. "warn" compares all bytes of tensors up to 64 KiB, and 64 KiB spread
+            evenly over larger tensors; "error" compares all bytes. Objects are compared by their
+            pickles. Not available with a ``planner``.
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:
-        The checkpoint's metadata, on every rank. Only rank 0 holds large metadata in memory. The
-        other ranks read it from the checkpoint on first use, when another save to the same
-        directory may have replaced it.
+        The checkpoint's metadata, on every rank. If the metadata is large, only rank 0 keeps it in
+        memory. The other ranks read it from the checkpoint on first access. That fails if another
+        save to the same directory has replaced it.
 
     Raises:
-        CheckpointException: on every rank, with the cause on each rank that failed: ``OSError`` for
-            failed system calls, ``NotCommitted`` or ``DurabilityUncertain`` for a failed commit,
-            ``CheckpointError`` for replicas that differ.
+        CheckpointException: the save failed; raised on every rank with the cause from each failed
+            rank. Causes are ``OSError`` for a failed system call, ``NotCommitted`` or
+            ``DurabilityUncertain`` for a failed commit, and ``CheckpointError`` for replicas that
+            differ.
         ValueError: options contradict each other.
 
     Example::
 
         torch_ckpt.save({"model": model, "optimizer": optimizer, "step": 100}, "checkpoints/100")
     """
-    # First, before anything can fail: all ranks must count the same saves.
+    # Do this before anything can fail, so that all ranks count the same saves.
     meeting = Meeting.of(process_group, no_dist)
     plans = PlanCache.of(meeting)
     ranks = meeting.ranks(timeout)
@@ -111,8 +113,8 @@ def save(
                 writer = _resolve_storage(
                     save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
                 )
-                # Do not raise the unreported error of an earlier background save here: it may
-                # already have been raised on other ranks.
+                # Do not raise the unreported error of an earlier background save here, because
+                # other ranks may already have raised it.
                 stack.enter_context(alone(ranks=ranks))
                 writer.reset(checkpoint_id)
             stack.push(_closing(ranks, timeout))
@@ -131,7 +133,7 @@ def save(
                 )
             return metadata
     except CheckpointFailed as error:
-        # The causes keep their tracebacks; the frames of their exchange between ranks are noise.
+        # Drop the frames, which only show the exchange between ranks. The causes keep their own.
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -154,45 +156,45 @@ def async_save(
 ) -> AsyncSave:
     """Saves a snapshot of a state dict in the background, while training continues.
 
-    All ranks must call it in the same order. They communicate from background threads, through the
-    process group's store and never by its collectives.
+    All ranks must call it in the same order. They communicate from background threads through the
+    process group's store, and never use its collectives.
 
     Args:
-        state_dict: as for :func:`save`.
-        checkpoint_id: directory of the checkpoint.
-        staging: "blocking" returns once everything has been copied to host memory; then the
-            sources may change. "overlapped" returns at once, and the sources must not change
-            before ``staged`` is done: see :meth:`AsyncSave.guard`. A detected change fails the
-            save on all ranks with :class:`SourceChanged`.
-        storage_writer: writer to use instead of a new one for ``checkpoint_id``. Its
-            ``max_host_bytes`` limits the snapshot's memory in bytes. If the state is larger, it is
-            staged in several waves, and ``staged`` is done later. None: half of the machine's free
-            memory, shared by its ranks.
-        process_group: ranks that save together; None: the default group. Its collectives are
-            never called.
+        state_dict: see :func:`save`.
+        checkpoint_id: the checkpoint directory.
+        staging: "blocking" returns once everything has been copied to host memory. Then the sources
+            may change. "overlapped" returns at once. Then the sources must not change until
+            ``staged`` is done: see :meth:`AsyncSave.guard`. If a change is detected, the save fails
+            on all ranks with :class:`SourceChanged`.
+        storage_writer: the writer to use; None creates one for ``checkpoint_id``. Its
+            ``max_host_bytes`` limits the memory of the snapshot; by default, that is this rank's
+            share of half of the machine's free memory. A larger state is staged in several waves,
+            so that ``staged`` is done later.
+        process_group: the ranks that save together; None means the default group.
         no_dist: save from this process only, without other ranks.
-        if_busy: while a save of this process is running, "wait" waits for its end and "raise"
-            raises CheckpointError.
-        timeout: seconds without a heartbeat after which a rank fails the save on all others.
-        write_done: called on each rank, in the save's thread, when the rank's files are durable.
-            An exception in it fails the save.
+        if_busy: what to do if another save of this process is still running: "wait" blocks until it
+            has ended, and "raise" raises CheckpointError.
+        timeout: seconds without a heartbeat after which a rank is declared dead, and the save fails
+            on all other ranks.
+        write_done: called on each rank, in the save's thread, once the rank's files are durable. If
+            it raises, the save fails.
         on_commit: called on the coordinator, in the save's thread, after the commit. The save ends
-            on all ranks when the callback has returned. An exception in it is raised on all ranks
-            as OnCommitFailed.
-        warn_unchanged: warn if a step counter has advanced since the last save, but weights or
+            on all ranks after the callback has returned. If it raises, all ranks raise
+            OnCommitFailed.
+        warn_unchanged: warn if a step counter has advanced since the last save but weights or
             optimizer states have not changed.
-        check_replicas: as for :func:`save`. Replicas are compared before the sources may change.
-        trace: file for a trace of the save, for chrome://tracing or Perfetto. With several ranks
-            ``-rank{n}`` is added to the file name.
-        writer_options: passed to :class:`FileSystemWriter`. Its option ``background`` sets
-            threads, priorities and bandwidth.
+        check_replicas: see :func:`save`. Replicas are compared before the sources may change.
+        trace: file to which a trace of the save is written, for chrome://tracing or Perfetto. With
+            several ranks, ``-rank{n}`` is added to the file name.
+        writer_options: passed to :class:`FileSystemWriter`. Its option ``background`` sets threads,
+            priorities and bandwidth.
 
     Returns:
-        The handle of the save. Keep it: a handle that is dropped before its save has ended warns.
+        The handle of the save. Keep it: if it is dropped before the save has ended, it warns.
 
     Raises:
-        CheckpointException: the error of an earlier background save that was not yet reported.
-        CheckpointError: ``if_busy="raise"``, and a save is running.
+        CheckpointException: an earlier background save failed, and its error was not yet reported.
+        CheckpointError: a save is running, and ``if_busy`` is "raise".
         ValueError: options contradict each other.
 
     Example::
@@ -202,7 +204,7 @@ def async_save(
         handle.result()  # waits until the checkpoint is durable and visible
     """
     started = time.perf_counter()
-    # First, before anything can fail: all ranks must count the same saves.
+    # Do this before anything can fail, so that all ranks count the same saves.
     meeting = Meeting.of(process_group, no_dist)
     plans = PlanCache.of(meeting)
     ranks = meeting.ranks(timeout)
@@ -216,8 +218,8 @@ def async_save(
         )
         if not writer.engine_can_write():
             raise ValueError(
-                "async_save supports only local files and no _extensions. Pass this writer to "
-                "dcp.async_save instead."
+                "async_save supports only writers for local files without _extensions. Pass this "
+                "writer to dcp.async_save instead."
             )
         with alone(if_busy, ranks=ranks):
             check_for_errors()
@@ -282,48 +284,52 @@ def load(
     timeout: float = TIMEOUT_SECONDS,
     **reader_options: Any,
 ) -> LoadReport | None:
-    """Loads a checkpoint into a state dict, in place. The sharding may differ from the saved one.
+    """Loads a checkpoint into a state dict, in place. The checkpoint may have been saved with
+    another sharding.
 
-    Names, shapes and dtypes of the entire state dict are compared before anything changes: see
-    ``strict``.
+    The names, shapes and dtypes of the complete state dict are compared with the checkpoint before
+    anything changes: see ``strict``.
 
     Args:
-        state_dict: as for ``dcp.load``: its tensors receive the stored values, its other values
-            are replaced. Top-level modules, optimizers and other values with a ``state_dict`` are
-            restored as :class:`AppState` restores them; an optimizer need not have made a step.
-        checkpoint_id: directory of the checkpoint; ``ROOT/40`` for step 40 of a run; or ROOT for
-            its newest complete step, which is not deleted during the load.
-        storage_reader: reader to use instead of a new one for ``checkpoint_id``.
-        planner: planner to use instead of the engine's. The load is then ``dcp.load`` with
-            torch_ckpt's reader, which excludes ``strict=False``, ``names``, ``rename`` and
-            ``free_before_read``. The same holds for a reader of a file system that is not local.
-        process_group: ranks that load together; None: the default group.
+        state_dict: the same as for ``dcp.load``. The stored values are loaded into its tensors, and
+            replace its other values. Top-level modules, optimizers and other values with a
+            ``state_dict`` are restored as :class:`AppState` restores them. Optimizers need not have
+            any state yet.
+        checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
+            the newest complete step of the run. The step is not deleted during the load.
+        storage_reader: the reader to use; None creates one for ``checkpoint_id``.
+        planner: the planner to use instead of the engine. The load is then a ``dcp.load`` with
+            torch_ckpt's reader, and ``strict=False``, ``names``, ``rename`` and
+            ``free_before_read`` are not available. The same applies to a reader whose file system
+            is not local.
+        process_group: the ranks that load together; None means the default group.
         no_dist: load in this process only, without other ranks.
-        strict: True raises LoadMismatch if a name of the state dict is missing in the checkpoint or
-            has another shape. "dtypes" also raises it for another dtype. False loads everything
-            that fits and warns of the rest, but still refuses a dict or ``Stateful`` value of which
-            nothing fits.
-        names: fully qualified names of the state dict to load: :mod:`fnmatch` patterns
-            (``["model.*"]``), or a function of the name. None: all.
-        rename: maps each fully qualified name in the checkpoint to the name in the state dict, for
-            example to fine-tune another model. A mapping or a sequence of pairs of old and new
-            names, in which ``*`` stands for any text (``{"encoder.*": "model.encoder.*"}``; the
-            first match counts), or a function of the old name. ``names`` and reports use the new
-            names.
-        free_before_read: save memory, for a state of which only one copy fits: load the values key
-            by key, and delete each object before its replacement is read. Tensors are loaded in
+        strict: True raises LoadMismatch if a name of the state dict is missing from the checkpoint,
+            or if a shape differs. "dtypes" also raises if a dtype differs. False loads everything
+            that fits and warns about everything else, but still raises if a dict or ``Stateful``
+            value has no value that fits.
+        names: the fully qualified names of the state dict to load: :mod:`fnmatch` patterns, such as
+            ``["model.*"]``, or a function that returns True for these names. None loads all.
+        rename: maps names in the checkpoint to names in the state dict, for example to fine-tune
+            another model. It is a function from an old to a new fully qualified name; or pairs of
+            old and new names, as a mapping or a sequence, in which ``*`` matches any text
+            (``{"encoder.*": "model.encoder.*"}``). The first pair that matches applies. ``names``
+            and reports use the new names.
+        free_before_read: for states that fit into memory only once: load the values one key at a
+            time, and delete each object before reading its replacement. Tensors are loaded in
             place, as always. If the load fails, the deleted objects are lost.
-        timeout: seconds without a heartbeat after which a rank is declared dead: the load fails on
-            all ranks and names it. A rank that reads sends heartbeats while bytes arrive.
+        timeout: seconds without a heartbeat after which a rank is declared dead, and the load fails
+            on all ranks with an error that names it. A rank that reads sends heartbeats as long as
+            bytes arrive.
         reader_options: passed to :class:`FileSystemReader`.
 
     Returns:
         A comparison of this rank's state dict with the checkpoint; None after a ``dcp.load``.
 
     Raises:
-        CheckpointException: on every rank, with the cause on each rank that failed:
-            ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``, or ``TimeoutError`` for a rank
-            that sent no heartbeat.
+        CheckpointException: the load failed; raised on every rank with the cause from each failed
+            rank. Causes are ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``, and
+            ``TimeoutError`` for a rank that sent no heartbeat.
         ValueError: options contradict each other.
 
     Example::
@@ -332,7 +338,7 @@ def load(
         report = torch_ckpt.load(state, "checkpoints/100")
         print(state["step"], report.unexpected)
     """
-    # First, before anything can fail: all ranks must count the same loads.
+    # Do this before anything can fail, so that all ranks count the same loads.
     ranks = Meeting.of(process_group, no_dist).ranks(timeout, kind="load")
     try:
         with ExitStack() as stack:
@@ -346,8 +352,8 @@ def load(
                 if uses_dcp and not is_plain:
                     raise ValueError(
                         "strict=False, names, rename and free_before_read do not work with a "
-                        "planner or a file system that is not local. Omit them, or load local "
-                        "files without a planner."
+                        "planner, or with a file system that is not local. Omit them, or load "
+                        "local files without a planner."
                     )
                 if uses_dcp:
                     _require_states(state_dict)
@@ -399,15 +405,15 @@ def preflight(
     rename: Rename = None,
     **reader_options: Any,
 ) -> LoadReport:
-    """Compares a state dict with a checkpoint, as :func:`load` does first. Reads only metadata.
+    """Compares a state dict with a checkpoint, in the same way as :func:`load`, but loads nothing.
 
-    This process compares its own state dict, without other ranks.
+    Reads only the metadata. Compares only the state dict of this process, without other ranks.
 
     Args:
-        state_dict, checkpoint_id, names, rename, reader_options: as for :func:`load`.
+        state_dict, checkpoint_id, names, rename, reader_options: see :func:`load`.
 
     Returns:
-        The names that fit, that are missing, and that have another shape or dtype.
+        The names that fit, the names that are missing, and the shapes and dtypes that differ.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
@@ -432,13 +438,13 @@ def estimate_read_memory(
     rename: Rename = None,
     **reader_options: Any,
 ) -> ReadMemory:
-    """Estimates the memory that :func:`load` needs on this rank. Reads only metadata.
+    """Estimates the memory that :func:`load` needs on this rank. Reads only the metadata.
 
     Args:
-        state_dict, checkpoint_id, names, rename, reader_options: as for :func:`load`.
+        state_dict, checkpoint_id, names, rename, reader_options: see :func:`load`.
 
     Returns:
-        Numbers of bytes: of the tensors to load, and of the memory needed beyond them.
+        The size of the tensors to load, and the memory that is needed in addition to them.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
@@ -470,8 +476,8 @@ def _open_for_this_rank(
 
 @contextmanager
 def _reporting_failures(ranks: Ranks) -> Iterator[None]:
-    """Reports an exception within the block to the other ranks, which raise it at their first
-    step; on this rank it propagates at once."""
+    """Block that reports an exception to the other ranks, which raise it in their first step. On
+    this rank the exception propagates at once."""
     try:
         yield
     except BaseException as error:
@@ -480,11 +486,11 @@ def _reporting_failures(ranks: Ranks) -> Iterator[None]:
 
 
 def _closing(ranks: Ranks, timeout: float) -> Callable[..., None]:
-    """Returns an exit callback for an ExitStack that ends this rank's part in the exchanges."""
+    """Returns a callback for an ExitStack that ends this rank's part in the exchanges."""
 
     def close(_kind: object, error: BaseException | None, _frames: object) -> None:
-        # The result is known: do not wait long for a rank that died after its last step. After an
-        # interrupt during a wait, hardly wait for the same ranks again.
+        # The result is known, so do not wait long for a rank that died after its last step. If the
+        # user has interrupted a wait, hardly wait for the same ranks again.
         is_interrupted = isinstance(error, KeyboardInterrupt)
         ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
 
@@ -508,8 +514,8 @@ def _resolve_storage(
         return kind(checkpoint_id, **options)
     if options:
         raise ValueError(
-            f"{', '.join(sorted(options))} cannot be combined with a {kind.__name__}. Pass these "
-            f"options to the {kind.__name__} itself."
+            f"{', '.join(sorted(options))} cannot be combined with a {kind.__name__} object. Pass "
+            f"these options to {kind.__name__} itself."
         )
     if not isinstance(storage, kind):
         raise ValueError(f"expected a torch_ckpt.{kind.__name__}, got {type(storage).__name__}")
@@ -517,10 +523,10 @@ def _resolve_storage(
 
 
 def _resolve_state_dict(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
-    """Returns the state dict, which the caller may have passed as a function.
+    """Returns the state dict. If the caller passed a function, calls it.
 
     Raises:
-        TypeError: it is not a mapping.
+        TypeError: the state dict is not a mapping.
     """
     # Modules are callable, too.
     if callable(state_dict) and not is_stateful(state_dict):
@@ -538,12 +544,12 @@ def _require_dict(state_dict: object) -> None:
 
 
 def _require_states(state_dict: StateDict) -> None:
-    """Raises ValueError if a value is an optimizer that ``dcp.load`` would leave without state."""
+    """Raises ValueError if the state dict has an optimizer that ``dcp.load`` would not restore."""
     for key, value in state_dict.items():
         if isinstance(value, torch.optim.Optimizer) and not value.state:
             raise ValueError(
-                f"{key}: this optimizer has no state yet, so dcp.load, which loads with planners "
-                "and from file systems that are not local, would load nothing into it. Load local "
+                f"{key}: this optimizer has no state yet, so dcp.load would not restore it, and "
+                "dcp.load is used with a planner or a file system that is not local. Load local "
                 "files without a planner, or pass get_optimizer_state_dict(model, optimizer) from "
                 "torch.distributed.checkpoint.state_dict."
             )

@@ -86,7 +86,7 @@ def case_tensors_that_differ_between_ranks_are_warned_of(launch: Launch) -> None
         assert len(messages) == (1 if launch.rank == 0 else 0)
         if not messages:
             continue
-        assert f"another on rank {launch.size - 1}" in messages[0]
+        assert f"rank {launch.size - 1} another" in messages[0]
         assert "3 values differ between ranks" in messages[0]
         assert all(
             f"{name} has one value" in messages[0] for name in ("large", "transposed", "small")

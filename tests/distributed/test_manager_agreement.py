@@ -376,8 +376,8 @@ def differing(launch: Launch, step: int) -> dict[str, Any]:
 @takes_several
 @on(4)
 def case_differing_replicas_are_named_with_their_ranks(launch: Launch) -> None:
-    most = "rank 0" if launch.size == 2 else f"ranks 0-{launch.size - 2}"
-    text = f"model.w has one value on {most}; another on rank {launch.size - 1}"
+    most = "rank 0 has" if launch.size == 2 else f"ranks 0-{launch.size - 2} have"
+    text = f"model.w: {most} one value, rank {launch.size - 1} another"
     with manager_of(launch, check_replicas="error") as made:
         with pytest.raises(CheckpointError, match="1 value differs between ranks") as caught:
             made.save(1, differing(launch, 1))
@@ -430,7 +430,7 @@ def case_per_rank_values_are_named_by_default_and_not_with_per_rank(
         made.save(1, state)
     [message] = [event.message for event in events if event.kind == "differing_replicas"]
     for name in ("loader", "loader.order", "elapsed"):
-        assert f"{name} has one value on rank 0; another" in message
+        assert f"{name}: rank 0 has one value, rank" in message
     assert "3 values differ between ranks" in message
     assert "torch_ckpt.PerRank" in message
     state["loader"] = PerRank(state["loader"])
@@ -445,7 +445,7 @@ def case_per_rank_values_are_named_by_default_and_not_with_per_rank(
 def case_differing_objects_are_refused_on_request(launch: Launch) -> None:
     with manager_of(launch, check_replicas="error") as made:
         state = state_of(launch, 1) | {"elapsed": launch.rank}
-        with pytest.raises(CheckpointError, match="elapsed has one value on rank 0"):
+        with pytest.raises(CheckpointError, match="elapsed: rank 0 has one value"):
             made.save(1, state)
         assert made.steps() == []
         dist.barrier()

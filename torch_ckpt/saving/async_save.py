@@ -1,4 +1,4 @@
-"""The handle to a background save. saving/job.py describes what such a save does."""
+"""The handle to a background save. saving/job.py describes the save itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch_ckpt.saving.metrics import SaveMetrics
 class AsyncSave:
     """Handle to a background save, returned by :func:`torch_ckpt.async_save`.
 
-    A save of this rank is *staged* when its sources have been copied and may change, and
-    *committed* when the checkpoint is durable and visible. Methods may be called from any thread.
+    The save is *staged* once the sources on this rank have been copied and may change. It is
+    *committed* once the checkpoint is durable and visible. Methods may be called from any thread.
     If the handle is dropped, the save continues.
 
     Examples:
@@ -38,47 +38,47 @@ class AsyncSave:
     # A property, because a forked child replaces the futures.
     @property
     def staged(self) -> Future[None]:
-        """Future that is done when the sources may change. It has an error if the save failed
-        before."""
+        """Future that is done once the sources may change. It fails if the save fails before
+        that."""
         return self._job.write.staged
 
     @property
     def committed(self) -> Future[Metadata]:
-        """Future that is done when the checkpoint is durable and visible on all ranks.
+        """Future that is done once the checkpoint is durable and visible to all ranks.
 
-        Its result is the metadata; its error is the one that :meth:`result` raises.
+        Its result is the metadata. If the save fails, it has the error that :meth:`result` raises.
         """
         return self._job.committed
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Waits until the sources may change.
+        """Blocks until the sources may change.
 
         Args:
-            timeout: seconds to wait; None waits without limit.
+            timeout: seconds to wait; None waits indefinitely.
 
         Raises:
-            TimeoutError: the time is up; the save continues.
+            TimeoutError: the save was not staged in time; it continues.
             CheckpointException: the save failed before it was staged.
-            CheckpointError: this process was forked from the one that saves.
+            CheckpointError: this process was forked from the process that saves.
         """
         with self._job.blocking():
             wait_for(self.staged, timeout, "staged", self._job)
 
     def result(self, timeout: float | None = None) -> Metadata:
-        """Waits until the checkpoint is durable and visible.
+        """Blocks until the checkpoint is durable and visible.
 
         Args:
-            timeout: seconds to wait; None waits without limit.
+            timeout: seconds to wait; None waits indefinitely.
 
         Returns:
             The checkpoint's metadata.
 
         Raises:
-            TimeoutError: the time is up; the save continues.
-            CheckpointException: the save failed; it holds the cause of each rank that failed.
-            OnCommitFailed: ``on_commit`` failed on the coordinator; raised on all ranks. The
+            TimeoutError: the save did not end in time; it continues.
+            CheckpointException: the save failed. The exception has the cause from each failed rank.
+            OnCommitFailed: ``on_commit`` failed on the coordinator. Raised on all ranks. The
                 checkpoint is committed.
-            CheckpointError: this process was forked from the one that saves.
+            CheckpointError: this process was forked from the process that saves.
         """
         return wait_for(self.committed, timeout, "committed", self._job)
 
@@ -87,17 +87,17 @@ class AsyncSave:
         return self.committed.done()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the optimizer's next step wait until it may change the sources.
+        """Makes the optimizer's next step wait until the sources may change.
 
-        The step waits until CPU tensors have been copied. For CUDA tensors the current stream waits
-        for the copies, and the CPU only until they have been submitted. After a failed save the
-        step does not wait.
+        The step blocks until all CPU tensors have been copied. For CUDA tensors, it only blocks
+        until the copies have been submitted, and makes the current stream wait for them. If the
+        save fails, the step does not wait.
 
-        A step that is replayed as a CUDA graph runs no hooks. So if the optimizer is ``capturable``
-        and the state has CUDA tensors, this call itself waits until they have been copied.
+        A CUDA graph runs no hooks when it is replayed. So if the optimizer is ``capturable`` and
+        the state contains CUDA tensors, this call itself blocks until they have been copied.
 
         Args:
-            optimizer: a torch optimizer, or a wrapper of one.
+            optimizer: a torch optimizer, or a wrapper around one.
         """
         if self._job.state.devices and any(
             group.get("capturable") for group in optimizer.param_groups
@@ -111,35 +111,35 @@ class AsyncSave:
         return self._job.write.progress()
 
     def wait_staged_quietly(self) -> None:
-        """Waits until the sources may change or the save has failed, without raising its error."""
+        """Blocks until the sources may change or the save has failed. Does not raise the error."""
         with self._job.blocking():
             self._job.write.wait_staged()
 
     @property
     def differing(self) -> str:
-        """The values that differ between ranks, found by ``check_replicas="warn"``; empty if none
-        differs.
-
-        Complete once the save is staged.
+        """Describes the values that ``check_replicas="warn"`` found to differ between ranks. Empty
+        if there are none. Complete once the save is staged.
         """
         return self._job.differing
 
     def metrics(self) -> SaveMetrics:
-        """Returns the durations and sizes of the save on this rank; complete once it is done."""
+        """Returns durations and sizes of the save on this rank. Complete once the save is done."""
         return self._job.metrics
 
     def __del__(self) -> None:
         job = getattr(self, "_job", None)
         if job is not None and not job.committed.done() and not job.inherited:
             warnings.warn(
-                f"the handle of the save to {job.metrics.path} was dropped before the save ended; "
-                "it continues, and the next save or check_for_errors() raises its error, if any",
+                f"the handle of the save to {job.metrics.path} was dropped before the save ended. "
+                "The save continues. If it fails, the next save or check_for_errors() raises the "
+                "error",
                 stacklevel=2,
             )
 
 
 class _Guard:
-    """The single hook of this package on an optimizer; a hook cannot be removed during a step."""
+    """The single hook that this package registers with an optimizer. It stays registered, because
+    a hook cannot be removed during a step."""
 
     _of: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, _Guard]] = (
         weakref.WeakKeyDictionary()

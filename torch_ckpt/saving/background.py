@@ -7,24 +7,25 @@ from dataclasses import dataclass, field
 
 from torch_ckpt import _core
 
-#: Bytes of one staging chunk for sources on the host, and for sources on CUDA devices.
+#: Size in bytes of a staging chunk for sources on the host, and for sources on CUDA devices.
 CHUNK_BYTES = _core.host_chunk_bytes
 DEVICE_CHUNK_BYTES = _core.device_chunk_bytes
 
 
 @dataclass(frozen=True)
 class Background:
-    """Threads and priorities of background saves. A lower priority slows down training less.
+    """Threads and priorities of background saves. The lower the priority, the less training slows
+    down.
 
     Attributes:
-        threads: number of engine threads; 0 chooses it for the machine. Most of them wait for the
-            disk.
-        nice: niceness of the threads, 0 to 19, or that of the process if it is higher. 19 is the
-            lowest priority.
-        idle_io: use the I/O scheduling class "idle", if the disk's scheduler has classes; False
-            keeps the class of the process.
-        max_bytes_per_second: limit of this process's writes to the disk, in bytes per second; 0
-            sets no limit.
+        threads: number of engine threads; 0 chooses a number suited to the machine. Most of them
+            wait for the disk.
+        nice: niceness of the threads, from 0 to 19 (the lowest priority). If the niceness of the
+            process is higher, the threads use that.
+        idle_io: use the I/O scheduling class "idle", if the disk's scheduler supports classes.
+            False keeps the class of the process.
+        max_bytes_per_second: maximum rate at which this process writes to the disk; 0 sets no
+            limit.
 
     Raises:
         ValueError: an attribute is out of range.
@@ -43,7 +44,7 @@ class Background:
 
     def __post_init__(self) -> None:
         if not 0 <= self.nice <= 19:
-            raise ValueError(f"nice must be from 0 to 19, got {self.nice}")
+            raise ValueError(f"nice must be between 0 and 19, got {self.nice}")
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, got {self.threads}")
         if self.max_bytes_per_second < 0:
@@ -54,17 +55,17 @@ class Background:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The engine's options for one background save (read in csrc/torch_python/save.cpp).
+    """The engine's options for a background save, which csrc/torch_python/save.cpp reads.
 
     Attributes:
         writers: priorities of the threads that write.
-        snapshot: stage as far ahead of the disk as the byte budget allows.
-        quiet_stagers: give the threads that copy from the sources the low priority of the writers,
-            too. False if the caller waits for these threads.
-        max_host_bytes: the byte budget, if the writer has none of its own.
-        ready: (CUDA device, event handle) pairs: sources are complete after these events.
-        trace: record each stretch of work.
-        children: channel that passes the results to children forked during the save, too.
+        snapshot: stage as far ahead of the disk as the memory budget allows.
+        quiet_stagers: run the threads that copy from the sources at the low priority of the
+            writers, too. False if the caller waits for these threads.
+        max_host_bytes: the memory budget in bytes, if the writer does not set one.
+        ready: (CUDA device, event handle) pairs. The sources are complete after these events.
+        trace: record the time spans of the work.
+        children: channel that also passes the results to children forked during the save.
     """
 
     writers: Background

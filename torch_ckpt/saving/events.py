@@ -1,4 +1,4 @@
-"""Events of a checkpoint manager, reported to a function, the log and TensorBoard."""
+"""Reports the events of a checkpoint manager to a function, the log and TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Event:
 
             - "saving": the state has been copied, and training continues.
             - "saved": the step is complete on all ranks.
-            - "save_failed": nothing was saved.
-            - "restored": the state is that of the step.
+            - "save_failed": the save failed; nothing was saved.
+            - "restored": the state was restored from the step.
             - "damaged": the step could not be loaded and was skipped.
-            - "differing_replicas": ranks have different values for something that is saved once.
-            - "deleted": the step was deleted by the retention rules.
-            - "leftovers": files that crashes had left were deleted.
+            - "differing_replicas": a value that only one rank saves differs between ranks.
+            - "deleted": the retention rules deleted the step.
+            - "leftovers": files left behind by a crash were deleted.
             - "preempted": all ranks stop at this step.
-        step: number of the step; -1 if the event is not about a step.
+        step: the step number; -1 if the event does not concern a step.
         rank: the rank of this process.
-        seconds: duration until training continued ("saving") or until the end; 0 if nothing took
-            time.
+        seconds: duration of the operation; for "saving", the time until training continued; 0 if
+            the event has no duration.
         bytes: bytes that this rank has moved; for "saving", the size of the complete state.
-        message: a text for a log.
-        metrics: the metrics of a save that has ended.
+        message: a text for the log.
+        metrics: the metrics of the save, if it has ended.
 
     Examples:
         ```python
@@ -64,15 +64,15 @@ _LEVELS = {
 
 
 class Reporters:
-    """Reports events. Safe for several threads at once.
+    """Reports events. Several threads may use it concurrently.
 
     Args:
-        rank: the rank of this process; only rank 0 writes to the log and to TensorBoard.
-        on_event: called with each event on every rank. Its exceptions are logged.
-        tensorboard: a ``SummaryWriter``, another object that has ``add_scalar``, or a directory.
+        rank: the rank of this process. Only rank 0 writes to the log and to TensorBoard.
+        on_event: called on every rank with each event. If it raises, the exception is logged.
+        tensorboard: a ``SummaryWriter``, another object with ``add_scalar``, or a directory.
 
     Raises:
-        ValueError: ``tensorboard`` is a directory, and TensorBoard is not installed.
+        ValueError: ``tensorboard`` is a directory, but TensorBoard is not installed.
     """
 
     def __init__(
@@ -90,25 +90,25 @@ class Reporters:
             self._writer = _summary_writer(tensorboard) if self._is_own else tensorboard
 
     def __call__(self, event: Event) -> None:
-        # Other ranks also log a failure, which may otherwise be reported nowhere.
+        # All ranks log failures, because a rank's own error may not be reported anywhere else.
         if self._rank == 0 or event.kind == "save_failed":
             _log(event)
         try:
             with self._lock:
                 if self._writer is not None:
                     self._add_scalars(event)
-            # Without the lock: the function may call the manager and wait for the event of another
-            # thread.
+            # Call the function without holding the lock: it may call the manager and wait for an
+            # event that another thread reports.
             if self._on_event is not None:
                 self._on_event(event)
         except KeyboardInterrupt:
             raise
         except BaseException:
-            # The save or load of the event has not failed.
+            # Do not raise: the save or load itself has not failed.
             LOGGER.exception("could not report the event %s", event.kind)
 
     def close(self) -> None:
-        """Closes the writer of a TensorBoard directory."""
+        """Closes the TensorBoard writer, if this object has created it."""
         with self._lock:
             if self._is_own and self._writer is not None:
                 self._writer.close()
@@ -145,10 +145,10 @@ _is_restore_shown = False
 
 
 def _shows_restore() -> bool:
-    """True once in a process in which no logging handler is configured.
+    """Returns True once per process, if no logging handler is configured.
 
-    Python then prints only warnings. The first restore is worth one: a run that starts from scratch
-    by mistake looks no different for hours.
+    Without a handler Python prints only warnings. The first restore is reported as a warning,
+    because otherwise nobody notices for hours that a run has started from scratch by mistake.
     """
     global _is_restore_shown
     if _is_restore_shown or LOGGER.hasHandlers():
@@ -160,8 +160,8 @@ def _shows_restore() -> bool:
 def saved_message(step: int, metrics: SaveMetrics) -> str:
     """Describes a successful save in one line."""
     return (
-        f"step {step} is saved: {size(metrics.bytes)} by this rank in {metrics.total_s:.2f} s, "
-        f"training waited {metrics.blocked_s * 1000:.0f} ms"
+        f"step {step} is saved: this rank wrote {size(metrics.bytes)} in {metrics.total_s:.2f} s; "
+        f"training was blocked for {metrics.blocked_s * 1000:.0f} ms"
     )
 
 
@@ -170,7 +170,7 @@ def _summary_writer(directory: str | os.PathLike[str]) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
-            "a directory for TensorBoard needs the package tensorboard: pip install "
+            "writing to a TensorBoard directory requires the package tensorboard: pip install "
             "'torch_ckpt[tensorboard]', or pass an object that has add_scalar"
         ) from None
     return SummaryWriter(os.fspath(directory))

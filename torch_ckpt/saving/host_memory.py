@@ -1,4 +1,4 @@
-"""Host memory of saves: the budget of a snapshot, and the reserve that is allocated in advance."""
+"""Host memory for saves: the budget of a snapshot, and the reserve that is allocated in advance."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.saving.background import CHUNK_BYTES, DEVICE_CHUNK_BYTES, Background
 
-#: The rest is for memory that other code needs during a snapshot.
+#: Maximum share of the free memory that a snapshot uses. Other code may need the remaining memory.
 _SHARE_OF_FREE_MEMORY = 0.5
 _LEAST_SNAPSHOT_BYTES = 64 << 20
-#: Files in which a container finds its control group's limit and use, and the prefix of the totals
-#: in its statistics: version 2, then version 1.
+#: Control groups version 2, then version 1: the directory in a container, its files with the memory
+#: limit and usage, and the prefix of totals in the statistics.
 _CONTROL_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-#: Bytes allocated between two checks of the free memory: a fraction of a second of work.
+#: Bytes to allocate between two checks of the free memory: a fraction of a second of work.
 _STEP_BYTES = 64 * CHUNK_BYTES
 
 
 def _share_of_free_memory(ranks: int, free: Callable[[], int]) -> int:
     here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    # A running save may use part of the reserve.
+    # Count the memory that this process already has. A running save may be using some of it.
     own = max(_core.pool_bytes(), _core.reserved_bytes())
     return int((free() + own) * _SHARE_OF_FREE_MEMORY) // here
 
 
 def free_memory(groups: Iterable[tuple[str, str, str, str]] = _CONTROL_GROUPS) -> int:
-    """Returns the bytes that this process can still allocate, limited by the machine and its
-    control group."""
+    """Returns the number of bytes that this process can still allocate, given the limits of the
+    machine and the control group."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     for directory, limit, used, total in groups:
-        # The files are absent without this version of control groups, and "max" is not a number.
+        # The files do not exist if another version of control groups is in use, and the limit may
+        # be "max".
         with contextlib.suppress(OSError, ValueError):
             free = min(free, _free_in_group(Path(directory), limit, used, total))
     return max(free, 0)
@@ -52,21 +53,22 @@ def free_memory(groups: Iterable[tuple[str, str, str, str]] = _CONTROL_GROUPS) -
 def _free_in_group(directory: Path, limit: str, used: str, total: str) -> int:
     most, taken = (int((directory / name).read_text()) for name in (limit, used))
     statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    # Cached files count as used, but are evicted when memory is needed. Otherwise a job that has
-    # written its limit's worth of files would seem to have none left.
+    # Count the page cache as free: it counts as used, but is evicted when memory is needed.
+    # Otherwise a job would seem to have no memory left after it has written enough files.
     cached = sum(int(statistics.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
     return most - taken + cached
 
 
 def default_snapshot_bytes(ranks: int, free: Callable[[], int] = free_memory) -> int:
-    """Returns the default limit of a snapshot's host memory on this rank, in bytes.
+    """Returns the default limit on the host memory of a snapshot on this rank, in bytes.
 
-    It is this rank's share of half of the free memory, or the reserve if that is larger.
+    The limit is this rank's share of half of the free memory, or the size of the reserve if that is
+    larger.
 
     Args:
-        ranks: number of ranks that save together. Without ``LOCAL_WORLD_SIZE``, which torchrun
-            sets, they are assumed to share one machine.
-        free: returns the bytes that this process can still allocate.
+        ranks: number of ranks that save together. They are assumed to share one machine, unless
+            ``LOCAL_WORLD_SIZE`` is set, as by torchrun.
+        free: returns the number of bytes that this process can still allocate.
     """
     reserve = min(_core.reserve_bytes(), _core.reserved_bytes())
     return max(_LEAST_SNAPSHOT_BYTES, _share_of_free_memory(ranks, free), reserve)
@@ -75,31 +77,34 @@ def default_snapshot_bytes(ranks: int, free: Callable[[], int] = free_memory) ->
 def reserve_pool(
     bytes: int, *, device: torch.device | str | int | None = None, wait: bool = True
 ) -> int:
-    """Allocates host memory for snapshots in advance, so that the first save need not.
+    """Allocates host memory for snapshots in advance, so that the first save does not have to.
 
-    Call it when the program starts, with the size of this rank's part of the state plus 4 MiB for
-    each of its files. The memory is kept until :func:`trim_pool`: no save or load frees it,
-    whatever its budget. A later call never shrinks the reserve.
+    Call it when the program starts. Pass the size of this rank's part of the state, plus 4 MiB for
+    each file that the rank writes. The memory is kept until :func:`trim_pool` is called. Saves and
+    loads do not free it, even if their own memory budget is smaller. A later call never shrinks the
+    reserve.
 
-    The reserve never exceeds the default budget of a save: half of the free memory of the machine
-    and the control group, shared evenly by the machine's ranks. If this limit ends the allocation
-    early, a warning is logged.
+    The reserve never exceeds the default memory budget of a save: half of the free memory of the
+    machine and the control group, divided by the number of ranks on the machine. If this limit ends
+    the allocation early, a warning is logged.
 
     Args:
-        bytes: size to keep, rounded up to whole chunks of 4 MiB, or of 16 MiB for a device.
+        bytes: size of the reserve, rounded up to a multiple of the chunk size: 4 MiB, or 16 MiB for
+            a device.
         device: a CUDA device. The memory is then page-locked for copies from devices, in pieces of
-            64 MiB. A reserve for a device replaces one for the host, and vice versa.
-        wait: False returns at once, and a low-priority thread allocates the memory. A later call
-            with the same size waits for it; an error is logged.
+            64 MiB. A reserve for a device replaces a reserve for the host, and vice versa.
+        wait: False returns immediately, and a low-priority thread allocates the memory. Errors in
+            the thread are logged. To wait for the thread, call the function again with the same
+            size.
 
     Returns:
-        The bytes reserved so far, including those that a running save uses.
+        The number of bytes reserved so far, including memory that a running save is using.
 
     Raises:
-        OSError: the system is out of memory; what has been allocated stays reserved.
+        OSError: the system is out of memory. Memory that has been allocated stays reserved.
         TypeError: ``bytes`` is not an integer.
-        ValueError: ``bytes`` is negative, ``device`` is not a CUDA device, or the build has no
-            CUDA.
+        ValueError: ``bytes`` is negative, ``device`` is not a CUDA device, or torch_ckpt was built
+            without CUDA.
 
     Examples:
         ```python
@@ -110,31 +115,33 @@ def reserve_pool(
 
 
 def leave() -> None:
-    """Ends the background allocations; called when the interpreter exits."""
+    """Ends the background allocations. Called at interpreter exit."""
     _reserve.leave()
 
 
 def _ordinal(device: torch.device | str | int | None) -> int:
-    """Returns the number of a CUDA device, as the engine counts them; -1 for None."""
+    """Returns the engine's number for a CUDA device, and -1 for None."""
     if device is None:
         return -1
     # torch interprets a number as a device of its current accelerator type.
     given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if given.type != "cuda" or not _C.has_cuda:
-        raise ValueError(f"device must be a CUDA device, in a build with CUDA, got {given}")
+        raise ValueError(
+            f"device must be a CUDA device, and torch_ckpt must be built with CUDA, got {given}"
+        )
     return given.index if given.index is not None else torch.cuda.current_device()
 
 
 def _chunk_bytes(ordinal: int) -> int:
-    """Returns the chunk size of saves from a device; -1 means the host."""
+    """Returns the chunk size for saves from a device, where -1 means the host."""
     return CHUNK_BYTES if ordinal < 0 else DEVICE_CHUNK_BYTES
 
 
 class Reserve:
-    """Allocates the memory of :func:`reserve_pool`, on request in threads.
+    """Allocates the memory of :func:`reserve_pool`, optionally in threads.
 
     Args:
-        free: returns the bytes that this process can still allocate.
+        free: returns the number of bytes that this process can still allocate.
         step_bytes: bytes to allocate between two checks of the free memory.
     """
 
@@ -147,12 +154,12 @@ class Reserve:
         self._threads: list[threading.Thread] = []
 
     def make(self, bytes: int, device: torch.device | str | int | None, wait: bool) -> int:
-        """See :func:`reserve_pool`."""
+        """Implements :func:`reserve_pool`."""
         if operator.index(bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {bytes}")
         ordinal = _ordinal(device)
         chunk = _chunk_bytes(ordinal)
-        # Round up to whole chunks, or the last chunk would exceed every limit.
+        # Round up to whole chunks. Otherwise the last chunk would exceed the reserve.
         total = -(-bytes // chunk) * chunk
         _core.set_reserve(total, chunk)
         if wait:
@@ -184,15 +191,15 @@ class Reserve:
 
     def _grow(self, total: int, device: int, background: Background | None) -> int:
         there = _core.reserved_bytes()
-        # If the reserve is now smaller than requested, it was trimmed or memory ran out.
+        # Stop if the requested reserve is now smaller: it was trimmed, or memory ran out.
         while there < total <= _core.reserve_bytes() and not self.leaving:
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             most = _share_of_free_memory(ranks, self._free)
             if most < there + _chunk_bytes(device):
                 _core.end_reserve()
                 LOGGER.warning(
-                    "reserved only %d of %d bytes for saves: this rank's share of half of the free "
-                    "memory of the machine and its control group is %d bytes",
+                    "reserved only %d of %d bytes for saves: this rank may use at most %d bytes, "
+                    "its share of half of the free memory of the machine and the control group",
                     there,
                     total,
                     most,
@@ -206,7 +213,7 @@ class Reserve:
         try:
             self._grow(total, device, Background())
         except Exception as error:
-            LOGGER.warning("could not reserve all of %d bytes for saves: %s", total, error)
+            LOGGER.warning("could not reserve %d bytes for saves: %s", total, error)
 
 
 _reserve = Reserve()

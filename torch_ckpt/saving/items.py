@@ -22,8 +22,8 @@ from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.directory import Place
 from torch_ckpt.errors import CheckpointError
 
-#: The name of an attribute that carries a rank's result to the coordinator, on the storage info of
-#: the rank's first item: torch sends nothing else from rank to rank.
+#: Name of the attribute that carries a rank's result to the coordinator. It is set on the storage
+#: info of the rank's first item, because torch sends nothing else between ranks.
 _WRITTEN = "torch_ckpt_written"
 
 
@@ -33,8 +33,8 @@ class Written:
 
     Attributes:
         files: the files, with the location and CRC-32 of each value.
-        directory: the directory of the files.
-        seconds: durations of planning, of finding the values and of writing; None if unknown.
+        directory: identity of the directory that contains the files.
+        seconds: durations of planning, of resolving the values and of writing; None if unknown.
     """
 
     files: _core.WrittenFiles
@@ -43,7 +43,7 @@ class Written:
 
 
 def names_of_files(written: list[Written]) -> set[str]:
-    """Returns the names of all ranks' data files, relative to the checkpoint's directory."""
+    """Returns the names of all ranks' data files, relative to the checkpoint directory."""
     return {name for of_rank in written for name in of_rank.files.names}
 
 
@@ -56,8 +56,8 @@ def resolve(
     """Returns the plain tensor or bytes to write for an item of a plan.
 
     Args:
-        direct: True if the planner's lookup is torch's own (see keeps_default_lookup).
-        whole: maps a tensor to the one to write.
+        direct: True if the planner uses torch's own lookup (see keeps_default_lookup).
+        whole: maps each resolved tensor to the tensor to write.
     """
     value = _found_directly(planner, item) if direct else planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
@@ -70,17 +70,18 @@ def resolve(
 
 
 def as_value(tensor: torch.Tensor) -> Any:
-    """Returns the value that the engine writes for a tensor: the tensor if it is plain, else its
-    bytes from torch.save."""
+    """Returns the value that the engine writes for a tensor: the tensor itself if it is plain,
+    otherwise the bytes that torch.save writes for it."""
     if tensor.is_cuda and not _C.is_dense(tensor):
-        # The engine copies contiguous runs of device memory, and the device gathers faster. This
-        # comes before _wait_for_devices, which waits for the copy.
+        # Let the device gather the elements, because the engine copies only contiguous runs of
+        # device memory. This must precede _wait_for_devices, which waits for the copy.
         tensor = tensor.detach().clone()
     if _C.is_plain(tensor):
         return tensor
     if tensor.is_cuda and not _C.has_cuda:
         warn_without_cuda()
-    # Copy as torch's writer does, which refuses here what it could not load again (sparse tensors).
+    # Copy the tensor in the same way as torch's writer. This fails for tensors that torch could not
+    # load again, such as sparse tensors.
     detached = tensor.detach().cpu()
     if detached.untyped_storage().nbytes() != detached.numel() * detached.itemsize:
         detached = detached.clone()
@@ -90,13 +91,14 @@ def as_value(tensor: torch.Tensor) -> Any:
 
 
 def keeps_default_lookup(planner: SavePlanner) -> bool:
-    """Returns True if none of torch's lookup hooks is overridden."""
+    """Returns True if the planner overrides none of torch's lookup hooks."""
     hooks = ("resolve_data", "lookup_object", "transform_object")
     return keeps_methods(planner, DefaultSavePlanner, hooks)
 
 
 def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
-    """Returns the result of ``planner.resolve_data``, ten times as fast for whole plain tensors."""
+    """Returns the result of ``planner.resolve_data``. For complete plain tensors, this function is
+    ten times as fast."""
     value = planner.state_dict.get(item.index.fqn)  # type: ignore[attr-defined]
     if item.type == WriteItemType.TENSOR and type(value) in (torch.Tensor, torch.nn.Parameter):
         return value
@@ -105,7 +107,7 @@ def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
 
 @no_gc()
 def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
-    """Builds DCP's result of each item. The first one carries the checksum tables to the
+    """Builds DCP's write result for each item. The first result carries the checksum tables to the
     coordinator."""
     results = [
         WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
@@ -117,7 +119,7 @@ def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
 
 
 def brought_with(results: list[list[WriteResult]]) -> tuple[dict[str, bytes], list[Place]]:
-    """Removes from the results the files' checksum tables and the ranks' directories, and returns
+    """Removes the checksum tables and the ranks' directory identities from the results, and returns
     them."""
     tables: dict[str, bytes] = {}
     directories: list[Place] = []

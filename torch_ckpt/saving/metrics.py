@@ -1,4 +1,4 @@
-"""Durations and sizes of a save, as an object and as a trace for Chrome or Perfetto."""
+"""Metrics of a save, and traces for Chrome or Perfetto."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from pathlib import Path
 
 from torch_ckpt._base.log import LOGGER
 
-#: (lane, name, begin, end): a stretch of work, in seconds since the call.
+#: A time span of work: (lane, name, begin, end). Times are in seconds since the call.
 Span = tuple[str, str, float, float]
 
 
 @dataclass
 class SaveMetrics:
-    """Durations and sizes of one save on one rank. Times are in seconds, sizes in bytes.
+    """Durations and sizes of a save on one rank. Times are in seconds, sizes in bytes.
 
     Attributes:
-        path: the checkpoint's directory.
+        path: the checkpoint directory.
         rank: the rank of this process.
-        blocked_s: time for which the caller was blocked: the call itself, and waits until staged.
-        planning_s: from the call until this rank knew what to write, including the planning of
+        blocked_s: time for which the caller was blocked, in the call itself and while waiting for
+            the save to be staged.
+        planning_s: from the call until this rank received its assignment, including the planning of
             other ranks.
-        staging_s: from the first copied byte until no source was needed any more.
-        write_s, fsync_s: time in these system calls, summed over threads.
-        checksum_s: time in checksums, summed over threads.
+        staging_s: from the first copied byte until the sources were no longer needed.
+        write_s, fsync_s: time spent in these system calls, summed over all threads.
+        checksum_s: time spent computing checksums, summed over all threads.
         written_s: from the call until this rank's files were written and fsynced.
-        commit_s: from then until the checkpoint was visible and durable, including waits for other
-            ranks.
+        commit_s: from the end of ``written_s`` until the checkpoint was visible and durable,
+            including waits for other ranks.
         total_s: from the call until the checkpoint was visible and durable.
-        python_s: processor time for which the background held the GIL.
+        python_s: CPU time for which the save's background thread held the GIL.
         bytes: bytes written by this rank.
-        messages, message_bytes: messages that this rank sent to other ranks, and their bytes;
-            heartbeats are not counted.
-        interval_s: from the previous save's call to this one; 0 for the first save.
+        messages, message_bytes: number and total size of the messages that this rank sent to other
+            ranks, without heartbeats.
+        interval_s: time since the call of the previous save; 0 for the first save.
 
     Examples:
         ```python
@@ -64,7 +65,7 @@ class SaveMetrics:
     interval_s: float = 0.0
 
     def log(self) -> None:
-        """Logs one line at level INFO; its attribute ``metrics`` holds all values."""
+        """Logs one INFO record. The record's attribute ``metrics`` has all values."""
         LOGGER.info(
             "saved %.3f GB to %s on rank %d in %.3f s "
             "(blocked %.3f s, staging %.3f s, commit %.3f s)",
@@ -80,7 +81,7 @@ class SaveMetrics:
 
 
 def write_trace(path: str | os.PathLike[str], rank: int, spans: Iterable[Span]) -> None:
-    """Writes spans in the format of Chrome's trace viewer, with one process for each rank.
+    """Writes time spans in the format of Chrome's trace viewer. The rank is shown as a process.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,9 +1,9 @@
-"""Finds values that should be identical on several ranks and differ.
+"""Finds values that should be identical on several ranks but differ.
 
-If several ranks have a plain tensor (no DTensor), a number or another object under one name, one of
-them writes it. If the values differ, because replicas have diverged or because each rank has its
-own value, those of the other ranks are lost. Every rank sends checksums with its plan, and the
-coordinator compares them.
+If several ranks have a plain tensor (not a DTensor), a number or another object with the same name,
+only one of the ranks writes it. If the values differ, because replicas have diverged or because
+each rank has its own value, the values of the other ranks are lost. So every rank sends checksums
+with its plan, and the coordinator compares them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch_ckpt.checkpoint.objects import PLAIN
 #: Values of the option check_replicas.
 MODES = ("off", "warn", "error")
 
-# Larger tensors are compared by stripes in the mode "warn".
+# In the mode "warn", only stripes of larger tensors are compared.
 _SAMPLE_BYTES = 64 << 10
 _STRIPES = 16
 
-# Suffix of the name under which an AppState keeps the parts of a value that are not tensors
+# AppState saves the parts of a value that are not tensors under a name with this suffix
 # (state/trees.py).
 _OBJECTS = "._objects"
 
@@ -39,7 +39,7 @@ class ReplicaCheck:
 
     Args:
         mode: "off", "warn" or "error".
-        every: compare in one of so many saves, beginning with the first.
+        every: compare replicas in every n-th save, starting with the first.
 
     Raises:
         ValueError: ``mode`` is unknown, or ``every`` is not positive.
@@ -60,16 +60,15 @@ class ReplicaCheck:
 
 
 def checksums_of(tensors: Iterable[torch.Tensor], objects: Iterable[Any], mode: str) -> bytes:
-    """Returns a checksum of 4 bytes for each tensor, then for each object; 0 for values that are
-    not compared.
+    """Returns a 4-byte checksum for each tensor, followed by one for each object.
 
-    Tensors that are not plain are not compared, nor objects that contain themselves or cannot be
-    pickled.
+    The checksum is 0 for values that are not compared: tensors that are not plain, objects that
+    contain themselves, and objects that cannot be pickled.
 
     Args:
-        mode: "error" reads all bytes of every tensor. "warn" reads all bytes of a tensor up to 64
-            KiB, and 16 evenly spread stripes of 4 KiB of a larger one; values that are private to a
-            rank differ there, too. Objects are always read completely.
+        mode: "error" reads all bytes of every tensor. "warn" reads all bytes of tensors up to 64
+            KiB, and 16 evenly spaced stripes of 4 KiB from larger tensors, which is enough to
+            detect that each rank has its own value. Objects are always read completely.
     """
     given = list(tensors)
     found: list[int | None] = [None] * len(given)
@@ -85,7 +84,12 @@ def checksums_of(tensors: Iterable[torch.Tensor], objects: Iterable[Any], mode: 
 
 
 def differing_values(names: list[list[str]], checksums: list[bytes | None]) -> list[str]:
-    """Returns one line for each name whose values differ, given each rank's names and checksums."""
+    """Compares the checksums of all ranks. Returns one line for each name whose values differ.
+
+    Args:
+        names: the names of each rank's values.
+        checksums: the result of :func:`checksums_of` on each rank; None if a rank sent none.
+    """
     brought: list[dict[str, int]] = []
     for of_rank, data in zip(names, checksums, strict=True):
         sums = array("I")
@@ -97,7 +101,7 @@ def differing_values(names: list[list[str]], checksums: list[bytes | None]) -> l
 
 
 def described(lines: list[str]) -> str:
-    """Describes the differing values and what to do, for an error or a warning; empty without
+    """Returns the text of an error or a warning about differing values. Empty if there are no
     lines."""
     if not lines:
         return ""
@@ -118,14 +122,14 @@ def _checksum_of_object(value: Any) -> int:
         target = _Checksum()
         _Digest(target).dump(value)
     except Exception:
-        # The object contains itself, or cannot be pickled: then the rank that saves it raises the
-        # error.
+        # The object contains itself or cannot be pickled. In the latter case, the rank that saves
+        # it raises the error.
         return 0
     return target.crc
 
 
 class _Checksum:
-    """A file that only keeps the checksum of the bytes written to it."""
+    """A file object that only computes the checksum of the bytes written to it."""
 
     def __init__(self) -> None:
         self.crc = 0
@@ -135,10 +139,10 @@ class _Checksum:
 
 
 class _Digest(pickle.Pickler):
-    """Pickles an object so that equal objects of different processes have equal pickles.
+    """Pickles objects so that equal objects have equal pickles in different processes.
 
-    Equal objects may share parts in different ways, and sets have no order. So nothing is memoized,
-    the items of a set are sorted by their checksums, and tensors are compared by value.
+    Equal objects may share parts in different ways, and sets have no defined order. So nothing is
+    memoized, the items of sets are sorted by checksum, and tensors are compared by value.
     """
 
     def __init__(self, target: _Checksum) -> None:
@@ -155,7 +159,7 @@ class _Digest(pickle.Pickler):
 
 
 def _checksum_of_sample(tensor: torch.Tensor) -> int:
-    """Returns the checksum of the stripes that the engine would read, copying only these."""
+    """Returns the checksum of the same stripes that the engine reads, copying only the stripes."""
     bits = tensor.detach().resolve_conj().resolve_neg()
     bits = bits.view(BITS[tensor.itemsize]) if tensor.itemsize in BITS else bits
     length = _SAMPLE_BYTES // _STRIPES // tensor.itemsize
@@ -167,8 +171,8 @@ def _checksum_of_sample(tensor: torch.Tensor) -> int:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    # A CRC detects drift, not forgery: it is several times as fast as a cryptographic hash, and
-    # misses one change in four billion, which the next comparison finds.
+    # A CRC suffices, because it must detect drift, not forgery. It is several times as fast as a
+    # cryptographic hash, and misses one change in four billion, which the next comparison finds.
     crc = 0
     for piece in host_pieces(as_bytes(tensor)):
         crc = _core.crc32(piece, crc)
@@ -182,12 +186,13 @@ def _compare(brought: Sequence[Mapping[str, object]]) -> list[str]:
         for rank, of_rank in enumerate(brought):
             if name in of_rank:
                 holders.setdefault(of_rank[name], []).append(rank)
-        # 0 stands for a value that was not compared.
+        # 0 means that the value is not compared.
         holders.pop(0, None)
         if len(holders) > 1:
             groups = sorted(holders.values())
-            others = "; ".join(f"another on {ranks_text(ranks)}" for ranks in groups[1:])
+            verb = "has" if len(groups[0]) == 1 else "have"
+            others = "".join(f", {ranks_text(ranks)} another" for ranks in groups[1:])
             lines.append(
-                f"{name.removesuffix(_OBJECTS)} has one value on {ranks_text(groups[0])}; {others}"
+                f"{name.removesuffix(_OBJECTS)}: {ranks_text(groups[0])} {verb} one value{others}"
             )
     return lines

@@ -1,4 +1,4 @@
-"""The background saves of this process, their threads, and the end of both."""
+"""The background saves of this process and their threads."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torch_ckpt.saving.job import Job, wait_for
 from torch_ckpt.saving.rank_write import wait_quietly
 from torch_ckpt.saving.unchanged import UnchangedDetector
 
-#: Seconds for which the exit of the interpreter waits for a running save.
+#: Maximum number of seconds for which the interpreter waits for a running save when it exits.
 EXIT_LIMIT_SECONDS = 3600.0
 
 
 class _RunningSaves:
-    """The background saves of this process; one at a time."""
+    """The background saves of this process. Only one save runs at a time."""
 
     def __init__(self) -> None:
-        # Held by the thread that starts a save, until it has started.
+        # A thread that starts a save holds this lock until the save has started.
         self._lock = threading.RLock()
-        # Guards the fields below.
+        # Guards all following fields.
         self._fields = threading.Lock()
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
@@ -42,28 +42,29 @@ class _RunningSaves:
 
     @contextlib.contextmanager
     def alone(self, if_busy: str = "wait", *, ranks: Ranks) -> Iterator[None]:
-        """Context manager in which this process starts or makes one save; one thread at a time
-        enters it.
+        """Block in which a thread starts or performs a save. Only one thread at a time can enter
+        it.
 
-        Waits for the running save, or refuses if ``if_busy`` is "raise".
+        Waits for the running save, or raises if ``if_busy`` is "raise".
 
         Args:
             ranks: the ranks of the next save.
 
         Raises:
-            CheckpointError: a save is running, and ``if_busy`` is "raise" or the save itself calls
-                this.
+            CheckpointError: a save is running, and either ``if_busy`` is "raise" or the call comes
+                from that save's own callback.
         """
         if threading.current_thread() is self._thread and self._under_way() is not None:
             raise CheckpointError(
-                "write_done and on_commit must not save: their own save is under way"
+                "write_done and on_commit must not start a save: the save that calls them is still "
+                "running"
             )
         with self._lock:
             job = self._under_way()
             if job is not None:
                 if if_busy == "raise":
                     raise CheckpointError(
-                        f"the save to {job.metrics.path} has not ended yet; wait for it, or pass "
+                        f"the save to {job.metrics.path} is still running; wait for it, or pass "
                         "if_busy='wait'"
                     )
                 _core.fault_point("wait for the save before", job.metrics.path)
@@ -73,20 +74,21 @@ class _RunningSaves:
             yield
 
     def start(self, job: Job, save: Callable[[Job], Metadata]) -> AsyncSave:
-        """Runs ``save`` in a thread of its own."""
+        """Runs ``save`` in a new thread."""
         self.collect()
         job.unchanged = self._unchanged
         if self._last_call is not None:
             job.metrics.interval_s = time.perf_counter() - self._last_call
         self._last_call = time.perf_counter()
         thread = self.spawn(lambda: job.run(save))
-        # Only now: without a thread the job would never end.
+        # Set these only after the thread has started: if starting it failed, later saves would wait
+        # forever for a job that nothing runs.
         with self._fields:
             self._job, self._thread = job, thread
         return AsyncSave(job)
 
     def spawn(self, function: Callable[[], None]) -> threading.Thread:
-        """Runs ``function`` in a thread that the exit of the interpreter waits for."""
+        """Runs ``function`` in a new thread. The interpreter waits for the thread when it exits."""
         thread = threading.Thread(target=function, name="torch_ckpt save", daemon=True)
         thread.start()
         with self._fields:
@@ -94,20 +96,19 @@ class _RunningSaves:
         return thread
 
     def let_go(self, thread: threading.Thread) -> None:
-        """Excludes a thread made by :meth:`spawn` from those that the exit of the interpreter waits
-        for."""
+        """Lets the interpreter exit without waiting for a thread that :meth:`spawn` started."""
         with self._fields:
             self._threads = [t for t in self._threads if t is not thread]
 
     def next_failed(self) -> Job | None:
-        """Returns a save that has failed, each once; None if there is none."""
+        """Returns the next failed save that it has not returned before, or None."""
         self.collect()
         return self._failed.pop(0) if self._failed else None
 
     def join(self) -> bool:
-        """Waits for the running saves, up to a limit. Returns True if they have ended.
+        """Waits for the running saves, up to a limit. Returns True if all of them have ended.
 
-        When the interpreter exits, this runs before it shuts down the threads that a save may need.
+        At interpreter exit, this runs before the thread pools that a save may need are shut down.
         """
         deadline = time.monotonic() + EXIT_LIMIT_SECONDS
         for thread in self._threads:
@@ -115,12 +116,13 @@ class _RunningSaves:
         return not any(thread.is_alive() for thread in self._threads)
 
     def leave(self) -> None:
-        """Waits for the running save, then for the engine's threads, when the interpreter exits."""
+        """Waits for the running save, then for the engine's threads. Called at interpreter exit."""
         host_memory.leave()
         if not self.join():
             path = self._job.metrics.path if self._job is not None else "a directory"
             LOGGER.error(
-                "the save to %s has not ended within %.0f s; the interpreter exits without it",
+                "the save to %s did not end within %.0f s; the interpreter exits without waiting "
+                "any longer",
                 path,
                 EXIT_LIMIT_SECONDS,
             )
@@ -134,8 +136,8 @@ class _RunningSaves:
         _core.join_executor()
 
     def collect(self) -> None:
-        """Sets aside a save that has ended. Also called before a fork, so that the child does not
-        disown its result."""
+        """Forgets the save if it has ended, but keeps it if it failed. Also called before a fork,
+        so that the child does not disown the result of a save that has ended."""
         with self._fields:
             job = self._job
             if job is not None and job.committed.done():
@@ -144,7 +146,7 @@ class _RunningSaves:
                     self._failed.append(job)
 
     def forget_in_child(self) -> None:
-        """Forgets the saves in a forked child, which has none."""
+        """Forgets all saves in a forked child, where none of them runs."""
         if self._job is not None:
             self._job.disown()
         self.__init__()  # type: ignore[misc]
@@ -163,10 +165,10 @@ join_saves = _saves.join
 
 
 def check_for_errors() -> None:
-    """Raises the error of a background save that has ended, if it has not been raised or returned
-    yet.
+    """Raises the error of a failed background save, unless the error has already been raised or
+    returned. Does not wait for a running save.
 
-    Each error is raised once. Call it regularly if no handle is kept. It does not wait.
+    Each error is raised only once. Call this function regularly if you keep no handles.
 
     Raises:
         CheckpointException, CheckpointError: see :meth:`AsyncSave.result`.

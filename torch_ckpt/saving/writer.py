@@ -1,6 +1,6 @@
-"""The StorageWriter: DCP's contract on one side, the C++ engine on the other.
+"""The StorageWriter: writes checkpoints for DCP and ``torch_ckpt.save``, by the C++ engine.
 
-This module holds policy only. csrc/planning and csrc/engine decide what is written where;
+This module contains only policy. csrc/planning and csrc/engine decide what is written where.
 csrc/directory/lease.h describes the commit protocol.
 """
 
@@ -59,48 +59,47 @@ from torch_ckpt.saving.snapshots import copy_of_state
 
 _DEFAULT_BACKGROUND = Background()
 
-#: A rank writes one file for each of these or part of it, up to its number of files. Nearly all
-#: chunks of so few bytes are in flight at once (three for each file), so a second file would not
-#: make the save faster, but cost a file and its fsync.
+#: By default a rank writes one file per this many bytes or fraction thereof, up to its number of
+#: files. For less data a second file would cost an fsync but not make the save faster: nearly all
+#: chunks of one file are in flight at once (three per file).
 BYTES_PER_FILE = 4 * CHUNK_BYTES
 
 
 def default_thread_count() -> int:
-    """Returns how many files a rank writes at once: two saturate a disk, and more cores can
-    checksum more."""
+    """Returns the number of files that a rank writes concurrently: at least 2, because two files
+    saturate a disk, and more if there are many cores, because these can compute more checksums."""
     return max(2, min(4, (os.cpu_count() or 1) // 4))
 
 
 class FileSystemWriter(StockWriter):
-    """Writes distributed checkpoints. Replaces torch's class of the same name without other
-    changes.
+    """Writes distributed checkpoints. A drop-in replacement for torch's class of the same name.
 
     Args:
-        path: directory of the checkpoint; it is created if it does not exist. A relative path is
-            resolved now, against the working directory. Each save opens the directory once, when it
-            starts, and writes only there.
+        path: the checkpoint directory. It is created if it does not exist. A relative path is
+            resolved against the current working directory when the writer is created. Each save
+            opens the directory once, when it starts, and writes only to that directory.
         single_file_per_rank: write one file for each of ``thread_count`` buckets of similar size.
-            False writes one file for each item.
+            False writes one file per item.
         sync_files: fsync files and directories, so that a completed save survives a power cut.
-        thread_count: number of files that this rank writes at once, each with a thread that may
-            wait for the disk. None chooses one file for each 16 MiB or part of it, and at most a
-            quarter of the cores (but at least 2 and at most 4).
-        per_thread_copy_ahead: accepted for compatibility and ignored; the engine copies ahead in
-            chunks.
-        cache_staged_state_dict: torch's option, for its ``async_save``.
+        thread_count: number of files that this rank writes concurrently, each with a thread that
+            may wait for the disk. None chooses one file per 16 MiB or fraction thereof, up to a
+            quarter of the cores (but this cap is never below 2 or above 4).
+        per_thread_copy_ahead: accepted for compatibility and ignored, because the engine copies
+            ahead in chunks.
+        cache_staged_state_dict: torch's option, for its own ``async_save``.
         overwrite: replace a checkpoint in ``path``. The old checkpoint can be loaded until the new
             one is committed.
-        _extensions: torch's stream transforms. Items then pass through Python.
-        serialization_format: torch's option. Formats other than its default are written by torch's
-            own code.
+        _extensions: torch's stream transforms. With transforms, all items pass through Python.
+        serialization_format: torch's option. torch's own code writes all formats other than the
+            default.
         separation_hint: write items whose fully qualified name begins with this text to separate
-            files. Needs ``thread_count >= 2``.
-        max_host_bytes: limit of the host memory for staging, in bytes, at least 4096. None: three
-            chunks of 4 MiB for each file; half of the free memory for ``async_save``.
+            files. Requires ``thread_count >= 2``.
+        max_host_bytes: maximum host memory for staging, in bytes; at least 4096. None means three
+            chunks of 4 MiB per file, and half of the free memory for ``async_save``.
         direct_io: True, False, or "auto" to use direct I/O if the file system supports it.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
-        background: threads and priorities of background saves: those of ``torch_ckpt.async_save``,
-            and those of ``dcp.async_save``, for which the writer is an ``AsyncStager``, too.
+        background: threads and priorities of background saves, by ``torch_ckpt.async_save`` or by
+            ``dcp.async_save``. For the latter, the writer is also an ``AsyncStager``.
 
     Raises:
         ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
@@ -109,7 +108,7 @@ class FileSystemWriter(StockWriter):
     Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
         OSError: a system call failed; ``errno`` and ``filename`` are set. Nothing was published,
             and the files that the engine wrote on this rank were removed.
-        NotCommitted, DurabilityUncertain: the commit itself failed.
+        NotCommitted, DurabilityUncertain: the commit failed.
 
     Examples:
         ```python
@@ -143,7 +142,7 @@ class FileSystemWriter(StockWriter):
         background: Background = _DEFAULT_BACKGROUND,
         **kwargs: Any,
     ) -> None:
-        # An explicit number of files is used even if little is written.
+        # If the caller chose a number of files, use it even if little is written.
         bytes_per_file = BYTES_PER_FILE if thread_count is None else 0
         if thread_count is None:
             thread_count = default_thread_count()
@@ -151,15 +150,15 @@ class FileSystemWriter(StockWriter):
             raise ValueError(f"thread_count must be at least 1, got {thread_count}")
         if separation_hint and thread_count < 2:
             raise ValueError(
-                "separation_hint needs thread_count >= 2 (one file for each side), "
-                f"got {thread_count}"
+                "separation_hint requires thread_count >= 2, because matching and other items "
+                f"go to separate files; got {thread_count}"
             )
         hint = separation_hint or ""
         # Readers refuse file names with backslashes.
         if "/" in hint or "\\" in hint or hint.startswith("."):
             raise ValueError(
-                "separation_hint is the prefix of file names: it must not have a slash or a "
-                f"backslash or begin with a dot, got {separation_hint!r}"
+                "separation_hint is used as a prefix of file names, so it must not contain a slash "
+                f"or a backslash or begin with a dot, got {separation_hint!r}"
             )
         if direct_io not in (True, False, "auto"):
             raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
@@ -196,7 +195,7 @@ class FileSystemWriter(StockWriter):
         self._write: RankWrite | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, perhaps in another process, has no part in the running save.
+        # A copy, which may be in another process, does not participate in the running save.
         return self.__dict__ | {"_directory": None, "_lease": None, "_write": None}
 
     # --- DCP's contract, in the order of a save -------------------------------------------------
@@ -208,7 +207,7 @@ class FileSystemWriter(StockWriter):
         self._make_absolute()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # torch passes the rank only to a method that has a parameter of the name `kwargs`.
+        # torch passes the rank only to a method that has a parameter named `kwargs`.
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
         RelaxedGc.begin()
@@ -220,8 +219,8 @@ class FileSystemWriter(StockWriter):
             return super().prepare_local_plan(plan)
         _core.make_directories(self.path)
         refuse_hidden_save(self.directory, self._own_rank())
-        # torch's own check would warn that a checkpoint is replaced. Here the old one can be loaded
-        # until the new one is committed.
+        # Replaces torch's own check, which would warn that a checkpoint is overwritten. That needs
+        # no warning here, because the old checkpoint can be loaded until the new one is committed.
         if not self.overwrite and _core.metadata_name(self._own_rank()) in self.directory.names():
             raise RuntimeError(
                 f"Checkpoint already exists in {self.path}; pass overwrite=True to replace it"
@@ -237,7 +236,7 @@ class FileSystemWriter(StockWriter):
         self._is_alone = len(plans) == 1
         if self._lease is None or not self.use_collectives:
             return plans
-        # Overwrite the prefix: a cached plan has that of an earlier save.
+        # Set the prefix again, because a cached plan has the prefix of an earlier save.
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{self.tag}"))
             for rank, plan in enumerate(plans)
@@ -252,7 +251,7 @@ class FileSystemWriter(StockWriter):
             raise
         finally:
             if not self._commits:
-                # DCP calls no other method after this one on such a rank.
+                # This is the last method that DCP calls on such a rank.
                 self._directory = None
 
     def _write_data_of(
@@ -265,7 +264,7 @@ class FileSystemWriter(StockWriter):
         if not self.engine_can_write():
             return self._write_through_torch(plan, planner, prefix)
         if isinstance(planner, SavePlanner) and planner.has_planned():
-            # DCP passes a rank's result to the coordinator unchanged.
+            # DCP passes the result of a rank to the coordinator unchanged, so it may have any type.
             return completed([planner.write(plan, functools.partial(self.write_values, prefix))])
         items = list(plan.items)
         names = [item.index.fqn for item in items]
@@ -306,8 +305,8 @@ class FileSystemWriter(StockWriter):
             index_of(metadata, str(self.path))
         except (Corrupt, Unsafe) as error:
             raise CheckpointError(
-                f"{self.path}: the metadata of this save would not load, so it was not committed: "
-                f"{error}"
+                f"{self.path}: this save was not committed, because its metadata could not be "
+                f"loaded again: {error}"
             ) from error
 
     def _finish_planned(self, plan: GlobalPlan, metadata: Metadata, results: list[Any]) -> None:
@@ -322,19 +321,20 @@ class FileSystemWriter(StockWriter):
         decode_when_used(metadata, data)
 
     def storage_meta(self) -> StorageMeta | None:
-        # SavePlanner is set up with this object.
+        # torch passes this object to the planner; SavePlanner detects by its type that the engine
+        # can write.
         kind = EngineStorageMeta if self.engine_can_write() else StorageMeta
-        # A str, because pickled paths do not load in every version of Python.
+        # Convert the path to str, because not every Python version can load pickled paths.
         return kind(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
 
     # --- DCP's AsyncStager, for dcp.async_save ---------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of a state dict in host memory that is reused from save to save.
+        """Returns a copy of a state dict in host memory. The memory is reused by later saves.
 
-        Objects are deep-copied. Tensors that are neither plain nor DTensors are cloned.
+        Objects are deep-copied. Tensors that are neither plain tensors nor DTensors are cloned.
         """
-        # From now on training runs while this writer writes.
+        # From now on, this writer writes while training runs.
         self._is_staged = True
         return copy_of_state(state_dict)
 
@@ -342,7 +342,7 @@ class FileSystemWriter(StockWriter):
 
     @property
     def identity(self) -> str | None:
-        """A name that all ranks of a save must share; None if their directories may differ."""
+        """An identifier that all ranks of a save must agree on; None if they need not agree."""
         return None
 
     @property
@@ -351,7 +351,8 @@ class FileSystemWriter(StockWriter):
         return str(self.path)
 
     def engine_can_write(self) -> bool:
-        """Returns False if a transform, a format or a remote file system needs torch's own code."""
+        """Returns False if torch's own code must write, because of a stream transform, a format or
+        a remote file system."""
         stock_format = getattr(self, "serialization_format", None)
         return (
             self._is_local()
@@ -361,8 +362,8 @@ class FileSystemWriter(StockWriter):
 
     @property
     def directory(self) -> OpenDirectory:
-        """The directory of the save, opened when the save began. Opened by its path if there is no
-        save."""
+        """The directory of the save, which was opened when the save began. Without a save, opens
+        the directory by its path."""
         if self._directory is None:
             self._directory = OpenDirectory(self.path)
         return self._directory
@@ -372,7 +373,7 @@ class FileSystemWriter(StockWriter):
         self._directory = opened
 
     def set_up_for_save(self, rank: int) -> None:
-        """Does the work of DCP's set_up_storage_writer and prepare_local_plan."""
+        """Prepares a save, as DCP's set_up_storage_writer and prepare_local_plan do."""
         self.rank = rank
         self.use_collectives = True
         self._is_coordinator = rank == 0
@@ -380,11 +381,12 @@ class FileSystemWriter(StockWriter):
 
     @property
     def tag(self) -> str:
-        """On the coordinator: the text after ``__{rank}_`` in the names of all data files."""
+        """The text that follows ``__{rank}_`` in the names of all data files. Only valid on the
+        coordinator."""
         return self._lease.tag if self._lease is not None and self.use_collectives else ""
 
     def bytes_moved(self) -> int:
-        """Returns a number that grows for as long as this rank makes progress."""
+        """Returns a number that increases as long as this rank makes progress."""
         write = self._write
         return 0 if write is None else write.moved()
 
@@ -399,16 +401,17 @@ class FileSystemWriter(StockWriter):
     def write_values(
         self, prefix: str, names: list[str], values: list[Any], write: RankWrite | None = None
     ) -> Written:
-        """Writes tensors and bytes, fsyncs the files, and waits for the end.
+        """Writes tensors and bytes, fsyncs the files, and blocks until the write is done.
 
         Args:
             prefix, names, values: see :meth:`RankWrite.run`.
-            write: the write of a snapshot, or one with other work to do meanwhile.
+            write: the RankWrite to use, for a snapshot or to run other work while the engine
+                writes; None creates one.
 
         Raises:
             OSError, SourceChanged: see :meth:`RankWrite.run`.
         """
-        # Use the background priorities for a state that was staged by :meth:`stage`.
+        # If stage() has copied the state, training is running: write at the background priorities.
         quiet = self.background if self._is_staged else None
         self._write = write or RankWrite(background=quiet)
         title = f"save {Path(self.path).name}"
@@ -424,19 +427,20 @@ class FileSystemWriter(StockWriter):
         remove_own(self.directory, set(written.files.names))
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        """Publishes ``data`` as the metadata. Then removes the files that no metadata names.
+        """Publishes ``data`` as the metadata, then removes the files that no metadata names.
 
         Args:
             data: the encoded metadata.
-            files: the data files that it names.
+            files: the data files that the metadata names.
 
         Raises:
-            NotCommitted: the previous contents of the directory are intact, and the new data files
-                that this process can see were removed. If the path now leads to another directory
-                than when the save began, nothing is changed there.
-            DurabilityUncertain: the checkpoint may be visible, but a power cut may lose it.
+            NotCommitted: nothing was published. The previous contents of the directory are intact,
+                and the new data files that this process can see were removed. If the path now
+                refers to a different directory than when the save began, nothing was changed in
+                that directory.
+            DurabilityUncertain: the checkpoint may be visible, but may be lost in a power cut.
         """
-        # Without a save, take a lease now.
+        # If no save has begun, take a lease now.
         lease = self._lease or DirectoryLease(self.directory, self._own_rank())
         self._lease = self._directory = None
         lease.commit(data, files, sync=self.sync_files, replace=self.overwrite)
@@ -460,14 +464,14 @@ class FileSystemWriter(StockWriter):
         return type(self.fs) is FileSystem
 
     def _own_rank(self) -> int | None:
-        """The rank, if ranks save independently; None if they save together."""
+        """Returns the rank if ranks save independently, and None if they save together."""
         return None if self.use_collectives else self.rank
 
     def _write_through_torch(
         self, plan: SavePlan, planner: TorchsSavePlanner, prefix: str
     ) -> Future[list[WriteResult]]:
-        # With several threads torch loses a worker's exception and reports success, so its own code
-        # gets one thread.
+        # Use one thread for torch's own code: with several threads, torch loses exceptions of its
+        # workers and reports success.
         plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
         thread_count, self.thread_count = self.thread_count, 1
         is_local, fs = self._is_local(), self.fs
@@ -483,7 +487,7 @@ class FileSystemWriter(StockWriter):
 
 
 def completed(value: list[Any]) -> Future[list[WriteResult]]:
-    """Returns a future that is done, with the results of the writes."""
+    """Returns a completed future with the results of the writes."""
     future: Future[list[WriteResult]] = Future()
     future.set_result(value)
     return future

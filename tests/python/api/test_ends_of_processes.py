@@ -86,7 +86,7 @@ reached.wait()
 def test_the_interpreter_waits_no_longer_than_the_limit_at_exit(tmp_path: Path) -> None:
     done = run_script(LEAVES_A_SAVE_THAT_HANGS, tmp_path / "c")
     assert done.returncode == 0
-    assert f"the save to {tmp_path / 'c'} has not ended within" in done.stderr
+    assert f"the save to {tmp_path / 'c'} did not end within" in done.stderr
     assert not is_committed(tmp_path / "c")
 
 

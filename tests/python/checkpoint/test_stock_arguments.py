@@ -51,9 +51,9 @@ def test_the_writer_accepts_torchs_arguments_by_position(tmp_path: Path) -> None
         ({"thread_count": 0}, "thread_count must be at least 1, got 0"),
         (
             {"thread_count": 2, "separation_hint": "a\\b"},
-            "separation_hint is the prefix of",
+            "separation_hint is used as a prefix of",
         ),
-        ({"thread_count": 1, "separation_hint": "x"}, "separation_hint needs thread_count >= 2"),
+        ({"thread_count": 1, "separation_hint": "x"}, "separation_hint requires thread_count >= 2"),
         ({"direct_io": "maybe"}, "direct_io must be True, False or \"auto\", got 'maybe'"),
         ({"max_host_bytes": 100}, "max_host_bytes must be at least 4096, got 100"),
     ],

@@ -195,7 +195,7 @@ def test_a_failing_store_has_its_own_error(capfd: pytest.CaptureFixture[str]) ->
     dist.init_process_group("gloo", store=servers[0].clone(), rank=0, world_size=1)
     try:
         servers.clear()
-        message = r"sync_global_devices\('x'\): rank 0 lost the proc"
+        message = r"sync_global_devices\('x'\): rank 0 lost the connection to"
         with pytest.raises(ConnectionError, match=message):
             multihost.sync_global_devices("x", timeout=1)
     finally:

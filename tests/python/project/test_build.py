@@ -92,9 +92,9 @@ def import_copy(
 
 def test_an_import_of_an_unbuilt_clone_names_the_build_command(tmp_path: Path) -> None:
     assert import_copy(tmp_path, "import torch_ckpt").stderr.splitlines()[-1] == (
-        f"ImportError: the extension of torch_ckpt is not built (there is no _core.so in "
-        f"{tmp_path}/torch_ckpt): run `make build` in the clone, or `pip install .` and import it "
-        "elsewhere"
+        f"ImportError: the extension module of torch_ckpt is not built (there is no _core.so in "
+        f"{tmp_path}/torch_ckpt): run `make build` in the source tree, or run `pip install .` and "
+        "import torch_ckpt from another directory"
     )
 
 
@@ -115,7 +115,7 @@ def test_an_import_with_an_old_torch_names_the_supported_versions(
     done = import_copy(tmp_path, statement, is_built=True)
     assert done.stderr.splitlines()[-1] == (
         f"ImportError: torch_ckpt {__version__} supports torch 2.11 to 2.15, but found torch "
-        "2.10.1+cpu: run `pip install 'torch>=2.11,<2.16'`, then install torch_ckpt again"
+        "2.10.1+cpu: run `pip install 'torch>=2.11,<2.16'`, then reinstall torch_ckpt"
     )
 
 
@@ -125,7 +125,7 @@ def test_an_import_with_an_untested_torch_warns_and_continues(tmp_path: Path) ->
     assert error.count("UserWarning") == 1
     assert "is tested with torch 2.11 to 2.15, but not with torch 2.16.0a0+git" in error
     assert error.splitlines()[-1].startswith(
-        "ImportError: the extension of torch_ckpt is not built"
+        "ImportError: the extension module of torch_ckpt is not built"
     )
 
 

@@ -240,8 +240,8 @@ def test_a_warning_turned_into_an_error_reports_that_the_checkpoint_is_committed
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nice": 20}, "nice must be from 0 to 19, got 20"),
-        ({"nice": -1}, "nice must be from 0 to 19, got -1"),
+        ({"nice": 20}, "nice must be between 0 and 19, got 20"),
+        ({"nice": -1}, "nice must be between 0 and 19, got -1"),
         ({"threads": -1}, "threads must not be negative, got -1"),
         ({"max_bytes_per_second": -1}, "max_bytes_per_second must not be negative, got -1"),
     ],

@@ -47,7 +47,7 @@ def test_names_of_some_ranks_are_compared_among_these_ranks() -> None:
     )
     assert differing_values([["a"], ["b"], ["b"]], [one, other, other]) == []
     assert differing_values([["a"], ["a"], ["b"]], [one, other, None]) == [
-        "a has one value on rank 0; another on rank 1"
+        "a: rank 0 has one value, rank 1 another"
     ]
 
 
