@@ -147,8 +147,8 @@ _is_restore_shown = False
 def _shows_restore() -> bool:
     """Returns True once per process, if no logging handler is configured.
 
-    Without a handler Python prints only warnings. The first restore is reported as a warning,
-    because otherwise nobody notices for hours that a run has started from scratch by mistake.
+    Without a handler, Python prints only warnings. The first restore is reported as a warning,
+    because a run that has started from scratch by mistake otherwise looks normal for hours.
     """
     global _is_restore_shown
     if _is_restore_shown or LOGGER.hasHandlers():

@@ -146,7 +146,7 @@ class _RunningSaves:
                     self._failed.append(job)
 
     def forget_in_child(self) -> None:
-        """Forgets all saves in a forked child, where none of them runs."""
+        """Forgets all saves in a forked child, because only the parent runs them."""
         if self._job is not None:
             self._job.disown()
         self.__init__()  # type: ignore[misc]
