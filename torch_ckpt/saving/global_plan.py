@@ -22,7 +22,7 @@ from typing import Any, cast
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
@@ -45,12 +45,12 @@ class Contents:
         template: names, kinds, dtypes and sizes of the values that the engine plans; identical on
             most ranks. In a message, its token (see :meth:`Ranks.share`).
         shards: offsets and sizes of this rank's shards of DTensors.
-        rest: the plan of all other items, by torch's planner.
+        torch_plan: torch's plan of all other items; None if there are none.
     """
 
     template: bytes | str
     shards: bytes
-    rest: SavePlan
+    torch_plan: SavePlan | None
 
     def to_send(self, ranks: Ranks) -> Contents:
         """Returns a copy with a token in place of the template."""
@@ -68,11 +68,11 @@ class Assignment:
 
     Attributes:
         rows: numbers of values in the template.
-        rest: items of torch's plan.
+        torch_plan: the items that torch's planner assigns; None if there are none.
     """
 
     rows: Sequence[int]
-    rest: SavePlan
+    torch_plan: SavePlan | None
 
 
 class GlobalPlan:
@@ -94,9 +94,17 @@ class GlobalPlan:
             self._engine = _core.GlobalPlan(texts)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        rest, self._rest_metadata = planner.create_global_plan([c.rest for c in contents])
-        self._rest = list(rest)  # by rank
+        self._torch_items: list[list[WriteItem]] = [[] for _ in contents]  # by rank
+        self._torch_metadata: dict[str, Any] = {}
+        self._assignments = [Assignment(self._engine.owned(r), None) for r in range(len(contents))]
+        if any(of_rank.torch_plan for of_rank in contents):
+            plans = [of_rank.torch_plan or SavePlan([]) for of_rank in contents]
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            plans, metadata = planner.create_global_plan(plans)
+            self._torch_metadata = metadata.state_dict_metadata
+            self._torch_items = [list(plan.items) for plan in plans]
+            for assignment, plan in zip(self._assignments, plans, strict=True):
+                assignment.torch_plan = plan if plan.items else None
 
     def has_names_of(self, other: GlobalPlan) -> bool:
         """Returns True if another plan writes the same items on the same ranks."""
@@ -104,12 +112,12 @@ class GlobalPlan:
 
     def assignments(self) -> list[Assignment]:
         """Returns the assignments, by rank."""
-        return [Assignment(self._engine.owned(rank), rest) for rank, rest in enumerate(self._rest)]
+        return self._assignments
 
     def replicated_names(self) -> list[list[str]]:
         """Returns the names of the values of :meth:`SaveState.replicated`, by rank: tensors, then
         objects."""
-        return [self._engine.replicated_names(rank) for rank in range(len(self._rest))]
+        return [self._engine.replicated_names(rank) for rank in range(len(self.contents))]
 
     @functools.cached_property
     def paths(self) -> dict[str, tuple[Any, ...]]:
@@ -129,16 +137,16 @@ class GlobalPlan:
         files = [of_rank.files for of_rank in written]
         meta = [] if storage_meta is None else [*vars(storage_meta).items()]
         texts = [(name, text) for name, text in meta if text is None or isinstance(text, str)]
-        rest = self._index_of_rest(files)
+        torch_index = self._torch_index(files)
         phases = json.dumps([of_rank.seconds for of_rank in written], separators=(",", ":"))
-        return self._engine.encode(files, rest, texts, DCP_VERSION, phases)
+        return self._engine.encode(files, torch_index, texts, DCP_VERSION, phases)
 
     def describe(self) -> None:
         """Encodes the part of the metadata that depends only on the plan, once and without the GIL.
 
         Ignores errors: :meth:`encode` encodes this part again.
         """
-        if not self._rest_metadata.state_dict_metadata:
+        if not self._torch_metadata:
             with suppress(MemoryError):
                 self._engine.describe()
 
@@ -160,9 +168,9 @@ class GlobalPlan:
         moved, changed, unchanged = self._engine.changes(files[0], files[1], counter)
         if moved is None:
             return None, {}
-        for rank, rest in enumerate(self._rest):
-            crcs = [[place[3] for place in self._of_rest(of_all, rank)] for of_all in files]
-            for item, old, new in zip(rest.items, *crcs, strict=True):
+        for rank, items in enumerate(self._torch_items):
+            crcs = [[place[3] for place in self._torch_places(of_all, rank)] for of_all in files]
+            for item, old, new in zip(items, *crcs, strict=True):
                 path = self.paths.get(item.index.fqn, ())
                 group = str(path[0]) if len(path) > 1 else ""
                 if old != new:
@@ -173,29 +181,29 @@ class GlobalPlan:
             unchanged.pop(group, None)
         return moved, unchanged
 
-    def _index_of_rest(self, files: list[_core.WrittenFiles]) -> _core.CheckpointIndex | None:
-        described = self._rest_metadata.state_dict_metadata
-        if not described:
+    def _torch_index(self, files: list[_core.WrittenFiles]) -> _core.CheckpointIndex | None:
+        """Returns the index of the items planned by torch; None if there are none."""
+        if not self._torch_metadata:
             return None
-        for name in described:
+        for name in self._torch_metadata:
             if self._engine.plans(name):
                 raise CheckpointError(
                     f"{name}: ranks have different kinds of tensors or objects under this name"
                 )
         storage = {
             item.index: _StorageInfo(*place[:3])
-            for rank, plan in enumerate(self._rest)
-            for item, place in zip(plan.items, self._of_rest(files, rank), strict=True)
+            for rank, items in enumerate(self._torch_items)
+            for item, place in zip(items, self._torch_places(files, rank), strict=True)
         }
-        return index_of(Metadata(described, storage_data=storage), "rest")
+        return index_of(Metadata(self._torch_metadata, storage_data=storage), "torch's plan")
 
     def _names(self) -> list[tuple[Any, ...]]:
         """Returns, by rank, the engine's templates and the items of torch's plan."""
         return [
-            (of_rank.template, of_rank.shards, [item.index for item in rest.items])
-            for of_rank, rest in zip(self.contents, self._rest, strict=True)
+            (of_rank.template, of_rank.shards, [item.index for item in items])
+            for of_rank, items in zip(self.contents, self._torch_items, strict=True)
         ]
 
-    def _of_rest(self, files: list[_core.WrittenFiles], rank: int) -> list[Place]:
-        """Returns the locations of a rank's items of torch's plan, which come after all others."""
-        return files[rank].places(len(self._engine.owned(rank)))
+    def _torch_places(self, files: list[_core.WrittenFiles], rank: int) -> list[Place]:
+        """Returns the locations of a rank's items planned by torch, which follow the engine's."""
+        return files[rank].places(len(self._assignments[rank].rows))

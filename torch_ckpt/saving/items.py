@@ -85,8 +85,13 @@ def as_value(tensor: torch.Tensor) -> Any:
     detached = tensor.detach().cpu()
     if detached.untyped_storage().nbytes() != detached.numel() * detached.itemsize:
         detached = detached.clone()
+    return pickled(detached)
+
+
+def pickled(value: Any) -> memoryview:
+    """Returns the bytes that torch.save writes for a value."""
     stream = io.BytesIO()
-    torch.save(detached, stream)
+    torch.save(value, stream)
     return stream.getbuffer()
 
 

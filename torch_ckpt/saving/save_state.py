@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +30,7 @@ from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.global_plan import Assignment, Contents
-from torch_ckpt.saving.items import Written, as_value, resolve
+from torch_ckpt.saving.items import Written, as_value, pickled, resolve
 from torch_ckpt.saving.snapshots import snapshot_of
 from torch_ckpt.saving.structure import structure_of
 
@@ -63,8 +63,8 @@ class SaveState:
                 kept = snapshot_of(value, name, self._watch)
                 if kept is not value:
                     self._flat.replace(row, kept)
-        # The state dict is already flat.
-        self._planner = DefaultSavePlanner(flatten_state_dict=False)
+        #: torch's planner, if it must plan some of the values.
+        self._planner: DefaultSavePlanner | None = None
         self._template, self._shards = b"", b""
         self.structure: Any = None
         self._walk_seconds = time.perf_counter() - begin
@@ -82,23 +82,27 @@ class SaveState:
                 consecutive.
         """
         self._moments.append(time.perf_counter())
-        rest = {}
+        torch_values = {}
         for row in self._flat.others():
             name, value = self._flat.name(row), self._flat.value(row)
             _require_values(name, value)
             require_consecutive(name, value)
             if not self._flat.is_object(row):
-                rest[name] = value
+                torch_values[name] = value
         for row in self._flat.on_meta():
             _require_values(self._flat.name(row), self._flat.value(row))
-        self._planner.set_up_planner(rest, storage_meta, is_coordinator)
+        if torch_values:
+            # The state dict is already flat.
+            self._planner = DefaultSavePlanner(flatten_state_dict=False)
+            self._planner.set_up_planner(torch_values, storage_meta, is_coordinator)
         self._template, self._shards = self._flat.contents()
-        known = structure_of(rest)
+        known = structure_of(torch_values) if torch_values else []
         self.structure = None if known is None else (self._template, self._shards, known)
 
     def contents(self) -> Contents:
         """Returns the part that the coordinator must know."""
-        return Contents(self._template, self._shards, self._planner.create_local_plan())
+        torch_plan = None if self._planner is None else self._planner.create_local_plan()
+        return Contents(self._template, self._shards, torch_plan)
 
     def replicated(self) -> tuple[list[torch.Tensor], list[Any]]:
         """Returns the plain tensors and the objects, which are assumed to be identical on all
@@ -131,11 +135,12 @@ class SaveState:
                     on_object()
             elif isinstance(value, torch.Tensor):
                 values[number] = as_value(value)
-        for item in self._planner.finish_plan(assignment.rest).items:
-            names.append(item.index.fqn)
-            values.append(self._resolve(item))
-            if on_object is not None:
-                on_object()
+        if self._planner is not None and assignment.torch_plan is not None:
+            for item in self._planner.finish_plan(assignment.torch_plan).items:
+                names.append(item.index.fqn)
+                values.append(self._resolve(self._planner, item))
+                if on_object is not None:
+                    on_object()
         self._moments.append(time.perf_counter())
         return names, values
 
@@ -163,14 +168,13 @@ class SaveState:
         if self._watch is not None:
             self._watch.release()
         self._flat = _C.FlatState({}, lambda _: [])
-        self._planner.state_dict = {}
+        self._planner = None
 
     # --- private ---------------------------------------------------------------------------------
 
     def _pickle_object(self, name: str, value: Any) -> Any:
-        self._planner.state_dict[name] = value
         try:
-            found = resolve(self._planner, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+            found = pickled(value)
         except Exception as error:
             raise unpicklable(name, value, error) from None
         # AppState checks the values that it wraps, under the names of the caller.
@@ -178,12 +182,12 @@ class SaveState:
             warn_of_what_will_not_load(name, value, found)
         return found
 
-    def _resolve(self, item: WriteItem) -> Any:
+    def _resolve(self, planner: DefaultSavePlanner, item: WriteItem) -> Any:
         name = item.index.fqn
-        value = self._planner.state_dict.get(name)
+        value = planner.state_dict.get(name)
         if item.type == WriteItemType.BYTE_IO:
             return self._pickle_object(name, value)
-        found = resolve(self._planner, item)
+        found = resolve(planner, item)
         if type(value) is not DTensor and not isinstance(found, torch.Tensor):
             warn_of_what_will_not_load(name, value, found)
         return found
