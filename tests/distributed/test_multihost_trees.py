@@ -129,9 +129,9 @@ def case_tensors_larger_than_a_batch_are_sent_in_pieces(launch: Launch) -> None:
 @takes_several
 def case_none_or_several_sources_are_refused_on_every_rank(launch: Launch) -> None:
     text = disagreement(launch, lambda: multihost.broadcast_one_to_all(1, is_source=False))
-    assert "is_source must be True on exactly one rank, but it is on no rank" in text
+    assert "is_source must be True on exactly one rank, but it is True on no rank" in text
     text = disagreement(launch, lambda: multihost.broadcast_one_to_all(1, is_source=True))
-    assert f"it is on ranks 0-{launch.size - 1}" in text
+    assert f"it is True on ranks 0-{launch.size - 1}" in text
 
 
 @takes_several
@@ -327,8 +327,9 @@ def case_a_differing_leaf_is_named_with_its_ranks(launch: Launch) -> None:
             data.view(-1)[-1] = data.view(-1)[-1] ^ 1
         text = disagreement(launch, lambda tree=tree: multihost.assert_equal(tree, "after loading"))
         assert text.startswith("assert_equal(): after loading: ranks differ in 1 leaf:"), text
-        assert f"a.b.1 (a tensor of {str(dtype)[6:]}, shape (3, 4)) has one value" in text
-        assert f"on {others(launch)}; another on rank {launch.size - 1}" in text
+        assert f"a.b.1 (a tensor of {str(dtype)[6:]}, shape (3, 4)) differs: " in text
+        assert f"{others(launch)} ha" in text
+        assert f" one value, rank {launch.size - 1} has another" in text
 
 
 @takes_several
@@ -348,8 +349,8 @@ def case_differing_numbers_are_shown(launch: Launch) -> None:
     assert "t is a tensor of float32, shape (), 1.5 on rank 0; a tensor" in text
     assert "z is float 0.0 on rank 0; float -0.0 on rank" in text
     assert "type is int 1 on rank 0; bool True on rank" in text
-    assert re.search(r"o \(.*Unregistered\) has one value on rank 0; another on rank", text)
-    assert re.search(r"long \(str 'x+\.\.\.\) has one value on rank 0; another on rank", text)
+    assert re.search(r"o \(.*Unregistered\) differs: rank 0 has one value, rank", text)
+    assert re.search(r"long \(str 'x+\.\.\.\) differs: rank 0 has one value, rank", text)
 
 
 @takes_several
@@ -384,8 +385,8 @@ def case_shards_equal_only_their_replicas(launch: Launch) -> None:
     tree = {"w": sharded(place[1] + 10 * place[0] * (place[1] == launch.size // 2 - 1))}
     text = disagreement(launch, lambda: multihost.assert_equal(tree))
     ranks = [launch.size // 2 - 1, launch.size - 1]
-    assert f"its shard [{launch.size // 2 - 1}]) has one value on rank {ranks[0]}; " in text
-    assert f"another on rank {ranks[1]}" in text
+    assert f"its shard [{launch.size // 2 - 1}]) differs: rank {ranks[0]} has one value, " in text
+    assert f"rank {ranks[1]} has another" in text
     multihost.assert_equal(
         DTensor.from_local(torch.tensor(launch.rank), mesh_1d(launch), [Partial()])
     )
@@ -487,8 +488,8 @@ def case_invalid_shard_shapes_are_named(launch: Launch) -> None:
         launch, lambda: multihost.local_to_global(local, mesh_1d(launch), [Shard(0)])
     )
     size = 1 + 5 * (launch.size - 1)
-    assert "w: mesh index 0 has shape (1, 2), but" in text
-    assert f"of a tensor of shape ({size}, 2) needs" in text
+    assert "w: the local tensor at mesh index 0 has shape (1, 2), but" in text
+    assert f"a tensor with shape ({size}, 2) and placements [Shard(dim=0)] requires" in text
 
 
 @takes_several
@@ -497,8 +498,8 @@ def case_a_replica_of_another_shape_is_named(launch: Launch) -> None:
     text = disagreement(
         launch, lambda: multihost.local_to_global(local, mesh_1d(launch), [Replicate()])
     )
-    assert "0: mesh index 1 has shape (4,), but" in text
-    assert "of a tensor of shape (3,) needs" in text
+    assert "0: the local tensor at mesh index 1 has shape (4,), but" in text
+    assert "a tensor with shape (3,) and placements [Replicate()] requires" in text
 
 
 test_on_ranks = on_ranks(globals(), (1, 2, 4))

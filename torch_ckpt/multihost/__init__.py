@@ -4,9 +4,10 @@ Ranks synchronize at a named point, compare trees, broadcast a tree from one ran
 of all ranks, convert local tensors to DTensors and back, and agree on the step at which to stop.
 
 The functions correspond to ``jax.experimental.multihost_utils``. Without an initialized process
-group they treat the process as a single rank. Names, checksums and steps are exchanged through the
-store of the process group, so that a rank that died or called something else is named on all other
-ranks, which would otherwise hang. Tensors are sent by its collectives. See docs/multihost.md.
+group, they treat the process as a single rank. Names, checksums and steps are exchanged through the
+process group's store. If a rank has died or called a different function, the other ranks raise an
+error that names the rank, instead of hanging. Tensors are sent by the group's collectives. See
+docs/multihost.md.
 """
 
 import torch_ckpt._base.supported_torch  # noqa: F401

@@ -1,7 +1,7 @@
 """Checks that all ranks are at the same point of the program, and that they have equal values.
 
-1. Every rank sends a digest of the values that must be equal on all ranks, and a digest for each
-   DTensor shard that it holds, which must be equal on all ranks that hold this shard.
+1. Every rank sends a digest of the values that must be equal on all ranks. For each DTensor shard
+   that it holds, it also sends a digest, which must be equal on all ranks that hold this shard.
 2. If digests differ, ranks send a description and a checksum of each leaf.
 3. Pickles of equal objects may differ, so the coordinator then compares the objects themselves.
 """
@@ -34,10 +34,10 @@ from torch_ckpt._base.trees import (
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 
-# Most characters of a value that an error shows.
+# Maximum number of characters of a value that an error shows.
 _MAX_CHARACTERS = 60
 
-# Dtypes of which errors show scalars. Not every dtype can be converted to Python numbers.
+# Dtypes whose scalars are shown in errors. Not every dtype can be converted to Python numbers.
 _SHOWN = (
     *(
         torch.float64,
@@ -59,17 +59,17 @@ def sync_global_devices(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> None:
-    """Waits until every rank of the group has called it and has finished the work on its GPU.
+    """Waits until every rank of the group has called this and finished the work on its GPU.
 
     Args:
         name: name of this point of the program, the same on all ranks.
         process_group: the ranks to synchronize; None means the default group.
-        timeout: seconds to wait for a rank that does not arrive.
+        timeout: seconds to wait for ranks that have not arrived.
 
     Raises:
-        RanksDisagree: ranks passed different names, or called different functions of this package;
-            on every rank. The message lists the ranks and their calls.
-        TimeoutError: a rank did not arrive; the message names it.
+        RanksDisagree: ranks passed different names, or called different functions of this package.
+            Raised on every rank; the message lists the ranks and their calls.
+        TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store is lost.
         ValueError: this process is not in the group.
 
@@ -95,23 +95,24 @@ def assert_equal(
 ) -> None:
     """Raises on every rank unless all ranks have the same tree, bit for bit.
 
-    A NaN equals a NaN with the same bits; zeros of different signs differ. Types must be equal, but
-    devices, strides, ``requires_grad`` and the order of the keys of a dict may differ. For DTensors
-    the descriptions are compared, and each shard on the ranks that hold it. Objects that are not
-    tensors, arrays or numbers are equal if their pickles are equal, or by ``==``.
+    NaNs are equal if they have the same bits; zeros with different signs differ. Types must be
+    equal, but devices, strides, ``requires_grad`` and the order of dict keys may differ. For
+    DTensors, the descriptions are compared on all ranks, and each shard on the ranks that hold it.
+    Objects that are not tensors, arrays or numbers are equal if their pickles are equal, or if
+    ``==`` returns True.
 
-    Tensors are not sent: ranks exchange checksums (blake2b, 128 bits), and if these differ, pickles
-    of objects.
+    Tensors are not sent: ranks exchange checksums (blake2b, 128 bits) and, if these differ, pickles
+    of the objects.
 
     Args:
         tree: the values to compare.
-        message: the beginning of the error message; it may differ between ranks.
+        message: start of the error message; may differ between ranks.
         process_group: the ranks to compare; None means the default group.
-        timeout: seconds to wait for a rank that neither arrives nor computes checksums.
+        timeout: seconds to wait for ranks that neither arrive nor compute checksums.
 
     Raises:
-        RanksDisagree: trees differ. It is an AssertionError that names leaves and ranks.
-        TimeoutError: a rank did not arrive; the message names it.
+        RanksDisagree: trees differ. This is an AssertionError that names the leaves and ranks.
+        TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store is lost.
         ValueError: this process is not in the group.
 
@@ -134,9 +135,9 @@ class _Details:
     """Descriptions of all leaves, and checksums and pickles of this rank's values.
 
     Attributes:
-        described: description of each leaf by name; includes short values.
-        checksums: checksums by part and name; see :func:`_part`.
-        pickles: pickles of objects by name.
+        described: description of each leaf, by name; includes the value if it is short.
+        checksums: checksums, by part and name; see :func:`_part`.
+        pickles: pickles of objects, by name.
     """
 
     described: dict[str, str] = field(default_factory=dict)
@@ -204,9 +205,10 @@ class _Summary:
 
 
 def _part(leaf: Any) -> str | None:
-    """Returns a name that is equal on ranks that must have the same bytes.
+    """Returns a name that is the same on all ranks that must have the same bytes.
 
-    The name is "" if all ranks must have the same bytes, and None if each rank may have others.
+    The name is "" if all ranks must have the same bytes, and None if each rank may have different
+    bytes.
     """
     if not isinstance(leaf, DTensor):
         return ""
@@ -245,13 +247,14 @@ def _compare_details(begin: str) -> Callable[[list[_Details]], Disagreement | No
             for name, ranks in names.items():
                 groups = _group_by_value(by_rank, part, name, ranks)
                 if name in kinds and len(groups) > 1:
-                    values = "; ".join(
-                        f"{'one value' if not number else 'another'} on {ranks_text(group)}"
+                    values = ", ".join(
+                        f"{ranks_text(group)} {'has' if len(group) == 1 else 'have'} "
+                        f"{'another' if number else 'one value'}"
                         for number, group in enumerate(groups)
                     )
                     what = described[0][name]
                     shard = f", its shard {part.split(']')[0]}]" if part.startswith("[") else ""
-                    lines.append(f"{name or 'the tree'} ({what}{shard}) has {values}")
+                    lines.append(f"{name or 'the tree'} ({what}{shard}) differs: {values}")
         if not lines:
             return None
         count = "1 leaf" if len(lines) == 1 else f"{len(lines)} leaves"
@@ -263,7 +266,7 @@ def _compare_details(begin: str) -> Callable[[list[_Details]], Disagreement | No
 def _group_by_value(
     by_rank: list[_Details], part: str, name: str, ranks: list[int]
 ) -> list[list[int]]:
-    """Groups the ranks that have equal values of a leaf."""
+    """Groups the ranks by equal values of a leaf."""
     by_checksum: dict[str, list[int]] = {}
     for rank in ranks:
         by_checksum.setdefault(by_rank[rank].checksums[part][name], []).append(rank)
@@ -285,5 +288,5 @@ def _group_by_value(
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # such as the comparison of arrays within objects
+    except Exception:  # e.g. if the objects contain arrays
         return False

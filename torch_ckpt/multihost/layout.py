@@ -14,37 +14,38 @@ from torch_ckpt._base.trees import Tree, children, differences, digest, is_array
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 
-#: The placements of a leaf, one for each dimension of the mesh; None leaves it unchanged.
+#: The placements of a leaf, one per mesh dimension; None leaves the leaf unchanged.
 Placements = Sequence[Placement] | None
 
-# The dtype, shape and placements of a leaf on one rank, and its dimensions by descending stride.
+# The dtype, shape and placements of a leaf on one rank, and its dimensions in order of descending
+# stride.
 _Local = tuple[str, tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]
 
 
 def local_to_global(
     tree: Any, mesh: DeviceMesh, placements: Any, *, timeout: float = TIMEOUT_SECONDS
 ) -> Any:
-    """Converts each tensor of a tree into a DTensor, with the tensor as this rank's part.
+    """Converts each tensor of a tree into a DTensor whose local shard on this rank is that tensor.
 
-    Every rank of the mesh must call it. A DTensor shares its memory with the local tensor, and
-    gradients flow back to it. Numpy arrays become DTensors, too. DTensors, on any mesh, and other
-    leaves are returned unchanged. Shapes are exchanged if they differ between ranks. Replicas are
-    not compared; use :func:`assert_equal` for that.
+    Every rank of the mesh must call it. A DTensor shares memory with its local tensor, and
+    gradients flow back to the local tensor. NumPy arrays become DTensors, too. DTensors on any
+    mesh, and other leaves, are returned unchanged. Shapes are exchanged if they differ between
+    ranks. Replicas are not compared; use :func:`assert_equal` for that.
 
     Args:
         tree: tensors of this rank.
-        mesh: the device mesh; tensors must be on its type of device.
-        placements: a list of Shard, Replicate or Partial, one for each dimension of the mesh, for
-            all leaves; or a tree that has such a list or None in place of leaves or subtrees. None
-            leaves a leaf unchanged.
-        timeout: seconds to wait for a rank that does not arrive.
+        mesh: the device mesh; tensors must be on a device of its type.
+        placements: a list with one Shard, Replicate or Partial per mesh dimension, used for all
+            leaves; or a tree with such lists or None in place of leaves or subtrees. None leaves a
+            leaf or subtree unchanged.
+        timeout: seconds to wait for ranks that have not arrived.
 
     Raises:
-        RanksDisagree: the trees of the ranks differ, or a rank does not have the shape that
-            ``distribute_tensor`` would give it.
+        RanksDisagree: the ranks' trees differ, or a local shape differs from the one that
+            ``distribute_tensor`` would produce.
         ValueError: placements do not match the tree or the mesh, or this process is not in the
             mesh.
-        TimeoutError: a rank did not arrive; the message names it.
+        TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store is lost.
 
     Example::
@@ -97,12 +98,12 @@ def local_to_global(
 
 
 def global_to_local(tree: Any, mesh: DeviceMesh, placements: Any) -> Any:
-    """Converts each DTensor of a tree into this rank's part of it.
+    """Converts each DTensor of a tree into its local tensor on this rank.
 
     The inverse of :func:`local_to_global` with the same arguments. If a DTensor has the given
-    placements, its part shares memory with it, and gradients flow back. Otherwise the DTensor is
-    redistributed, for which every rank of the mesh must call this function. Other leaves are
-    returned unchanged.
+    placements, the local tensor shares memory with it, and gradients flow back to it. Otherwise,
+    the DTensor is redistributed, and every rank of the mesh must call this function. Other leaves
+    are returned unchanged.
 
     Args:
         tree: values with DTensors.
@@ -110,7 +111,8 @@ def global_to_local(tree: Any, mesh: DeviceMesh, placements: Any) -> Any:
         placements: placements of the leaves, as for :func:`local_to_global`.
 
     Raises:
-        ValueError: placements do not match the tree or the mesh, or a DTensor is on another mesh.
+        ValueError: placements do not match the tree or the mesh, or a DTensor is on a different
+            mesh.
 
     Example::
 
@@ -146,7 +148,7 @@ def _match_placements(
         if by is not None and len(by) != mesh.ndim:
             raise ValueError(
                 f"{name or 'the tree'} has {len(by)} placements, but the mesh has "
-                f"{plural(mesh.ndim, 'dimension')}; pass one placement for each dimension"
+                f"{plural(mesh.ndim, 'dimension')}; pass one placement per dimension"
             )
         for placement in by or ():
             if type(placement) not in (Shard, Replicate, Partial):
@@ -176,7 +178,7 @@ def _collect_placements(name: str, node: Any, placements: Any, found: list[Place
     if inside is None or given is None:
         raise ValueError(
             f"{name or 'the tree'} has {placements!r} instead of placements; pass a list of "
-            "Placement, or None"
+            "placements, or None"
         )
     by_key = dict(given)
     if by_key.keys() != dict(inside).keys():
@@ -192,14 +194,14 @@ def _collect_placements(name: str, node: Any, placements: Any, found: list[Place
 def _normalize(
     name: str, tensor: torch.Tensor, placements: Sequence[Placement]
 ) -> tuple[Placement, ...]:
-    """Replaces negative dimensions of placements."""
+    """Replaces negative dimensions in placements."""
     normal: list[Placement] = []
     for placement in placements:
         if isinstance(placement, Shard):
             if not -tensor.dim() <= placement.dim < tensor.dim():
                 raise ValueError(
-                    f"{name or 'the tree'} has {tensor.dim()} dimensions and cannot be sharded "
-                    f"by {placement}"
+                    f"{name or 'the tree'} has {plural(tensor.dim(), 'dimension')}, so it cannot "
+                    f"be sharded by {placement}"
                 )
             placement = Shard(placement.dim % tensor.dim())
         normal.append(placement)
@@ -237,7 +239,7 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 def _multiply(
     shape: Sequence[int], placements: Sequence[Placement], mesh: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns the global shape if all ranks have the same local shape."""
+    """Returns the global shape, assuming that all ranks have the same local shape."""
     result = list(shape)
     for placement, size in zip(placements, mesh, strict=True):
         if isinstance(placement, Shard):
@@ -250,7 +252,7 @@ def _global_shapes(
 ) -> Callable[[list[dict[str, _Local]]], dict[str, tuple[Any, ...]] | Disagreement]:
     """Returns a function that computes global shapes from the local shapes of all ranks.
 
-    The local shapes are in the order of the mesh.
+    The local shapes must be in mesh order.
     """
     coordinates = [
         tuple(coordinate)
@@ -283,11 +285,12 @@ def _global_shapes(
                 expected = _local_shape(total, placements, mesh, coordinate)
                 if shape != expected:
                     lines.append(
-                        f"{name or 'the tree'}: mesh index {index} has shape {shape}, but "
-                        f"{list(placements)} of a tensor of shape {total} needs {expected}"
+                        f"{name or 'the tree'}: the local tensor at mesh index {index} has shape "
+                        f"{shape}, but a tensor with shape {total} and placements "
+                        f"{list(placements)} requires shape {expected} there"
                     )
         if lines:
-            text = "the shapes differ from those that distribute_tensor would give the ranks:"
+            text = "the local shapes differ from those that distribute_tensor would produce:"
             return Disagreement(text, lines)
         return found
 
@@ -299,12 +302,12 @@ def _sum_shapes(
     placements: Sequence[Placement],
     coordinates: Sequence[tuple[int, ...]],
 ) -> tuple[int, ...]:
-    """Adds up local shapes to the global shape."""
+    """Adds up the local shapes to get the global shape."""
     result = list(shapes[0])
     for dim in range(len(result)):
         shards = [isinstance(p, Shard) and p.dim == dim for p in placements]
         if any(shards):
-            # Add up along the mesh dimensions that shard this one, at index 0 of all others.
+            # Add up along the mesh dimensions that shard this dimension, at index 0 of all others.
             result[dim] = sum(
                 shape[dim]
                 for shape, coordinate in zip(shapes, coordinates, strict=True)

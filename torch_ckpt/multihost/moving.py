@@ -1,10 +1,10 @@
 """Broadcasts a tree from one rank to all ranks, and gathers the trees of all ranks.
 
 1. Ranks agree on the types of leaves through the store, which also carries objects as pickles.
-2. Every rank allocates the tensors that it will receive, and reports whether it could. Otherwise
+2. Every rank allocates the tensors that it will receive, and reports success or failure. Otherwise,
    ranks would wait in a collective for a rank that has failed.
-3. Tensors and numpy arrays are sent as bytes by collectives of the process group, with the group's
-   timeout. This needs at most ``BATCH_BYTES`` for a batch beside the trees.
+3. Tensors and NumPy arrays are sent as bytes by collectives of the process group, with the group's
+   timeout. In addition to the trees, this needs memory for one batch of ``BATCH_BYTES``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.ranks.outcomes import first_line
 
-#: Bytes that a collective sends.
+#: Maximum number of bytes that a collective sends.
 BATCH_BYTES = 64 << 20
 
-_TREES_DIFFER = "the trees differ; all ranks must pass the same containers and types of leaves:"
+_TREES_DIFFER = "the trees differ; all ranks must pass the same containers and leaf types:"
 
 
 def broadcast_one_to_all(
@@ -50,24 +50,24 @@ def broadcast_one_to_all(
 ) -> Any:
     """Returns the tree of one rank on all ranks.
 
-    Every rank of the group must call it. The result shares no memory with ``tree``, also on the
-    source. Tensors are contiguous, require gradients if those of the source do, and are on the
-    device of the leaf that they replace.
+    Every rank of the group must call it. The result shares no memory with ``tree``, not even on the
+    source. Its tensors are contiguous, require gradients if the source's tensors do, and are on the
+    devices of the leaves that they replace.
 
     Args:
-        tree: the tree to send; on other ranks a tree whose tensors and arrays have the same dtypes
-            and shapes, with any values. A rank without such a tree may pass None; its tensors will
-            be on the same type of device as the source's, or on the CPU. DTensors must be
-            replicated. Leaves that are not tensors or arrays are pickled.
-        is_source: True on exactly one rank; or None on all ranks, for the first rank of the group.
+        tree: the tree to send; on other ranks, a tree whose tensors and arrays have the same dtypes
+            and shapes, with any values. A rank without such a tree may pass None. Its tensors will
+            then be on the source's type of device or, if it has none of that type, on the CPU.
+            DTensors must be replicated. Leaves that are not tensors or arrays are pickled.
+        is_source: True on exactly one rank. None on all ranks selects the first rank of the group.
         process_group: the ranks that take part; None means the default group.
-        timeout: seconds to wait for a rank that does not arrive. Tensors are sent under the process
-            group's own timeout.
+        timeout: seconds to wait for ranks that have not arrived. Sending tensors is subject to the
+            process group's own timeout.
 
     Raises:
         RanksDisagree: trees differ, no rank or several ranks are the source, or ranks made
             different calls.
-        TimeoutError: a rank did not arrive; the message names it.
+        TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store or the process group is lost.
         ValueError: a DTensor is sharded, or this process is not in the group.
 
@@ -98,7 +98,7 @@ def broadcast_one_to_all(
             if len(sources) != 1:
                 found = ranks_text(sources) if sources else "no rank"
                 return Disagreement(
-                    f"is_source must be True on exactly one rank, but it is on {found}"
+                    f"is_source must be True on exactly one rank, but it is True on {found}"
                 )
             [source] = sources
             digests = {offered[1] for offered in offers} - {None}
@@ -137,27 +137,27 @@ def process_allgather(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Any:
-    """Combines the trees of all ranks into one tree, on all ranks.
+    """Combines the trees of all ranks into one tree, which is returned on all ranks.
 
-    Every rank of the group must call it. The result shares no memory with ``tree``, requires no
-    gradients, and its tensors are on the devices of the rank's own leaves. The result of a leaf
-    depends on its type:
+    Every rank of the group must call it. The result shares no memory with ``tree``, does not
+    require gradients, and its tensors are on the devices of this rank's leaves. How a leaf is
+    combined depends on its type:
 
-    - tensors, numpy arrays and numpy numbers are stacked along a new first dimension;
-    - DTensors become full tensors, gathered over their own meshes, whatever ``tiled`` is;
-    - other leaves are pickled and become a list with the leaves of all ranks.
+    - tensors, NumPy arrays and NumPy numbers are stacked along a new first dimension;
+    - DTensors become full tensors, gathered over their own meshes, regardless of ``tiled``;
+    - other leaves are pickled and become a list of the leaves of all ranks.
 
     Args:
         tree: a tree with the same containers, dtypes and shapes on all ranks.
-        tiled: concatenate along the first dimension instead of stacking. The sizes of this
-            dimension may differ between ranks; a leaf without dimensions counts as one of size 1.
+        tiled: concatenate along the first dimension instead of stacking. The size of this dimension
+            may differ between ranks. Zero-dimensional leaves are treated as having one element.
         process_group: the ranks that take part; None means the default group.
-        timeout: seconds to wait for a rank that does not arrive. Tensors are sent under the process
-            group's own timeout.
+        timeout: seconds to wait for ranks that have not arrived. Sending tensors is subject to the
+            process group's own timeout.
 
     Raises:
         RanksDisagree: trees differ, or ranks made different calls.
-        TimeoutError: a rank did not arrive; the message names it.
+        TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store or the process group is lost.
         ValueError: this process is not in the mesh of a DTensor, or not in the group.
 
@@ -186,7 +186,7 @@ def process_allgather(
         def merge(offers: list[Any]) -> Any:
             if len({offered[0] for offered in offers}) > 1:
                 return None
-            # All ranks must send a leaf from the same type of device. Use that of rank 0.
+            # All ranks must send a leaf from the same type of device. Use the type on rank 0.
             return [offered[1] for offered in offers], offers[0][2], [o[3] for o in offers]
 
         merged = call.exchange(offer, merge)
@@ -221,10 +221,10 @@ def process_allgather(
 
 
 class _SentLeaf:
-    """Describes a leaf that is sent as bytes. Pickled with the structure of the tree.
+    """Describes a leaf that is sent as bytes. Pickled together with the tree's structure.
 
     Attributes:
-        wire: the type of device from which and to which the leaf is sent.
+        wire: the type of device that sends and receives the leaf.
     """
 
     def __init__(self, leaf: Any, wire: str) -> None:
@@ -237,9 +237,9 @@ class _SentLeaf:
         self._requires_grad = not self._is_array and leaf.requires_grad
 
     def allocate(self, like: Any) -> tuple[Any, torch.Tensor]:
-        """Allocates the result of the leaf; returns it, and a view of its bytes.
+        """Allocates the leaf's result; returns the result and a view of its bytes.
 
-        It is on the device of ``like``, or, if that is None, on the source's type of device.
+        The result is on the device of ``like`` or, if that is None, on the source's type of device.
         """
         if self._is_array:
             import numpy
@@ -259,7 +259,7 @@ class _Gather:
     """Gathers a leaf whose bytes all ranks send.
 
     Attributes:
-        wire: the type of device from which and to which the leaf is sent.
+        wire: the type of device that sends and receives the leaf.
         own: this rank's bytes.
         lengths: number of bytes of each rank.
         parts: views of the result for the bytes of each rank.
@@ -328,7 +328,7 @@ def _view_bytes(leaf: Any) -> torch.Tensor:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Converts a numpy number to an array without dimensions; returns other leaves unchanged."""
+    """Converts a NumPy number to a zero-dimensional array; returns other leaves unchanged."""
     if type(leaf).__module__ != "numpy":
         return leaf
     import numpy
@@ -354,7 +354,7 @@ def _full_tensor(tensor: DTensor) -> torch.Tensor:
     if any(placement.is_partial() for placement in tensor.placements):
         return tensor.full_tensor().detach().clone()
     local, item = tensor.to_local().detach(), tensor.dtype.itemsize
-    # Add the bytes as the last dimension, so that the bounds of shards do not change.
+    # Add the bytes as the last dimension, so that the shard bounds do not change.
     data = as_bytes(local).view(*local.shape, item)
     shape = torch.Size((*tensor.shape, item))
     strides = torch.empty(shape, device="meta").stride()
@@ -460,5 +460,5 @@ def _run_collective(call: Call, collective: Callable[..., Any], *args: Any, **op
     except RuntimeError as cause:
         raise ConnectionError(
             f"{call.name}: rank {call.rank} lost the process group while sending tensors "
-            f"({first_line(cause)}). Check whether another rank has died or hangs"
+            f"({first_line(cause)}). Check whether another rank has died or is hanging"
         ) from cause

@@ -47,7 +47,7 @@ def test_a_single_process_broadcasts_to_itself() -> None:
     assert after["n"][0].tolist() == [0, 1, 2]
     assert after["n"][1:] == [numpy.float32(2.5), 7, None]
     assert after["p"] == Pair(torch.tensor(True), "text")
-    with pytest.raises(RanksDisagree, match="exactly one rank, but it is on no rank"):
+    with pytest.raises(RanksDisagree, match="exactly one rank, but it is True on no rank"):
         multihost.broadcast_one_to_all(before, is_source=False)
 
 
@@ -209,7 +209,7 @@ def test_wrong_placements_are_reported_by_leaf() -> None:
     local = {"a": torch.ones(2), "b": {"c": torch.ones(3, 3)}}
     wrong: list[tuple[Any, str]] = [
         ([Shard(0), Shard(0)], "a has 2 placements, but the mesh has 1 dimension"),
-        ([Shard(1)], "a has 1 dimensions and cannot be sharded"),
+        ([Shard(1)], "a has 1 dimension, so it cannot be sharded"),
         (
             {"a": [Shard(0)]},
             "the tree and its placements do not have the same keys; only one of them has b",
