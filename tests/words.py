@@ -2,8 +2,8 @@
 
 A passage is a docstring, a comment, a message, the name of a test or a paragraph of a document.
 ``python -m tests.words PATH...`` lists the breaches under these paths, ``--messages`` lists the
-messages, ``--sample 100`` draws passages at random. tests/python/project/test_words.py compares the
-breaches of each folder with word_counts.json, which ``--write`` makes.
+messages, ``--sample 100`` draws passages at random. tests/python/project/test_words.py fails if a
+passage breaks a rule.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import random
 import re
 import subprocess
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[1]
-COUNTS = REPOSITORY / "tests" / "python" / "project" / "word_counts.json"
 #: Kinds of passages that users see.
 VISIBLE = ("message", "public docstring", "document")
 #: Folders whose strings reach users.
@@ -227,21 +224,6 @@ def _document(text: str) -> Iterator[tuple[int, str, str]]:
         yield prose[: match.start()].count("\n") + 1, "document", match[0]
 
 
-# --- counts -----------------------------------------------------------------------------------
-
-
-def count() -> dict[str, dict[str, int]]:
-    """Counts the breaches of each folder, by kind. A folder or a kind without a breach is
-    absent."""
-    counts: dict[str, Counter[str]] = {}
-    for file in files():
-        for passage in passages(file):
-            if found := breaches(passage):
-                folder = str(Path(file).parent)
-                counts.setdefault(folder, Counter())[passage.kind] += len(found)
-    return {folder: dict(sorted(kinds.items())) for folder, kinds in sorted(counts.items())}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*")
@@ -250,12 +232,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="draw N passages")
     parser.add_argument("--seed", type=int, default=3, help="of --sample")
     parser.add_argument("--visible", action="store_true", help="what users see")
-    parser.add_argument("--write", action="store_true", help=f"write {COUNTS.name}")
     options = parser.parse_args()
-    if options.write:
-        lines = (f"{json.dumps(name)}: {json.dumps(kinds)}" for name, kinds in count().items())
-        COUNTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        return
     chosen = [
         passage
         for file in files(options.paths)

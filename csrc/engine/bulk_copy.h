@@ -12,7 +12,7 @@
 
 namespace torch_ckpt::engine {
 
-/// A copy and the memory that holds it. The memory goes back to the chunk pool when its last owner
+/// A copy and the memory that holds it. The memory returns to the chunk pool when its last owner
 /// is destroyed, so the pool must outlive all copies.
 struct PooledCopy {
   std::byte* address = nullptr;

@@ -45,7 +45,7 @@ class BufferWaiter {
 //   2. Tasks allocate the others in the background with take_unallocated(), allocate() and
 //      release().
 //   3. A stager calls take(). If no buffer is free, it is queued and resumed by a later release().
-//   4. A writer calls release() after the write. The buffer goes to the next stager in the queue.
+//   4. A writer calls release() after the write. The next stager in the queue gets the buffer.
 //   5. close() returns the memory to the chunk pool.
 //
 // Safe for concurrent use by multiple threads. Each buffer has one user at a time.

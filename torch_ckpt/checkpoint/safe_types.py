@@ -1,6 +1,6 @@
 """The types that an object in a checkpoint may contain, and the functions that construct them.
 
-A pickle never calls a type directly, because even a harmless call such as ``bytes(2**40)`` can
+A pickle never calls a type directly, because even a simple call such as ``bytes(2**40)`` can
 allocate 1 TiB. It calls one of the functions in this module instead. They allocate at most the size
 of their arguments, which :func:`copied_by` limits; their recursion depth is limited; and they never
 call a function that is passed to them.

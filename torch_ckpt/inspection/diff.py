@@ -367,7 +367,7 @@ def _find_differences(a: torch.Tensor, b: torch.Tensor) -> _Differences | None:
 
 def _equal_or_both_nan(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_complex():
-        # For complex numbers, isnan() does not tell which part is NaN.
+        # For complex numbers, isnan() does not distinguish which part is NaN.
         return _equal_or_both_nan(torch.view_as_real(a), torch.view_as_real(b)).all(dim=-1)
     return (a == b) | (a.isnan() & b.isnan())
 

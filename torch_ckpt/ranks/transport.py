@@ -6,7 +6,7 @@ ranks.
    combine the values, which may commit.
 3. The coordinator posts its answer as ``{step}/to/all``, for which the other ranks wait. If ranks
    get different answers, it first posts ``{step}/to/{rank}`` for each rank, and ``to/all`` only
-   tells the ranks to read their own answers.
+   directs the ranks to their own answers.
 4. A rank that sends no heartbeat while others wait for it is declared dead, and the step fails. If
    the coordinator sends no heartbeat, the rank that has waited longest sets the verdict and answers
    in its place. If the coordinator resumes, it finds this verdict and does not commit.
@@ -67,7 +67,7 @@ _WHOLE = b"="
 
 
 class _Each:
-    """An answer that tells each rank to read its own answer."""
+    """An answer that directs each rank to its own answer."""
 
 
 class Alone:

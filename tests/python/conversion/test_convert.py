@@ -272,7 +272,7 @@ def test_a_tensor_that_the_index_does_not_name_is_corrupt(tmp_path: Path) -> Non
     (tmp_path / "hf/y.safetensors").write_bytes((tmp_path / "hf/x.safetensors").read_bytes())
     index = tmp_path / "hf/model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"b": "y.safetensors"}}))
-    refused(tmp_path, torch_ckpt.Corrupt, "the index says that b is in", "hf", "m.pt")
+    refused(tmp_path, torch_ckpt.Corrupt, "the index places b in", "hf", "m.pt")
 
 
 def test_an_index_without_a_map_is_corrupt(tmp_path: Path) -> None:
