@@ -1,0 +1,96 @@
+"""Tests of the watch that detects writes to the sources of a background save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_ckpt import _C
+
+
+def watch_of(holder: SimpleNamespace) -> _C.SourceWatch:
+    """Watches the tensor that the holder may replace."""
+    watch = _C.SourceWatch()
+    watch.add("weight", holder.tensor.detach(), holder, "tensor")
+    return watch
+
+
+def replace_by_larger(holder: SimpleNamespace) -> None:
+    holder.tensor = torch.zeros(5)
+
+
+def replace_by_equal(holder: SimpleNamespace) -> None:
+    holder.tensor = holder.tensor.clone()
+
+
+def replace_by_object(holder: SimpleNamespace) -> None:
+    holder.tensor = None
+
+
+def write_in_place(holder: SimpleNamespace) -> None:
+    holder.tensor.add_(1)
+
+
+@pytest.mark.parametrize(
+    "change", [replace_by_larger, replace_by_equal, replace_by_object, write_in_place]
+)
+def test_a_replaced_or_written_tensor_is_reported(
+    change: Callable[[SimpleNamespace], None],
+) -> None:
+    holder = SimpleNamespace(tensor=torch.zeros(3))
+    watch = watch_of(holder)
+    change(holder)
+    assert watch.changed() == ["weight"]
+
+
+def test_an_alias_in_place_of_the_tensor_is_no_change() -> None:
+    holder = SimpleNamespace(tensor=torch.zeros(3))
+    watch = watch_of(holder)
+    holder.tensor = holder.tensor.detach()
+    assert watch.changed() == []
+
+
+def test_a_name_of_several_changed_tensors_is_reported_once() -> None:
+    watch = _C.SourceWatch()
+    tensors = [torch.zeros(2) for _ in range(3)]
+    for name, tensor in zip(["shards", "other", "shards"], tensors, strict=True):
+        watch.add(name, tensor)
+    tensors[0].fill_(1)
+    tensors[2].fill_(1)
+    assert watch.changed() == ["shards"]
+
+
+def test_an_inference_tensor_is_never_reported() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(2)
+    watch = _C.SourceWatch()
+    watch.add("weight", tensor)
+    with torch.inference_mode():
+        tensor.add_(1)
+    assert watch.changed() == []
+
+
+def test_a_released_watch_reports_nothing() -> None:
+    tensor = torch.zeros(2)
+    watch = _C.SourceWatch()
+    watch.add("weight", tensor)
+    tensor.add_(1)
+    watch.release()
+    assert watch.changed() == []
+
+
+def test_an_error_of_the_holder_is_raised() -> None:
+    holder = SimpleNamespace(tensor=torch.zeros(3))
+    watch = watch_of(holder)
+    del holder.tensor
+    with pytest.raises(AttributeError, match="tensor"):
+        watch.changed()
+
+
+def test_tensors_in_host_memory_have_no_devices() -> None:
+    watch = _C.SourceWatch()
+    watch.add("weight", torch.zeros(2))
+    assert watch.devices == []
