@@ -41,7 +41,7 @@ ProgressOption = bool | Callable[[Progress], None] | None
 
 
 def stderr_is_terminal() -> bool:
-    """True if standard error is a terminal that can redraw a line."""
+    """Returns True if standard error is a terminal that can redraw a line."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return is_terminal and os.environ.get("TERM") != "dumb"
 

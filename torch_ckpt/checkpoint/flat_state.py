@@ -1,4 +1,4 @@
-"""Flattens state dicts and names the values as torch's planners do."""
+"""Flattens state dicts, and names the values in the same way as torch's planners."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def naming_source(source: str, allow_pickle: bool) -> Iterator[None]:
     except Unsafe as error:
         raise Unsafe(
             f"{source}: {error}; pass allow_pickle=True (to a CheckpointManager: "
-            "load_options={'allow_pickle': True}) only if you trust its writer"
+            "load_options={'allow_pickle': True}) only if you trust the writer"
         ) from None
     except Exception as error:
         # A checked pickle needs little memory, so the process itself is out of memory. But with

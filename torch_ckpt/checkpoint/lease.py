@@ -116,7 +116,7 @@ class DirectoryLease:
         if self._abandon.detach() is None:
             raise NotCommitted(
                 f"{self._path}: this save was abandoned before its commit, because the "
-                "interpreter is exiting or its thread started another save into the directory; "
+                "interpreter is exiting or its thread started another save to the directory; "
                 "save again"
             )
         with self._lock:

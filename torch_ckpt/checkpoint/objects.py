@@ -66,7 +66,7 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
     except Unsafe as error:
         raise Unsafe(
             f"{name}: the object in {file} {_told(error)}; pass allow_pickle=True (to a "
-            "CheckpointManager: load_options={'allow_pickle': True}) only if you trust its writer, "
+            "CheckpointManager: load_options={'allow_pickle': True}) only if you trust the writer, "
             "or declare your own types safe: torch.serialization.add_safe_globals([...])"
         ) from None
     except NotInstalled as error:

@@ -19,8 +19,9 @@ _FLAT = ("state_dict", "mappings")
 
 
 class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
-    """Plans ``dcp.load`` as ``torch_ckpt.load`` does. Use it with a
-    :class:`torch_ckpt.FileSystemReader`; with other readers it plans as torch's DefaultLoadPlanner.
+    """Plans ``dcp.load`` in the same way as ``torch_ckpt.load``. Use it with a
+    :class:`torch_ckpt.FileSystemReader`; with other readers it plans like torch's
+    DefaultLoadPlanner.
 
     It loads complete tensors and DTensors. The hooks of torch's planner (``lookup_tensor``,
     ``commit_tensor``, ``load_bytes`` and others) are not called, so derive a planner with hooks

@@ -101,7 +101,7 @@ class Reading:
         metadata: Metadata,
         storage: Mapping[MetadataIndex, _StorageInfo],
     ) -> None:
-        """Adds items of the planner's plan.
+        """Adds the items of a plan of torch's planner.
 
         Args:
             storage: the locations of the items, from the metadata.

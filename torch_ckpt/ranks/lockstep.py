@@ -170,7 +170,7 @@ class Lockstep:
     def _connected(self) -> Store:
         if self._store is None:
             meeting = self._meeting()
-            assert meeting is not None  # the running call refers to it
+            assert meeting is not None  # the running call keeps it alive
             connection = self._ask(meeting.connection)
             self._store = PrefixStore(self._prefix, connection)
         return self._store

@@ -295,7 +295,7 @@ class PreemptionWatch:
 
         def largest(posted: list[tuple[int, str]]) -> tuple[int, str]:
             if meeting.distributed and number:
-                # All ranks have left the previous round.
+                # By now, all ranks have finished the previous round.
                 meeting.keys(str(number - 1)).delete_key("notice")
             return max(step for step, _first in posted) + 1, posted[0][1]
 

@@ -1,4 +1,4 @@
-"""Requests to a process group's store, which may never answer."""
+"""Runs requests to a process group's store, which may never answer."""
 
 from __future__ import annotations
 
