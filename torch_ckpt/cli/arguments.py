@@ -35,7 +35,7 @@ def _parse_renaming(text: str) -> tuple[str, str]:
 def _parse_local_path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError(
-            "must be a path, got an empty string (pass '.' for the current directory)"
+            "must be a path, got an empty string; pass '.' for the current directory"
         )
     if is_url(text):
         raise argparse.ArgumentTypeError(
@@ -243,7 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
         "steps",
         commands.list_steps,
         help="list the steps of a run",
-        description="List the steps that CheckpointManager saved below ROOT, with their size, age, "
+        description="List the steps that CheckpointManager saved in ROOT, with their size, age, "
         "metrics and pins, and the leftovers of unfinished saves and deletions. Exits with 2 if "
         "there are no steps.",
     )
@@ -330,8 +330,8 @@ def build_parser() -> argparse.ArgumentParser:
         "explain",
         commands.explain_checkpoint,
         help="show what each rank wrote and how long it took",
-        description="Show what each rank wrote, show how long it took if the metadata records it, "
-        "and name the ranks that stand out. Reads only the metadata. Exits with 2 if the "
+        description="Show what each rank wrote and, if the metadata records it, how long the rank "
+        "took. Name the ranks that stand out. Reads only the metadata. Exits with 2 if the "
         "checkpoint cannot be read.",
     )
     _add_directory(explain)
@@ -372,7 +372,7 @@ def build_parser() -> argparse.ArgumentParser:
         "corresponding * in OLD matched; repeatable, and the first matching rule applies",
     )
     convert.add_argument(
-        "--dtype", metavar="DTYPE", help="dtype for floating point tensors: bf16, fp16, fp32, ..."
+        "--dtype", metavar="DTYPE", help="dtype for floating-point tensors: bf16, fp16, fp32, ..."
     )
     convert.add_argument(
         "--config",
@@ -399,9 +399,9 @@ def build_parser() -> argparse.ArgumentParser:
         "gc",
         commands.collect_steps,
         help="delete the steps of a run that no retention rule keeps",
-        description="Delete the complete steps below ROOT that no retention rule keeps. A step is "
-        "kept if any rule keeps it; the newest step and pinned steps are always kept. In a "
-        "directory, a step that is being loaded is kept, and the exit code is 1. Under a URL, "
+        description="Delete the complete steps in ROOT that no retention rule keeps. A step is "
+        "kept if any rule keeps it; the newest step and pinned steps are always kept. If ROOT is a "
+        "directory, a step that is being loaded is kept, and the exit code is 1. If ROOT is a URL, "
         "loads cannot be detected: the step is deleted, and the load fails. Exits with 2 if there "
         "are no steps.",
     )
@@ -437,8 +437,8 @@ def build_parser() -> argparse.ArgumentParser:
     gc.add_argument(
         "--sweep",
         action="store_true",
-        help="also delete leftovers that no process is using; under a URL, only those older than "
-        "an hour",
+        help="also delete leftovers that no process is using; for a URL, only those older than an "
+        "hour",
     )
     gc.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     _add_json(gc)
@@ -447,10 +447,10 @@ def build_parser() -> argparse.ArgumentParser:
         "delete",
         commands.delete_steps,
         help="delete steps of a run by number",
-        description="Delete complete steps below ROOT: all the given steps, or none if one is "
+        description="Delete complete steps in ROOT: all the given steps, or none if one is "
         "refused. Pinned steps, steps that are being saved and, without --force, the newest step "
-        "are refused. In a directory, a step that is being loaded is kept, and the exit code is 1. "
-        "Exits with 2 if a step is refused.",
+        "are refused. If ROOT is a directory, a step that is being loaded is kept, and the exit "
+        "code is 1. Exits with 2 if a step is refused.",
     )
     _add_steps(delete)
     delete.add_argument("--force", action="store_true", help="allow deleting the newest step")

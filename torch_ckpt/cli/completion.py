@@ -55,7 +55,7 @@ def _bash_script(parser: argparse.ArgumentParser) -> str:
         options.append(f"          {name}) words={shlex.quote(' '.join(names))} ;;")
         for action in command._actions:
             if action.choices is not None:
-                # Choices follow their option or, for a positional argument, the command.
+                # The word before a choice is its option or, for a positional argument, the command.
                 pattern = "|".join(
                     shlex.quote(f"{name} {previous}")
                     for previous in action.option_strings or [name]

@@ -38,7 +38,7 @@ _TESTED = {"ext4", "xfs"}
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _LOCAL = _TESTED | _IN_MEMORY | {"ext2", "ext3", "btrfs", "zfs", "f2fs", "bcachefs"}
 
-# Measurements vary by about 10 % between runs, so this fraction of the best rate is as good.
+# Measurements vary by about 10 % between runs, so treat this fraction of the best as equal.
 _AS_GOOD = 0.9
 
 _ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -64,7 +64,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Assumption:
-    """One of the numbered assumptions of docs/durability.md.
+    """One of the numbered assumptions in docs/durability.md.
 
     Attributes:
         number: its number in docs/durability.md.
@@ -88,7 +88,7 @@ class DoctorReport:
         file_system, mount_point, mount_options: from the mount table.
         free_bytes, free_inodes: available to this user; None if the file system does not report
             them.
-        alignment: smallest alignment of offsets and lengths that direct I/O accepts, in bytes; None
+        alignment: smallest alignment in bytes that direct I/O accepts for offsets and lengths; None
             if direct I/O is not supported.
         fsync_ms: median time to write 4 KiB and fsync, in milliseconds.
         commit_ms: median time of a commit in milliseconds: write and rename the metadata, fsync
@@ -123,11 +123,11 @@ class DoctorReport:
         return all(assumption.state != "fails" for assumption in self.assumptions)
 
     def lines(self) -> Iterator[str]:
-        """The report as plain text, with escaped names."""
+        """Yields the report as plain text, with escaped names."""
         return text_lines(self.blocks())
 
     def blocks(self) -> Iterator[Block]:
-        """The report as lines and a table of the bandwidths."""
+        """Yields the report as lines and a bandwidth table."""
         inodes = "" if self.free_inodes is None else f", {self.free_inodes} inodes"
         yield printable(f"{self.path}: {self.file_system} at {self.mount_point}")
         yield printable(f"mount options: {self.mount_options}")
@@ -151,7 +151,7 @@ class DoctorReport:
             )
 
     def document(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """Returns the report as a JSON document."""
         return {**asdict(self), "ok": self.ok}
 
     def _bandwidth_table(self) -> Table:
@@ -175,7 +175,7 @@ def diagnose(
     """Examines the file system of a directory and measures saves and loads there.
 
     Writes ``measured_bytes`` ten times and reads them eight times, half of the times with direct
-    I/O. At any time, at most ``measured_bytes`` are on disk, and as many in memory.
+    I/O. At any time, at most ``measured_bytes`` are on disk, and the same amount is in memory.
 
     Args:
         path: an existing, writable directory.
@@ -263,9 +263,9 @@ def parse_mount(line: str) -> Mount:
 
 
 def find_mount(path: str, mounts: list[Mount]) -> Mount:
-    """Finds the mount that contains a path: the deepest; of several at one point, the last.
+    """Finds the deepest mount that contains a path without symbolic links.
 
-    The path must not contain symbolic links.
+    If several mounts have the same mount point, the last one applies.
     """
     found = Mount("/", "unknown", "")
     for mount in mounts:
@@ -298,7 +298,7 @@ def measure_alignment(directory: str) -> int | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
-    # Anonymous memory starts at a page boundary, which is aligned enough for every device.
+    # Anonymous memory starts at a page boundary, which is sufficient alignment for every device.
     with closing(mmap.mmap(-1, _ALIGNMENTS[-1])) as memory:
         try:
             for alignment in _ALIGNMENTS:
@@ -385,7 +385,7 @@ def _drop_page_cache(directory: str) -> None:
 
 
 def choose_options(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
-    """Chooses the fewest threads that come close to the best rate, and direct I/O unless slower."""
+    """Chooses the fewest threads that nearly reach the best rate, and direct I/O unless slower."""
     of_kind = [one for one in bandwidths if one.kind == kind]
 
     def best(direct: bool) -> float:
@@ -429,7 +429,7 @@ def check_assumptions(report: DoctorReport) -> list[Assumption]:
     visible = "unknown", f"if several machines share this {kind}, their caches may differ"
     locked = (
         "unknown",
-        f"flock works on this machine, but {kind} may not extend it to other machines",
+        f"flock works on this machine, but {kind} may not enforce it across machines",
     )
     if kind in _LOCAL:
         visible = "holds", "for the ranks on this machine"

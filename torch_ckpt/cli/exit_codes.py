@@ -24,8 +24,9 @@ class ExitCode(enum.IntEnum):
     )
     ERROR = (
         2,
-        "the command line is invalid, or the command failed (such as for lack of data, permission "
-        "or space); verify: no damage was found, but part of the checkpoint could not be read",
+        "the command line is invalid, or the command failed (for example, no checkpoint, no "
+        "permission or no space); verify: no damage was found, but part of the checkpoint could "
+        "not be read",
     )
     INTERRUPTED = 130, "Ctrl-C stopped the command"
     CLOSED_PIPE = 141, "the output pipe was closed before the result was known"

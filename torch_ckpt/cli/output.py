@@ -1,6 +1,6 @@
-"""Prints reports: plain text to a pipe or file, coloured text and fitted tables to a terminal.
+"""Prints reports: coloured, with fitted tables, on terminals; otherwise as plain text.
 
-Colours need the optional package ``rich``. It is imported only if stdout is a terminal.
+Colours require the optional package ``rich``, which is imported only if stdout is a terminal.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ class GcReport:
         root: the root directory or URL of the steps.
         dry_run: True if nothing was deleted.
         kept: the reasons for keeping each step, by ascending step number.
-        deleted: steps that were deleted, or would be.
+        deleted: steps that were deleted or, in a dry run, would be.
         busy: steps that were not deleted because a process is loading or saving them.
         swept: names of leftovers that were deleted or, in a dry run, would be examined.
         left: leftovers that the sweep did not delete.
-        freed_files: number of files that were deleted, or would be.
+        freed_files: number of files that were deleted or, in a dry run, would be.
         freed_bytes: total size of these files.
     """
 
@@ -54,7 +54,7 @@ class GcReport:
         self.freed_bytes += contents[1]
 
     def lines(self) -> Iterator[str]:
-        """The report as text, with escaped names; the last line has the totals."""
+        """Yields the report as text, with escaped names; the last line has the totals."""
         would = "would be " if self.dry_run else ""
         for number, reasons in self.kept.items():
             yield printable(f"kept: {number} ({', '.join(reasons)})")
@@ -69,7 +69,7 @@ class GcReport:
             why = (
                 f"it has no {MARKER_NAME} file"
                 if entry.lacks_marker
-                else "in use, or not removable"
+                else "in use, or it could not be removed"
             )
             yield printable(f"not removed: {entry.name} ({why})")
         parts = [
@@ -81,7 +81,7 @@ class GcReport:
         yield printable(f"{self.root}: {', '.join(parts)}")
 
     def document(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """Returns the report as a JSON document."""
         return {
             "root": self.root,
             "dry_run": self.dry_run,
@@ -107,9 +107,9 @@ def collect(
 
     Args:
         store: the steps.
-        retention: the rules. Without a rule every step is kept.
-        sweep: also delete the leftovers of crashes: see :meth:`StepStore.sweep`.
-        dry_run: report what would be deleted, and delete nothing.
+        retention: the rules. Without any rule, every step is kept.
+        sweep: also delete leftovers of crashes; see :meth:`StepStore.sweep`.
+        dry_run: report what would be deleted, but delete nothing.
         progress: called after each step.
 
     Raises:
@@ -172,7 +172,7 @@ def delete(
         progress: called after each step.
 
     Returns:
-        The deleted steps, and in ``busy`` those that a process is loading or saving.
+        The deleted steps and, in ``busy``, the steps that a process is loading or saving.
 
     Raises:
         FileNotFoundError: one of the steps does not exist or is not complete.
@@ -239,7 +239,7 @@ def _require_complete(store: StepStore, complete: dict[int, StepInfo], step: int
 
 
 def _show_progress(entries: Sequence[StepInfo], progress: _OnProgress) -> Iterator[StepInfo]:
-    """Yields the steps; reports the bytes of a step as done when the next step is requested."""
+    """Yields the steps; counts the bytes of a step as done when the next step is requested."""
     total = sum(entry.bytes for entry in entries)
     done = 0
     for entry in entries:
@@ -259,7 +259,7 @@ def _delete(store: StepStore, entry: StepInfo, report: GcReport) -> None:
 
 
 def step_blocks(entries: Iterable[StepInfo], now: float | None = None) -> Iterator[Block]:
-    """A table of the complete steps, a line for each leftover, and the totals.
+    """Yields a table of the complete steps, a line for each leftover, and the totals.
 
     Args:
         now: the current time as a Unix timestamp, for the ages; None reads the clock.
@@ -291,5 +291,5 @@ def step_blocks(entries: Iterable[StepInfo], now: float | None = None) -> Iterat
 
 
 def steps_document(root: str, entries: Iterable[StepInfo]) -> dict[str, Any]:
-    """The steps and leftovers for JSON."""
+    """Returns the steps and leftovers as a JSON document."""
     return {"root": root, "steps": [asdict(entry) for entry in entries]}

@@ -124,7 +124,7 @@ def convert(
             converts all names.
         strip_prefix: prefix to remove from names that begin with it, such as ``"model."``.
         rename: how to rename the names after the prefix is removed; see :func:`torch_ckpt.load`.
-        dtype: dtype to convert floating point tensors to: a torch dtype, its name, "bf16", "fp16"
+        dtype: dtype to convert floating-point tensors to: a torch dtype, its name, "bf16", "fp16"
             or "fp32". The report notes tensors with values that overflow.
         config: a ``config.json``, or a directory that contains one, to copy to the target. If
             ``dtype`` is given, it replaces the dtype in the copy. The target becomes a directory of

@@ -115,7 +115,7 @@ class SafetensorsDirectory(_Safetensors):
             expected, found = indexed.get(name, "no file"), stored.get(name, "no file")
             if expected != found:
                 raise Corrupt(
-                    f"{path}: the index places {name} in {expected}, but it is in {found}"
+                    f"{path}: the index assigns {name} to {expected}, but {found} contains it"
                 )
 
     def _open(self, file: str) -> BinaryIO:

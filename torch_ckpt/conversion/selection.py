@@ -25,7 +25,7 @@ class Selection(Source):
         select: :mod:`fnmatch` patterns of the names to keep; None keeps all.
         strip_prefix: prefix to remove from names that begin with it.
         rename: how to rename the names after the prefix is removed.
-        dtype: dtype for floating point tensors; None keeps their dtypes.
+        dtype: dtype for floating-point tensors; None keeps their dtypes.
 
     Raises:
         ValueError: a pattern or the prefix matches no name, or two values would get the same name.
@@ -116,10 +116,10 @@ def _select_names(names: list[str], select: Iterable[str]) -> list[str]:
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Returns a floating point dtype by name, such as "bf16", "bfloat16" or "float8_e4m3fn".
+    """Returns a floating-point dtype by name, such as "bf16", "bfloat16" or "float8_e4m3fn".
 
     Raises:
-        ValueError: there is no floating point dtype with this name.
+        ValueError: there is no floating-point dtype with this name.
     """
     name = _SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else None
     found = dtype if name is None else getattr(torch, name, None)

@@ -34,7 +34,7 @@ class Entry:
 
 
 class Source(ABC):
-    """A model in one of the formats. Not thread-safe; ``close()`` closes its files.
+    """A model in one of the supported formats. Not thread-safe; ``close()`` closes the files.
 
     Attributes:
         format: "dcp", "torch" or "safetensors".

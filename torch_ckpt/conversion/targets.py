@@ -117,7 +117,7 @@ def write_safetensors_shards(
 ) -> list[str]:
     """Writes a directory of files, with an index and a configuration, and returns the paths.
 
-    Each file has at most ``max_shard_size`` bytes of tensors, or a single tensor.
+    Each file has at most ``max_shard_size`` bytes of tensors, or a single larger tensor.
     """
     shards = list(in_waves(_sizes(source.tensors), max_shard_size)) or [[]]
     count = len(shards)
@@ -145,7 +145,7 @@ def write_safetensors_shards(
 
 def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:
     """Returns a file's tensors in their stored order, and its header."""
-    # Wide elements first, so that tensors are aligned to their element size. Readers map them.
+    # Store wide elements first, so that readers can map each tensor at its element alignment.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     rows = [(name, tensors[name].dtype, tensors[name].shape) for name in order]
     header = encode_header(rows, source.metadata or {"format": "pt"})

@@ -21,7 +21,7 @@ from torch_ckpt.conversion.source import Entry, Source, allocate_tensor, first_l
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.inspection.stored_tensors import QUANTIZED
 
-# Records are read in pieces of this size to compute their checksums.
+# Size of the pieces in which records are read to compute their checksums.
 _PIECE_BYTES = 1 << 20
 
 
@@ -102,7 +102,7 @@ class TorchSource(Source):
             self._records[info.header_offset + 30 + name + extra] = info
 
     def _load_skeleton(self, allow_pickle: bool) -> Mapping[Any, Any]:
-        """Loads the saved dict with meta tensors, whose storages know their offsets in the file."""
+        """Loads the saved dict with meta tensors, whose storages have offsets in the file."""
         try:
             loaded = torch.load(self._path, map_location="meta", weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
@@ -152,7 +152,7 @@ class TorchSource(Source):
                 )
 
     def _note_losses(self, loaded: Mapping[Any, Any]) -> None:
-        """Adds notes about empty dicts and key types, which a conversion loses."""
+        """Adds notes about empty dicts and key types, which are lost in a conversion."""
         empty_dicts: list[str] = []
         keys: list[str] = []
 
@@ -190,7 +190,7 @@ class TorchSource(Source):
         record = self._records.get(begin)
         if record is None or record.file_size != storage.nbytes():
             raise Corrupt(
-                f"{self._path}: the archive has no record of the size of {name}'s storage"
+                f"{self._path}: the archive has no record that matches the storage of {name}"
             )
         strides, offset = value.stride(), int(value.storage_offset())
         return _View(

@@ -84,7 +84,7 @@ class Config:
 
 
 def leave_out_tied(source: Source, config: Config) -> list[str]:
-    """Removes tied weights that equal another weight bit for bit.
+    """Removes weights that the model ties to others and that equal another weight bit for bit.
 
     ``from_pretrained`` ties them again.
 

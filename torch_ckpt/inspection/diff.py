@@ -382,7 +382,7 @@ def _select_integers(values: torch.Tensor, positions: torch.Tensor) -> torch.Ten
 def _differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if (a.dtype == torch.uint64) == (b.dtype == torch.uint64):
         return as_int64(a) != as_int64(b)
-    # A value that is negative as int64 is out of range for one of the dtypes.
+    # Only one dtype is uint64, so a value that is negative as int64 is out of range for one dtype.
     return (as_int64(a) != as_int64(b)) | (as_int64(a) < 0) | (as_int64(b) < 0)
 
 

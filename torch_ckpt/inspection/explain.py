@@ -1,7 +1,7 @@
 """``explain``: shows what each rank wrote to a checkpoint, and which phases were slow.
 
 1. The metadata locates every record. A data file's name contains the rank that wrote it.
-2. If the engine planned the save, the metadata has each rank's duration of each phase.
+2. If the engine planned the save, the metadata records how long each phase took on each rank.
 3. Remarks name ranks that wrote more than the others, or were slower without writing more.
 """
 
@@ -23,7 +23,7 @@ from torch_ckpt.checkpoint.locating import open_checkpoint
 
 _RANK_IN_FILE_NAME = re.compile(r"__(\d+)_")
 
-# Smaller ratios and shorter phases are not remarked on.
+# Thresholds: no remark is made on smaller ratios or shorter phases.
 _NOTABLE_RATIO = 1.5
 _NOTABLE_SECONDS = 0.1
 

@@ -50,7 +50,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _File:
-    """A data file that the metadata names, or that was found in the directory."""
+    """A data file that the metadata names or that was found in the directory."""
 
     name: str  # relative to the checkpoint directory
     records: int  # number of records in the file; 0 if the metadata does not name the file
@@ -197,7 +197,7 @@ def _build_listing(
     items = []
     for name in chosen:
         tensor, shards = index.tensor(name), index.shards(name)
-        # A set, because empty shards may share one record.
+        # Use a set, because empty shards may share one record.
         locations = {(file, at, n) for _o, _s, file, at, n, _t in shards if file is not None}
         count(locations)
         items.append(

@@ -314,7 +314,7 @@ def _read_tensor(stored: StoredTensors, name: str, tensor: StoredTensor, first: 
     places = [Place(*record) for record in stored.records(name)]
     statistics: Statistics | None = None
     values: list[Any] = []
-    # Quantized tensors cannot be read in boxes: their scales are stored apart from the elements.
+    # Quantized tensors cannot be read in boxes, because their elements need separate scales.
     if dtype not in QUANTIZED:
         statistics, values = _summarize(stored, name, shape, dtype, first)
     title = str(dtype).removeprefix("torch.")

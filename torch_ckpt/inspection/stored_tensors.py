@@ -20,7 +20,7 @@ from torch_ckpt.loading.reading import Row
 #: Offsets and sizes of a region of a tensor, one per dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: Dtypes whose values depend on scales stored apart from the elements; only torch.load reads them.
+#: Dtypes whose elements need separate scales, which only torch.load can read.
 QUANTIZED = {
     getattr(torch, name)
     for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
@@ -36,7 +36,7 @@ class StoredTensor(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The location of a shard or an object in a file, and the shard's region of the tensor.
+    """The location of a shard or an object in a file; for a shard, also its region of the tensor.
 
     Offset and length are in bytes, offsets and sizes in elements.
     """

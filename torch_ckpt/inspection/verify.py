@@ -3,7 +3,7 @@
 1. Take a shared lock on the directory, as a load does, and read the metadata.
 2. Check that the metadata locates every shard, that the shards cover their tensors, and that no
    file is shorter or longer than its records.
-3. Let the engine read every record and check it against all its checksums: those of blocks,
+3. Have the engine read every record and check it against all its checksums: those of blocks,
    archives and objects if the metadata has them, otherwise the CRC-32 of every archive entry.
 4. List records that could not be read for a reason other than damage, such as too few file
    descriptors, separately from damaged records.
@@ -342,7 +342,7 @@ class _Verification:
     def _add_item(self, name: str, index: _core.CheckpointIndex, *, is_covered: bool) -> None:
         tensor, shards = index.tensor(name), index.shards(name)
         dtype = None if tensor is None else tensor[0]
-        # Keyed by location, because empty shards may share one record.
+        # Use locations as keys, because empty shards may share one record.
         records: dict[Any, _core.StoredShard] = {}
         for shard in shards:
             if shard[2] is not None:

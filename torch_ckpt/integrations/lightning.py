@@ -118,7 +118,7 @@ def _bases() -> tuple[type, ...]:
     return tuple(found)
 
 
-# Name of the object that holds everything but the tensors.
+# Name of the object that contains everything except the tensors.
 _REST = "lightning"
 
 
@@ -166,7 +166,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         """
         if storage_options is not None:
             raise TypeError(
-                "storage_options are not supported. Pass options of FileSystemWriter to TorchCkptIO"
+                "storage_options is not supported. Pass FileSystemWriter options to TorchCkptIO"
             )
         path = _require_local(path)
         if self._async:

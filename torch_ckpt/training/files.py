@@ -39,11 +39,11 @@ def mkdir(path: StrPath) -> None:
     file_system.makedirs(remote_path, exist_ok=True)
     # Not all fsspec file systems check this.
     if file_system.isfile(remote_path):
-        raise FileExistsError(errno.EEXIST, "a file with the name of the directory exists", path)
+        raise FileExistsError(errno.EEXIST, "a file with this name already exists", path)
 
 
 def check(path: StrPath) -> None:
-    """Raises the errors of :func:`mkdir` if the path is an unsupported URL."""
+    """Raises the same errors as :func:`mkdir` if the path is an unsupported URL."""
     path = os.fspath(path)
     if _is_url(path):
         _resolve(path)

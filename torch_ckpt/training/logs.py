@@ -54,7 +54,7 @@ class SummaryLogger(Protocol):
 class ReportLogger(Protocol):
     """The methods of ``clearml.Logger`` that :func:`log` uses.
 
-    Such a logger draws histograms that :func:`log` computes.
+    Such a logger only draws histograms; :func:`log` computes them.
 
     Example::
 
@@ -177,13 +177,13 @@ def _children(tree: Any) -> Iterator[tuple[Any, Any]] | None:
 
 
 def _convert_leaf(leaf: Any) -> float | torch.Tensor:
-    """Converts a leaf to a number or tensor; raises _Refused if it cannot be logged."""
+    """Converts a leaf to a number or tensor; raises _Refused if the leaf cannot be logged."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, numpy.generic):
         leaf = leaf.item()
     elif numpy is not None and isinstance(leaf, numpy.ndarray):
         try:
-            # Copy: torch does not support negative strides, and warns about read-only arrays.
+            # Copy the array: torch rejects negative strides and warns about read-only arrays.
             leaf = torch.from_numpy(leaf.copy())
         except TypeError:
             raise _Refused(f"a numpy array of {leaf.dtype}") from None

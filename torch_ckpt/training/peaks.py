@@ -102,14 +102,14 @@ _CHIPS = [
     _Chip(r"L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, int8=362),
     # NVIDIA L4 data sheet: FP32 30.3; with sparsity TF32 120, BF16 and FP16 242, FP8 and INT8 485.
     _Chip(r"L4", fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, int8=242.5),
-    # NVIDIA A10 data sheet, dense rates. A10G is another chip.
+    # NVIDIA A10 data sheet, dense rates. The A10G is a different chip.
     _Chip(r"A10", fp32=31.2, tf32=62.5, bf16=125, fp16=125, int8=250),
     # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090, dense rates with accumulation in
     # FP32.
     _Chip(r"GeForce RTX 4090", fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6),
-    # NVIDIA Ampere GA102 GPU architecture whitepaper, GeForce RTX 3090, likewise.
+    # NVIDIA Ampere GA102 GPU architecture whitepaper, GeForce RTX 3090, as for the RTX 4090.
     _Chip(r"GeForce RTX 3090", fp32=35.6, tf32=35.6, bf16=71, fp16=71, int8=284),
-    # NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090, likewise.
+    # NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090, as for the RTX 4090.
     _Chip(r"GeForce RTX 5090", fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, int8=838),
     # NVIDIA V100 Tensor Core GPU data sheet.
     _Chip(r"V100-SXM2-(16|32)GB", fp64=7.8, fp32=15.7, fp16=125),
@@ -117,7 +117,7 @@ _CHIPS = [
     # NVIDIA T4 data sheet.
     _Chip(r"T4", fp32=8.1, fp16=65, int8=130),
     # AMD Instinct MI250X data sheet, matrix rates: FP64 and FP32 95.7, BF16, FP16 and INT8 383. It
-    # has two dies, and each is a torch device. Both products may report either name.
+    # has two dies, each of which is a torch device. Both products may report either name.
     _Chip(
         r"MI250X( ?/ ?MI250)?",
         fp64=47.85,
@@ -127,7 +127,8 @@ _CHIPS = [
         int8=191.5,
         units=110,
     ),
-    # AMD Instinct MI250 data sheet, likewise: FP64 and FP32 90.5, BF16, FP16 and INT8 362.1.
+    # AMD Instinct MI250 data sheet, matrix rates of both dies: FP64 and FP32 90.5, BF16, FP16 and
+    # INT8 362.1.
     _Chip(
         r"(MI250X ?/ ?)?MI250",
         fp64=45.25,
@@ -151,7 +152,7 @@ _CHIPS = [
         int8=1961.2,
         units=228,
     ),
-    # AMD Instinct MI300X and MI325X data sheets, matrix rates, which are the same.
+    # AMD Instinct MI300X and MI325X data sheets, matrix rates; the same for both.
     _Chip(
         r"(MI300X|MI325X)( OAM| VF)?",
         fp64=163.4,
