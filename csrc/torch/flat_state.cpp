@@ -14,7 +14,7 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// The string is kept until the process ends, like names in code.
+// The string lives until the process ends, like an identifier in code.
 PyObject* interned(const char* name) {
   PyObject* text = PyUnicode_InternFromString(name);
   if (text == nullptr) throw python_error();
@@ -42,7 +42,7 @@ class Recursion {
   Recursion& operator=(const Recursion&) = delete;
 };
 
-/// Calls `use` with the text as UTF-8. Surrogates are encoded as in pickles.
+/// Calls `use` with the text encoded as UTF-8; lone surrogates are encoded as in pickles.
 template <class Use>
 void with_utf8(PyObject* text, Use use) {
   Py_ssize_t size = 0;
@@ -70,7 +70,7 @@ bool plans_itself(PyObject* tensor) {
   return false;
 }
 
-/// Reads the numbers of a tuple of sizes or offsets. Returns false if `tuple` is something else.
+/// Reads a tuple of sizes or offsets. Returns false if `tuple` is not a tuple of integers.
 bool numbers_of(PyObject* tuple, std::vector<std::int64_t>& numbers) {
   numbers.clear();
   if (!PyTuple_Check(tuple)) return false;
@@ -97,7 +97,7 @@ FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here,
       watch_(std::move(watch)),
       placements_(checked(PyDict_New())) {
   nodes_.emplace_back();
-  boxes_.emplace_back();  // the box of rows that are no DTensors
+  boxes_.emplace_back();  // the box of all rows that are not DTensors
   const auto count = PyObject_Size(state_dict);
   if (count < 0) throw python_error();
   rows_.reserve(static_cast<std::size_t>(count));
@@ -122,7 +122,7 @@ FlatState::Container FlatState::container_of(PyObject* value) {
     if (is_mapping < 0) throw python_error();
     if (is_mapping != 0) found = Container::mapping;
   }
-  // The class outlives this entry: one of its instances is in the state dict.
+  // The entry stays valid: the state dict holds an instance, which keeps its class alive.
   return known->second = found;
 }
 
@@ -157,11 +157,12 @@ void FlatState::visit_mapping(PyObject* mapping, std::uint32_t node) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.get()); ++i) {
     PyObject* item = PyList_GET_ITEM(items.get(), i);
     if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2) {
-      PyErr_SetString(PyExc_TypeError, "the items of a mapping are pairs of key and value");
+      PyErr_SetString(PyExc_TypeError,
+                      "the items() of a mapping must be pairs of a key and a value");
       throw python_error();
     }
     PythonRef key = checked(PyObject_Str(PyTuple_GET_ITEM(item, 0)));
-    // A name may begin with the empty key; torch writes its dot as well.
+    // The first key may be empty; like torch, write the dot nevertheless.
     if (node != kRoot) prefix_ += '.';
     const std::size_t begin = prefix_.size();
     with_utf8(key.get(), [&](std::string_view bytes) { prefix_ += bytes; });
@@ -335,7 +336,7 @@ planning::RankState FlatState::to_rank_state() const {
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     are_objects[i] = !rows_[i].is_removed && is_object(rows_[i]);
   }
-  // From here on only members that do not change are read, so the GIL is not needed.
+  // The code below reads only members that do not change, so it does not need the GIL.
   const python::ReleasedGil released;
   auto of = std::make_shared<StateTemplate>();
   std::vector<StateTemplate::PathPart> path;
@@ -379,8 +380,7 @@ planning::RankState FlatState::to_rank_state() const {
 
 void FlatState::add(std::string_view name, PyObject* path, PyObject* value) {
   if (!PyTuple_Check(path) || PyTuple_GET_SIZE(path) == 0) {
-    PyErr_SetString(PyExc_TypeError,
-                    "a path must be a tuple of keys and indices that is not empty");
+    PyErr_SetString(PyExc_TypeError, "a path must be a nonempty tuple of keys and indices");
     throw python_error();
   }
   std::uint32_t node = kRoot;

@@ -20,12 +20,12 @@
 
 namespace torch_ckpt::tensors {
 
-// A state dict as rows, one for each value, with the names that torch's planners give them
+// A flattened state dict: one row per value, with the name that torch's planners give it
 // (torch.distributed.checkpoint._nested_dict.flatten_state_dict):
 //
-//   1. Keys of dicts, as text, and numbers in lists are joined by dots.
-//   2. A list that contains a tensor, a dict, or a list that does, is flattened. Other lists, and
-//      tuples, are values.
+//   1. A name is the keys of dicts, as text, and the indices in lists, joined by dots.
+//   2. A list is flattened if it contains a tensor or a dict, directly or in nested lists. All other
+//      lists, and tuples, are values.
 //
 // FlatState resolves plain tensors and DTensors to their local tensors. Which part of a DTensor a
 // rank has depends on mesh, placements and size, so torch is asked once for each combination.
@@ -50,15 +50,17 @@ class FlatState {
     bool is_removed = false;
     bool requires_grad = false;
     std::uint32_t node = 0;
-    std::uint32_t key = 0;   // the number of the top-level key that it belongs to
-    std::uint32_t size = 0;  // of the global tensor, in extents()
+    std::uint32_t key = 0;   // number of its top-level key
+    std::uint32_t size = 0;  // size of the global tensor, in extents()
     std::uint32_t box = 0;
     at::Tensor local;  // undefined for Kind::other
   };
 
-  /// `chunks_here(dtensor)` returns torch's list of the chunks that this rank has. `watch` makes
-  /// this a snapshot. Raises ValueError if two values have the same name, and the exceptions of
+  /// Raises ValueError if two values have the same name, and passes on the exceptions of
   /// `chunks_here` and of keys.
+  ///
+  /// chunks_here: given a DTensor, returns torch's list of the chunks that this rank has.
+  /// watch: if not null, this is a snapshot, and its tensors are added to the watch.
   FlatState(PyObject* state_dict, PyObject* chunks_here,
             std::shared_ptr<SourceWatch> watch = nullptr);
   ~FlatState() = default;
@@ -76,8 +78,8 @@ class FlatState {
   /// Returns a new tuple of the keys and indices that lead to a value.
   PythonRef path(const Row& row) const;
 
-  /// True if the value is saved as an object: it is neither a tensor nor a value that torch's
-  /// planner asks for its parts.
+  /// True if the value is saved as an object: it is not a tensor, and it has no methods that
+  /// torch's planner calls to get its shards.
   bool is_object(const Row& row) const;
   /// Describes the state dict for a save plan.
   planning::RankState to_rank_state() const;
@@ -94,7 +96,7 @@ class FlatState {
   struct Node {
     std::uint32_t parent = kRoot;
     PythonRef key;            // a str or an int
-    std::uint32_t bytes = 0;  // of the key in the name
+    std::uint32_t bytes = 0;  // size of the key in the name
   };
   enum class Container : std::uint8_t { tensor, mapping, list, none };
 
@@ -109,7 +111,7 @@ class FlatState {
   std::uint32_t add_node(std::uint32_t parent, PythonRef key, std::size_t bytes);
   /// Sets `nodes` to the nodes from the top-level key to the row's own.
   void nodes_to(const Row& row, std::vector<const Node*>& nodes) const;
-  /// The number of the rank's box of a DTensor; 0 if torch does not describe it as one box.
+  /// Returns the number of this rank's box of a DTensor; 0 if its part is not a single box.
   std::uint32_t box_of(PyObject* value, std::uint32_t size);
 
   PythonRef mapping_class_;
@@ -128,7 +130,7 @@ class FlatState {
   std::vector<Node> nodes_;
   std::vector<Box> boxes_;
   index::NameTable keys_;
-  std::uint32_t key_ = 0;  // of the rows that are being added
+  std::uint32_t key_ = 0;  // top-level key of the rows that are being added
   std::string prefix_;
 };
 

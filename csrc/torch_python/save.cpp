@@ -26,7 +26,7 @@ namespace {
 using engine::Context;
 using tensors::TensorSave;
 
-// From a torch_ckpt.saving.background.EngineOptions.
+// `background` is a torch_ckpt.saving.background.EngineOptions.
 void add_background(engine::SaveOptions& options, const py::object& background) {
   const py::object writers = background.attr("writers");
   options.snapshot = background.attr("snapshot").cast<bool>();
@@ -40,7 +40,7 @@ void add_background(engine::SaveOptions& options, const py::object& background) 
 
 void add_value(tensors::SaveSources& sources, const py::handle& name, bool is_name_needed,
                const py::handle& value) {
-  // Not every name is UTF-8.
+  // Convert the name only if it is needed: the cast throws if UTF-8 cannot encode the name.
   std::string text = is_name_needed ? name.cast<std::string>() : std::string();
   if (THPVariable_Check(value.ptr())) {
     return sources.add(std::move(text), THPVariable_Unpack(value.ptr()));
@@ -48,7 +48,7 @@ void add_value(tensors::SaveSources& sources, const py::handle& name, bool is_na
   auto memory = std::make_shared<const Memory>(value, PyBUF_STRIDES);
   if (!memory->is_contiguous()) {
     throw py::value_error(py::str(name).cast<std::string>() +
-                          ": the bytes do not lie one behind the other in memory");
+                          ": the buffer must be contiguous in memory");
   }
   sources.add(std::move(text), memory->bytes(), memory);
 }
@@ -60,7 +60,8 @@ std::unique_ptr<TensorSave> start_save(const os::Directory& directory, const std
                                        std::size_t chunk_bytes, std::size_t max_host_bytes,
                                        const py::object& direct_io, bool sync,
                                        const py::object& background) {
-  if (names.size() != values.size()) throw py::value_error("one name for each value");
+  if (names.size() != values.size())
+    throw py::value_error("names and values must have equal lengths");
   tensors::SaveSources sources;
   for (std::size_t i = 0; i < values.size(); ++i) {
     add_value(sources, names[i], !separation_hint.empty(), values[i]);

@@ -31,11 +31,11 @@ py::object object_of(PythonRef object) {
 }
 
 const FlatState::Row& row_of(const FlatState& state, std::size_t number) {
-  if (number >= state.size()) throw py::index_error("no row of that number");
+  if (number >= state.size()) throw py::index_error("row number out of range");
   return state.row(number);
 }
 
-/// The two parts of a state on which a plan depends: its template, and this rank's shards.
+/// Returns the inputs of a plan: the template of the state, and this rank's shards.
 py::tuple contents_of(const FlatState& state) {
   const RankState here = state.to_rank_state();
   const auto [of_template, of_rank] =
@@ -43,14 +43,14 @@ py::tuple contents_of(const FlatState& state) {
   return py::make_tuple(py::bytes(of_template), py::bytes(of_rank));
 }
 
-/// Names and values of rows: tensors that the engine writes as they are, and the numbers of those
-/// that are other values, which Python turns into something to write.
+/// Returns the names and the values of rows, and the positions of the values that the engine cannot
+/// write as they are, so that the caller must convert them first.
 py::tuple sources_of(const FlatState& state, const std::vector<std::size_t>& rows) {
   py::list names(rows.size());
   py::list values(rows.size());
   py::list others;
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i] >= state.size()) throw py::index_error("no row of that number");
+    if (rows[i] >= state.size()) throw py::index_error("row number out of range");
     const FlatState::Row& row = state.row(rows[i]);
     names[i] = text_of(state.name(rows[i]));
     values[i] = row.kind == FlatState::Kind::dtensor

@@ -33,17 +33,17 @@ from torch_ckpt.saving.items import Written
 
 StateDict = dict[str, Any]
 
-#: (file name, offset, length, payload CRC-32) of one stored item, in bytes.
+#: File name, offset and length in bytes, and payload CRC-32 of one stored item.
 Place = tuple[str, int, int, int]
 
 
 @dataclass
 class Contents:
-    """The part of one rank's state that a plan depends on.
+    """The inputs of a plan from one rank.
 
     Attributes:
-        template: names, kinds, dtypes and sizes of the values that the engine plans; identical on
-            most ranks. In a message, its token (see :meth:`Ranks.share`).
+        template: names, kinds, dtypes and sizes of the values that the engine plans, which are the
+            same on most ranks. A message has a token instead (see :meth:`Ranks.share`).
         shards: offsets and sizes of this rank's shards of DTensors.
         torch_plan: torch's plan of all other items; None if there are none.
     """
@@ -79,22 +79,23 @@ class GlobalPlan:
     """The plan for all ranks.
 
     Args:
-        contents: contents of each rank, by rank.
+        contents: the contents of each rank, indexed by rank.
 
     Raises:
-        CheckpointError: contents of several ranks contradict each other; names and ranks are given.
+        CheckpointError: the contents of several ranks contradict each other. The error gives names
+            and ranks.
     """
 
     @no_gc()
     def __init__(self, contents: list[Contents]) -> None:
         self.contents = contents
-        # received() has been called for all of them.
+        # Contents.received() has replaced all tokens by templates.
         texts = [(cast(bytes, of_rank.template), of_rank.shards) for of_rank in contents]
         try:
             self._engine = _core.GlobalPlan(texts)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        self._torch_items: list[list[WriteItem]] = [[] for _ in contents]  # by rank
+        self._torch_items: list[list[WriteItem]] = [[] for _ in contents]  # indexed by rank
         self._torch_metadata: dict[str, Any] = {}
         self._assignments = [Assignment(self._engine.owned(r), None) for r in range(len(contents))]
         if any(of_rank.torch_plan for of_rank in contents):
@@ -111,12 +112,12 @@ class GlobalPlan:
         return self is other or self._names() == other._names()
 
     def assignments(self) -> list[Assignment]:
-        """Returns the assignments, by rank."""
+        """Returns the assignments, indexed by rank."""
         return self._assignments
 
     def replicated_names(self) -> list[list[str]]:
-        """Returns the names of the values of :meth:`SaveState.replicated`, by rank: tensors, then
-        objects."""
+        """Returns the names of the values of :meth:`SaveState.replicated`, indexed by rank: tensors
+        first, then objects."""
         return [self._engine.replicated_names(rank) for rank in range(len(self.contents))]
 
     @functools.cached_property
@@ -129,7 +130,7 @@ class GlobalPlan:
         """Returns the contents of ``.metadata``.
 
         Args:
-            written: the results of the writes, by rank.
+            written: the results of the writes, indexed by rank.
 
         Raises:
             CheckpointError: ranks have different kinds of values under one name.
@@ -156,13 +157,13 @@ class GlobalPlan:
         """Compares two saves of this plan by their checksums.
 
         Args:
-            before, now: the results of the writes, by rank.
-            counter: the name of a number that changes in every save.
+            before, now: the results of the writes, indexed by rank.
+            counter: name of a number that changes in every save.
 
         Returns:
-            The name of the first other number that has changed, or None. If there is one: by group,
-            the tensors of the groups in which nothing has changed. A group is all values under one
-            key of the state dict.
+            The name of the first other number that has changed; None if no number has. Then, if a
+            number has changed, the tensors of each group in which nothing has changed. A group is
+            all values under one key of the state dict.
         """
         files = [[of_rank.files for of_rank in written] for written in (before, now)]
         moved, changed, unchanged = self._engine.changes(files[0], files[1], counter)
@@ -198,7 +199,7 @@ class GlobalPlan:
         return index_of(Metadata(self._torch_metadata, storage_data=storage), "torch's plan")
 
     def _names(self) -> list[tuple[Any, ...]]:
-        """Returns, by rank, the engine's templates and the items of torch's plan."""
+        """Returns each rank's template, shards and the items of torch's plan."""
         return [
             (of_rank.template, of_rank.shards, [item.index for item in items])
             for of_rank, items in zip(self.contents, self._torch_items, strict=True)

@@ -51,7 +51,7 @@ _INHERITED = "the save belongs to the process that forked this one; wait for it 
 
 
 class _Reporting(Future[T]):
-    """A future of a save, which records that its error has been seen."""
+    """A future that marks the save's error as reported when a caller reads it."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ class Job:
             trace=trace is not None,
             staged=_Reporting(self),
         )
-        #: True if the error is reported elsewhere, or has been.
+        #: True if the error has been reported, or other code reports it.
         self.reported = False
-        #: The detector that compares all saves of this process; set by start().
+        #: Compares each save of this process with the previous one; set by start().
         self.unchanged: UnchangedDetector | None = None
         self.inherited = False
-        #: The values that differ between ranks, described for the user.
+        #: Description of the values that differ between ranks; empty if none differs.
         self.differing = ""
-        #: Number of values found so far; its growth counts as progress for heartbeats.
+        #: Number of values looked up so far. Its growth counts as progress for heartbeats.
         self.resolved = 0
         self.committed: Future[Metadata] = _Reporting(self)
         self.metrics = SaveMetrics(path=path, rank=ranks.rank)
@@ -161,7 +161,7 @@ class Job:
         try:
             self.ranks.close()
         except Exception as error:
-            LOGGER.warning("could not notify the other ranks of the end of the save: %s", error)
+            LOGGER.warning("could not notify the other ranks that the save has ended: %s", error)
 
     def snapshot(self) -> SaveState:
         """Returns the state to save.
@@ -179,11 +179,11 @@ class Job:
         self._spans.append(("python", "plan", 0.0, self.metrics.planning_s))
 
     def count_object(self) -> None:
-        """Records that a value was looked up, as progress for heartbeats."""
+        """Counts a value that was looked up, as progress for heartbeats."""
         self.resolved += 1
 
     def bytes_moved(self) -> int:
-        """Returns a number that grows for as long as the save makes progress."""
+        """Returns a number that grows while the save makes progress."""
         of_callback = time.monotonic_ns() if self._is_calling_back else 0
         return self.resolved + self.write.moved() + of_callback
 
@@ -209,7 +209,7 @@ class Job:
         self._is_calling_back = True
         try:
             self._on_commit(metadata)
-        except BaseException as error:  # as torch's CheckpointException is
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             raise OnCommitFailed(
                 f"on_commit failed ({error}); the checkpoint in {self.metrics.path} is committed"
             ) from error
@@ -219,11 +219,11 @@ class Job:
     # --- by the caller ---------------------------------------------------------------------------
 
     def go(self) -> None:
-        """Lets the thread start."""
+        """Lets the job's thread begin."""
         self._go.set()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the job with the error that the call raises."""
+        """Makes the job fail with the error that the call raises."""
         self._abandoned = error
         self.reported = True
         self.go()
@@ -241,7 +241,7 @@ class Job:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
-        """Adds the time in the block to the time for which the caller was blocked."""
+        """Counts the time in the block as time during which the caller was blocked."""
         begun = time.perf_counter()
         try:
             yield
@@ -279,7 +279,7 @@ class Job:
         write.end(failure)
         metrics = self.metrics
         metrics.total_s = self._now()
-        # Times of this thread, which does nothing but this save.
+        # CPU time of this thread, which runs only this save.
         metrics.python_s = time.thread_time() - _core.seconds_without_gil()
         metrics.messages, metrics.message_bytes = self.ranks.sent
         if write.timing is not None:
@@ -311,7 +311,7 @@ class Job:
 
 
 def wait_for(future: Future[T], timeout: float | None, what: str, job: Job) -> T:
-    """Waits for a future of a job. Raises TimeoutError with the job's path if the time is up."""
+    """Waits for a future of a job. Raises TimeoutError, with the job's path, at the timeout."""
     if job.inherited:
         raise CheckpointError(_INHERITED)
     try:

@@ -35,7 +35,7 @@ from torch_ckpt.saving.host_memory import default_snapshot_bytes
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.snapshots import source_changed
 
-# Seconds between two checks of a write: without and with a progress bar.
+# Seconds between two checks of a write, without and with a progress bar.
 _REST_SECONDS = 5.0
 _SHOWN_SECONDS = 0.1
 
@@ -260,7 +260,7 @@ class RankWrite:
     def cancel(self) -> None:
         """Makes the write fail and remove its files, unless it has ended."""
         self._is_cancelled = True
-        # Local copy: the thread that writes resets the attribute at the end.
+        # Use a local copy: the writing thread resets the attribute at the end.
         save = self._save
         if save is not None:
             save.cancel()
@@ -312,7 +312,7 @@ class RankWrite:
             for _event, device in self._ready:
                 stream = torch.cuda.current_stream(device).cuda_stream
                 save.make_stream_wait(device.index, stream)
-            # All later work of the stream runs on the device after the copies.
+            # The device runs all later work of the stream after the copies.
             if self._changed is None and self._sources is not None:
                 self._changed = self._sources.changed()
             return True
@@ -354,17 +354,17 @@ class RankWrite:
         self.timing = save.timing()
         if self._trace:
             self.stretches = list(save.trace())
-        # The pool's chunks are free; release the session's own memory, too.
+        # The session has returned its chunks to the pool. Release its own memory, too.
         self._save = None
 
 
 def wait_quietly(future: Future[Any]) -> None:
-    """Waits until the future is done, and leaves its error unreported."""
+    """Waits until the future is done. Does not mark its error as reported."""
     Future.exception(future)
 
 
 def _wait_for_devices(values: list[Any]) -> None:
-    """Waits for the streams that produce CUDA tensors before other streams read these."""
+    """Waits for the streams that compute the CUDA tensors, because other streams read these."""
     if not torch.cuda.is_available():
         return
     devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda}

@@ -1,4 +1,4 @@
-"""A save through DCP that the engine plans."""
+"""The planner for saves through DCP that the engine plans."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.save_state import SaveState, StateDict
 
-# The attribute of the metadata that carries the global plan from the planner to the writer, on the
+# Name of the metadata's attribute in which the planner passes the global plan to the writer, on the
 # coordinator.
 _PLAN = "torch_ckpt_plan"
 
 
 class EngineStorageMeta(StorageMeta):
-    """Marks for a planner that the writer's engine can write what :class:`SavePlanner` plans.
+    """Signals to a planner that the writer accepts the plans of :class:`SavePlanner`.
 
-    Only planners see it; the metadata has a plain ``StorageMeta``.
+    Only planners see this class; the metadata has a plain ``StorageMeta``.
     """
 
 

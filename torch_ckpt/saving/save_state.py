@@ -1,4 +1,4 @@
-"""The state dict of one save, on one rank.
+"""The state dict of one save on one rank.
 
 1. :class:`SaveState` flattens the state dict (csrc/torch/flat_state.h). A snapshot keeps aliases of
    the tensors and copies of the objects, so that the state dict may change afterwards.
@@ -38,7 +38,7 @@ StateDict = dict[str, Any]
 
 
 class SaveState:
-    """The values of one rank; the module's docstring lists the steps.
+    """The values of one rank. The docstring of the module lists the steps.
 
     Args:
         state_dict: the state dict, without ``Stateful`` values.
@@ -63,12 +63,12 @@ class SaveState:
                 kept = snapshot_of(value, name, self._watch)
                 if kept is not value:
                     self._flat.replace(row, kept)
-        #: torch's planner, if it must plan some of the values.
+        #: torch's planner; None if the engine plans all values.
         self._planner: DefaultSavePlanner | None = None
         self._template, self._shards = b"", b""
         self.structure: Any = None
         self._walk_seconds = time.perf_counter() - begin
-        #: Times of the start and the end of planning, and of the end of the lookup of values.
+        #: Times at which planning began, planning ended, and the lookup of values ended.
         self._moments: list[float] = []
 
     # --- the plan --------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ class SaveState:
     def values(
         self, assignment: Assignment, on_object: Callable[[], None] | None = None
     ) -> tuple[list[str], list[Any]]:
-        """Returns names and values of an assignment: those of the engine's plan, then those of
-        torch's.
+        """Returns the names and the values of an assignment: the engine's items first, then the
+        items planned by torch.
 
         Args:
             on_object: called after each lookup of a value that is not a plain tensor.
@@ -177,7 +177,7 @@ class SaveState:
             found = pickled(value)
         except Exception as error:
             raise unpicklable(name, value, error) from None
-        # AppState checks the values that it wraps, under the names of the caller.
+        # AppState wraps values in this type, and has checked them under the caller's names.
         if type(value) is not SimpleNamespace:
             warn_of_what_will_not_load(name, value, found)
         return found
@@ -194,7 +194,7 @@ class SaveState:
 
 
 def _require_values(name: str, value: Any) -> None:
-    # is_meta does not work for a ShardedTensor of several shards.
+    # is_meta raises for a ShardedTensor with several shards.
     local = getattr(value, "_local_tensor", value)
     if isinstance(value, torch.Tensor) and local.device.type == "meta":
         raise CheckpointError(

@@ -68,15 +68,15 @@ class Reply(NamedTuple):
     differing: str = ""
 
 
-#: The reply to ranks that sent the number of a plan, but must send their contents.
+#: Asks a rank that sent the number of a plan for its contents.
 IN_FULL = "in full"
 
 
 class PlanCache:
     """The last plan on which the ranks of a group have agreed. Plans are numbered.
 
-    The number 0 stands for no plan. A rank that has missed a reply has an older number than the
-    coordinator; then all ranks plan from scratch.
+    The number 0 means that there is no plan. A rank that missed a reply has an older number than
+    the coordinator; then all ranks plan from scratch.
     """
 
     _of: ClassVar[WeakKeyDictionary[Meeting, PlanCache]] = WeakKeyDictionary()
@@ -106,8 +106,8 @@ class PlanCache:
         return state.contents().to_send(ranks)
 
     def replies(self, messages: list[RankMessage], ranks: Ranks, tag: str) -> list[Reply]:
-        """Returns the replies by rank, on the coordinator; one object if all ranks get the same
-        reply."""
+        """Returns the replies, indexed by rank, on the coordinator. Equal replies are one
+        object, which is sent only once."""
         contents = [message.contents for message in messages]
         assignments = self._assignments_for(
             [one.received(ranks) if isinstance(one, Contents) else one for one in contents]
@@ -120,7 +120,7 @@ class PlanCache:
 
     @no_gc()
     def _assignments_for(self, contents: list[Contents | int]) -> Sequence[Assignment | str | None]:
-        """Returns the assignments by rank; None stands for that of the last plan."""
+        """Returns the assignments, indexed by rank. None repeats the rank's last assignment."""
         numbers = {of_rank for of_rank in contents if isinstance(of_rank, int)}
         if not numbers <= {self.last_number}:
             return [IN_FULL] * len(contents)
@@ -137,7 +137,7 @@ class PlanCache:
         return plan.assignments()
 
     def keep(self, state: SaveState, reply: Reply) -> Assignment:
-        """Returns the assignment in a reply, and keeps it for this rank's next save."""
+        """Returns the assignment in a reply. Keeps it for this rank's next save."""
         if isinstance(reply.assignment, Assignment):
             self.structure, self.assignment = state.structure, reply.assignment
             self.number = reply.number
@@ -149,12 +149,13 @@ register(Part.PLANS, in_child=PlanCache.forget_in_child)
 
 
 class SaveSession:
-    """One save on this rank, in the order of its methods. If it fails, the caller abandons the
-    writer.
+    """One save on this rank. The methods follow the steps in the module's docstring.
+
+    If the save fails, the caller abandons the writer.
 
     Args:
-        plans: plans of earlier saves of the same ranks. All ranks pass the plans of the same saves,
-            or all pass new ones.
+        plans: the cached plan of these ranks. Either all ranks pass the cache of the same saves, or
+            all pass a new cache.
         check_replicas: see :func:`torch_ckpt.save`.
         job: the background save that this session belongs to; None: the caller waits for the end.
     """
@@ -293,7 +294,7 @@ class SaveSession:
 
 
 def tell_the_others(ranks: Ranks, error: BaseException) -> None:
-    """Takes this rank's part in a save or load that it cannot start, so that the other ranks do not
+    """Reports to the other ranks that this rank cannot start a save or load, so that they do not
     wait for it."""
 
     def fail() -> None:

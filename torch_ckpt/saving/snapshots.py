@@ -1,7 +1,7 @@
-"""Copies of state dicts: for snapshots of background saves, and in host memory.
+"""Copies of state dicts: snapshots for background saves, and copies in host memory.
 
-A snapshot holds tensors by aliases and copies all other mutable values. The contents of tensors are
-read later, and a watch (csrc/torch/source_watch.h) detects tensors that were written to before.
+A snapshot aliases tensors and copies all other mutable values. The contents of tensors are read
+later. A watch (csrc/torch/source_watch.h) detects tensors that were written to in the meantime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, to
 
 
 def snapshot_of(value: Any, name: str, watch: _C.SourceWatch) -> Any:
-    """Returns the value that a snapshot keeps of an object, or of a tensor that is not plain.
+    """Returns the value that a snapshot keeps for an object, or for a tensor that is not plain.
 
     Containers and objects are copied. Tensors are held by aliases and watched; tensors of a
     subclass are cloned.
@@ -50,7 +50,7 @@ def snapshot_of(value: Any, name: str, watch: _C.SourceWatch) -> Any:
             return leaf
         if isinstance(leaf, torch.Tensor):
             copied = leaf.detach().clone()
-            # The device copies it on the current stream.
+            # The copy is in progress on the device's current stream, so record the device.
             watch.add(name, copied)
             return copied
         try:
@@ -64,8 +64,8 @@ def snapshot_of(value: Any, name: str, watch: _C.SourceWatch) -> Any:
 def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns a deep copy of a state dict on the CPU.
 
-    CPU tensors are copied by several threads into memory of the engine's pool, which gets it back
-    when the last of the copies is freed.
+    Several threads copy CPU tensors into memory of the engine's pool. The memory returns to the
+    pool when the last copy is freed.
     """
     originals: list[torch.Tensor] = []
 
@@ -113,7 +113,7 @@ def copy_by_pickle(value: Any) -> Any:
                 return None
             if storage._cdata not in numbers:
                 numbers[storage._cdata] = len(copies)
-                held.append(storage)  # otherwise another storage could get its address
+                held.append(storage)  # otherwise another storage could reuse its address
                 memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
                 copied = memory.untyped_storage()
                 copied.copy_(storage)
@@ -146,7 +146,8 @@ def _with_tensors(
     of_tensor: Callable[[torch.Tensor], torch.Tensor],
     of_object: Callable[[Any], Any],
 ) -> Any:
-    """Returns a copy of nested containers with other tensors and objects in it."""
+    """Returns a copy of nested containers, with each tensor replaced by ``of_tensor(tensor)`` and
+    each other object by ``of_object(object)``."""
 
     def changed(leaf: Any, _name: str) -> Any:
         if isinstance(leaf, DTensor):
@@ -174,16 +175,15 @@ def _with_tensors(
 
 
 def _mapped(value: Any, of_leaf: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Returns a copy of nested dicts, lists and tuples with other leaves, visited in a fixed order.
+    """Returns a copy of nested dicts, lists and tuples, with each leaf replaced by ``of_leaf``.
 
-    Does not use torch's pytree: named tuples, and types that are registered there, are leaves here,
-    as they are for torch's planners.
+    The order of the calls is fixed. Does not use torch's pytree, which descends into named tuples
+    and registered types: torch's planners treat these as leaves.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return of_leaf(
-            value, name
-        )  # first: most values are tensors, and a check against an ABC is slow
+        # Check this first: most values are tensors, and the check against an ABC below is slow.
+        return of_leaf(value, name)
     if kind is list or kind is tuple:
         return kind(_mapped(item, of_leaf, f"{name}.{i}") for i, item in enumerate(value))
     if kind is dict or isinstance(value, Mapping):
@@ -193,19 +193,19 @@ def _mapped(value: Any, of_leaf: Callable[[Any, str], Any], name: str = "") -> A
 
 
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Returns a copy of a mapping with other values."""
+    """Returns a copy of a mapping with the given values."""
     if not isinstance(mapping, dict):
-        # A shallow copy may share its memory with the caller's mapping.
+        # A shallow copy may share memory with the caller's mapping.
         return items
-    # A copy keeps what distinguishes the type from a dict.
+    # A copy keeps the attributes that a subclass of dict adds.
     copied = copy.copy(mapping)
     for key, item in items.items():
-        copied[key] = item  # not update(), which adds to the counts of a Counter
+        copied[key] = item  # update() would add to the counts of a Counter
     return copied
 
 
 def source_changed(names: list[str], advice: str) -> SourceChanged:
-    """Builds the error for sources that were written to too early."""
+    """Returns the error for sources that were written to too early."""
     shown = ", ".join(names[:10]) + (" and more" if len(names) > 10 else "")
     return SourceChanged(
         f"{shown}: changed before the save had copied it, so nothing was saved. {advice}"

@@ -1,7 +1,7 @@
 """Detects saves that keep storing the same weights although training continues.
 
-A save of a stale copy is complete and passes verification, but is worthless. Such saves have
-remained unnoticed for months, until a restart showed the wrong loss. The comparison costs little,
+A save of a stale copy is complete and passes verification, but is worthless. Such saves have stayed
+unnoticed for months, until a restart showed the wrong loss. The comparison costs little,
 because the checksums are computed anyway.
 """
 
@@ -29,7 +29,7 @@ class UnchangedDetector:
         self._named: set[str] = set()
 
     def check(self, plan: GlobalPlan, written: list[Written], where: str) -> str | None:
-        """Returns the text of a warning, or None.
+        """Returns the text of a warning; None if there is nothing to warn about.
 
         Args:
             written: the results of the writes, by rank.

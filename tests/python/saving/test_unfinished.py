@@ -94,7 +94,7 @@ def test_a_finished_save_has_no_unfinished_files(tmp_path: Path) -> None:
 
 def test_bytes_that_are_not_consecutive_are_refused(tmp_path: Path) -> None:
     every_second = memoryview(b"0123456789")[::2]
-    with pytest.raises(ValueError, match="value 0: the bytes do not lie one behind the other"):
+    with pytest.raises(ValueError, match="value 0: the buffer must be contiguous in memory"):
         start(tmp_path, [every_second], Background())
 
 
