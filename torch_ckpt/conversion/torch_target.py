@@ -134,7 +134,7 @@ def _archive(stream: BinaryIO) -> Iterator[Any]:
     try:
         yield archive
     except BaseException:
-        # Otherwise the destructor would write it, and an exception there would end the process.
+        # The destructor would otherwise do this, and an exception there would end the process.
         with suppress(Exception):
             archive.write_end_of_file()
         raise
