@@ -50,7 +50,7 @@ struct ScratchLayout {
   std::size_t bytes() const { return chunk_bytes * chunks; }
 
   /// Returns how many bytes a single read may request at any file offset. This leaves room for
-  /// extending a direct read to block boundaries. A multiple of 64, so that steps of this size
+  /// extending a direct read to block boundaries. It is a multiple of 64, so steps of this size
   /// never split an element.
   std::size_t step_bytes() const;
 };

@@ -22,8 +22,8 @@ struct PoolSpec {
   bool operator==(const PoolSpec&) const = default;
 };
 
-/// A task that occupies a thread until it ends. The pool has an extra thread for the task as long
-/// as the task holds `threads`.
+/// A task that occupies a thread until it ends. The pool runs an additional thread for as long as
+/// the task holds `threads`.
 using LongTask = std::function<void(std::shared_ptr<const void> threads)>;
 
 // Thread pools, one for each PoolSpec, created on first use. Their threads never take the GIL.

@@ -10,7 +10,7 @@
 namespace torch_ckpt::engine {
 
 // The first failure of a session, or of other work shared by several threads. Threads poll is_set()
-// and stop once it is true. Safe for concurrent use by multiple threads.
+// and stop once it returns true. Safe for concurrent use by multiple threads.
 template <class Failure = Error>
 class FirstFailure {
  public:

@@ -23,8 +23,8 @@ namespace torch_ckpt::engine {
 //      that contain them.
 //
 // Copies of many pieces can therefore be in flight at once, and sources are released before their
-// bytes are checksummed. One thread at a time may call begin() and wait_for_copies(), and one
-// thread at a time, possibly in parallel, may call complete(). Each must be called for the pieces
+// bytes are checksummed. begin() and wait_for_copies() must be called by one thread at a time. So
+// must complete(), but it may run in parallel with them. Each method must be called for the pieces
 // in order. The image, its sources and `ready` must outlive the stream.
 class ImageStream {
  public:

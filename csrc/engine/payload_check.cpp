@@ -9,7 +9,8 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// An archive has about 2,000 bytes around its payload. If there are more than this, it is damaged.
+// An archive with more bytes than this around its payload is damaged: the usual number is about
+// 2,000.
 constexpr std::uint64_t kMaxEnvelopeBytes = std::uint64_t{1} << 20;
 
 std::string hex(std::uint32_t value) {

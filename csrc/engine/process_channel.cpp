@@ -149,8 +149,8 @@ Result<std::vector<std::pair<std::int64_t, std::string>>> ProcessChannel::take_d
   for (const Announcement& announcement : announced_) {
     if (!os::is_alive(announcement.sender)) dead.push_back(announcement);
   }
-  // Receive everything that the dead processes sent: processes that sent their object are not
-  // missing.
+  // Receive everything that the dead processes sent. This removes the announcements of objects that
+  // have been sent.
   if (auto received = receive(); !received) return received.error();
   std::vector<std::pair<std::int64_t, std::string>> missing;
   for (Announcement& announcement : dead) {

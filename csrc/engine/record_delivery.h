@@ -18,7 +18,7 @@
 namespace torch_ckpt::engine {
 
 enum class ReadKind {
-  // The bytes of the record, without parsing an archive.
+  // The record's bytes, which are not parsed as an archive.
   raw,
   // The payload of a tensor with `dtype` and `sizes`, stored row-major or with the strides of
   // `layout`.

@@ -92,7 +92,7 @@ struct FileWriter {
 //   5. After the first failure, no more buffers are filled and no more writes start. Buffers are
 //      still released, and every file ends.
 //
-// No thread blocks to wait for another. A stager or writer that cannot continue is registered with
+// No thread blocks waiting for another. A stager or writer that cannot continue is registered with
 // the resource that it needs, and the thread that releases the resource posts it again.
 class SavePipeline {
  public:

@@ -14,7 +14,7 @@ class Throttle {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// 0 means no limit.
+  /// A rate of 0 means no limit.
   explicit Throttle(std::uint64_t bytes_per_second) : bytes_per_second_(bytes_per_second) {}
 
   bool limits() const { return bytes_per_second_ != 0; }

@@ -122,7 +122,7 @@ class ChunkPool {
   void end_reserve();
   /// Returns the target of the reserve in bytes.
   std::size_t reserve_bytes() const;
-  /// Returns the bytes of all chunks that have the reserve's chunk size, idle and in use.
+  /// Returns the total bytes of all chunks that have the reserve's chunk size, idle and in use.
   std::size_t reserved_bytes() const;
 
  private:

@@ -5,9 +5,9 @@
 // 2. The copier's stream first waits, on the device, for the caller's ready events. Once they have
 //    occurred, the sources are complete and targets may be overwritten.
 // 3. The copies of a chunk form one submission, followed by an event. If the runtime has
-//    cudaMemcpyBatchAsync, the submission is one call to it. Engine threads wait for nothing on a
-//    device except these events. Events are reused, so there are only as many as submissions in
-//    flight.
+//    cudaMemcpyBatchAsync, the submission is a single call to it. Engine threads wait for nothing
+//    on a device except these events. Events are reused, so there are only as many as submissions
+//    in flight.
 // 4. The owner of the sources keeps them alive until the last event has been waited for, so that
 //    the caching allocator cannot reuse their memory. record_stream is not needed.
 
