@@ -151,8 +151,8 @@ class Call:
         return None
 
     def failure_of_all(self, no_dist: bool) -> Exception | None:
-        """Returns an error with the call's failures on all ranks, or only on this rank if
-        ``no_dist``."""
+        """Returns an error with the call's failures on all ranks (with ``no_dist``, on this rank
+        only). Returns None if there are none."""
         failures: dict[int, WRAPPED_EXCEPTION] = {}
         if self.is_aborted:
             # An abort counts even if the function had already succeeded.

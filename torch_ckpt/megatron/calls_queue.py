@@ -116,7 +116,7 @@ class AsyncCallsQueue:
         Errors are not raised here. They fail the call on all ranks when it is finalized.
 
         Returns:
-            The number of the call, from 0.
+            The call's number, starting at 0.
 
         Raises:
             KeyboardInterrupt, SystemExit: raised while the request was staged, or by its preload

@@ -251,8 +251,7 @@ class CheckpointMetadataCache:
             local_plan: this rank's local plan.
             global_md_verify_reuse: True if the plans of all ranks equal those of the loaded
                 checkpoint.
-            is_as_cached: True if the plans of all ranks equal those of the previous save; None
-                means that this rank compares its own plan.
+            is_as_cached: True if the plans of all ranks equal those of the previous save; None means that only this rank's plan is compared.
         """
         self.validated_loaded_metadata_reuse = global_md_verify_reuse
         if not global_md_verify_reuse:
@@ -281,7 +280,7 @@ class CheckpointMetadataCache:
     def get_cache_metadata(
         self,
     ) -> tuple[SavePlan | None, SavePlan | None, bool, list[SavePlan] | None]:
-        """Returns the central plan, the local plan, True if both are valid, and the loaded
+        """Returns the central plan, the local plan, a flag (True if both are valid), and the loaded
         plans."""
         return (
             self.cached_central_plan,

@@ -1,6 +1,6 @@
 """Plans and finalizes a save that is written elsewhere, with Megatron's signatures.
 
-All ranks make the same calls. They exchange messages through the store of the process group, not
+All ranks must make the same calls. They exchange messages through the process group's store, not
 through its collectives, which may need a device. No rank waits for a rank that has failed.
 
 1. *Plan.* Every rank creates its local plan. The coordinator creates the metadata and, if the ranks
@@ -405,8 +405,8 @@ class _WrapperRanks:
     def for_finalize(self) -> _WrapperRanks:
         """Returns the same ranks for finalizing the planned save.
 
-        Store keys have the plan's prefix instead of a number of their own: a rank that fails before
-        it finalizes must still use the same keys as the other ranks in later saves.
+        The store keys begin with the plan's prefix and do not advance a counter. A rank that fails
+        before it finalizes therefore still uses the same keys as the other ranks in later saves.
         """
         ranks = copy.copy(self)
         if self._rendezvous is not None:

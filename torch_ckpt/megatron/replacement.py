@@ -144,7 +144,8 @@ def install(
 
 
 def uninstall() -> list[str]:
-    """Restores the names that ``install`` replaced, and those that modules imported since.
+    """Restores the names that ``install`` replaced, including those that modules have imported
+    since.
 
     Names that other code has replaced again, and queues with saves in progress, are not restored.
     The log lists both. Call this again once the saves are finalized.

@@ -132,8 +132,7 @@ def rebuild_request(*fields: Any) -> Any:
 
 
 def stage_arguments(request: AsyncRequest) -> list[Any]:
-    """Calls the preload function. Returns the arguments of ``async_fn``; the second one is its
-    result.
+    """Calls the preload function. Returns the arguments of ``async_fn``, including that result.
 
     Raises:
         ValueError: the request has a preload function and fewer than two arguments.

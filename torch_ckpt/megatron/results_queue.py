@@ -83,7 +83,7 @@ class ResultsQueue:
 
     @classmethod
     def after_fork(cls) -> None:
-        """Replaces the lock in a forked child: a thread of the parent may have held it."""
+        """Replaces the lock in a forked child, because a thread of the parent may have held it."""
         cls._lock = threading.Lock()
 
     def begin(self, what: str) -> None:

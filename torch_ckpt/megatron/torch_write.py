@@ -43,7 +43,7 @@ class TorchWrite:
     Args:
         items: items of the plan.
         values: the items' values, which the constructor copies.
-        watched: detects changes of the tensors among the values.
+        watched: detects changes to the tensors among the values.
         options: how the files are written.
         directory: the checkpoint directory.
         prefix: prefix of the file names.

@@ -211,7 +211,7 @@ class WriteTask:
     # --- in the process that planned the save ----------------------------------------------------
 
     def claim(self, outcome: Any) -> Any:
-        """Returns the outcome and rules out later cancellation. Returns an error if already
+        """Returns the outcome, which can no longer be cancelled; returns an error if it was
         cancelled."""
         with self._lock:
             if self.is_cancelled:
@@ -336,8 +336,8 @@ class WriteTask:
             lease.abandon()
 
     def _send_to_children(self, error: Exception | None) -> None:
-        # The engine itself has sent any results. A child that is forked from now on has the
-        # outcome.
+        # The engine has already sent any results, so send only errors. A child that is forked from
+        # now on inherits the outcome.
         channel, self._children = self._children, None
         if channel is None or error is None:
             return

@@ -165,7 +165,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return with_file_prefix(local_plan, own_rank())
 
     def use_tag(self, tag: str) -> None:
-        """Sets the tag in this save's file names, which was chosen by the coordinator's lease.
+        """Sets the tag for this save's file names, as chosen by the coordinator's lease.
 
         Args:
             tag: text after the rank in the names; may be empty.
@@ -265,8 +265,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         Does nothing if the task is already staged.
 
         Args:
-            write_buckets: the second argument of ``get_save_function_and_args``, or the attribute
-                ``write_buckets``.
+            write_buckets: the second of the arguments from ``get_save_function_and_args``, or the
+                attribute ``write_buckets``.
             non_blocking: accepted for Megatron but unused: copies from devices use a side stream.
 
         Returns:
