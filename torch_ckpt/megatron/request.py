@@ -132,7 +132,8 @@ def rebuild_request(*fields: Any) -> Any:
 
 
 def stage_arguments(request: AsyncRequest) -> list[Any]:
-    """Calls the preload function. Returns the arguments of ``async_fn``, including that result.
+    """Calls the preload function. Returns the arguments of ``async_fn``, with the result as the
+    second.
 
     Raises:
         ValueError: the request has a preload function and fewer than two arguments.
