@@ -251,8 +251,8 @@ class CheckpointMetadataCache:
             local_plan: this rank's local plan.
             global_md_verify_reuse: True if the plans of all ranks equal those of the loaded
                 checkpoint.
-            is_as_cached: True if the plans of all ranks equal those of the previous save; None means
-                that only this rank's plan is compared.
+            is_as_cached: True if the plans of all ranks equal those of the previous save; None
+                means that only this rank's plan is compared.
         """
         self.validated_loaded_metadata_reuse = global_md_verify_reuse
         if not global_md_verify_reuse:
