@@ -93,20 +93,22 @@ def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def write(results: Results, directory: Path) -> dict[str, Path]:
-    """Writes `benchmark-<group>.png` for each group, and the timeline of background saves.
+def paths(results: Results, directory: Path) -> dict[str, Path]:
+    """Returns the paths of the charts by group name; the key of the timeline is TIMELINE."""
+    found = {
+        group.name: directory / f"benchmark-{group.name.replace('_', '-')}.png"
+        for group in results.groups
+    }
+    return found | ({TIMELINE: directory / "async-timeline.png"} if "async" in found else {})
 
-    Returns the paths by group name; the key of the timeline is TIMELINE.
-    """
+
+def write(results: Results, directory: Path) -> dict[str, Path]:
+    """Draws a chart for each group, and the timeline of background saves. Returns their paths."""
     pyplot = _pyplot()
     directory.mkdir(parents=True, exist_ok=True)
-    paths = {}
+    written = paths(results, directory)
     for group in results.groups:
-        path = directory / f"benchmark-{group.name.replace('_', '-')}.png"
-        _draw(pyplot, group, results.machine.sentence(), path)
-        paths[group.name] = path
+        _draw(pyplot, group, results.machine.sentence(), written[group.name])
         if group.name == "async":
-            path = directory / "async-timeline.png"
-            timeline.draw(pyplot, group, results.machine.sentence(), path)
-            paths[TIMELINE] = path
-    return paths
+            timeline.draw(pyplot, group, results.machine.sentence(), written[TIMELINE])
+    return written

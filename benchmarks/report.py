@@ -563,7 +563,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("docs/images"),
         help="directory for charts (default %(default)s)",
     )
-    parser.add_argument("--no-charts", action="store_true", help="tables only")
+    parser.add_argument("--no-charts", action="store_true", help="link existing charts only")
     return parser
 
 
@@ -588,7 +588,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the report, writes the charts, and fills the blocks of a document."""
     options = _parser().parse_args(arguments)
     results = results_module.merged([results_module.read(file) for file in options.results])
-    images = {} if options.no_charts else charts.write(results, options.images)
+    if options.no_charts:
+        known = charts.paths(results, options.images)
+        images = {name: path for name, path in known.items() if path.exists()}
+    else:
+        images = charts.write(results, options.images)
     print(full_report(results))
     if options.doc:
         _fill(options.doc, results, images)

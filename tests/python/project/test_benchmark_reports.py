@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,17 @@ def test_the_report_names_every_contender(
     assert loaded.machine.torch in text
     for group in loaded.groups:
         assert all(info.label in text for info in group.contenders)
+
+
+def test_without_new_charts_a_document_links_those_that_exist(
+    full_run: str, tmp_path: Path
+) -> None:
+    images, page = tmp_path / "images", tmp_path / "page.md"
+    images.mkdir()
+    (images / "async-timeline.png").touch()
+    page.write_text(between("benchmark-async", ""))
+    report.main([full_run, "--no-charts", "--images", str(images), "--doc", str(page)])
+    assert re.findall(r"\]\((.*\.png)\)", page.read_text()) == ["images/async-timeline.png"]
 
 
 MARKERS = [block.marker for block in report.BLOCKS]
