@@ -86,7 +86,7 @@ class LoadMismatch(CheckpointError):
 class OnCommitFailed(CheckpointError):
     """The ``on_commit`` callback failed on the coordinator. The checkpoint is committed and kept.
 
-    Raised on all ranks. The exception of the callback is the cause on the coordinator.
+    Raised on all ranks. On the coordinator, the callback's exception is the error's cause.
     """
 
 

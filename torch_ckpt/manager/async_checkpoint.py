@@ -241,7 +241,7 @@ class AsyncCheckpoint:
     def _restore(self, app_state: AppState, path: str | os.PathLike[str]) -> None:
         if self._handle is not None:
             _core.fault_point("wait for the save before", self._handle.metrics().path)
-            # Not result(), which would mark the write's error as reported.
+            # Do not call result(), which would mark the write's error as reported.
             concurrent.futures.wait([self._handle.committed])
         options = self._load_options
         if options.get("no_dist"):

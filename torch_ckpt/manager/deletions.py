@@ -81,7 +81,7 @@ class Deletions:
             self._verified = step
 
     def restored(self, step: int) -> None:
-        """Records that training continues from a step. Its load has verified the step.
+        """Records that training continues from a step, which its load has verified.
 
         Raises:
             OSError: the root cannot be listed.

@@ -442,7 +442,7 @@ class CheckpointManager:
         self._saver.check_for_errors()
 
     def close(self) -> None:
-        """Waits for the running save and deletions, and closes the manager to further saves.
+        """Waits for the running save and deletions, then closes the manager.
 
         Does not save the last step. If the last call to :meth:`save` did not save its step, for
         example because the step is not a multiple of ``interval``, rank 0 logs a warning that names
@@ -488,7 +488,8 @@ class CheckpointManager:
         self._lease.release()
         warnings.warn(
             f"the checkpoint manager of {self._store.root} was deleted without close(): a running "
-            "save continues, and its error is only logged. Use the manager in a with statement.",
+            "save continues, but its error will only be logged. Use the manager in a with "
+            "statement.",
             ResourceWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""The running save of a manager, and the rules for waiting until it has ended."""
+"""The running save of a manager, and which threads may wait for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pending:
     """The last save that has started.
 
     The training thread creates this object and waits for the save. The save's thread sets
-    ``ended``, but never in the copy of the object that a forked child has.
+    ``ended``. In a forked child, ``ended`` is never set.
 
     Attributes:
         step: step that is being saved.
@@ -82,9 +82,10 @@ class Pending:
 
 
 class OneShotCallback(Generic[T]):
-    """A callback for a future. It drops its reference to the function when called.
+    """A future's callback that drops its reference to the function when called.
 
-    Futures keep their callbacks, so they would keep everything alive that the function refers to.
+    Futures keep their callbacks, which would otherwise keep everything alive that the function
+    refers to.
     """
 
     def __init__(self, function: Callable[[Future[T]], None]) -> None:

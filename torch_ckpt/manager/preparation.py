@@ -5,7 +5,7 @@
 2. Before the first save, rank 0 lists the root. It sends all ranks the newest step, and whether any
    step has the metric that retention compares.
 3. For each save, every rank reads its state and creates a writer for the step.
-4. If this fails on a rank, it reports the error to the other ranks, which would otherwise wait.
+4. If this fails, the rank reports the error to the other ranks, which would otherwise wait for it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class SavePreparer:
             ranks = Meeting.of(self._run.process_group, no_dist=False).ranks(self._run.timeout)
             spawn(functools.partial(tell_the_others, ranks, error))
             if isinstance(error, CheckpointException):
-                # The state_dict() method of a value may have called dcp functions.
+                # The exception may come from dcp functions called by a value's state_dict().
                 raise of_torch(error) from None
             raise
         return PreparedSave(values, size, writer)

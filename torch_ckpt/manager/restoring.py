@@ -5,7 +5,7 @@
 2. If rank 0 sees a step that other ranks do not see, all ranks retry for up to 90 seconds.
 3. If a step is damaged, all ranks skip it. If it was deleted after the listing, rank 0 lists the
    steps again. Any other error ends the restore on all ranks.
-4. Rank 0 warns of directories that have a step's name but no marker.
+4. Rank 0 warns about directories that have a step's name but no marker.
 """
 
 from __future__ import annotations

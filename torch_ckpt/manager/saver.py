@@ -206,7 +206,8 @@ class Saver:
             LOGGER.error("%s", problem)
         elif problem:
             raise ValueError(
-                f"{problem}. Pass it to save(metrics=...), as math.nan if a step has no value yet."
+                f"{problem}. Pass the metric to save(metrics=...); use math.nan if the step has no "
+                "value yet."
             )
 
     def _log_expected_time(self, step: int, bytes_of_state: int) -> None:

@@ -91,7 +91,7 @@ class Timeline:
         """Records that the state was restored from a step.
 
         Args:
-            step: the step; None if the root has no step, so that all later steps are of this run.
+            step: the step; None if the root has none, so that all future steps are this run's.
             is_chosen: True if the caller chose the step, so that later steps may exist.
         """
         self._restored, self._current = step or 0, step
@@ -119,7 +119,7 @@ class Timeline:
             # Attribute the warning to the line that calls the manager.
             warn(
                 f"{why}, but the root has later steps ({later}). Training replaces each of them "
-                "when it gets there. Until then, a restart would restore the newest of them. Call "
-                "delete() to remove them now.",
+                "when it reaches that step. Until then, a restart would restore the newest of "
+                "them. Call delete() to remove them now.",
                 stacklevel=4,
             )

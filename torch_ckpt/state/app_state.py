@@ -103,8 +103,8 @@ class PerRank:
         elif isinstance(self.value, torch.Tensor):
             if self.value.shape != state.shape:
                 raise ValueError(
-                    f"the tensor has shape {list(self.value.shape)}, but the saved one has shape "
-                    f"{list(state.shape)}"
+                    f"the tensor has shape {list(self.value.shape)}, but the saved tensor has "
+                    f"shape {list(state.shape)}"
                 )
             with torch.no_grad():
                 self.value.copy_(state)
@@ -353,7 +353,7 @@ def has_state(value: Any) -> bool:
 
 
 def saved_values(state_dict: MutableMapping[str, Any]) -> StateDict:
-    """Returns a copy of a state dict to save, with the states of values in place of the values."""
+    """Returns a copy of a state dict to save. Values that have a state are replaced by it."""
     values = dict(state_dict)
     keys = [k for k, v in values.items() if not isinstance(v, torch.Tensor) and has_state(v)]
     if keys:

@@ -71,7 +71,7 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
                 continue
             raise CheckpointError(
                 f"{type(unwrapped(optimizer)).__name__} has no state before its first step, and a "
-                f"step with zero gradients does not create it ({error}). Make a step before the "
+                f"step with zero gradients does not create it ({error}). Run a step before the "
                 "restore, or save the optimizer as PerRank(optimizer)"
             ) from error
     groups = [
@@ -343,7 +343,7 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _split_after_parameter(name: str, parameters: Container[str]) -> tuple[str, str] | None:
-    """Splits a name into the longest name of a parameter and the part after it."""
+    """Splits a name into the longest matching parameter name and the part after it."""
     end = name.rfind(".")
     while end > 0:
         if name[:end] in parameters:

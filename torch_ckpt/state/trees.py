@@ -69,7 +69,7 @@ def split_state(key: str, state: Any, for_load: bool) -> StateDict:
 
     Raises:
         TypeError: the state is a bare tensor.
-        ValueError: a tensor has the reserved name, or two keys are equal as text.
+        ValueError: a tensor has the reserved name, or two keys have the same text.
     """
     rest, tensors = split_tensors(state)
     if isinstance(tensors, torch.Tensor):
@@ -205,10 +205,10 @@ def split_tensors(state: Any) -> tuple[Any, Any]:
 
 
 def require_distinct_names(state: Mapping[Any, Any]) -> None:
-    """Raises ValueError if two keys are equal as text."""
+    """Raises ValueError if two keys have the same text."""
     if len(set(map(str, state))) < len(state):
         raise ValueError(
-            f"two keys of the dict with the keys {', '.join(map(str, state))} are equal as text, "
+            f"the dict with the keys {', '.join(map(str, state))} has two keys with the same text, "
             "such as 1 and '1'. Rename one of them"
         )
 
@@ -218,8 +218,7 @@ def _is_named_tensor(item: tuple[Any, Any]) -> bool:
 
 
 def join_tensors(rest: Any, tensors: Any) -> Any:
-    """Puts the tensors of a state back into its other part; the inverse of
-    :func:`split_tensors`."""
+    """Merges the tensors of a state into its other part; the inverse of :func:`split_tensors`."""
     if not isinstance(tensors, dict):
         return tensors
     if not tensors:
@@ -243,7 +242,7 @@ def tensor_count(tree: Any) -> int:
 
 
 def wrap_state(key: str, state: Any, tensors: int = 0, for_load: bool = False) -> SimpleNamespace:
-    """Wraps a state in an object, as the checkpoint stores it.
+    """Wraps a state in the object that the checkpoint stores.
 
     Warns once if the state has types that do not load without ``allow_pickle``.
 

@@ -189,7 +189,7 @@ def load_values(
 def load_values_freeing(
     state_dict: StateDict, load: Load, ranks: Ranks, *, strict: Strict
 ) -> LoadReport:
-    """Loads a state of a size that fits into memory only once.
+    """Loads a state that is too large to fit into memory twice.
 
     Loads one key at a time, because ``state_dict()`` may return a copy, and deletes each object
     before reading its replacement.

@@ -53,7 +53,7 @@ class Times:
     Attributes:
         renew: time between two touches of a lease by its run.
         expiry: time without a touch after which a lease from another host counts as dead.
-        poll: time between two checks of a lease as long as it is unknown whether its run is alive.
+        poll: time between two checks of a lease while it is unknown whether its run is alive.
     """
 
     renew: float = 10.0
@@ -102,7 +102,7 @@ class Lease:
             raise OSError(
                 error.errno,
                 f"nothing can be saved beneath this root ({error}). Use a directory that this "
-                "process can write to, or pass read_only=True to restore only",
+                "process can write to, or pass read_only=True if you only need to restore",
                 self._root,
             ) from error
 
@@ -189,7 +189,8 @@ class _ProcessLease:
         try:
             existing = _ExistingLease(self._path)
         except OSError:
-            # A user has removed the file, or the file system fails, and so will the save.
+            # Either a user has removed the file, or the file system is failing, and so will the
+            # save.
             return None
         existing.close()
         return None if existing.identity == self._identity else existing
@@ -201,7 +202,7 @@ class _ProcessLease:
 
 
 class _ExistingLease:
-    """A lease found in a root. It belongs to this process or to another one.
+    """A lease found in a root. This process or another one holds it.
 
     Args:
         path: path of the lease.

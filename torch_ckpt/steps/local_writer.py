@@ -89,7 +89,7 @@ class StepWriter(FileSystemWriter):
                 # step but could not rename it.
                 self.directory.remove(MARKER_NAME)
         finally:
-            # Set this only now: before, another rank may have been creating the directory.
+            # Do not set this earlier, because another rank may still be creating the directory.
             self._removes_directory = True
 
     def commit(self, data: bytes, files: set[str]) -> None:

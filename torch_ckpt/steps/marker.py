@@ -19,9 +19,9 @@ def read_marker(directory: str) -> dict[str, Any] | None:
     """Reads the marker of a step.
 
     Returns:
-        The content of the marker; None if the step has none. If the marker cannot be read or
-        parsed, for example because another program created it as an empty file, an empty dict: a
-        step with any marker is complete.
+        The content of the marker; None if the step has none. An empty dict if the marker cannot be
+        read or parsed, for example because another program created it as an empty file. Any marker
+        makes the step complete.
     """
     try:
         with open(os.path.join(directory, MARKER_NAME), "rb") as file:
@@ -70,7 +70,7 @@ def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool)
 
 
 def pin(directory: OpenDirectory) -> None:
-    """Pins a step, durably."""
+    """Pins a step, and makes the pin durable."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     os.close(os.open(PINNED_NAME, flags, 0o666, dir_fd=directory.fd))
     directory.sync()

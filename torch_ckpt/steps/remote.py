@@ -175,7 +175,7 @@ class RemoteSteps(StepStore):
         for needed in (METADATA_NAME, MARKER_NAME):
             if needed not in listing:
                 raise FileNotFoundError(
-                    errno.ENOENT, f"no complete checkpoint: {needed} is missing", files.url
+                    errno.ENOENT, f"not a complete checkpoint: {needed} is missing", files.url
                 )
         total = VerifyReport(files.url)
         unverifiable: set[str] = set()

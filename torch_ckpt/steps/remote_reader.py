@@ -2,8 +2,8 @@
 
 1. The metadata is copied to a staging directory and read like the metadata of a local checkpoint.
 2. Before the engine reads a wave of records, the bytes that it will read are fetched into sparse
-   files, which have the same names, lengths and offsets as the remote files. The engine then
-   reshards, converts and verifies them like local files.
+   files, which have the names and lengths of the remote files. The bytes keep their offsets. The
+   engine then reads the sparse files like local files.
 3. The fetched bytes are freed after each wave. The directory is removed at the end of the load.
 
 For a partial read of a record, both ends of the record are fetched first, because they describe the
@@ -137,7 +137,7 @@ class RemoteReader(FileSystemReader):
         for needed in (name, MARKER_NAME):
             if needed not in listing:
                 raise FileNotFoundError(
-                    errno.ENOENT, f"no complete checkpoint: {needed} is missing", self._files.url
+                    errno.ENOENT, f"not a complete checkpoint: {needed} is missing", self._files.url
                 )
         self._sizes = {file: entry.bytes for file, entry in listing.items()}
         self._blocks = {}

@@ -207,7 +207,7 @@ def test_a_per_rank_tensor_is_filled_in_place(tmp_path: Path) -> None:
 
 def test_a_per_rank_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"^own: .*has shape \[3\], but the saved one has shape \[2\]"
+        CheckpointError, match=r"^own: .*has shape \[3\], but the saved tensor has shape \[2\]"
     ):
         kept({"own": PerRank(torch.ones(2))}, tmp_path, {"own": PerRank(torch.zeros(3))})
 

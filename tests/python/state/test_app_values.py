@@ -197,7 +197,7 @@ def test_a_numpy_number_is_restored_as_a_python_number(tmp_path: Path, saved: An
 
 
 def test_keys_with_the_same_text_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"^ema: .*equal as text"):
+    with pytest.raises(CheckpointError, match=r"^ema: .*two keys with the same text"):
         AppState({"ema": {1: torch.zeros(2), "1": torch.ones(2)}}).state_dict()
 
 
