@@ -394,7 +394,7 @@ def case_differing_replicas_are_saved_with_a_warning_on_rank_0(launch: Launch) -
         warnings.simplefilter("always")
         for step in (1, 2, 3):
             assert made.save(step, differing(launch, step))
-    named = [w for w in caught if "model.w has one value" in str(w.message)]
+    named = [w for w in caught if "model.w: rank" in str(w.message)]
     assert len(named) == (2 if launch.rank == 0 else 0)
     # Every second save is checked.
     assert [event.step for event in events if event.kind == "differing_replicas"] == [1, 3]

@@ -42,7 +42,7 @@ from torch_ckpt.checkpoint.index import (
     require_end,
     roles,
 )
-from torch_ckpt.checkpoint.undecoded import index_kept
+from torch_ckpt.checkpoint.lazy_metadata import lazy_index
 from torch_ckpt.errors import Corrupt, Unsafe
 
 #: Metadata version that stock torch writes. Older versions of torch do not define the constant.
@@ -91,7 +91,7 @@ def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
     Raises:
         Unsafe, Corrupt: see :func:`decode_index`.
     """
-    kept = index_kept(metadata)
+    kept = lazy_index(metadata)
     if kept is not None:
         return kept
     paths = getattr(metadata, "planner_data", None)

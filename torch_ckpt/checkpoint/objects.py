@@ -65,7 +65,7 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
         return Unpickler(archive).load()
     except Unsafe as error:
         raise Unsafe(
-            f"{name}: the object in {file} {_told(error)}; pass allow_pickle=True (to a "
+            f"{name}: the object in {file} {_short_text(error)}; pass allow_pickle=True (to a "
             "CheckpointManager: load_options={'allow_pickle': True}) only if you trust the writer, "
             "or declare your own types safe: torch.serialization.add_safe_globals([...])"
         ) from None
@@ -82,8 +82,8 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
         ) from None
     except Exception as error:
         raise Corrupt(
-            f"{name}: the object in {file} was not written by torch.save: {_told(error)}; pass "
-            "allow_pickle=True to give its bytes to the planner unchecked"
+            f"{name}: the object in {file} was not written by torch.save: {_short_text(error)}; "
+            "pass allow_pickle=True to give its bytes to the planner unchecked"
         ) from error
 
 
@@ -217,7 +217,7 @@ def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
                 _add_types(part, types, seen)
 
 
-def _told(error: Exception) -> str:
+def _short_text(error: Exception) -> str:
     """Returns the text of an error, shortened because it may quote the pickle and is sent to every
     rank."""
     text = str(error) or type(error).__name__

@@ -11,22 +11,22 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt import _core
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.index import metadata_bytes_in, open_directory
+from torch_ckpt.checkpoint.lazy_metadata import LazyContents, lazy_metadata, make_lazy
 from torch_ckpt.checkpoint.metadata import decode_metadata
-from torch_ckpt.checkpoint.undecoded import NotDecoded, undecode, undecoded
 from torch_ckpt.errors import CheckpointError
 
 #: Maximum total size, in bytes, of the metadata that the coordinator sends to all other ranks.
 MOST_BYTES_SENT = 16 << 20
 
 
-def decoded_when_used(data: bytes) -> Metadata:
+def lazy_metadata_of(data: bytes) -> Metadata:
     """Returns lazy metadata, which decodes the contents of a ``.metadata`` file on first access."""
-    return undecoded(_of_saved(data))
+    return lazy_metadata(_of_saved(data))
 
 
-def decode_when_used(metadata: Metadata, data: bytes) -> None:
+def make_lazy_from(metadata: Metadata, data: bytes) -> None:
     """Converts a metadata object into lazy metadata for the contents of a ``.metadata`` file."""
-    undecode(metadata, _of_saved(data))
+    make_lazy(metadata, _of_saved(data))
 
 
 class SavedMetadata:
@@ -66,8 +66,8 @@ class SavedMetadata:
         save has replaced the file.
         """
         if self._data is not None:
-            return decoded_when_used(self._data)
-        return undecoded(NotDecoded(partial(_read, self._path, self._seal)))
+            return lazy_metadata_of(self._data)
+        return lazy_metadata(LazyContents(partial(_read, self._path, self._seal)))
 
 
 def _read(path: str, seal: bytes) -> Metadata:
@@ -87,6 +87,6 @@ def _read(path: str, seal: bytes) -> Metadata:
     return decode_metadata(data, path)
 
 
-def _of_saved(data: bytes) -> NotDecoded:
+def _of_saved(data: bytes) -> LazyContents:
     decode = partial(decode_metadata, data, "the metadata of this save")
-    return NotDecoded(decode, sent=(decoded_when_used, (data,)))
+    return LazyContents(decode, sent=(lazy_metadata_of, (data,)))

@@ -119,7 +119,7 @@ class Discovered:
 class _Planner(DefaultLoadPlanner):
     """torch's planner for the values of a state dict that the engine does not plan."""
 
-    def look_at(self, values: StateDict) -> None:
+    def set_up_empty(self, values: StateDict) -> None:
         """Replaces set_up_planner, but leaves the plan empty and allocates nothing."""
         self.original_state_dict = values
         self.state_dict: StateDict = {}
@@ -200,7 +200,7 @@ class Load:
         return self._chosen.unmatched
 
     @property
-    def takes_all(self) -> bool:
+    def loads_all(self) -> bool:
         """True if all names are loaded, because the caller passed no ``names``."""
         return self._chosen.all
 
@@ -208,7 +208,7 @@ class Load:
         """Returns True if the checkpoint has a value with this fully qualified name."""
         return name in self._index()
 
-    def takes(self, key: str, prepared: Prepared) -> bool:
+    def loads_key(self, key: str, prepared: Prepared) -> bool:
         """Returns True if any part of the value of a top-level key is to be loaded."""
         return self._chosen.all or key in prepared.keys
 
@@ -219,7 +219,7 @@ class Load:
         keys = set(match.keys())
         return Prepared(report, self._reading(values, flat, match), values, flat, match, keys)
 
-    def made_real(self, prepared: Prepared) -> Prepared:
+    def materialize(self, prepared: Prepared) -> Prepared:
         """Replaces the meta tensors to load with tensors that have memory."""
         flat = prepared.flat
         loaded = set(prepared.match.rows_with("loaded"))
@@ -252,10 +252,10 @@ class Load:
                 report,
             )
 
-    def begun(self, prepared: Prepared) -> Reading:
+    def begin(self, prepared: Prepared) -> Reading:
         """Allocates memory for meta tensors, zeroes the regions that are not stored, and returns
         the reads."""
-        prepared = self.made_real(prepared)
+        prepared = self.materialize(prepared)
         if self.reader.zero_fill:
             zero_what_is_not_stored(prepared.loaded(), self._whole())
         if self.reader.read_once:
@@ -388,7 +388,7 @@ class Load:
     def _reading(self, values: StateDict, flat: _C.FlatState, match: _C.LoadMatch) -> Reading:
         index = self._index()
         planner = _Planner(allow_partial_load=True)
-        planner.look_at(values)
+        planner.set_up_empty(values)
         reading = Reading(planner)
         left = match.plan()
         reading.match = match

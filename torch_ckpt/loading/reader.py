@@ -37,6 +37,7 @@ from torch_ckpt.checkpoint.index import (
     decode_index,
     metadata_bytes_in,
 )
+from torch_ckpt.checkpoint.lazy_metadata import LazyContents, lazy_index, lazy_metadata
 from torch_ckpt.checkpoint.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import (
@@ -45,7 +46,6 @@ from torch_ckpt.checkpoint.metadata import (
     decode_metadata,
     index_of,
 )
-from torch_ckpt.checkpoint.undecoded import NotDecoded, index_kept, undecoded
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.planners import SafePlanner, keeps_default_hooks, require_whole
@@ -247,7 +247,7 @@ class FileSystemReader(StockReader):
             raise refused
         # torch passes the rank only to a method that has a parameter named `kwargs`.
         self.use_collectives = kwargs.get("use_collectives", True)
-        self.set_up_for_load(kwargs.get("rank"), metadata, index_kept(metadata))
+        self.set_up_for_load(kwargs.get("rank"), metadata, lazy_index(metadata))
         self._is_alone = False
         RelaxedGc.begin()
 
@@ -289,7 +289,7 @@ class FileSystemReader(StockReader):
 
         def prepare() -> Reading:
             if planned:
-                return cast(PlansOnIndex, planner).begun()
+                return cast(PlansOnIndex, planner).begin()
             assert self._metadata is not None
             require_whole(planner, plan.items, self._metadata)
             self._fill_with_zeros(planner)
@@ -561,7 +561,9 @@ class FileSystemReader(StockReader):
                 _make_known(unpickled, size_rule, load_id)
                 return unpickled
 
-            metadata = undecoded(NotDecoded(decode, known_index=index, reader=weakref.ref(self)))
+            metadata = lazy_metadata(
+                LazyContents(decode, known_index=index, reader=weakref.ref(self))
+            )
         if self.read_once:
             self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
         return metadata

@@ -159,7 +159,7 @@ class PlansOnIndex(ABC):
         """Returns True if the engine has planned, and False if torch's planner has."""
 
     @abstractmethod
-    def begun(self) -> Reading:
+    def begin(self) -> Reading:
         """Allocates memory for the targets and returns the reads."""
 
 

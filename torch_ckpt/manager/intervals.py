@@ -29,7 +29,7 @@ from typing import Literal, SupportsIndex, TypeVar
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.failures import failed_on
 from torch_ckpt.ranks.meeting import Meeting
-from torch_ckpt.ranks.outcomes import no_sign_of_life
+from torch_ckpt.ranks.outcomes import heartbeat_failures
 from torch_ckpt.ranks.store_thread import peek
 
 #: Number of steps between saves; time between saves; "auto"; or a function of the step, which must
@@ -298,7 +298,7 @@ class _Decisions:
         while (data := self._call_store(lambda: peek(store, key))) is None:
             waited = time.monotonic() - started
             if waited >= self._timeout:
-                raise failed_on(_EXCHANGE, no_sign_of_life(_EXCHANGE, [0], self._timeout))
+                raise failed_on(_EXCHANGE, heartbeat_failures(_EXCHANGE, [0], self._timeout))
             time.sleep(min(0.01, max(0.0002, waited / 10)))
         return data
 

@@ -239,7 +239,7 @@ class Agreement:
     def wait(self) -> None:
         """Waits until the call has ended on all ranks, a rank is declared dead, or the call is
         aborted."""
-        self._ranks.hurry()
+        self._ranks.wake()
         while not self._call.is_aborted:
             # Python handles Ctrl-C only between waits.
             try:

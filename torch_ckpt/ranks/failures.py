@@ -54,7 +54,7 @@ class CheckpointFailed(CheckpointException, CheckpointError):
     def __str__(self) -> str:
         ranks: dict[str, list[int]] = {}
         for rank, (cause, stack) in sorted(self.failures.items()):
-            ranks.setdefault(_told(cause, stack), []).append(rank)
+            ranks.setdefault(_describe(cause, stack), []).append(rank)
         lines = [f"{ranks_text(who)}: {what}" for what, who in ranks.items()]
         if len(lines) > _MOST_CAUSES:
             others = sorted(rank for who in list(ranks.values())[_MOST_CAUSES:] for rank in who)
@@ -172,7 +172,7 @@ def _copy_attributes(cause: BaseException, to: BaseException) -> None:
                     setattr(to, name, getattr(cause, name))
 
 
-def _told(cause: BaseException, stack: traceback.StackSummary | None) -> str:
+def _describe(cause: BaseException, stack: traceback.StackSummary | None) -> str:
     text = f"{type(cause).__name__}: {cause}"
     if not stack or stack[-1].filename.startswith(_PACKAGE):
         return text

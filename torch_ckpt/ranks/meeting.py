@@ -134,10 +134,10 @@ class Ranks:
         """
         self._over.cancel(failure)
 
-    def hurry(self) -> None:
+    def wake(self) -> None:
         """Makes this rank poll again at once, without finishing its current pause. May be called
         from any thread."""
-        self._over.hurry()
+        self._over.wake()
 
     def close(self, timeout: float = 60.0) -> None:
         """Ends this rank's part after the last step, whether or not the step succeeded.

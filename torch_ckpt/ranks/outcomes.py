@@ -27,7 +27,7 @@ class RankFailures:
         self.combining = combining
 
 
-def no_sign_of_life(step: str, ranks: list[int], seconds: float) -> dict[int, _Failure]:
+def heartbeat_failures(step: str, ranks: list[int], seconds: float) -> dict[int, _Failure]:
     """Returns failures, by rank, for ranks that sent no heartbeat for too long."""
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     error = TimeoutError(

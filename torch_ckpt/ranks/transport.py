@@ -41,7 +41,7 @@ from torch_ckpt.ranks.outcomes import (
     RankFailures,
     attempt,
     failed,
-    no_sign_of_life,
+    heartbeat_failures,
 )
 from torch_ckpt.ranks.store_thread import StoreThread, peek
 
@@ -110,7 +110,7 @@ class Alone:
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
         pass
 
-    def hurry(self) -> None:
+    def wake(self) -> None:
         pass
 
     def close(self, timeout: float) -> None:
@@ -149,7 +149,7 @@ class OverStore(Alone):
         self._step = ""
         self._given_up = False  # this rank is the coordinator and was declared dead
         self._cancelled: WRAPPED_EXCEPTION | None = None
-        self._hurried = threading.Event()
+        self._woken = threading.Event()
         self._commits = False  # the coordinator may commit in this step
         # Set once the store is lost.
         self._lost: dict[int, WRAPPED_EXCEPTION] | None = None
@@ -182,7 +182,7 @@ class OverStore(Alone):
         verdict = self._ask(self._store.compare_set, self._key("verdict"), "", mine)
         self._given_up = verdict != mine
         if verdict == _DECIDED:
-            failures = no_sign_of_life(step, silent, self._timeout)
+            failures = heartbeat_failures(step, silent, self._timeout)
         else:
             failures = pickle.loads(verdict).by_rank
         if self._cancelled is not None:
@@ -251,8 +251,8 @@ class OverStore(Alone):
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
         self._cancelled = failure
 
-    def hurry(self) -> None:
-        self._hurried.set()
+    def wake(self) -> None:
+        self._woken.set()
 
     def close(self, timeout: float) -> None:
         self._limit = min(self._limit, timeout)
@@ -319,8 +319,8 @@ class OverStore(Alone):
                     # Also report ranks whose heartbeats stopped a little later.
                     return [rank for rank, then in heard.items() if now - then >= patience / 2]
             _core.fault_point("wait for ranks", self._step)
-            if self._hurried.wait(min(1.0, pulse, max(0.001, (now - calm_since) / 10))):
-                self._hurried.clear()
+            if self._woken.wait(min(1.0, pulse, max(0.001, (now - calm_since) / 10))):
+                self._woken.clear()
                 calm_since = time.monotonic()
         return []
 
@@ -375,7 +375,7 @@ class OverStore(Alone):
         set."""
         others = range(1, self.size)
         silent = [r for r in others if not self._store.check([self._key("from", r)])]
-        failures = no_sign_of_life(self._step, [0, *silent], self._limit)
+        failures = heartbeat_failures(self._step, [0, *silent], self._limit)
         mine = pickle.dumps(RankFailures(failures, combining=False))
         verdict = self._store.compare_set(self._key("verdict"), "", mine)
         if verdict == _DECIDED:

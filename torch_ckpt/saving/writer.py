@@ -41,7 +41,7 @@ from torch_ckpt.checkpoint.metadata import (
     index_of,
     with_checksum_tables,
 )
-from torch_ckpt.checkpoint.saved_metadata import decode_when_used
+from torch_ckpt.checkpoint.saved_metadata import make_lazy_from
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.saving.background import CHUNK_BYTES, Background
 from torch_ckpt.saving.global_plan import GlobalPlan
@@ -318,7 +318,7 @@ class FileSystemWriter(StockWriter):
             self.abandon()
             raise
         self.commit(data, names_of_files(written))
-        decode_when_used(metadata, data)
+        make_lazy_from(metadata, data)
 
     def storage_meta(self) -> StorageMeta | None:
         # torch passes this object to the planner; SavePlanner detects by its type that the engine

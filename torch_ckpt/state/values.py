@@ -159,7 +159,7 @@ def load_values(
         values = targets.build_all(load)
         prepared = load.prepare(values)
         load.require_fit(prepared.report, strict)
-        if strict and load.takes_all:
+        if strict and load.loads_all:
             targets.require_nonempty(prepared.report)
         return values, prepared
 
@@ -168,16 +168,16 @@ def load_values(
     def read() -> None:
         with ranks.alive(load.reader.moved):
             if load.reader.read_once and ranks.distributed:
-                read_once(load.reader, lambda: load.begun(prepared), process_group)
+                read_once(load.reader, lambda: load.begin(prepared), process_group)
             else:
-                load.reader.read(load.begun(prepared))
+                load.reader.read(load.begin(prepared))
 
     def restore() -> None:
         # All other values have been filled in place.
         old_and_new = zip(state_dict.items(), values.values(), strict=True)
         replaced = [key for (key, old), new in old_and_new if new is not old]
         for key in sorted({*replaced, *targets.stateful}):
-            if load.takes(key, prepared):
+            if load.loads_key(key, prepared):
                 targets.restore(key, values[key])
         targets.warn_of_missing_ranks()
 
@@ -213,9 +213,9 @@ def load_values_freeing(
         values = targets.build([key], load)
         is_own_target = targets.is_own_target(key)
         prepared = load.prepare(values)
-        is_loaded = load.takes(key, prepared)
+        is_loaded = load.loads_key(key, prepared)
         # Only `reading` may refer to the values, so that they can be freed during the read.
-        reading = load.begun(prepared)
+        reading = load.begin(prepared)
         del prepared
 
         def release() -> None:
@@ -237,7 +237,7 @@ def load_values_freeing(
 
     def require_fit() -> None:
         load.require_fit(total, strict)
-        if strict and load.takes_all:
+        if strict and load.loads_all:
             targets.require_nonempty(total)
 
     _plan_on_all_ranks(ranks, load, require_fit, lambda _none: total)

@@ -334,7 +334,7 @@ def test_a_woken_rank_polls_the_store_as_often_as_at_the_start(store: dist.Store
     def rests_around_a_wake() -> tuple[float, float]:
         """Returns the longest rest before the wake, and the sum of five after it."""
         longest = max(rests(40))
-        waiting.hurry()
+        waiting.wake()
         # It may have read the store just before.
         rests(2)
         return longest, sum(rests(6))

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt import _core
 
 
-class NotDecoded(NamedTuple):
+class LazyContents(NamedTuple):
     """The contents of lazy metadata.
 
     Attributes:
@@ -29,11 +29,11 @@ class NotDecoded(NamedTuple):
     reader: Callable[[], Any] = lambda: None
 
 
-class _DecodedWhenUsed(Metadata):
+class _LazyMetadata(Metadata):
     """Metadata that has not been decoded yet. The first access decodes it."""
 
-    def __init__(self, not_decoded: NotDecoded) -> None:
-        object.__setattr__(self, "not_decoded", not_decoded)
+    def __init__(self, lazy_contents: LazyContents) -> None:
+        object.__setattr__(self, "lazy_contents", lazy_contents)
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
@@ -52,55 +52,55 @@ class _DecodedWhenUsed(Metadata):
     __hash__ = None  # type: ignore[assignment]
 
 
-def undecoded(not_decoded: NotDecoded) -> Metadata:
+def lazy_metadata(lazy_contents: LazyContents) -> Metadata:
     """Creates lazy metadata."""
-    return _DecodedWhenUsed(not_decoded)
+    return _LazyMetadata(lazy_contents)
 
 
-def undecode(metadata: Metadata, not_decoded: NotDecoded) -> None:
+def make_lazy(metadata: Metadata, lazy_contents: LazyContents) -> None:
     """Converts a metadata object into lazy metadata."""
     fields = vars(metadata)
     fields.clear()
-    fields["not_decoded"] = not_decoded
-    metadata.__class__ = _DecodedWhenUsed
+    fields["lazy_contents"] = lazy_contents
+    metadata.__class__ = _LazyMetadata
 
 
-def index_kept(metadata: Metadata) -> _core.CheckpointIndex | None:
+def lazy_index(metadata: Metadata) -> _core.CheckpointIndex | None:
     """Returns the index of lazy metadata. Returns None once the metadata has been decoded, because
     the caller may have changed it."""
-    not_decoded = _not_decoded(metadata)
-    return None if not_decoded is None else not_decoded.known_index
+    lazy_contents = _contents_of(metadata)
+    return None if lazy_contents is None else lazy_contents.known_index
 
 
-def reader_kept(metadata: Metadata) -> Any:
+def lazy_reader(metadata: Metadata) -> Any:
     """Returns the reader of lazy metadata. Returns None if it no longer exists, or once the
     metadata has been decoded."""
-    not_decoded = _not_decoded(metadata)
-    return None if not_decoded is None else not_decoded.reader()
+    lazy_contents = _contents_of(metadata)
+    return None if lazy_contents is None else lazy_contents.reader()
 
 
-def _not_decoded(metadata: Metadata) -> NotDecoded | None:
-    found: NotDecoded | None = object.__getattribute__(metadata, "__dict__").get("not_decoded")
+def _contents_of(metadata: Metadata) -> LazyContents | None:
+    found: LazyContents | None = object.__getattribute__(metadata, "__dict__").get("lazy_contents")
     return found
 
 
 def _decode(metadata: Metadata) -> None:
-    not_decoded = _not_decoded(metadata)
-    if not_decoded is not None:
+    lazy_contents = _contents_of(metadata)
+    if lazy_contents is not None:
         fields = object.__getattribute__(metadata, "__dict__")
-        fields.update(vars(not_decoded.decode()))
+        fields.update(vars(lazy_contents.decode()))
         # Remove this last: another thread may decode the metadata at the same time.
-        fields.pop("not_decoded", None)
+        fields.pop("lazy_contents", None)
     object.__setattr__(metadata, "__class__", Metadata)
 
 
 def _reduce(metadata: Metadata) -> Any:
-    not_decoded = _not_decoded(metadata)
-    if not_decoded is not None and not_decoded.sent is not None:
-        return not_decoded.sent
+    lazy_contents = _contents_of(metadata)
+    if lazy_contents is not None and lazy_contents.sent is not None:
+        return lazy_contents.sent
     _decode(metadata)
     return metadata.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 # Allows lazy metadata to be pickled for other ranks, and to be copied, without decoding it.
-copyreg.pickle(_DecodedWhenUsed, _reduce)
+copyreg.pickle(_LazyMetadata, _reduce)
