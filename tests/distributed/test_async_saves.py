@@ -88,9 +88,7 @@ def case_tensors_that_differ_between_ranks_are_warned_of(launch: Launch) -> None
             continue
         assert f"rank {launch.size - 1} another" in messages[0]
         assert "3 values differ between ranks" in messages[0]
-        assert all(
-            f"{name}: rank" in messages[0] for name in ("large", "transposed", "small")
-        )
+        assert all(f"{name}: rank" in messages[0] for name in ("large", "transposed", "small"))
         assert "same" not in messages[0]
 
 
