@@ -72,7 +72,10 @@ class AutoInterval:
         if not 0 < max_overhead < 1:
             raise ValueError(f"max_overhead must be between 0 and 1, got {max_overhead}")
         if not mtbf_seconds > 0:
-            raise ValueError(f"mtbf_hours must be positive, got {mtbf_seconds / 3600:g}")
+            raise ValueError(
+                "the mean time between failures (mtbf_hours, mtbf_seconds) must be positive, got "
+                f"{mtbf_seconds:g} s"
+            )
         self._max_overhead = max_overhead
         self._mtbf = mtbf_seconds
         self._usual: deque[float] = deque(maxlen=100)

@@ -373,7 +373,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"staging": "lazy"}, ValueError, "staging must be one of"),
     ({"interval": 0}, ValueError, "interval must be positive, got 0"),
     ({"interval": "auto", "max_overhead": 1.5}, ValueError, "max_overhead must be between"),
-    ({"interval": "auto", "mtbf_hours": 0}, ValueError, "mtbf_hours must be positive, got 0"),
+    ({"interval": "auto", "mtbf_hours": 0}, ValueError, "must be positive, got 0 s"),
     ({"keep_last": 0}, ValueError, "keep_last must be positive"),
     ({"keep_last": 1.5}, TypeError, "cannot be interpreted as an integer"),
     ({"keep_best": 1}, ValueError, "keep_best needs a metric"),
