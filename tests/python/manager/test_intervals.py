@@ -285,7 +285,7 @@ def test_an_overhead_that_is_not_a_fraction_is_refused(max_overhead: float) -> N
 
 @pytest.mark.parametrize("mtbf", [0.0, -3600.0, math.nan])
 def test_a_time_between_failures_that_is_not_positive_is_refused(mtbf: float) -> None:
-    with pytest.raises(ValueError, match="mtbf_seconds. must be positive"):
+    with pytest.raises(ValueError, match="mtbf_seconds"):
         AutoInterval(0.01, mtbf)
 
 
