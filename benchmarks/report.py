@@ -353,7 +353,9 @@ def _number_row(number: _Number, group: Group) -> list[str]:
     best = min(stock, key=median)
     ours = f"**{_seconds(median(number.ours))}**<br>{group.label(number.ours)}"
     if number.also is not None:
-        ours += f"; {_seconds(median(number.also))} {group.label(number.also).split(', ')[-1]}"
+        setting = group.label(number.also).split(", ")[-1]
+        ours += f"<br>{setting}: {_seconds(median(number.also))} in the call, and the next "
+        ours += "`optimizer.step()` waits for the copy"
     work = number.work.format(results_module.readable_size(group.bytes))
     against_best = "the default" if best == number.default else against(best)
     return [work, ours, against(number.default), against_best]
@@ -373,9 +375,9 @@ def numbers_block(results: Results, image_links: Sequence[str] = ()) -> str:
     ]
     header = ["median time", "torch_ckpt", "stock torch, default", "stock torch, best setting"]
     caption = (
-        f"Times are medians of {results.parameters['rounds']} rounds. A ratio is stock's time "
-        "divided by torch_ckpt's time in the same round: the median and, in parentheses, the "
-        "lowest and the highest. The median ratio may differ from the ratio of the median times. "
+        f"Times are medians of {results.parameters['rounds']} rounds. In each round, stock's time "
+        "is divided by torch_ckpt's; the table gives the median of these ratios (lowest to "
+        "highest), which may differ from the ratio of the median times. "
         f"Measured on {results.machine.sentence()}."
     )
     return "\n\n".join([_table(header, rows, numeric_from=4), caption])

@@ -44,8 +44,8 @@ struct ReadRequest {
 enum class ReadStatus {
   pending,
   done,
-  // A plain tensor with the requested dtype and sizes, but not the requested strides, which are in
-  // ReadOutcome::header. Request it again with `layout`, or with ReadKind::storage.
+  // A plain tensor with the requested dtype and sizes but different strides. The stored strides are
+  // in ReadOutcome::header. Request it again with `layout`, or with ReadKind::storage.
   other_layout,
   // A record that the decoder does not recognize, or one with a different dtype; torch.load may be
   // able to read it.

@@ -181,9 +181,10 @@ Result<std::uint64_t> data_offset(RecordBytes& record, const ZipEntry& entry) {
 }
 
 Error damaged_entry(const ZipEntry& entry, std::uint64_t offset) {
-  return format_error(
-      Errc::checksum_mismatch,
-      "entry '" + entry.name + "' is damaged: its CRC-32 differs from the archive's", offset);
+  return format_error(Errc::checksum_mismatch,
+                      "entry '" + entry.name +
+                          "' is damaged: its CRC-32 does not match the one recorded in the archive",
+                      offset);
 }
 
 // A zero checksum of a non-empty entry means that the writer did not compute one
@@ -231,13 +232,14 @@ Result<RecordIndex> index_record(RecordBytes& record) {
   if (!entries) return entries.error();
   if (const ZipEntry* duplicate = find_duplicate(*entries); duplicate != nullptr) {
     return format_error(Errc::zip_inconsistent,
-                        "the archive has two entries '" + duplicate->name + "'");
+                        "the archive has two entries named '" + duplicate->name + "'");
   }
 
   const ZipEntry* pickle = find(*entries, "data.pkl");
   const ZipEntry* payload = find(*entries, "data/0");
   if (pickle == nullptr || find(*entries, "version") == nullptr) {
-    return format_error(Errc::record_missing, "the archive lacks an entry data.pkl or version");
+    return format_error(Errc::record_missing,
+                        "the archive has no entry data.pkl or no entry version");
   }
   if (payload == nullptr || find(*entries, "data/1") != nullptr ||
       pickle->bytes > kMaxPickleBytes) {

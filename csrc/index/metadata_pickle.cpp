@@ -220,7 +220,7 @@ class Walk {
     values_.parts.insert(values_.parts.end(),
                          stack_.begin() + static_cast<std::ptrdiff_t>(first_on_stack),
                          stack_.end());
-    // Indices have 32 bits.
+    // Indices are 32-bit.
     if (values_.parts.size() >= Limits::kWeight) too_large("it has too many values");
     return static_cast<std::uint32_t>(first);
   }
@@ -599,7 +599,8 @@ class Walk {
     const Value state = pop();
     const Value& target = stack_.back();
     if (target.kind != ValueKind::object || object(target).kind != ObjectKind::instance) {
-      return fail(Errc::pickle_state, "a value that is not an instance of a class gets a state");
+      return fail(Errc::pickle_state,
+                  "the pickle sets the state of a value that is not an instance of a class");
     }
     Object& instance = object(target);
     if (instance.fetched) {

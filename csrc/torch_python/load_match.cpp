@@ -74,7 +74,7 @@ py::list names_of(const FlatState& state, const std::vector<std::size_t>& rows) 
   return list_of(rows, [&](std::size_t row) { return text_of(state.name(row)); });
 }
 
-/// What torch_ckpt.loading.reading.Row has of a target.
+/// Returns the fields of a torch_ckpt.loading.reading.Row for one target.
 py::tuple row_of(const LoadMatch& match, std::size_t number) {
   if (number >= match.targets().size()) throw py::index_error("no target of that number");
   const tensors::TensorTarget& target = match.targets()[number];

@@ -251,7 +251,7 @@ def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Laun
         causes = failure_of(launch, lambda load=load, state=state: load(state))
         assert set(causes) == set(range(launch.size))
         for cause in causes.values():
-            assert "t: this rank's elements of the DTensor are not" in str(cause)
+            assert "t: this rank's part of the DTensor is not a single block" in str(cause)
         assert (target.to_local() == 7).all()
         assert_equal(state["a"], torch.zeros(2))
     target = strided(full)
@@ -268,7 +268,7 @@ def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Laun
         path = launch.path(f"refused {number}")
         causes = failure_of(launch, lambda write=write, path=path: write(path))
         for cause in causes.values():
-            assert "t: this rank's elements of the DTensor are not" in str(cause)
+            assert "t: this rank's part of the DTensor is not a single block" in str(cause)
 
 
 # --- damage ---------------------------------------------------------------------------------------

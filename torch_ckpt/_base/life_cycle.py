@@ -70,7 +70,8 @@ def register(
 
 def before_thread_pools_end(function: Callable[[], object]) -> None:
     """Registers a function to call at exit, before ``concurrent.futures`` shuts down."""
-    # Functions run in reverse order, and this import registers the shutdown of the thread pools.
+    # Exit functions run in reverse order of registration. This import registers the shutdown of the
+    # thread pools, so it must come first.
     import concurrent.futures.thread  # noqa: F401
 
     threading._register_atexit(function)  # type: ignore[attr-defined]

@@ -75,16 +75,16 @@ def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
 
 
 def require_consecutive(name: str, value: Any) -> None:
-    """Raises CheckpointError if this rank's elements of a DTensor are not consecutive.
+    """Raises CheckpointError if this rank's part of a DTensor is not a single block.
 
     torch's planners would read and write the wrong elements.
     """
     if _is_strided(value) and len(chunks_here(value)) > 1:
         raise CheckpointError(
-            f"{name}: this rank's elements of the DTensor are not consecutive, because its "
+            f"{name}: this rank's part of the DTensor is not a single block, because its "
             f"placements are {tuple(value.placements)} and its shape is {list(value.shape)}. A "
-            "checkpoint can describe only consecutive elements: redistribute the DTensor to Shard "
-            "and Replicate placements first"
+            "checkpoint can describe only blocks, by an offset and a size per dimension: "
+            "redistribute the DTensor to Shard and Replicate placements first"
         )
 
 

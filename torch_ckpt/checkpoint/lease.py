@@ -160,7 +160,8 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         checkpoint_id: the checkpoint directory; it need not contain a committed checkpoint.
 
     Returns:
-        The names of the removed files: data files that no metadata names, and temporary metadata.
+        The names of the removed files: data files that no metadata refers to, and temporary
+        metadata files.
 
     Raises:
         CheckpointError: a save or load is in progress in the directory, or the file system does not

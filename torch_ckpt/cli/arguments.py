@@ -458,7 +458,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     for name, is_pinned, help in (
         ("pin", True, "protect steps of a run from deletion"),
-        ("unpin", False, "allow pinned steps to be deleted again"),
+        ("unpin", False, "remove the protection of pinned steps"),
     ):
         description = f"{help.capitalize()}. Exits with 2 if any of the steps does not exist."
         pin = add_command(name, commands.pin_steps, help=help, description=description)

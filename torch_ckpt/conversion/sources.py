@@ -47,8 +47,8 @@ def open_source(path: str, allow_pickle: bool) -> Source:
     if kind == "safetensors":
         return SafetensorsFile(path)
     raise CheckpointError(
-        f"{path} is neither a safetensors file nor a zip archive of torch.save. If a torch version "
-        "before 1.6 wrote it, load it and save it again first"
+        f"{path} is neither a safetensors file nor a zip archive written by torch.save. If it was "
+        "written by torch older than 1.6, load it and save it again first"
     )
 
 

@@ -497,7 +497,7 @@ def _real(value: Any) -> Any:
             stride=value.stride(),
         )
     real = torch.empty_like(value, device=device)
-    # torch 2.15 marks a tensor as a shard by these attributes.
+    # torch 2.15 marks a tensor as a shard with these attributes.
     for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
         if hasattr(value, name):
             setattr(real, name, getattr(value, name))

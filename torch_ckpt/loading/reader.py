@@ -181,7 +181,7 @@ class FileSystemReader(StockReader):
         #: Bytes moved by all loads with this reader.
         self.moved = BytesMoved()
 
-    # --- DCP's contract, in the order of a load -------------------------------------------------
+    # --- DCP's interface, in the order in which a load calls it -----------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.release()

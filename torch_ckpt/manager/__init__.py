@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from torch_ckpt._base.lazy_attributes import lazy_attributes
 
-# Commands such as `torch-ckpt gc` use the rules of manager/retention.py, which need no torch.
+# Import the manager lazily: commands such as `torch-ckpt gc` use only manager/retention.py, which
+# does not need torch.
 if TYPE_CHECKING:
     from torch_ckpt.manager.manager import CheckpointManager
 else:

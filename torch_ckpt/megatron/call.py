@@ -260,8 +260,8 @@ class Agreement:
     def end_all(cls) -> None:
         """Ends all exchanges when the interpreter exits.
 
-        A thread that used the store after this would crash the process. Waits until the other ranks
-        have read the known outcomes.
+        A thread that uses the store later would crash the process. Waits until the other ranks have
+        read the outcomes that are already decided.
         """
         _is_exiting.set()
         for agreement in cls._under_way:

@@ -33,7 +33,7 @@ from torch_ckpt.saving.snapshots import source_changed
 #: The results of each file, by file number.
 Results = dict[int, list[WriteResult]]
 
-#: Advice in the error for a source that was modified while it was staged.
+#: Advice in the error about a source that was modified while it was being staged.
 ADVICE = "Do not change it in another thread before the save is scheduled"
 
 
@@ -101,7 +101,7 @@ class TorchWrite:
         return self._moved
 
     def state(self, where: str, prefix: str) -> str:
-        """Describes the progress, for a message."""
+        """Returns a description of the progress, for use in messages."""
         return (
             f"files {prefix}* in {where}: writing in Python, "
             f"{self._items_written} of {len(self._items)} items written"

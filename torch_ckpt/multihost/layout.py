@@ -147,7 +147,7 @@ def _match_placements(
     for name, by in zip(own.names, by_leaf, strict=True):
         if by is not None and len(by) != mesh.ndim:
             raise ValueError(
-                f"{name or 'the tree'} has {len(by)} placements, but the mesh has "
+                f"{name or 'the tree'} has {plural(len(by), 'placement')}, but the mesh has "
                 f"{plural(mesh.ndim, 'dimension')}; pass one placement per dimension"
             )
         for placement in by or ():

@@ -155,7 +155,7 @@ class PreemptionWatch:
             return True
 
     def ignored(self) -> None:
-        """Lets SIGTERM have its previous effect again, because the program ignores notices."""
+        """Restores the previous effect of SIGTERM. Called if the program ignores a notice."""
         self._is_ignored = True
 
     def close(self) -> None:

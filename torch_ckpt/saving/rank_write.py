@@ -274,7 +274,7 @@ class RankWrite:
         """
         save = self._save
         if save is None:
-            return f"files {prefix}* in {where}: no byte written yet"
+            return f"files {prefix}* in {where}: no bytes written yet"
         planned, staged, written, files, done = save.progress()
         phase = "staging" if staged < planned else "writing" if written < planned else "fsync"
         unfinished = ", ".join(

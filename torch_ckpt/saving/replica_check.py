@@ -105,7 +105,7 @@ def described(lines: list[str]) -> str:
     lines."""
     if not lines:
         return ""
-    shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
+    shown = "; ".join(lines[:10]) + (f"; and {len(lines) - 10} more" if len(lines) > 10 else "")
     verb = "differs" if len(lines) == 1 else "differ"
     return (
         f"{plural(len(lines), 'value')} {verb} between ranks, but only one rank's values are "

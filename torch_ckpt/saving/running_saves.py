@@ -136,8 +136,8 @@ class _RunningSaves:
         _core.join_executor()
 
     def collect(self) -> None:
-        """Forgets the save if it has ended, but keeps it if it failed. Also called before a fork,
-        so that the child does not disown the result of a save that has ended."""
+        """Drops the save once it has ended, and moves a failed save to the failed ones. Also called
+        before a fork, so that the child keeps the result of a save that has ended."""
         with self._fields:
             job = self._job
             if job is not None and job.committed.done():

@@ -78,8 +78,8 @@ class SaveState:
         """Checks the values and prepares :meth:`contents`.
 
         Raises:
-            CheckpointError: a tensor has no values, or this rank's elements of a DTensor are not
-                consecutive.
+            CheckpointError: a tensor has no values, or this rank's part of a DTensor is not a
+                single block.
         """
         self._moments.append(time.perf_counter())
         torch_values = {}

@@ -91,7 +91,7 @@ class PlanCache:
 
     @classmethod
     def of(cls, meeting: Meeting) -> PlanCache:
-        """Returns the cache of the saves of a group of ranks."""
+        """Returns the plan cache for the saves of a group of ranks."""
         return cls._of.setdefault(meeting, cls())
 
     @classmethod
