@@ -180,50 +180,51 @@ def _group_table(group: Group) -> str:
 
 _BACKGROUND_EXPLANATION = (
     "Training stops during the call. Once the save is staged, the state may change again. The step "
-    "columns show the median and the mean training step between the return of the call and the end "
-    "of the save, relative to steps just before the save. Training is Python-driven autograd on "
-    "one thread and does not change the saved state. CPU seconds cover all processes of the save, "
-    "but not the training steps."
+    "columns compare the training steps between the return of the call and the end of the save "
+    "with the steps just before the save, as ratios of the medians and of the means. Training is "
+    "Python-driven autograd on one thread and does not change the saved state. CPU seconds cover "
+    "all processes of the save, but not the training steps."
 )
 
 
 _QUEUE_EXPLANATION = (
     "These saves follow Megatron's flow: plan, schedule, a poll after every step, finalize. The "
-    "call lasts from the start of the plan until the queue has accepted the request. Its time is "
-    "given for the first save of a fresh process and for later saves; plan, schedule and finalize "
-    "are given for later saves. Training is stalled during plan, schedule, polls and finalize. The "
-    "poll column shows a poll that finds the save unfinished. The step columns show the median and "
-    "the mean training step between the call and the end of the save, relative to steps just "
-    "before the save. CPU seconds cover all processes, but not the training steps. Extra memory is "
-    "how much more memory all processes use during a later save than before the first save; it "
-    "counts shared memory once and excludes mapped files. Extra processes are those besides the "
-    "rank's own. A snapshot is correct if it is unaffected by a change of the state right after "
-    "the call."
+    "call columns show the time from the start of the plan until the queue has accepted the "
+    "request, for the first save of a fresh process and for later saves. The plan, schedule and "
+    "finalize columns cover only later saves. Training is stalled during plan, schedule, polls and "
+    "finalize. The poll column shows the time of one poll while the save is still running. The "
+    "step columns compare the training steps between the call and the end of the save with the "
+    "steps just before the save, as ratios of the medians and of the means. CPU seconds cover all "
+    "processes, but not the training steps. Extra memory is the increase in the memory of all "
+    "processes from before the first save to a later save. It counts shared memory once and "
+    "excludes mapped files. Extra processes are all processes other than the ranks themselves. A "
+    "snapshot is correct if changing the state right after the call does not affect it."
 )
 
 _CALLS_EXPLANATION = (
-    "The table shows calls of a manager. For steps that are not saved, a time is the mean, because "
-    "only a few of these calls query the store; for other calls, it is the median. Before each "
-    "call, all ranks run one training step and wait for each other. Times are those of the slowest "
-    "rank. Added time is how much longer a save through the manager blocks than async_save. CPU "
-    "milliseconds cover the process during a call, the step before it and the complete save."
+    "The table shows calls to a manager. For steps that are not saved, each time is a mean, "
+    "because only a few of these calls query the store; for other calls, it is a median. Before "
+    "each call, all ranks run one training step and wait for each other. Times are those of the "
+    "slowest rank. Added time is how much longer a save through the manager blocks than "
+    "async_save. CPU milliseconds are the CPU time of the process during the call, the step before "
+    "it and the complete save."
 )
 
 _QUEUE_PEERS_EXPLANATION = (
     "nvidia-resiliency-ext and megatron-core save through a worker process. The state is on the "
-    "CPU, and these packages do not copy CPU tensors. After the first save the tensors are in "
-    "memory that is shared with the worker, so later calls only send handles, and the worker reads "
-    "tensors while training changes them. In the rows with 'of copies', the caller clones the "
-    "tensors first, as a user would have to. {} Everything else is the packages' own code, as "
+    "CPU, and these packages do not copy CPU tensors. After the first save, the tensors are in "
+    "memory that is shared with the worker. Later calls therefore send only handles, and the "
+    "worker reads tensors while training changes them. In the rows labeled 'of copies', the caller "
+    "clones the tensors first, as a user would have to. {} All other code is the packages' own, as "
     "installed from PyPI."
 )
 
 
 _READS_EXPLANATION = (
-    "Bytes read are the bytes that read system calls returned, from the page cache or from disk, "
-    "including metadata. They are given per byte of loaded tensors. With several ranks, bytes and "
-    "CPU seconds are sums over the ranks, wall seconds are those of the slowest rank, and rates "
-    "refer to the bytes in the title."
+    "Bytes read is the number of bytes that read system calls returned, from the page cache or "
+    "from disk, including metadata. It is given per byte of loaded tensors. With several ranks, "
+    "bytes and CPU seconds are sums over the ranks, wall seconds are those of the slowest rank, "
+    "and rates are computed from the number of bytes in the title."
 )
 
 
@@ -235,9 +236,10 @@ def _introduction(results: Results, groups: Sequence[Group], *, quotable: bool) 
         )
     paragraphs.append(
         f"There are {results.parameters['rounds']} rounds. In each round, all contenders of a "
-        "group run one after the other, in a different order each time. A ratio is the median of "
-        "the ratios within the rounds; a time is the median over the rounds. Speed compares wall "
-        "time. CPU time is the user and system time of the saving or loading process."
+        "group run one after another, in a different order each time. A ratio compares two "
+        "contenders in the same round; the tables show the median over the rounds. Times are also "
+        "medians over the rounds. Speed compares wall times. CPU time is the user and system time "
+        "of the saving or loading process."
     )
     if any(group.background for group in groups):
         paragraphs.append(_BACKGROUND_EXPLANATION)
@@ -249,7 +251,7 @@ def _introduction(results: Results, groups: Sequence[Group], *, quotable: bool) 
         paragraphs.append(_QUEUE_EXPLANATION)
         replaced = ", ".join(results.parameters["megatron"]["replaced_for_peers"])
         stubs = (
-            "Without a GPU, these functions are replaced by stubs in the rank and in the worker: "
+            "Without a GPU, stubs replace these functions in the rank and in the worker: "
             f"{replaced}."
             if replaced
             else "None of their functions are replaced."
