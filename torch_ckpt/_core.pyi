@@ -284,7 +284,7 @@ def remove_own(directory: Directory, names: list[str], named: _NamedFiles) -> No
     """Removes a failed save's files if no other process holds a lock. Warns if that fails."""
 
 def remove_leftovers(directory: Directory, named: _NamedFiles) -> list[str] | None:
-    """Removes the files of saves that died, and returns their names.
+    """Removes the files of interrupted saves, and returns the names of these files.
 
     Returns None if a save or a load holds the directory's lock. Raises OSError, and the exceptions
     of ``named``.

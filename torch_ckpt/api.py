@@ -61,14 +61,15 @@ def save(
     """Saves a state dict. Returns once the checkpoint is durable and visible to all ranks.
 
     All ranks must call ``save`` and :func:`async_save` in the same order. They communicate through
-    the process group's store. If a rank dies or hangs, the save fails with an error that names it.
+    the process group's store. If a rank dies or hangs, the save fails with an error that names the
+    rank.
 
     Args:
         state_dict: the same as for ``dcp.save``: nested dicts and lists of tensors, DTensors and
             picklable objects. The top level may also contain modules, optimizers, schedulers,
             :class:`PerRank` and other values with a ``state_dict``, which are saved as
             :class:`AppState` saves them. A function that returns such a dict is also accepted. If
-            it raises, the save fails on all ranks at once.
+            the function raises an exception, the save fails on all ranks at once.
         checkpoint_id: the checkpoint directory. Only :class:`CheckpointManager` and
             ``torch_ckpt.training`` accept URLs.
         storage_writer: the writer to use; None creates one for ``checkpoint_id``.
@@ -79,17 +80,17 @@ def save(
         timeout: seconds without a heartbeat after which a rank is declared dead, and the save fails
             on all other ranks.
         check_replicas: what to do if a value that one rank saves for several ranks differs between
-            them. Such values are plain tensors (not DTensors), numbers and other objects that have
-            the same name on several ranks. "off" does not compare them, "warn" warns, and "error"
-            fails the save. "warn" compares all bytes of tensors up to 64 KiB, and 64 KiB spread
-            evenly over larger tensors; "error" compares all bytes. Objects are compared by their
-            pickles. Not available with a ``planner``.
+            these ranks. Such values are plain tensors (not DTensors), numbers and other objects
+            that have the same name on several ranks. "off" does not compare them, "warn" warns, and
+            "error" fails the save. "warn" compares all bytes of tensors up to 64 KiB, and 64 KiB
+            spread evenly over larger tensors; "error" compares all bytes. Objects are compared by
+            their pickles. Not available with a ``planner``.
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:
         The checkpoint's metadata, on every rank. If the metadata is large, only rank 0 keeps it in
-        memory. The other ranks read it from the checkpoint on first access. That fails if another
-        save to the same directory has replaced it.
+        memory. The other ranks read it from the checkpoint on first access. Reading it fails if
+        another save to the same directory has replaced the metadata.
 
     Raises:
         CheckpointException: the save failed; raised on every rank with the cause from each failed
@@ -156,20 +157,20 @@ def async_save(
 ) -> AsyncSave:
     """Saves a snapshot of a state dict in the background, while training continues.
 
-    All ranks must call it in the same order. They communicate from background threads through the
-    process group's store, and never use its collectives.
+    All ranks must call this function in the same order. The ranks communicate from background
+    threads through the process group's store, and never use the group's collectives.
 
     Args:
         state_dict: see :func:`save`.
         checkpoint_id: the checkpoint directory.
-        staging: "blocking" returns once everything has been copied to host memory. Then the sources
-            may change. "overlapped" returns at once. Then the sources must not change until
-            ``staged`` is done: see :meth:`AsyncSave.guard`. If a change is detected, the save fails
-            on all ranks with :class:`SourceChanged`.
-        storage_writer: the writer to use; None creates one for ``checkpoint_id``. Its
-            ``max_host_bytes`` limits the memory of the snapshot; by default, that is this rank's
-            share of half of the machine's free memory. A larger state is staged in several waves,
-            so that ``staged`` is done later.
+        staging: "blocking" returns once everything has been copied to host memory; the sources may
+            then change. "overlapped" returns at once; the sources must not change until ``staged``
+            is done (see :meth:`AsyncSave.guard`). If a change is detected, the save fails on all
+            ranks with :class:`SourceChanged`.
+        storage_writer: the writer to use; None creates one for ``checkpoint_id``. The writer's
+            ``max_host_bytes`` limits the memory of the snapshot; the default is this rank's share
+            of half of the machine's free memory. A state that exceeds the limit is staged in
+            several waves, so ``staged`` is done later.
         process_group: the ranks that save together; None means the default group.
         no_dist: save from this process only, without other ranks.
         if_busy: what to do if another save of this process is still running: "wait" blocks until it
@@ -177,20 +178,21 @@ def async_save(
         timeout: seconds without a heartbeat after which a rank is declared dead, and the save fails
             on all other ranks.
         write_done: called on each rank, in the save's thread, once the rank's files are durable. If
-            it raises, the save fails.
+            the callback raises an exception, the save fails.
         on_commit: called on the coordinator, in the save's thread, after the commit. The save ends
-            on all ranks after the callback has returned. If it raises, all ranks raise
-            OnCommitFailed.
+            on all ranks after the callback has returned. If the callback raises an exception, all
+            ranks raise OnCommitFailed.
         warn_unchanged: warn if a step counter has advanced since the last save but weights or
             optimizer states have not changed.
         check_replicas: see :func:`save`. Replicas are compared before the sources may change.
         trace: file to which a trace of the save is written, for chrome://tracing or Perfetto. With
             several ranks, ``-rank{n}`` is added to the file name.
-        writer_options: passed to :class:`FileSystemWriter`. Its option ``background`` sets threads,
-            priorities and bandwidth.
+        writer_options: passed to :class:`FileSystemWriter`. The option ``background`` sets the
+            threads, priorities and bandwidth of the save.
 
     Returns:
-        The handle of the save. Keep it: if it is dropped before the save has ended, it warns.
+        The handle of the save. Keep the handle until the save has ended; dropping it earlier causes
+        a warning.
 
     Raises:
         CheckpointException: an earlier background save failed, and its error was not yet reported.
@@ -291,10 +293,9 @@ def load(
     anything changes: see ``strict``.
 
     Args:
-        state_dict: the same as for ``dcp.load``. The stored values are loaded into its tensors, and
-            replace its other values. Top-level modules, optimizers and other values with a
-            ``state_dict`` are restored as :class:`AppState` restores them. Optimizers need not have
-            any state yet.
+        state_dict: the same as for ``dcp.load``. Tensors are filled in place; other values are
+            replaced. Top-level modules, optimizers and other values with a ``state_dict`` are
+            restored as :class:`AppState` restores them. Optimizers need not have any state yet.
         checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
             the newest complete step of the run. The step is not deleted during the load.
         storage_reader: the reader to use; None creates one for ``checkpoint_id``.
@@ -311,20 +312,21 @@ def load(
         names: the fully qualified names of the state dict to load: :mod:`fnmatch` patterns, such as
             ``["model.*"]``, or a function that returns True for these names. None loads all.
         rename: maps names in the checkpoint to names in the state dict, for example to fine-tune
-            another model. It is a function from an old to a new fully qualified name; or pairs of
-            old and new names, as a mapping or a sequence, in which ``*`` matches any text
+            another model. Either a function that converts an old fully qualified name to a new one,
+            or a mapping or sequence of (old, new) pairs, in which ``*`` matches any text
             (``{"encoder.*": "model.encoder.*"}``). The first pair that matches applies. ``names``
             and reports use the new names.
         free_before_read: for states that fit into memory only once: load the values one key at a
             time, and delete each object before reading its replacement. Tensors are loaded in
             place, as always. If the load fails, the deleted objects are lost.
         timeout: seconds without a heartbeat after which a rank is declared dead, and the load fails
-            on all ranks with an error that names it. A rank that reads sends heartbeats as long as
-            bytes arrive.
+            on all ranks with an error that names the rank. A rank that reads sends heartbeats as
+            long as bytes arrive.
         reader_options: passed to :class:`FileSystemReader`.
 
     Returns:
-        A comparison of this rank's state dict with the checkpoint; None after a ``dcp.load``.
+        A comparison of this rank's state dict with the checkpoint; None if the load was a
+        ``dcp.load``.
 
     Raises:
         CheckpointException: the load failed; raised on every rank with the cause from each failed

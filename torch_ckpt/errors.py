@@ -46,8 +46,8 @@ class DurabilityUncertain(_CommitError):
     """The new checkpoint may be visible, but may not survive a power failure.
 
     Either the last fsync failed after the checkpoint had become visible, or the rename that makes
-    it visible failed with an error (``EIO``, ``ETIMEDOUT``) that leaves open whether it took
-    effect. The files of both the old and the new checkpoint are kept. Save again.
+    it visible failed with an error (``EIO``, ``ETIMEDOUT``) that does not show whether the rename
+    took effect. The files of both the old and the new checkpoint are kept. Save again.
 
     Attributes:
         errno: errno of the failed system call.

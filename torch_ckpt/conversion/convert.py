@@ -49,7 +49,7 @@ class ConvertReport:
     Attributes:
         source, target: paths of the source and the target.
         source_format, target_format: "dcp", "torch" or "safetensors".
-        files: paths that were written; for a checkpoint, its directory.
+        files: the files that were written; if the target is a checkpoint, its directory.
         tensors, objects: numbers of tensors and objects that were written.
         bytes: total size of the tensors.
         seconds: duration of the conversion.
@@ -127,10 +127,10 @@ def convert(
         dtype: dtype to convert floating-point tensors to: a torch dtype, its name, "bf16", "fp16"
             or "fp32". The report notes tensors with values that overflow.
         config: a ``config.json``, or a directory that contains one, to copy to the target. If
-            ``dtype`` is given, it replaces the dtype in the copy. The target becomes a directory of
-            safetensors files. ``from_pretrained`` of ``transformers`` can load it if the names
-            match the model's. If ``transformers`` is installed, weights that the model ties to
-            equal weights are left out.
+            ``dtype`` is given, the copy names that dtype. The target becomes a directory of
+            safetensors files. ``from_pretrained`` of ``transformers`` can load this directory if
+            the tensor names match the model's. If ``transformers`` is installed, weights that the
+            model ties to equal weights are left out.
         max_shard_size: maximum number of bytes of tensors in a file; a larger tensor gets a file of
             its own. Makes the target a directory of safetensors files with an index. The default is
             5 GB if ``config`` is given.
@@ -138,16 +138,16 @@ def convert(
         overwrite: replace an existing target, which is kept until the new one is complete.
         allow_pickle: unpickle objects of any type. This may run code from the source, so use it
             only for trusted sources.
-        max_host_bytes: limit on the bytes of tensors held in memory. A tensor larger than the limit
-            is read on its own.
+        max_host_bytes: maximum number of bytes of tensors held in memory. A tensor larger than the
+            limit is read on its own.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Raises:
         FileNotFoundError: the source does not exist.
         FileExistsError: the target exists, and ``overwrite`` is False.
-        CheckpointError: source and target have the same format and no option changes anything; the
-            target format cannot hold a value, which the message names; or ``config`` is not a JSON
-            object.
+        CheckpointError: source and target have the same format and no option changes anything, or
+            ``config`` is not a JSON object.
+        CheckpointError: the target format cannot hold a value; the message names the value.
         Corrupt, Unsafe: the source is damaged, or loading it would run code.
         OSError: a system call failed. The incomplete target has been removed.
         DurabilityUncertain: the target is complete, but may be lost in a power failure.

@@ -18,8 +18,8 @@ class TensorDifference:
         name: fully qualified name.
         shape: shape in both checkpoints.
         elements: number of elements.
-        differing: number of elements whose values differ; NaN equals NaN. None if only the stored
-            bytes were compared because torch cannot convert the dtype to numbers.
+        differing: number of elements whose values differ; NaN equals NaN. None if torch cannot
+            convert the dtype to numbers, so that only the stored bytes were compared.
         outside: number of differing elements beyond the tolerances.
         largest_absolute: largest absolute difference; exact for integers, infinite if one of the
             values is NaN or infinite. None if ``differing`` is None.

@@ -156,7 +156,7 @@ class ShownObject:
         name: fully qualified name.
         place: location of the record.
         value: the object; None if it was not unpickled.
-        refused: reason why the object was not unpickled; empty if it was.
+        refused: reason why the object was not unpickled; empty if it was unpickled.
 
     Example::
 
@@ -216,7 +216,8 @@ class ShowReport:
         return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
-        """Returns the report as a JSON document. Values that JSON lacks become strings."""
+        """Returns the report as a JSON document. Values that JSON cannot represent become
+        strings."""
         return {
             "checkpoint": self.checkpoint,
             "items": [
@@ -237,8 +238,8 @@ def show(
 ) -> ShowReport:
     """Reads tensors and objects from a checkpoint written by torch_ckpt or stock torch.
 
-    The checkpoint may have any sharding. Needs about 64 MiB of memory in addition to the report
-    and, for an object, as much memory as the object takes.
+    The checkpoint may have any sharding. Needs about 64 MiB of memory in addition to the report.
+    Reading an object also needs as much memory as the object takes.
 
     Args:
         path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
@@ -250,7 +251,7 @@ def show(
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:
-        The tensors and objects, and the names of damaged ones. Verifies checksums as a load does.
+        The tensors and objects, and the names of damaged ones. Checksums are verified as in a load.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.

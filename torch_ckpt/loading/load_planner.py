@@ -20,12 +20,12 @@ _FLAT = ("state_dict", "mappings")
 
 class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
     """Plans ``dcp.load`` in the same way as ``torch_ckpt.load``. Use it with a
-    :class:`torch_ckpt.FileSystemReader`; with other readers it plans like torch's
+    :class:`torch_ckpt.FileSystemReader`; with other readers, the planner works like torch's
     DefaultLoadPlanner.
 
-    It loads complete tensors and DTensors. The hooks of torch's planner (``lookup_tensor``,
-    ``commit_tensor``, ``load_bytes`` and others) are not called, so derive a planner with hooks
-    from torch's class.
+    The planner loads complete tensors and DTensors. The hooks of torch's planner
+    (``lookup_tensor``, ``commit_tensor``, ``load_bytes`` and others) are not called, so derive a
+    planner with hooks from torch's class.
 
     Args:
         allow_partial_load: skip values that are missing from the checkpoint or have a different

@@ -72,11 +72,11 @@ class FileSystemReader(StockReader):
     """Reads distributed checkpoints, including those of stock torch. A drop-in replacement for
     torch's class of the same name.
 
-    For each tensor, only the wanted rows are read. They are read directly into the target if it is
-    contiguous CPU memory of the stored dtype. Otherwise they are read in pieces of a few MB, which
-    are converted, scattered or copied to the device. All data from checkpoints of torch_ckpt is
-    verified against checksums. From checkpoints of stock torch, only records that are read in full
-    are verified.
+    For each tensor, only the wanted rows are read. Rows are read directly into the target if the
+    target is contiguous CPU memory of the stored dtype. Otherwise, rows are read in pieces of a few
+    MB, which are then converted, scattered or copied to the device. All data from checkpoints of
+    torch_ckpt is verified against checksums. From checkpoints of stock torch, only records that are
+    read in full are verified.
 
     Tensors are converted to the dtypes of their targets, as by ``Tensor.copy_``. One warning per
     load names the tensors that lose precision or range.
@@ -88,11 +88,11 @@ class FileSystemReader(StockReader):
     Args:
         path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for the newest
             complete step of the run at the time of each load.
-        thread_count: maximum number of concurrent reads; None means 8. Each reads at least 1 MiB,
-            so a small load uses fewer.
-        max_inflight_bytes: maximum memory that a load uses in addition to its targets, in bytes;
-            at least 1 MiB. A record that cannot be read in parts (an object, or a tensor that only
-            ``torch.load`` can decode) is refused if it is larger.
+        thread_count: maximum number of concurrent reads; None means 8. Each read covers at least 1
+            MiB, so small loads use fewer concurrent reads.
+        max_inflight_bytes: maximum memory that a load uses in addition to its targets, in bytes; at
+            least 1 MiB. A record that cannot be read in parts (an object, or a tensor that only
+            ``torch.load`` can decode) is refused if it is larger than this limit.
         verify: check CRC-32s.
         direct_io: True, False, or "auto" to use direct I/O for data that is not in the page cache.
         zero_fill: allow tensors that are larger than the stored tensors. Elements outside the
@@ -107,9 +107,10 @@ class FileSystemReader(StockReader):
             group. ``torch_ckpt.load`` sets it.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
         allow_pickle: accept metadata that names any type, and pass objects to the planner
-            unchecked; torch's planner unpickles them. Use it only if you trust the writer. By
-            default, only tensors, builtin types, other allow-listed types (see SECURITY.md) and
-            types declared with ``torch.serialization.add_safe_globals`` are loaded.
+            unchecked; torch's planner unpickles them. Use this option only for checkpoints that you
+            trust. By default, only tensors, builtin types, other allow-listed types (see
+            SECURITY.md) and types declared with ``torch.serialization.add_safe_globals`` are
+            loaded.
 
     Raises:
         ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
@@ -324,10 +325,10 @@ class FileSystemReader(StockReader):
 
     @property
     def wave_bytes(self) -> int:
-        """Maximum total size of the objects that are in memory together.
+        """Maximum total size of the objects held in memory at the same time.
 
-        A larger object is held without others. At most half of ``max_inflight_bytes``, and less if
-        otherwise too little scratch memory would remain for the load.
+        An object larger than this is loaded on its own. The limit is half of
+        ``max_inflight_bytes``, or less if that would leave too little scratch memory for the load.
         """
         limit = self.max_inflight_bytes
         return min(limit // 2, limit - _core.least_scratch_bytes)
@@ -527,14 +528,14 @@ class FileSystemReader(StockReader):
     def identity(self) -> bytes | None:
         """A digest of the metadata, equal on all ranks that read the same checkpoint.
 
-        None if the caller uses other metadata than ``read_metadata`` returned.
+        None if the caller uses metadata that ``read_metadata`` did not return.
         """
         metadata, identity = self._identity
         return identity if metadata is self._metadata else None
 
     def can_verify_parts(self, file: str) -> bool:
-        """Returns True if reading only parts of a file's records verifies them as strictly as
-        reading the complete records."""
+        """Returns True if partial reads of a file's records are verified as strictly as full
+        reads."""
         return not self.verify or file in self._tables()
 
     # --- private ---------------------------------------------------------------------------------

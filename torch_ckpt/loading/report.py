@@ -19,19 +19,19 @@ class LoadReport:
     """Comparison of a state dict with a checkpoint. Names are fully qualified.
 
     Attributes:
-        loaded: names that are in both and that fit.
+        loaded: names that are in both and fit.
         missing: names that are missing from the checkpoint.
         unexpected: names that only the checkpoint has. They do not prevent a load.
         shapes: (name, stored, wanted) for each tensor whose shape does not fit.
         kinds: (name, stored, wanted) for each value that is a tensor on one side and an object on
             the other.
-        dtypes: (name, stored, wanted) for each tensor that is converted.
-        grown: (name, stored, wanted) for each tensor that is larger than stored; ``zero_fill`` sets
-            the additional elements to zero.
-        absent: top-level keys of dicts and ``Stateful`` values that have no value to load.
-        truncated: (name, stored, wanted) for each tensor that is smaller than stored in some
-            dimension; ``allow_shape_mismatch`` loads the common region. Such a tensor is also in
-            ``grown`` if it is larger in another dimension.
+        dtypes: (name, stored, wanted) for each tensor that is converted to another dtype.
+        grown: (name, stored, wanted) for each tensor that is larger than the stored tensor;
+            ``zero_fill`` sets the additional elements to zero.
+        absent: top-level keys of dicts and ``Stateful`` values for which there is no value to load.
+        truncated: (name, stored, wanted) for each tensor that is smaller than the stored tensor in
+            some dimension; ``allow_shape_mismatch`` loads the common region. Such a tensor is also
+            in ``grown`` if it is larger in another dimension.
 
     Examples:
         ```python

@@ -64,8 +64,8 @@ class AsyncCheckpoint:
 
     Raises:
         ValueError: a value is named ``save_counter``.
-        TypeError: ``save_options`` or ``load_options`` is not a mapping or has an unknown option,
-            for example because the values were not passed as keywords.
+        TypeError: ``save_options`` or ``load_options`` is not a mapping or has an unknown option.
+            One cause is passing the values positionally instead of as keywords.
 
     Example::
 
@@ -154,8 +154,9 @@ class AsyncCheckpoint:
             The path.
 
         Raises:
-            CheckpointException, CheckpointError: an earlier write failed and its error has not been
-                raised yet, or the state of a value cannot be read.
+            CheckpointException, CheckpointError: an earlier write failed, and its error has not
+                been raised yet.
+            CheckpointError: the state of a value cannot be read.
         """
         started = time.perf_counter()
         path = os.fspath(path)

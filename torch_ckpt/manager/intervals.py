@@ -192,7 +192,7 @@ class Schedule:
         self._last_start = clock()
 
     def should_save(self, step: int, is_busy: Callable[[], bool]) -> bool:
-        """True if this step is to be saved. All ranks must call it once per step.
+        """True if this step is to be saved. All ranks must call this method once per step.
 
         Raises:
             CheckpointError: rank 0 is at a different step.

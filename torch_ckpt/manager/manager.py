@@ -81,8 +81,8 @@ class CheckpointManager:
         interval: when to save. An int N saves every N steps. A ``timedelta`` saves whenever that
             much time has passed. "auto" chooses the interval that loses the least training time,
             given the measured cost of saves; see :class:`torch_ckpt.intervals.AutoInterval`. A
-            function of the step saves if it returns true; it must return the same result on all
-            ranks.
+            function is called with the step number and returns true to save; it must return the
+            same result on all ranks.
         save_on_steps: steps that are always saved.
         max_overhead: for "auto", the largest fraction of the training time that saves may cost.
         mtbf_hours: for "auto", the mean time between failures that end the run, in hours.
@@ -96,7 +96,7 @@ class CheckpointManager:
             :func:`torch_ckpt.multihost.watch_for_preemption`.
         preemption_file: path of a file whose appearance is a preemption notice.
         preemption_deadline: seconds between the notice and the end of the process. If given,
-            ``save`` blocks until the last save has ended, and logs how long that may take.
+            ``save`` blocks until the last save has ended, and logs how long the previous save took.
         check_replicas: what to do if a replicated value differs between ranks: "off" does not
             compare, "warn" warns, "error" fails the save. A value is replicated if several ranks
             have it and one of them saves it for all: a plain tensor, a number or another object.
@@ -120,7 +120,7 @@ class CheckpointManager:
         tensorboard: a ``SummaryWriter`` for rank 0, or the directory of a new one.
         process_group: process group of the ranks; None uses the default group.
         timeout: seconds without a heartbeat after which a rank is declared dead. The other ranks
-            then raise an error that names it.
+            then raise an error that names the rank.
         staging_dir: see :func:`torch_ckpt.steps.open_steps`.
         load_options: dict of options for :func:`torch_ckpt.load`, such as ``allow_pickle``.
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. By default, rank 0 shows a
@@ -281,12 +281,12 @@ class CheckpointManager:
         force: bool = False,
         overwrite: bool = False,
     ) -> bool:
-        """Saves the state if a save is due. Call it after each step, on every rank.
+        """Saves the state if a save is due. Call this method after each step, on every rank.
 
-        You may modify the state once this returns. With ``staging="overlapped"``, first call
-        :meth:`wait_until_staged`, or pass the optimizer to :meth:`guard`, which makes its next step
-        wait. A step that this manager has just saved or restored is not saved again. Stale steps,
-        which are newer than the restored step, are replaced.
+        You may modify the state once this method returns. With ``staging="overlapped"``, first call
+        :meth:`wait_until_staged`, or pass the optimizer to :meth:`guard`, which makes the
+        optimizer's next step wait. A step that this manager has just saved or restored is not saved
+        again. Stale steps, which are newer than the restored step, are replaced.
 
         Args:
             step: number of finished steps; must not be smaller than in the previous call.
@@ -309,11 +309,11 @@ class CheckpointManager:
             CheckpointError: replicas differ between ranks, ``check_replicas`` is "error", and
                 ``on_save_error`` is "raise". With ``staging="overlapped"``, the next call raises
                 this error instead.
-            FileExistsError: the root already has this step or a newer one, although this is the
-                first call and :meth:`restore` was not called.
-            ValueError, TypeError: the step is smaller than the previous one; or the step, the
-                state, the metrics or the notes cannot be saved; or the metrics lack
-                ``best_metric``, which no other step has yet.
+            FileExistsError: this is the first call, :meth:`restore` was not called, and the root
+                already has this step or a newer one.
+            ValueError: the step is smaller than the previous one, or ``best_metric`` is neither in
+                ``metrics`` nor in the metrics of any existing step (probably a misspelt name).
+            ValueError, TypeError: the step, state, metrics or notes cannot be saved.
             TimeoutError: some ranks did not call the first save in time; the message names them.
             RuntimeError: see :meth:`restore`.
 
@@ -358,8 +358,8 @@ class CheckpointManager:
         """True once the ranks have reached the step at which they agreed to stop after a preemption
         notice. :meth:`save` has then saved that step, or started to save it.
 
-        If the training loop continues without reading this, its next :meth:`save` stops watching
-        for SIGTERM, which then ends the process as it would without a manager.
+        If the training loop continues without reading this property, the next :meth:`save` stops
+        watching for SIGTERM. SIGTERM then ends the process, as it would without a manager.
         """
         self._notice.is_polled = True
         return self._notice.stops
@@ -396,7 +396,8 @@ class CheckpointManager:
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """After each save, makes the optimizer's next step wait until the state may be modified.
 
-        Call it once, with ``staging="overlapped"``. See :meth:`torch_ckpt.AsyncSave.guard`.
+        Call this method once if ``staging`` is "overlapped". See
+        :meth:`torch_ckpt.AsyncSave.guard`.
         """
         self._saver.guard(optimizer)
 
@@ -505,7 +506,7 @@ class CheckpointManager:
         strict: bool = True,
         rename: Rename = None,
     ) -> int:
-        """Restores the state from a step, in place. All ranks must call it.
+        """Restores the state from a step, in place. All ranks must call this method.
 
         Waits for a running save first. A step that is damaged or lacks files is skipped with a
         warning, unless it was requested by number.
@@ -517,12 +518,12 @@ class CheckpointManager:
                 names that ``strict=False`` left unchanged.
 
         Returns:
-            The restored step; 0 if no step has been saved, in which case the state is unchanged.
+            The restored step, or 0 if no step has been saved. In that case, the state is unchanged.
 
         Raises:
             FileNotFoundError: ``step`` does not exist; the message lists the existing steps.
-            CheckpointException: the step cannot be loaded, for example because of a
-                ``LoadMismatch`` or because it is ``Unsafe``.
+            CheckpointException: the step cannot be loaded. The cause is, for example,
+                ``LoadMismatch`` or ``Unsafe``.
             CheckpointError: all existing steps are damaged.
             RuntimeError: the process group of the manager was destroyed, or was initialized after
                 the manager was created.

@@ -42,11 +42,12 @@ class AsyncCallsQueue:
     Args:
         persistent: accepted for Megatron; no worker process is started in either case.
         process_group: the ranks; None means the default group.
-        timeout: seconds after which a call fails on all ranks because the function makes no
-            progress on a rank, or a rank sends no heartbeat. Progress means that bytes are written,
-            or that the function's thread uses processor time.
+        timeout: seconds that a rank may send no heartbeat, or its function may make no progress,
+            before the call fails on all ranks. Progress means that bytes are written, or that the
+            function's thread uses processor time.
         background: priorities of the engine's threads for the writes of this queue; None means the
-            priorities set by ``warmup_persistent_caller``, or else those of each writer.
+            priorities set by ``warmup_persistent_caller`` or, if none were set, each writer's own
+            priorities.
 
     Examples:
         ```python
@@ -119,8 +120,8 @@ class AsyncCallsQueue:
             The call's number, starting at 0.
 
         Raises:
-            KeyboardInterrupt, SystemExit: raised while the request was staged, or by its preload
-                function. The call fails, too.
+            KeyboardInterrupt, SystemExit: raised during staging or by the preload function. The
+                call fails as well.
         """
         self.call_idx += 1
         # Megatron's own classes, and older versions of them, have other fields or methods.
@@ -146,7 +147,8 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalizes the calls that have ended on all ranks. All ranks must call it equally often.
+        """Finalizes the calls that have ended on all ranks. All ranks must call this method the
+        same number of times.
 
         A poll uses neither a device nor a collective of the process group. If several calls fail,
         the first error is raised once all calls have been handled; the other errors are logged.
@@ -226,7 +228,8 @@ class AsyncCallsQueue:
         Args:
             abort: cancel instead of waiting: running writes are cancelled and their files deleted,
                 and no call is finalized. The caller's own functions keep running. Any thread may
-                abort. All ranks must abort equally often, but not necessarily at the same time.
+                abort. All ranks must abort the same number of times, but not necessarily at the
+                same time.
 
         Raises:
             CheckpointException: see :meth:`maybe_finalize_async_calls`.

@@ -94,11 +94,11 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
 
     @classmethod
     def cleanup_tensor_caches(cls) -> None:
-        """Does nothing, because no tensors are cached between saves."""
+        """Does nothing: no tensors are cached between saves."""
 
     @classmethod
     def register_shm_drain_callback(cls, fn: Callable[[], Any]) -> None:
-        """Does nothing, because saves use no shared memory that would have to be released first."""
+        """Does nothing: saves use no shared memory that must be released."""
 
     @staticmethod
     def write_preloaded_data_multithread(  # type: ignore[override]  # their signature
@@ -113,7 +113,7 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
         :meth:`torch_ckpt.megatron.FileSystemWriterAsync.write_preloaded_data_multithread`.
 
         Args:
-            open_file: unused, like ``use_msc``: the task has its own values.
+            open_file: unused, like ``use_msc``: the task already has these options.
         """
         mcore.FileSystemWriterAsync.write_preloaded_data_multithread(
             transform_list, use_msc, rank, staged, results_queue
@@ -136,8 +136,9 @@ class AsyncCallsQueue(mcore.AsyncCallsQueue):
             ``cpu_shm_mode``: there is no worker process.
         cpu_priority: niceness of the engine's threads, 0 to 19.
         io_priority: I/O scheduling class of the threads: None or 3 for idle; any other number keeps
-            the class of the process. If both priorities have their default values, those set by
-            ``warmup_persistent_caller`` apply, or else those of each writer.
+            the class of the process. If both priorities have their default values, the priorities
+            set by ``warmup_persistent_caller`` apply. If none were set, each writer's own
+            priorities apply.
         kwargs: ``process_group``, ``timeout`` and ``background``, as in
             :class:`torch_ckpt.megatron.AsyncCallsQueue`.
 
@@ -337,7 +338,7 @@ def save_state_dict_async_plan(
     enable_cache: bool = False,
     metadata_cache: CheckpointMetadataCache | None = None,
 ) -> Finalizing:
-    """Plans a save. All ranks must call it. See
+    """Plans a save. All ranks must call this function. See
     :func:`torch_ckpt.megatron.save_state_dict_async_plan` for the arguments not listed here.
 
     Args:

@@ -72,20 +72,20 @@ def save_state_dict_async_plan(
     cached_ckpt_structure: CachedStructure | None = None,
     loaded_all_plans: list[SavePlan] | None = None,
 ) -> Planned:
-    """Plans a save and passes the values to the writer. All ranks must call it.
+    """Plans a save and passes the values to the writer. All ranks must call this function.
 
     Args:
-        state_dict: the values to save. They are looked up now and copied when the writer's preload
-            function is called, and must not change in between.
+        state_dict: the values to save. The values are looked up now, and copied when the writer's
+            preload function is called. They must not change in between.
         storage_writer: the writer of this save.
         process_group: the ranks; None means the default group.
         coordinator_rank: rank in the group that creates and commits the metadata.
         planner: the planner; None means torch's ``DefaultSavePlanner``. If planner and writer both
             support a decentralized global plan, the ranks name their own files.
         cached_ckpt_structure: central plan and local plan of the previous save, and a flag that is
-            True if all ranks had the same plans twice. If the flag is True, the ranks exchange
-            nothing. Each rank still compares its state dict with its plan; a change fails the save
-            on all ranks.
+            True if every rank had the same plan in two consecutive saves. If the flag is True, the
+            ranks exchange nothing. Each rank still compares its state dict with its plan; if a
+            state dict has changed, the save fails on all ranks.
         loaded_all_plans: plans of all ranks from the metadata of a loaded checkpoint. If they equal
             the plans of this save, the loaded metadata can be committed again.
 
@@ -93,8 +93,8 @@ def save_state_dict_async_plan(
         Five values: the arguments of :func:`save_state_dict_async_finalize`; the central plan and
         the local plan, to pass to the next save; True if the plans of all ranks equal those in
         ``cached_ckpt_structure``; True if they equal those in ``loaded_all_plans``. The metadata in
-        the first value is None on ranks other than the coordinator, and on the coordinator if the
-        metadata of an earlier save must be used.
+        the first value is None on ranks other than the coordinator, and also on the coordinator if
+        the metadata of an earlier save must be used.
 
     Raises:
         CheckpointException: planning failed; raised on every rank with the cause from each failed
@@ -138,7 +138,7 @@ def save_state_dict_async_finalize(
     global_metadata: Metadata | None,
     dist_wrapper: _DistWrapper,
 ) -> None:
-    """Collects all results and commits the checkpoint. All ranks must call it.
+    """Collects all results and commits the checkpoint. All ranks must call this function.
 
     Args:
         storage_writer: the writer that the plan returned.

@@ -73,12 +73,13 @@ _replaced_names: list[_ReplacedName] = []
 def install(
     *, writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Makes Megatron-core and nvidia-resiliency-ext use our classes, if they can be imported.
+    """Makes Megatron-core and nvidia-resiliency-ext use torch_ckpt's classes, if these packages can
+    be imported.
 
     Call it on every rank before the first save or load, preferably before Megatron is initialized.
     Classes that other packages have already imported by name, and queues with saves in progress,
-    are not replaced. The log lists both, and both work with our classes. A second call starts over
-    with its own options.
+    are not replaced. The log lists both. Both can be used together with torch_ckpt's classes. A
+    second call replaces the options of the first.
 
     Args:
         writer: options of ``FileSystemWriterAsync`` for all saves. They override the options that
@@ -91,8 +92,8 @@ def install(
         imported, the list is empty and a warning is logged.
 
     Raises:
-        TypeError: the class does not have an option of that name. Nothing is replaced.
-        ValueError: the class does not accept the value of an option. Nothing is replaced.
+        TypeError: a class has no option of the given name. Nothing is replaced.
+        ValueError: a class does not accept the value of an option. Nothing is replaced.
 
     Examples:
         ```python
@@ -148,7 +149,7 @@ def uninstall() -> list[str]:
     since.
 
     Names that other code has replaced again, and queues with saves in progress, are not restored.
-    The log lists both. Call this again once the saves are finalized.
+    The log lists both. Call this function again once the saves are finalized.
 
     Returns:
         A line for each restored name, in the format of ``install``; empty if nothing was replaced.

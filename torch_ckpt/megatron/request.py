@@ -68,7 +68,8 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
     def execute_sync(self) -> None:
-        """Runs the request and its finalize functions in this thread. All ranks must call it.
+        """Runs the request and its finalize functions in this thread. All ranks must call this
+        method.
 
         Raises:
             CheckpointException: the request failed; raised on every rank with the cause from each

@@ -187,9 +187,9 @@ _queue: ResultsQueue | None = None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> ResultsQueue:
-    """Returns a queue of this process into which child processes can put items.
+    """Returns this process's results queue, into which child processes can put items.
 
-    It is always the same queue. Writers have queues of their own.
+    Every call returns the same queue. Writers have their own queues.
 
     Args:
         mp_mode: accepted for Megatron but unused: forked and spawned children can use the queue.

@@ -60,25 +60,27 @@ _MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """Writes distributed checkpoints: a save is planned first and written by a function later.
+    """Writes distributed checkpoints in two steps: a save is planned first, and a function writes
+    it later.
 
     Accepts the arguments of Megatron-core's ``FileSystemWriterAsync`` and of
-    :class:`FileSystemWriter`. Create one object for each save. In ``dcp.save`` it works like a
-    ``FileSystemWriter``.
+    :class:`FileSystemWriter`. Create one object for each save. In ``dcp.save``, the writer works
+    like a ``FileSystemWriter``.
 
     Args:
         path: directory of the checkpoint.
-        separation_hint: prefix of fully qualified names. Items whose names begin with it are
-            written to separate files, whose names also begin with it. Requires a ``thread_count``
-            of at least 2; each of the two groups of files gets half of the threads.
+        separation_hint: prefix of fully qualified names. Items whose names begin with this prefix
+            are written to separate files, whose names also begin with the prefix. Requires a
+            ``thread_count`` of at least 2; each of the two groups of files gets half of the
+            threads.
         use_msc: write through the package ``multistorageclient``, which then interprets ``path``.
-        open_file: function that opens a file, called with a path and ``"wb"``. If it is not
-            ``open``, or with ``use_msc`` or ``_extensions``, torch's own Python code writes the
-            files.
+        open_file: function that opens a file, called with a path and ``"wb"``. If this function is
+            not ``open``, or if ``use_msc`` or ``_extensions`` is set, torch's own Python code
+            writes the files.
         on_failure: ``"return"`` makes ``retrieve_write_results`` return a wrapped exception, which
-            Megatron gathers on all ranks; ``"raise"`` makes it raise.
-        timeout: seconds without a heartbeat after which a rank is declared dead, if others wait for
-            it while a save is planned or finalized.
+            Megatron gathers on all ranks; ``"raise"`` makes it raise the error.
+        timeout: seconds without a heartbeat after which a rank is declared dead. Applies while
+            other ranks wait for that rank to plan or finalize a save.
         kwargs: passed to :class:`FileSystemWriter`, such as ``thread_count``.
 
     Attributes:
@@ -173,7 +175,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._tag_of_save = tag
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Looks up the values of a plan. Copies nothing yet.
+        """Looks up the values of a plan, but does not copy them yet.
 
         Args:
             plan: the central plan, with the prefix of this rank's file names.
@@ -244,10 +246,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Returns the functions of the planned save, for an asynchronous queue.
 
         Returns:
-            A tuple (save function, preload function, arguments). The arguments are the save
-            function's last three; the preload function's result must replace the second of them
-            before the call. All are picklable. ``(None, None, [])`` if this rank has nothing to
-            write.
+            A tuple (save function, preload function, arguments). The arguments are the last three
+            arguments of the save function. Before calling the save function, replace the second of
+            the three with the preload function's result. The functions and the arguments are
+            picklable. ``(None, None, [])`` if this rank has nothing to write.
         """
         task = self._task
         if task is None or not task.items:
@@ -298,7 +300,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Args:
             transform_list: torch's stream transforms.
-            use_msc: unused; the task has its own value.
+            use_msc: unused; the task already has this option.
             rank: global rank of the writer.
             staged: the result of the preload function. A task that is not staged yet is staged
                 first.
@@ -354,7 +356,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             results_queue: receives one item: the bucket's number, and the list of results or an
                 exception.
             count_queue: queue from which one item is taken and then marked as done.
-            use_fsync: accepted for Megatron but unused; the task has its own value.
+            use_fsync: accepted for Megatron but unused; the task already has this option.
             others: accepted but unused, such as ``use_msc``.
         """
         outcome = _outcome_of(write_bucket, transform_list)

@@ -59,7 +59,8 @@ def sync_global_devices(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> None:
-    """Waits until every rank of the group has called this and finished the work on its GPU.
+    """Waits until all ranks of the group have called this function and their GPUs have finished all
+    work.
 
     Args:
         name: name of this point of the program, the same on all ranks.
@@ -93,25 +94,26 @@ def assert_equal(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> None:
-    """Raises on every rank unless all ranks have the same tree, bit for bit.
+    """Raises an error on every rank unless all ranks pass the same tree, bit for bit.
 
     NaNs are equal if they have the same bits; zeros with different signs differ. Types must be
     equal, but devices, strides, ``requires_grad`` and the order of dict keys may differ. For
-    DTensors, the descriptions are compared on all ranks, and each shard on the ranks that hold it.
-    Objects that are not tensors, arrays or numbers are equal if their pickles are equal, or if
-    ``==`` returns True.
+    DTensors, all ranks compare the descriptions, and the ranks that hold the same shard compare
+    that shard. Objects that are not tensors, arrays or numbers are equal if their pickles are
+    equal, or if ``==`` returns True.
 
-    Tensors are not sent: ranks exchange checksums (blake2b, 128 bits) and, if these differ, pickles
-    of the objects.
+    Tensors are not sent: ranks exchange checksums (128-bit BLAKE2b). If the checksums of objects
+    differ, ranks also exchange pickles of the objects.
 
     Args:
         tree: the values to compare.
         message: start of the error message; may differ between ranks.
         process_group: the ranks to compare; None means the default group.
-        timeout: seconds to wait for ranks that neither arrive nor compute checksums.
+        timeout: seconds to wait for a rank that has not arrived and is not computing checksums.
 
     Raises:
-        RanksDisagree: trees differ. This is an AssertionError that names the leaves and ranks.
+        RanksDisagree: the trees differ. This is an AssertionError whose message names the leaves
+            and ranks.
         TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store is lost.
         ValueError: this process is not in the group.

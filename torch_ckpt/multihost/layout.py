@@ -27,10 +27,11 @@ def local_to_global(
 ) -> Any:
     """Converts each tensor of a tree into a DTensor whose local shard on this rank is that tensor.
 
-    Every rank of the mesh must call it. A DTensor shares memory with its local tensor, and
-    gradients flow back to the local tensor. NumPy arrays become DTensors, too. DTensors on any
-    mesh, and other leaves, are returned unchanged. Shapes are exchanged if they differ between
-    ranks. Replicas are not compared; use :func:`assert_equal` for that.
+    Every rank of the mesh must call this function. A DTensor shares memory with its local tensor,
+    and gradients flow back to the local tensor. NumPy arrays become DTensors, too. Leaves that are
+    already DTensors (on any mesh), and leaves of other types, are returned unchanged. Shapes are
+    exchanged if they differ between ranks. Replicas are not compared; use :func:`assert_equal` for
+    that.
 
     Args:
         tree: tensors of this rank.
@@ -41,7 +42,7 @@ def local_to_global(
         timeout: seconds to wait for ranks that have not arrived.
 
     Raises:
-        RanksDisagree: the ranks' trees differ, or a local shape differs from the one that
+        RanksDisagree: the ranks' trees differ, or a local shape is not the one that
             ``distribute_tensor`` would produce.
         ValueError: placements do not match the tree or the mesh, or this process is not in the
             mesh.
@@ -101,9 +102,9 @@ def global_to_local(tree: Any, mesh: DeviceMesh, placements: Any) -> Any:
     """Converts each DTensor of a tree into its local tensor on this rank.
 
     The inverse of :func:`local_to_global` with the same arguments. If a DTensor has the given
-    placements, the local tensor shares memory with it, and gradients flow back to it. Otherwise,
-    the DTensor is redistributed, and every rank of the mesh must call this function. Other leaves
-    are returned unchanged.
+    placements, the local tensor shares memory with the DTensor, and gradients flow back to the
+    DTensor. Otherwise, the DTensor is redistributed, and every rank of the mesh must call this
+    function. Other leaves are returned unchanged.
 
     Args:
         tree: values with DTensors.

@@ -48,25 +48,27 @@ def broadcast_one_to_all(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Any:
-    """Returns the tree of one rank on all ranks.
+    """Sends one rank's tree to all ranks, and returns it there.
 
-    Every rank of the group must call it. The result shares no memory with ``tree``, not even on the
-    source. Its tensors are contiguous, require gradients if the source's tensors do, and are on the
-    devices of the leaves that they replace.
+    Every rank of the group must call this function. The result shares no memory with ``tree``, not
+    even on the source. Its tensors are contiguous, and require gradients if the source's tensors
+    do. Each tensor is on the device of the leaf that it replaces.
 
     Args:
-        tree: the tree to send; on other ranks, a tree whose tensors and arrays have the same dtypes
-            and shapes, with any values. A rank without such a tree may pass None. Its tensors will
-            then be on the source's type of device or, if it has none of that type, on the CPU.
-            DTensors must be replicated. Leaves that are not tensors or arrays are pickled.
-        is_source: True on exactly one rank. None on all ranks selects the first rank of the group.
+        tree: on the source, the tree to send; on other ranks, a tree whose tensors and arrays have
+            the same dtypes and shapes, with any values. A rank without such a tree may pass None.
+            The tensors that it receives are then on the same type of device as on the source, or on
+            the CPU if the rank has no device of that type. DTensors must be replicated. Leaves that
+            are not tensors or arrays are pickled.
+        is_source: True on exactly one rank, or None on all ranks to select the first rank of the
+            group.
         process_group: the ranks that take part; None means the default group.
         timeout: seconds to wait for ranks that have not arrived. Sending tensors is subject to the
             process group's own timeout.
 
     Raises:
-        RanksDisagree: trees differ, no rank or several ranks are the source, or ranks made
-            different calls.
+        RanksDisagree: the trees differ, there is not exactly one source, or ranks made different
+            calls.
         TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store or the process group is lost.
         ValueError: a DTensor is sharded, or this process is not in the group.
@@ -137,10 +139,10 @@ def process_allgather(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Any:
-    """Combines the trees of all ranks into one tree, which is returned on all ranks.
+    """Combines the trees of all ranks into one tree, and returns it on all ranks.
 
-    Every rank of the group must call it. The result shares no memory with ``tree``, does not
-    require gradients, and its tensors are on the devices of this rank's leaves. How a leaf is
+    Every rank of the group must call this function. The result shares no memory with ``tree`` and
+    does not require gradients. Its tensors are on the devices of this rank's leaves. How a leaf is
     combined depends on its type:
 
     - tensors, NumPy arrays and NumPy numbers are stacked along a new first dimension;
@@ -156,7 +158,7 @@ def process_allgather(
             process group's own timeout.
 
     Raises:
-        RanksDisagree: trees differ, or ranks made different calls.
+        RanksDisagree: the trees differ, or ranks made different calls.
         TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store or the process group is lost.
         ValueError: this process is not in the mesh of a DTensor, or not in the group.

@@ -57,9 +57,9 @@ _REACHED = "reached"
 
 
 class PreemptionWatch:
-    """Waits for preemption notices on one rank. :func:`watch_for_preemption` returns it.
+    """Watches for preemption notices on one rank. :func:`watch_for_preemption` creates it.
 
-    As a context manager, it closes the watch at the end of the block.
+    If the watch is used as a context manager, it closes at the end of the block.
 
     Examples:
         ```python
@@ -126,8 +126,8 @@ class PreemptionWatch:
             return self._reason
 
     def watches(self, signals: Iterable[int], file: str | os.PathLike[str] | None) -> bool:
-        """Returns True if the watch already waits for these signals and, unless it is None, for
-        this file."""
+        """Returns True if the watch already covers these signals and this file (None means no
+        file)."""
         is_file = file is None or os.fspath(file) == self._file
         return is_file and set(signals) <= set(self._before)
 
@@ -161,8 +161,8 @@ class PreemptionWatch:
     def close(self) -> None:
         """Ends the watch and restores the previous signal handlers.
 
-        Only the main thread can set signal handlers. If another thread closes the watch, its
-        handlers stay installed and forward signals to the previous ones.
+        Only the main thread can set signal handlers. If another thread closes the watch, the
+        watch's handlers stay installed and forward signals to the previous handlers.
         """
         with self._changed:
             if self._closed:
@@ -362,24 +362,24 @@ def watch_for_preemption(
     poll_seconds: float = POLL_SECONDS,
     timeout: float = TIMEOUT_SECONDS,
 ) -> PreemptionWatch:
-    """Starts watching for preemption notices. Every rank of the group must call it before its first
+    """Starts watching for preemption notices. Every rank must call this function before its first
     step.
 
     The call does not wait for other ranks. After :meth:`PreemptionWatch.close` on all ranks, the
-    group can be watched again. A watched signal no longer ends this process. If the program has set
-    a handler for the signal, that handler is called as well, except Python's own handler for
-    SIGINT. Forked children get the previous handlers back.
+    group can be watched again. A watched signal no longer ends this process. A handler that the
+    program has set for the signal is still called; Python's own handler for SIGINT is not. Forked
+    children get the previous handlers back.
 
     Args:
-        signals: signal numbers. Unless this is empty, the call must be made in the main thread.
-        file: path of a file. Its appearance is a notice to the rank that sees it. If the file is
+        signals: signal numbers. If any are given, call this function in the main thread.
+        file: path of a file. A rank that sees the file appear has received a notice. If the file is
             removed and appears again, that is another notice. Remove the file before the next run;
-            otherwise that run receives the notice, too.
+            otherwise the next run also receives a notice.
         process_group: None for the default group.
         poll_seconds: seconds between two checks of the file and the store. Each check makes one
             request to the store, in a thread.
-        timeout: seconds after which a rank that does not post its step after a notice is declared
-            dead.
+        timeout: seconds that a rank has after a notice to post its step. A rank that takes longer
+            is declared dead.
 
     Returns:
         The watch.
@@ -427,27 +427,28 @@ def watch_for_preemption(
 def reached_preemption_sync_point(
     step: int, *, process_group: dist.ProcessGroup | None = None
 ) -> bool:
-    """Returns True at the step at which all ranks must save and stop. Call it once per step.
+    """Returns True at the step at which all ranks must save and stop. Call this function once per
+    step.
 
     After a notice to any rank, the ranks agree on the largest step that any rank has reached, plus
-    one. On every rank, the call for that step returns True. If a rank skips the step, its first
-    call for a later step does. Later calls return True only for the same step. If training
-    continues, another notice starts another round.
+    one. On every rank, the call for that step returns True. If a rank skips that step, its first
+    call for a later step returns True instead. After that, only a repeated call for the same step
+    returns True. If training continues, another notice starts another round.
 
     Without a notice, a call only compares a few numbers, and a thread checks the store once a
     second. After a notice, the first call for a step later than this rank's posted step waits for
     the threads of the other ranks, usually for at most ``poll_seconds``.
 
     If :func:`watch_for_preemption` was not called, the first call starts watching for SIGTERM. A
-    signal before that ends the process.
+    SIGTERM before the first call ends the process.
 
     Args:
         step: the step number, counted from 0 and the same on all ranks.
         process_group: None for the default group.
 
     Raises:
-        TimeoutError: ranks did not post their step after a notice. The message names them. Every
-            later call raises the same error.
+        TimeoutError: some ranks did not post their step after a notice. The message names them.
+            Every later call raises the same error.
         ConnectionError: the store was lost after a notice. Every later call raises the same error.
         ValueError: ``step`` is negative, the first call is not in the main thread, or this process
             is not in the group.

@@ -46,7 +46,8 @@ class AsyncSave:
     def committed(self) -> Future[Metadata]:
         """Future that is done once the checkpoint is durable and visible to all ranks.
 
-        Its result is the metadata. If the save fails, it has the error that :meth:`result` raises.
+        Its result is the metadata. If the save fails, the future has the error that :meth:`result`
+        raises.
         """
         return self._job.committed
 
@@ -57,7 +58,7 @@ class AsyncSave:
             timeout: seconds to wait; None waits indefinitely.
 
         Raises:
-            TimeoutError: the save was not staged in time; it continues.
+            TimeoutError: the save was not staged in time. The save continues.
             CheckpointException: the save failed before it was staged.
             CheckpointError: this process was forked from the process that saves.
         """
@@ -74,7 +75,7 @@ class AsyncSave:
             The checkpoint's metadata.
 
         Raises:
-            TimeoutError: the save did not end in time; it continues.
+            TimeoutError: the save did not end in time. The save continues.
             CheckpointException: the save failed. The exception has the cause from each failed rank.
             OnCommitFailed: ``on_commit`` failed on the coordinator. Raised on all ranks. The
                 checkpoint is committed.

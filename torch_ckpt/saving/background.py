@@ -21,7 +21,7 @@ class Background:
         threads: number of engine threads; 0 chooses a number suited to the machine. Most of them
             wait for the disk.
         nice: niceness of the threads, from 0 to 19 (the lowest priority). If the niceness of the
-            process is higher, the threads use that.
+            process is higher, the threads use that niceness instead.
         idle_io: use the I/O scheduling class "idle", if the disk's scheduler supports classes.
             False keeps the class of the process.
         max_bytes_per_second: maximum rate at which this process writes to the disk; 0 sets no

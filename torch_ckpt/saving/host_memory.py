@@ -79,10 +79,10 @@ def reserve_pool(
 ) -> int:
     """Allocates host memory for snapshots in advance, so that the first save does not have to.
 
-    Call it when the program starts. Pass the size of this rank's part of the state, plus 4 MiB for
-    each file that the rank writes. The memory is kept until :func:`trim_pool` is called. Saves and
-    loads do not free it, even if their own memory budget is smaller. A later call never shrinks the
-    reserve.
+    Call this function when the program starts. Pass the size of this rank's part of the state, plus
+    4 MiB for each file that the rank writes. The memory is kept until :func:`trim_pool` is called.
+    Saves and loads do not free it, even if their own memory budget is smaller. A later call never
+    shrinks the reserve.
 
     The reserve never exceeds the default memory budget of a save: half of the free memory of the
     machine and the control group, divided by the number of ranks on the machine. If this limit ends

@@ -35,12 +35,12 @@ class SavePlanner(DefaultSavePlanner):
     ranks save together: with ``use_collectives=False`` a DTensor is refused, because one rank does
     not have all of its shards.
 
-    With a writer of another class, a remote file system or ``_extensions``, it plans as torch's
-    ``DefaultSavePlanner`` does.
+    With a writer of another class, a remote file system or ``_extensions``, the planner works like
+    torch's ``DefaultSavePlanner``.
 
     Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
-        CheckpointError: values of several ranks do not fit together (names and ranks are given), or
-            some ranks use another planner or kind of writer. Nothing was saved.
+        CheckpointError: values of several ranks do not fit together (the message gives names and
+            ranks), or some ranks use another planner or kind of writer. Nothing was saved.
 
     Examples:
         ```python
@@ -107,7 +107,7 @@ class SavePlanner(DefaultSavePlanner):
         )
 
     def has_planned(self) -> bool:
-        """Returns True if the engine has planned, and False if torch's planner has."""
+        """Returns True if the engine made the plan, and False if torch's planner made it."""
         return self._by_engine
 
     def write(self, plan: SavePlan, write: Callable[[list[str], list[Any]], Written]) -> Written:

@@ -94,12 +94,13 @@ class FileSystemWriter(StockWriter):
             default.
         separation_hint: write items whose fully qualified name begins with this text to separate
             files. Requires ``thread_count >= 2``.
-        max_host_bytes: maximum host memory for staging, in bytes; at least 4096. None means three
-            chunks of 4 MiB per file, and half of the free memory for ``async_save``.
+        max_host_bytes: maximum host memory for staging, in bytes; at least 4096. None means half of
+            the free memory for ``async_save``, and three chunks of 4 MiB per file for other saves.
         direct_io: True, False, or "auto" to use direct I/O if the file system supports it.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
-        background: threads and priorities of background saves, by ``torch_ckpt.async_save`` or by
-            ``dcp.async_save``. For the latter, the writer is also an ``AsyncStager``.
+        background: threads and priorities of background saves with ``torch_ckpt.async_save`` or
+            ``dcp.async_save``. The writer is also an ``AsyncStager``, for use with
+            ``dcp.async_save``.
 
     Raises:
         ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see

@@ -150,14 +150,14 @@ class RNGState:
 class AppState:
     """Converts the objects of a training program into a state dict, and back.
 
-    Each value is saved and restored by its type:
+    How a value is saved and restored depends on its type:
 
     - ``nn.Module``: under fully qualified names, without the prefixes ``module.`` (DDP) and
       ``_orig_mod.`` (``torch.compile``). FSDP2 and tensor parallel modules are saved as DTensors,
       which can be resharded. FSDP1 is not supported.
-    - ``Optimizer``: under the names of its parameters in the modules of the mapping. If several
-      modules hold its parameters, names begin with the modules' keys. If a parameter is in no
-      module, all parameters are numbered, as in the optimizer's ``state_dict()``.
+    - ``Optimizer``: under the names that its parameters have in the mapping's modules. If the
+      parameters belong to several modules, the names begin with the modules' keys. If a parameter
+      is not in any module, all parameters are numbered, as in the optimizer's ``state_dict()``.
     - ``PerRank``, ``RNGState``, torchdata's ``StatefulDataLoader``: separately for each rank.
     - Other objects with ``state_dict()`` and ``load_state_dict()``: their tensors are filled in
       place, then ``load_state_dict()`` is called.
@@ -165,7 +165,7 @@ class AppState:
     - Other values: replaced in the mapping; tensors in dicts and lists are filled in place.
 
     Hooks run before any value is read: first the hooks in ``before_save``, then the
-    ``before_checkpoint()`` method of every value, and of every submodule of a value, if it has one.
+    ``before_checkpoint()`` method of each value and each submodule that has one.
 
     Args:
         state: names and values; names must be str. Values may be added and replaced at any time.
@@ -190,7 +190,7 @@ class AppState:
     def state_dict(self) -> StateDict:
         """Runs the hooks and returns the state dict to save.
 
-        Its tensors are the live ones. Models and optimizers are not modified.
+        The tensors in it are the live tensors, not copies. Models and optimizers are not modified.
 
         Raises:
             CheckpointError: the state of a value cannot be read; the message begins with its key.
@@ -237,8 +237,8 @@ class AppState:
     ) -> T:
         """Calls :meth:`target`, ``load`` and :meth:`apply` on every rank of a group.
 
-        If one rank fails, all ranks raise. Otherwise, they would wait for that rank during the load
-        or later in training.
+        If one rank fails, all ranks raise. Otherwise, the other ranks would wait for that rank
+        during the load or later in training.
 
         Args:
             load: called with the target on every rank.

@@ -110,10 +110,10 @@ class StepStore(abc.ABC):
         If a leftover cannot be removed, the error is logged, and the next sweep tries again.
 
         Args:
-            deleted_only: complete interrupted deletions only; spare unfinished steps, which may
+            deleted_only: only complete interrupted deletions, and keep unfinished steps, which may
                 belong to a running save.
-            attempt: the 8 hex digits of this run (see :meth:`writer`), whose unfinished steps are
-                spared.
+            attempt: the 8 hex digits of this run (see :meth:`writer`). Unfinished steps of this run
+                are kept.
 
         Returns:
             The names of the removed leftovers.
@@ -139,11 +139,13 @@ class StepStore(abc.ABC):
         Args:
             step: step number, 0 to 9,999,999,999.
             attempt: 8 hex digits, the same on all ranks and different for each run.
-            overwrite: True if a complete step may be replaced. It is kept until the commit.
+            overwrite: True if a complete step may be replaced. The old step is kept until the
+                commit.
             marker: returns the content of the marker, a dict of JSON values. Called on the
                 coordinator at the commit.
-            expected_bytes: lower limit of the number of bytes that all ranks will write in total.
-            make_room: called if fewer bytes are free, before the save is refused.
+            expected_bytes: lower bound on the total number of bytes that all ranks will write.
+            make_room: function that frees space. It is called if fewer bytes are free, before the
+                save is refused.
             options: passed to :class:`FileSystemWriter`.
 
         Raises:
@@ -156,7 +158,7 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
-        """Loads a step, as :func:`torch_ckpt.load` does. All ranks must call it.
+        """Loads a step, as :func:`torch_ckpt.load` does. All ranks must call this method.
 
         Args:
             step: step number.

@@ -138,18 +138,18 @@ def load_checkpoint_if_it_exists(
         staging_dir: local directory for files downloaded from a URL; see
             :class:`torch_ckpt.steps.remote.RemoteSteps`.
         max_io_threads: number of concurrent reads, the reader's ``thread_count``; None means 8.
-        strict: require that the step has every name in the state, with the same shape and dtype.
-            If False, load the names whose shapes match, and convert dtypes.
+        strict: require that the step has every name in the state, with the same shape and dtype. If
+            False, load only the names whose shapes match, and convert dtypes.
         load_options: options of :func:`torch_ckpt.load`.
 
     Returns:
-        The step number. If there is no complete step, 0; the state is then unchanged.
+        The step number, or 0 if there is no complete step. In that case, the state is unchanged.
 
     Raises:
         CheckpointException: the load failed; raised on every rank; see :func:`torch_ckpt.load`. The
             cause is ``LoadMismatch`` if ``strict`` is True and the step does not match the state.
-        CheckpointError: a value rejects its state, such as an optimizer with a different structure;
-            the message begins with the value's key. Other ranks raise ``RuntimeError``.
+        CheckpointError: a value rejects its state, for example because an optimizer has a different
+            structure. The message begins with the value's key. Other ranks raise ``RuntimeError``.
         OSError: the directory cannot be listed. Other ranks raise ``RuntimeError``.
         ImportError, ValueError: the URL is not supported, or options contradict each other.
 

@@ -42,8 +42,8 @@ class GraphRecorder:
     """A ``torch.compile`` backend that records graphs and passes them to another backend.
 
     Args:
-        backend: the backend that compiles, or its name. It receives the ``mode`` and ``options``
-            arguments of ``torch.compile``.
+        backend: the backend that compiles, or its name. This backend receives the ``mode`` and
+            ``options`` arguments of ``torch.compile``.
 
     Attributes:
         graphs: the compiled graphs in order, one per compilation. A function with graph breaks has
@@ -88,8 +88,8 @@ def save_graph(
         path: a local path or a URL, as for :func:`mkdir`. Its directory is created if necessary.
             The suffix ".svg" saves a drawing, which requires Graphviz's program ``dot``; ".dot"
             saves Graphviz source, which does not require ``dot``.
-        timeout_seconds: time limit for ``dot``, which takes minutes for many thousands of nodes;
-            None means no limit.
+        timeout_seconds: time limit for ``dot``, which takes minutes for graphs with many thousands
+            of nodes; None means no limit.
 
     Raises:
         ValueError: the path has another suffix.

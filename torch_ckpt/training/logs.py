@@ -85,8 +85,9 @@ Logger: TypeAlias = (
 def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
     """Logs scalars and histograms for a training step, on rank 0.
 
-    If the tree contains DTensors, the call is collective: all ranks in their meshes must call it
-    with the same DTensors in the same order. Other values are logged from rank 0 only.
+    If the tree contains DTensors, the call is collective: all ranks in the DTensors' meshes must
+    call this function with the same DTensors in the same order. Other values are logged from rank 0
+    only.
 
     Args:
         step: the step number.
@@ -97,9 +98,9 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
             standard output.
         output: a tree of mappings, lists, tuples and dataclasses. Numbers and zero-dimensional
             tensors are logged as scalars; other tensors and numpy arrays as histograms of their
-            elements. A value's name is the keys on the path to it, joined by "/". Values may be on
-            any device. Histograms count only finite values; if there are others, their number is
-            logged as the scalar ``name/nonfinite``.
+            elements. A value's name consists of the keys on its path, joined by "/". Values may be
+            on any device. Histograms count only finite values. If there are non-finite values,
+            their number is logged as the scalar ``name/nonfinite``.
 
     Raises:
         ValueError: the tree contains values that cannot be logged, which the message lists. Nothing

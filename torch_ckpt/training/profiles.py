@@ -99,10 +99,11 @@ def stop_profile(directory: StrPath) -> str | None:
         that did not profile.
 
     Raises:
-        RuntimeError: no profile is running, or another thread started it. The profile continues.
+        RuntimeError: no profile is running, or another thread started the profile, which then
+            continues.
         ImportError, ValueError: the URL is not supported; see :func:`mkdir`. The profile continues.
-        OSError: the trace cannot be written or copied. If it cannot be copied, the local trace is
-            kept, and the message has its path.
+        OSError: the trace cannot be written or copied. If only the copy fails, the local trace is
+            kept, and the message contains its path.
 
     Example::
 
