@@ -18,10 +18,10 @@ namespace {
 constexpr std::chrono::milliseconds kPollInterval{5};
 constexpr double kMaxPatienceForFiles = 5.0;
 
-/// Returns data files and temporary files that no metadata names, sorted.
+/// Returns the data files and temporary files that no metadata names, sorted.
 ///
-/// `rank`: only files of this rank; nullopt: of all ranks. `used`: the files that the metadata of
-/// `rank` names; null: read that metadata.
+/// rank: return only files of this rank; nullopt for all ranks. used: the files that the metadata
+/// of `rank` names; nullptr to read that metadata.
 Result<std::vector<std::string>> unnamed_files(const os::Directory& directory,
                                                std::optional<int> rank,
                                                const std::set<std::string>* used,
@@ -65,7 +65,8 @@ void warn_of_unused(const os::Directory& directory, const Error& error, Warnings
   warnings.push_back("unused files are left in " + directory.path() + ": " + error.message());
 }
 
-/// Calls `remove`, which removes unused files. A failure only leaves files, so it is a warning.
+/// Calls `remove`, which removes unused files. Reports a failure as a warning, because it only
+/// leaves files behind.
 template <class Remove>
 void warn_unless_done(const os::Directory& directory, Warnings& warnings, Remove remove) {
   try {
@@ -100,7 +101,8 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
                           double patience_s, const InterruptCheck& check_interrupt) {
   auto opened = directory.reopen();
   if (!opened) return opened.error();
-  // If two saves start at the same time, only one gets the exclusive lock and omits the tag.
+  // Only a save that gets the exclusive lock may omit the tag, so of two saves that start at the
+  // same time, at least one has a tag.
   auto is_exclusive = opened->try_lock_exclusive();
   if (!is_exclusive) return is_exclusive.error();
   auto names = opened->names();
@@ -112,11 +114,12 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
   auto shared = share(*opened, patience_s, check_interrupt);
   if (!shared) return shared.error();
   if (!*shared) {
-    // Without the shared lock, another process could remove this save's files before its commit.
+    // Fail: without the shared lock, another process could remove this save's files before its
+    // commit.
     std::ostringstream text;
     text << directory.path() << ": another process has held the exclusive lock for " << patience_s
-         << " s, to remove files that no metadata names; check that it is not stopped (/proc/locks "
-            "has its process id), and save again";
+         << " s while removing unreferenced files; check that it is not suspended (its PID is in "
+            "/proc/locks), then save again";
     return format_error(Errc::system, text.str());
   }
   return Lease(std::move(*opened), rank,
@@ -125,12 +128,13 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
 }
 
 /// Checks that all files are in the directory. Waits up to patience_s_ for a missing file, because
-/// a network file system may remember for some time that a name did not exist.
+/// a network file system may cache for some time that a name does not exist.
 Result<> Lease::require_files(const std::set<std::string>& files) const {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience_s_);
   while (true) {
-    // One listing: a stat of each of thousands of files takes seconds on a network file system.
+    // List the directory once: calling stat for thousands of files takes seconds on a network file
+    // system.
     auto listed = directory_.names();
     if (!listed) return listed.error();
     const std::unordered_set<std::string> there(listed->begin(), listed->end());
@@ -138,7 +142,7 @@ Result<> Lease::require_files(const std::set<std::string>& files) const {
       return file.find('/') == std::string::npos && !there.contains(file);
     });
     if (missing == files.end()) {
-      // The listing does not have files in subdirectories.
+      // The listing does not contain files in subdirectories.
       for (auto at = files.begin(); at != files.end() && missing == files.end(); ++at) {
         if (at->find('/') == std::string::npos) continue;
         auto found = directory_.identity_of(*at);
@@ -150,8 +154,8 @@ Result<> Lease::require_files(const std::set<std::string>& files) const {
     if (Clock::now() >= until) {
       Error error = system_error(ENOENT, "commit", directory_.path_of(*missing));
       error.detail =
-          "the metadata names this file, but it was removed after it was written; nothing was "
-          "published. Save again, and keep other processes from removing files of the directory";
+          "the file was removed after it was written, but the metadata names it; nothing was "
+          "published. Save again, and keep other processes from removing files in the directory";
       return error;
     }
     std::this_thread::sleep_for(kPollInterval);
@@ -170,7 +174,7 @@ PublishOutcome Lease::commit(std::span<const std::byte> contents,
       break;
     }
     case PublishState::not_published:
-      // Rule a: no other save has files of these names.
+      // Rule a permits this: no other save has files with these names.
       remove_files(directory_, {files.begin(), files.end()}, warnings);
       sweep(nullptr, named, warnings);
       break;
@@ -197,7 +201,7 @@ void Lease::sweep(const Committed* committed, const NamedFiles& named, Warnings&
 Result<> Lease::remove_unnamed(const Committed* committed, const NamedFiles& named,
                                Warnings& warnings) {
   if (committed != nullptr && !rank_) {
-    // The metadata of ranks that saved independently is superseded.
+    // This commit supersedes the metadata of ranks that saved independently.
     auto names = directory_.names();
     if (!names) return names.error();
     std::erase_if(*names, [](const std::string& name) {
@@ -224,7 +228,7 @@ Result<> Lease::remove_unnamed(const Committed* committed, const NamedFiles& nam
     }
   }
   if (!unnamed->empty() && committed == nullptr) {
-    // The metadata may be from a save whose last fsync failed or did not take place.
+    // The metadata may be from a save whose last fsync failed or was never called.
     if (auto synced = directory_.sync(); !synced) return synced;
   }
   remove_files(directory_, *unnamed, warnings);

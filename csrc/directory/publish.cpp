@@ -10,14 +10,14 @@
 namespace torch_ckpt::directory {
 namespace {
 
-/// Identity of a file; nullopt if the system does not report it.
+/// Identity of a file; nullopt if it could not be determined.
 using MaybeIdentity = std::optional<os::FileIdentity>;
 
 MaybeIdentity to_optional(const Result<os::FileIdentity>& found) {
   return found ? MaybeIdentity(*found) : std::nullopt;
 }
 
-/// A file that this call has created, perhaps incomplete.
+/// A file that this call has created; may be incomplete.
 struct Created {
   MaybeIdentity identity;
 };
@@ -39,16 +39,17 @@ Error moved_error(const os::Directory& directory) {
   const std::string now = directory.current_path();
   Error error = format_error(
       Errc::directory_moved,
-      "the path no longer leads to the directory that was opened by it: the directory was "
-      "renamed or removed, or a link in the path was changed. The opened directory " +
+      "the path no longer refers to the directory that was opened: the directory was renamed or "
+      "removed, or a link in the path was changed. The opened directory " +
           (now.empty() ? "no longer exists" : "is now " + now) +
-          ". Nothing was published in either; save again");
+          ". Nothing was published; save again");
   error.operation = "commit";
   error.path = directory.path();
   return error;
 }
 
-/// Checks that the directory is found by its path, and ensures that it is after a power cut.
+/// Checks that the path refers to the directory. If `mode` asks for it, first fsyncs the parent
+/// directories, so that this is still true after a power cut.
 Result<> require_at_path(const os::Directory& directory, PublishMode mode) {
   if (mode.sync && mode.sync_above) {
     if (auto synced = directory.sync_ancestors(); !synced) return synced;
@@ -59,7 +60,7 @@ Result<> require_at_path(const os::Directory& directory, PublishMode mode) {
   return {};
 }
 
-/// Checks that `name` has the identity, if one is given.
+/// If an identity is given, checks that the file `name` has it.
 Result<> require_named(const os::Directory& directory, const std::string& name,
                        const MaybeIdentity& identity) {
   if (!identity) return {};
@@ -68,17 +69,19 @@ Result<> require_named(const os::Directory& directory, const std::string& name,
   if (!found && found.error().sys_errno != ENOENT) return found.error();
   Error error = format_error(
       Errc::directory_moved,
-      "another process renamed or replaced it before it was published; nothing was published");
+      "another process renamed or replaced this file or directory before it was published; nothing "
+      "was published");
   error.operation = "commit";
   error.path = directory.path_of(name);
   return error;
 }
 
-/// Outcome of a rename; unknown after some errors.
+/// Outcome of a rename; `unknown` after some errors.
 enum class Renamed { yes, no, unknown };
 
-/// Determines if a rename was carried out, from the identity of the file that has the name. After
-/// an error, a network file system may have carried it out (the reply was lost) or do so later.
+/// Determines from the identity of the file that has the name whether a rename was carried out. If
+/// a network file system reports an error, it may have carried out the rename (if only the reply
+/// was lost) or may still do so.
 Renamed check_rename(const os::Directory& directory, const std::string& to,
                      const MaybeIdentity& identity, const Result<>& renamed) {
   if (renamed) return Renamed::yes;
@@ -134,7 +137,8 @@ PublishOutcome publish_contents(const os::Directory& directory, const std::strin
     case Renamed::no:
       break;
   }
-  // Only the first error is reported. No metadata names a temporary file that stays.
+  // Ignore a failure to remove the temporary file: no metadata names it, and only the first error
+  // is reported.
   if (created) static_cast<void>(directory.remove(temporary));
   return {PublishState::not_published, done.error()};
 }
@@ -143,7 +147,7 @@ PublishOutcome publish(const os::Directory& directory, const Publication& public
                        PublishMode mode) {
   if (!publication.aside.empty() && !mode.replace) {
     Error error =
-        format_error(Errc::invalid_argument, "`aside` was given although nothing may be replaced");
+        format_error(Errc::invalid_argument, "`aside` is set, but nothing may be replaced");
     error.operation = "publish";
     error.path = directory.path_of(publication.name);
     return {PublishState::not_published, std::move(error)};
@@ -181,7 +185,7 @@ PublishOutcome publish(const os::Directory& directory, const Publication& public
   Error error = done.error();
   if (is_aside) {
     if (auto back = directory.rename(publication.aside, publication.name, false); back) {
-      // Now that the name is taken, a delayed rename fails.
+      // The name exists again, so a delayed rename will fail.
       is_renamed = Renamed::no;
     } else {
       error.detail += (error.detail.empty() ? "" : ", and ") + publication.name + " is now named " +

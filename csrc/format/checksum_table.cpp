@@ -20,7 +20,7 @@ constexpr std::size_t kHeadBytes = 4 + 4;
 constexpr std::size_t kEntryBytes = 8 + 4 + 1 + 3;
 constexpr std::size_t kCrcBytes = 4;
 constexpr std::uint64_t kMaxLog2 = 63;
-constexpr std::uint64_t kRawFlag = 0x80;  // shares a byte with the logarithm
+constexpr std::uint64_t kRawFlag = 0x80;  // in the same byte as the logarithm
 
 struct Entry {
   std::uint64_t offset = 0;
@@ -78,11 +78,11 @@ std::string encode_checksum_table(std::span<const RecordSums> records) {
 
 Result<ChecksumTable> ChecksumTable::decode(std::span<const std::byte> bytes) {
   if (bytes.size() < kHeadBytes + kCrcBytes) return damaged();
-  // Check this first: later failures are then errors of the writer, not damage.
+  // Check this first: any later failure is then a writer's bug or another version, not damage.
   const auto body = bytes.first(bytes.size() - kCrcBytes);
   if (crc32(0, body) != little_endian(bytes.subspan(body.size(), kCrcBytes))) return damaged();
   if (!std::ranges::equal(body.first(kMagic.size()), std::as_bytes(std::span(kMagic)))) {
-    return inconsistent("the checksum table is of another version");
+    return inconsistent("the checksum table has an unsupported version");
   }
   const std::uint64_t count = little_endian(body.subspan(kMagic.size(), 4));
   if (count > (body.size() - kHeadBytes) / kEntryBytes) {
@@ -117,7 +117,7 @@ Result<ChecksumTable> ChecksumTable::decode(std::span<const std::byte> bytes) {
 }
 
 std::optional<RecordSums> ChecksumTable::find(std::uint64_t offset) const {
-  // If the table has the record, its index is in [low, high).
+  // Invariant: if the table has the record, the record's index is in [low, high).
   std::size_t low = 0;
   std::size_t high = size();
   while (high - low > 1) {

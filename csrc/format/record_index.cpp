@@ -13,7 +13,7 @@
 namespace torch_ckpt::format {
 namespace {
 
-// A stock record has seven entries and a directory of about 500 bytes.
+// A record written by torch has seven entries and a directory of about 500 bytes.
 struct Limits {
   std::uint64_t entries = 32;
   std::uint64_t directory_bytes = std::uint64_t{16} * 1024;
@@ -35,8 +35,8 @@ struct CentralDirectory {
   std::uint64_t entries = 0;
 };
 
-// Reads the end record, which must have no comment, and the zip64 end record if there is one. torch
-// always writes both; other writers may omit the zip64 end record.
+// Reads the end record, which must have no comment, and the zip64 end record, if any. torch always
+// writes both; other writers may omit the zip64 end record.
 Result<CentralDirectory> find_directory(RecordBytes& record, const Limits& limits) {
   const std::uint64_t size = record.size();
   if (size < zip::kEndBytes) {
@@ -47,7 +47,7 @@ Result<CentralDirectory> find_directory(RecordBytes& record, const Limits& limit
   ByteReader cursor(*end);
   if (cursor.number(4) != zip::kEnd) {
     return format_error(Errc::not_a_zip,
-                        "the record does not end with zip's end of the central directory",
+                        "the record does not end with a zip end-of-central-directory record",
                         size - zip::kEndBytes);
   }
   cursor.take(4 + 2);
@@ -65,8 +65,7 @@ Result<CentralDirectory> find_directory(RecordBytes& record, const Limits& limit
       locator_cursor.take(4);
       const std::uint64_t end64_at = locator_cursor.number(8);
       if (!inside(end64_at, zip::kEnd64Bytes, size)) {
-        return format_error(Errc::zip_inconsistent,
-                            "the zip64 end record is outside of the record");
+        return format_error(Errc::zip_inconsistent, "the zip64 end record lies outside the record");
       }
       auto end64 = record.at(end64_at, zip::kEnd64Bytes);
       if (!end64) return end64.error();
@@ -83,10 +82,10 @@ Result<CentralDirectory> find_directory(RecordBytes& record, const Limits& limit
   }
   if (directory.entries > limits.entries || directory.bytes > limits.directory_bytes) {
     return format_error(Errc::pickle_unknown,
-                        "the archive has more zip entries than that of one tensor");
+                        "the archive has too many zip entries for one tensor");
   }
   if (!inside(directory.offset, directory.bytes, size)) {
-    return format_error(Errc::zip_inconsistent, "the central directory is outside of the record");
+    return format_error(Errc::zip_inconsistent, "the central directory lies outside the record");
   }
   return directory;
 }
@@ -118,11 +117,11 @@ Result<ZipEntry> read_entry(ByteReader& cursor, std::uint64_t record_bytes) {
     if (stored == zip::kMax32) stored = field.number(8);
     if (entry.header_offset == zip::kMax32) entry.header_offset = field.number(8);
     if (field.has_failed()) {
-      return format_error(Errc::zip_inconsistent, "a zip64 field is cut short");
+      return format_error(Errc::zip_inconsistent, "a zip64 field is truncated");
     }
   }
   if (cursor.has_failed() || extra.has_failed()) {
-    return format_error(Errc::zip_inconsistent, "a central directory entry is cut short");
+    return format_error(Errc::zip_inconsistent, "a central directory entry is truncated");
   }
   if (method != 0 || stored != entry.bytes) {
     return format_error(
@@ -131,7 +130,7 @@ Result<ZipEntry> read_entry(ByteReader& cursor, std::uint64_t record_bytes) {
   }
   if (!inside(entry.header_offset, zip::kLocalHeaderBytes, record_bytes)) {
     return format_error(Errc::zip_inconsistent,
-                        "entry '" + entry.name + "' begins outside of the record");
+                        "entry '" + entry.name + "' begins outside the record");
   }
   return entry;
 }
@@ -149,11 +148,12 @@ Result<std::vector<ZipEntry>> read_directory(RecordBytes& record, const Limits& 
     if (!entry) return entry.error();
     const auto slash = entry->name.find('/');
     if (slash == std::string::npos) {
-      return format_error(Errc::zip_inconsistent, "entry '" + entry->name + "' is in no folder");
+      return format_error(Errc::zip_inconsistent, "entry '" + entry->name + "' is not in a folder");
     }
     if (prefix.empty()) prefix = entry->name.substr(0, slash + 1);
     if (!entry->name.starts_with(prefix)) {
-      return format_error(Errc::zip_inconsistent, "entries are in more than one folder");
+      return format_error(Errc::zip_inconsistent,
+                          "the archive's entries are in more than one folder");
     }
     entry->name.erase(0, prefix.size());
     entries.push_back(std::move(*entry));
@@ -171,11 +171,11 @@ Result<std::uint64_t> data_offset(RecordBytes& record, const ZipEntry& entry) {
   }
   cursor.take(22);
   const std::uint64_t name_and_extra = cursor.number(2) + cursor.number(2);
-  // read_entry() has checked that the header is in the record, so neither sum can overflow.
+  // read_entry() has checked that the header lies in the record, so neither sum can overflow.
   const std::uint64_t offset = entry.header_offset + zip::kLocalHeaderBytes + name_and_extra;
   if (!inside(offset, entry.bytes, record.size())) {
     return format_error(Errc::zip_inconsistent,
-                        "entry '" + entry.name + "' ends outside of the record");
+                        "entry '" + entry.name + "' ends outside the record");
   }
   return offset;
 }
@@ -187,7 +187,7 @@ Error damaged_entry(const ZipEntry& entry, std::uint64_t offset) {
                       offset);
 }
 
-// A zero checksum of a non-empty entry means that the writer did not compute one
+// Does not check an entry whose checksum is zero: the writer did not compute one
 // (torch.serialization.set_crc32_options(False)).
 Result<> check_entry(std::span<const std::byte> data, const ZipEntry& entry, std::uint64_t offset) {
   if (entry.crc == 0) return {};
@@ -202,8 +202,8 @@ const ZipEntry* find(const std::vector<ZipEntry>& entries, std::string_view name
   return found == entries.end() ? nullptr : &*found;
 }
 
-// Finds an entry with the same name as an earlier one. Some readers take the first of them and some
-// the last, so they would read different tensors.
+// Finds an entry with the same name as an earlier entry. Some zip readers use the first of them and
+// others the last, so they would read different tensors.
 const ZipEntry* find_duplicate(const std::vector<ZipEntry>& entries) {
   for (auto entry = entries.begin(); entry != entries.end(); ++entry) {
     const auto same = [&](const ZipEntry& other) { return other.name == entry->name; };
@@ -212,7 +212,7 @@ const ZipEntry* find_duplicate(const std::vector<ZipEntry>& entries) {
   return nullptr;
 }
 
-// True if all elements that sizes and strides address are in the storage.
+// Returns true if the storage contains all elements that the sizes and strides address.
 bool is_inside_storage(const TensorHeader& header) {
   std::uint64_t last = header.storage_offset;
   for (std::size_t i = 0; i < header.sizes.size(); ++i) {
@@ -259,7 +259,7 @@ Result<RecordIndex> index_record(RecordBytes& record) {
   if (!pickle_at) return pickle_at.error();
   auto pickle_bytes = record.at(*pickle_at, pickle->bytes);
   if (!pickle_bytes) return pickle_bytes.error();
-  // A damaged pickle may still decode, to a tensor with other strides.
+  // Check this before decoding: a damaged pickle may still decode, for example with wrong strides.
   if (auto intact = check_entry(*pickle_bytes, *pickle, *pickle_at); !intact) return intact.error();
   auto header = decode_tensor_pickle(*pickle_bytes);
   if (!header) return header.error();
@@ -268,12 +268,12 @@ Result<RecordIndex> index_record(RecordBytes& record) {
   if (payload->bytes != header->storage_bytes) {
     return format_error(Errc::zip_inconsistent, "data.pkl describes " +
                                                     std::to_string(header->storage_bytes) +
-                                                    " bytes of storage, but the archive holds " +
+                                                    " bytes of storage, but the archive has " +
                                                     std::to_string(payload->bytes));
   }
   if (!is_inside_storage(*header)) {
     return format_error(Errc::zip_inconsistent,
-                        "data.pkl describes a tensor with elements outside of its storage");
+                        "data.pkl describes a tensor with elements outside its storage");
   }
   return RecordIndex{std::move(*header), *payload_at, payload->bytes, payload->crc};
 }
@@ -287,14 +287,14 @@ Result<EntryCheck> check_entries(RecordBytes& record, std::string_view skip) {
     if (!bytes) return bytes.error();
     return ByteReader(*bytes).number(4) == signature;
   };
-  // One signature suffices: the other may be damaged.
+  // One of the two signatures suffices, because the other may be damaged.
   auto head = begins_with(0, zip::kLocalHeader);
   if (!head) return head.error();
   auto tail = begins_with(size - zip::kEndBytes, zip::kEnd);
   if (!tail) return tail.error();
   if (!*head && !*tail) return result;
   result.is_archive = true;
-  // The size of the record bounds the directory, and with it the number of entries.
+  // The directory lies in the record, so the record's size also limits the number of entries.
   auto entries = read_directory(record, Limits{size, size});
   if (!entries) return entries.error();
   std::uint64_t left = size;
@@ -322,10 +322,10 @@ Result<EntryCheck> check_entries(RecordBytes& record, std::string_view skip) {
 }
 
 Result<> check_archive(RecordBytes& record) {
-  // The size of the record bounds the directory, and with it the number of entries.
+  // The directory lies in the record, so the record's size also limits the number of entries.
   auto entries = read_directory(record, Limits{record.size(), record.size()});
   if (!entries) return {};
-  // Stop at entries that overlap: checking them could take very long in a short archive.
+  // Stop if entries overlap: a short archive could otherwise take very long to check.
   std::uint64_t left = record.size();
   for (const ZipEntry& entry : *entries) {
     auto at = data_offset(record, entry);

@@ -29,7 +29,7 @@ std::string frame_of(FrameKind kind, std::string_view payload) {
   return out;
 }
 
-// Reads what put_text() wrote.
+// Reads a text that put_text() wrote.
 std::string read_text(ByteReader& reader) { return std::string(reader.text(reader.number(8))); }
 
 Error damaged(std::string_view what) {
@@ -121,18 +121,18 @@ std::string encode_value(FrameKind kind, const Sender& sender, std::span<const s
 Result<std::vector<Frame>> decode_frames(std::span<const std::byte> bytes) {
   std::vector<Frame> frames;
   while (!bytes.empty()) {
-    if (bytes.size() < kHeadBytes + kCrcBytes) return damaged("is cut short");
+    if (bytes.size() < kHeadBytes + kCrcBytes) return damaged("is truncated");
     ByteReader head(bytes);
     const std::string_view magic = head.text(kMagic.size());
     const auto kind = static_cast<std::uint32_t>(head.number(4));
     const std::uint64_t length = head.number(8);
-    if (magic != kMagic) return damaged("does not begin with its magic number");
-    if (length > bytes.size() - kHeadBytes - kCrcBytes) return damaged("is cut short");
+    if (magic != kMagic) return damaged("does not begin with the magic number");
+    if (length > bytes.size() - kHeadBytes - kCrcBytes) return damaged("is truncated");
     const auto covered = bytes.first(kHeadBytes + length);
     const std::uint64_t crc = little_endian(bytes.subspan(covered.size(), kCrcBytes));
     if (crc != crc32(0, covered)) return damaged("does not match its checksum");
     auto frame = decode_payload(kind, covered.subspan(kHeadBytes));
-    if (!frame) return damaged("has a kind or a layout that this version does not know");
+    if (!frame) return damaged("has an unknown kind or layout");
     frames.push_back(std::move(*frame));
     bytes = bytes.subspan(covered.size() + kCrcBytes);
   }

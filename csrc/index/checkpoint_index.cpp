@@ -17,12 +17,12 @@
 namespace torch_ckpt::index {
 namespace {
 
-// Bytes and elements are counted in 63 bits.
+// Byte and element counts must fit into a signed 64-bit integer.
 constexpr std::uint64_t kMaxBytes = std::numeric_limits<std::int64_t>::max();
 
-constexpr std::size_t kMaxPathBytes = 4096;  // Linux's own limit
+constexpr std::size_t kMaxPathBytes = 4096;  // Linux's limit
 
-/// True if Python can decode the bytes of a pickled string. It allows surrogates.
+/// Returns true if Python can unpickle these bytes as a str. Python accepts surrogates.
 bool is_text(std::string_view bytes) {
   for (std::size_t i = 0; i < bytes.size();) {
     const auto lead = static_cast<unsigned char>(bytes[i]);
@@ -56,7 +56,7 @@ bool is_beneath(std::string_view file) {
   return file.size() <= kMaxPathBytes && !has_surrogates(file) && os::names_file_beneath(file);
 }
 
-/// Removes empty parts and "." from a path.
+/// Removes empty and "." components from a path.
 std::string normalized(std::string_view file) {
   std::string path;
   while (!file.empty()) {
@@ -69,7 +69,7 @@ std::string normalized(std::string_view file) {
   return path;
 }
 
-/// Formats a file name as Python's repr() does, and truncates it.
+/// Formats a file name like Python's repr(), truncated to 200 bytes.
 std::string quoted(std::string_view file) {
   constexpr std::size_t kMaxShown = 200;
   constexpr std::string_view kDigits = "0123456789abcdef";
@@ -97,7 +97,7 @@ class IndexBuilder {
 
   Result<CheckpointIndex> run() {
     if (values_.type(values_.root) != Class::metadata) {
-      fail("it holds " + values_.kind(values_.root) + ", not a checkpoint's metadata");
+      fail("expected a checkpoint's metadata, found " + values_.kind(values_.root));
     } else {
       metadata_ = &values_.objects[values_.root.number()];
       index_.extents_ = values_.extents;
@@ -118,7 +118,7 @@ class IndexBuilder {
   static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
   static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
 
-  // --- errors: the first one ends the run; all functions return false ---
+  // --- errors: the first error ends the run; these functions return false ---
 
   bool fail(std::string detail) {
     error_ = format_error(Errc::metadata_inconsistent, std::move(detail));
@@ -129,24 +129,24 @@ class IndexBuilder {
   }
   bool fail_outside(std::string_view name, const std::string& file) {
     error_ = format_error(Errc::outside_directory,
-                          std::string(name) + ": the metadata places its data in " + file +
-                              ", which is not a file in the checkpoint's directory");
+                          std::string(name) + ": the metadata refers to " + file +
+                              ", which is not a path inside the checkpoint's directory");
     return false;
   }
 
   // --- texts ---
 
-  /// Describes a key for a message: its text or number, else its type.
+  /// Describes a key for a message: by its text or number if it has one, otherwise by its type.
   std::string describe_key(const Value& key) const {
     if (key.kind == ValueKind::text) return std::string(values_.text(key));
     return key.kind == ValueKind::small_integer ? values_.number(key) : values_.kind(key);
   }
 
-  /// Results for a long text. Any number of values may refer to one text, so work in proportion to
-  /// its length is done once for each text.
+  /// Cached results for a long text. Any number of values may refer to the same text, so work
+  /// proportional to its length is done only once.
   struct LongText {
     bool is_checked = false;    // check_name() has succeeded
-    bool is_looked_up = false;  // `entry` is set, after all entries were added
+    bool is_looked_up = false;  // `entry` is valid; set after all entries were added
     std::optional<std::uint32_t> entry;
   };
   static constexpr std::size_t kShortBytes = 256;
@@ -154,7 +154,7 @@ class IndexBuilder {
   LongText* long_text(const Value& value, std::string_view text) {
     return text.size() > kShortBytes ? &long_texts_[value.payload] : nullptr;
   }
-  /// Copies the text to the index, once for each opcode that pushes it.
+  /// Copies the text to the index once for each opcode that pushes it.
   TextRef added_text(const Value& value) {
     const auto [known, is_new] = added_texts_.try_emplace(value.payload);
     if (is_new) known->second = index_.add_text(values_.text(value));
@@ -165,7 +165,7 @@ class IndexBuilder {
     if (known != nullptr && known->is_checked) return true;
     if (name.size() > CheckpointIndex::kMaxNameBytes) {
       return fail(std::string(where) + " has a name of " + std::to_string(name.size()) +
-                  " bytes, more than " + std::to_string(CheckpointIndex::kMaxNameBytes));
+                  " bytes; the maximum is " + std::to_string(CheckpointIndex::kMaxNameBytes));
     }
     if (!is_text(name)) return fail(std::string(where) + " has a name that is not UTF-8");
     if (known != nullptr) known->is_checked = true;
@@ -207,12 +207,12 @@ class IndexBuilder {
         if (!add_tensor(name, values_.objects[value.number()], entry)) return false;
         break;
       default:
-        return fail(name,
-                    "the metadata has " + values_.kind(value) + " instead of its description");
+        return fail(name, "the metadata entry should describe a tensor or an object, but is " +
+                              values_.kind(value));
     }
     entry.shard_count = static_cast<std::uint32_t>(index_.shards_.size()) - entry.first_shard;
     if (!index_.names_.add(name).second) {
-      return fail(name, "state_dict_metadata has this name twice");
+      return fail(name, "state_dict_metadata contains this name twice");
     }
     index_.entries_.push_back(entry);
     return true;
@@ -220,13 +220,13 @@ class IndexBuilder {
 
   bool add_tensor(std::string_view name, const Object& instance, Entry& entry) {
     if (!instance.built || !values_.tensors[instance.first].is_complete) {
-      return fail(name, "the metadata lacks a part of its description");
+      return fail(name, "the tensor's description in the metadata is incomplete");
     }
     const TensorRecord& record = values_.tensors[instance.first];
     const Object* chunks = values_.object(record.chunks, ObjectKind::list);
     if (chunks == nullptr) {
-      return fail(name,
-                  "the metadata has " + values_.kind(record.chunks) + " instead of its shards");
+      return fail(
+          name, "expected a list of shards in the metadata, found " + values_.kind(record.chunks));
     }
     if (!add_properties(name, record.properties, entry)) return false;
     if (!check_extents(name, record.size, "a size")) return false;
@@ -234,12 +234,13 @@ class IndexBuilder {
     if (!check_bytes(name, entry)) return false;
     const std::size_t count = values_.count(*chunks);
     if (count > 1) {
-      // torch never shares a list of shards. Refuse it: a short pickle could otherwise give many
-      // tensors one long list.
+      // Refuse a shared list of shards, which torch never writes: a short pickle could otherwise
+      // give the same long list to many tensors.
       if (is_list_seen_.empty()) is_list_seen_.resize(values_.objects.size());
       const std::uint32_t number = record.chunks.number();
       if (is_list_seen_[number]) {
-        return fail(name, "the metadata gives it the shards of another tensor");
+        return fail(name,
+                    "the tensor shares its list of shards in the metadata with another tensor");
       }
       is_list_seen_[number] = true;
     }
@@ -252,14 +253,14 @@ class IndexBuilder {
 
   bool add_properties(std::string_view name, const Value& value, Entry& entry) {
     if (values_.type(value) != Class::properties) {
-      return fail(name, "the metadata has " + values_.kind(value) + " instead of its properties");
+      return fail(name, "expected tensor properties in the metadata, found " + values_.kind(value));
     }
     const Object& instance = values_.objects[value.number()];
     const PropertiesRecord none;
     const PropertiesRecord& record = instance.built ? values_.properties[instance.first] : none;
     if (record.dtype.kind != ValueKind::global ||
         values_.globals[record.dtype.number()].type != Class::dtype) {
-      return fail(name, "the metadata has " + values_.kind(record.dtype) + " instead of its dtype");
+      return fail(name, "expected a dtype in the metadata, found " + values_.kind(record.dtype));
     }
     const auto [known, is_new] =
         dtypes_.try_emplace(record.dtype.number(), static_cast<std::uint32_t>(dtypes_.size()));
@@ -267,7 +268,7 @@ class IndexBuilder {
       const std::string& full = values_.globals[record.dtype.number()].name;
       index_.dtypes_.push_back(full.substr(full.find(' ') + 1));
       const format::Dtype* dtype = format::find_dtype(index_.dtypes_.back());
-      // A dtype without a known size cannot be loaded; the size only bounds the tensor here.
+      // A tensor of an unknown dtype cannot be loaded; 1 byte is enough for the overflow check.
       item_bytes_.push_back(dtype == nullptr ? 1 : dtype->item_bytes);
     }
     entry.dtype = known->second;
@@ -276,7 +277,7 @@ class IndexBuilder {
     return true;
   }
 
-  /// Checks extents and sets their product in products_.
+  /// Checks extents and stores their product in products_.
   bool check_extents(std::string_view name, const ExtentsField& field, const char* what) {
     if (field.problem != Object::kNothing) {
       std::string problem = values_.problems[field.problem];
@@ -288,14 +289,14 @@ class IndexBuilder {
     const std::span<const std::int64_t> numbers = values_.extents.at(field.id);
     if (numbers.size() > CheckpointIndex::kMaxDimensions) {
       return fail(name, "the metadata has " + std::string(what) + " of " +
-                            std::to_string(numbers.size()) + " dimensions, more than " +
+                            std::to_string(numbers.size()) + " dimensions; the maximum is " +
                             std::to_string(CheckpointIndex::kMaxDimensions));
     }
     bool is_empty = false;
     for (const std::int64_t number : numbers) {
       if (number < 0) {
         return fail(name, "the metadata has " + std::string(what) + " of " +
-                              std::to_string(number) + ", which is not a count");
+                              std::to_string(number) + "; it must not be negative");
       }
       is_empty = is_empty || number == 0;
     }
@@ -312,21 +313,21 @@ class IndexBuilder {
 
   bool check_bytes(std::string_view name, const Entry& entry) {
     if (products_[entry.size] <= kMaxBytes / item_bytes_[entry.dtype]) return true;
-    return fail(name, "the metadata gives it 2**63 or more bytes");
+    return fail(name, "according to the metadata, the tensor has 2**63 or more bytes");
   }
 
   bool add_shard(std::string_view name, const Value& value, const Entry& entry,
                  std::uint64_t& held) {
     if (values_.type(value) != Class::shard) {
-      return fail(name, "the metadata has " + values_.kind(value) + " instead of a shard");
+      return fail(name, "expected a shard in the metadata, found " + values_.kind(value));
     }
     const Object& instance = values_.objects[value.number()];
     if (!instance.built || !values_.shards[instance.first].is_complete) {
       return fail(name, "the metadata has a shard without offsets or sizes");
     }
     const ShardRecord& record = values_.shards[instance.first];
-    if (!check_extents(name, record.offsets, "a shard's offset") ||
-        !check_extents(name, record.sizes, "a shard's size")) {
+    if (!check_extents(name, record.offsets, "a shard offset") ||
+        !check_extents(name, record.sizes, "a shard size")) {
       return false;
     }
     const auto offsets = values_.extents.at(record.offsets.id);
@@ -334,13 +335,13 @@ class IndexBuilder {
     const auto whole = values_.extents.at(entry.size);
     if (!lies_inside(offsets, sizes, whole)) {
       return fail(name, "the metadata has a shard of " + listed(sizes) + " at " + listed(offsets) +
-                            ", which is outside of the tensor of " + listed(whole));
+                            ", which lies outside the tensor of " + listed(whole));
     }
     held += products_[record.sizes.id];
     if (held > products_[entry.size]) {
-      // Refuse this: a short pickle could otherwise repeat one shard many times.
-      return fail(name, "the metadata has shards with more elements than the " +
-                            std::to_string(products_[entry.size]) + " of the tensor; they overlap");
+      // A short pickle could otherwise repeat one shard many times.
+      return fail(name, "the metadata has overlapping shards: together they have more than the " +
+                            std::to_string(products_[entry.size]) + " elements of the tensor");
     }
     Shard& shard = index_.shards_.emplace_back();
     shard.offsets = record.offsets.id;
@@ -381,19 +382,19 @@ class IndexBuilder {
     const KeyRecord none;
     const KeyRecord& index = instance.built ? values_.keys[instance.first] : none;
     if (index.name.kind != ValueKind::text) {
-      return fail("storage_data has an index whose name is " + values_.kind(index.name));
+      return fail("storage_data has a MetadataIndex whose fqn is " + values_.kind(index.name));
     }
     const std::string_view name = values_.text(index.name);
     if (!check_name(index.name, name, "storage_data")) return false;
     // A short pickle could otherwise repeat one key many times.
-    if (is_key_seen_[instance.first]) return fail(name, "storage_data has the same key twice");
+    if (is_key_seen_[instance.first]) return fail(name, "storage_data contains this key twice");
     is_key_seen_[instance.first] = true;
     if (values_.type(value) != Class::storage_info) {
-      return fail(name, "the metadata has " + values_.kind(value) + " instead of its location");
+      return fail(name, "expected a location in the metadata, found " + values_.kind(value));
     }
     const Object& stored = values_.objects[value.number()];
     if (!stored.built || !values_.storage_infos[stored.first].is_complete) {
-      return fail(name, "the metadata gives it an incomplete location");
+      return fail(name, "the location in the metadata is incomplete");
     }
     const StorageInfoRecord& info = values_.storage_infos[stored.first];
     Shard found;
@@ -403,8 +404,9 @@ class IndexBuilder {
     };
     const bool are_counts = is_count(info.offset) && is_count(info.length);
     if (!are_counts || info.length.payload > kMaxBytes - info.offset.payload) {
-      return fail(name, "the metadata gives it the file offset " + values_.number(info.offset) +
-                            " and the length " + values_.number(info.length) +
+      return fail(name, "the metadata has an invalid location: file offset " +
+                            values_.number(info.offset) + ", length " +
+                            values_.number(info.length) +
                             (are_counts ? "; their sum is 2**63 or more" : ""));
     }
     found.offset = info.offset.payload;
@@ -419,10 +421,10 @@ class IndexBuilder {
     return value.kind == ValueKind::small_integer || value.kind == ValueKind::integer;
   }
 
-  /// Sets `number` to the number of a file.
+  /// Sets `number` to the number of the file with this name. Adds the file if it is new.
   bool find_file(std::string_view name, const Value& value, std::uint32_t& number) {
     if (value.kind != ValueKind::text) return fail_outside(name, values_.kind(value));
-    // Most picklers write the name of a file once, so its opcode identifies the file.
+    // Picklers write most file names once, so the offset of the opcode identifies the file.
     if (value.payload == last_file_at_) {
       number = last_file_;
       return true;
@@ -466,22 +468,24 @@ class IndexBuilder {
                   values_.extents.at(value.number()).empty();
     }
     if (count > CheckpointIndex::kMaxTransforms) {
-      return fail(name, "the metadata has " + std::to_string(count) + " transforms, more than " +
+      return fail(name, "the metadata lists " + std::to_string(count) +
+                            " transforms; the maximum is " +
                             std::to_string(CheckpointIndex::kMaxTransforms));
     }
     if (!are_texts) {
-      return fail(name, "the metadata has " + values_.kind(value) + " instead of its transforms");
+      return fail(name, "expected a list of transform names in the metadata, found " +
+                            (list == nullptr ? values_.kind(value) : "other values"));
     }
     has_transforms = count > 0;
     return true;
   }
 
-  // --- table of tensors' shards by entry and offsets ---
+  // --- hash table of tensor shards, by entry and offsets ---
 
   static std::uint64_t shard_key(std::uint32_t entry, std::uint32_t offsets) {
     return (std::uint64_t{entry} << 32) | offsets;
   }
-  /// The slot of a shard, or the free slot for it. A slot holds the shard's number + 1.
+  /// Returns the slot that holds the shard, or the free slot for it. Slots hold shard numbers + 1.
   std::uint32_t& slot_of(std::uint64_t key) {
     if (shard_slots_.empty()) fill_shard_slots();
     const std::size_t mask = shard_slots_.size() - 1;
@@ -506,8 +510,8 @@ class IndexBuilder {
     }
   }
 
-  /// Returns the number of an entry. Most picklers write a name once, so recent names are found by
-  /// the offset of their opcode.
+  /// Returns the number of an entry. Looks up recent names by the offset of their opcode, because
+  /// picklers write most names once.
   std::optional<std::uint32_t> entry_of(std::string_view name, const Value& text) {
     Known& known = known_[(text.payload * 0x9e3779b97f4a7c15) >> (64 - kKnownBits)];
     if (known.at == text.payload) return known.entry;
@@ -532,7 +536,7 @@ class IndexBuilder {
         Shard& only = index_.shards_[entry.first_shard];
         if (only.offsets == offsets && key.has_offsets == entry.is_tensor) shard = &only;
       } else if (entry.shard_count > 1 && offsets != kNone) {
-        // Most writers store locations in the order of the shards.
+        // Fast path: most writers store locations in the order of the shards.
         std::uint32_t& next = next_shards_[*number];
         if (next < entry.shard_count &&
             index_.shards_[entry.first_shard + next].offsets == offsets) {
@@ -554,7 +558,8 @@ class IndexBuilder {
     shard->is_transformed = location.is_transformed;
   }
 
-  /// Empty shards of a tensor may have the same offsets. They then share one record.
+  /// Gives each shard without a location the location of the tensor's first shard with the same
+  /// offsets. Empty shards may have equal offsets, and then share one record.
   void share_locations() {
     for (std::uint32_t number = 0; number < index_.entries_.size(); ++number) {
       const Entry& entry = index_.entries_[number];
@@ -588,14 +593,14 @@ class IndexBuilder {
       for (auto next_one = begin; next_one != end; ++next_one) {
         if (next_one == begin) continue;
         const Range& one = *(next_one - 1);
-        // With overlaps, a small file could cause a large load.
+        // If ranges could overlap, loading a small file could need a lot of memory.
         if (one.length > next_one->offset - one.offset) {
           return fail(values_.text(one.name),
-                      "the metadata gives it " + std::to_string(one.length) + " bytes from byte " +
-                          std::to_string(one.offset) + " on of " +
-                          std::string(index_.text(index_.files_[file])) + "; " +
-                          std::string(values_.text(next_one->name)) + " overlaps them from byte " +
-                          std::to_string(next_one->offset) + " on");
+                      "in the metadata, the range of " + std::to_string(one.length) +
+                          " bytes at byte " + std::to_string(one.offset) + " of " +
+                          std::string(index_.text(index_.files_[file])) + " overlaps that of " +
+                          std::string(values_.text(next_one->name)) + " at byte " +
+                          std::to_string(next_one->offset));
         }
       }
     }
@@ -604,14 +609,14 @@ class IndexBuilder {
 
   // --- paths ---
 
-  // torch's set_element follows each path, creates a dict or list for each part, and extends a list
-  // up to the index that the part has. All these lists together may have one item for each byte of
-  // the metadata, and kFreeItems more. The paths of a state dict need at most one item for each
-  // part. A path without numbers creates no list.
+  // torch's set_element follows each path. It creates a dict or list for each part, and extends a
+  // list up to the part's index, so a short pickle could make it create huge lists. All lists
+  // together may have as many items as the metadata has bytes, plus kFreeItems. The paths of a real
+  // state dict need at most one item for each part. A path without numbers creates no list.
 
   static constexpr std::uint64_t kFreeItems = std::uint64_t{1} << 16;
 
-  /// The containers that set_element would create, by their parent and the path part.
+  /// The containers that set_element would create, identified by their parent and path part.
   struct Containers {
     struct Step {
       std::uint32_t parent = 0;
@@ -627,7 +632,7 @@ class IndexBuilder {
       }
     };
     std::unordered_map<Step, std::uint32_t, Hash> numbers;
-    std::vector<std::uint64_t> items{0};  // by container: items if it is a list
+    std::vector<std::uint64_t> items{0};  // by container: number of items if it is a list
   };
 
   bool check_paths() {
@@ -635,7 +640,7 @@ class IndexBuilder {
     if (!paths) return true;
     const Object* dict = values_.object(*paths, ObjectKind::dict);
     if (dict == nullptr) dict = values_.object(*paths, ObjectKind::mapping);
-    if (dict == nullptr) return true;  // data of a custom planner; torch builds nothing from it
+    if (dict == nullptr) return true;  // data of a custom planner, which torch does not interpret
     Containers made;
     NameTable words;
     std::uint64_t steps = values_.bytes.size() + kFreeItems;
@@ -644,7 +649,7 @@ class IndexBuilder {
     const auto walk = [&](const Value& key, const Value& part) {
       if (error_) return;
       check_index(key, part, made.items[at], items);
-      // Equal texts are the same key, even if two opcodes push them.
+      // Texts pushed by different opcodes are the same key if they are equal.
       const std::uint64_t payload =
           part.kind == ValueKind::text ? words.add(values_.text(part)).first : part.payload;
       const auto [known, is_new] = made.numbers.try_emplace(
@@ -677,7 +682,7 @@ class IndexBuilder {
       });
       if (steps == 0) {
         fail(describe_key(key),
-             "the paths in the metadata have more parts than the metadata has bytes");
+             "together, the paths have too many parts for metadata of this size");
       } else if (!are_texts) {
         at = 0;
         for_each_part(path, [&](const Value& part) { walk(key, part); });
@@ -686,13 +691,14 @@ class IndexBuilder {
     return !error_;
   }
 
-  /// If the part is an index into a list, subtracts the items that the list gains from `left`.
+  /// If the part is a list index, subtracts the number of items that set_element would add to the
+  /// list from `left`. Fails if `left` is too small.
   void check_index(const Value& key, const Value& part, std::uint64_t& items, std::uint64_t& left) {
     std::uint64_t end = 0;
     if (is_integer(part) && part.integer() >= 0) {
       end = part.payload + 1;
     } else if (part.kind == ValueKind::real) {
-      // set_element compares the list's length with the number if another part follows.
+      // If another part follows, set_element extends the list until it is longer than the number.
       const auto number = std::bit_cast<double>(part.payload);
       if (!(number > 0)) return;
       end = number < 1e18 ? static_cast<std::uint64_t>(number) + 2 : kUnknown;
@@ -702,9 +708,8 @@ class IndexBuilder {
     if (end <= items) return;
     if (end - items > left) {
       fail(describe_key(key),
-           "the metadata places it in a list at " + describe_index(part) +
-               "; the lists of all paths would have more items than the metadata has "
-               "bytes");
+           "the path in the metadata has the list index " + describe_index(part) +
+               "; together, the lists of all paths would be too long for metadata of this size");
       return;
     }
     left -= end - items;
@@ -743,7 +748,7 @@ class IndexBuilder {
       });
     }
     if (!version || !is_integer(*version)) {
-      return fail("the attribute torch_ckpt, which has the checksums, has no valid version");
+      return fail("the metadata's attribute torch_ckpt has no valid version");
     }
     if (version->integer() != 1) return true;
     if (phases && phases->kind == ValueKind::text) {
@@ -751,14 +756,15 @@ class IndexBuilder {
     }
     const Object* tables = checksums ? values_.object(*checksums, ObjectKind::dict) : nullptr;
     if (tables == nullptr) {
-      return fail("the checksums are " + kind_or_none(checksums) + ", not a dict");
+      return fail("expected a dict of checksum tables, found " + kind_or_none(checksums));
     }
-    // Tables that share no bytes are together no longer than the metadata.
+    // Together, tables cannot be longer than the metadata unless several files share one.
     std::size_t table_bytes = 0;
     values_.for_each_pair(*tables, [&](const Value& file, const Value& table) {
       if (error_) return;
       if (file.kind != ValueKind::text || table.kind != ValueKind::bytes) {
-        fail("the checksums of " + describe_key(file) + " are " + values_.kind(table));
+        fail("the checksum table of " + describe_key(file) + " should be bytes, but is " +
+             values_.kind(table));
         return;
       }
       const std::string_view name = values_.text(file);
@@ -771,7 +777,7 @@ class IndexBuilder {
       }
       const std::size_t bytes = values_.text(table).size();
       if (bytes > values_.bytes.size() - table_bytes) {
-        fail(quoted(name) + " has the checksum table of another file");
+        fail(quoted(name) + " shares its checksum table with another file");
         return;
       }
       table_bytes += bytes;
@@ -788,9 +794,9 @@ class IndexBuilder {
   const Object* metadata_ = nullptr;
   CheckpointIndex index_;
   std::optional<Error> error_;
-  std::vector<std::uint64_t> products_;            // by extents; kMaxBytes + 1 for anything larger
-  std::vector<bool> is_list_seen_;                 // by object
-  std::vector<bool> is_key_seen_;                  // by record
+  std::vector<std::uint64_t> products_;            // by extents id; kMaxBytes + 1 if larger
+  std::vector<bool> is_list_seen_;                 // by object number
+  std::vector<bool> is_key_seen_;                  // by number of the KeyRecord
   std::map<std::uint32_t, std::uint32_t> dtypes_;  // by global
   std::vector<std::uint64_t> item_bytes_;          // by dtype
   std::vector<Range> ranges_;
@@ -900,7 +906,8 @@ void CheckpointIndex::add_path(std::string_view name, std::span<const PathPart> 
 
 Result<> CheckpointIndex::rename(std::span<const std::string> names) {
   if (names.size() != entries_.size()) {
-    return format_error(Errc::invalid_argument, std::to_string(names.size()) + " names for " +
+    return format_error(Errc::invalid_argument, "got " + std::to_string(names.size()) +
+                                                    " names for " +
                                                     std::to_string(entries_.size()) + " entries");
   }
   NameTable renamed;

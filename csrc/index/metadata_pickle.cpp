@@ -1,19 +1,18 @@
-// The walk simulates the unpickler as far as the checks need it:
+// The walk simulates those parts of the unpickler that the checks need:
 //
 //   stack     values and marks
-//   memo      memoized values; indices count up, as all picklers of CPython write them
+//   memo      memoized values; indices must be consecutive, as in all CPython picklers
 //   objects   values that can change after they were pushed: lists, dicts, instances
 //   parts     the items of tuples, lists and dicts
 //
-// Most of the metadata consists of instances of a few classes. When such an instance gets its
-// state, the fields are stored in a record for its class, and the dict that was the state is
-// dropped. This frees most of the memory; it also means that a dict cannot be the state of two
-// instances.
+// Most of the metadata consists of instances of a few classes. When the state of such an instance
+// is set, the fields are stored in a record for its class, and the dict with the state is dropped.
+// This frees most of the memory. It also means that two instances cannot share a dict as state.
 //
 // An object may change only until it is first fetched from the memo. CPython's picklers obey this
 // rule except for values that contain themselves, which metadata does not have. The rule implies
-// that no value can contain itself, and that the weight of a value is final when the value becomes
-// a part of another.
+// that no value can contain itself, and that the weight of a value is final once another value
+// contains it.
 
 #include "index/metadata_pickle.h"
 
@@ -77,7 +76,7 @@ class Walk {
   }
 
   Result<PickleValues> run() {
-    // About as many as metadata has. Reserved memory that is not used costs nothing.
+    // Typical numbers for metadata of this size. Unused reserved memory costs nothing.
     memo_.reserve(std::min(values_.bytes.size() / 12, kMaxReserve));
     values_.objects.reserve(std::min(values_.bytes.size() / 24, kMaxReserve));
     max_weight_ = Limits::max_weight(values_.bytes.size());
@@ -85,7 +84,7 @@ class Walk {
     while (!error_ && !stopped_) {
       if (!reader_.next(token_)) return *reader_.error();
       step();
-      if (stack_.size() > Limits::kStack) too_large("too many values are on the stack");
+      if (stack_.size() > Limits::kStack) too_large("the stack has too many values");
     }
     if (error_) return std::move(*error_);
     values_.end = reader_.position();
@@ -94,7 +93,7 @@ class Walk {
   }
 
  private:
-  // --- errors: the first one ends the walk ---
+  // --- errors: the first error ends the walk ---
 
   void fail(Errc code, std::string detail) {
     if (error_) return;
@@ -116,7 +115,7 @@ class Walk {
   const PickleValues::Global& global(const Value& value) const {
     return values_.globals[value.number()];
   }
-  /// The role of a global; GlobalRole::value for all other values.
+  /// Returns the role of a global, or GlobalRole::value for any other value.
   GlobalRole role(const Value& value) const {
     return value.kind == ValueKind::global ? global(value).role : GlobalRole::value;
   }
@@ -145,25 +144,25 @@ class Walk {
     }
   }
 
-  /// Updates the depth and weight of a value for a new part. Fails if either exceeds its limit.
+  /// Updates a value's depth and weight for a new part. Fails if either exceeds its limit.
   bool add_depth_and_weight(const Value& part, std::uint8_t& total_depth,
                             std::uint32_t& total_weight) {
     const unsigned new_depth = depth(part) + 1u;
     if (new_depth > Limits::kDepth) {
-      fail(Errc::pickle_too_deep, "values are nested deeper than in any metadata");
+      fail(Errc::pickle_too_deep, "values are nested too deeply for metadata");
       return false;
     }
     total_depth = std::max(total_depth, static_cast<std::uint8_t>(new_depth));
     if (weight(part) > max_weight_ - total_weight) {
-      too_large("a value is too large if its shared parts are counted each time");
+      too_large("a value is too large: its shared parts are counted each time they occur");
       return false;
     }
     total_weight += weight(part);
     return true;
   }
 
-  /// Refuses classes, functions, and the tuple that looks up a member of an enum: these may only be
-  /// called or be arguments.
+  /// Refuses classes and functions, which may only be called, and the tuple that looks up an enum
+  /// member, which may only be an argument.
   bool can_be_part(const Value& value) {
     const bool is_called = role(value) != GlobalRole::value;
     if (!is_called && !(value.kind == ValueKind::tuple && value.is(Value::kNamesMember)))
@@ -188,14 +187,14 @@ class Walk {
     }
     values_.objects.push_back(object);
     if (values_.objects.size() > max_objects_) {
-      too_large("it has more objects than any metadata of its size");
+      too_large("the pickle has too many objects for its size");
     }
   }
   void push_integer(std::int64_t value) {
     push(ValueKind::small_integer, static_cast<std::uint64_t>(value), Value::kKey);
   }
   void push_long() {
-    // Two's complement, little-endian; the last byte has the sign.
+    // Two's complement, little-endian; the sign bit is in the last byte.
     const std::string_view bytes = token_.bytes;
     const bool is_negative = !bytes.empty() && (bytes.back() & 0x80) != 0;
     const char fill = is_negative ? '\xff' : '\0';
@@ -214,14 +213,14 @@ class Walk {
     push(ValueKind::large_integer, 0, is_negative ? Value::kNegative : 0);
   }
 
-  /// Copies the values from `first_on_stack` on to the parts. Returns the index of the first.
+  /// Appends the values at and above `first_on_stack` to the parts. Returns the index of the first.
   std::uint32_t add_parts(std::size_t first_on_stack) {
     const std::size_t first = values_.parts.size();
     values_.parts.insert(values_.parts.end(),
                          stack_.begin() + static_cast<std::ptrdiff_t>(first_on_stack),
                          stack_.end());
     // Indices are 32-bit.
-    if (values_.parts.size() >= Limits::kWeight) too_large("it has too many values");
+    if (values_.parts.size() >= Limits::kWeight) too_large("the pickle has too many values");
     return static_cast<std::uint32_t>(first);
   }
   void add_segment(Object& object, std::size_t first_on_stack) {
@@ -244,7 +243,7 @@ class Walk {
   std::size_t height() const { return stack_.size() - (marks_.empty() ? 0 : marks_.back() + 1); }
   bool needs(std::size_t count) {
     if (height() >= count) return true;
-    bad_stack("too few values are on the stack");
+    bad_stack("the stack has too few values for the opcode");
     return false;
   }
   Value pop() {
@@ -252,11 +251,11 @@ class Walk {
     stack_.pop_back();
     return value;
   }
-  /// Forgets the last mark and returns the number of values above it. The caller removes them and
-  /// the mark from the stack.
+  /// Pops the position of the last mark from marks_, and returns the number of values above it. The
+  /// caller removes those values and the mark itself from stack_.
   std::optional<std::size_t> values_since_mark() {
     if (marks_.empty()) {
-      bad_stack("no mark is on the stack");
+      bad_stack("the stack has no mark");
       return std::nullopt;
     }
     const std::size_t count = height();
@@ -347,12 +346,12 @@ class Walk {
   }
 
   void protocol(std::uint64_t version) {
-    if (token_.at != 0) return fail(Errc::pickle_opcode, "PROTO is not at the beginning");
+    if (token_.at != 0) return fail(Errc::pickle_opcode, "PROTO is only allowed at the beginning");
     if (version >= kOldestProtocol && version <= kNewestProtocol) return;
     fail(Errc::pickle_opcode, "protocol " + std::to_string(version) + " is not supported");
   }
 
-  // The unpickler may read all bytes of a frame at once, so check the frame's size.
+  // The unpickler may allocate memory for a whole frame, so check the frame's size.
   void frame(std::uint64_t count) {
     if (!inside(reader_.position(), count, values_.bytes.size())) {
       return fail(Errc::pickle_truncated, "a frame ends past the end of the pickle");
@@ -361,13 +360,12 @@ class Walk {
   }
 
   void stop() {
-    // Check this at the end, so that a program of protocol 0 that runs code is refused for the name
-    // of the code.
+    // Check this last, so that the error for a protocol 0 program that runs code names the code.
     if (static_cast<unsigned char>(values_.bytes.front()) != op::kProto) {
       return fail(Errc::pickle_opcode, "the first opcode is not PROTO");
     }
     if (!marks_.empty() || stack_.size() != 1) {
-      return bad_stack("the stack does not hold exactly one value at the end");
+      return bad_stack("at STOP, the stack does not hold exactly one value");
     }
     if (frames_end_ > reader_.position()) {
       return fail(Errc::pickle_truncated, "a frame ends after STOP");
@@ -420,16 +418,17 @@ class Walk {
     stack_.push_back(made);
   }
 
-  /// The object at this position of the stack. Fails if it is of another kind or may not change.
+  /// Returns the object at this position of the stack. Fails if it has another kind or may no
+  /// longer change.
   Object* changeable(std::size_t position, ObjectKind kind, ObjectKind or_kind) {
     const Value& target = stack_[position];
     if (target.kind != ValueKind::object ||
         (object(target).kind != kind && object(target).kind != or_kind)) {
-      bad_stack("items are added to a value of another type");
+      bad_stack("items are added to a value of the wrong type");
       return nullptr;
     }
     if (object(target).fetched) {
-      fail(Errc::pickle_shared, "a value changes after it was fetched from the memo");
+      fail(Errc::pickle_shared, "a value is changed after it was fetched from the memo");
       return nullptr;
     }
     return &object(target);
@@ -443,7 +442,7 @@ class Walk {
   void append(std::size_t count) {
     if (needs(count + 1)) append_above(count, 0);
   }
-  /// `marks`: 1 if a mark is between the list and the values, else 0.
+  /// marks: 1 if there is a mark between the list and the values, otherwise 0.
   void append_above(std::size_t count, std::size_t marks) {
     if (!needs(count + marks + 1)) return;
     const std::size_t first = stack_.size() - count;
@@ -460,7 +459,7 @@ class Walk {
   void marked_set_items() {
     const auto count = values_since_mark();
     if (!count) return;
-    if (*count % 2 != 0) return bad_stack("a key has no value");
+    if (*count % 2 != 0) return bad_stack("a dict key has no value");
     set_items_above(*count, 1);
   }
   void set_items(std::size_t count) {
@@ -488,18 +487,18 @@ class Walk {
                           object(value).kind == ObjectKind::instance &&
                           object(value).role == GlobalRole::key_class;
     if (!instance && !value.is(Value::kKey)) {
-      fail(Errc::pickle_key, "the key of a dict is of a type that metadata does not have as key");
+      fail(Errc::pickle_key, "a dict key has a type that metadata does not use for keys");
       return false;
     }
     if (weight(value) > Limits::kKeyWeight) {
-      fail(Errc::pickle_key, "the key of a dict is too large");
+      fail(Errc::pickle_key, "a dict key is too large");
       return false;
     }
     return true;
   }
 
-  // Refuses names with two underscores: such an attribute of an instance could hide a special
-  // attribute of its class.
+  // Refuses names that start with two underscores: such an attribute could shadow a special
+  // attribute of the class.
   bool is_attribute_name(const Value& value) const {
     if (value.kind != ValueKind::text) return false;
     const std::string_view name = values_.text(value);
@@ -515,21 +514,21 @@ class Walk {
     const Value name = pop();
     const Value module = pop();
     if (name.kind != ValueKind::text || module.kind != ValueKind::text) {
-      return bad_stack("a name is not a string");
+      return bad_stack("the name of a global is not a string");
     }
     if (std::max(values_.text(name).size(), values_.text(module).size()) > Limits::kNameBytes) {
-      return too_large("a name has more than 256 bytes");
+      return too_large("the name of a global has more than 256 bytes");
     }
     push_global(values_.text(module), values_.text(name));
   }
   void push_global(std::string_view module, std::string_view name) {
-    // No key of the table has a second space, so each key stands for one module and name.
+    // Each key of the table has exactly one space, so a match is unambiguous.
     full_name_.assign(module).append(" ").append(name);
     const auto allowed = allowed_.find(full_name_);
     if (allowed == allowed_.end()) {
       error_ = format_error(Errc::pickle_forbidden,
                             "the metadata names " + printable(module) + "." + printable(name) +
-                                ", which is not on the list of what a checkpoint may contain");
+                                ", which is not on the allow-list for metadata");
       return;
     }
     const auto [known, is_new] = global_numbers_.try_emplace(&*allowed, values_.globals.size());
@@ -546,7 +545,7 @@ class Walk {
     const Value callee = pop();
     if (callee.kind != ValueKind::global || !is_tuple(arguments)) {
       return fail(Errc::pickle_call,
-                  "a value that is not a function is called, or the arguments are not a tuple");
+                  "the called value is not a function, or the arguments are not a tuple");
     }
     if (role(callee) == GlobalRole::mapping && arguments.weight == 1) {
       return push_object(ObjectKind::mapping, &callee);
@@ -555,17 +554,16 @@ class Walk {
         role(callee) == GlobalRole::function || role(callee) == GlobalRole::enumeration;
     const bool is_lookup = role(callee) == GlobalRole::member;
     if (is_lookup && !arguments.is(Value::kNamesMember)) {
-      error_ =
-          format_error(Errc::pickle_forbidden,
-                       "the metadata calls getattr for something other than a member of an enum, "
-                       "which is not on the list of what a checkpoint may contain");
+      error_ = format_error(Errc::pickle_forbidden,
+                            "the metadata calls getattr for something other than an enum member, "
+                            "which is not allowed in metadata");
       return;
     }
     if (!is_lookup && (!is_function || !arguments.is(Value::kPlain))) {
       return fail(Errc::pickle_call, "this call does not occur in metadata");
     }
     if (arguments.weight > Limits::kArgumentsWeight) {
-      return too_large("a function is called with too many arguments");
+      return too_large("the arguments of a function are too large");
     }
     Value result;
     result.kind = ValueKind::called;
@@ -589,7 +587,8 @@ class Walk {
     const bool is_class = made == GlobalRole::dict_class || made == GlobalRole::key_class ||
                           made == GlobalRole::tuple_class || made == GlobalRole::slots_class;
     if (!is_class || !is_tuple(arguments) || arguments.weight != 1) {
-      return fail(Errc::pickle_call, "an object is created in a way that metadata does not use");
+      return fail(Errc::pickle_call,
+                  "an object is created in a way that does not occur in metadata");
     }
     push_object(ObjectKind::instance, &callee);
   }
@@ -604,12 +603,13 @@ class Walk {
     }
     Object& instance = object(target);
     if (instance.fetched) {
-      return fail(Errc::pickle_shared, "a value changes after it was fetched from the memo");
+      return fail(Errc::pickle_shared, "a value is changed after it was fetched from the memo");
     }
-    if (instance.built) return fail(Errc::pickle_state, "an object gets a second state");
+    if (instance.built)
+      return fail(Errc::pickle_state, "the pickle sets the state of an object twice");
     if (!is_state(state, instance.role)) {
       return fail(Errc::pickle_state,
-                  "the state of an object does not have the form that its class uses");
+                  "the state of an object does not have the form that its class requires");
     }
     if (!add_depth_and_weight(state, instance.depth, instance.weight)) return;
     instance.built = true;
@@ -756,11 +756,12 @@ class Walk {
 
   ExtentsField extents_of(const Value& value) {
     if (value.kind == ValueKind::extents) return {value.number(), Object::kNothing};
-    std::string problem = values_.kind(value) + " instead of %";
+    std::string problem = "% that is " + values_.kind(value);
     if (value.kind == ValueKind::tuple) {
       const std::span<const Value> parts = values_.tuple(value);
       const auto bad = std::ranges::find_if_not(parts, is_integer);
-      problem = "% of " + values_.number(*bad);
+      problem = (bad->kind == ValueKind::large_integer ? "% of " : "% that contains ") +
+                values_.number(*bad);
     }
     values_.problems.push_back(std::move(problem));
     return {0, static_cast<std::uint32_t>(values_.problems.size() - 1)};
@@ -769,7 +770,7 @@ class Walk {
   void memoize(std::uint64_t index) {
     if (!needs(1)) return;
     if (index != memo_.size()) {
-      return fail(Errc::pickle_stack, "a memo index is not the next free one");
+      return fail(Errc::pickle_stack, "memo indices are not consecutive");
     }
     memo_.push_back(stack_.back());
   }
@@ -778,7 +779,7 @@ class Walk {
     const Value& value = memo_[index];
     if (value.kind == ValueKind::object) {
       if (object(value).dropped) {
-        return fail(Errc::pickle_shared, "the state of an object is fetched from the memo");
+        return fail(Errc::pickle_shared, "the pickle uses the state of an object again");
       }
       object(value).fetched = true;
     }
@@ -794,7 +795,7 @@ class Walk {
   bool stopped_ = false;
   std::optional<Error> error_;
   std::vector<Value> stack_;
-  std::vector<std::size_t> marks_;  // their positions on the stack
+  std::vector<std::size_t> marks_;  // positions of the marks on the stack
   std::vector<Value> memo_;
   std::vector<std::int64_t> numbers_;
   std::map<const void*, std::size_t> global_numbers_;  // by address of the entry in allowed_
@@ -900,12 +901,12 @@ std::string PickleValues::kind(const Value& value) const {
 
 std::string PickleValues::number(const Value& value) const {
   if (value.kind == ValueKind::large_integer) {
-    return value.is(Value::kNegative) ? "less than -2**63, which is not a count" : "2**63 or more";
+    return value.is(Value::kNegative) ? "less than -2**63" : "2**63 or more";
   }
   if (value.kind != ValueKind::small_integer && value.kind != ValueKind::integer) {
-    return kind(value) + ", which is not a count";
+    return kind(value);
   }
-  return std::to_string(value.integer()) + (value.integer() < 0 ? ", which is not a count" : "");
+  return std::to_string(value.integer());
 }
 
 std::size_t PickleValues::count(const Object& object) const {

@@ -32,7 +32,7 @@ Result<std::optional<std::uint64_t>> bytes_sealed(std::span<const std::byte> fil
   if (!is_ours || seal.number(8) != covered) return std::optional<std::uint64_t>();
   if (format::crc32(0, file.first(covered)) != crc) {
     return format_error(Errc::checksum_mismatch,
-                        "its bytes do not match the checksum at the end of the file");
+                        "the contents do not match the checksum at the end of the file");
   }
   return std::optional<std::uint64_t>(covered);
 }

@@ -27,8 +27,8 @@ Error outside_error(const std::string& path, std::string detail) {
 Error link_error(const std::string& path) {
   return outside_error(
       path,
-      "it is a link or its path contains one, and a checkpoint's files are not read "
-      "through links; copy the files themselves into the directory");
+      "the path is or contains a symbolic link, and checkpoint files are not read through links; "
+      "copy the files themselves into the directory");
 }
 
 std::vector<std::string> components_of(std::string_view name) {
@@ -55,7 +55,7 @@ Result<int> open_by_openat2(int directory_fd, const std::string& name, int flags
 }
 
 // Opens the path component by component, for kernels without openat2. If another process moves a
-// directory of the path meanwhile, the file is still opened in that directory.
+// directory of the path meanwhile, the file is opened in the moved directory.
 Result<int> open_step_by_step(int directory_fd, const std::string& name, int flags,
                               const std::string& path) {
   TC_FAULT("openat", path);
@@ -70,7 +70,7 @@ Result<int> open_step_by_step(int directory_fd, const std::string& name, int fla
     const int next = uninterrupted(
         [&] { return ::openat(at, step.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); });
     if (next < 0) {
-      // The kernel reports ENOTDIR for a link, too.
+      // The kernel also reports ENOTDIR for a link.
       const int failed = errno;
       struct stat status {};
       const bool link = failed == ENOTDIR &&
@@ -89,7 +89,7 @@ Result<int> open_step_by_step(int directory_fd, const std::string& name, int fla
   return fd;
 }
 
-// The errors of kernels without openat2, and of sandboxes that do not know it.
+// Returns true for the errors of kernels and sandboxes that do not support openat2.
 bool is_unsupported(int sys_errno) {
   return sys_errno == ENOSYS || sys_errno == EPERM || sys_errno == EINVAL;
 }
@@ -103,7 +103,7 @@ Result<int> open_descriptor(int directory_fd, const std::string& name, int flags
   if (fd) return fd;
   if (fd.error().sys_errno == ELOOP) return link_error(path);
   if (fd.error().sys_errno == EXDEV)
-    return outside_error(path, "it leads out of the checkpoint's directory");
+    return outside_error(path, "the path leads out of the checkpoint's directory");
   return fd;
 }
 
@@ -126,10 +126,11 @@ Result<File> open_beneath(int directory_fd, const std::string& directory_path,
                           const std::string& name, IoMode mode) {
   const std::string path = directory_path + "/" + name;
   if (!names_file_beneath(name)) {
-    return outside_error(path, "it is not the name of a file in the checkpoint's directory");
+    return outside_error(
+        path, "the name is not a relative path to a file inside the checkpoint's directory");
   }
   TC_FAULT("open", path);
-  // O_NONBLOCK, so that opening a FIFO in place of a data file does not block.
+  // O_NONBLOCK: opening a FIFO must not block.
   const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
   bool direct = mode == IoMode::direct;
   auto fd = open_descriptor(directory_fd, name, direct ? flags | O_DIRECT : flags, path);

@@ -17,7 +17,8 @@
 namespace torch_ckpt::os {
 namespace {
 
-// Linux moves at most 0x7ffff000 bytes per call; asking for less keeps every full write aligned.
+// Linux transfers at most 0x7ffff000 bytes per call. A smaller power of two keeps the data after a
+// full transfer aligned.
 constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
 
 constexpr std::size_t kPageBytes = 4096;
@@ -71,7 +72,7 @@ Result<File> File::create_at(int directory, const std::string& name, const std::
     return uninterrupted(
         [&] { return ::openat(directory, name.c_str(), flags | more, kFileMode); });
   };
-  // Allocates before the file exists: if memory runs out, no file is left.
+  // Allocate memory before the file exists, so that running out of memory leaves no file.
   File file(-1, path, mode == IoMode::direct);
   if (mode == IoMode::direct) {
     file.fd_ = open_with(O_DIRECT);
@@ -131,7 +132,7 @@ Result<> File::write_at(std::span<const std::byte> data, std::uint64_t offset) {
       }
       return system_error(errno, "pwrite", path_, offset);
     }
-    // POSIX allows 0 for a full device, which would make this loop endless.
+    // POSIX allows pwrite to return 0 on a full device; without this check, the loop would not end.
     if (wrote == 0) return system_error(ENOSPC, "pwrite", path_, offset);
     const auto count = static_cast<std::size_t>(wrote);
     // The remainder of a short direct write is no longer aligned.
@@ -154,7 +155,7 @@ Result<std::size_t> File::read_some_at(std::span<std::byte> out, std::uint64_t o
     }
     if (got == 0) break;
     total += static_cast<std::size_t>(got);
-    // A direct read that stops inside a block has reached the end of the file.
+    // A direct read that stops within a block has reached the end of the file.
     if (direct_ && total % kDirectAlignment != 0) break;
   }
   return total;
@@ -165,8 +166,8 @@ Result<> File::read_at(std::span<std::byte> out, std::uint64_t offset) const {
   if (!got) return got.error();
   if (*got < out.size()) {
     Error error = format_error(Errc::range_past_end,
-                               "the file ends " + std::to_string(out.size() - *got) +
-                                   " bytes before the range that the metadata gives",
+                               "the file is too short: " + std::to_string(out.size() - *got) +
+                                   " bytes of the range given in the metadata are missing",
                                offset + *got);
     error.operation = "pread";
     error.path = path_;
@@ -177,7 +178,7 @@ Result<> File::read_at(std::span<std::byte> out, std::uint64_t offset) const {
 
 double File::cached_fraction(std::uint64_t offset, std::size_t length) const {
   if (length == 0) return 1.0;
-  // mincore, because preadv2(RWF_NOWAIT) starts read-ahead of pages that are not cached.
+  // Use mincore: preadv2(RWF_NOWAIT) would start read-ahead of pages that are not cached.
   const std::uint64_t begin = align_down(offset, kPageBytes);
   const std::size_t span = align_up(offset - begin + length, kPageBytes);
   void* mapped = ::mmap(nullptr, span, PROT_READ, MAP_SHARED, fd_, static_cast<off_t>(begin));
@@ -217,14 +218,14 @@ void File::start_writeback(std::uint64_t offset, std::uint64_t length) const {
 
 Result<> File::sync() {
   TC_FAULT("fsync", path_);
-  // Never retried, not even after EINTR: see the header.
+  // Never retry, not even after EINTR; see the header.
   if (::fsync(fd_) != 0) return system_error(errno, "fsync", path_);
   return {};
 }
 
 Result<> File::close() && {
   const int fd = std::exchange(fd_, -1);
-  // Linux releases the descriptor even if close fails, so it is never closed again.
+  // Linux releases the descriptor even if close fails, so never close it again.
   const int failed = ::close(fd) != 0 ? errno : 0;
   TC_FAULT("close", path_);
   if (failed != 0 && failed != EINTR) return system_error(failed, "close", path_);

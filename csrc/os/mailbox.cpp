@@ -23,23 +23,23 @@ namespace {
 constexpr const char* kName = "torch_ckpt results";
 
 struct Head {
-  std::uint64_t end = sizeof(Head);  // end of the complete messages
+  std::uint64_t end = sizeof(Head);  // offset after the last complete message
   std::uint64_t lost = 0;
 };
 
-// O_NONBLOCK and O_NOCTTY, because the descriptor number may belong to another file by now. O_RDWR
+// O_NONBLOCK and O_NOCTTY, because the descriptor number may refer to another file by now. O_RDWR
 // opens both ends of a pipe, so that writing to a pipe without a reader raises no SIGPIPE.
 constexpr int kOpenFlags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
 
-// Interval of checks that senders are alive, if the kernel cannot report their end.
+// How often to check that senders are alive if the kernel cannot report their exit.
 constexpr std::chrono::milliseconds kAliveInterval{1000};
 
 Error last_error(const char* operation, const std::string& path) {
   return system_error(errno, operation, path);
 }
 
-// A lock on an open file. Closing the file does not release it if another thread forks meanwhile:
-// the child has the descriptor, too, and would wait for its own lock.
+// Unlocks a locked file explicitly. Closing the file does not release the lock if another thread
+// forks meanwhile: the child inherits the descriptor and with it the lock, and would wait for it.
 class Lock {
  public:
   explicit Lock(int fd) : fd_(fd) {}
@@ -55,8 +55,8 @@ class Lock {
 
 }  // namespace
 
-// The locked memory file, with a descriptor of its own: processes that share the mailbox's
-// descriptor would share its lock, too.
+// The locked memory file. It has its own descriptor, because processes that share the mailbox's
+// descriptor would also share a lock on it.
 class Mailbox::Locked {
  public:
   static Result<Locked> open(const Mailbox& mailbox) {
@@ -81,7 +81,7 @@ class Mailbox::Locked {
 
   File file;
   Head head;
-  Lock lock;  // declared last, so that it is released before the file is closed
+  Lock lock;  // declared last, so that the lock is released before the file is closed
 };
 
 Result<Mailbox> Mailbox::create() {
@@ -120,7 +120,7 @@ Mailbox::~Mailbox() {
   }
 }
 
-// A forked child uses its own copies of the descriptors, which outlive the owner.
+// A forked child uses its own copies of the descriptors, because the owner may have ended.
 std::string Mailbox::path(int fd) const {
   const std::string process = memory_ >= 0 ? "self" : std::to_string(address_.process);
   return "/proc/" + process + "/fd/" + std::to_string(fd);
@@ -130,8 +130,8 @@ Result<> Mailbox::put(std::span<const std::byte> message, bool wakes) {
   auto locked = Locked::open(*this);
   if (!locked) return locked.error();
   if (auto put = locked->file.write_at(message, locked->head.end); !put) return put;
-  // Wakes before the message is complete, so that no message is complete without a wake-up if this
-  // process dies in between. The woken process waits for the lock.
+  // Wake the reader before completing the message: otherwise, if this process died in between, no
+  // process would be woken for a complete message. The reader waits for the lock.
   if (wakes) {
     if (auto woken = wake(); !woken) return woken;
   }
@@ -158,7 +158,7 @@ Result<Mailbox::Contents> Mailbox::contents(bool takes) {
   if (!size) return size.error();
   if (!inside(sizeof(Head), 0, head.end) || !inside(head.end, 0, *size)) {
     return format_error(Errc::frame_damaged,
-                        "another process changed the memory through which results are sent");
+                        "another process corrupted the shared memory used to send results");
   }
   Contents contents;
   contents.is_lost = head.lost != 0;
@@ -166,13 +166,13 @@ Result<Mailbox::Contents> Mailbox::contents(bool takes) {
   auto read = file.read_at(std::as_writable_bytes(std::span(contents.messages)), sizeof(Head));
   if (!read) return read.error();
   if (!takes) return contents;
-  // Under the lock, so this removes no byte of a later message.
+  // This removes no byte of a later message, because the lock is held.
   std::array<char, 256> bytes{};
   while (::read(wake_read_, bytes.data(), bytes.size()) > 0) {
   }
   head = Head{};
   if (auto emptied = locked->write_head(); !emptied) return emptied.error();
-  // Failing to free the memory is no reason to lose the messages.
+  // Ignore errors: a failure to free memory must not lose the messages.
   static_cast<void>(file.truncate(sizeof(Head)));
   return contents;
 }
@@ -190,12 +190,12 @@ Result<> Mailbox::wake() {
   if (::fstat(fd, &status) != 0) {
     sys_errno = errno;
   } else if (!S_ISFIFO(status.st_mode) || status.st_ino != address_.wake_pipe) {
-    sys_errno = ENOENT;  // the descriptor number belongs to another file by now
+    sys_errno = ENOENT;  // the descriptor number refers to another file by now
   } else if (uninterrupted([&] { return static_cast<int>(::write(fd, &byte, 1)); }) < 0) {
     sys_errno = errno;
   }
   if (wake_write_ < 0) ::close(fd);
-  // A full pipe wakes the reader, too.
+  // EAGAIN: the pipe is full, so it already wakes the reader.
   if (sys_errno != 0 && sys_errno != EAGAIN) return system_error(sys_errno, "write", other);
   return {};
 }

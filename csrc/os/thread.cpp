@@ -33,8 +33,8 @@ Result<> inject_fault() {
 
 std::string thread_limits() {
   return "the limit on the user's processes and threads (ulimit -u: " + limit(RLIMIT_NPROC) +
-         "), on those of the container (pids.max of its cgroup), or on address space (ulimit -v, "
-         "in bytes: " +
+         "), the limit of the container (pids.max of its cgroup), or the limit on address space "
+         "(ulimit -v, in bytes: " +
          limit(RLIMIT_AS) + ")";
 }
 

@@ -31,12 +31,12 @@ std::vector<Bucket> split_subset(std::span<const ItemSize> items,
     filled[next] += items[index].bytes;
     next = (next + 1) % buckets.size();
   }
-  // With one bucket there is nothing to balance, and stock torch keeps the plan's order.
+  // A single bucket keeps the order of the plan, as in stock torch.
   if (buckets.size() > 1) {
     std::stable_sort(tensors.begin(), tensors.end(),
                      [&](std::size_t a, std::size_t b) { return items[a].bytes > items[b].bytes; });
   }
-  // {bytes so far, bucket}: the pair breaks ties by the bucket's number.
+  // {bytes so far, bucket number}: comparing pairs breaks ties by number.
   using Entry = std::pair<std::uint64_t, std::size_t>;
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> smallest;
   for (std::size_t i = 0; i < buckets.size(); ++i) smallest.emplace(filled[i], i);
@@ -66,9 +66,10 @@ Result<std::vector<NamedBucket>> split_with_hint(std::span<const ItemSize> items
     return result;
   }
   if (count.max < 2) {
-    return format_error(Errc::invalid_argument,
-                        "separation_hint needs thread_count >= 2 (one file for each side), got " +
-                            std::to_string(count.max));
+    return format_error(
+        Errc::invalid_argument,
+        "separation_hint needs thread_count >= 2 (at least one file per group), got " +
+            std::to_string(count.max));
   }
   const BucketCount half{count.max / 2, count.bytes_each};
   std::vector<std::size_t> hinted;

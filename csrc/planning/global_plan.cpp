@@ -42,7 +42,7 @@ Error refused(std::string detail) {
 
 constexpr std::uint32_t kNone = 0xffffffff;
 
-/// Finds parts by their entry and their box.
+/// A hash table of parts, by entry and box.
 class PartTable {
  public:
   /// Returns the part's number, or the free slot in which to insert it.
@@ -93,9 +93,9 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
   plan.part_of_row_.resize(plan.ranks());
   PartTable known;
   index::ExtentsTable extents;
-  // The entry of each row of a template. Most ranks share a template, so entries are kept for each.
+  // The entry of each row, by template: most ranks share a template.
   std::unordered_map<const StateTemplate*, std::vector<std::uint32_t>> entries_of;
-  // Offsets and sizes of each box of the current rank, in `extents`.
+  // Ids (in `extents`) of the offsets and sizes of each box of the current rank.
   std::vector<std::pair<std::uint32_t, std::uint32_t>> boxes;
   for (std::uint32_t rank = 0; rank < plan.ranks(); ++rank) {
     const RankState& rank_state = plan.states_[rank];
@@ -157,16 +157,16 @@ Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
     const Row& row = state.row(i);
     if (row.kind == Kind::other && !row.is_present) continue;
     if (state.name(i).size() > index::CheckpointIndex::kMaxNameBytes) {
-      return refused("rank " + std::to_string(rank) + " has a value whose name has " +
-                     std::to_string(state.name(i).size()) + " bytes; at most " +
+      return refused("rank " + std::to_string(rank) + " has a value with a name of " +
+                     std::to_string(state.name(i).size()) + " bytes; the maximum is " +
                      std::to_string(index::CheckpointIndex::kMaxNameBytes) +
-                     " are allowed: " + std::string(state.name(i).substr(0, 100)) + "...");
+                     ". The name begins with " + std::string(state.name(i).substr(0, 100)));
     }
     const auto [number, is_new] = names_.add(state.name(i));
     if (is_new) entries_.push_back({rank, i, kNone, kNone});
     entries[i] = number;
-    // Compare dtype and size of a DTensor only on ranks that have a part of it: outside of its mesh
-    // torch may report another size.
+    // Compare the dtype and size of a DTensor only on ranks that have a part of it: on ranks
+    // outside its mesh, torch may report a different size.
     if (row.kind == Kind::shard && row_of(entries_[number]).kind == Kind::shard) continue;
     if (auto same = check_same(entries_[number], rank, i); !same) return std::move(same).error();
   }
@@ -190,15 +190,15 @@ Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uin
                                 "rank " + std::to_string(rank)};
   if (a.kind != b.kind) {
     return refused(name + ": " + ranks[0] + " has " + std::string(kind_name(a.kind)) + ", " +
-                   ranks[1] + " " + std::string(kind_name(b.kind)));
+                   ranks[1] + " has " + std::string(kind_name(b.kind)));
   }
   const std::string of[2] = {"torch." + first_state.dtype(a) + " " + listed(first_state.sizes(a)),
                              "torch." + state.dtype(b) + " " + listed(state.sizes(b))};
-  const std::string why =
-      a.kind == Kind::tensor
-          ? "; plain tensors with the same name count as replicas, and only one of them is saved. "
-            "Use a DTensor or different names."
-          : "; a DTensor must have the same dtype and size on all ranks";
+  const std::string why = a.kind == Kind::tensor
+                              ? ". Plain tensors with the same name are treated as replicas, and "
+                                "only one is saved. Use "
+                                "a DTensor or different names."
+                              : ". A DTensor must have the same dtype and size on all ranks.";
   return refused(name + ": " + ranks[0] + " has " + of[0] + ", " + ranks[1] + " has " + of[1] +
                  why);
 }
@@ -208,7 +208,7 @@ void GlobalPlan::choose_owners() {
   for (Part& part : parts_) {
     if (part.holders == 1) loads[part.owner] += part.bytes;
   }
-  // The ranks that have each replicated part, in their order.
+  // By part, if it is replicated: the ranks that have it, in ascending order, and their rows.
   std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>> holders(parts_.size());
   std::vector<std::uint32_t> several;
   for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
@@ -253,8 +253,8 @@ bool GlobalPlan::have_equal_parts(const Entry& one, const Entry& other) const {
 }
 
 Result<> GlobalPlan::check_cover() const {
-  // The first entry for each way in which a tensor is divided: entries that are divided in the same
-  // way need no second proof.
+  // The first checked entry for each set of boxes, by hash: entries divided in the same way need no
+  // second check.
   std::unordered_multimap<std::uint64_t, std::uint32_t> proven;
   std::vector<Box> boxes;
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
@@ -281,7 +281,7 @@ Result<> GlobalPlan::check_cover() const {
       if (!index::lies_inside(offsets, sizes, whole)) {
         return refused(std::string(names_.at(number)) + ": rank " +
                        std::to_string(parts_[at].owner) + " has a shard of " + listed(sizes) +
-                       " at " + listed(offsets) + ", which is outside of the tensor of " +
+                       " at " + listed(offsets) + ", which lies outside the tensor of " +
                        listed(whole));
       }
       const std::uint64_t elements = product(sizes);
@@ -292,8 +292,9 @@ Result<> GlobalPlan::check_cover() const {
     const std::uint64_t all = product(whole);
     if (held != all || (boxes.size() > 1 && !tile(whole, boxes))) {
       return refused(std::string(names_.at(number)) + ": the shards of all ranks have " +
-                     std::to_string(held) + " elements and do not cover the tensor of " +
-                     listed(whole) + ", which has " + std::to_string(all) + ", exactly once");
+                     std::to_string(held) + " elements in total and do not cover each of the " +
+                     std::to_string(all) + " elements of the tensor of " + listed(whole) +
+                     " exactly once");
     }
     proven.emplace(hash, number);
   }

@@ -29,23 +29,23 @@ namespace {
 
 using os::Directory;
 
-// Arguments of this type are converted as by os.fsencode.
+// pybind11 converts arguments of this type like os.fsencode.
 using Path = std::filesystem::path;
 
-/// Returns str() of a Python exception, encoded as by os.fsencode: it may contain any path.
+/// Returns str() of a Python exception, encoded like os.fsencode because it may contain any path.
 std::string message_of(const py::error_already_set& raised) {
   const py::object value = raised.value();
   const auto text = py::reinterpret_steal<py::object>(PyObject_Str(value.ptr()));
   const auto bytes =
       py::reinterpret_steal<py::object>(text ? PyUnicode_EncodeFSDefault(text.ptr()) : nullptr);
   if (bytes && PyBytes_Size(bytes.ptr()) > 0) return PyBytes_AsString(bytes.ptr());
-  // The text is empty, __str__ failed, or the text cannot be encoded.
+  // __str__ failed, or its result is empty or cannot be encoded.
   PyErr_Clear();
   return Py_TYPE(value.ptr())->tp_name;
 }
 
-/// Python callbacks for engine calls that run without the GIL. Keeps the exception that a callback
-/// raised. Hold the GIL to construct, use and destroy it.
+/// Python callbacks for engine calls that run without the GIL. Stores the exception that a callback
+/// raises. The GIL must be held to construct, use and destroy an object of this class.
 class Callbacks {
  public:
   explicit Callbacks(py::function named = {}) : named_(std::move(named)) {}
@@ -54,7 +54,8 @@ class Callbacks {
     return [this](const Directory& opened, const std::string& name) {
       std::set<std::string> found;
       auto done = call([&] {
-        // A duplicate: a kept exception keeps its frames, and so this object, alive.
+        // Pass a duplicate: if the callback raises, the frames of the stored exception keep the
+        // Python object alive.
         const py::object directory = py::cast(unwrap(opened.duplicate()));
         const py::object text = os_text(name);
         const auto files = owned([&] {
@@ -74,7 +75,8 @@ class Callbacks {
     };
   }
 
-  /// Calls `function` without the GIL and returns its value. Raises the exception of a callback.
+  /// Calls `function` without the GIL and returns its value. If it fails because a callback raised
+  /// an exception, raises that exception.
   template <class Function>
   auto run(Function function) {
     auto result = [&] {
@@ -84,8 +86,8 @@ class Callbacks {
     if (!result && raised_) throw std::move(*raised_);
     return unwrap(std::move(result));
   }
-  /// Raises the exception of a callback if it is not an Exception (KeyboardInterrupt), with
-  /// `failed` as its context. Other exceptions have already become warnings.
+  /// If a callback raised something other than an Exception (KeyboardInterrupt), raises it again
+  /// with `failed` as its context. Other exceptions have already been issued as warnings.
   void raise_interrupt(const py::object& failed = {}) {
     if (!raised_ || raised_->matches(PyExc_Exception)) return;
     // PyException_SetContext steals the reference.
@@ -107,11 +109,11 @@ class Callbacks {
       } catch (const Failure& failure) {
         return failure.error();
       } catch (const std::exception&) {
-        return exception_error(std::current_exception(), "read which files the metadata names");
+        return exception_error(std::current_exception(), "list the files that the metadata names");
       }
     });
   }
-  /// Returns the reference that `make` creates. Does not return if the interpreter ends meanwhile.
+  /// Returns the reference that `make` creates. Does not return if the interpreter shuts down.
   template <class Make>
   static py::object owned(Make make) {
     PyObject* const made = outlasting_python(make);
@@ -159,7 +161,7 @@ Result<std::uint64_t> length_of(const Directory& directory, const Path& name) {
   return file->size();
 }
 
-// For `opener=` of io.open: no bytecode runs before the file object owns the descriptor, so no
+// An `opener` for io.open. No bytecode runs before the file object owns the descriptor, so no
 // signal handler can leak it.
 Result<int> open_for_read(const Directory& directory, const Path& name, int) {
   auto file = directory.open_for_read(name.native());
@@ -194,7 +196,7 @@ void commit(directory::Lease& lease, std::span<const std::byte> metadata,
   callbacks.raise_interrupt();
 }
 
-/// Calls a function that removes files and never fails, and issues its warnings.
+/// Calls a function that removes files, and issues its warnings. The function never fails.
 template <class Function>
 void run_and_warn(py::function named, Function function) {
   Callbacks callbacks(std::move(named));
@@ -214,7 +216,7 @@ std::optional<py::list> remove_leftovers(Directory& opened, py::function named) 
   return removed ? std::optional(texts(*removed)) : std::nullopt;
 }
 
-/// Raises OSError if nothing was published, as os.rename does.
+/// Raises OSError if nothing was published, like os.rename.
 void raise_unpublished(const directory::PublishOutcome& outcome) {
   if (outcome.state == directory::PublishState::not_published) throw Failure(outcome.error);
   if (outcome.state == directory::PublishState::durability_uncertain) raise(outcome);

@@ -14,15 +14,15 @@
 
 namespace torch_ckpt::python {
 
-/// Converts an offset or length of the metadata, which may be damaged or malicious.
+/// Converts an offset or length from the metadata, which may be damaged or malicious.
 inline std::uint64_t number_of(const pybind11::object& value, const std::string& name,
                                const char* what) {
   const std::uint64_t number =
       PyLong_Check(value.ptr()) ? PyLong_AsUnsignedLongLong(value.ptr()) : std::uint64_t(-1);
   if (number != std::uint64_t(-1)) return number;
   PyErr_Clear();
-  throw Failure(format_error(Errc::range_past_end, name + ": the metadata gives an impossible " +
-                                                       what + ": " +
+  throw Failure(format_error(Errc::range_past_end, name + ": the metadata has an invalid " + what +
+                                                       ": " +
                                                        pybind11::repr(value).cast<std::string>()));
 }
 

@@ -27,7 +27,7 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
       static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1000.0));
 }
 
-// The fields of an address, in the order of Python's tuple.
+// The fields of an address, in the order of the Python tuple.
 auto fields(auto& address) {
   return std::tie(address.process, address.memory, address.wake, address.wake_pipe,
                   address.memory_file.device, address.memory_file.number,
@@ -54,7 +54,7 @@ Result<> wait(ProcessChannel& channel, double seconds) {
   return channel.wait(milliseconds_of(seconds));
 }
 
-/// Returns the results, or the object that was sent in their place, or None after `seconds`.
+/// Returns the files, or the object that was sent instead. Returns None after `seconds`.
 py::object wait_for_files(ProcessChannel& channel, double seconds) {
   const auto outcome =
       without_gil([&] { return channel.wait_for_files(milliseconds_of(seconds)); });
@@ -79,7 +79,7 @@ WrittenFiles written_files(const std::vector<FileOfPython>& given) {
   return WrittenFiles(std::move(files));
 }
 
-/// Returns (file name, offset, length, payload CRC-32) for each item from `first` on.
+/// Returns (file name, offset, length, payload CRC-32) for each item, beginning with item `first`.
 py::list locations_of(const WrittenFiles& written, std::size_t first) {
   py::list locations(written.items - std::min(first, written.items));
   for (const format::FileResult& file : written.files) {
@@ -132,7 +132,7 @@ WrittenFiles::WrittenFiles(std::vector<format::FileResult> results) : files(std:
   for (const format::FileResult& file : files) {
     for (const format::ItemResult& item : file.items) {
       if (item.item >= items || seen[item.item]) {
-        throw py::index_error("expected one result for each item, numbered from 0");
+        throw py::index_error("expected exactly one result per item, numbered from 0");
       }
       seen[item.item] = true;
     }

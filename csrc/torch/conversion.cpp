@@ -15,8 +15,8 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// Elements to convert at a time: few enough that ATen uses no threads of its own, since several
-// threads of the engine run already.
+// Number of elements to convert at a time. So few that ATen does not start threads of its own:
+// several engine threads are already running.
 constexpr std::size_t kAtOnce = 1024;
 constexpr std::size_t kMaxItemBytes = 16;
 
@@ -62,12 +62,12 @@ staging::Convert conversion_between(const std::string& name, at::ScalarType from
     copy_by_torch(out, in, count, from, to, conj, neg);
   };
   try {
-    // Checked before the load, so that the error can name the item.
+    // Check this before the load, so that the error can name the item.
     const std::array<std::byte, kMaxItemBytes> zero{};
     std::array<std::byte, kMaxItemBytes> out{};
     convert(out.data(), zero.data(), 1);
   } catch (const std::exception&) {
-    throw Failure(format_error(Errc::invalid_argument, name + ": torch has no conversion from " +
+    throw Failure(format_error(Errc::invalid_argument, name + ": torch cannot convert " +
                                                            name_of(from) + " to " + name_of(to)));
   }
   return convert;

@@ -16,7 +16,8 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// The payload is in the order of the dense strides: dimensions by decreasing stride.
+// Returns the loops that copy a tensor to its payload. The payload is laid out by the dense
+// strides, with dimensions in order of decreasing stride.
 std::vector<staging::Source::Dim> gather_dims(const at::Tensor& tensor,
                                               const std::vector<std::int64_t>& dense_strides,
                                               std::size_t item_bytes) {
@@ -31,7 +32,7 @@ std::vector<staging::Source::Dim> gather_dims(const at::Tensor& tensor,
     if (size == 1) continue;
     const std::int64_t stride_bytes =
         tensor.stride(static_cast<std::int64_t>(d)) * static_cast<std::int64_t>(item_bytes);
-    // Merges dimensions that are contiguous with each other, so that rows are long.
+    // Merge contiguous dimensions, so that rows are long.
     if (!dims.empty() &&
         dims.back().stride_bytes == stride_bytes * static_cast<std::int64_t>(size)) {
       dims.back().size *= size;
@@ -76,7 +77,7 @@ TensorSource source_of(const at::Tensor& tensor) {
   }
   if (tensor.is_cuda()) {
     if (!is_dense(tensor))
-      throw std::invalid_argument("a CUDA tensor with gaps must be cloned first");
+      throw std::invalid_argument("a CUDA tensor that is not dense must be cloned first");
   } else if (tensor.is_conj() || tensor.is_neg() || tensor.numel() == 0) {
     return source_of(tensor.clone());
   }

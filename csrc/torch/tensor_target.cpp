@@ -72,14 +72,14 @@ TensorTarget make_target(std::string name, std::size_t file, std::uint64_t offse
   }
   checked_product(target.sizes);
   if (!planning::box_inside(target.sizes, target.region_offsets, target.region_lengths)) {
-    refuse(target.name + ": the wanted region " + text_of(target.region_lengths) + " at " +
+    refuse(target.name + ": the requested region " + text_of(target.region_lengths) + " at " +
            text_of(target.region_offsets) + " does not lie within the stored tensor of " +
            text_of(target.sizes));
   }
   const Extents target_sizes = unsigned_of(target.tensor.sizes());
   if (target_sizes != target.region_lengths) {
-    refuse(target.name + ": mismatch sizes: the target has " + text_of(target_sizes) +
-           ", the wanted region " + text_of(target.region_lengths));
+    refuse(target.name + ": size mismatch: the target has " + text_of(target_sizes) +
+           ", the requested region has " + text_of(target.region_lengths));
   }
   return target;
 }

@@ -38,10 +38,10 @@ SizeRule rule_named(const std::string& word) {
   if (word == "same") return SizeRule::same;
   if (word == "growing") return SizeRule::growing;
   if (word == "any") return SizeRule::any;
-  throw py::value_error("'" + word + "' is not a rule for sizes");
+  throw py::value_error("'" + word + "' is not a size rule");
 }
 
-/// Names, stored and wanted sizes of tensors that differ in them, of those of a status.
+/// Returns name, stored size and requested size of each tensor with this status whose sizes differ.
 py::list other_sizes(const LoadMatch& match, const std::string& status) {
   py::list found;
   for (const std::size_t row : match.rows_with(status_named(status))) {
@@ -56,7 +56,7 @@ py::list other_sizes(const LoadMatch& match, const std::string& status) {
   return found;
 }
 
-/// Names, stored and wanted dtypes of tensors that differ in them.
+/// Returns name, stored dtype and requested dtype of each tensor whose dtypes differ.
 py::list other_dtypes(const LoadMatch& match) {
   py::list found;
   for (std::size_t row = 0; row < match.state().size(); ++row) {
@@ -76,7 +76,8 @@ py::list names_of(const FlatState& state, const std::vector<std::size_t>& rows) 
 
 /// Returns the fields of a torch_ckpt.loading.reading.Row for one target.
 py::tuple row_of(const LoadMatch& match, std::size_t number) {
-  if (number >= match.targets().size()) throw py::index_error("no target of that number");
+  if (number >= match.targets().size())
+    throw py::index_error("there is no target with this number");
   const tensors::TensorTarget& target = match.targets()[number];
   const auto numbers = [](const tensors::Extents& extents) {
     return tuple_of(tensors::signed_of(extents));
@@ -92,7 +93,7 @@ py::list rows_of(const LoadMatch& match) {
   return rows;
 }
 
-/// Names, stored and wanted dtypes of the targets that differ in them.
+/// Returns name, stored dtype and requested dtype of each target whose dtypes differ.
 py::list conversions_of(const LoadMatch& match) {
   py::list found;
   for (const tensors::TensorTarget& target : match.targets()) {
@@ -103,7 +104,7 @@ py::list conversions_of(const LoadMatch& match) {
   return found;
 }
 
-/// The numbers of the CUDA devices of the targets.
+/// Returns the numbers of the CUDA devices that hold targets.
 std::set<int> devices_of(const LoadMatch& match) {
   std::set<int> devices;
   for (const tensors::TensorTarget& target : match.targets()) {
@@ -112,7 +113,7 @@ std::set<int> devices_of(const LoadMatch& match) {
   return devices;
 }
 
-/// The stored bytes of all targets.
+/// Returns the stored bytes of all targets.
 std::uint64_t bytes_of(const LoadMatch& match) {
   std::uint64_t bytes = 0;
   for (const tensors::TensorTarget& target : match.targets()) {
@@ -128,7 +129,7 @@ void bind_load_match(py::module_& module) {
       .def(py::init([](const FlatState& state, const CheckpointIndex& index,
                        const std::string& rule, const std::vector<bool>& chosen) {
              if (!chosen.empty() && chosen.size() != state.size()) {
-               throw py::value_error("there are as many choices as rows, or none");
+               throw py::value_error("chosen must be empty or have one value per row");
              }
              return std::make_unique<LoadMatch>(state, index, rule_named(rule), chosen);
            }),
@@ -151,7 +152,8 @@ void bind_load_match(py::module_& module) {
       .def(
           "set_status",
           [](LoadMatch& match, std::size_t row, const std::string& status) {
-            if (row >= match.state().size()) throw py::index_error("no row of that number");
+            if (row >= match.state().size())
+              throw py::index_error("there is no row with this number");
             match.set_status(row, status_named(status));
           },
           py::arg("row"), py::arg("status"))

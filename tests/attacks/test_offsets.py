@@ -55,7 +55,7 @@ def modify(c: Checkpoint, case: str) -> str:
 def test_an_impossible_number_is_rejected(checkpoint: Checkpoint, case: str) -> None:
     name = modify(checkpoint, case)
     checkpoint.assert_stopped(
-        case, Corrupt, message=f"{name}: the metadata gives it the file offset"
+        case, Corrupt, message=f"{name}: the metadata has an invalid location"
     )
 
 

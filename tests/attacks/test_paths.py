@@ -35,7 +35,7 @@ def modify(c: Checkpoint, attack: str) -> None:
 @pytest.mark.parametrize("attack", PATHS)
 def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     modify(checkpoint, attack)
-    checkpoint.assert_stopped(attack, Unsafe, message="weight: the metadata places its data in")
+    checkpoint.assert_stopped(attack, Unsafe, message="weight: the metadata refers to")
 
 
 @pytest.mark.parametrize("attack", PATHS)

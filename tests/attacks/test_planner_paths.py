@@ -45,7 +45,7 @@ def modify(c: Checkpoint, attack: str) -> None:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     modify(checkpoint, attack)
-    checkpoint.assert_stopped(attack, Corrupt, message="weight: the metadata places it in a list")
+    checkpoint.assert_stopped(attack, Corrupt, message="weight: the path in the metadata has the list index")
 
 
 @pytest.mark.parametrize("kind", DISGUISED)
@@ -54,7 +54,7 @@ def test_the_attack_is_rejected_in_other_types(checkpoint: Checkpoint, kind: str
     checkpoint.metadata.planner_data["weight"] = DISGUISED[kind]
     checkpoint.metadata.planner_data["other"] = ["no path"]
     checkpoint.publish()
-    with pytest.raises(Corrupt, match="weight: the metadata places it in a list"):
+    with pytest.raises(Corrupt, match="weight: the path in the metadata has the list index"):
         torch_ckpt.FileSystemReader(checkpoint.path).read_metadata()
 
 
@@ -111,7 +111,7 @@ def test_paths_that_make_long_lists_are_rejected(
     checkpoint.publish()
     if not allow_pickle:
         checkpoint.assert_stopped(attack, Corrupt)
-    with pytest.raises(Corrupt, match=r"places it in a list|shared parts are counted"):
+    with pytest.raises(Corrupt, match=r"has the list index|shared parts are counted"):
         read_metadata(checkpoint.path, allow_pickle=allow_pickle)
 
 

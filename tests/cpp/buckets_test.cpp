@@ -217,7 +217,7 @@ TEST(SeparationHint, RejectsASingleFileWithAReason) {
     const auto split = split_with_hint(items, names, {count}, "optim");
     ASSERT_TRUE(test::fails(split, Errc::invalid_argument));
     EXPECT_EQ(split.error().message(),
-              "separation_hint needs thread_count >= 2 (one file for each side), got " +
+              "separation_hint needs thread_count >= 2 (at least one file per group), got " +
                   std::to_string(count));
   }
 }

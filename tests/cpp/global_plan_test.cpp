@@ -199,7 +199,7 @@ TEST(GlobalPlan, ADifferenceBetweenRanksIsReportedWithNameAndRanks) {
                   .starts_with("w: rank 0 has torch.float32 [3], rank 1 has torch.float32 [4]"));
   EXPECT_TRUE(refusal(small, whole)
                   .starts_with("w: rank 0 has torch.float32 [3], rank 1 has torch.int64 [3]"));
-  EXPECT_EQ(refusal(small, object), "w: rank 0 has a plain tensor, rank 1 an object");
+  EXPECT_EQ(refusal(small, object), "w: rank 0 has a plain tensor, rank 1 has an object");
 }
 
 TEST(GlobalPlan, TheSizeOfADTensorIsComparedOnlyOnRanksThatHaveIt) {
@@ -258,7 +258,7 @@ TEST(GlobalPlan, AShardOutsideItsTensorIsRejected) {
                              Boxes{{{0, 0}, {8, 2}}, {{9, 0}, {0, 2}}}}) {
     const auto refused = plan(boxes);
     ASSERT_TRUE(fails(refused, Errc::invalid_argument));
-    EXPECT_NE(refused.error().message().find("outside of the tensor"), std::string::npos);
+    EXPECT_NE(refused.error().message().find("outside the tensor"), std::string::npos);
   }
 }
 

@@ -310,8 +310,7 @@ TEST(MetadataPickle, MustNotHaveOtherGlobals) {
 
 TEST(MetadataPickle, ReportsAForbiddenGlobalInPrintableCharacters) {
   EXPECT_EQ(check("\x80\4cos\nsys\x1b\xfftem\n.").error().message(),
-            "the metadata names os.sys??tem, which is not on the list of what a checkpoint may "
-            "contain");
+            "the metadata names os.sys??tem, which is not on the allow-list for metadata");
 }
 
 // --- pickle_call ---------------------------------------------------------------------------------

@@ -407,7 +407,7 @@ TEST(RecordIndex, RejectsATruncatedZip64Field) {
   const auto found =
       index(patched(patched(record, entry + 20, 0xffffffff, 4), entry + 24, 0xffffffff, 4));
   ASSERT_TRUE(fails(found, Errc::zip_inconsistent));
-  EXPECT_EQ(found.error().detail, "a zip64 field is cut short");
+  EXPECT_EQ(found.error().detail, "a zip64 field is truncated");
 }
 
 TEST(RecordIndex, RejectsARecordTruncatedAnywhere) {

@@ -27,6 +27,6 @@ def outside(name: str, file: object) -> Unsafe:
     if len(shown) > 200:
         shown = f"{shown[:200]}..."
     return Unsafe(
-        f"{name}: the metadata places its data in {shown}, which is not a file beneath the "
-        "checkpoint directory"
+        f"{name}: the metadata refers to {shown}, which is not a path inside the checkpoint's "
+        "directory"
     )

@@ -251,12 +251,15 @@ PROGRAMS: dict[str, tuple[bytes, str]] = {
     "a state for a class": (METADATA + b"N" + STATE + b"\x86b.", "not an instance"),
     "a state for a member of an enum": (ENUM + b"K\0\x85R" + STATE + b"b.", "not an instance"),
     "a state for a size": (b"ctorch\nSize\n)\x85R" + STATE + b"b.", "not an instance"),
-    "a second state": (METADATA + b")\x81" + STATE + b"b" + STATE + b"b.", "second state"),
+    "a second state": (METADATA + b")\x81" + STATE + b"b" + STATE + b"b.", "object twice"),
     "slots for what has none": (
         METADATA + b")\x81N" + STATE + b"\x86b.",
-        "form that its class uses",
+        "form that its class requires",
     ),
-    "a name of Python's": (METADATA + b")\x81}X\7\0\0\0__doc__K\1sb.", "form that its class uses"),
+    "a name of Python's": (
+        METADATA + b")\x81}X\7\0\0\0__doc__K\1sb.",
+        "form that its class requires",
+    ),
     "an attribute of a class": (
         GETATTR + METADATA + b"X\4\0\0\0copy\x86R.",
         "used as a value",
@@ -266,7 +269,7 @@ PROGRAMS: dict[str, tuple[bytes, str]] = {
     "a lookup as a value": (b"]" + ENUM + b"X\1\0\0\0a\x86a.", "used as a value"),
     "a lookup as a state": (
         name_of(TensorProperties) + b")\x81" + ENUM + b"X\1\0\0\0a\x86b.",
-        "form that its class uses",
+        "form that its class requires",
     ),
     "a lookup as an argument": (
         ENUM + b"\x94" + ENUM + b"X\1\0\0\0a\x86R.",
@@ -280,17 +283,17 @@ PROGRAMS: dict[str, tuple[bytes, str]] = {
         b"\x95" + struct.pack("<Q", 1 << 62) + b"N.",
         "frame ends past the end",
     ),
-    "a memo index of 2^31": (b"Nr" + struct.pack("<I", 1 << 31) + b".", "not the next free one"),
+    "a memo index of 2^31": (b"Nr" + struct.pack("<I", 1 << 31) + b".", "not consecutive"),
     "a key that doubles": (b"}N\x94" + TWICE + b"K\1s.", "shared parts are counted"),
-    "a key that doubles less": (b"}N\x94" + TWICE[:48] + b"K\1s.", "key of a dict is too large"),
+    "a key that doubles less": (b"}N\x94" + TWICE[:48] + b"K\1s.", "dict key is too large"),
     "an argument that doubles": (
         b"ctorch\nSize\nN\x94" + TWICE[:52] + b"\x85R.",
-        "too many arguments",
+        "arguments of a function are too large",
     ),
-    "lists within lists": (b"]" * 3000 + b"a" * 2999 + b".", "nested deeper"),
-    "tuples within tuples": (b")" + b"\x85" * 100_000 + b".", "nested deeper"),
+    "lists within lists": (b"]" * 3000 + b"a" * 2999 + b".", "nested too deeply"),
+    "tuples within tuples": (b")" + b"\x85" * 100_000 + b".", "nested too deeply"),
     "a list that holds itself": (b"]\x94h\0a.", "after it was fetched"),
-    "a list as key": (b"}]Ns.", "metadata does not have as key"),
+    "a list as key": (b"}]Ns.", "metadata does not use for keys"),
     "an instruction of a class": (b"(ios\nsystem\n.", "opcode 105"),
     "a persistent id": (b"X\1\0\0\0aQ.", "opcode 81"),
     "an extension": (b"\x82\1.", "opcode 130"),
@@ -395,8 +398,8 @@ def test_an_accepted_damaged_program_leaves_the_process_unchanged(protocol: int)
 )
 def test_a_name_that_is_not_allowed_is_unsafe_and_quoted(program: bytes, name: str) -> None:
     message = (
-        f"^here: the metadata names {name}, which is not on the list of what a checkpoint may "
-        "contain; pass allow_pickle=True .*only if you trust the writer$"
+        f"^here: the metadata names {name}, which is not on the allow-list for metadata; "
+        "pass allow_pickle=True .*only if you trust the writer$"
     )
     with pytest.raises(Unsafe, match=message):
         decode_metadata(PROTO + program, "here")
@@ -514,6 +517,6 @@ def test_damaged_metadata_fails_the_load_by_name(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(
-        Corrupt, match=r"\.metadata is damaged .*: its bytes do not match the checksum"
+        Corrupt, match=r"\.metadata is damaged .*: the contents do not match the checksum"
     ):
         torch_ckpt.FileSystemReader(tmp_path).read_metadata()

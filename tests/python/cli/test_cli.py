@@ -248,7 +248,7 @@ def test_ls_refuses_files_outside_the_checkpoint(
     metadata.storage_data[MetadataIndex("layers.9.note")] = _StorageInfo(outside, 0, 10)
     commit(directory, metadata)
     message = fails_with_one_sentence(capsys, ["ls", str(directory)])
-    assert f"layers.9.note: the metadata places its data in {outside!r}" in message
+    assert f"layers.9.note: the metadata refers to {outside!r}" in message
 
 
 def test_ls_does_not_follow_a_link_that_replaced_a_file(

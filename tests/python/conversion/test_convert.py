@@ -259,7 +259,7 @@ def sharded(tmp_path: Path, weight_map: Any) -> None:
 
 def test_an_index_that_names_a_file_elsewhere_is_unsafe(tmp_path: Path) -> None:
     sharded(tmp_path, {"a": "../x.safetensors"})
-    refused(tmp_path, torch_ckpt.Unsafe, "x.safetensors', which is not a file", "hf", "m.pt")
+    refused(tmp_path, torch_ckpt.Unsafe, "x.safetensors', which is not a path", "hf", "m.pt")
 
 
 def test_an_index_that_names_a_missing_tensor_is_corrupt(tmp_path: Path) -> None:

@@ -407,7 +407,7 @@ def test_an_impossible_location_is_refused(checkpoint: Path, offset: Any) -> Non
         place_of(metadata, "small").offset = offset
 
     change(checkpoint, move)
-    with pytest.raises(torch_ckpt.Corrupt, match="small: the metadata gives it the file offset"):
+    with pytest.raises(torch_ckpt.Corrupt, match="small: the metadata has an invalid location"):
         torch_ckpt.verify(checkpoint)
 
 

@@ -244,10 +244,10 @@ def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 UNCOVERED = [
     (None, None, "contain only 0 of the 12 wanted elements"),
     ((2, 4), (0, 0), "contain only 8 of the 12 wanted elements"),
-    ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which is outside of the tensor of [3, 4]"),
-    ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which is outside"),
-    ((3, 4), (-1, 0), "a shard's offset of -1"),
-    ((12,), (0,), "a shard of [12] at [0], which is outside"),
+    ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which lies outside the tensor of [3, 4]"),
+    ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which lies outside"),
+    ((3, 4), (-1, 0), "a shard offset of -1"),
+    ((12,), (0,), "a shard of [12] at [0], which lies outside"),
 ]
 
 

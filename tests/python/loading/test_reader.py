@@ -277,7 +277,7 @@ class WrongTarget(dcp.DefaultLoadPlanner):
 
 def test_a_planners_target_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     save({"weight": f32(3, 2)}, tmp_path)
-    message = r"weight: mismatch sizes: the target has \[2, 3\], the wanted region \[3, 2\]"
+    message = r"weight: size mismatch: the target has \[2, 3\], the requested region has \[3, 2\]"
     with pytest.raises(dcp.CheckpointException, match=message):
         load({"weight": torch.zeros(3, 2)}, tmp_path, planner=WrongTarget())
 
