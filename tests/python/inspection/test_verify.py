@@ -334,7 +334,7 @@ def test_a_path_that_is_not_a_file_is_reported(checkpoint: Path, kind: str) -> N
             file.mkdir()
     (damage,) = torch_ckpt.verify(checkpoint).damaged
     assert (damage.name, damage.file) == (None, file.name)
-    assert ("it is a link" if kind == "link" else "not a regular file") in damage.what
+    assert ("contains a symbolic link" if kind == "link" else "not a regular file") in damage.what
 
 
 def test_an_io_error_is_not_damage(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:

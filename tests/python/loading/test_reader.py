@@ -190,7 +190,7 @@ def test_a_hundred_regions_of_one_large_tensor_are_read(tmp_path: Path) -> None:
 def test_a_region_outside_the_stored_tensor_is_refused(tmp_path: Path, offsets: Offsets) -> None:
     save({"weight": f32(40, 30)}, tmp_path)
     with pytest.raises(
-        dcp.CheckpointException, match=r"weight: the wanted region .* not lie within"
+        dcp.CheckpointException, match=r"weight: the requested region .* not lie within"
     ):
         load_region(tmp_path, "weight", offsets, torch.zeros(20, 10))
 
