@@ -66,10 +66,11 @@ Result<std::vector<NamedBucket>> split_with_hint(std::span<const ItemSize> items
     return result;
   }
   if (count.max < 2) {
-    return format_error(
-        Errc::invalid_argument,
-        "separation_hint needs thread_count >= 2 (at least one file per group), got " +
-            std::to_string(count.max));
+    return format_error(Errc::invalid_argument,
+                        "separation_hint requires thread_count >= 2, because matching and other "
+                        "items go to separate "
+                        "files; got " +
+                            std::to_string(count.max));
   }
   const BucketCount half{count.max / 2, count.bytes_each};
   std::vector<std::size_t> hinted;

@@ -217,7 +217,8 @@ TEST(SeparationHint, RejectsASingleFileWithAReason) {
     const auto split = split_with_hint(items, names, {count}, "optim");
     ASSERT_TRUE(test::fails(split, Errc::invalid_argument));
     EXPECT_EQ(split.error().message(),
-              "separation_hint needs thread_count >= 2 (at least one file per group), got " +
+              "separation_hint requires thread_count >= 2, because matching and other items go to "
+              "separate files; got " +
                   std::to_string(count));
   }
 }

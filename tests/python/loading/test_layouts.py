@@ -185,8 +185,8 @@ def test_an_unsupported_conversion_is_one_error_that_names_the_tensor(
         state = {f"of {source}": zeros((6,), target)}
         cause = refusal(lambda state=state: loader(state, tmp_path))
         assert type(cause) is ValueError
-        pair = f"from {source} to {target}".replace("torch.", "")
-        assert str(cause) == f"of {source}: torch has no conversion {pair}"
+        pair = f"{source} to {target}".replace("torch.", "")
+        assert str(cause) == f"of {source}: torch cannot convert {pair}"
 
 
 @pytest.mark.parametrize("loader", LOADERS)
