@@ -45,7 +45,9 @@ def modify(c: Checkpoint, attack: str) -> None:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     modify(checkpoint, attack)
-    checkpoint.assert_stopped(attack, Corrupt, message="weight: the path in the metadata has the list index")
+    checkpoint.assert_stopped(
+        attack, Corrupt, message="weight: the path in the metadata has the list index"
+    )
 
 
 @pytest.mark.parametrize("kind", DISGUISED)
