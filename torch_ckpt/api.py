@@ -195,7 +195,8 @@ def async_save(
         a warning.
 
     Raises:
-        CheckpointException: an earlier background save failed, and its error was not yet reported.
+        CheckpointException: an earlier background save failed, and its error has not been reported
+            yet.
         CheckpointError: a save is running, and ``if_busy`` is "raise".
         ValueError: options contradict each other.
 

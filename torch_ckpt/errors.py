@@ -101,6 +101,7 @@ class RootInUse(CheckpointError):
 class SourceChanged(CheckpointError):
     """A tensor was modified before a background save had copied it.
 
-    The message names the tensor. Wait for :meth:`torch_ckpt.AsyncSave.wait_staged`, call
+    The message names the tensor. To prevent this error, call
+    :meth:`torch_ckpt.AsyncSave.wait_staged` before the change, call
     :meth:`torch_ckpt.AsyncSave.guard`, or save with ``staging="blocking"``.
     """

@@ -12,7 +12,7 @@ from torch_ckpt._base.formatting import plural, printable
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How the values of a tensor with the same shape in both checkpoints differ.
+    """Difference between the values of a tensor that has the same shape in both checkpoints.
 
     Attributes:
         name: fully qualified name.
@@ -73,8 +73,8 @@ class DiffReport:
         dtypes: (name, dtype in a, dtype in b) for each tensor whose dtypes differ. The values of
             these tensors are compared, too.
         tensors: tensors whose values differ.
-        bits: names of tensors with equal values but different bits, which are signs of zeros or
-            payloads of NaNs.
+        bits: names of tensors with equal values but different bits. These bits are signs of zeros
+            or payloads of NaNs.
         objects: names of objects whose stored bytes differ.
 
     Example::

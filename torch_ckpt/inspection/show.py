@@ -112,7 +112,7 @@ class ShownTensor:
 
     Attributes:
         name: fully qualified name.
-        dtype: dtype name, such as "float32".
+        dtype: name of the dtype, such as "float32".
         shape: shape of the complete tensor.
         bytes: size of the complete tensor in bytes.
         places: locations of the shards.

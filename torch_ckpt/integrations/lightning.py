@@ -53,8 +53,8 @@ def install(
 ) -> list[str]:
     """Makes ``FSDPStrategy`` and ``ModelParallelStrategy`` save and load through torch_ckpt.
 
-    Call this function on every rank before training. It affects sharded checkpoints, that is,
-    ``ModelParallelStrategy(save_distributed_checkpoint=True)`` and
+    Call this function on every rank before training. Only sharded checkpoints are affected, that
+    is, ``ModelParallelStrategy(save_distributed_checkpoint=True)`` and
     ``FSDPStrategy(state_dict_type="sharded")``. Stock torch and Lightning can still load these
     checkpoints. A save blocks until it is durable. ``FSDPStrategy`` still loads the optimizer
     through stock torch. A second call replaces the options.

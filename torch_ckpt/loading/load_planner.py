@@ -24,8 +24,8 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
     DefaultLoadPlanner.
 
     The planner loads complete tensors and DTensors. The hooks of torch's planner
-    (``lookup_tensor``, ``commit_tensor``, ``load_bytes`` and others) are not called, so derive a
-    planner with hooks from torch's class.
+    (``lookup_tensor``, ``commit_tensor``, ``load_bytes`` and others) are not called. If you need
+    hooks, derive a planner from torch's class.
 
     Args:
         allow_partial_load: skip values that are missing from the checkpoint or have a different

@@ -228,7 +228,7 @@ class AsyncCheckpoint:
         self.state.update(state)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Loads the state of a checkpoint, including its ``save_counter``, from which :meth:`save`
+        """Loads the state of a checkpoint, including the ``save_counter``, so that :meth:`save`
         continues the numbering.
 
         Args:

@@ -306,9 +306,9 @@ class CheckpointManager:
 
         Raises:
             CheckpointException: the previous save failed, or this one could not start.
-            CheckpointError: replicas differ between ranks, ``check_replicas`` is "error", and
-                ``on_save_error`` is "raise". With ``staging="overlapped"``, the next call raises
-                this error instead.
+            CheckpointError: replicas differ between ranks. Raised only if ``check_replicas`` is
+                "error" and ``on_save_error`` is "raise". With ``staging="overlapped"``, the next
+                call raises this error instead.
             FileExistsError: this is the first call, :meth:`restore` was not called, and the root
                 already has this step or a newer one.
             ValueError: the step is smaller than the previous one, or ``best_metric`` is neither in
@@ -374,8 +374,8 @@ class CheckpointManager:
     def last_step(self) -> int | None:
         """The last step that this manager saved or restored; None if there is none.
 
-        A step counts once its save has succeeded, which ranks may detect at different times. After
-        :meth:`wait_until_finished`, all ranks return the same step.
+        A step counts as saved once its save has succeeded. Ranks may detect this at different
+        times, but after :meth:`wait_until_finished` all ranks return the same step.
         """
         return self._timeline.last_complete
 
@@ -438,7 +438,8 @@ class CheckpointManager:
         the errors of :meth:`save` and :meth:`wait_until_finished` instead.
 
         Raises:
-            CheckpointException: the save failed; contains the cause from each failed rank.
+            CheckpointException: the save failed. The exception contains the cause from each failed
+                rank.
         """
         self._saver.check_for_errors()
 
@@ -549,7 +550,8 @@ class CheckpointManager:
 
     @property
     def restore_report(self) -> LoadReport | None:
-        """Comparison of this rank's state with the step restored last: the names that were loaded,
+        """Comparison of this rank's state with the most recently restored step: the names that were
+        loaded,
         and the names that ``strict=False`` left unchanged. None if no step was restored."""
         return self._restorer.report
 
@@ -588,7 +590,7 @@ class CheckpointManager:
         return best[0].step if best else None
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics that a complete step was saved with.
+        """Returns the metrics with which a complete step was saved.
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -635,7 +637,7 @@ class CheckpointManager:
             time.sleep(left)
 
     def verify(self, step: int) -> VerifyReport:
-        """Reads and checks all files of a step. Retention keeps the step that was verified last.
+        """Reads and checks all files of a step. Retention keeps the most recently verified step.
         Contacts no other rank.
 
         Raises:

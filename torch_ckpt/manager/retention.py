@@ -28,16 +28,16 @@ class Retention:
 
     Args:
         keep_last: number of newest steps to keep.
-        keep_every: keep the steps whose number is a multiple of this.
+        keep_every: keep the steps whose number is a multiple of this number.
         keep_every_hours: keep one step per this many hours. Starting from the oldest step, the rule
             keeps each step that was saved at least this long after the last step that it keeps.
             Steps without a known time are kept.
         keep_best: number of best steps to keep, by ``best_metric``; newer steps win ties. A step
-            without that metric, or with NaN, ranks last. The rule keeps such a step only until
-            ``keep_best`` steps have a number.
+            without that metric, or with the value NaN, ranks last. The rule keeps such a step only
+            until ``keep_best`` steps have a number.
         best_metric: name of a metric, or a function that computes a number from the dict of a
-            step's metrics. If the function raises ``KeyError``, the step counts as one without the
-            metric.
+            step's metrics. If the function raises ``KeyError``, the step counts as a step without
+            the metric.
         best_mode: "min" if the smallest number is best, "max" if the largest is.
         should_keep: a function that receives a :class:`torch_ckpt.steps.StepInfo` and returns true
             to keep the step.

@@ -20,8 +20,8 @@ _CACHE_SIZE = 2
 class CachedMetadataFileSystemReader(FileSystemReader):
     """Reads distributed checkpoints and caches their decoded metadata in the process.
 
-    All readers of this class share the cache. The metadata file is read each time, but decoded
-    again only if its contents have changed. Decoding takes most of the time.
+    All readers of this class share the cache. The metadata file is read for each load, but decoded
+    again only if its contents have changed. Decoding takes longer than reading.
 
     Args:
         path: directory of the checkpoint.

@@ -42,9 +42,9 @@ class AsyncCallsQueue:
     Args:
         persistent: accepted for Megatron; no worker process is started in either case.
         process_group: the ranks; None means the default group.
-        timeout: seconds that a rank may send no heartbeat, or its function may make no progress,
-            before the call fails on all ranks. Progress means that bytes are written, or that the
-            function's thread uses processor time.
+        timeout: seconds without a heartbeat from a rank, or without progress of its function, after
+            which the call fails on all ranks. A function makes progress while it writes bytes or
+            its thread uses processor time.
         background: priorities of the engine's threads for the writes of this queue; None means the
             priorities set by ``warmup_persistent_caller`` or, if none were set, each writer's own
             priorities.
@@ -112,9 +112,10 @@ class AsyncCallsQueue:
             reserve_pool(reserve_bytes, device=device, wait=False)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stages a request and starts its function. Returns once its sources may change.
+        """Stages a request and starts its function. Returns once the request's sources may change.
 
-        Errors are not raised here. They fail the call on all ranks when it is finalized.
+        Errors are not raised here. An error makes the call fail on all ranks when the call is
+        finalized.
 
         Returns:
             The call's number, starting at 0.
@@ -151,7 +152,7 @@ class AsyncCallsQueue:
         same number of times.
 
         A poll uses neither a device nor a collective of the process group. If several calls fail,
-        the first error is raised once all calls have been handled; the other errors are logged.
+        the first error is raised after all calls have been handled. The other errors are logged.
 
         Args:
             blocking: wait for all calls, and finalize those that succeeded.

@@ -48,8 +48,8 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
         separation_hint: see :class:`torch_ckpt.megatron.FileSystemWriterAsync`, which also
             documents the arguments not listed here.
         is_multiproc_io: accepted but unused: threads write the files in parallel.
-        use_cached_data_structure: accepted but unused: there is no worker process that could cache
-            tensors, and every save reads the live tensors.
+        use_cached_data_structure: accepted but unused: there is no worker process to cache tensors.
+            Every save reads the live tensors.
         use_cpu_shm_for_gpu_tensors: accepted but unused: the engine reuses its own memory.
         on_failure: as in :class:`torch_ckpt.megatron.FileSystemWriterAsync`, but "raise" is the
             default, as in nvidia-resiliency-ext.

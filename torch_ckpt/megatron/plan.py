@@ -86,15 +86,15 @@ def save_state_dict_async_plan(
             True if every rank had the same plan in two consecutive saves. If the flag is True, the
             ranks exchange nothing. Each rank still compares its state dict with its plan; if a
             state dict has changed, the save fails on all ranks.
-        loaded_all_plans: plans of all ranks from the metadata of a loaded checkpoint. If they equal
-            the plans of this save, the loaded metadata can be committed again.
+        loaded_all_plans: plans of all ranks from the metadata of a loaded checkpoint. If these
+            plans equal the plans of this save, the loaded metadata can be committed again.
 
     Returns:
         Five values: the arguments of :func:`save_state_dict_async_finalize`; the central plan and
         the local plan, to pass to the next save; True if the plans of all ranks equal those in
-        ``cached_ckpt_structure``; True if they equal those in ``loaded_all_plans``. The metadata in
-        the first value is None on ranks other than the coordinator, and also on the coordinator if
-        the metadata of an earlier save must be used.
+        ``cached_ckpt_structure``; True if the plans of all ranks equal those in
+        ``loaded_all_plans``. The metadata in the first value is None on ranks other than the
+        coordinator, and also on the coordinator if the metadata of an earlier save must be used.
 
     Raises:
         CheckpointException: planning failed; raised on every rank with the cause from each failed

@@ -78,7 +78,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             not ``open``, or if ``use_msc`` or ``_extensions`` is set, torch's own Python code
             writes the files.
         on_failure: ``"return"`` makes ``retrieve_write_results`` return a wrapped exception, which
-            Megatron gathers on all ranks; ``"raise"`` makes it raise the error.
+            Megatron gathers on all ranks; ``"raise"`` makes the method raise the error.
         timeout: seconds without a heartbeat after which a rank is declared dead. Applies while
             other ranks wait for that rank to plan or finalize a save.
         kwargs: passed to :class:`FileSystemWriter`, such as ``thread_count``.
@@ -369,15 +369,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         count_queue.task_done()
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
-        """Takes the results of the save function from its queue.
+        """Takes the results of the save function from the results queue.
 
         Returns:
-            The results of all items; a wrapped exception if ``on_failure`` is "return" and the save
-            failed.
+            The results of all items, or a wrapped exception if the save failed and ``on_failure``
+            is "return".
 
         Raises:
-            RuntimeError: the save function failed (with its error as the cause), reported nothing,
-                or did not report all items. Raised only if ``on_failure`` is "raise".
+            RuntimeError: the save function failed, reported nothing, or did not report all items.
+                If the function failed, its error is the cause. Raised only if ``on_failure`` is
+                "raise".
         """
         if self.on_failure == "raise":
             return self._receive_results()
@@ -418,7 +419,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def write_buckets(self) -> list[WriteTask] | None:
-        """The tasks for the preload function: at most one; None before ``prepare_write_data``."""
+        """The task for the preload function, in a list that is empty if this rank has nothing to
+        write. None before ``prepare_write_data``."""
         if self._task is None:
             return None
         return [self._task] if self._task.items else []

@@ -48,7 +48,7 @@ def broadcast_one_to_all(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Any:
-    """Sends one rank's tree to all ranks, and returns it there.
+    """Broadcasts one rank's tree: returns the same tree on all ranks.
 
     Every rank of the group must call this function. The result shares no memory with ``tree``, not
     even on the source. Its tensors are contiguous, and require gradients if the source's tensors
@@ -57,9 +57,9 @@ def broadcast_one_to_all(
     Args:
         tree: on the source, the tree to send; on other ranks, a tree whose tensors and arrays have
             the same dtypes and shapes, with any values. A rank without such a tree may pass None.
-            The tensors that it receives are then on the same type of device as on the source, or on
-            the CPU if the rank has no device of that type. DTensors must be replicated. Leaves that
-            are not tensors or arrays are pickled.
+            The tensors that this rank receives are then on the same type of device as on the
+            source, or on the CPU if the rank has no device of that type. DTensors must be
+            replicated. Leaves that are not tensors or arrays are pickled.
         is_source: True on exactly one rank, or None on all ranks to select the first rank of the
             group.
         process_group: the ranks that take part; None means the default group.

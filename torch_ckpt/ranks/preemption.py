@@ -57,9 +57,9 @@ _REACHED = "reached"
 
 
 class PreemptionWatch:
-    """Watches for preemption notices on one rank. :func:`watch_for_preemption` creates it.
+    """Watches for preemption notices on one rank. Created by :func:`watch_for_preemption`.
 
-    If the watch is used as a context manager, it closes at the end of the block.
+    Use the watch as a context manager to close it at the end of the block.
 
     Examples:
         ```python
@@ -126,8 +126,8 @@ class PreemptionWatch:
             return self._reason
 
     def watches(self, signals: Iterable[int], file: str | os.PathLike[str] | None) -> bool:
-        """Returns True if the watch already covers these signals and this file (None means no
-        file)."""
+        """Returns True if the watch already covers these signals and this file. None means no
+        file."""
         is_file = file is None or os.fspath(file) == self._file
         return is_file and set(signals) <= set(self._before)
 
@@ -372,9 +372,9 @@ def watch_for_preemption(
 
     Args:
         signals: signal numbers. If any are given, call this function in the main thread.
-        file: path of a file. A rank that sees the file appear has received a notice. If the file is
-            removed and appears again, that is another notice. Remove the file before the next run;
-            otherwise the next run also receives a notice.
+        file: path of a file. The file's appearance is a notice to every rank that sees the file. If
+            the file is removed and appears again, that is another notice. Remove the file before
+            the next run; otherwise the next run also receives a notice.
         process_group: None for the default group.
         poll_seconds: seconds between two checks of the file and the store. Each check makes one
             request to the store, in a thread.

@@ -119,12 +119,13 @@ class AsyncSave:
     @property
     def differing(self) -> str:
         """Describes the values that ``check_replicas="warn"`` found to differ between ranks. Empty
-        if there are none. Complete once the save is staged.
+        if there are none. The text is complete once the save is staged.
         """
         return self._job.differing
 
     def metrics(self) -> SaveMetrics:
-        """Returns durations and sizes of the save on this rank. Complete once the save is done."""
+        """Returns durations and sizes of the save on this rank. All values are final once the save
+        is done."""
         return self._job.metrics
 
     def __del__(self) -> None:

@@ -77,12 +77,13 @@ def default_snapshot_bytes(ranks: int, free: Callable[[], int] = free_memory) ->
 def reserve_pool(
     bytes: int, *, device: torch.device | str | int | None = None, wait: bool = True
 ) -> int:
-    """Allocates host memory for snapshots in advance, so that the first save does not have to.
+    """Allocates host memory for snapshots in advance, so that the first save does not have to
+    allocate it.
 
     Call this function when the program starts. Pass the size of this rank's part of the state, plus
     4 MiB for each file that the rank writes. The memory is kept until :func:`trim_pool` is called.
-    Saves and loads do not free it, even if their own memory budget is smaller. A later call never
-    shrinks the reserve.
+    Saves and loads do not free this memory, even if their own memory budget is smaller. A later
+    call never shrinks the reserve.
 
     The reserve never exceeds the default memory budget of a save: half of the free memory of the
     machine and the control group, divided by the number of ranks on the machine. If this limit ends

@@ -35,7 +35,7 @@ class SaveMetrics:
         python_s: CPU time for which the save's background thread held the GIL.
         bytes: bytes written by this rank.
         messages, message_bytes: number and total size of the messages that this rank sent to other
-            ranks, without heartbeats.
+            ranks, not counting heartbeats.
         interval_s: time since the call of the previous save; 0 for the first save.
 
     Examples:

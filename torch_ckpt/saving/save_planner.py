@@ -30,10 +30,10 @@ class SavePlanner(DefaultSavePlanner):
     """Plans ``dcp.save`` and ``dcp.async_save`` as ``torch_ckpt.save`` does: with less work and
     smaller messages.
 
-    Use it on all ranks, with a :class:`torch_ckpt.FileSystemWriter`. Ranks exchange a few bytes for
-    each tensor, and the metadata that DCP returns becomes torch's objects on first access. All
-    ranks save together: with ``use_collectives=False`` a DTensor is refused, because one rank does
-    not have all of its shards.
+    Use this planner on all ranks, with a :class:`torch_ckpt.FileSystemWriter`. Ranks exchange only
+    a few bytes per tensor. The metadata that DCP returns is converted to torch's objects on first
+    access. All ranks must save together: with ``use_collectives=False``, a DTensor is refused,
+    because a single rank does not have all shards of the DTensor.
 
     With a writer of another class, a remote file system or ``_extensions``, the planner works like
     torch's ``DefaultSavePlanner``.

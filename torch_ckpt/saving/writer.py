@@ -82,8 +82,8 @@ class FileSystemWriter(StockWriter):
             False writes one file per item.
         sync_files: fsync files and directories, so that a completed save survives a power cut.
         thread_count: number of files that this rank writes concurrently, each with a thread that
-            may wait for the disk. None chooses one file per 16 MiB or fraction thereof, up to a
-            quarter of the cores (but this cap is never below 2 or above 4).
+            may block on the disk. None chooses one file per 16 MiB or fraction thereof, up to a
+            maximum of a quarter of the cores. The maximum is never below 2 or above 4.
         per_thread_copy_ahead: accepted for compatibility and ignored, because the engine copies
             ahead in chunks.
         cache_staged_state_dict: torch's option, for its own ``async_save``.

@@ -76,8 +76,8 @@ class PerRank:
     The state is stored as one object, with its tensors on the CPU.
 
     Args:
-        value: a value with ``state_dict()`` and ``load_state_dict()``; a tensor, which is filled in
-            place and must have the saved shape; or a plain value, which is replaced.
+        value: a value with ``state_dict()`` and ``load_state_dict()``; a tensor with the saved
+            shape, which is filled in place; or a plain value, which is replaced.
 
     Example::
 

@@ -34,7 +34,7 @@ def read_marker(directory: str) -> dict[str, Any] | None:
 
 
 def parsed_marker(data: bytes) -> dict[str, Any]:
-    """Parses a marker. Returns an empty dict if it is not a JSON object."""
+    """Parses a marker. Returns an empty dict if the marker is not a JSON object."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):

@@ -97,7 +97,7 @@ class StepStore(abc.ABC):
         """Lists the steps, sorted by step. The list is empty if the root does not exist.
 
         Args:
-            leftovers: list unfinished and deleted steps, too. This reads the sizes of their files.
+            leftovers: also list unfinished and deleted steps, and read the sizes of their files.
 
         Raises:
             OSError: the root cannot be listed.

@@ -73,7 +73,8 @@ def save_checkpoint(
             completed the step during the save.
         OSError: the directory cannot be listed. Other ranks raise ``RuntimeError``.
         RanksDisagree: ranks passed different steps.
-        ImportError, ValueError: the URL is not supported, or options contradict each other.
+        ImportError: the URL needs a package that is not installed.
+        ValueError: the URL's protocol is not supported, or options contradict each other.
 
     Example::
 
@@ -151,7 +152,8 @@ def load_checkpoint_if_it_exists(
         CheckpointError: a value rejects its state, for example because an optimizer has a different
             structure. The message begins with the value's key. Other ranks raise ``RuntimeError``.
         OSError: the directory cannot be listed. Other ranks raise ``RuntimeError``.
-        ImportError, ValueError: the URL is not supported, or options contradict each other.
+        ImportError: the URL needs a package that is not installed.
+        ValueError: the URL's protocol is not supported, or options contradict each other.
 
     Example::
 

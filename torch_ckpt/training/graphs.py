@@ -47,7 +47,7 @@ class GraphRecorder:
 
     Attributes:
         graphs: the compiled graphs in order, one per compilation. A function with graph breaks has
-            several, and each recompilation adds one. The graphs hold no tensors.
+            several, and each recompilation adds one. The recorded graphs hold no tensors.
 
     Example::
 

@@ -54,7 +54,7 @@ class SummaryLogger(Protocol):
 class ReportLogger(Protocol):
     """The methods of ``clearml.Logger`` that :func:`log` uses.
 
-    Such a logger only draws histograms; :func:`log` computes them.
+    A ``clearml.Logger`` only draws histograms, so :func:`log` computes the heights of the bars.
 
     Example::
 
