@@ -396,7 +396,7 @@ def pool_bytes() -> int:
     """Bytes of host memory that the chunk pool keeps between saves."""
 
 def trim_pool(bytes: int = 0) -> None:
-    """Frees idle memory of the pool, including the reserve, until ``bytes`` are left."""
+    """Frees idle memory of the pool, including the reserve, until ``bytes`` bytes are left."""
 
 def set_reserve(bytes: int, chunk_bytes: int) -> None:
     """Sets the target of the reserve, in chunks of ``chunk_bytes``; never lowers it."""

@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program name; None uses ``sys.argv``.
 
     Raises:
-        SystemExit: from argparse, with code 2 if the command line is invalid, and with 0 after
-            ``--help`` and ``--version``.
+        SystemExit: raised by argparse, with code 2 if the command line is invalid, and with code 0
+            after ``--help`` and ``--version``.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()

@@ -129,8 +129,8 @@ def convert(
         config: a ``config.json``, or a directory that contains one, to copy to the target. If
             ``dtype`` is given, the copy names that dtype. The target becomes a directory of
             safetensors files. ``from_pretrained`` of ``transformers`` can load this directory if
-            the tensor names match the model's. If ``transformers`` is installed, weights that the
-            model ties to equal weights are left out.
+            the tensor names match the model's. If ``transformers`` is installed, tied weights are
+            left out if they equal the weights to which the model ties them.
         max_shard_size: maximum number of bytes of tensors in a file; a larger tensor gets a file of
             its own. Makes the target a directory of safetensors files with an index. The default is
             5 GB if ``config`` is given.

@@ -74,16 +74,16 @@ class FileSystemReader(StockReader):
 
     For each tensor, only the wanted rows are read. Rows are read directly into the target if the
     target is contiguous CPU memory of the stored dtype. Otherwise, rows are read in pieces of a few
-    MB, which are then converted, scattered or copied to the device. All data from checkpoints of
-    torch_ckpt is verified against checksums. From checkpoints of stock torch, only records that are
+    MB, which are then converted, scattered or copied to the device. All data from torch_ckpt's
+    checkpoints is verified against checksums. In stock torch's checkpoints, only records that are
     read in full are verified.
 
     Tensors are converted to the dtypes of their targets, as by ``Tensor.copy_``. One warning per
     load names the tensors that lose precision or range.
 
     The reader keeps the directory open, with a shared lock, from ``read_metadata`` to the end of
-    the load. It opens files relative to the directory and never follows links, and no concurrent
-    save removes any of the files. So a load always sees one complete checkpoint.
+    the load. Files are opened relative to the directory, links are never followed, and no
+    concurrent save removes any of the files. A load therefore always sees one complete checkpoint.
 
     Args:
         path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for the newest
@@ -100,11 +100,11 @@ class FileSystemReader(StockReader):
         allow_shape_mismatch: like ``zero_fill``, but also allow tensors that are smaller than the
             stored tensors in some dimensions. The common region is loaded. The number of dimensions
             must be the same.
-        read_once: if several ranks want the same contiguous tensor, one of them reads it and sends
-            it to the others over the process group. All ranks of the group must load with this
-            option.
+        read_once: if several ranks want the same contiguous tensor, one rank reads the tensor and
+            sends it to the others over the process group. All ranks of the group must load with
+            this option.
         process_group: the process group that is passed to ``dcp.load``; None means the default
-            group. ``torch_ckpt.load`` sets it.
+            group. ``torch_ckpt.load`` sets this option.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
         allow_pickle: accept metadata that names any type, and pass objects to the planner
             unchecked; torch's planner unpickles them. Use this option only for checkpoints that you
@@ -318,7 +318,8 @@ class FileSystemReader(StockReader):
 
     @property
     def size_rule(self) -> str:
-        """The sizes that targets may have: ``"same"`` as stored, ``"growing"`` or ``"any"``."""
+        """Sizes of targets that are allowed, relative to the stored sizes: ``"same"``,
+        ``"growing"`` or ``"any"``."""
         if self.allow_shape_mismatch:
             return "any"
         return "growing" if self.zero_fill else "same"
@@ -336,7 +337,7 @@ class FileSystemReader(StockReader):
     # --- shared with torch_ckpt.load -------------------------------------------------------------
 
     def engine_can_read(self) -> bool:
-        """Returns False if the file system is not local; then torch's own code reads."""
+        """Returns False if the file system is not local. In that case, torch's own code reads."""
         return type(self.fs) is FileSystem
 
     def release(self) -> None:
@@ -380,7 +381,7 @@ class FileSystemReader(StockReader):
         """Returns the reads for the items of a plan.
 
         Raises:
-            Corrupt: the metadata does not have the location of an item.
+            Corrupt: the metadata does not contain the location of an item.
         """
         assert self._metadata is not None
         reading = Reading(planner)

@@ -102,7 +102,7 @@ class CheckpointManager:
             have it and one of them saves it for all: a plain tensor, a number or another object.
             See :func:`torch_ckpt.save`. Wrap values that differ between ranks in
             :class:`torch_ckpt.PerRank`.
-        check_replicas_every: compare replicas in one out of this many saves, starting with the
+        check_replicas_every: a number N: replicas are compared in every Nth save, starting with the
             first save.
         on_save_error: "raise": the error of a background save is raised by the next save,
             :meth:`wait_until_finished`, :meth:`check_for_errors` or :meth:`close`.
@@ -356,7 +356,7 @@ class CheckpointManager:
     @property
     def should_stop(self) -> bool:
         """True once the ranks have reached the step at which they agreed to stop after a preemption
-        notice. :meth:`save` has then saved that step, or started to save it.
+        notice. By then, :meth:`save` has saved that step or started to save it.
 
         If the training loop continues without reading this property, the next :meth:`save` stops
         watching for SIGTERM. SIGTERM then ends the process, as it would without a manager.
@@ -414,7 +414,7 @@ class CheckpointManager:
                 self.wait_until_finished()
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
-        """Waits for the running save, and raises its error if it failed.
+        """Waits for the running save, and raises the save's error if the save failed.
 
         Args:
             timeout: seconds to wait; None waits indefinitely.
@@ -551,8 +551,7 @@ class CheckpointManager:
     @property
     def restore_report(self) -> LoadReport | None:
         """Comparison of this rank's state with the most recently restored step: the names that were
-        loaded,
-        and the names that ``strict=False`` left unchanged. None if no step was restored."""
+        loaded and the names that ``strict=False`` left unchanged. None if no step was restored."""
         return self._restorer.report
 
     # --- listing ---------------------------------------------------------------------------------
@@ -563,11 +562,11 @@ class CheckpointManager:
         return self._store.entries()
 
     def all_steps(self) -> list[int]:
-        """Returns the complete steps, in ascending order. Contacts no other rank."""
+        """Returns the complete steps, in ascending order. Does not contact other ranks."""
         return [info.step for info in self._store.entries(leftovers=False)]
 
     def latest_step(self) -> int | None:
-        """Returns the newest complete step; None if there is none. Contacts no other rank."""
+        """Returns the newest complete step; None if there is none. Does not contact other ranks."""
         return max(self.all_steps(), default=None)
 
     @property
@@ -638,7 +637,7 @@ class CheckpointManager:
 
     def verify(self, step: int) -> VerifyReport:
         """Reads and checks all files of a step. Retention keeps the most recently verified step.
-        Contacts no other rank.
+        Does not contact other ranks.
 
         Raises:
             FileNotFoundError: there is no such step.

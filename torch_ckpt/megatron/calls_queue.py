@@ -98,9 +98,9 @@ class AsyncCallsQueue:
             cpu_priority: niceness of the threads, 0 to 19.
             io_priority: I/O scheduling class of the threads: None or 3 for idle; any other number
                 keeps the class of the process.
-            reserve_bytes: size of this rank's part of the state, in bytes. Memory for its snapshot
-                is reserved in the background, so that the first save does not wait for it; see
-                :func:`torch_ckpt.reserve_pool`.
+            reserve_bytes: size of this rank's part of the state, in bytes. Memory for a snapshot of
+                that part is reserved in the background, so that the first save does not wait for
+                it; see :func:`torch_ckpt.reserve_pool`.
 
         Raises:
             ValueError: ``cpu_priority`` is out of range.
@@ -227,7 +227,7 @@ class AsyncCallsQueue:
         """Waits for all calls and finalizes them. The queue can be used again afterwards.
 
         Args:
-            abort: cancel instead of waiting: running writes are cancelled and their files deleted,
+            abort: cancel instead of waiting. Running writes are cancelled, their files are deleted,
                 and no call is finalized. The caller's own functions keep running. Any thread may
                 abort. All ranks must abort the same number of times, but not necessarily at the
                 same time.

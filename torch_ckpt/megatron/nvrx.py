@@ -109,7 +109,7 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
         staged: Any,
         results_queue: Any,
     ) -> None:
-        """Waits for a staged write and puts its outcome into a queue; see
+        """Waits for a staged write and puts the write's outcome into a queue; see
         :meth:`torch_ckpt.megatron.FileSystemWriterAsync.write_preloaded_data_multithread`.
 
         Args:

@@ -145,8 +145,8 @@ def install(
 
 
 def uninstall() -> list[str]:
-    """Restores the names that ``install`` replaced, including those that modules have imported
-    since.
+    """Restores the names that ``install`` replaced, including names that modules have imported
+    since then.
 
     Names that other code has replaced again, and queues with saves in progress, are not restored.
     The log lists both. Call this function again once the saves are finalized.

@@ -296,7 +296,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         staged: Staged,
         results_queue: Any,
     ) -> None:
-        """Waits until a staged task has ended and puts its outcome into a queue. Never raises.
+        """Waits until a staged task has ended, and puts the task's outcome into a queue. Never
+        raises.
 
         Args:
             transform_list: torch's stream transforms.
@@ -323,7 +324,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     def write_preloaded_data_multiproc(
         transform_list: list[_StorageWriterTransforms], *arguments: Any, **named: Any
     ) -> None:
-        """Does the same as :meth:`write_preloaded_data_multithread`, for nvidia-resiliency-ext.
+        """Works like :meth:`write_preloaded_data_multithread`, but accepts nvidia-resiliency-ext's
+        arguments.
 
         Args:
             transform_list: torch's stream transforms.
@@ -347,7 +349,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_fsync: bool = True,
         **others: Any,
     ) -> None:
-        """Waits until one staged task has ended and puts its results, or its error, into a queue.
+        """Waits until one staged task has ended, and puts the task's results or error into a queue.
 
         Args:
             transform_list: torch's stream transforms.

@@ -63,7 +63,7 @@ def sync_global_devices(
     work.
 
     Args:
-        name: name of this point of the program, the same on all ranks.
+        name: name of this point in the program, the same on all ranks.
         process_group: the ranks to synchronize; None means the default group.
         timeout: seconds to wait for ranks that have not arrived.
 

@@ -38,15 +38,15 @@ class AsyncSave:
     # A property, because a forked child replaces the futures.
     @property
     def staged(self) -> Future[None]:
-        """Future that is done once the sources may change. It fails if the save fails before
-        that."""
+        """Future that is done once the sources may change. The future fails if the save fails
+        first."""
         return self._job.write.staged
 
     @property
     def committed(self) -> Future[Metadata]:
         """Future that is done once the checkpoint is durable and visible to all ranks.
 
-        Its result is the metadata. If the save fails, the future has the error that :meth:`result`
+        The result is the metadata. If the save fails, the future has the error that :meth:`result`
         raises.
         """
         return self._job.committed
@@ -90,12 +90,13 @@ class AsyncSave:
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the optimizer's next step wait until the sources may change.
 
-        The step blocks until all CPU tensors have been copied. For CUDA tensors, it only blocks
-        until the copies have been submitted, and makes the current stream wait for them. If the
-        save fails, the step does not wait.
+        The step blocks until all CPU tensors have been copied. For CUDA tensors, the step blocks
+        only until the copies have been submitted, and the current stream waits for the copies. If
+        the save fails, the step does not wait.
 
         A CUDA graph runs no hooks when it is replayed. So if the optimizer is ``capturable`` and
-        the state contains CUDA tensors, this call itself blocks until they have been copied.
+        the state contains CUDA tensors, this call itself blocks until the CUDA tensors have been
+        copied.
 
         Args:
             optimizer: a torch optimizer, or a wrapper around one.

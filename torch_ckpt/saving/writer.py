@@ -86,7 +86,7 @@ class FileSystemWriter(StockWriter):
             maximum of a quarter of the cores. The maximum is never below 2 or above 4.
         per_thread_copy_ahead: accepted for compatibility and ignored, because the engine copies
             ahead in chunks.
-        cache_staged_state_dict: torch's option, for its own ``async_save``.
+        cache_staged_state_dict: torch's option, for torch's own ``async_save``.
         overwrite: replace a checkpoint in ``path``. The old checkpoint can be loaded until the new
             one is committed.
         _extensions: torch's stream transforms. With transforms, all items pass through Python.
@@ -406,8 +406,8 @@ class FileSystemWriter(StockWriter):
 
         Args:
             prefix, names, values: see :meth:`RankWrite.run`.
-            write: the RankWrite to use, for a snapshot or to run other work while the engine
-                writes; None creates one.
+            write: the RankWrite to use; None creates one. Pass one to write a snapshot, or to run
+                other work while the engine writes.
 
         Raises:
             OSError, SourceChanged: see :meth:`RankWrite.run`.

@@ -137,7 +137,7 @@ class RNGState:
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Sets the generators that exist both in this process and in ``state``."""
+        """Restores the generators that exist both in this process and in ``state``."""
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         if torch.cuda.is_available():

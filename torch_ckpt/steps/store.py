@@ -65,7 +65,7 @@ class StepInfo:
 
 
 class StepStore(abc.ABC):
-    """The steps of a run beneath a root. Create it with :func:`torch_ckpt.steps.open_steps`.
+    """The steps of a run beneath a root. Created by :func:`torch_ckpt.steps.open_steps`.
 
     Any rank may list and load. Only one process at a time may sweep and delete.
 

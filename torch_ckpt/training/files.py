@@ -14,7 +14,7 @@ StrPath = str | os.PathLike[str]
 
 
 def mkdir(path: StrPath) -> None:
-    """Creates a directory and its parents; existing ones are kept.
+    """Creates a directory and its parents. Existing directories are kept.
 
     Several ranks may call this function at the same time. Object stores have no directories; for
     them, fsspec creates at most the bucket.

@@ -208,7 +208,7 @@ def flops_per_device(
     Returns:
         The rate in FLOP/s, or in operations per second for integers. None, with a warning, if there
         is no accelerator, the device or its rate for the dtype is unknown, or the device is a
-        partition (such as MIG).
+        partition of a GPU (such as MIG).
 
     Raises:
         RuntimeError: torch has no such device.
