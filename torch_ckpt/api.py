@@ -60,9 +60,9 @@ def save(
 ) -> Metadata:
     """Saves a state dict. Returns once the checkpoint is durable and visible to all ranks.
 
-    All ranks must call ``save`` and :func:`async_save` in the same order. They communicate through
-    the process group's store. If a rank dies or hangs, the save fails with an error that names the
-    rank.
+    All ranks must call ``save`` and :func:`async_save` in the same order. The ranks communicate
+    through the process group's store. If a rank dies or hangs, the save fails with an error that
+    names the rank.
 
     Args:
         state_dict: the same as for ``dcp.save``: nested dicts and lists of tensors, DTensors and
@@ -308,18 +308,18 @@ def load(
         no_dist: load in this process only, without other ranks.
         strict: True raises LoadMismatch if a name of the state dict is missing from the checkpoint,
             or if a shape differs. "dtypes" also raises if a dtype differs. False loads everything
-            that fits and warns about everything else, but still raises if a dict or ``Stateful``
-            value has no value that fits.
-        names: the fully qualified names of the state dict to load: :mod:`fnmatch` patterns, such as
-            ``["model.*"]``, or a function that returns True for these names. None loads all.
+            that fits and warns about everything else, but still raises if nothing fits for a dict
+            or ``Stateful`` value.
+        names: which fully qualified names of the state dict to load: :mod:`fnmatch` patterns, such
+            as ``["model.*"]``, or a function that returns True for these names. None loads all.
         rename: maps names in the checkpoint to names in the state dict, for example to fine-tune
             another model. Either a function that converts an old fully qualified name to a new one,
             or a mapping or sequence of (old, new) pairs, in which ``*`` matches any text
             (``{"encoder.*": "model.encoder.*"}``). The first pair that matches applies. ``names``
             and reports use the new names.
-        free_before_read: for states that fit into memory only once: load the values one key at a
-            time, and delete each object before reading its replacement. Tensors are loaded in
-            place, as always. If the load fails, the deleted objects are lost.
+        free_before_read: for states that fit into memory only once. The values are loaded one key
+            at a time, and each object is deleted before its replacement is read. Tensors are loaded
+            in place, as always. If the load fails, the deleted objects are lost.
         timeout: seconds without a heartbeat after which a rank is declared dead, and the load fails
             on all ranks with an error that names the rank. A rank that reads sends heartbeats as
             long as bytes arrive.
@@ -447,7 +447,7 @@ def estimate_read_memory(
         state_dict, checkpoint_id, names, rename, reader_options: see :func:`load`.
 
     Returns:
-        The size of the tensors to load, and the memory that is needed in addition to them.
+        The size of the tensors to load, and the additional memory that the load needs.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.

@@ -95,7 +95,8 @@ class VerifyReport:
 
     Attributes:
         checkpoint: the checkpoint directory.
-        records: number of records that were read and verified; each shard of a tensor is one.
+        records: number of records that were read and verified; each shard of a tensor is one
+            record.
         bytes: total size of these records.
         seconds: duration of the verification.
         damaged: damaged records and files, sorted by file and offset.
@@ -210,7 +211,7 @@ def verify(
             newest step.
         thread_count: number of concurrent reads; None means 8.
         max_inflight_bytes: memory limit in bytes, not counting the metadata.
-        direct_io: bypass the page cache; "auto" bypasses it for data that is not cached.
+        direct_io: bypass the page cache; "auto" does so only for data that is not cached.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:

@@ -19,7 +19,7 @@ _FLAT = ("state_dict", "mappings")
 
 
 class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
-    """Plans ``dcp.load`` in the same way as ``torch_ckpt.load``. Use it with a
+    """Plans ``dcp.load`` in the same way as ``torch_ckpt.load``. Use this planner with a
     :class:`torch_ckpt.FileSystemReader`; with other readers, the planner works like torch's
     DefaultLoadPlanner.
 
@@ -29,7 +29,7 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
 
     Args:
         allow_partial_load: skip values that are missing from the checkpoint or have a different
-            shape there.
+            shape in the checkpoint.
 
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
         LoadMismatch: the checkpoint does not fit the state dict; nothing has been changed.

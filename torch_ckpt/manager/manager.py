@@ -63,8 +63,8 @@ State = MutableMapping[str, Any]
 class CheckpointManager:
     """Saves, keeps and restores the checkpoints of a training run.
 
-    Every rank must create a manager and make the same calls in the same order. Use it as a context
-    manager: leaving the block waits for running saves and deletions.
+    Every rank must create a manager and make the same calls in the same order. Use the manager as a
+    context manager: leaving the block waits for running saves and deletions.
 
     Example::
 
@@ -293,9 +293,10 @@ class CheckpointManager:
             state: dict of the training state: modules, optimizers, LR schedulers, other objects
                 with ``state_dict()`` and ``load_state_dict()``, tensors and plain values; see
                 :class:`torch_ckpt.state.app_state.AppState`.
-            metrics: numbers by name, for ``keep_best`` and :meth:`metrics`. Only rank 0's are used.
-            notes: JSON values by name, for :class:`torch_ckpt.steps.StepInfo`. Only rank 0's are
-                used.
+            metrics: numbers by name, for ``keep_best`` and :meth:`metrics`. Only rank 0's metrics
+                are used.
+            notes: JSON values by name, for :class:`torch_ckpt.steps.StepInfo`. Only rank 0's notes
+                are used.
             force: save even if no save is due.
             overwrite: True if training was rewound to this step without :meth:`restore`. Newer
                 steps then become stale, as after ``restore(step=...)``: they are kept until
@@ -305,7 +306,7 @@ class CheckpointManager:
             True if a save of this step was started.
 
         Raises:
-            CheckpointException: the previous save failed, or this one could not start.
+            CheckpointException: the previous save failed, or this save could not start.
             CheckpointError: replicas differ between ranks. Raised only if ``check_replicas`` is
                 "error" and ``on_save_error`` is "raise". With ``staging="overlapped"``, the next
                 call raises this error instead.
@@ -510,7 +511,7 @@ class CheckpointManager:
         """Restores the state from a step, in place. All ranks must call this method.
 
         Waits for a running save first. A step that is damaged or lacks files is skipped with a
-        warning, unless it was requested by number.
+        warning, unless you request the step by number.
 
         Args:
             state: as for :meth:`save`; plain values in it are replaced.

@@ -42,9 +42,9 @@ class AsyncCallsQueue:
     Args:
         persistent: accepted for Megatron; no worker process is started in either case.
         process_group: the ranks; None means the default group.
-        timeout: seconds without a heartbeat from a rank, or without progress of its function, after
-            which the call fails on all ranks. A function makes progress while it writes bytes or
-            its thread uses processor time.
+        timeout: seconds without a heartbeat from a rank, or without progress of a rank's function,
+            after which the call fails on all ranks. A function makes progress while it writes bytes
+            or its thread uses processor time.
         background: priorities of the engine's threads for the writes of this queue; None means the
             priorities set by ``warmup_persistent_caller`` or, if none were set, each writer's own
             priorities.

@@ -76,14 +76,14 @@ def install(
     """Makes Megatron-core and nvidia-resiliency-ext use torch_ckpt's classes, if these packages can
     be imported.
 
-    Call it on every rank before the first save or load, preferably before Megatron is initialized.
-    Classes that other packages have already imported by name, and queues with saves in progress,
-    are not replaced. The log lists both. Both can be used together with torch_ckpt's classes. A
-    second call replaces the options of the first.
+    Call this function on every rank before the first save or load, preferably before Megatron is
+    initialized. Classes that other packages have already imported by name, and queues with saves in
+    progress, are not replaced. The log lists both. Both can be used together with torch_ckpt's
+    classes. A second call replaces the options of the first.
 
     Args:
-        writer: options of ``FileSystemWriterAsync`` for all saves. They override the options that
-            Megatron passes, such as ``thread_count``.
+        writer: options of ``FileSystemWriterAsync`` for all saves. These options override the
+            options that Megatron passes, such as ``thread_count``.
         reader: options of ``CachedMetadataFileSystemReader`` for all loads, such as
             ``allow_pickle``.
 

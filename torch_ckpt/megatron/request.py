@@ -26,7 +26,7 @@ class AsyncRequest(NamedTuple):
     Attributes:
         async_fn: the function; None if this rank has nothing to do.
         async_fn_args: positional arguments of ``async_fn``. The result of ``preload_fn`` replaces
-            the second one.
+            the second argument.
         finalize_fns: functions to call on all ranks after ``async_fn`` has ended on all ranks.
         async_fn_kwargs: keyword arguments of ``async_fn``.
         preload_fn: function to call while the request is scheduled; may be None.

@@ -275,7 +275,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             The second argument of the save function.
 
         Raises:
-            ValueError: ``write_buckets`` contains several tasks.
+            ValueError: ``write_buckets`` contains more than one task.
         """
         if isinstance(write_buckets, WriteTask):
             return write_buckets.stage()

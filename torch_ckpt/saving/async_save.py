@@ -94,9 +94,9 @@ class AsyncSave:
         only until the copies have been submitted, and the current stream waits for the copies. If
         the save fails, the step does not wait.
 
-        A CUDA graph runs no hooks when it is replayed. So if the optimizer is ``capturable`` and
-        the state contains CUDA tensors, this call itself blocks until the CUDA tensors have been
-        copied.
+        A CUDA graph runs no hooks when it is replayed. Therefore, if the optimizer is
+        ``capturable`` and the state contains CUDA tensors, this call itself blocks until the CUDA
+        tensors have been copied.
 
         Args:
             optimizer: a torch optimizer, or a wrapper around one.

@@ -18,8 +18,8 @@ class Background:
     down.
 
     Attributes:
-        threads: number of engine threads; 0 chooses a number suited to the machine. Most of them
-            wait for the disk.
+        threads: number of engine threads; 0 chooses a number suited to the machine. Most of these
+            threads wait for the disk.
         nice: niceness of the threads, from 0 to 19 (the lowest priority). If the niceness of the
             process is higher, the threads use that niceness instead.
         idle_io: use the I/O scheduling class "idle", if the disk's scheduler supports classes.

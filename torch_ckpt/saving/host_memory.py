@@ -92,8 +92,9 @@ def reserve_pool(
     Args:
         bytes: size of the reserve, rounded up to a multiple of the chunk size: 4 MiB, or 16 MiB for
             a device.
-        device: a CUDA device. The memory is then page-locked for copies from devices, in pieces of
-            64 MiB. A reserve for a device replaces a reserve for the host, and vice versa.
+        device: a CUDA device. If a device is given, the memory is page-locked in pieces of 64 MiB,
+            for copies from devices. A reserve for a device replaces a reserve for the host, and
+            vice versa.
         wait: False returns immediately, and a low-priority thread allocates the memory. Errors in
             the thread are logged. To wait for the thread, call the function again with the same
             size.

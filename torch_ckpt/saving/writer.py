@@ -75,9 +75,9 @@ class FileSystemWriter(StockWriter):
     """Writes distributed checkpoints. A drop-in replacement for torch's class of the same name.
 
     Args:
-        path: the checkpoint directory. It is created if it does not exist. A relative path is
-            resolved against the current working directory when the writer is created. Each save
-            opens the directory once, when it starts, and writes only to that directory.
+        path: the checkpoint directory. The directory is created if it does not exist. A relative
+            path is resolved against the current working directory when the writer is created. Each
+            save opens the directory once, when it starts, and writes only to that directory.
         single_file_per_rank: write one file for each of ``thread_count`` buckets of similar size.
             False writes one file per item.
         sync_files: fsync files and directories, so that a completed save survives a power cut.

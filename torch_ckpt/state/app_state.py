@@ -251,8 +251,8 @@ class AppState:
 
         Raises:
             CheckpointError: :meth:`target` or :meth:`apply` failed on this rank.
-            RuntimeError: one of them failed on another rank.
-            TimeoutError: a rank did not make this call in time; the message names it.
+            RuntimeError: one of these methods failed on another rank.
+            TimeoutError: a rank did not make this call in time; the message names the rank.
         """
         targets: list[StateDict] = []
         with Call(call, process_group, timeout) as exchange:

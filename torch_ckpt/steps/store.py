@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step beneath a root, or the remains of an incomplete or deleted one.
+    """A step beneath a root, or the remains of an incomplete or deleted step.
 
     Attributes:
         step: step number, at least 0.
@@ -110,8 +110,8 @@ class StepStore(abc.ABC):
         If a leftover cannot be removed, the error is logged, and the next sweep tries again.
 
         Args:
-            deleted_only: only complete interrupted deletions, and keep unfinished steps, which may
-                belong to a running save.
+            deleted_only: only finish interrupted deletions. Unfinished steps, which may belong to a
+                running save, are kept.
             attempt: the 8 hex digits of this run (see :meth:`writer`). Unfinished steps of this run
                 are kept.
 
@@ -144,8 +144,8 @@ class StepStore(abc.ABC):
             marker: returns the content of the marker, a dict of JSON values. Called on the
                 coordinator at the commit.
             expected_bytes: lower bound on the total number of bytes that all ranks will write.
-            make_room: function that frees space. It is called if fewer bytes are free, before the
-                save is refused.
+            make_room: function that frees space, called if fewer bytes are free, before the save is
+                refused.
             options: passed to :class:`FileSystemWriter`.
 
         Raises:
