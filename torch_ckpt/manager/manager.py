@@ -89,7 +89,8 @@ class CheckpointManager:
         keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep:
             which steps to keep; see :class:`torch_ckpt.retention.Retention`. By default, all steps
             are kept.
-        if_busy: what to do if a save is still running: "wait" until it ends, or "skip" the new one.
+        if_busy: what to do if a save is still running: "wait" blocks until that save ends, and
+            "skip" skips the new save.
         preemption_signals: signal numbers to treat as preemption notices. None means SIGTERM if the
             manager is created in the main thread, and otherwise no signal. If the process group
             already has a watch, for example from another manager, that watch is used instead; see
@@ -98,15 +99,15 @@ class CheckpointManager:
         preemption_deadline: seconds between the notice and the end of the process. If given,
             ``save`` blocks until the last save has ended, and logs how long the previous save took.
         check_replicas: what to do if a replicated value differs between ranks: "off" does not
-            compare, "warn" warns, "error" fails the save. A value is replicated if several ranks
-            have it and one of them saves it for all: a plain tensor, a number or another object.
-            See :func:`torch_ckpt.save`. Wrap values that differ between ranks in
+            compare, "warn" warns, "error" fails the save. A value (a plain tensor, a number or
+            another object) is replicated if several ranks have it and one of these ranks saves it
+            for all of them. See :func:`torch_ckpt.save`. Wrap values that differ between ranks in
             :class:`torch_ckpt.PerRank`.
         check_replicas_every: a number N: replicas are compared in every Nth save, starting with the
             first save.
-        on_save_error: "raise": the error of a background save is raised by the next save,
-            :meth:`wait_until_finished`, :meth:`check_for_errors` or :meth:`close`.
-            "warn_and_continue": the error is logged, and counted in ``save_errors``.
+        on_save_error: what to do if a background save fails. "raise" makes the next save,
+            :meth:`wait_until_finished`, :meth:`check_for_errors` or :meth:`close` raise the error.
+            "warn_and_continue" logs the error and counts it in ``save_errors``.
         async_saves: False makes every save block until its step is complete.
         staging: "blocking" or "overlapped"; see :func:`torch_ckpt.async_save`.
         read_only: only list, load and verify; never sweep, save or delete.
@@ -117,7 +118,7 @@ class CheckpointManager:
             exception, the save fails on all ranks, but the step is kept.
         on_event: called with each :class:`torch_ckpt.events.Event`, in the thread that causes the
             event. Inside the callback, methods that wait for the event's save return immediately.
-        tensorboard: a ``SummaryWriter`` for rank 0, or the directory of a new one.
+        tensorboard: a ``SummaryWriter`` for rank 0, or the directory for a new ``SummaryWriter``.
         process_group: process group of the ranks; None uses the default group.
         timeout: seconds without a heartbeat after which a rank is declared dead. The other ranks
             then raise an error that names the rank.
@@ -132,15 +133,15 @@ class CheckpointManager:
     Raises:
         TypeError: an option or a key of ``load_options`` is unknown or has the wrong type. The
             message suggests the closest known name.
-        ValueError: an option has an invalid value, or ``preemption_signals`` are given outside the
-            main thread.
+        ValueError: an option has an invalid value, or ``preemption_signals`` is given but this is
+            not the main thread.
         OSError: the root is a file or is not writable. If only rank 0 fails, the other ranks raise
             a RuntimeError.
         TimeoutError: some ranks did not create a manager within the timeout; the message names
             them.
         RanksDisagree: the ranks passed different roots.
-        RootInUse: another running job writes to the root; the message names its process. Raised on
-            rank 0; the other ranks raise a RuntimeError that quotes the message.
+        RootInUse: another running job writes to the root; the message names that job's process.
+            Raised on rank 0; the other ranks raise a RuntimeError that quotes the message.
     """
 
     def __init__(

@@ -447,8 +447,8 @@ def reached_preemption_sync_point(
         process_group: None for the default group.
 
     Raises:
-        TimeoutError: some ranks did not post their step after a notice. The message names them.
-            Every later call raises the same error.
+        TimeoutError: some ranks did not post their step after a notice. The message names these
+            ranks. Every later call raises the same error.
         ConnectionError: the store was lost after a notice. Every later call raises the same error.
         ValueError: ``step`` is negative, the first call is not in the main thread, or this process
             is not in the group.

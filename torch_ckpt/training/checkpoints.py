@@ -55,8 +55,8 @@ def save_checkpoint(
         step: the step number, from 0 to 9,999,999,999; must be the same on all ranks.
         state: names and values, as for :meth:`torch_ckpt.CheckpointManager.save`: modules,
             optimizers, tensors, numbers, and dicts of these.
-        overwrite: replace the step if it is already complete. The old one is kept until the new one
-            is complete.
+        overwrite: replace the step if it is already complete. The old step is kept until the new
+            one is complete.
         process_group: the ranks that save together; None means the default group.
         timeout: seconds after which a rank that sends no heartbeat is declared dead.
         staging_dir: local directory where files are written before they are uploaded to a URL; see
@@ -127,9 +127,9 @@ def load_checkpoint_if_it_exists(
 ) -> int:
     """Loads the newest complete step into the state, in place.
 
-    All ranks must call this function; rank 0 chooses the step. Rank 0 warns about incomplete steps,
-    which are skipped, about names in the step that no rank's state has, and about tensors that were
-    converted to another dtype.
+    All ranks must call this function; rank 0 chooses the step. Incomplete steps are skipped. Rank 0
+    warns about these steps, about names in the step that no rank's state has, and about tensors
+    that were converted to another dtype.
 
     Args:
         directory: a local path or URL, which need not exist.

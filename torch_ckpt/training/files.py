@@ -24,7 +24,7 @@ def mkdir(path: StrPath) -> None:
 
     Raises:
         OSError: the directory cannot be created; ``FileExistsError`` if the path is a file.
-        ImportError: the URL needs a package that is not installed; the message names it.
+        ImportError: the URL needs a package that is not installed; the message names the package.
         ValueError: fsspec does not support the URL's protocol.
 
     Example::

@@ -85,9 +85,9 @@ def save_graph(
     Args:
         graph: an FX graph, such as one recorded by :class:`GraphRecorder`, ``program.graph_module``
             of ``torch.export``, or ``make_fx(step)(batch)``.
-        path: a local path or a URL, as for :func:`mkdir`. Its directory is created if necessary.
-            The suffix ".svg" saves a drawing, which requires Graphviz's program ``dot``; ".dot"
-            saves Graphviz source, which does not require ``dot``.
+        path: a local path or a URL, as for :func:`mkdir`. The file's directory is created if
+            necessary. The suffix ".svg" saves a drawing, which requires Graphviz's program ``dot``;
+            ".dot" saves Graphviz source, which does not require ``dot``.
         timeout_seconds: time limit for ``dot``, which takes minutes for graphs with many thousands
             of nodes; None means no limit.
 

@@ -89,7 +89,7 @@ def stop_profile(directory: StrPath) -> str | None:
     """Stops the profile and saves its trace in a directory.
 
     The trace is written to local temporary storage and then copied. Chrome, Perfetto and
-    TensorBoard can display it.
+    TensorBoard can display the trace.
 
     Args:
         directory: a local path or a URL, as for :func:`mkdir`; it is created if necessary.
@@ -99,8 +99,8 @@ def stop_profile(directory: StrPath) -> str | None:
         that did not profile.
 
     Raises:
-        RuntimeError: no profile is running, or another thread started the profile, which then
-            continues.
+        RuntimeError: no profile is running, or another thread started the running profile. That
+            profile continues.
         ImportError, ValueError: the URL is not supported; see :func:`mkdir`. The profile continues.
         OSError: the trace cannot be written or copied. If only the copy fails, the local trace is
             kept, and the message contains its path.
