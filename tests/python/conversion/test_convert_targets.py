@@ -62,7 +62,10 @@ def test_a_target_whose_last_fsync_fails_exists_and_durability_is_uncertain(
     options: dict[str, Any] = {"max_shard_size": 100} if target == "hf" else {}
     with (
         failing("fsync_directory", errno.EIO, tmp_path),
-        pytest.raises(torch_ckpt.DurabilityUncertain, match=f"{target} is complete, but a power"),
+        pytest.raises(
+            torch_ckpt.DurabilityUncertain,
+            match=f"{target} is complete, but may be lost in a power cut",
+        ),
     ):
         convert(tmp_path / "ckpt", tmp_path / target, **options)
     suffix = ".safetensors" if target == "m.pt" else ".pt"
