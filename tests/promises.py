@@ -72,7 +72,7 @@ def rows_of(parts: dict[str, Any]) -> list[Row]:
         ),
         (
             "Simulated crash at any write of a save (ext4, xfs)",
-            "Disk states from which no checkpoint loads, or a mix of old and new data",
+            "Disk states from which no checkpoint loads, or one that mixes old and new data",
             _share(_of(states, "torch_ckpt")),
             _share(_of(states, "stock")) + " (thread_count=2)",
         ),
@@ -99,7 +99,7 @@ def rows_of(parts: dict[str, Any]) -> list[Row]:
         ),
         (
             "Malicious or damaged checkpoint loaded",
-            "Successful attacks",
+            "Harmful outcomes",
             _share((tried - stopped, tried)),
             stock,
         ),
@@ -144,8 +144,8 @@ def block_of(document: dict[str, Any], rows: list[Row]) -> str:
                 for fault, outcome, ours, stock in rows
             ),
             "",
-            "Stock torch ran with the given `thread_count` and with its defaults otherwise, which "
-            f"include `sync_files=True`. `make torture SEED={seed}` reproduces the counts. "
+            "Stock torch ran with the given `thread_count`, if any, and otherwise by default, with "
+            f"`sync_files=True`. `make torture SEED={seed}` reproduces the counts. "
             f"Measured with torch {machine['torch']}, Linux {machine['kernel']}, on "
             f"{machine['date']}.",
         ]
@@ -156,9 +156,10 @@ def sentence_of(rows: list[Row]) -> str:
     """Makes a sentence of the first row, for the head of a document."""
     _fault, _outcome, ours, stock = rows[0]
     return (
-        f"In simulated power cuts right after a reported save, torch_ckpt lost {ours} saves, and "
-        f"stock torch lost\n{stock.partition(' (')[0]}: [injected faults]"
-        "(#why-believe-it-injected-faults), [times](#save-and-load-times-cpu)."
+        "A simulated power cut right after each save reported success lost "
+        f"{ours} saves of torch_ckpt, and\n{stock.replace('thread_count=2', '`thread_count=2`')} "
+        "of stock torch: [faults](#why-believe-it-injected-faults), "
+        "[times](#save-and-load-times-cpu)."
     )
 
 
