@@ -73,8 +73,8 @@ class Archive:
         names = self._reader.get_all_records()
         if len(entries) != len(self._sizes) or sorted(names) != sorted(self._sizes):
             raise ValueError(
-                "its zip archive has duplicate entries, or entries that zip readers list "
-                "differently"
+                "its zip archive has duplicate entries, or Python's and torch's zip readers find "
+                "different entries in it"
             )
         if "constants.pkl" in self._sizes:
             raise Unsafe("is a TorchScript program")
@@ -105,7 +105,7 @@ class Archive:
         size = count * untyped_torch._utils._element_size(dtype)
         if self._sizes.get(f"data/{key}") != size:
             raise ValueError(
-                f"the size of its storage {key} is not the {size} bytes stated in its pickle"
+                f"its storage {key} does not have the {size} bytes that the pickle states"
             )
         untyped = self._storages.get(key)
         if untyped is None:

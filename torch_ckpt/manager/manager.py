@@ -728,6 +728,6 @@ def _refuse_file(root: str | None) -> None:
     if root is not None and os.path.lexists(root) and not os.path.isdir(root):
         raise NotADirectoryError(
             errno.ENOTDIR,
-            "the root is not a directory. Pass the directory that contains the steps",
+            "the root must be the directory that contains the steps, but is not a directory",
             root,
         )

@@ -425,7 +425,7 @@ def test_invalid_options_are_refused_by_the_constructor(
 @pytest.mark.parametrize("read_only", [False, True])
 def test_a_root_that_is_a_file_is_refused_by_the_constructor(root: Path, read_only: bool) -> None:
     root.write_text("mine")
-    with pytest.raises(NotADirectoryError, match="the root is not a directory") as caught:
+    with pytest.raises(NotADirectoryError, match="the root must be the directory") as caught:
         CheckpointManager(root, read_only=read_only)
     assert caught.value.filename == str(root)
     assert root.read_text() == "mine"
