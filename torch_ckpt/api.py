@@ -58,7 +58,7 @@ def save(
     check_replicas: str = "warn",
     **writer_options: Any,
 ) -> Metadata:
-    """Saves a state dict. Returns once the checkpoint is durable and visible to all ranks.
+    """Saves a state dict. Blocks until the checkpoint is durable and visible to all ranks.
 
     All ranks must call ``save`` and :func:`async_save` in the same order. The ranks communicate
     through the process group's store. If a rank dies or hangs, the save fails with an error that
@@ -66,35 +66,36 @@ def save(
 
     Args:
         state_dict: the same as for ``dcp.save``: nested dicts and lists of tensors, DTensors and
-            picklable objects. The top level may also contain modules, optimizers, schedulers,
-            :class:`PerRank` and other values with a ``state_dict``, which are saved as
+            picklable objects. The top level can also contain modules, optimizers, schedulers,
+            :class:`PerRank` and other objects with a ``state_dict`` method; they are saved as
             :class:`AppState` saves them. A function that returns such a dict is also accepted. If
-            the function raises an exception, the save fails on all ranks at once.
+            the function raises an exception, the save fails immediately on all ranks.
         checkpoint_id: the checkpoint directory. Only :class:`CheckpointManager` and
             ``torch_ckpt.training`` accept URLs.
         storage_writer: the writer to use; None creates one for ``checkpoint_id``.
-        planner: the planner to use instead of the engine. The save is then a ``dcp.save`` with
-            torch_ckpt's writer, and values with a ``state_dict`` are stored in DCP's layout.
+        planner: the planner to use instead of the engine. The state dict is then saved by
+            ``dcp.save`` with torch_ckpt's writer, and objects with a ``state_dict`` method are
+            stored in DCP's layout.
         process_group: the ranks that save together; None means the default group.
         no_dist: save from this process only, without other ranks.
-        timeout: seconds without a heartbeat after which a rank is declared dead, and the save fails
-            on all other ranks.
-        check_replicas: what to do if a value that one rank saves for several ranks differs between
-            these ranks. Such values are plain tensors (not DTensors), numbers and other objects
-            that have the same name on several ranks. "off" does not compare them, "warn" warns, and
-            "error" fails the save. "warn" compares all bytes of tensors up to 64 KiB, and 64 KiB
-            spread evenly over larger tensors; "error" compares all bytes. Objects are compared by
-            their pickles. Not available with a ``planner``.
+        timeout: a rank that sends no heartbeat for this many seconds is declared dead, and the save
+            fails on all other ranks.
+        check_replicas: what to do if replicas differ. Replicas are plain tensors (not DTensors),
+            numbers and other objects that have the same name on several ranks; only one of these
+            ranks saves its value. "off" compares nothing, "warn" warns, and "error" fails the save.
+            "warn" compares tensors of up to 64 KiB in full, and samples 64 KiB spread evenly over
+            each larger tensor; "error" compares all bytes. Objects are compared by their pickles.
+            Not available with a ``planner``.
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:
         The checkpoint's metadata, on every rank. If the metadata is large, only rank 0 keeps it in
-        memory. The other ranks read it from the checkpoint on first access. Reading it fails if
-        another save to the same directory has replaced the metadata.
+        memory. The other ranks read the metadata from the checkpoint on first access. That read
+        fails if another save to the same directory has replaced the metadata.
 
     Raises:
         CheckpointException: the save failed; raised on every rank with the cause from each failed
-            rank. Causes are ``OSError`` for a failed system call, ``NotCommitted`` or
+            rank. The causes are ``OSError`` for a failed system call, ``NotCommitted`` or
             ``DurabilityUncertain`` for a failed commit, and ``CheckpointError`` for replicas that
             differ.
         ValueError: options contradict each other.
@@ -163,41 +164,42 @@ def async_save(
     Args:
         state_dict: see :func:`save`.
         checkpoint_id: the checkpoint directory.
-        staging: "blocking" returns once everything has been copied to host memory; the sources may
-            then change. "overlapped" returns at once; the sources must not change until ``staged``
-            is done (see :meth:`AsyncSave.guard`). If a change is detected, the save fails on all
-            ranks with :class:`SourceChanged`.
+        staging: "blocking" returns as soon as everything has been copied to host memory; the
+            tensors can then safely be modified. "overlapped" returns immediately; do not modify the
+            tensors until the handle's ``staged`` future is done (see :meth:`AsyncSave.guard`). If a
+            modification is detected, the save fails on all ranks with :class:`SourceChanged`.
         storage_writer: the writer to use; None creates one for ``checkpoint_id``. The writer's
-            ``max_host_bytes`` limits the memory of the snapshot; the default is this rank's share
-            of half of the machine's free memory. A state that exceeds the limit is staged in
-            several waves, so ``staged`` is done later.
+            ``max_host_bytes`` limits the memory for the snapshot. By default, half of the machine's
+            free memory is divided equally among the ranks on the machine. A state that exceeds the
+            limit is copied in several waves, so staging takes longer.
         process_group: the ranks that save together; None means the default group.
         no_dist: save from this process only, without other ranks.
-        if_busy: what to do if another save of this process is still running: "wait" blocks until it
-            has ended, and "raise" raises CheckpointError.
-        timeout: seconds without a heartbeat after which a rank is declared dead, and the save fails
-            on all other ranks.
-        write_done: called on each rank, in the save's thread, once the rank's files are durable. If
-            the callback raises an exception, the save fails.
-        on_commit: called on the coordinator, in the save's thread, after the commit. The save ends
-            on all ranks after the callback has returned. If the callback raises an exception, all
-            ranks raise OnCommitFailed.
-        warn_unchanged: warn if a step counter has advanced since the last save but weights or
-            optimizer states have not changed.
-        check_replicas: see :func:`save`. Replicas are compared before the sources may change.
-        trace: file to which a trace of the save is written, for chrome://tracing or Perfetto. With
-            several ranks, ``-rank{n}`` is added to the file name.
+        if_busy: what to do if another save of this process is still running: "wait" blocks until
+            the running save has ended, and "raise" raises CheckpointError.
+        timeout: a rank that sends no heartbeat for this many seconds is declared dead, and the save
+            fails on all other ranks.
+        write_done: called on each rank, in the save's thread, as soon as the rank's files are
+            durable. If the callback raises an exception, the save fails.
+        on_commit: called on the coordinator, in the save's thread, after the commit. The save does
+            not end on any rank until the callback has returned. If the callback raises an
+            exception, all ranks raise OnCommitFailed.
+        warn_unchanged: warn if all tensors beneath a top-level key, such as ``model``, are the same
+            as in the previous save although a number in the state, such as the step, has changed.
+        check_replicas: see :func:`save`. Replicas are compared before the save counts as staged.
+        trace: path of a file to which a trace of the save is written. Open the file in
+            chrome://tracing or Perfetto. With several ranks, each rank writes its own file and adds
+            ``-rank{n}`` to the file name.
         writer_options: passed to :class:`FileSystemWriter`. The option ``background`` sets the
             threads, priorities and bandwidth of the save.
 
     Returns:
-        The handle of the save. Keep the handle until the save has ended; dropping it earlier causes
-        a warning.
+        A handle to the save. Keep the handle until the save has ended; dropping the handle earlier
+        causes a warning.
 
     Raises:
         CheckpointException: an earlier background save failed, and its error has not been reported
             yet.
-        CheckpointError: a save is running, and ``if_busy`` is "raise".
+        CheckpointError: another save is running, and ``if_busy`` is "raise".
         ValueError: options contradict each other.
 
     Example::
@@ -287,51 +289,54 @@ def load(
     timeout: float = TIMEOUT_SECONDS,
     **reader_options: Any,
 ) -> LoadReport | None:
-    """Loads a checkpoint into a state dict, in place. The checkpoint may have been saved with
-    another sharding.
+    """Loads a checkpoint into a state dict, in place. The checkpoint and the state dict can be
+    sharded differently.
 
     The names, shapes and dtypes of the complete state dict are compared with the checkpoint before
-    anything changes: see ``strict``.
+    any value is changed. ``strict`` selects which differences are errors.
 
     Args:
         state_dict: the same as for ``dcp.load``. Tensors are filled in place; other values are
-            replaced. Top-level modules, optimizers and other values with a ``state_dict`` are
-            restored as :class:`AppState` restores them. Optimizers need not have any state yet.
+            replaced. Modules, optimizers and other top-level objects with a ``state_dict`` method
+            are restored as :class:`AppState` restores them. An optimizer need not have any state
+            yet.
         checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
             the newest complete step of the run. The step is not deleted during the load.
         storage_reader: the reader to use; None creates one for ``checkpoint_id``.
-        planner: the planner to use instead of the engine. The load is then a ``dcp.load`` with
-            torch_ckpt's reader, and ``strict=False``, ``names``, ``rename`` and
-            ``free_before_read`` are not available. The same applies to a reader whose file system
-            is not local.
+        planner: the planner to use instead of the engine. The state dict is then loaded by
+            ``dcp.load`` with torch_ckpt's reader, and ``strict=False``, ``names``, ``rename`` and
+            ``free_before_read`` are not available. The same applies if the reader's file system is
+            not local.
         process_group: the ranks that load together; None means the default group.
         no_dist: load in this process only, without other ranks.
         strict: True raises LoadMismatch if a name of the state dict is missing from the checkpoint,
-            or if a shape differs. "dtypes" also raises if a dtype differs. False loads everything
-            that fits and warns about everything else, but still raises if nothing fits for a dict
-            or ``Stateful`` value.
-        names: which fully qualified names of the state dict to load: :mod:`fnmatch` patterns, such
-            as ``["model.*"]``, or a function that returns True for these names. None loads all.
+            or if a shape differs. "dtypes" also raises LoadMismatch if a dtype differs. False loads
+            everything that fits and warns about everything else. Exception: if nothing can be
+            loaded for one of the top-level dicts or ``Stateful`` values, LoadMismatch is raised.
+        names: fully qualified names in the state dict to load: either :mod:`fnmatch` patterns, such
+            as ``["model.*"]``, or a function that returns True for each name to load. None loads
+            all names.
         rename: maps names in the checkpoint to names in the state dict, for example to fine-tune
-            another model. Either a function that converts an old fully qualified name to a new one,
-            or a mapping or sequence of (old, new) pairs, in which ``*`` matches any text
+            another model. Pass either a function that converts an old fully qualified name to a new
+            one, or a mapping or sequence of (old, new) pairs. In a pair, ``*`` matches any text
             (``{"encoder.*": "model.encoder.*"}``). The first pair that matches applies. ``names``
-            and reports use the new names.
-        free_before_read: for states that fit into memory only once. The values are loaded one key
-            at a time, and each object is deleted before its replacement is read. Tensors are loaded
-            in place, as always. If the load fails, the deleted objects are lost.
-        timeout: seconds without a heartbeat after which a rank is declared dead, and the load fails
-            on all ranks with an error that names the rank. A rank that reads sends heartbeats as
-            long as bytes arrive.
+            and the report use the new names.
+        free_before_read: use this option if memory can hold only one copy of the state. The
+            top-level keys are loaded one by one, and each object is deleted before its replacement
+            is read. Tensors are loaded in place, as always. If the load fails, the deleted objects
+            are lost.
+        timeout: a rank that sends no heartbeat for this many seconds is declared dead, and the load
+            fails on all ranks with an error that names the dead rank. While a rank reads, it sends
+            heartbeats as long as bytes arrive.
         reader_options: passed to :class:`FileSystemReader`.
 
     Returns:
-        A comparison of this rank's state dict with the checkpoint; None if the load was a
-        ``dcp.load``.
+        A comparison of this rank's state dict with the checkpoint; None if ``dcp.load`` loaded the
+        state dict.
 
     Raises:
         CheckpointException: the load failed; raised on every rank with the cause from each failed
-            rank. Causes are ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``, and
+            rank. The causes are ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``, and
             ``TimeoutError`` for a rank that sent no heartbeat.
         ValueError: options contradict each other.
 
@@ -410,7 +415,8 @@ def preflight(
 ) -> LoadReport:
     """Compares a state dict with a checkpoint, in the same way as :func:`load`, but loads nothing.
 
-    Reads only the metadata. Compares only the state dict of this process, without other ranks.
+    Reads only the metadata, and compares only the state dict of this process. No other rank takes
+    part.
 
     Args:
         state_dict, checkpoint_id, names, rename, reader_options: see :func:`load`.
@@ -420,7 +426,7 @@ def preflight(
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
-        ValueError: ``rename`` matches no name, or maps two names to one.
+        ValueError: ``rename`` matches no name, or maps two names to the same name.
 
     Example::
 

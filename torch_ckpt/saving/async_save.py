@@ -19,9 +19,9 @@ from torch_ckpt.saving.metrics import SaveMetrics
 class AsyncSave:
     """Handle to a background save, returned by :func:`torch_ckpt.async_save`.
 
-    The save is *staged* once the sources on this rank have been copied and may change. It is
-    *committed* once the checkpoint is durable and visible. Methods may be called from any thread.
-    If the handle is dropped, the save continues.
+    The save is *staged* as soon as this rank's tensors have been copied and can safely be modified.
+    The save is *committed* as soon as the checkpoint is durable and visible. Any thread can call
+    the methods. If the handle is dropped, the save continues.
 
     Examples:
         ```python
@@ -38,21 +38,21 @@ class AsyncSave:
     # A property, because a forked child replaces the futures.
     @property
     def staged(self) -> Future[None]:
-        """Future that is done once the sources may change. The future fails if the save fails
-        first."""
+        """Future that is done as soon as the tensors being saved can safely be modified. If the
+        save fails before that, the future raises the save's error."""
         return self._job.write.staged
 
     @property
     def committed(self) -> Future[Metadata]:
-        """Future that is done once the checkpoint is durable and visible to all ranks.
+        """Future that is done as soon as the checkpoint is durable and visible to all ranks.
 
-        The result is the metadata. If the save fails, the future has the error that :meth:`result`
-        raises.
+        The result is the metadata. If the save fails, the future raises the same error as
+        :meth:`result`.
         """
         return self._job.committed
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Blocks until the sources may change.
+        """Blocks until the tensors being saved can safely be modified.
 
         Args:
             timeout: seconds to wait; None waits indefinitely.
@@ -60,7 +60,7 @@ class AsyncSave:
         Raises:
             TimeoutError: the save was not staged in time. The save continues.
             CheckpointException: the save failed before it was staged.
-            CheckpointError: this process was forked from the process that saves.
+            CheckpointError: this process was forked from the process that started the save.
         """
         with self._job.blocking():
             wait_for(self.staged, timeout, "staged", self._job)
@@ -77,9 +77,9 @@ class AsyncSave:
         Raises:
             TimeoutError: the save did not end in time. The save continues.
             CheckpointException: the save failed. The exception has the cause from each failed rank.
-            OnCommitFailed: ``on_commit`` failed on the coordinator. Raised on all ranks. The
-                checkpoint is committed.
-            CheckpointError: this process was forked from the process that saves.
+            OnCommitFailed: the checkpoint is committed, but ``on_commit`` failed on the
+                coordinator. Raised on all ranks.
+            CheckpointError: this process was forked from the process that started the save.
         """
         return wait_for(self.committed, timeout, "committed", self._job)
 
@@ -88,7 +88,8 @@ class AsyncSave:
         return self.committed.done()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the optimizer's next step wait until the sources may change.
+        """Makes the optimizer's next step wait until the tensors being saved can safely be
+        modified.
 
         The step blocks until all CPU tensors have been copied. For CUDA tensors, the step blocks
         only until the copies have been submitted, and the current stream waits for the copies. If
@@ -113,20 +114,21 @@ class AsyncSave:
         return self._job.write.progress()
 
     def wait_staged_quietly(self) -> None:
-        """Blocks until the sources may change or the save has failed. Does not raise the error."""
+        """Blocks until the tensors being saved can safely be modified, or the save has failed. Does
+        not raise the save's error."""
         with self._job.blocking():
             self._job.write.wait_staged()
 
     @property
     def differing(self) -> str:
         """Describes the values that ``check_replicas="warn"`` found to differ between ranks. Empty
-        if there are none. The text is complete once the save is staged.
+        if there are none. The text is complete as soon as the save is staged.
         """
         return self._job.differing
 
     def metrics(self) -> SaveMetrics:
-        """Returns durations and sizes of the save on this rank. All values are final once the save
-        is done."""
+        """Returns the durations and sizes of the save on this rank. All values are final when the
+        save has ended."""
         return self._job.metrics
 
     def __del__(self) -> None:
