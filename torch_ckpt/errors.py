@@ -32,7 +32,7 @@ class _CommitError(CheckpointError):
 
 
 class NotCommitted(_CommitError):
-    """The new checkpoint was not published. An earlier checkpoint in the directory is unchanged.
+    """The new checkpoint was not published. Any earlier checkpoint in the directory is unchanged.
 
     Attributes:
         errno: errno of the failed system call; 0 if no system call failed.
@@ -43,11 +43,11 @@ class NotCommitted(_CommitError):
 
 
 class DurabilityUncertain(_CommitError):
-    """The new checkpoint may be visible, but may not survive a power failure.
+    """The new checkpoint might be visible, but might not survive a power failure.
 
     Either the last fsync failed after the checkpoint had become visible, or the rename that makes
-    it visible failed with an error (``EIO``, ``ETIMEDOUT``) that does not show whether the rename
-    took effect. The files of both the old and the new checkpoint are kept. Save again.
+    the checkpoint visible failed with an error (``EIO``, ``ETIMEDOUT``) that does not show whether
+    the rename took effect. The files of both the old and the new checkpoint are kept. Save again.
 
     Attributes:
         errno: errno of the failed system call.
@@ -69,7 +69,7 @@ class Unsafe(CheckpointError):
 
 
 class LoadMismatch(CheckpointError):
-    """A checkpoint does not match the state dict into which it was to be loaded.
+    """The checkpoint does not fit the state dict that was passed to the load.
 
     Attributes:
         report: all differences, as a :class:`torch_ckpt.LoadReport`.
@@ -86,15 +86,15 @@ class LoadMismatch(CheckpointError):
 class OnCommitFailed(CheckpointError):
     """The ``on_commit`` callback failed on the coordinator. The checkpoint is committed and kept.
 
-    Raised on all ranks. On the coordinator, the callback's exception is the error's cause.
+    Raised on all ranks. On the coordinator, the cause of this error is the callback's exception.
     """
 
 
 class RootInUse(CheckpointError):
-    """Another running job writes to the root of a :class:`torch_ckpt.CheckpointManager`.
+    """Another running job is writing to the root of a :class:`torch_ckpt.CheckpointManager`.
 
-    The message names the job's host and process. Use another root, wait until the job ends, or pass
-    ``takeover=True`` to take over the root, which makes the job's saves fail.
+    The message names the job's host and process. Use another root, wait until the other job ends,
+    or pass ``takeover=True``. A takeover makes the other job's saves fail.
     """
 
 
@@ -102,6 +102,6 @@ class SourceChanged(CheckpointError):
     """A tensor was modified before a background save had copied it.
 
     The message names the tensor. To prevent this error, call
-    :meth:`torch_ckpt.AsyncSave.wait_staged` before the change, call
+    :meth:`torch_ckpt.AsyncSave.wait_staged` before modifying the tensor, call
     :meth:`torch_ckpt.AsyncSave.guard`, or save with ``staging="blocking"``.
     """

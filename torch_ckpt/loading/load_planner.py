@@ -20,16 +20,16 @@ _FLAT = ("state_dict", "mappings")
 
 class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
     """Plans ``dcp.load`` in the same way as ``torch_ckpt.load``. Use this planner with a
-    :class:`torch_ckpt.FileSystemReader`; with other readers, the planner works like torch's
+    :class:`torch_ckpt.FileSystemReader`. With any other reader, the planner works like torch's
     DefaultLoadPlanner.
 
     The planner loads complete tensors and DTensors. The hooks of torch's planner
     (``lookup_tensor``, ``commit_tensor``, ``load_bytes`` and others) are not called. If you need
-    hooks, derive a planner from torch's class.
+    hooks, derive a planner from torch's DefaultLoadPlanner instead.
 
     Args:
-        allow_partial_load: skip values that are missing from the checkpoint or have a different
-            shape in the checkpoint.
+        allow_partial_load: skip the values that the checkpoint lacks or stores with a different
+            shape.
 
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
         LoadMismatch: the checkpoint does not fit the state dict; nothing has been changed.

@@ -69,16 +69,16 @@ from torch_ckpt.loading.zero_fill import (
 
 
 class FileSystemReader(StockReader):
-    """Reads distributed checkpoints, including those of stock torch. A drop-in replacement for
-    torch's class of the same name.
+    """Reads distributed checkpoints, including checkpoints written by stock torch. A drop-in
+    replacement for torch's class of the same name.
 
-    For each tensor, only the wanted rows are read. Rows are read directly into the target if the
-    target is contiguous CPU memory of the stored dtype. Otherwise, rows are read in pieces of a few
-    MB, which are then converted, scattered or copied to the device. All data from torch_ckpt's
-    checkpoints is verified against checksums. In stock torch's checkpoints, only records that are
-    read in full are verified.
+    From each tensor, only the rows that the state dict needs are read. If the target is contiguous
+    CPU memory of the stored dtype, the rows are read directly into the target. Otherwise, the rows
+    are read in pieces of a few MB, and each piece is then converted, scattered or copied to the
+    device. All data from torch_ckpt's checkpoints is verified against checksums. In stock torch's
+    checkpoints, only records that are read in full are verified.
 
-    Tensors are converted to the dtypes of their targets, as by ``Tensor.copy_``. One warning per
+    Tensors are converted to the dtypes of their targets, as ``Tensor.copy_`` does. One warning per
     load names the tensors that lose precision or range.
 
     The reader keeps the directory open, with a shared lock, from ``read_metadata`` to the end of
@@ -87,30 +87,31 @@ class FileSystemReader(StockReader):
 
     Args:
         path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for the newest
-            complete step of the run at the time of each load.
+            complete step of the run. Each load looks up the newest step again.
         thread_count: maximum number of concurrent reads; None means 8. Each read covers at least 1
             MiB, so small loads use fewer concurrent reads.
         max_inflight_bytes: maximum memory that a load uses in addition to its targets, in bytes; at
-            least 1 MiB. A record that cannot be read in parts (an object, or a tensor that only
-            ``torch.load`` can decode) is refused if it is larger than this limit.
-        verify: check CRC-32s.
-        direct_io: True, False, or "auto" to use direct I/O for data that is not in the page cache.
-        zero_fill: allow tensors that are larger than the stored tensors. Elements outside the
-            stored tensor are set to zero.
-        allow_shape_mismatch: like ``zero_fill``, but also allow tensors that are smaller than the
-            stored tensors in some dimensions. The common region is loaded. The number of dimensions
-            must be the same.
-        read_once: if several ranks want the same contiguous tensor, one rank reads the tensor and
-            sends it to the others over the process group. All ranks of the group must load with
-            this option.
+            least 1 MiB. Some records cannot be read in parts: objects, and tensors that only
+            ``torch.load`` can decode. If such a record is larger than the limit, the load fails.
+        verify: verify CRC-32 checksums.
+        direct_io: True, False, or "auto", which uses direct I/O for data that is not in the page
+            cache.
+        zero_fill: allow tensors in the state dict that are larger than the stored tensors. The
+            elements outside the stored tensor are set to zero.
+        allow_shape_mismatch: like ``zero_fill``, but also allow tensors in the state dict that are
+            smaller than the stored tensors in some dimensions. The common region is loaded. The
+            number of dimensions must be the same.
+        read_once: if several ranks need the same contiguous tensor, one of the ranks reads the
+            tensor and sends the data to the other ranks over the process group. All ranks of the
+            group must load with this option.
         process_group: the process group that is passed to ``dcp.load``; None means the default
             group. ``torch_ckpt.load`` sets this option.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
         allow_pickle: accept metadata that names any type, and pass objects to the planner
-            unchecked; torch's planner unpickles them. Use this option only for checkpoints that you
-            trust. By default, only tensors, builtin types, other allow-listed types (see
-            SECURITY.md) and types declared with ``torch.serialization.add_safe_globals`` are
-            loaded.
+            unchecked. torch's planner then unpickles the objects. Use this option only for
+            checkpoints that you trust. By default, only tensors, builtin types, other allow-listed
+            types (see SECURITY.md) and types declared with ``torch.serialization.add_safe_globals``
+            are loaded.
 
     Raises:
         ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
@@ -192,14 +193,16 @@ class FileSystemReader(StockReader):
 
     @property
     def version(self) -> str | None:
-        """The directory that all ranks of a load must agree on; None if they need not agree."""
+        """The directory that must be the same on all ranks of a load; None if there is nothing to
+        compare."""
         # Only a root or a step number must be resolved to the same directory on all ranks: a newer
         # step may be completed before the next rank looks for the newest one.
         return None if self.location == str(self.path) else self.location
 
     @property
     def location(self) -> str:
-        """Path of the checkpoint directory; the step's directory if ``path`` is a run's root."""
+        """Path of the checkpoint directory. If ``path`` is a run's root, this is the step's
+        directory."""
         return str(self.path) if self._directory is None else self._directory.path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -318,8 +321,8 @@ class FileSystemReader(StockReader):
 
     @property
     def size_rule(self) -> str:
-        """Sizes of targets that are allowed, relative to the stored sizes: ``"same"``,
-        ``"growing"`` or ``"any"``."""
+        """Allowed target sizes relative to the stored sizes: ``"same"``, ``"growing"`` or
+        ``"any"``."""
         if self.allow_shape_mismatch:
             return "any"
         return "growing" if self.zero_fill else "same"
@@ -328,8 +331,8 @@ class FileSystemReader(StockReader):
     def wave_bytes(self) -> int:
         """Maximum total size of the objects held in memory at the same time.
 
-        An object larger than this is loaded on its own. The limit is half of
-        ``max_inflight_bytes``, or less if that would leave too little scratch memory for the load.
+        A larger object is loaded on its own. The maximum is half of ``max_inflight_bytes``, or less
+        if half would leave too little scratch memory for the load.
         """
         limit = self.max_inflight_bytes
         return min(limit // 2, limit - _core.least_scratch_bytes)
@@ -343,7 +346,7 @@ class FileSystemReader(StockReader):
     def release(self) -> None:
         """Closes and unlocks the checkpoint directory at the end of a load, if it is open.
 
-        The next ``read_metadata`` opens it again.
+        The next ``read_metadata`` opens the directory again.
         """
         directory, self._directory = self._directory, None
         if directory is not None:
@@ -378,7 +381,7 @@ class FileSystemReader(StockReader):
         self._metadata = None
 
     def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
-        """Returns the reads for the items of a plan.
+        """Returns the reads that load the items of a plan.
 
         Raises:
             Corrupt: the metadata does not contain the location of an item.

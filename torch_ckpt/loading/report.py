@@ -16,22 +16,23 @@ Names = Iterable[str] | Callable[[str], bool] | None
 
 @dataclass
 class LoadReport:
-    """Comparison of a state dict with a checkpoint. Names are fully qualified.
+    """Comparison of a state dict with a checkpoint. Names are fully qualified. "Stored" refers to
+    the checkpoint, "wanted" to the state dict.
 
     Attributes:
-        loaded: names that are in both and fit.
+        loaded: names of the values that fit.
         missing: names that are missing from the checkpoint.
-        unexpected: names that only the checkpoint has. They do not prevent a load.
+        unexpected: names that exist only in the checkpoint. Such names do not prevent a load.
         shapes: (name, stored, wanted) for each tensor whose shape does not fit.
-        kinds: (name, stored, wanted) for each value that is a tensor on one side and an object on
-            the other.
+        kinds: (name, stored, wanted) for each value that is a tensor in the checkpoint and an
+            object in the state dict, or vice versa.
         dtypes: (name, stored, wanted) for each tensor that is converted to another dtype.
         grown: (name, stored, wanted) for each tensor that is larger than the stored tensor;
             ``zero_fill`` sets the additional elements to zero.
-        absent: top-level keys of dicts and ``Stateful`` values for which there is no value to load.
+        absent: top-level keys whose dict or ``Stateful`` value has no value that can be loaded.
         truncated: (name, stored, wanted) for each tensor that is smaller than the stored tensor in
-            some dimension; ``allow_shape_mismatch`` loads the common region. Such a tensor is also
-            in ``grown`` if it is larger in another dimension.
+            at least one dimension; ``allow_shape_mismatch`` loads the common region. If the tensor
+            is larger than the stored tensor in another dimension, it is also in ``grown``.
 
     Examples:
         ```python
@@ -63,7 +64,8 @@ class LoadReport:
 
     @property
     def skipped(self) -> list[str]:
-        """Names that a load with ``strict=False`` leaves unchanged, each with the reason."""
+        """Names of the values that a load with ``strict=False`` leaves unchanged, each with the
+        reason."""
         return [
             *(f"{name} (missing)" for name in self.missing),
             *(f"{n} (stored {list(has)}, wanted {list(wants)})" for n, has, wants in self.shapes),
@@ -94,7 +96,7 @@ class LoadReport:
         return "\n".join(lines)
 
     def add(self, other: LoadReport) -> None:
-        """Adds the report on another part of the state dict."""
+        """Merges the report on another part of the state dict into this report."""
         self.loaded += other.loaded
         self.missing += other.missing
         self.unexpected = sorted(set(self.unexpected) & set(other.unexpected))
@@ -113,7 +115,7 @@ class ReadMemory:
 
     Attributes:
         target_bytes: size of the tensors to load.
-        stored_bytes: bytes to read from the files.
+        stored_bytes: number of bytes to read from the files.
         beyond_targets_bytes: peak memory use in addition to the targets.
         least_inflight_bytes: the smallest ``max_inflight_bytes`` with which the load succeeds.
 

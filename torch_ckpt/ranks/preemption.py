@@ -120,19 +120,20 @@ class PreemptionWatch:
 
     @property
     def reason(self) -> str:
-        """The notice of the last completed round and the rank that received it, such as "SIGTERM on
-        rank 3"."""
+        """The latest notice for which :func:`reached_preemption_sync_point` has returned True, and
+        the rank that received this notice: for example, "SIGTERM on rank 3". Empty until the
+        function first returns True."""
         with self._changed:
             return self._reason
 
     def watches(self, signals: Iterable[int], file: str | os.PathLike[str] | None) -> bool:
-        """Returns True if the watch already covers these signals and this file. None means no
-        file."""
+        """Returns True if the watch already covers the given signals and file. ``file=None`` means
+        no file."""
         is_file = file is None or os.fspath(file) == self._file
         return is_file and set(signals) <= set(self._before)
 
     def reached(self, step: int) -> bool:
-        """Implements :func:`reached_preemption_sync_point` for the ranks of this watch."""
+        """Implements :func:`reached_preemption_sync_point` for this watch's ranks."""
         if step < 0:
             raise ValueError(f"step {step} is negative: count steps from 0")
         with self._changed:
@@ -155,7 +156,8 @@ class PreemptionWatch:
             return True
 
     def ignored(self) -> None:
-        """Restores the previous effect of SIGTERM. Called if the program ignores a notice."""
+        """Restores the effect that SIGTERM had before the watch. Called if the program ignores a
+        notice."""
         self._is_ignored = True
 
     def close(self) -> None:
@@ -365,29 +367,32 @@ def watch_for_preemption(
     """Starts watching for preemption notices. Every rank must call this function before its first
     step.
 
-    The call does not wait for other ranks. After :meth:`PreemptionWatch.close` on all ranks, the
-    group can be watched again. A watched signal no longer ends this process. A handler that the
-    program has set for the signal is still called; Python's own handler for SIGINT is not. Forked
-    children get the previous handlers back.
+    The call does not wait for other ranks. After all ranks have called
+    :meth:`PreemptionWatch.close`, the group can be watched again. A watched signal no longer ends
+    this process. A handler that was already set for the signal is still called. Exception: Python's
+    default handler for SIGINT is not called. In forked child processes, the previous handlers are
+    restored.
 
     Args:
-        signals: signal numbers. If any are given, call this function in the main thread.
-        file: path of a file. The file's appearance is a notice to every rank that sees the file. If
-            the file is removed and appears again, that is another notice. Remove the file before
-            the next run; otherwise the next run also receives a notice.
+        signals: numbers of the signals to watch. If any are given, call this function in the main
+            thread.
+        file: path of a file to watch. If the file appears, every rank that can see the file
+            receives a notice. If the file is removed and appears again, each of these ranks
+            receives another notice. Remove the file before the next run; otherwise, the next run
+            also receives a notice.
         process_group: None for the default group.
         poll_seconds: seconds between two checks of the file and the store. Each check makes one
             request to the store, in a thread.
-        timeout: seconds that a rank has after a notice to post its step. A rank that takes longer
-            is declared dead.
+        timeout: after a notice, each rank must post its step number to the store within this many
+            seconds. A rank that takes longer is declared dead.
 
     Returns:
         The watch.
 
     Raises:
         TypeError: ``signals`` contains a value that is not a number.
-        ValueError: the group is already being watched, this is not the main thread, this process is
-            not in the group, or a signal cannot be watched.
+        ValueError: the group is already being watched, signals are given but the caller is not the
+            main thread, this process is not in the group, or a signal cannot be watched.
 
     Examples:
         ```python
@@ -430,24 +435,26 @@ def reached_preemption_sync_point(
     """Returns True at the step at which all ranks must save and stop. Call this function once per
     step.
 
-    After a notice to any rank, the ranks agree on the largest step that any rank has reached, plus
-    one. On every rank, the call for that step returns True. If a rank skips that step, its first
-    call for a later step returns True instead. After that, only a repeated call for the same step
-    returns True. If training continues, another notice starts another round.
+    When any rank receives a notice, the ranks agree on a step to stop at: the largest step that any
+    rank has reached, plus one. On every rank, the call for the agreed step returns True. If a rank
+    skips the agreed step, that rank's first call for a later step returns True instead. After a
+    call has returned True, only repeated calls for the same step return True. If training
+    continues, the next notice makes the ranks agree on another step.
 
-    Without a notice, a call only compares a few numbers, and a thread checks the store once a
-    second. After a notice, the first call for a step later than this rank's posted step waits for
-    the threads of the other ranks, usually for at most ``poll_seconds``.
+    Without a notice, a call only compares a few numbers, and a thread checks the store once per
+    second. After a notice, each rank posts the step that it has reached to the store. A rank's
+    first call for a later step blocks until the background threads of the other ranks have posted
+    their steps, usually for at most ``poll_seconds``.
 
-    If :func:`watch_for_preemption` was not called, the first call starts watching for SIGTERM. A
-    SIGTERM before the first call ends the process.
+    If :func:`watch_for_preemption` was not called, the first call starts watching for SIGTERM. In
+    that case, a SIGTERM that arrives before the first call ends the process.
 
     Args:
         step: the step number, counted from 0 and the same on all ranks.
         process_group: None for the default group.
 
     Raises:
-        TimeoutError: some ranks did not post their step after a notice. The message names these
+        TimeoutError: some ranks did not post their steps after a notice. The message names those
             ranks. Every later call raises the same error.
         ConnectionError: the store was lost after a notice. Every later call raises the same error.
         ValueError: ``step`` is negative, the first call is not in the main thread, or this process

@@ -14,16 +14,16 @@ DEVICE_CHUNK_BYTES = _core.device_chunk_bytes
 
 @dataclass(frozen=True)
 class Background:
-    """Threads and priorities of background saves. The lower the priority, the less training slows
-    down.
+    """Threads and priorities of background saves. The lower the priority, the less a save slows
+    down training.
 
     Attributes:
         threads: number of engine threads; 0 chooses a number suited to the machine. Most of these
             threads wait for the disk.
-        nice: niceness of the threads, from 0 to 19 (the lowest priority). If the niceness of the
-            process is higher, the threads use that niceness instead.
-        idle_io: use the I/O scheduling class "idle", if the disk's scheduler supports classes.
-            False keeps the class of the process.
+        nice: niceness of the threads, from 0 to 19 (the lowest priority). If the process has a
+            higher niceness, the threads use the niceness of the process instead.
+        idle_io: use the I/O scheduling class "idle", if the disk's I/O scheduler supports
+            scheduling classes. False keeps the I/O scheduling class of the process.
         max_bytes_per_second: maximum rate at which this process writes to the disk; 0 sets no
             limit.
 

@@ -77,33 +77,33 @@ def default_snapshot_bytes(ranks: int, free: Callable[[], int] = free_memory) ->
 def reserve_pool(
     bytes: int, *, device: torch.device | str | int | None = None, wait: bool = True
 ) -> int:
-    """Allocates host memory for snapshots in advance, so that the first save does not have to
-    allocate it.
+    """Allocates host memory for snapshots in advance, so that the first save need not allocate any.
 
     Call this function when the program starts. Pass the size of this rank's part of the state, plus
     4 MiB for each file that the rank writes. The memory is kept until :func:`trim_pool` is called.
     Saves and loads do not free this memory, even if their own memory budget is smaller. A later
-    call never shrinks the reserve.
+    call of this function never shrinks the reserve.
 
-    The reserve never exceeds the default memory budget of a save: half of the free memory of the
-    machine and the control group, divided by the number of ranks on the machine. If this limit ends
-    the allocation early, a warning is logged.
+    The reserve never exceeds the default memory budget of a save: half of the memory that is free
+    in the machine or in the control group, whichever is less, divided by the number of ranks on the
+    machine. If this limit ends the allocation early, a warning is logged.
 
     Args:
-        bytes: size of the reserve, rounded up to a multiple of the chunk size: 4 MiB, or 16 MiB for
-            a device.
-        device: a CUDA device. If a device is given, the memory is page-locked in pieces of 64 MiB,
-            for copies from devices. A reserve for a device replaces a reserve for the host, and
-            vice versa.
+        bytes: size of the reserve, rounded up to a multiple of the chunk size. The chunk size is 4
+            MiB, or 16 MiB if ``device`` is given.
+        device: a CUDA device whose tensors will be copied to the memory. If a device is given, the
+            memory is page-locked in pieces of 64 MiB. A reserve for a device replaces a reserve for
+            the host, and vice versa.
         wait: False returns immediately, and a low-priority thread allocates the memory. Errors in
-            the thread are logged. To wait for the thread, call the function again with the same
-            size.
+            the thread are logged. To wait until the thread has finished, call this function again
+            with the same size.
 
     Returns:
         The number of bytes reserved so far, including memory that a running save is using.
 
     Raises:
-        OSError: the system is out of memory. Memory that has been allocated stays reserved.
+        OSError: the system is out of memory. Memory that was allocated before the failure stays
+            reserved.
         TypeError: ``bytes`` is not an integer.
         ValueError: ``bytes`` is negative, ``device`` is not a CUDA device, or torch_ckpt was built
             without CUDA.

@@ -21,22 +21,23 @@ class SaveMetrics:
     Attributes:
         path: the checkpoint directory.
         rank: the rank of this process.
-        blocked_s: time for which the caller was blocked, in the call itself and while waiting for
-            the save to be staged.
-        planning_s: from the call until this rank received its assignment, including the planning of
+        blocked_s: time for which the caller was blocked, both in the call itself and while waiting
+            until the save was staged.
+        planning_s: from the call until this rank received its assignment. This includes planning on
             other ranks.
-        staging_s: from the first copied byte until the sources were no longer needed.
-        write_s, fsync_s: time spent in these system calls, summed over all threads.
+        staging_s: from the first copied byte until the tensors being saved could safely be
+            modified.
+        write_s, fsync_s: time spent in write and fsync system calls, summed over all threads.
         checksum_s: time spent computing checksums, summed over all threads.
         written_s: from the call until this rank's files were written and fsynced.
-        commit_s: from the end of ``written_s`` until the checkpoint was visible and durable,
-            including waits for other ranks.
+        commit_s: from the end of the ``written_s`` interval until the checkpoint was visible and
+            durable. This includes waiting for other ranks.
         total_s: from the call until the checkpoint was visible and durable.
-        python_s: CPU time for which the save's background thread held the GIL.
+        python_s: CPU time that the save's background thread used while holding the GIL.
         bytes: bytes written by this rank.
         messages, message_bytes: number and total size of the messages that this rank sent to other
             ranks, not counting heartbeats.
-        interval_s: time since the call of the previous save; 0 for the first save.
+        interval_s: time from the previous save's call to this save's call; 0 for the first save.
 
     Examples:
         ```python
@@ -65,7 +66,7 @@ class SaveMetrics:
     interval_s: float = 0.0
 
     def log(self) -> None:
-        """Logs one INFO record. The record's attribute ``metrics`` has all values."""
+        """Logs one INFO record. The record's ``metrics`` attribute contains all values."""
         LOGGER.info(
             "saved %.3f GB to %s on rank %d in %.3f s "
             "(blocked %.3f s, staging %.3f s, commit %.3f s)",

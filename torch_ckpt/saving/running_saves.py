@@ -165,8 +165,8 @@ join_saves = _saves.join
 
 
 def check_for_errors() -> None:
-    """Raises the error of a failed background save, unless the error has already been raised or
-    returned. Does not wait for a running save.
+    """Raises the error of a failed background save, unless that error has already been reported.
+    Does not wait for a save that is still running.
 
     Each error is raised only once. Call this function regularly if you keep no handles.
 

@@ -27,8 +27,8 @@ class EngineStorageMeta(StorageMeta):
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans ``dcp.save`` and ``dcp.async_save`` as ``torch_ckpt.save`` does: with less work and
-    smaller messages.
+    """Plans ``dcp.save`` and ``dcp.async_save`` in the same way as ``torch_ckpt.save``, with less
+    work and smaller messages than torch's planner.
 
     Use this planner on all ranks, with a :class:`torch_ckpt.FileSystemWriter`. Ranks exchange only
     a few bytes per tensor. The metadata that DCP returns is converted to torch's objects on first
@@ -39,8 +39,9 @@ class SavePlanner(DefaultSavePlanner):
     torch's ``DefaultSavePlanner``.
 
     Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
-        CheckpointError: values of several ranks do not fit together (the message gives names and
-            ranks), or some ranks use another planner or kind of writer. Nothing was saved.
+        CheckpointError: the values of different ranks contradict each other (the message gives the
+            names and ranks), or some ranks use a different planner or class of writer. Nothing was
+            saved.
 
     Examples:
         ```python
@@ -111,10 +112,10 @@ class SavePlanner(DefaultSavePlanner):
         return self._by_engine
 
     def write(self, plan: SavePlan, write: Callable[[list[str], list[Any]], Written]) -> Written:
-        """Writes this rank's part and releases the state dict.
+        """Writes the items assigned to this rank, and releases the state dict.
 
         Args:
-            write: writes the given names and values.
+            write: function that writes the given names and values.
 
         Raises:
             CheckpointError: a value cannot be pickled.

@@ -75,32 +75,33 @@ class FileSystemWriter(StockWriter):
     """Writes distributed checkpoints. A drop-in replacement for torch's class of the same name.
 
     Args:
-        path: the checkpoint directory. The directory is created if it does not exist. A relative
-            path is resolved against the current working directory when the writer is created. Each
-            save opens the directory once, when it starts, and writes only to that directory.
-        single_file_per_rank: write one file for each of ``thread_count`` buckets of similar size.
-            False writes one file per item.
+        path: the checkpoint directory. The directory is created if it does not exist. When the
+            writer is created, a relative path is resolved against the current working directory.
+            Each save opens the directory once, at the start of the save, and writes only to the
+            opened directory.
+        single_file_per_rank: True groups this rank's items into ``thread_count`` files of similar
+            size. False writes one file per item.
         sync_files: fsync files and directories, so that a completed save survives a power cut.
-        thread_count: number of files that this rank writes concurrently, each with a thread that
-            may block on the disk. None chooses one file per 16 MiB or fraction thereof, up to a
-            maximum of a quarter of the cores. The maximum is never below 2 or above 4.
+        thread_count: number of files that this rank writes concurrently, each in its own thread.
+            None chooses one file per 16 MiB of data (rounded up), up to a limit. The limit is a
+            quarter of the number of CPU cores, but at least 2 and at most 4.
         per_thread_copy_ahead: accepted for compatibility and ignored, because the engine copies
             ahead in chunks.
         cache_staged_state_dict: torch's option, for torch's own ``async_save``.
-        overwrite: replace a checkpoint in ``path``. The old checkpoint can be loaded until the new
-            one is committed.
+        overwrite: replace any existing checkpoint in ``path``. The existing checkpoint can be
+            loaded until the new checkpoint is committed.
         _extensions: torch's stream transforms. With transforms, all items pass through Python.
-        serialization_format: torch's option. torch's own code writes all formats other than the
+        serialization_format: torch's option. torch's own code writes every format other than the
             default.
-        separation_hint: write items whose fully qualified name begins with this text to separate
-            files. Requires ``thread_count >= 2``.
-        max_host_bytes: maximum host memory for staging, in bytes; at least 4096. None means half of
-            the free memory for ``async_save``, and three chunks of 4 MiB per file for other saves.
-        direct_io: True, False, or "auto" to use direct I/O if the file system supports it.
+        separation_hint: prefix of fully qualified names. Items with this prefix are written to
+            different files than all other items. Requires ``thread_count >= 2``.
+        max_host_bytes: maximum host memory for staging, in bytes; at least 4096. None means this
+            rank's share of half of the free memory for ``async_save``, and three 4 MiB chunks per
+            file for other saves.
+        direct_io: True, False, or "auto", which uses direct I/O if the file system supports it.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
-        background: threads and priorities of background saves with ``torch_ckpt.async_save`` or
-            ``dcp.async_save``. The writer is also an ``AsyncStager``, for use with
-            ``dcp.async_save``.
+        background: threads and priorities of background saves by ``torch_ckpt.async_save`` or
+            ``dcp.async_save``. For ``dcp.async_save``, the writer is also an ``AsyncStager``.
 
     Raises:
         ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
@@ -331,7 +332,7 @@ class FileSystemWriter(StockWriter):
     # --- DCP's AsyncStager, for dcp.async_save ---------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of a state dict in host memory. The memory is reused by later saves.
+        """Returns a copy of a state dict in host memory. Later saves reuse the memory.
 
         Objects are deep-copied. Tensors that are neither plain tensors nor DTensors are cloned.
         """
@@ -343,7 +344,8 @@ class FileSystemWriter(StockWriter):
 
     @property
     def identity(self) -> str | None:
-        """An identifier that all ranks of a save must agree on; None if they need not agree."""
+        """An identifier that must be the same on all ranks of a save; None if there is nothing to
+        compare."""
         return None
 
     @property
@@ -352,8 +354,8 @@ class FileSystemWriter(StockWriter):
         return str(self.path)
 
     def engine_can_write(self) -> bool:
-        """Returns False if torch's own code must write, because of a stream transform, a format or
-        a remote file system."""
+        """Returns False if torch's own code must write: the writer has stream transforms, a format
+        other than the default, or a remote file system."""
         stock_format = getattr(self, "serialization_format", None)
         return (
             self._is_local()
@@ -363,7 +365,7 @@ class FileSystemWriter(StockWriter):
 
     @property
     def directory(self) -> OpenDirectory:
-        """The directory of the save, which was opened when the save began. Without a save, opens
+        """The checkpoint directory, as opened at the start of the save. If no save has begun, opens
         the directory by its path."""
         if self._directory is None:
             self._directory = OpenDirectory(self.path)
@@ -406,8 +408,8 @@ class FileSystemWriter(StockWriter):
 
         Args:
             prefix, names, values: see :meth:`RankWrite.run`.
-            write: the RankWrite to use; None creates one. Pass one to write a snapshot, or to run
-                other work while the engine writes.
+            write: the RankWrite to use; None creates one. Pass a RankWrite to write a snapshot, or
+                to run other work while the engine writes.
 
         Raises:
             OSError, SourceChanged: see :meth:`RankWrite.run`.
@@ -428,7 +430,8 @@ class FileSystemWriter(StockWriter):
         remove_own(self.directory, set(written.files.names))
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        """Publishes ``data`` as the metadata, then removes the files that no metadata names.
+        """Publishes ``data`` as the metadata, then removes the files that the metadata does not
+        name.
 
         Args:
             data: the encoded metadata.
@@ -436,10 +439,11 @@ class FileSystemWriter(StockWriter):
 
         Raises:
             NotCommitted: nothing was published. The previous contents of the directory are intact,
-                and the new data files that this process can see were removed. If the path now
-                refers to a different directory than when the save began, nothing was changed in
-                that directory.
-            DurabilityUncertain: the checkpoint may be visible, but may be lost in a power cut.
+                and the new data files that this process can see were removed. If the path has been
+                made to refer to another directory since the save began, that other directory was
+                not changed.
+            DurabilityUncertain: the checkpoint might be visible already, but a power cut could lose
+                the checkpoint.
         """
         # If no save has begun, take a lease now.
         lease = self._lease or DirectoryLease(self.directory, self._own_rank())

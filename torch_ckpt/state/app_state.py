@@ -71,13 +71,13 @@ class BeforeSave(OrderedDict[int, Callable[[], None]]):
 class PerRank:
     """Wraps a value that differs between ranks, such as a data loader.
 
-    Each rank saves its own state and gets that state back. If fewer ranks saved the checkpoint, the
-    additional ranks keep their values and warn. The checkpoint must contain the state of rank 0.
-    The state is stored as one object, with its tensors on the CPU.
+    Each rank saves its own state and gets that state back. If the checkpoint was saved by fewer
+    ranks, the additional ranks keep their current values and warn. The checkpoint must contain the
+    state of rank 0. The state is stored as one object, with its tensors on the CPU.
 
     Args:
-        value: a value with ``state_dict()`` and ``load_state_dict()``; a tensor with the saved
-            shape, which is filled in place; or a plain value, which is replaced.
+        value: an object with ``state_dict()`` and ``load_state_dict()`` methods; or a tensor, which
+            must have the saved shape and is filled in place; or a plain value, which is replaced.
 
     Example::
 
@@ -113,10 +113,11 @@ class PerRank:
 
 
 class RNGState:
-    """Saves and restores the random number generators of this process, separately for each rank.
+    """Saves and restores the states of this process's random number generators, separately for each
+    rank.
 
-    The generators are torch's CPU generator; torch's generator for each CUDA device, once CUDA is
-    in use; Python's ``random``; and NumPy's global generator, if NumPy has been imported.
+    The generators are torch's CPU generator; torch's generator for each CUDA device, if CUDA has
+    been initialized; Python's ``random``; and NumPy's global generator, if NumPy has been imported.
 
     Example::
 
@@ -137,7 +138,7 @@ class RNGState:
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restores the generators that exist both in this process and in ``state``."""
+        """Restores those generators that exist in this process and have a state in ``state``."""
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         if torch.cuda.is_available():
@@ -152,23 +153,26 @@ class AppState:
 
     How a value is saved and restored depends on its type:
 
-    - ``nn.Module``: under fully qualified names, without the prefixes ``module.`` (DDP) and
+    - ``nn.Module``: saved under fully qualified names, without the prefixes ``module.`` (DDP) and
       ``_orig_mod.`` (``torch.compile``). FSDP2 and tensor parallel modules are saved as DTensors,
       which can be resharded. FSDP1 is not supported.
-    - ``Optimizer``: under the names that its parameters have in the mapping's modules. If the
-      parameters belong to several modules, the names begin with the modules' keys. If a parameter
-      is not in any module, all parameters are numbered, as in the optimizer's ``state_dict()``.
-    - ``PerRank``, ``RNGState``, torchdata's ``StatefulDataLoader``: separately for each rank.
-    - Other objects with ``state_dict()`` and ``load_state_dict()``: their tensors are filled in
-      place, then ``load_state_dict()`` is called.
+    - ``Optimizer``: saved under the names that its parameters have in the modules of ``state``. If
+      the parameters belong to several modules, the names begin with the modules' keys. If a
+      parameter is not in any module, all parameters are numbered, as in the optimizer's
+      ``state_dict()``.
+    - ``PerRank``, ``RNGState``, torchdata's ``StatefulDataLoader``: saved separately for each rank.
+    - Other objects with ``state_dict()`` and ``load_state_dict()`` methods: the tensors in their
+      state dict are filled in place, then ``load_state_dict()`` is called.
     - Tensors: filled in place.
-    - Other values: replaced in the mapping; tensors in dicts and lists are filled in place.
+    - Other values: replaced in ``state``. Exception: tensors in dicts and lists are filled in
+      place.
 
     Hooks run before any value is read: first the hooks in ``before_save``, then the
     ``before_checkpoint()`` method of each value and each submodule that has one.
 
     Args:
-        state: names and values; names must be str. Values may be added and replaced at any time.
+        state: mapping from names to values. The names must be str. You can add and replace values
+            at any time.
         before_save: hooks to run before each save; None starts with no hooks.
 
     Example::
@@ -190,10 +194,12 @@ class AppState:
     def state_dict(self) -> StateDict:
         """Runs the hooks and returns the state dict to save.
 
-        The tensors in it are the live tensors, not copies. Models and optimizers are not modified.
+        The tensors in the state dict are the live tensors, not copies. Models and optimizers are
+        not modified.
 
         Raises:
-            CheckpointError: the state of a value cannot be read; the message begins with its key.
+            CheckpointError: the state of a value cannot be read; the message begins with the
+                value's key.
             TypeError: the state is not a dict, or a key is not a str.
         """
         self._require_dict()
@@ -209,7 +215,7 @@ class AppState:
         Raises:
             CheckpointError: the state of a value cannot be read, a module is on the meta device, or
                 an optimizer's state is missing and cannot be created before the first step. The
-                message begins with the key of the value.
+                message begins with the value's key.
             TypeError: the state is not a dict, or a key is not a str.
         """
         self._require_dict()
@@ -220,7 +226,8 @@ class AppState:
         """Restores the values from a loaded :meth:`target`.
 
         Raises:
-            CheckpointError: a value does not accept its state; the message begins with its key.
+            CheckpointError: a value does not accept its state; the message begins with the value's
+                key.
         """
         states = States(self.state)
         for key in list(self.state):
@@ -237,8 +244,8 @@ class AppState:
     ) -> T:
         """Calls :meth:`target`, ``load`` and :meth:`apply` on every rank of a group.
 
-        If one rank fails, all ranks raise. Otherwise, the other ranks would wait for that rank
-        during the load or later in training.
+        If one rank fails, all ranks raise an exception. Otherwise, ranks that succeeded would wait
+        for the failed rank during the load or later in training.
 
         Args:
             load: called with the target on every rank.
@@ -252,7 +259,7 @@ class AppState:
         Raises:
             CheckpointError: :meth:`target` or :meth:`apply` failed on this rank.
             RuntimeError: one of these methods failed on another rank.
-            TimeoutError: a rank did not make this call in time; the message names the rank.
+            TimeoutError: a rank did not call this method in time; the message names the rank.
         """
         targets: list[StateDict] = []
         with Call(call, process_group, timeout) as exchange:

@@ -57,7 +57,7 @@ class LocalSteps(StepStore):
     """The steps beneath a local directory.
 
     Args:
-        patience: seconds to wait for files of other ranks to become visible.
+        patience: seconds to wait until the files written by other ranks are visible.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, patience: float = 30.0) -> None:
@@ -66,8 +66,8 @@ class LocalSteps(StepStore):
         self._root_identity: tuple[int, ...] | None = None
 
     def remember_root(self, identity: tuple[int, ...]) -> None:
-        """Records the directory that a save used as root. From then on, nothing is removed if the
-        path refers to a different directory.
+        """Records the directory that a save used as root. If the root's path refers to a different
+        directory later, nothing is removed from there.
 
         Args:
             identity: directory identity of the root.

@@ -26,8 +26,8 @@ class StepInfo:
         step: step number, at least 0.
         path: directory or URL of the step.
         state: "complete"; "unfinished" if the step is being saved or its save was interrupted;
-            "deleted" if its deletion is running or was interrupted.
-        saved_at: time of completion as a Unix timestamp; None if unknown.
+            "deleted" if the step is being deleted or its deletion was interrupted.
+        saved_at: Unix timestamp of the step's completion; None if unknown.
         bytes: total size of the step's files, in bytes.
         metrics: the metrics passed to the save.
         notes: the notes passed to the save.
@@ -67,10 +67,10 @@ class StepInfo:
 class StepStore(abc.ABC):
     """The steps of a run beneath a root. Created by :func:`torch_ckpt.steps.open_steps`.
 
-    Any rank may list and load. Only one process at a time may sweep and delete.
+    Any rank can list and load steps. Only one process at a time is allowed to sweep and delete.
 
     Args:
-        root: a directory or URL. It need not exist before the first save.
+        root: a directory or URL. The root need not exist before the first save.
 
     Example::
 
@@ -94,7 +94,7 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
-        """Lists the steps, sorted by step. The list is empty if the root does not exist.
+        """Lists the steps, sorted by step number. The list is empty if the root does not exist.
 
         Args:
             leftovers: also list unfinished and deleted steps, and read the sizes of their files.
@@ -139,13 +139,13 @@ class StepStore(abc.ABC):
         Args:
             step: step number, 0 to 9,999,999,999.
             attempt: 8 hex digits, the same on all ranks and different for each run.
-            overwrite: True if a complete step may be replaced. The old step is kept until the
-                commit.
-            marker: returns the content of the marker, a dict of JSON values. Called on the
-                coordinator at the commit.
+            overwrite: True allows a complete step to be replaced. The existing step is kept until
+                the commit.
+            marker: function that returns the content of the marker, a dict of JSON values. Called
+                on the coordinator during the commit.
             expected_bytes: lower bound on the total number of bytes that all ranks will write.
-            make_room: function that frees space, called if fewer bytes are free, before the save is
-                refused.
+            make_room: function that frees disk space, called if fewer than ``expected_bytes`` bytes
+                are free. If too few bytes are free even afterwards, the save is refused.
             options: passed to :class:`FileSystemWriter`.
 
         Raises:
@@ -153,7 +153,8 @@ class StepStore(abc.ABC):
 
         Raises (from the save, on every rank, inside a ``CheckpointException``):
             FileExistsError: the step is complete, and ``overwrite`` is False.
-            OSError: fewer bytes are free than expected (``ENOSPC``), or a system call failed.
+            OSError: fewer than ``expected_bytes`` bytes are free (``ENOSPC``), or a system call
+                failed.
         """
 
     @abc.abstractmethod
@@ -169,7 +170,8 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def metadata(self, step: int) -> Metadata:
-        """Reads the metadata of a step: names, shapes, dtypes and locations of its values.
+        """Reads the metadata of a step: the names, shapes, dtypes and locations of the step's
+        values.
 
         Raises:
             FileNotFoundError, Corrupt, Unsafe: the step does not exist or cannot be read.
@@ -193,8 +195,8 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def contents(self, name: str) -> tuple[int, int]:
-        """Returns the number of files and their total size for a directory that :meth:`entries`
-        lists; zeros if the directory no longer exists."""
+        """Returns the number and total size of the files in a directory that :meth:`entries` lists.
+        Both are 0 if the directory no longer exists."""
 
     @abc.abstractmethod
     def is_complete(self, step: int) -> bool:
