@@ -49,11 +49,12 @@ class ConvertReport:
     Attributes:
         source, target: paths of the source and the target.
         source_format, target_format: "dcp", "torch" or "safetensors".
-        files: the files that were written; if the target is a checkpoint, its directory.
+        files: paths of the files that were written; only the directory if the target is a
+            checkpoint.
         tensors, objects: numbers of tensors and objects that were written.
         bytes: total size of the tensors.
         seconds: duration of the conversion.
-        notes: clauses that describe properties of the source that the target lacks.
+        notes: differences between the source and the target, such as values that were left out.
 
     Example::
 
@@ -110,36 +111,37 @@ def convert(
     """Converts between checkpoint directories, ``torch.save`` files and safetensors.
 
     Tensors are copied bit for bit unless ``dtype`` is given. In safetensors, nested values get
-    names such as "a.b.0". If a checkpoint is converted to a ``torch.save`` file, the file is nested
-    like the saved state dict, and the values of a :class:`torch_ckpt.AppState` become states that
-    ``load_state_dict()`` accepts.
+    names such as "a.b.0". If a checkpoint is converted to a ``torch.save`` file, the file has the
+    nesting of the saved state dict, and the values of a :class:`torch_ckpt.AppState` become states
+    that ``load_state_dict()`` accepts.
 
     Args:
-        source: a checkpoint directory of torch_ckpt or stock torch, ``ROOT/40`` for step 40 of a
-            run, ROOT for its newest step, a ``torch.save`` file, a safetensors file, or a directory
-            of safetensors files with an index.
+        source: a checkpoint directory written by torch_ckpt or stock torch, a ``torch.save`` file,
+            a safetensors file, or a directory of safetensors files with an index. If a run is saved
+            in ROOT, pass ``ROOT/40`` for step 40, or ``ROOT`` for the newest step.
         target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; any other
             path for a checkpoint directory.
-        select: :mod:`fnmatch` patterns of the names to convert, such as ``["model.*"]``. None
-            converts all names.
+        select: :mod:`fnmatch` patterns that select the names to convert, such as ``["model.*"]``.
+            None converts all names.
         strip_prefix: prefix to remove from names that begin with it, such as ``"model."``.
-        rename: how to rename the names after the prefix is removed; see :func:`torch_ckpt.load`.
+        rename: how to rename the names after the prefix has been removed; see
+            :func:`torch_ckpt.load`.
         dtype: dtype to convert floating-point tensors to: a torch dtype, its name, "bf16", "fp16"
-            or "fp32". The report notes tensors with values that overflow.
+            or "fp32". The report lists tensors whose values overflow.
         config: a ``config.json``, or a directory that contains one, to copy to the target. If
-            ``dtype`` is given, the copy names that dtype. The target becomes a directory of
-            safetensors files. ``from_pretrained`` of ``transformers`` can load this directory if
-            the tensor names match the model's. If ``transformers`` is installed, tied weights are
-            left out if they equal the weights to which the model ties them.
-        max_shard_size: maximum number of bytes of tensors in a file; a larger tensor gets a file of
-            its own. Makes the target a directory of safetensors files with an index. The default is
-            5 GB if ``config`` is given.
+            ``dtype`` is given, the copied file states that dtype. The target becomes a directory of
+            safetensors files, which ``from_pretrained`` of ``transformers`` can load if the tensor
+            names match the model's. If ``transformers`` is installed, tied weights are left out if
+            they equal the weights to which the model ties them.
+        max_shard_size: maximum number of bytes of tensors per file; a larger tensor gets a file of
+            its own. If this option is given, the target becomes a directory of safetensors files
+            with an index. If ``config`` is given, the default is 5 GB.
         tensors_only: leave out values that are not tensors.
         overwrite: replace an existing target, which is kept until the new one is complete.
         allow_pickle: unpickle objects of any type. This may run code from the source, so use it
             only for trusted sources.
-        max_host_bytes: maximum number of bytes of tensors held in memory. A tensor larger than the
-            limit is read on its own.
+        max_host_bytes: maximum number of bytes of tensors to hold in memory. A tensor larger than
+            the limit is read on its own.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Raises:

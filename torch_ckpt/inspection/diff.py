@@ -51,14 +51,15 @@ def diff(
     max_inflight_bytes: int = 256 << 20,
     progress: ProgressOption = None,
 ) -> DiffReport:
-    """Compares two checkpoints written by torch_ckpt or stock torch, with any sharding.
+    """Compares two checkpoints written by torch_ckpt or stock torch. Each can have any sharding.
 
     Args:
-        a, b: checkpoint directories, ``ROOT/40`` for step 40 of a run, or ROOT for its newest step.
+        a, b: checkpoint directories. If a run is saved in ROOT, pass ``ROOT/40`` for step 40, or
+            ``ROOT`` for the newest step.
         names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to compare;
             None compares everything.
         atol, rtol: values are equal if ``|a - b| <= atol + rtol * |b|``; both default to 0. If
-            either is given, tensors that differ only in dtype are equal, too.
+            either is given, tensors that differ only in dtype also count as equal.
         max_inflight_bytes: memory limit in bytes, not counting the metadata.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 

@@ -19,12 +19,12 @@ class TensorDifference:
         shape: shape in both checkpoints.
         elements: number of elements.
         differing: number of elements whose values differ; NaN equals NaN. None if torch cannot
-            convert the dtype to numbers, so that only the stored bytes were compared.
+            convert the dtype to numbers; in that case, only the stored bytes were compared.
         outside: number of differing elements beyond the tolerances.
-        largest_absolute: largest absolute difference; exact for integers, infinite if one of the
-            values is NaN or infinite. None if ``differing`` is None.
-        largest_relative: largest difference relative to the larger magnitude of the two values.
-            None if ``differing`` is None.
+        largest_absolute: largest absolute difference; exact for integers. Infinite if one of the
+            two values is NaN or infinite. None if ``differing`` is None.
+        largest_relative: largest relative difference, that is, the difference divided by the larger
+            of the two absolute values. None if ``differing`` is None.
         index: index of the element with the largest absolute difference. None if ``differing`` is
             None.
 
@@ -73,8 +73,8 @@ class DiffReport:
         dtypes: (name, dtype in a, dtype in b) for each tensor whose dtypes differ. The values of
             these tensors are compared, too.
         tensors: tensors whose values differ.
-        bits: names of tensors with equal values but different bits. These bits are signs of zeros
-            or payloads of NaNs.
+        bits: names of tensors with equal values but different bits. Such tensors differ only in the
+            signs of zeros or the payloads of NaNs.
         objects: names of objects whose stored bytes differ.
 
     Example::
@@ -99,7 +99,7 @@ class DiffReport:
     @property
     def equal(self) -> bool:
         """True if names, kinds, shapes, dtypes and values are equal. If a tolerance was given,
-        values may differ within it, and dtypes may differ."""
+        differences within the tolerance and differences in dtype are ignored."""
         differ = self.only_in_a or self.only_in_b or self.kinds or self.shapes or self.objects
         beyond = any(tensor.outside for tensor in self.tensors)
         return not (differ or beyond or (self.dtypes and not self.tolerant))

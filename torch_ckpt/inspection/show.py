@@ -117,7 +117,7 @@ class ShownTensor:
         bytes: size of the complete tensor in bytes.
         places: locations of the shards.
         statistics: statistics of the values; None if the tensor has no elements, or if torch cannot
-            convert its dtype to numbers.
+            convert the dtype to numbers.
         first: the first values in row-major order.
 
     Example::
@@ -188,7 +188,8 @@ class ShowReport:
     Attributes:
         checkpoint: the checkpoint directory.
         items: readable tensors and objects, in natural order of their names.
-        damaged: (name, problem) for each tensor or object that cannot be read, in the same order.
+        damaged: (name, problem) for each tensor or object that cannot be read, in natural order of
+            the names.
 
     Example::
 
@@ -238,12 +239,12 @@ def show(
 ) -> ShowReport:
     """Reads tensors and objects from a checkpoint written by torch_ckpt or stock torch.
 
-    The checkpoint may have any sharding. Needs about 64 MiB of memory in addition to the report.
-    Reading an object also needs as much memory as the object takes.
+    The checkpoint can have any sharding. Reading tensors needs about 64 MiB of memory in addition
+    to the report. Reading an object also needs enough memory to hold the object.
 
     Args:
-        path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
-            step.
+        path: a checkpoint directory. If a run is saved in ROOT, pass ``ROOT/40`` for step 40, or
+            ``ROOT`` for the newest step.
         names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to show; None
             shows everything.
         first: number of values to show for each tensor.
@@ -251,7 +252,8 @@ def show(
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:
-        The tensors and objects, and the names of damaged ones. Checksums are verified as in a load.
+        The tensors and objects, and the names of the damaged tensors and objects. Checksums are
+        verified as in a load.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.

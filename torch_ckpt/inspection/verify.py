@@ -64,9 +64,9 @@ class Damage:
     Attributes:
         name: the tensor or object; None if the file itself is damaged.
         file: file name relative to the checkpoint directory.
-        offset: offset in the file in bytes; None if the damage has no single offset.
+        offset: byte offset in the file; None if the damage has no single offset.
         bytes: number of damaged bytes, starting at ``offset``; 0 if unknown.
-        what: a clause that describes the problem.
+        what: short description of the problem.
 
     Example::
 
@@ -101,10 +101,11 @@ class VerifyReport:
         seconds: duration of the verification.
         damaged: damaged records and files, sorted by file and offset.
         missing: (file, names stored in it) for each file that does not exist.
-        incomplete: (name, problem) for each tensor or object that the metadata does not fully
-            locate.
+        incomplete: (name, problem) for each tensor or object whose data the metadata does not
+            locate completely.
         unread: records and files that could not be read for a reason other than damage, such as too
-            few file descriptors or a lack of permission. They may be intact.
+            few file descriptors or a lack of permission. These records and files can still be
+            intact.
         unverifiable: names of records that have no checksum covering all their bytes, such as
             records written with ``torch.serialization.set_crc32_options(False)``.
         unreferenced: files in the directory that the metadata does not name. These do not count as
@@ -207,8 +208,8 @@ def verify(
     Checkpoints written by stock torch are verified against the CRC-32 of each archive entry.
 
     Args:
-        checkpoint_id: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its
-            newest step.
+        checkpoint_id: a checkpoint directory. If a run is saved in ROOT, pass ``ROOT/40`` for step
+            40, or ``ROOT`` for the newest step.
         thread_count: number of concurrent reads; None means 8.
         max_inflight_bytes: memory limit in bytes, not counting the metadata.
         direct_io: bypass the page cache; "auto" does so only for data that is not cached.

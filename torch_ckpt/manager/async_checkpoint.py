@@ -44,19 +44,19 @@ class WriteMetrics:
 class AsyncCheckpoint:
     """Writes the state of a training program in the background, and restores it.
 
-    All ranks must call the same methods in the same order, except ``sync`` and ``metrics``. Only
-    one thread at a time may use the object. At exit, the interpreter waits up to an hour for a
-    running write.
+    All ranks must call the same methods in the same order. Exception: each rank can call ``sync``
+    and ``metrics`` independently. Do not use the object in several threads at the same time. At
+    exit, the interpreter waits up to an hour for a running write.
 
     Args:
         save_options: dict of options for :func:`torch_ckpt.async_save`. With
-            ``staging="overlapped"``, every optimizer in the state is guarded; see
+            ``staging="overlapped"``, every optimizer in the state is passed to
             :meth:`torch_ckpt.AsyncSave.guard`.
         load_options: dict of options for :func:`torch_ckpt.load`.
         state: the values to save, passed as keywords; see :class:`torch_ckpt.AppState`.
 
-    The values are also attributes: ``checkpoint.step += 1`` changes the saved value, and assigning
-    to a new name adds a value.
+    The values are also attributes: ``checkpoint.step += 1`` changes the value named ``step``, and
+    assigning to a new name adds a value.
 
     Attributes:
         state: the values by name. A restore replaces plain values, such as a step, in this dict.
@@ -64,8 +64,8 @@ class AsyncCheckpoint:
 
     Raises:
         ValueError: a value is named ``save_counter``.
-        TypeError: ``save_options`` or ``load_options`` is not a mapping or has an unknown option.
-            One cause is passing the values positionally instead of as keywords.
+        TypeError: ``save_options`` or ``load_options`` is not a mapping or has an unknown option. A
+            common cause is passing the values positionally instead of as keywords.
 
     Example::
 
@@ -125,7 +125,7 @@ class AsyncCheckpoint:
 
     @property
     def save_counter(self) -> int:
-        """Number of calls to :meth:`save`. :meth:`restore` sets it to the number in the
+        """Number of calls to :meth:`save`. :meth:`restore` sets this number to the number in the
         checkpoint."""
         return int(self.state[SAVE_COUNTER])
 
@@ -147,14 +147,14 @@ class AsyncCheckpoint:
 
         Args:
             path: directory of the checkpoint.
-            on_commit: called with the path on the coordinator, in the write's thread, once the
-                checkpoint is durable and visible.
+            on_commit: called with the path on the coordinator, in the write's thread, as soon as
+                the checkpoint is durable and visible.
 
         Returns:
             The path.
 
         Raises:
-            CheckpointException, CheckpointError: an earlier write failed, and its error has not
+            CheckpointException, CheckpointError: an earlier write failed, and the error has not
                 been raised yet.
             CheckpointError: the state of a value cannot be read.
         """
@@ -210,8 +210,8 @@ class AsyncCheckpoint:
     def read(self, path: str | os.PathLike[str]) -> None:
         """Loads the state of a checkpoint, but keeps the current ``save_counter``.
 
-        The checkpoint need not contain a ``save_counter``. Waits for a running write first. If
-        that write failed, :meth:`sync` or the next write raises its error.
+        The checkpoint need not contain a ``save_counter``. Waits for a running write first. If the
+        running write fails, :meth:`sync` or the next write raises the error.
 
         Args:
             path: directory of the checkpoint.
@@ -219,9 +219,9 @@ class AsyncCheckpoint:
         Raises:
             CheckpointException: the load failed; raised on every rank. See
                 :func:`torch_ckpt.load`.
-            CheckpointError: a value rejects its state; the message names the value. The other ranks
-                raise a RuntimeError that names both the value and the rank.
-            TimeoutError: some ranks did not make this call in time; the message names them.
+            CheckpointError: a value rejects its loaded state; the message names the value. The
+                other ranks raise a RuntimeError that names both the value and the rank.
+            TimeoutError: some ranks did not make this call in time; the message names these ranks.
         """
         state = {key: value for key, value in self.state.items() if key != SAVE_COUNTER}
         self._restore(AppState(state), path)
@@ -258,7 +258,7 @@ class AsyncCheckpoint:
         )
 
     def sync(self, timeout: float | None = None) -> None:
-        """Waits until the last write is durable and visible.
+        """Waits until the most recent write is durable and visible.
 
         Args:
             timeout: seconds to wait; None waits indefinitely.
@@ -277,7 +277,7 @@ class AsyncCheckpoint:
                 self._handle = None
 
     def metrics(self) -> WriteMetrics | None:
-        """Returns the durations of the last write; None if there was none."""
+        """Returns the durations of the most recent write; None if there was none."""
         save = self._save_metrics
         if save is None:
             return None

@@ -79,45 +79,46 @@ class CheckpointManager:
     Args:
         root: directory for the steps, visible to all ranks, or a URL that fsspec supports.
         interval: when to save. An int N saves every N steps. A ``timedelta`` saves whenever that
-            much time has passed. "auto" chooses the interval that loses the least training time,
-            given the measured cost of saves; see :class:`torch_ckpt.intervals.AutoInterval`. A
-            function is called with the step number and returns true to save; it must return the
-            same result on all ranks.
-        save_on_steps: steps that are always saved.
-        max_overhead: for "auto", the largest fraction of the training time that saves may cost.
+            much time has passed. "auto" measures how much training time a save costs and chooses
+            the interval that loses the least training time in total; see
+            :class:`torch_ckpt.intervals.AutoInterval`. A function receives the step number and
+            returns True if a save is due; the result must be the same on all ranks.
+        save_on_steps: steps to save regardless of ``interval``.
+        max_overhead: for "auto", the maximum fraction of training time to spend on saves.
         mtbf_hours: for "auto", the mean time between failures that end the run, in hours.
         keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep:
             which steps to keep; see :class:`torch_ckpt.retention.Retention`. By default, all steps
             are kept.
-        if_busy: what to do if a save is still running: "wait" blocks until that save ends, and
-            "skip" skips the new save.
+        if_busy: what to do if a save is still running: "wait" blocks until the running save ends,
+            and "skip" skips the new save.
         preemption_signals: signal numbers to treat as preemption notices. None means SIGTERM if the
-            manager is created in the main thread, and otherwise no signal. If the process group
-            already has a watch, for example from another manager, that watch is used instead; see
-            :func:`torch_ckpt.multihost.watch_for_preemption`.
-        preemption_file: path of a file whose appearance is a preemption notice.
-        preemption_deadline: seconds between the notice and the end of the process. If given,
-            ``save`` blocks until the last save has ended, and logs how long the previous save took.
-        check_replicas: what to do if a replicated value differs between ranks: "off" does not
-            compare, "warn" warns, "error" fails the save. A value (a plain tensor, a number or
-            another object) is replicated if several ranks have it and one of these ranks saves it
-            for all of them. See :func:`torch_ckpt.save`. Wrap values that differ between ranks in
-            :class:`torch_ckpt.PerRank`.
-        check_replicas_every: a number N: replicas are compared in every Nth save, starting with the
-            first save.
-        on_save_error: what to do if a background save fails. "raise" makes the next save,
-            :meth:`wait_until_finished`, :meth:`check_for_errors` or :meth:`close` raise the error.
-            "warn_and_continue" logs the error and counts it in ``save_errors``.
+            manager is created in the main thread, and otherwise no signal. If the process group is
+            already being watched for preemption, for example by another manager, the existing watch
+            is used instead; see :func:`torch_ckpt.multihost.watch_for_preemption`.
+        preemption_file: path of a file whose creation counts as a preemption notice.
+        preemption_deadline: seconds between a preemption notice and the end of the process. If
+            given, rank 0 logs the duration of the previous save before the final save starts. The
+            final save, which the notice triggers, then blocks until it has finished.
+        check_replicas: what to do if a replicated value differs between ranks: "off" skips the
+            comparison, "warn" issues a warning, and "error" fails the save. A value (a plain
+            tensor, a number or another object) is replicated if several ranks have it and only one
+            of these ranks saves it. See :func:`torch_ckpt.save`. Wrap values that differ between
+            ranks in :class:`torch_ckpt.PerRank`.
+        check_replicas_every: N compares replicas in every Nth save, starting with the first.
+        on_save_error: what to do if a background save fails. "raise" raises the error from the next
+            call of :meth:`save`, :meth:`wait_until_finished`, :meth:`check_for_errors` or
+            :meth:`close`. "warn_and_continue" logs the error and counts it in ``save_errors``.
         async_saves: False makes every save block until its step is complete.
         staging: "blocking" or "overlapped"; see :func:`torch_ckpt.async_save`.
         read_only: only list, load and verify; never sweep, save or delete.
-        takeover: take the lease on a local root even if another running job holds it. The saves of
-            that job then fail.
-        on_commit: called with the step on rank 0, in the save's thread, once the step is complete.
-            The save ends on all ranks after the callback has returned. If the callback raises an
-            exception, the save fails on all ranks, but the step is kept.
+        takeover: take the lease on a local root even if another running job holds it. The other
+            job's saves then fail.
+        on_commit: called with the step number on rank 0, in the save's thread, as soon as the step
+            is complete. The save does not end on any rank until the callback has returned. If the
+            callback raises an exception, the save fails on all ranks, but the step is kept.
         on_event: called with each :class:`torch_ckpt.events.Event`, in the thread that causes the
-            event. Inside the callback, methods that wait for the event's save return immediately.
+            event. Inside the callback, methods that normally wait for the event's save return
+            immediately.
         tensorboard: a ``SummaryWriter`` for rank 0, or the directory for a new ``SummaryWriter``.
         process_group: process group of the ranks; None uses the default group.
         timeout: seconds without a heartbeat after which a rank is declared dead. The other ranks
@@ -133,14 +134,14 @@ class CheckpointManager:
     Raises:
         TypeError: an option or a key of ``load_options`` is unknown or has the wrong type. The
             message suggests the closest known name.
-        ValueError: an option has an invalid value, or ``preemption_signals`` is given but this is
-            not the main thread.
+        ValueError: an option has an invalid value, or ``preemption_signals`` is given outside the
+            main thread.
         OSError: the root is a file or is not writable. If only rank 0 fails, the other ranks raise
             a RuntimeError.
         TimeoutError: some ranks did not create a manager within the timeout; the message names
             them.
         RanksDisagree: the ranks passed different roots.
-        RootInUse: another running job writes to the root; the message names that job's process.
+        RootInUse: another running job is writing to the root; the message names that job's process.
             Raised on rank 0; the other ranks raise a RuntimeError that quotes the message.
     """
 
@@ -284,10 +285,11 @@ class CheckpointManager:
     ) -> bool:
         """Saves the state if a save is due. Call this method after each step, on every rank.
 
-        You may modify the state once this method returns. With ``staging="overlapped"``, first call
-        :meth:`wait_until_staged`, or pass the optimizer to :meth:`guard`, which makes the
-        optimizer's next step wait. A step that this manager has just saved or restored is not saved
-        again. Stale steps, which are newer than the restored step, are replaced.
+        You can modify the state as soon as this method returns. Exception: with
+        ``staging="overlapped"``, first call :meth:`wait_until_staged`, or pass the optimizer to
+        :meth:`guard`, which makes the optimizer's next step wait. A step that this manager has just
+        saved or restored is not saved again. Steps newer than the restored step are stale; saving
+        the same step again replaces a stale step.
 
         Args:
             step: number of finished steps; must not be smaller than in the previous call.
@@ -299,9 +301,9 @@ class CheckpointManager:
             notes: JSON values by name, for :class:`torch_ckpt.steps.StepInfo`. Only rank 0's notes
                 are used.
             force: save even if no save is due.
-            overwrite: True if training was rewound to this step without :meth:`restore`. Newer
-                steps then become stale, as after ``restore(step=...)``: they are kept until
-                training replaces or passes them, and a warning names them.
+            overwrite: pass True if training was rewound to this step without :meth:`restore`. Newer
+                steps then become stale, as after ``restore(step=...)``, and a warning names them.
+                Each stale step is kept until training replaces or passes it.
 
         Returns:
             True if a save of this step was started.
@@ -309,14 +311,15 @@ class CheckpointManager:
         Raises:
             CheckpointException: the previous save failed, or this save could not start.
             CheckpointError: replicas differ between ranks. Raised only if ``check_replicas`` is
-                "error" and ``on_save_error`` is "raise". With ``staging="overlapped"``, the next
-                call raises this error instead.
+                "error" and ``on_save_error`` is "raise". Exception: with ``staging="overlapped"``,
+                the error is raised by the next call instead.
             FileExistsError: this is the first call, :meth:`restore` was not called, and the root
                 already has this step or a newer one.
             ValueError: the step is smaller than the previous one, or ``best_metric`` is neither in
                 ``metrics`` nor in the metrics of any existing step (probably a misspelt name).
             ValueError, TypeError: the step, state, metrics or notes cannot be saved.
-            TimeoutError: some ranks did not call the first save in time; the message names them.
+            TimeoutError: some ranks did not make the first call in time; the message names these
+                ranks.
             RuntimeError: see :meth:`restore`.
 
         Example::
@@ -357,8 +360,8 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """True once the ranks have reached the step at which they agreed to stop after a preemption
-        notice. By then, :meth:`save` has saved that step or started to save it.
+        """True as soon as training has reached the step at which the ranks agreed to stop after a
+        preemption notice. At that point, :meth:`save` has saved the step or started to save it.
 
         If the training loop continues without reading this property, the next :meth:`save` stops
         watching for SIGTERM. SIGTERM then ends the process, as it would without a manager.
@@ -374,10 +377,10 @@ class CheckpointManager:
 
     @property
     def last_step(self) -> int | None:
-        """The last step that this manager saved or restored; None if there is none.
+        """The step that this manager saved or restored most recently; None if there is none.
 
-        A step counts as saved once its save has succeeded. Ranks may detect this at different
-        times, but after :meth:`wait_until_finished` all ranks return the same step.
+        A step counts as saved as soon as its save has succeeded. Ranks can detect the success at
+        different times, but after :meth:`wait_until_finished` the step is the same on all ranks.
         """
         return self._timeline.last_complete
 
@@ -396,7 +399,8 @@ class CheckpointManager:
         return self._before_save.add(hook)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """After each save, makes the optimizer's next step wait until the state may be modified.
+        """After each save, makes the optimizer's next step wait until the state can safely be
+        modified.
 
         Call this method once if ``staging`` is "overlapped". See
         :meth:`torch_ckpt.AsyncSave.guard`.
@@ -404,7 +408,7 @@ class CheckpointManager:
         self._saver.guard(optimizer)
 
     def wait_until_staged(self) -> None:
-        """Waits until the state may be modified after a save with ``staging="overlapped"``.
+        """After a save with ``staging="overlapped"``, waits until the state can safely be modified.
 
         Raises:
             CheckpointException: the save has already failed, and ``on_save_error`` is "raise".
@@ -434,10 +438,10 @@ class CheckpointManager:
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raises the error of a failed save, but each error only once. Does not wait.
+        """Raises the error if a save has failed. Raises each error only once. Does not wait.
 
-        Ranks may detect a failure at different steps. To handle errors and continue training, catch
-        the errors of :meth:`save` and :meth:`wait_until_finished` instead.
+        Ranks can detect a failure at different steps. To handle errors and continue training,
+        instead catch the errors that :meth:`save` and :meth:`wait_until_finished` raise.
 
         Raises:
             CheckpointException: the save failed. The exception contains the cause from each failed
@@ -448,9 +452,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the running save and deletions, then closes the manager.
 
-        Does not save the last step. If the last call to :meth:`save` did not save its step, for
-        example because the step is not a multiple of ``interval``, rank 0 logs a warning that names
-        the step.
+        Does not start a save. If the final call to :meth:`save` did not save its step, for example
+        because the step is not a multiple of ``interval``, rank 0 logs a warning that names the
+        step.
 
         Raises:
             CheckpointException: a save has failed, and ``on_save_error`` is "raise".
@@ -515,7 +519,7 @@ class CheckpointManager:
         warning, unless you request the step by number.
 
         Args:
-            state: as for :meth:`save`; plain values in it are replaced.
+            state: as for :meth:`save`; plain values in the dict are replaced.
             step: step number; None restores the newest complete step.
             names, strict, rename: see :func:`torch_ckpt.load`. :attr:`restore_report` lists the
                 names that ``strict=False`` left unchanged.
@@ -559,8 +563,8 @@ class CheckpointManager:
     # --- listing ---------------------------------------------------------------------------------
 
     def steps(self) -> list[StepInfo]:
-        """Lists the steps and leftovers beneath the root, sorted by step. Contacts no other
-        rank."""
+        """Lists the steps and leftovers beneath the root, sorted by step. Does not contact other
+        ranks."""
         return self._store.entries()
 
     def all_steps(self) -> list[int]:
@@ -591,7 +595,7 @@ class CheckpointManager:
         return best[0].step if best else None
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics with which a complete step was saved.
+        """Returns the metrics that were saved with a complete step.
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -614,10 +618,10 @@ class CheckpointManager:
         Args:
             after: wait for a step newer than this one; None waits for any step.
             timeout: seconds to wait; None waits indefinitely.
-            poll_seconds: seconds between two listings of the root.
+            poll_seconds: seconds between successive listings of the root.
 
         Returns:
-            The newest complete step; None after the timeout.
+            The newest complete step; None if the timeout expires first.
 
         Example::
 
@@ -638,8 +642,8 @@ class CheckpointManager:
             time.sleep(left)
 
     def verify(self, step: int) -> VerifyReport:
-        """Reads and checks all files of a step. Retention keeps the most recently verified step.
-        Does not contact other ranks.
+        """Reads and checks all files of a step. Retention keeps the step that most recently passed
+        this check. Does not contact other ranks.
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -657,7 +661,7 @@ class CheckpointManager:
         """Pins a step: retention keeps it until :meth:`unpin` is called, even in later runs.
 
         Raises:
-            FileNotFoundError: there is no such complete step.
+            FileNotFoundError: the step does not exist or is incomplete.
         """
         self._set_pinned(step, True)
 

@@ -18,15 +18,15 @@ _CACHE_SIZE = 2
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
-    """Reads distributed checkpoints and caches their decoded metadata in the process.
+    """Reads distributed checkpoints and caches their decoded metadata in this process.
 
-    All readers of this class share the cache. The metadata file is read for each load, but decoded
-    again only if its contents have changed. Decoding takes longer than reading.
+    All readers of this class share the cache. Each load reads the metadata file, but decodes it
+    again only if the contents have changed. Decoding takes longer than reading.
 
     Args:
         path: directory of the checkpoint.
-        cache_metadata: False disables the cache for this reader. May be the second positional
-            argument, as in nvidia-resiliency-ext.
+        cache_metadata: False disables the cache for this reader. Can be passed as the second
+            positional argument, as in nvidia-resiliency-ext.
         kwargs: passed to :class:`torch_ckpt.FileSystemReader`.
 
     Examples:

@@ -37,17 +37,18 @@ from torch_ckpt.saving.host_memory import reserve_pool
 class AsyncCallsQueue:
     """Runs requests in the background and finalizes them on all ranks, in scheduling order.
 
-    All ranks must make the same calls in the same order, except calls with ``no_dist``.
+    All ranks must make the same calls in the same order. Exception: calls with ``no_dist``.
 
     Args:
-        persistent: accepted for Megatron; no worker process is started in either case.
+        persistent: accepted for compatibility with Megatron, but ignored; no worker process is ever
+            started.
         process_group: the ranks; None means the default group.
-        timeout: seconds without a heartbeat from a rank, or without progress of a rank's function,
-            after which the call fails on all ranks. A function makes progress while it writes bytes
+        timeout: a call fails on all ranks if, for this many seconds, a rank sends no heartbeat or a
+            rank's function makes no progress. A function makes progress as long as it writes bytes
             or its thread uses processor time.
-        background: priorities of the engine's threads for the writes of this queue; None means the
-            priorities set by ``warmup_persistent_caller`` or, if none were set, each writer's own
-            priorities.
+        background: priorities of the engine's threads for the writes of this queue. None means the
+            priorities set by ``warmup_persistent_caller`` or, if no priorities were set, each
+            writer's own priorities.
 
     Examples:
         ```python
@@ -94,7 +95,8 @@ class AsyncCallsQueue:
         """Sets the priorities of the engine's threads. Starts no process.
 
         Args:
-            rank: accepted for Megatron but unused, like ``mp_mode`` and any other keyword.
+            rank: accepted for compatibility with Megatron, but ignored, like ``mp_mode`` and any
+                other keyword.
             cpu_priority: niceness of the threads, 0 to 19.
             io_priority: I/O scheduling class of the threads: None or 3 for idle; any other number
                 keeps the class of the process.
@@ -112,13 +114,13 @@ class AsyncCallsQueue:
             reserve_pool(reserve_bytes, device=device, wait=False)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stages a request and starts its function. Returns once the request's sources may change.
+        """Stages a request and starts its function. Returns as soon as the tensors being saved can
+        safely be modified.
 
-        Errors are not raised here. An error makes the call fail on all ranks when the call is
-        finalized.
+        Errors are not raised here. Instead, the call fails on all ranks when it is finalized.
 
         Returns:
-            The call's number, starting at 0.
+            The call's number; the queue's first call has the number 0.
 
         Raises:
             KeyboardInterrupt, SystemExit: raised during staging or by the preload function. The
@@ -151,11 +153,12 @@ class AsyncCallsQueue:
         """Finalizes the calls that have ended on all ranks. All ranks must call this method the
         same number of times.
 
-        A poll uses neither a device nor a collective of the process group. If several calls fail,
-        the first error is raised after all calls have been handled. The other errors are logged.
+        Without ``blocking``, the method uses neither a device nor a collective of the process
+        group. If several calls fail, the first error is raised after all calls have been handled.
+        The other errors are logged.
 
         Args:
-            blocking: wait for all calls, and finalize those that succeeded.
+            blocking: wait until all calls have ended, and finalize the calls that succeeded.
             no_dist: finalize the calls that have ended on this rank, without asking other ranks.
 
         Returns:
@@ -227,10 +230,10 @@ class AsyncCallsQueue:
         """Waits for all calls and finalizes them. The queue can be used again afterwards.
 
         Args:
-            abort: cancel instead of waiting. Running writes are cancelled, their files are deleted,
-                and no call is finalized. The caller's own functions keep running. Any thread may
-                abort. All ranks must abort the same number of times, but not necessarily at the
-                same time.
+            abort: cancel the calls instead of waiting for them. Running writes are cancelled, their
+                files are deleted, and no call is finalized. If a request runs a function of your
+                own, that function keeps running. Any thread can abort the calls. All ranks must
+                abort the same number of times, but not necessarily at the same time.
 
         Raises:
             CheckpointException: see :meth:`maybe_finalize_async_calls`.

@@ -47,10 +47,10 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
         path: directory of the checkpoint.
         separation_hint: see :class:`torch_ckpt.megatron.FileSystemWriterAsync`, which also
             documents the arguments not listed here.
-        is_multiproc_io: accepted but unused: threads write the files in parallel.
-        use_cached_data_structure: accepted but unused: there is no worker process to cache tensors.
-            Every save reads the live tensors.
-        use_cpu_shm_for_gpu_tensors: accepted but unused: the engine reuses its own memory.
+        is_multiproc_io: accepted but ignored, because threads write the files in parallel.
+        use_cached_data_structure: accepted but ignored, because there is no worker process to cache
+            tensors. Every save reads the live tensors.
+        use_cpu_shm_for_gpu_tensors: accepted but ignored, because the engine reuses its own memory.
         on_failure: as in :class:`torch_ckpt.megatron.FileSystemWriterAsync`, but "raise" is the
             default, as in nvidia-resiliency-ext.
 
@@ -98,7 +98,7 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
 
     @classmethod
     def register_shm_drain_callback(cls, fn: Callable[[], Any]) -> None:
-        """Does nothing: saves use no shared memory that must be released."""
+        """Does nothing: saves use no shared memory that would have to be released."""
 
     @staticmethod
     def write_preloaded_data_multithread(  # type: ignore[override]  # their signature
@@ -113,7 +113,7 @@ class FileSystemWriterAsync(mcore.FileSystemWriterAsync):
         :meth:`torch_ckpt.megatron.FileSystemWriterAsync.write_preloaded_data_multithread`.
 
         Args:
-            open_file: unused, like ``use_msc``: the task already has these options.
+            open_file: ignored, like ``use_msc``, because the task already stores both options.
         """
         mcore.FileSystemWriterAsync.write_preloaded_data_multithread(
             transform_list, use_msc, rank, staged, results_queue
@@ -132,13 +132,13 @@ class AsyncCallsQueue(mcore.AsyncCallsQueue):
     """:class:`torch_ckpt.megatron.AsyncCallsQueue` with nvidia-resiliency-ext's arguments.
 
     Args:
-        persistent: accepted but unused, like ``is_daemon``, ``sigterm_timeout`` and
-            ``cpu_shm_mode``: there is no worker process.
+        persistent: accepted but ignored, because there is no worker process. The same applies to
+            ``is_daemon``, ``sigterm_timeout`` and ``cpu_shm_mode``.
         cpu_priority: niceness of the engine's threads, 0 to 19.
         io_priority: I/O scheduling class of the threads: None or 3 for idle; any other number keeps
-            the class of the process. If both priorities have their default values, the priorities
-            set by ``warmup_persistent_caller`` apply. If none were set, each writer's own
-            priorities apply.
+            the class of the process. If ``cpu_priority`` and ``io_priority`` both have their
+            default values, the priorities set by ``warmup_persistent_caller`` apply. If no
+            priorities were set, each writer's own priorities apply.
         kwargs: ``process_group``, ``timeout`` and ``background``, as in
             :class:`torch_ckpt.megatron.AsyncCallsQueue`.
 
@@ -342,8 +342,8 @@ def save_state_dict_async_plan(
     :func:`torch_ckpt.megatron.save_state_dict_async_plan` for the arguments not listed here.
 
     Args:
-        enable_cache: reuse the plans of the previous save once two consecutive saves have had equal
-            plans.
+        enable_cache: reuse the plans of the previous save as soon as two consecutive saves have had
+            equal plans.
         metadata_cache: cache to use; None means the cache of this process.
 
     Returns:

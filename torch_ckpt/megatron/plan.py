@@ -75,26 +75,28 @@ def save_state_dict_async_plan(
     """Plans a save and passes the values to the writer. All ranks must call this function.
 
     Args:
-        state_dict: the values to save. The values are looked up now, and copied when the writer's
-            preload function is called. They must not change in between.
+        state_dict: the values to save. This function looks up the values, and the writer's preload
+            function copies them. Do not modify the values between the two calls.
         storage_writer: the writer of this save.
         process_group: the ranks; None means the default group.
         coordinator_rank: rank in the group that creates and commits the metadata.
         planner: the planner; None means torch's ``DefaultSavePlanner``. If planner and writer both
             support a decentralized global plan, the ranks name their own files.
-        cached_ckpt_structure: central plan and local plan of the previous save, and a flag that is
-            True if every rank had the same plan in two consecutive saves. If the flag is True, the
-            ranks exchange nothing. Each rank still compares its state dict with its plan; if a
-            state dict has changed, the save fails on all ranks.
+        cached_ckpt_structure: a tuple: the central plan of the previous save, the local plan of
+            that save, and a flag. The flag is True if no rank's plan changed between two
+            consecutive saves; in that case, the ranks exchange nothing. Each rank still compares
+            its state dict with its plan. If a rank's state dict has changed, the save fails on all
+            ranks.
         loaded_all_plans: plans of all ranks from the metadata of a loaded checkpoint. If these
             plans equal the plans of this save, the loaded metadata can be committed again.
 
     Returns:
-        Five values: the arguments of :func:`save_state_dict_async_finalize`; the central plan and
-        the local plan, to pass to the next save; True if the plans of all ranks equal those in
-        ``cached_ckpt_structure``; True if the plans of all ranks equal those in
+        Five values: a tuple of the arguments of :func:`save_state_dict_async_finalize`; the central
+        plan and the local plan, to pass to the next save; True if the plans of all ranks equal the
+        plans in ``cached_ckpt_structure``; True if the plans of all ranks equal the plans in
         ``loaded_all_plans``. The metadata in the first value is None on ranks other than the
-        coordinator, and also on the coordinator if the metadata of an earlier save must be used.
+        coordinator. On the coordinator, the metadata is None if the metadata of an earlier save
+        must be used.
 
     Raises:
         CheckpointException: planning failed; raised on every rank with the cause from each failed
@@ -141,9 +143,10 @@ def save_state_dict_async_finalize(
     """Collects all results and commits the checkpoint. All ranks must call this function.
 
     Args:
-        storage_writer: the writer that the plan returned.
-        global_metadata: the metadata that the plan returned; used on the coordinator only.
-        dist_wrapper: the wrapper that the plan returned.
+        storage_writer: the writer that :func:`save_state_dict_async_plan` returned.
+        global_metadata: the metadata that :func:`save_state_dict_async_plan` returned; used only on
+            the coordinator.
+        dist_wrapper: the wrapper that :func:`save_state_dict_async_plan` returned.
 
     Raises:
         CheckpointException: the save failed; raised on every rank with the cause from each failed

@@ -78,8 +78,8 @@ def install(
 
     Call this function on every rank before the first save or load, preferably before Megatron is
     initialized. Classes that other packages have already imported by name, and queues with saves in
-    progress, are not replaced. The log lists both. Both can be used together with torch_ckpt's
-    classes. A second call replaces the options of the first.
+    progress, are not replaced. The log lists these classes and queues, which can be used together
+    with torch_ckpt's classes. A second call replaces the options of the first call.
 
     Args:
         writer: options of ``FileSystemWriterAsync`` for all saves. These options override the
@@ -92,7 +92,7 @@ def install(
         imported, the list is empty and a warning is logged.
 
     Raises:
-        TypeError: a class has no option of the given name. Nothing is replaced.
+        TypeError: a class does not have one of the given options. Nothing is replaced.
         ValueError: a class does not accept the value of an option. Nothing is replaced.
 
     Examples:
@@ -145,11 +145,12 @@ def install(
 
 
 def uninstall() -> list[str]:
-    """Restores the names that ``install`` replaced, including names that modules have imported
-    since then.
+    """Restores the names that ``install`` replaced, also in modules that have imported them since
+    then.
 
     Names that other code has replaced again, and queues with saves in progress, are not restored.
-    The log lists both. Call this function again once the saves are finalized.
+    The log lists these names and queues. To restore the queues, finalize their saves, and then call
+    this function again.
 
     Returns:
         A line for each restored name, in the format of ``install``; empty if nothing was replaced.

@@ -29,9 +29,9 @@ class AsyncRequest(NamedTuple):
             the second argument.
         finalize_fns: functions to call on all ranks after ``async_fn`` has ended on all ranks.
         async_fn_kwargs: keyword arguments of ``async_fn``.
-        preload_fn: function to call while the request is scheduled; may be None.
-        is_frozen: True if no more finalize functions may be added.
-        call_idx: number of the call in its queue.
+        preload_fn: function to call when the request is scheduled; can be None.
+        is_frozen: True if no more finalize functions can be added.
+        call_idx: number of the call in the queue.
 
     Examples:
         ```python
@@ -54,7 +54,7 @@ class AsyncRequest(NamedTuple):
         return rebuild_request, tuple(self)
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Adds a finalize function, which is called after the existing ones.
+        """Adds a finalize function, which is called after the existing finalize functions.
 
         Raises:
             RuntimeError: the request is frozen.

@@ -192,7 +192,8 @@ def get_write_results_queue(mp_mode: str = "spawn") -> ResultsQueue:
     Every call returns the same queue. Writers have their own queues.
 
     Args:
-        mp_mode: accepted for Megatron but unused: forked and spawned children can use the queue.
+        mp_mode: accepted for compatibility with Megatron, but ignored; both forked and spawned
+            children can use the queue.
 
     Examples:
         ```python

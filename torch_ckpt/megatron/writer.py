@@ -60,8 +60,8 @@ _MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """Writes distributed checkpoints in two steps: a save is planned first, and a function writes
-    it later.
+    """Writes distributed checkpoints in two stages: the save is planned first, and a function
+    writes the files later.
 
     Accepts the arguments of Megatron-core's ``FileSystemWriterAsync`` and of
     :class:`FileSystemWriter`. Create one object for each save. In ``dcp.save``, the writer works
@@ -70,9 +70,9 @@ class FileSystemWriterAsync(FileSystemWriter):
     Args:
         path: directory of the checkpoint.
         separation_hint: prefix of fully qualified names. Items whose names begin with this prefix
-            are written to separate files, whose names also begin with the prefix. Requires a
-            ``thread_count`` of at least 2; each of the two groups of files gets half of the
-            threads.
+            are written to separate files. The names of these files also begin with the prefix.
+            Requires a ``thread_count`` of at least 2; each of the two groups of files gets half of
+            the threads.
         use_msc: write through the package ``multistorageclient``, which then interprets ``path``.
         open_file: function that opens a file, called with a path and ``"wb"``. If this function is
             not ``open``, or if ``use_msc`` or ``_extensions`` is set, torch's own Python code
@@ -170,7 +170,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Sets the tag for this save's file names, as chosen by the coordinator's lease.
 
         Args:
-            tag: text after the rank in the names; may be empty.
+            tag: text after the rank in the file names; can be empty.
         """
         self._tag_of_save = tag
 
@@ -246,10 +246,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Returns the functions of the planned save, for an asynchronous queue.
 
         Returns:
-            A tuple (save function, preload function, arguments). The arguments are the last three
-            arguments of the save function. Before calling the save function, replace the second of
-            the three with the preload function's result. The functions and the arguments are
-            picklable. ``(None, None, [])`` if this rank has nothing to write.
+            A tuple (save function, preload function, arguments). Call the preload function, replace
+            the second argument with the result, then call ``save_function(*arguments)``. The
+            functions and the arguments are picklable. If this rank has nothing to write, the tuple
+            is ``(None, None, [])``.
         """
         task = self._task
         if task is None or not task.items:
@@ -262,14 +262,16 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @staticmethod
     def preload_tensors(write_buckets: Staged, non_blocking: bool = True) -> Staged:
-        """Stages a task and starts writing its files. Returns once the sources may change.
+        """Stages a task and starts writing the task's files. Returns as soon as the tensors being
+        saved can safely be modified.
 
         Does nothing if the task is already staged.
 
         Args:
-            write_buckets: the second of the arguments from ``get_save_function_and_args``, or the
-                attribute ``write_buckets``.
-            non_blocking: accepted for Megatron but unused: copies from devices use a side stream.
+            write_buckets: the second of the arguments returned by ``get_save_function_and_args``,
+                or the writer's attribute ``write_buckets``.
+            non_blocking: accepted for compatibility with Megatron, but ignored; copies from devices
+                use a side stream.
 
         Returns:
             The second argument of the save function.
@@ -301,11 +303,12 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Args:
             transform_list: torch's stream transforms.
-            use_msc: unused; the task already has this option.
+            use_msc: ignored, because the task already stores this option.
             rank: global rank of the writer.
-            staged: the result of the preload function. A task that is not staged yet is staged
-                first.
-            results_queue: receives one item: the results by file number, or an exception.
+            staged: the result of the preload function. A task that has not been staged yet is
+                staged first.
+            results_queue: queue that receives one item: either a dict of results by file number, or
+                an exception.
         """
         if isinstance(results_queue, ResultsQueue):
             # If this fails, put() fails, too, and the error is logged below.
@@ -329,9 +332,9 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Args:
             transform_list: torch's stream transforms.
-            arguments: ``use_msc`` and ``open_file`` in versions that have them, then ``rank``,
-                ``write_buckets`` and ``global_results_queue``.
-            named: any of these by name.
+            arguments: ``use_msc`` and ``open_file``, if the version of nvidia-resiliency-ext has
+                these arguments; then ``rank``, ``write_buckets`` and ``global_results_queue``.
+            named: any of these arguments, passed by name.
         """
         last = [named[name] for name in _MULTIPROC_ARGUMENTS if name in named]
         rank, staged, results_queue = [*arguments, *last][-len(_MULTIPROC_ARGUMENTS) :]
@@ -355,11 +358,12 @@ class FileSystemWriterAsync(FileSystemWriter):
             transform_list: torch's stream transforms.
             local_proc_idx: number of the bucket.
             write_bucket: an element of ``write_buckets``, or of the preload function's result.
-            results_queue: receives one item: the bucket's number, and the list of results or an
-                exception.
+            results_queue: queue that receives one tuple: the bucket's number, followed by either
+                the list of results or an exception.
             count_queue: queue from which one item is taken and then marked as done.
-            use_fsync: accepted for Megatron but unused; the task already has this option.
-            others: accepted but unused, such as ``use_msc``.
+            use_fsync: accepted for compatibility with Megatron, but ignored; the task already
+                stores this option.
+            others: other arguments, such as ``use_msc``; ignored.
         """
         outcome = _outcome_of(write_bucket, transform_list)
         if isinstance(outcome, Exception):
@@ -421,8 +425,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def write_buckets(self) -> list[WriteTask] | None:
-        """The task for the preload function, in a list that is empty if this rank has nothing to
-        write. None before ``prepare_write_data``."""
+        """A list that contains the task for the preload function; empty if this rank has nothing to
+        write. None before ``prepare_write_data`` has been called."""
         if self._task is None:
             return None
         return [self._task] if self._task.items else []

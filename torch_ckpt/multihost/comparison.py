@@ -69,7 +69,7 @@ def sync_global_devices(
 
     Raises:
         RanksDisagree: ranks passed different names, or called different functions of this package.
-            Raised on every rank; the message lists the ranks and their calls.
+            Raised on every rank; the message lists the call of each rank.
         TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store is lost.
         ValueError: this process is not in the group.
@@ -97,8 +97,8 @@ def assert_equal(
     """Raises an error on every rank unless all ranks pass the same tree, bit for bit.
 
     NaNs are equal if they have the same bits; zeros with different signs differ. Types must be
-    equal, but devices, strides, ``requires_grad`` and the order of dict keys may differ. For
-    DTensors, all ranks compare the descriptions, and the ranks that hold the same shard compare
+    equal; devices, strides, ``requires_grad`` and the order of dict keys are ignored. For DTensors,
+    all ranks compare metadata such as the shape, and the ranks that hold the same shard compare
     that shard. Objects that are not tensors, arrays or numbers are equal if their pickles are
     equal, or if ``==`` returns True.
 
@@ -107,13 +107,14 @@ def assert_equal(
 
     Args:
         tree: the values to compare.
-        message: start of the error message; may differ between ranks.
+        message: start of the error message; can differ between ranks.
         process_group: the ranks to compare; None means the default group.
-        timeout: seconds to wait for a rank that has not arrived and is not computing checksums.
+        timeout: seconds to wait for ranks that have not arrived. A rank that is still computing
+            checksums does not time out.
 
     Raises:
-        RanksDisagree: the trees differ. This is an AssertionError whose message names the leaves
-            and ranks.
+        RanksDisagree: the trees differ. This subclass of AssertionError has a message that names
+            the leaves and ranks that differ.
         TimeoutError: a rank did not arrive; the message names the rank.
         ConnectionError: the connection to the store is lost.
         ValueError: this process is not in the group.

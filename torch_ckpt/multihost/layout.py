@@ -29,16 +29,16 @@ def local_to_global(
 
     Every rank of the mesh must call this function. A DTensor shares memory with its local tensor,
     and gradients flow back to the local tensor. NumPy arrays become DTensors, too. Leaves that are
-    already DTensors (on any mesh), and leaves of other types, are returned unchanged. Shapes are
-    exchanged if they differ between ranks. Replicas are not compared; use :func:`assert_equal` for
-    that.
+    already DTensors (on any mesh), and leaves of other types, are returned unchanged. If shapes
+    differ between ranks, the ranks exchange the shapes. Replicas are not compared; use
+    :func:`assert_equal` for that.
 
     Args:
         tree: tensors of this rank.
-        mesh: the device mesh; tensors must be on a device of its type.
-        placements: a list with one Shard, Replicate or Partial per mesh dimension, used for all
-            leaves; or a tree with such lists or None in place of leaves or subtrees. None leaves a
-            leaf or subtree unchanged.
+        mesh: the device mesh; the tensors must be on a device of the mesh's device type.
+        placements: a list with one Shard, Replicate or Partial per mesh dimension, which applies to
+            all leaves. Alternatively, a tree in which such a list, or None, replaces each leaf or
+            subtree. None leaves the leaf or subtree unchanged.
         timeout: seconds to wait for ranks that have not arrived.
 
     Raises:

@@ -51,14 +51,14 @@ def broadcast_one_to_all(
     """Broadcasts one rank's tree: returns the same tree on all ranks.
 
     Every rank of the group must call this function. The result shares no memory with ``tree``, not
-    even on the source. Its tensors are contiguous, and require gradients if the source's tensors
-    do. Each tensor is on the device of the leaf that it replaces.
+    even on the source rank. The tensors in the result are contiguous, and require gradients if the
+    source rank's tensors do. Each tensor is on the device of the leaf that it replaces.
 
     Args:
-        tree: on the source, the tree to send; on other ranks, a tree whose tensors and arrays have
-            the same dtypes and shapes, with any values. A rank without such a tree may pass None.
-            The tensors that this rank receives are then on the same type of device as on the
-            source, or on the CPU if the rank has no device of that type. DTensors must be
+        tree: on the source rank, the tree to send; on other ranks, a tree whose tensors and arrays
+            have the same dtypes and shapes, with any values. A rank without such a tree can pass
+            None. In that case, the rank receives tensors on the same type of device as on the
+            source rank, or on the CPU if the rank has no device of that type. DTensors must be
             replicated. Leaves that are not tensors or arrays are pickled.
         is_source: True on exactly one rank, or None on all ranks to select the first rank of the
             group.
@@ -142,8 +142,8 @@ def process_allgather(
     """Combines the trees of all ranks into one tree, and returns it on all ranks.
 
     Every rank of the group must call this function. The result shares no memory with ``tree`` and
-    does not require gradients. Its tensors are on the devices of this rank's leaves. How a leaf is
-    combined depends on its type:
+    does not require gradients. Each tensor in the result is on the device of the corresponding leaf
+    on this rank. How a leaf is combined depends on its type:
 
     - tensors, NumPy arrays and NumPy numbers are stacked along a new first dimension;
     - DTensors become full tensors, gathered over their own meshes, regardless of ``tiled``;
@@ -151,8 +151,9 @@ def process_allgather(
 
     Args:
         tree: a tree with the same containers, dtypes and shapes on all ranks.
-        tiled: concatenate along the first dimension instead of stacking. The size of this dimension
-            may differ between ranks. Zero-dimensional leaves are treated as having one element.
+        tiled: concatenate along the first dimension instead of stacking. The size of the first
+            dimension can differ between ranks. Zero-dimensional leaves are treated as having one
+            element.
         process_group: the ranks that take part; None means the default group.
         timeout: seconds to wait for ranks that have not arrived. Sending tensors is subject to the
             process group's own timeout.

@@ -51,7 +51,7 @@ def save_checkpoint(
     unless another process is using them.
 
     Args:
-        directory: a local path or URL; the step is saved in its subdirectory ``{step:010d}``.
+        directory: a local path or URL; the step is saved in the subdirectory ``{step:010d}``.
         step: the step number, from 0 to 9,999,999,999; must be the same on all ranks.
         state: names and values, as for :meth:`torch_ckpt.CheckpointManager.save`: modules,
             optimizers, tensors, numbers, and dicts of these.
@@ -61,8 +61,8 @@ def save_checkpoint(
         timeout: seconds after which a rank that sends no heartbeat is declared dead.
         staging_dir: local directory where files are written before they are uploaded to a URL; see
             :class:`torch_ckpt.steps.remote.RemoteSteps`.
-        max_io_threads: number of threads that write, the writer's ``thread_count``; None chooses a
-            number that suits the machine.
+        max_io_threads: number of threads that write, passed to the writer as ``thread_count``. None
+            chooses a number that suits the machine.
         writer_options: options of :class:`torch_ckpt.FileSystemWriter`.
 
     Raises:
@@ -128,8 +128,8 @@ def load_checkpoint_if_it_exists(
     """Loads the newest complete step into the state, in place.
 
     All ranks must call this function; rank 0 chooses the step. Incomplete steps are skipped. Rank 0
-    warns about these steps, about names in the step that no rank's state has, and about tensors
-    that were converted to another dtype.
+    warns about incomplete steps, about names that the loaded step has but no rank's state has, and
+    about tensors that were converted to another dtype.
 
     Args:
         directory: a local path or URL, which need not exist.
@@ -138,7 +138,8 @@ def load_checkpoint_if_it_exists(
         timeout: seconds after which a rank that sends no heartbeat is declared dead.
         staging_dir: local directory for files downloaded from a URL; see
             :class:`torch_ckpt.steps.remote.RemoteSteps`.
-        max_io_threads: number of concurrent reads, the reader's ``thread_count``; None means 8.
+        max_io_threads: number of concurrent reads, passed to the reader as ``thread_count``. None
+            means 8.
         strict: require that the step has every name in the state, with the same shape and dtype. If
             False, load only the names whose shapes match, and convert dtypes.
         load_options: options of :func:`torch_ckpt.load`.
@@ -149,8 +150,9 @@ def load_checkpoint_if_it_exists(
     Raises:
         CheckpointException: the load failed; raised on every rank; see :func:`torch_ckpt.load`. The
             cause is ``LoadMismatch`` if ``strict`` is True and the step does not match the state.
-        CheckpointError: a value rejects its state, for example because an optimizer has a different
-            structure. The message begins with the value's key. Other ranks raise ``RuntimeError``.
+        CheckpointError: a value rejects its loaded state, for example because an optimizer has a
+            different structure. The message begins with the value's key. The other ranks raise
+            ``RuntimeError``.
         OSError: the directory cannot be listed. Other ranks raise ``RuntimeError``.
         ImportError: the URL needs a package that is not installed.
         ValueError: the URL's protocol is not supported, or options contradict each other.

@@ -42,12 +42,13 @@ class GraphRecorder:
     """A ``torch.compile`` backend that records graphs and passes them to another backend.
 
     Args:
-        backend: the backend that compiles, or its name. This backend receives the ``mode`` and
-            ``options`` arguments of ``torch.compile``.
+        backend: the backend that compiles the graphs, or the name of a backend. The backend
+            receives the ``mode`` and ``options`` arguments of ``torch.compile``.
 
     Attributes:
         graphs: the compiled graphs in order, one per compilation. A function with graph breaks has
-            several, and each recompilation adds one. The recorded graphs hold no tensors.
+            several graphs, and each recompilation adds another graph. The recorded graphs hold no
+            tensors.
 
     Example::
 
@@ -86,13 +87,13 @@ def save_graph(
         graph: an FX graph, such as one recorded by :class:`GraphRecorder`, ``program.graph_module``
             of ``torch.export``, or ``make_fx(step)(batch)``.
         path: a local path or a URL, as for :func:`mkdir`. The file's directory is created if
-            necessary. The suffix ".svg" saves a drawing, which requires Graphviz's program ``dot``;
-            ".dot" saves Graphviz source, which does not require ``dot``.
-        timeout_seconds: time limit for ``dot``, which takes minutes for graphs with many thousands
-            of nodes; None means no limit.
+            necessary. The suffix ".svg" saves a drawing and requires Graphviz's program ``dot``.
+            The suffix ".dot" saves Graphviz source and does not require ``dot``.
+        timeout_seconds: time limit for ``dot``; None means no limit. Drawing a graph with many
+            thousands of nodes takes minutes.
 
     Raises:
-        ValueError: the path has another suffix.
+        ValueError: the path ends in neither ".svg" nor ".dot".
         RuntimeError: ``dot`` is not installed, or failed.
         TimeoutError: ``dot`` exceeded its time limit.
         OSError: the file cannot be written.

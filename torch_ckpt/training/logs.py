@@ -54,7 +54,8 @@ class SummaryLogger(Protocol):
 class ReportLogger(Protocol):
     """The methods of ``clearml.Logger`` that :func:`log` uses.
 
-    A ``clearml.Logger`` only draws histograms, so :func:`log` computes the heights of the bars.
+    A ``clearml.Logger`` draws histograms but does not compute them, so :func:`log` computes the
+    heights of the bars.
 
     Example::
 
@@ -85,7 +86,7 @@ Logger: TypeAlias = (
 def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
     """Logs scalars and histograms for a training step, on rank 0.
 
-    If the tree contains DTensors, the call is collective: all ranks in the DTensors' meshes must
+    If ``output`` contains DTensors, the call is collective: all ranks in the DTensors' meshes must
     call this function with the same DTensors in the same order. Other values are logged from rank 0
     only.
 
@@ -97,14 +98,15 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
             ``logging.Logger``, which gets one record of level INFO; None, which prints one line to
             standard output.
         output: a tree of mappings, lists, tuples and dataclasses. Numbers and zero-dimensional
-            tensors are logged as scalars; other tensors and numpy arrays as histograms of their
-            elements. A value's name consists of the keys on its path, joined by "/". Values may be
-            on any device. Histograms count only finite values. If there are non-finite values,
-            their number is logged as the scalar ``name/nonfinite``.
+            tensors are logged as scalars; other tensors and numpy arrays are logged as histograms
+            of their elements. A value's name consists of the keys on its path, joined by "/".
+            Values can be on any device. Histograms count only finite values. If there are
+            non-finite values, the number of non-finite values is logged as the scalar
+            ``name/nonfinite``.
 
     Raises:
-        ValueError: the tree contains values that cannot be logged, which the message lists. Nothing
-            was logged.
+        ValueError: ``output`` contains values that cannot be logged; the message lists these
+            values. Nothing was logged.
         TypeError: ``logger`` is none of the above (on rank 0), or ``step`` is not an integer.
 
     Example::

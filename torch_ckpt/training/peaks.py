@@ -207,7 +207,7 @@ def flops_per_device(
 
     Returns:
         The rate in FLOP/s, or in operations per second for integers. None, with a warning, if there
-        is no accelerator, the device or its rate for the dtype is unknown, or the device is a
+        is no accelerator, if the device or its rate for the dtype is unknown, or if the device is a
         partition of a GPU (such as MIG).
 
     Raises:

@@ -41,20 +41,21 @@ def start_profile(
     with_stack: bool = False,
     with_flops: bool = False,
 ) -> None:
-    """Starts ``torch.profiler`` on rank 0; other ranks only record the call.
+    """Starts ``torch.profiler`` on rank 0; on other ranks, only records that a profile was started.
 
     Memory use grows with each operation, and training slows down. Profile only a few steps.
 
     Args:
         all_ranks: profile every rank.
-        activities: activities to record; None records all that the machine supports.
+        activities: activities to record; None records all activities that the machine supports.
         record_shapes: record the shapes of the operations' arguments.
         profile_memory: record memory allocations and releases.
         with_stack: record the Python lines that call operations.
         with_flops: estimate the FLOPs of some operations.
 
     Raises:
-        RuntimeError: this function or torch has already started a profile in this process.
+        RuntimeError: a profile that this function or torch started is already running in this
+            process.
 
     Example::
 
@@ -99,8 +100,8 @@ def stop_profile(directory: StrPath) -> str | None:
         that did not profile.
 
     Raises:
-        RuntimeError: no profile is running, or another thread started the running profile. That
-            profile continues.
+        RuntimeError: no profile is running, or another thread started the running profile. The
+            running profile continues.
         ImportError, ValueError: the URL is not supported; see :func:`mkdir`. The profile continues.
         OSError: the trace cannot be written or copied. If only the copy fails, the local trace is
             kept, and the message contains its path.
