@@ -82,10 +82,10 @@ def save(
             fails on all other ranks.
         check_replicas: what to do if replicas differ. Replicas are plain tensors (not DTensors),
             numbers and other objects that have the same name on several ranks; only one of these
-            ranks saves its value. "off" compares nothing, "warn" warns, and "error" fails the save.
-            "warn" compares tensors of up to 64 KiB in full, and samples 64 KiB spread evenly over
-            each larger tensor; "error" compares all bytes. Objects are compared by their pickles.
-            Not available with a ``planner``.
+            ranks saves its value. "off" compares nothing, "warn" warns, and "error" makes the save
+            fail. "warn" compares tensors of up to 64 KiB in full, and samples 64 KiB spread evenly
+            over each larger tensor; "error" compares all bytes. Objects are compared by their
+            pickles. Not available with a ``planner``.
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:

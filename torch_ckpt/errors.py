@@ -102,6 +102,6 @@ class SourceChanged(CheckpointError):
     """A tensor was modified before a background save had copied it.
 
     The message names the tensor. To prevent this error, call
-    :meth:`torch_ckpt.AsyncSave.wait_staged` before modifying the tensor, call
+    :meth:`torch_ckpt.AsyncSave.wait_staged` before modifying the tensor, pass the optimizer to
     :meth:`torch_ckpt.AsyncSave.guard`, or save with ``staging="blocking"``.
     """

@@ -344,7 +344,7 @@ class FileSystemReader(StockReader):
         return type(self.fs) is FileSystem
 
     def release(self) -> None:
-        """Closes and unlocks the checkpoint directory at the end of a load, if it is open.
+        """Closes and unlocks the checkpoint directory, if it is open, at the end of a load.
 
         The next ``read_metadata`` opens the directory again.
         """

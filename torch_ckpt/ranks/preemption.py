@@ -59,7 +59,7 @@ _REACHED = "reached"
 class PreemptionWatch:
     """Watches for preemption notices on one rank. Created by :func:`watch_for_preemption`.
 
-    Use the watch as a context manager to close it at the end of the block.
+    If you use the watch as a context manager, the watch is closed at the end of the block.
 
     Examples:
         ```python
@@ -380,9 +380,9 @@ def watch_for_preemption(
             receives a notice. If the file is removed and appears again, each of these ranks
             receives another notice. Remove the file before the next run; otherwise, the next run
             also receives a notice.
-        process_group: None for the default group.
-        poll_seconds: seconds between two checks of the file and the store. Each check makes one
-            request to the store, in a thread.
+        process_group: the ranks that stop together; None means the default group.
+        poll_seconds: seconds between two checks of the file and the store. Each check runs in a
+            thread, and makes one request to the store.
         timeout: after a notice, each rank must post its step number to the store within this many
             seconds. A rank that takes longer is declared dead.
 
@@ -442,16 +442,16 @@ def reached_preemption_sync_point(
     continues, the next notice makes the ranks agree on another step.
 
     Without a notice, a call only compares a few numbers, and a thread checks the store once per
-    second. After a notice, each rank posts the step that it has reached to the store. A rank's
-    first call for a later step blocks until the background threads of the other ranks have posted
-    their steps, usually for at most ``poll_seconds``.
+    second. After a notice, each rank posts its latest step to the store. A rank's first call for a
+    later step blocks until the background threads of the other ranks have posted their steps,
+    usually for at most ``poll_seconds``.
 
     If :func:`watch_for_preemption` was not called, the first call starts watching for SIGTERM. In
     that case, a SIGTERM that arrives before the first call ends the process.
 
     Args:
         step: the step number, counted from 0 and the same on all ranks.
-        process_group: None for the default group.
+        process_group: the ranks that stop together; None means the default group.
 
     Raises:
         TimeoutError: some ranks did not post their steps after a notice. The message names those

@@ -76,7 +76,8 @@ class AsyncSave:
 
         Raises:
             TimeoutError: the save did not end in time. The save continues.
-            CheckpointException: the save failed. The exception has the cause from each failed rank.
+            CheckpointException: the save failed. The exception contains the cause from each failed
+                rank.
             OnCommitFailed: the checkpoint is committed, but ``on_commit`` failed on the
                 coordinator. Raised on all ranks.
             CheckpointError: this process was forked from the process that started the save.

@@ -84,14 +84,14 @@ def reserve_pool(
     Saves and loads do not free this memory, even if their own memory budget is smaller. A later
     call of this function never shrinks the reserve.
 
-    The reserve never exceeds the default memory budget of a save: half of the memory that is free
-    in the machine or in the control group, whichever is less, divided by the number of ranks on the
-    machine. If this limit ends the allocation early, a warning is logged.
+    The reserve never exceeds the default memory budget of a save. That budget is half of the free
+    memory (of the machine or the control group, whichever has less), divided by the number of ranks
+    on the machine. If this limit ends the allocation early, a warning is logged.
 
     Args:
         bytes: size of the reserve, rounded up to a multiple of the chunk size. The chunk size is 4
             MiB, or 16 MiB if ``device`` is given.
-        device: a CUDA device whose tensors will be copied to the memory. If a device is given, the
+        device: a CUDA device whose tensors will be copied to the reserve. If a device is given, the
             memory is page-locked in pieces of 64 MiB. A reserve for a device replaces a reserve for
             the host, and vice versa.
         wait: False returns immediately, and a low-priority thread allocates the memory. Errors in

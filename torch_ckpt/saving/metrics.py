@@ -23,16 +23,16 @@ class SaveMetrics:
         rank: the rank of this process.
         blocked_s: time for which the caller was blocked, both in the call itself and while waiting
             until the save was staged.
-        planning_s: from the call until this rank received its assignment. This includes planning on
-            other ranks.
-        staging_s: from the first copied byte until the tensors being saved could safely be
+        planning_s: time from the call until this rank received its assignment. This includes
+            planning on other ranks.
+        staging_s: time from the first copied byte until the tensors being saved could safely be
             modified.
         write_s, fsync_s: time spent in write and fsync system calls, summed over all threads.
         checksum_s: time spent computing checksums, summed over all threads.
-        written_s: from the call until this rank's files were written and fsynced.
-        commit_s: from the end of the ``written_s`` interval until the checkpoint was visible and
-            durable. This includes waiting for other ranks.
-        total_s: from the call until the checkpoint was visible and durable.
+        written_s: time from the call until this rank's files were written and fsynced.
+        commit_s: time from the end of the ``written_s`` interval until the checkpoint was visible
+            and durable. This includes waiting for other ranks.
+        total_s: time from the call until the checkpoint was visible and durable.
         python_s: CPU time that the save's background thread used while holding the GIL.
         bytes: bytes written by this rank.
         messages, message_bytes: number and total size of the messages that this rank sent to other

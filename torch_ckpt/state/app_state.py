@@ -244,14 +244,14 @@ class AppState:
     ) -> T:
         """Calls :meth:`target`, ``load`` and :meth:`apply` on every rank of a group.
 
-        If one rank fails, all ranks raise an exception. Otherwise, ranks that succeeded would wait
-        for the failed rank during the load or later in training.
+        If one rank fails, all ranks raise an exception. Without this, the ranks that succeeded
+        would wait for the failed rank during the load or later in training.
 
         Args:
             load: called with the target on every rank.
             call: name of the function that the user called, for error messages.
             process_group: ranks that restore; None for the default group.
-            timeout: seconds after which a rank that sends no heartbeat is declared dead.
+            timeout: a rank that sends no heartbeat for this many seconds is declared dead.
 
         Returns:
             The result of ``load``.

@@ -110,8 +110,8 @@ class StepStore(abc.ABC):
         If a leftover cannot be removed, the error is logged, and the next sweep tries again.
 
         Args:
-            deleted_only: only finish interrupted deletions. Unfinished steps, which may belong to a
-                running save, are kept.
+            deleted_only: only finish interrupted deletions. Unfinished steps are kept, because a
+                running save might own them.
             attempt: the 8 hex digits of this run (see :meth:`writer`). Unfinished steps of this run
                 are kept.
 
@@ -183,7 +183,7 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, step: int) -> bool:
-        """Deletes a step. Succeeds if the step does not exist.
+        """Deletes a step. Succeeds even if the step does not exist.
 
         Returns:
             False if a process is saving or loading the step. The step is then unchanged; try again
