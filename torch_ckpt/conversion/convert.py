@@ -123,7 +123,8 @@ def convert(
             path for a checkpoint directory.
         select: :mod:`fnmatch` patterns that select the names to convert, such as ``["model.*"]``.
             None converts all names.
-        strip_prefix: prefix to remove from names that begin with it, such as ``"model."``.
+        strip_prefix: prefix to remove from the names that begin with this prefix, such as
+            ``"model."``.
         rename: how to rename the names after the prefix has been removed; see
             :func:`torch_ckpt.load`.
         dtype: dtype to convert floating-point tensors to: a torch dtype, its name, "bf16", "fp16"
@@ -131,8 +132,8 @@ def convert(
         config: a ``config.json``, or a directory that contains one, to copy to the target. If
             ``dtype`` is given, the copied file states that dtype. The target becomes a directory of
             safetensors files, which ``from_pretrained`` of ``transformers`` can load if the tensor
-            names match the model's. If ``transformers`` is installed, tied weights are left out if
-            they equal the weights to which the model ties them.
+            names match the model's. If ``transformers`` is installed, each weight that the model
+            ties to another weight is left out if both weights are equal.
         max_shard_size: maximum number of bytes of tensors per file; a larger tensor gets a file of
             its own. If this option is given, the target becomes a directory of safetensors files
             with an index. If ``config`` is given, the default is 5 GB.

@@ -106,8 +106,8 @@ class VerifyReport:
         unread: records and files that could not be read for a reason other than damage, such as too
             few file descriptors or a lack of permission. These records and files can still be
             intact.
-        unverifiable: names of records that have no checksum covering all their bytes, such as
-            records written with ``torch.serialization.set_crc32_options(False)``.
+        unverifiable: names of records without a checksum that covers every byte, such as records
+            written with ``torch.serialization.set_crc32_options(False)``.
         unreferenced: files in the directory that the metadata does not name. These do not count as
             damage.
 

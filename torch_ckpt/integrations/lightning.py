@@ -56,8 +56,8 @@ def install(
     Call this function on every rank before training. Only sharded checkpoints are affected, that
     is, ``ModelParallelStrategy(save_distributed_checkpoint=True)`` and
     ``FSDPStrategy(state_dict_type="sharded")``. Stock torch and Lightning can still load these
-    checkpoints. A save blocks until it is durable. ``FSDPStrategy`` still loads the optimizer
-    through stock torch. A second call replaces the options of the first call.
+    checkpoints. A save blocks until the checkpoint is durable. ``FSDPStrategy`` still loads the
+    optimizer through stock torch. A second call replaces the options of the first call.
 
     Args:
         writer: options of :class:`torch_ckpt.FileSystemWriter` for every save.

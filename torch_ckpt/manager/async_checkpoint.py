@@ -228,8 +228,8 @@ class AsyncCheckpoint:
         self.state.update(state)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Loads the state of a checkpoint, including the ``save_counter``, so that :meth:`save`
-        continues the numbering.
+        """Loads the state of a checkpoint, including the ``save_counter``. Later calls of
+        :meth:`save` continue the numbering of the checkpoint.
 
         Args:
             path: directory of the checkpoint.

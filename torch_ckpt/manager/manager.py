@@ -110,7 +110,8 @@ class CheckpointManager:
             :meth:`close`. "warn_and_continue" logs the error and counts it in ``save_errors``.
         async_saves: False makes every save block until its step is complete.
         staging: "blocking" or "overlapped"; see :func:`torch_ckpt.async_save`.
-        read_only: only list, load and verify; never sweep, save or delete.
+        read_only: only list, load and verify steps; never save or delete steps, or remove leftovers
+            of interrupted saves.
         takeover: take the lease on a local root even if another running job holds it. The other
             job's saves then fail.
         on_commit: called with the step number on rank 0, in the save's thread, as soon as the step
@@ -119,7 +120,8 @@ class CheckpointManager:
         on_event: called with each :class:`torch_ckpt.events.Event`, in the thread that causes the
             event. Inside the callback, methods that normally wait for the event's save return
             immediately.
-        tensorboard: a ``SummaryWriter`` for rank 0, or the directory for a new ``SummaryWriter``.
+        tensorboard: a ``SummaryWriter`` that rank 0 uses, or the directory in which rank 0 creates
+            a ``SummaryWriter``.
         process_group: process group of the ranks; None uses the default group.
         timeout: seconds without a heartbeat after which a rank is declared dead. The other ranks
             then raise an error that names the rank.
@@ -139,7 +141,7 @@ class CheckpointManager:
         OSError: the root is a file or is not writable. If only rank 0 fails, the other ranks raise
             a RuntimeError.
         TimeoutError: some ranks did not create a manager within the timeout; the message names
-            them.
+            these ranks.
         RanksDisagree: the ranks passed different roots.
         RootInUse: another running job is writing to the root; the message names that job's process.
             Raised on rank 0; the other ranks raise a RuntimeError that quotes the message.
@@ -666,7 +668,7 @@ class CheckpointManager:
         self._set_pinned(step, True)
 
     def unpin(self, step: int) -> None:
-        """Unpins a step, so that the retention rules apply to it again."""
+        """Unpins a step. The retention rules then apply to the step again."""
         self._set_pinned(step, False)
 
     def delete(self, step: int) -> None:

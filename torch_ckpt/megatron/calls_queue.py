@@ -101,8 +101,8 @@ class AsyncCallsQueue:
             io_priority: I/O scheduling class of the threads: None or 3 for idle; any other number
                 keeps the class of the process.
             reserve_bytes: size of this rank's part of the state, in bytes. Memory for a snapshot of
-                that part is reserved in the background, so that the first save does not wait for
-                it; see :func:`torch_ckpt.reserve_pool`.
+                that part is reserved in the background; the first save then does not have to wait
+                for the allocation. See :func:`torch_ckpt.reserve_pool`.
 
         Raises:
             ValueError: ``cpu_priority`` is out of range.

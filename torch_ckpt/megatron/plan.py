@@ -81,7 +81,7 @@ def save_state_dict_async_plan(
         process_group: the ranks; None means the default group.
         coordinator_rank: rank in the group that creates and commits the metadata.
         planner: the planner; None means torch's ``DefaultSavePlanner``. If planner and writer both
-            support a decentralized global plan, the ranks name their own files.
+            support a decentralized global plan, each rank names its own files.
         cached_ckpt_structure: a tuple: the central plan of the previous save, the local plan of
             that save, and a flag. The flag is True if no rank's plan changed between two
             consecutive saves; in that case, the ranks exchange nothing. Each rank still compares

@@ -16,8 +16,8 @@ StrPath = str | os.PathLike[str]
 def mkdir(path: StrPath) -> None:
     """Creates a directory and its parents. Existing directories are kept.
 
-    Several ranks may call this function at the same time. Object stores have no directories; for
-    them, fsspec creates at most the bucket.
+    Several ranks can call this function at the same time. Object stores have no directories, so in
+    an object store fsspec creates at most the bucket.
 
     Args:
         path: a local path, or a URL such as ``s3://bucket/run`` or ``file:///data/run``.

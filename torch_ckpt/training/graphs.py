@@ -85,7 +85,7 @@ def save_graph(
 
     Args:
         graph: an FX graph, such as one recorded by :class:`GraphRecorder`, ``program.graph_module``
-            of ``torch.export``, or ``make_fx(step)(batch)``.
+            from ``torch.export``, or ``make_fx(step)(batch)``.
         path: a local path or a URL, as for :func:`mkdir`. The file's directory is created if
             necessary. The suffix ".svg" saves a drawing and requires Graphviz's program ``dot``.
             The suffix ".dot" saves Graphviz source and does not require ``dot``.

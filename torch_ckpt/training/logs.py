@@ -87,8 +87,8 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
     """Logs scalars and histograms for a training step, on rank 0.
 
     If ``output`` contains DTensors, the call is collective: all ranks in the DTensors' meshes must
-    call this function with the same DTensors in the same order. Other values are logged from rank 0
-    only.
+    call this function with the same DTensors in the same order. For all other values, only the
+    values on rank 0 are logged.
 
     Args:
         step: the step number.

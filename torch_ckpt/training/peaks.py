@@ -201,9 +201,9 @@ def flops_per_device(
 
     Args:
         device: an accelerator; None means the current one.
-        dtype: matrix dtype; accumulation is in float32. ``torch.float32`` means full float32,
-            torch's default; "tf32" means ``torch.set_float32_matmul_precision("high")``. All float8
-            dtypes have the same rate.
+        dtype: matrix dtype; accumulation is in float32. ``torch.float32`` means full float32
+            precision, which is torch's default; "tf32" means
+            ``torch.set_float32_matmul_precision("high")``. All float8 dtypes have the same rate.
 
     Returns:
         The rate in FLOP/s, or in operations per second for integers. None, with a warning, if there

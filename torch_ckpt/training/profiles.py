@@ -43,7 +43,8 @@ def start_profile(
 ) -> None:
     """Starts ``torch.profiler`` on rank 0; on other ranks, only records that a profile was started.
 
-    Memory use grows with each operation, and training slows down. Profile only a few steps.
+    While a profile is running, memory use grows with each operation, and training is slower.
+    Profile only a few steps.
 
     Args:
         all_ranks: profile every rank.
@@ -96,8 +97,8 @@ def stop_profile(directory: StrPath) -> str | None:
         directory: a local path or a URL, as for :func:`mkdir`; it is created if necessary.
 
     Returns:
-        The path or URL of the trace, ``rank-{rank}.{nanoseconds}.pt.trace.json.gz``; None on ranks
-        that did not profile.
+        The path or URL of the trace file, which is named
+        ``rank-{rank}.{nanoseconds}.pt.trace.json.gz``; None on ranks that did not profile.
 
     Raises:
         RuntimeError: no profile is running, or another thread started the running profile. The
