@@ -139,8 +139,8 @@ def convert(
             with an index. If ``config`` is given, the default is 5 GB.
         tensors_only: leave out values that are not tensors.
         overwrite: replace an existing target, which is kept until the new one is complete.
-        allow_pickle: unpickle objects of any type. This may run code from the source, so use it
-            only for trusted sources.
+        allow_pickle: unpickle objects of any type. Unpickling can run code from the source, so use
+            this option only for trusted sources.
         max_host_bytes: maximum number of bytes of tensors to hold in memory. A tensor larger than
             the limit is read on its own.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
@@ -153,7 +153,7 @@ def convert(
         CheckpointError: the target format cannot hold a value; the message names the value.
         Corrupt, Unsafe: the source is damaged, or loading it would run code.
         OSError: a system call failed. The incomplete target has been removed.
-        DurabilityUncertain: the target is complete, but may be lost in a power failure.
+        DurabilityUncertain: the target is complete, but a power failure could still destroy it.
         ValueError: an option is out of range, a pattern matches no name, or two values would get
             the same name.
 

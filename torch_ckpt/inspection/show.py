@@ -248,7 +248,8 @@ def show(
         names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to show; None
             shows everything.
         first: number of values to show for each tensor.
-        allow_pickle: unpickle objects of any type. This may run code from the checkpoint.
+        allow_pickle: unpickle objects of any type. Unpickling can run code from the checkpoint, so
+            use this option only for trusted checkpoints.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:

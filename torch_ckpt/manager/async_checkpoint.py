@@ -59,8 +59,8 @@ class AsyncCheckpoint:
     assigning to a new name adds a value.
 
     Attributes:
-        state: the values by name. A restore replaces plain values, such as a step, in this dict.
-            ``state["save_counter"]`` is the number of calls to :meth:`save`.
+        state: the values by name. A restore replaces plain values, such as a step number, in this
+            dict. ``state["save_counter"]`` is the number of calls to :meth:`save`.
 
     Raises:
         ValueError: a value is named ``save_counter``.

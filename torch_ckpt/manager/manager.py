@@ -97,8 +97,8 @@ class CheckpointManager:
             is used instead; see :func:`torch_ckpt.multihost.watch_for_preemption`.
         preemption_file: path of a file whose creation counts as a preemption notice.
         preemption_deadline: seconds between a preemption notice and the end of the process. If
-            given, rank 0 logs the duration of the previous save before the final save starts. The
-            final save, which the notice triggers, then blocks until it has finished.
+            given, ``save`` blocks until the final save, which the notice triggers, has finished.
+            Before the final save starts, rank 0 logs how long the previous save took.
         check_replicas: what to do if a replicated value differs between ranks: "off" skips the
             comparison, "warn" issues a warning, and "error" fails the save. A value (a plain
             tensor, a number or another object) is replicated if several ranks have it and only one
@@ -404,7 +404,7 @@ class CheckpointManager:
         """After each save, makes the optimizer's next step wait until the state can safely be
         modified.
 
-        Call this method once if ``staging`` is "overlapped". See
+        Needed only if ``staging`` is "overlapped". One call per optimizer is enough. See
         :meth:`torch_ckpt.AsyncSave.guard`.
         """
         self._saver.guard(optimizer)
@@ -660,7 +660,7 @@ class CheckpointManager:
     # --- pins and deletions: every rank may call these, but only rank 0 acts ----------------------
 
     def pin(self, step: int) -> None:
-        """Pins a step: retention keeps it until :meth:`unpin` is called, even in later runs.
+        """Pins a step: retention keeps the step until :meth:`unpin` is called, even in later runs.
 
         Raises:
             FileNotFoundError: the step does not exist or is incomplete.

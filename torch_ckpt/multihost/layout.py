@@ -101,10 +101,10 @@ def local_to_global(
 def global_to_local(tree: Any, mesh: DeviceMesh, placements: Any) -> Any:
     """Converts each DTensor of a tree into its local tensor on this rank.
 
-    This is the inverse of :func:`local_to_global` if ``mesh`` and ``placements`` are the same. If a
-    DTensor has the given placements, the local tensor shares memory with the DTensor, and gradients
-    flow back to the DTensor. Otherwise, the DTensor is redistributed, and every rank of the mesh
-    must call this function. Other leaves are returned unchanged.
+    This function is the inverse of :func:`local_to_global` if ``mesh`` and ``placements`` are the
+    same. If a DTensor has the given placements, the local tensor shares memory with the DTensor,
+    and gradients flow back to the DTensor. Otherwise, the DTensor is redistributed, and every rank
+    of the mesh must call this function. Other leaves are returned unchanged.
 
     Args:
         tree: values with DTensors.

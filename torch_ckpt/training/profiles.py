@@ -94,7 +94,8 @@ def stop_profile(directory: StrPath) -> str | None:
     TensorBoard can display the trace.
 
     Args:
-        directory: a local path or a URL, as for :func:`mkdir`; it is created if necessary.
+        directory: a local path or a URL, as for :func:`mkdir`; the directory is created if
+            necessary.
 
     Returns:
         The path or URL of the trace file, which is named
