@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import threading
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -123,14 +124,16 @@ class Scenario:
 def save_and_mark(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
     """Saves. Marks the begin of the save, its commit, and its report."""
     published = re.compile(r"\d{10}" if is_managed(way) else r"\.metadata")
-    reached: list[str] = []
+    renaming: set[int] = set()
 
     def observe(operation: str, where: str) -> None:
+        thread = threading.get_ident()
         if operation == "rename" and published.fullmatch(os.path.basename(where)):
-            reached[:] = ["renamed"]
-        elif reached == ["renamed"] and operation != "fsync_directory":
-            # The first operation after the last fsync.
-            reached[:] = ["committed"]
+            renaming.add(thread)
+        elif thread in renaming and operation != "fsync_directory":
+            # The first operation of this thread after its last fsync. Other threads, such as the
+            # one that renews the run's lease, may do something before that fsync.
+            renaming.remove(thread)
             mark(f"committed {step}")
 
     if rank == 0:

@@ -263,7 +263,9 @@ def case_a_subgroup_reads_once(launch: Launch) -> None:
         for name, tensor in target.items():
             assert_equal(tensor, tensor_of(name, 300, 200), name)
     if len(members) > 1:
-        with pytest.raises(dcp.CheckpointException, match="pass process_group to the reader"):
+        with pytest.raises(
+            dcp.CheckpointException, match="pass the load's process_group to the reader"
+        ):
             by_dcp_in_group(state, path, group)
 
 

@@ -207,7 +207,7 @@ def case_a_step_replaced_between_the_reads_of_two_ranks_is_loaded_by_no_rank(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RemoteReader, "_metadata_bytes", read_metadata)
         causes = failure_of(launch, lambda: steps.load(1, target))
-    assert "the checkpoint was replaced, or a newer step was saved" in str(causes[0])
+    assert "the checkpoint was replaced or a newer step was saved" in str(causes[0])
     assert url_of(launch) in str(causes[0])
     assert target["t"].tolist() == [0, 0, 0]
 
