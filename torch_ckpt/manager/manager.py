@@ -289,9 +289,9 @@ class CheckpointManager:
 
         You can modify the state as soon as this method returns. Exception: with
         ``staging="overlapped"``, first call :meth:`wait_until_staged`, or pass the optimizer to
-        :meth:`guard`, which makes the optimizer's next step wait. A step that this manager has just
-        saved or restored is not saved again. Steps newer than the restored step are stale; saving
-        the same step again replaces a stale step.
+        :meth:`guard`, which makes the optimizer's next step wait. Without ``force``, a step that
+        this manager has just saved or restored is not saved again. Steps newer than the restored
+        step are stale; saving the same step again replaces a stale step.
 
         Args:
             step: number of finished steps; must not be smaller than in the previous call.
