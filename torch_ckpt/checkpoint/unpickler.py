@@ -84,7 +84,9 @@ class Archive:
             raise ValueError("its zip archive has overlapping entries")
         order = bytes(self._record("byteorder")) if "byteorder" in self._sizes else b"little"
         if order.decode() != sys.byteorder:
-            raise ValueError(f"it was saved on a machine with the byte order {order!r}")
+            raise ValueError(
+                f"it was saved on a machine with another byte order ({order.decode()!r})"
+            )
         self._storages: dict[str, torch.UntypedStorage] = {}
 
     def program(self) -> bytes:

@@ -107,7 +107,7 @@ class Saver:
         except Exception as error:
             if earlier is None:
                 raise
-            LOGGER.error("the save of step %d failed to start, too: %s", step, causes(error))
+            LOGGER.error("the save of step %d also failed to start: %s", step, causes(error))
             raise earlier from error
         if earlier is not None:
             raise earlier

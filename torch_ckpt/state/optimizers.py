@@ -415,9 +415,9 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
         stored = {k: n for k, n in found.stored_counts.items() if k in numbers and n}
         if not slots_of and stored:
             raise CheckpointError(
-                f"the checkpoint has optimizer state for parameters, but "
-                f"{type(optimizer).__name__} keeps none. Restore into an optimizer of the saved "
-                "class, and freeze parameters only after the restore"
+                f"the checkpoint has per-parameter optimizer state, but "
+                f"{type(optimizer).__name__} has none. Restore into an optimizer of the class that "
+                "was saved, and freeze parameters only after restoring"
             )
         present = {name: tensor_count(slots) for name, slots in slots_of.items()}
         _require_same_structure(stored, present, numbers.keys() - without)

@@ -188,7 +188,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
     save({"model": layer, "optimizer": torch.optim.Adam(layer.parameters())}, tmp_path)
     other = {"model": layer, "optimizer": torch.optim.SGD(layer.parameters())}
-    with pytest.raises(CheckpointError, match=r"^optimizer: .*SGD keeps none"):
+    with pytest.raises(CheckpointError, match=r"^optimizer: .*SGD has none"):
         restore(other, tmp_path)
 
 
