@@ -39,6 +39,11 @@ std::vector<std::string> SourceWatch::changed() const {
   return names;
 }
 
+void SourceWatch::release() {
+  // Destroying a holder can run Python code, which can call this object: it must be empty by then.
+  const std::vector<Source> released = std::exchange(sources_, {});
+}
+
 bool SourceWatch::is_replaced(const Source& source) {
   if (!source.holder) return false;
   const PythonRef held(PyObject_GetAttr(source.holder.get(), source.attribute.get()));

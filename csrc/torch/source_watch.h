@@ -31,7 +31,7 @@ class SourceWatch {
   /// The CUDA devices that hold tensors.
   const std::vector<at::Device>& devices() const { return devices_; }
   /// Releases the tensors and their holders.
-  void release() { sources_.clear(); }
+  void release();
 
  private:
   struct Source {

@@ -94,3 +94,23 @@ def test_tensors_in_host_memory_have_no_devices() -> None:
     watch = _C.SourceWatch()
     watch.add("weight", torch.zeros(2))
     assert watch.devices == []
+
+
+class AskingHolder(SimpleNamespace):
+    """A holder that asks the watch for changes while the watch releases it."""
+
+    def __del__(self) -> None:
+        self.found.append(self.watch.changed())
+
+
+def test_a_watch_is_empty_while_its_release_destroys_the_holders() -> None:
+    watch = _C.SourceWatch()
+    found: list[list[str]] = []
+    tensors = [torch.zeros(2) for _ in range(3)]
+    for tensor in tensors:
+        holder = AskingHolder(tensor=tensor, watch=watch, found=found)
+        watch.add("weight", tensor, holder, "tensor")
+        del holder
+        tensor.add_(1)
+    watch.release()
+    assert found == [[], [], []]
