@@ -11,6 +11,7 @@ from pathlib import Path
 
 from . import charts
 from . import results as results_module
+from .blocks import replace_block
 from .memory import LOAD_PREFIX, MEASURED_BACKGROUND_SAVERS
 from .results import Comparison, Group, Results
 
@@ -533,15 +534,6 @@ BLOCKS = (
 )
 
 
-def replace_block(text: str, content: str, block: _Block) -> str:
-    """Replaces everything between the block's markers in `text` by `content`."""
-    head, found_begin, rest = text.partition(block.begin)
-    _, found_end, tail = rest.partition(block.end)
-    if not found_begin or not found_end:
-        raise ValueError(f"the document has no {block.begin} ... {block.end}")
-    return f"{head}{block.begin}\n{content.strip()}\n{block.end}{tail}"
-
-
 def _links(images: Mapping[str, Path], names: Sequence[str], document: Path) -> list[str]:
     """Returns the paths of the images relative to `document`."""
     base = document.resolve().parent
@@ -584,7 +576,7 @@ def _fill(document: Path, results: Results, images: Mapping[str, Path]) -> None:
                 "Pass the results of full runs."
             )
         content = block.render(results, _links(images, block.charts, document))
-        text = replace_block(text, content, block)
+        text = replace_block(text, block.begin, block.end, content)
     document.write_text(text)
 
 

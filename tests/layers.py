@@ -13,9 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from benchmarks.blocks import replace_block
+
 REPOSITORY = Path(__file__).parents[1]
 DESIGN = REPOSITORY / "docs" / "design.md"
-BEGIN, END = "<!-- layers: begin -->\n", "<!-- layers: end -->\n"
+BEGIN, END = "<!-- layers: begin -->", "<!-- layers: end -->"
 
 #: Packages and modules of torch_ckpt, from the top down. Each may use only those of lower layers.
 #: "" is torch_ckpt itself, which has the public names.
@@ -205,8 +207,7 @@ def _sentence(part: str) -> str:
 
 def with_picture(text: str) -> str:
     """Replaces the picture between the marks of a document by the current one."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + picture() + END + rest.split(END)[1]
+    return replace_block(text, BEGIN, END, picture())
 
 
 if __name__ == "__main__":

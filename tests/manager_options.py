@@ -10,11 +10,12 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks.blocks import replace_block
 from torch_ckpt import CheckpointManager
 from torch_ckpt.retention import Retention
 
 PAGE = Path(__file__).parents[1] / "docs" / "manager.md"
-BEGIN, END = "<!-- options: begin -->\n", "<!-- options: end -->\n"
+BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
 
 _ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", re.M)
 
@@ -47,8 +48,7 @@ def table() -> str:
 
 def filled(text: str) -> str:
     """Replaces the table in a document by the current one."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    return replace_block(text, BEGIN, END, table())
 
 
 def _markdown(words: str) -> str:

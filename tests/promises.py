@@ -17,6 +17,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.blocks import replace_block
+
 PARTS = ("powercut", "crash_states", "kills", "manager_kills", "faults", "early", "attacks")
 
 Row = tuple[str, str, str, str]
@@ -175,17 +177,13 @@ def filled(text: str, document: dict[str, Any]) -> str:
         "promises": block_of(document, [rows[index] for index in SHORT]),
         "promises-all": block_of(document, rows),
     }
-    found = False
-    for marker, block in blocks.items():
-        begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
-        if begin in text:
-            found = True
-            head, _, rest = text.partition(begin)
-            text = f"{head}{begin}\n{block}\n{end}{rest.partition(end)[2]}"
-    if not found:
+    present = {marker: block for marker, block in blocks.items() if f"<!-- {marker}:begin" in text}
+    if not present:
         raise ValueError(
             "the document has no block <!-- promises:begin --> ... <!-- promises:end -->"
         )
+    for marker, block in present.items():
+        text = replace_block(text, f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->", block)
     return text
 
 

@@ -94,7 +94,7 @@ def unpicklable(name: str, value: Any, error: Exception) -> CheckpointError:
         name: fully qualified name of the object.
         error: the error from pickling or copying the object.
     """
-    name, value = _culprit(name, value, _record)
+    name, value = _culprit(name, value, pickled)
     return CheckpointError(
         f"{name}: an object of type {type(value).__qualname__} cannot be saved "
         f"({type(error).__name__}: {error}); remove it from the state, or save the tensors, "
@@ -123,23 +123,24 @@ def warn_of_what_will_not_load(
     if looked_at in _checked or looked_at[1] in _known_to_load:
         return
     try:
-        data = _record(value) if data is None else data
+        data = pickled(value) if data is None else data
     except Exception as error:
         raise unpicklable(name, value, error) from None
     _checked.add(looked_at)
     try:
         _require_loadable(name, value, data)
     except CheckpointError:
-        name, value = _culprit(name, value, lambda part: _require_loadable("", part, _record(part)))
+        name, value = _culprit(name, value, lambda part: _require_loadable("", part, pickled(part)))
         try:
-            _require_loadable(name, value, _record(value))
+            _require_loadable(name, value, pickled(value))
         except CheckpointError as error:
             warn(f"an object was saved that a load will refuse: {error}", stacklevel=3)
     else:
         _known_to_load.add(looked_at[1])
 
 
-def _record(value: Any) -> memoryview:
+def pickled(value: Any) -> memoryview:
+    """Returns the bytes that torch.save writes for a value."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getbuffer()

@@ -20,6 +20,7 @@ from torch_ckpt._base.cuda_build import warn_without_cuda
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.directory import Place
+from torch_ckpt.checkpoint.objects import pickled
 from torch_ckpt.errors import CheckpointError
 
 #: Name of the attribute that carries a rank's result to the coordinator. It is set on the storage
@@ -86,13 +87,6 @@ def as_value(tensor: torch.Tensor) -> Any:
     if detached.untyped_storage().nbytes() != detached.numel() * detached.itemsize:
         detached = detached.clone()
     return pickled(detached)
-
-
-def pickled(value: Any) -> memoryview:
-    """Returns the bytes that torch.save writes for a value."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getbuffer()
 
 
 def keeps_default_lookup(planner: SavePlanner) -> bool:

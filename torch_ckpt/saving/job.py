@@ -109,8 +109,6 @@ class Job:
         self.inherited = False
         #: Description of the values that differ between ranks; empty if none differs.
         self.differing = ""
-        #: Number of values looked up so far. Its growth counts as progress for heartbeats.
-        self.resolved = 0
         self.committed: Future[Metadata] = _Reporting(self)
         self.metrics = SaveMetrics(path=path, rank=ranks.rank)
         self.write_done = write_done
@@ -178,14 +176,10 @@ class Job:
         self.metrics.planning_s = self._now()
         self._spans.append(("python", "plan", 0.0, self.metrics.planning_s))
 
-    def count_object(self) -> None:
-        """Counts a value that was looked up, as progress for heartbeats."""
-        self.resolved += 1
-
     def bytes_moved(self) -> int:
         """Returns a number that grows while the save makes progress."""
         of_callback = time.monotonic_ns() if self._is_calling_back else 0
-        return self.resolved + self.write.moved() + of_callback
+        return self.state.resolved + self.write.moved() + of_callback
 
     def written(self) -> None:
         """Records that this rank's files are durable, and calls ``write_done``."""

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +26,10 @@ from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.chunks import require_consecutive
 from torch_ckpt.checkpoint.flat_state import flat_state
-from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
+from torch_ckpt.checkpoint.objects import pickled, unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.global_plan import Assignment, Contents
-from torch_ckpt.saving.items import Written, as_value, pickled, resolve
+from torch_ckpt.saving.items import Written, as_value, resolve
 from torch_ckpt.saving.snapshots import snapshot_of
 from torch_ckpt.saving.structure import structure_of
 
@@ -46,6 +45,7 @@ class SaveState:
 
     Attributes:
         structure: the inputs of a plan, set by :meth:`plan`; None if they are unknown.
+        resolved: number of values that :meth:`values` has pickled or got from torch's planner.
 
     Raises:
         ValueError: two values have the same name.
@@ -67,6 +67,7 @@ class SaveState:
         self._planner: DefaultSavePlanner | None = None
         self._template, self._shards = b"", b""
         self.structure: Any = None
+        self.resolved = 0
         self._walk_seconds = time.perf_counter() - begin
         #: Times at which planning began, planning ended, and the lookup of values ended.
         self._moments: list[float] = []
@@ -113,14 +114,9 @@ class SaveState:
     # --- the write -------------------------------------------------------------------------------
 
     @no_gc()
-    def values(
-        self, assignment: Assignment, on_object: Callable[[], None] | None = None
-    ) -> tuple[list[str], list[Any]]:
+    def values(self, assignment: Assignment) -> tuple[list[str], list[Any]]:
         """Returns the names and the values of an assignment: the engine's items first, then the
         items planned by torch.
-
-        Args:
-            on_object: called after each lookup of a value that is not a plain tensor.
 
         Raises:
             CheckpointError: a value cannot be pickled.
@@ -131,16 +127,14 @@ class SaveState:
             name, value = names[number], values[number]
             if self._flat.is_object(assignment.rows[number]):
                 values[number] = self._pickle_object(name, value)
-                if on_object is not None:
-                    on_object()
+                self.resolved += 1
             elif isinstance(value, torch.Tensor):
                 values[number] = as_value(value)
         if self._planner is not None and assignment.torch_plan is not None:
             for item in self._planner.finish_plan(assignment.torch_plan).items:
                 names.append(item.index.fqn)
                 values.append(self._resolve(self._planner, item))
-                if on_object is not None:
-                    on_object()
+                self.resolved += 1
         self._moments.append(time.perf_counter())
         return names, values
 

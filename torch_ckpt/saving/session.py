@@ -254,7 +254,7 @@ class SaveSession:
     def _write_assignment(self, state: SaveState, assignment: Assignment, tag: str) -> Written:
         job, writer = self._job, self._writer
         with self._device_streams():
-            names, values = state.values(assignment, job.count_object if job is not None else None)
+            names, values = state.values(assignment)
         prefix = _core.choose_prefix(writer.directory, f"__{self._ranks.rank}_{tag}")
         if self._plans.plan is not None:
             self._write.meanwhile = self._plans.plan.describe
