@@ -1,12 +1,12 @@
-# make help lists the targets. Each does all of its own set-up: system packages by apt where it may,
-# a virtual environment in .venv, torch and the tools from PyPI, the build.
+# `make help` lists the targets. Each target sets up all that it needs: system packages by apt if it
+# has the permission, a virtual environment in .venv, torch and the tools from PyPI, and the build.
 #   TORCH=2.11.0   with `make test`: the Python tests against this version of torch, in an environment
 #                  and a copy of the tree of their own
-#   SEED=17        with `make torture`: what an earlier run has printed, to replay it
-#   PYTHON=python3 the interpreter to make the environment from
+#   SEED=17        with `make torture`: the number that an earlier run printed, to replay it
+#   PYTHON=python3 the interpreter for the virtual environment
 #   SECONDS=60     with `make fuzz`: how long each fuzzer runs
-#   LINT_SINCE=    with `make lint` and `make test`: clang-tidy reads what changed since this commit, or
-#                  `all`; by default since this branch left main, on main the last ten commits
+#   LINT_SINCE=    with `make lint` and `make test`: clang-tidy checks the files that changed since this
+#                  commit, or `all`. Default: since this branch left main; on main, the last ten commits
 #   ARGS=          with `make cpp-test`, `cpp-asan`, `cpp-tsan`: for GoogleTest, as --gtest_filter='Save*';
 #                  with `make py-test`: for pytest; with `make bench`: for benchmarks.run
 
@@ -21,7 +21,7 @@ CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c'
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format build docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench gpu-kit clean
 
-help: ## this list
+help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 demo: build ## train, kill, resume on other ranks, compare with stock torch
@@ -58,7 +58,7 @@ $(VENV)/.ready: scripts/setup.sh pyproject.toml
 	$(TIMED) environment scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)"
 	touch $@
 
-lint: build ## formatting, clang-tidy's short list on what changed, ruff, mypy --strict, stubs
+lint: build ## formatting, clang-tidy on changed files, ruff, mypy --strict, stubs
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,35 +71,35 @@ format: $(VENV)/.ready ## write the formatting that lint asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# To work with: not a part of `make test`, where the sanitizers run the same tests.
+# For development. `make test` runs the same tests under sanitizers instead.
 cpp-test: $(VENV)/.ready ## GoogleTest over the core, which needs no torch
 	cmake --preset test
 	cmake --build build/test
 	timeout 1200 build/test/torch_ckpt_tests --gtest_brief=1 $(ARGS)
 
-cpp-asan: $(VENV)/.ready ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
+cpp-asan: $(VENV)/.ready ## GoogleTest under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake --preset asan
 	$(TIMED) "build: C++ tests, ASan" cmake --build build/asan
 	$(TIMED) "C++ tests, ASan" scripts/gtest.sh build/asan/torch_ckpt_tests $(ARGS)
 
-cpp-tsan: $(VENV)/.ready ## those of what has threads, under ThreadSanitizer
+cpp-tsan: $(VENV)/.ready ## GoogleTest for the code with threads, under ThreadSanitizer
 	cmake --preset tsan
 	$(TIMED) "build: C++ tests, TSan" cmake --build build/tsan
 	$(TIMED) "C++ tests, TSan" scripts/gtest.sh build/tsan/torch_ckpt_tests $(ARGS)
 
-# Against the extension's objects: some forks are not for sanitizers.
+# Links the extension's objects, because some forks cannot run under sanitizers.
 PY_BUILD = build/python-$(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-cpp-fork: build ## those that fork, without a sanitizer
+cpp-fork: build ## GoogleTest for forks, without a sanitizer
 	$(TIMED) "build: C++ tests, forks" cmake --build $(PY_BUILD) --target torch_ckpt_fork_tests
 	$(TIMED) "C++ tests, forks" timeout 1200 $(PY_BUILD)/torch_ckpt_fork_tests --gtest_brief=1
 
 fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of three fuzzers
 	scripts/fuzz.sh $(BIN)/python $(SECONDS)
 
-# Two files at a time, and then by themselves the tests that measure or need the machine for
-# themselves. pytest ends with 5 where ARGS leaves nothing for one of the two.
+# Runs two files at a time, and then, one file at a time, the tests that measure or need the whole
+# machine. pytest exits with 5 if ARGS selects no test for one of the two runs.
 PYTEST := $(BIN)/python -m pytest --durations=20
-# In a mixed order, so that files that wait for ranks run beside files that compute.
+# A random order, so that files that wait for ranks run at the same time as files that compute.
 MIXED := -n 2 --dist loadfile --random-order --random-order-seed=14
 py-test: build ## pytest, torchrun tests included
 	@beside=0; alone=0; \
@@ -107,8 +107,8 @@ py-test: build ## pytest, torchrun tests included
 	$(TIMED) "pytest, one file at a time" $(PYTEST) -m alone $(ARGS) || alone=$$?; \
 	case $$beside$$alone in 00 | 05 | 50) ;; *) exit 1 ;; esac
 
-# The extension under ThreadSanitizer, in a Python that is not: what torch's libraries do among
-# themselves is not looked at.
+# Only the extension is built with ThreadSanitizer, not Python and torch, so races within torch's
+# libraries are not reported.
 TSAN := build/py-tsan
 py-tsan: $(VENV)/.ready ## a part of pytest with the extension under ThreadSanitizer
 	cmake -S . -B $(TSAN) -G Ninja -DTORCH_CKPT_BUILD_PYTHON=ON -DTORCH_CKPT_SANITIZE=thread \
@@ -123,9 +123,9 @@ py-tsan: $(VENV)/.ready ## a part of pytest with the extension under ThreadSanit
 	  tests/python/api/test_api.py tests/python/saving/test_kept_agreements.py tests/python/loading/test_load_engine.py \
 	  tests/python/api/test_one_directory.py $(ARGS)
 
-# Sampled in `make test`, or of what changed; here all of it.
+# `make test` runs samples of these, or checks only changed files. This target runs all.
 SEED := $(or $(SEED),$(shell date +%s))
-torture: build ## every call of a save fails and kills, power cuts, attacks, fuzzing, all of clang-tidy
+torture: build ## a failure and a kill at every call of a save, power cuts, attacks, fuzzing, all of clang-tidy
 	@echo "SEED=$(SEED)"
 	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
 	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/distributed tests/attacks tests/python/project/test_benchmark_runs.py) $(ARGS) \
@@ -134,5 +134,5 @@ torture: build ## every call of a save fails and kills, power cuts, attacks, fuz
 	$(MAKE) fuzz py-tsan
 	scripts/tidy.sh all
 
-clean: ## remove what the build made; the environment stays
+clean: ## remove all build products, but keep the environment
 	rm -rf build torch_ckpt/*.so *.egg-info

@@ -147,7 +147,7 @@ class QueueSave:
 
 @dataclass(frozen=True)
 class QueueSample(Sample):
-    """The saves of one contender in one round. Seconds are those of the slowest rank.
+    """The saves of one contender in one round. Seconds are the slowest rank's.
 
     Fields that begin with `first` describe the first save of the processes; other fields are
     medians over later saves. `wall_s` equals `durable_s`. `stall_s` is the time for which training

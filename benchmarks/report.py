@@ -205,8 +205,8 @@ _QUEUE_EXPLANATION = (
 _CALLS_EXPLANATION = (
     "The table shows calls to a manager. For steps that are not saved, each time is a mean, "
     "because only a few of these calls query the store; for other calls, it is a median. Before "
-    "each call, all ranks run one training step and wait for each other. Times are those of the "
-    "slowest rank. Added time is how much longer a save through the manager blocks than "
+    "each call, all ranks run one training step and wait for each other. Times are the slowest "
+    "rank's. Added time is how much longer a save through the manager blocks than "
     "async_save. CPU milliseconds are the CPU time of the process during the call, the step before "
     "it and the complete save."
 )
@@ -224,7 +224,7 @@ _QUEUE_PEERS_EXPLANATION = (
 _READS_EXPLANATION = (
     "Bytes read is the number of bytes that read system calls returned, from the page cache or "
     "from disk, including metadata. It is given per byte of loaded tensors. With several ranks, "
-    "bytes and CPU seconds are sums over the ranks, wall seconds are those of the slowest rank, "
+    "bytes and CPU seconds are sums over the ranks, wall seconds are the slowest rank's, "
     "and rates are computed from the number of bytes in the title."
 )
 

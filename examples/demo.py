@@ -208,7 +208,7 @@ def compare_losses(expected: dict[int, float], resumed: dict[int, float], first:
     print(f" (allowed: {TOLERANCE:.0e})")
     # The maximum ignores a NaN.
     if not all(difference <= TOLERANCE for difference in differences):
-        raise DemoError("the losses of the resumed run differ from those of the uninterrupted run")
+        raise DemoError("the losses of the resumed run and of the uninterrupted run differ")
 
 
 def list_checkpoint(checkpoint: Path, lines: int = 12) -> None:

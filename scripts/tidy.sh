@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# clang-tidy over the core's files that changed since a commit, and over those that include a changed
-# header. usage: tidy.sh SINCE
-# SINCE is a commit, or `all`. An empty one is where this branch left main; on main itself, which has
-# no such place, it is the tenth commit before this one. Where git finds neither, all files are read.
+# Runs clang-tidy over the core's files that changed since a commit, and over the files that include a
+# changed header. usage: tidy.sh SINCE
+# SINCE is a commit, or `all`. If it is empty, it means the commit at which this branch left main, and
+# on main itself the tenth commit before HEAD. If git finds neither commit, all files are checked.
 set -euo pipefail
 build=build/lint
 mapfile -t files < <(find csrc -name '*.cpp' -not -path 'csrc/python/*' -not -path 'csrc/torch/*' -not -path 'csrc/torch_python/*' | sort)

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[1]
 DESIGN = REPOSITORY / "docs" / "design.md"
 BEGIN, END = "<!-- layers: begin -->", "<!-- layers: end -->"
 
-#: Packages and modules of torch_ckpt, from the top down. Each may use only those of lower layers.
+#: Packages and modules of torch_ckpt, from the top down. Each may use only modules of lower layers.
 #: "" is torch_ckpt itself, which has the public names.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),

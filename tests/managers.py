@@ -148,7 +148,7 @@ def finish(made: CheckpointManager) -> None:
 
 
 def restored(made: CheckpointManager, step: int | None = None) -> int:
-    """Restores a step, and checks that the state is that of the returned step."""
+    """Restores a step, and checks that the state belongs to the returned step."""
     training = training_of(1)
     found = made.restore(training.state, step)
     assert_equal(training.values(), training_of(found or 1).values())

@@ -404,9 +404,9 @@ def set_reserve(bytes: int, chunk_bytes: int) -> None:
 def grow_reserve(most_bytes: int, device: int, background: Background | None) -> int:
     """Allocates memory until the reserve has ``most_bytes`` or is complete. Returns its bytes.
 
-    Several threads allocate: those of saves with this background, or the ordinary ones. For a CUDA
-    device (-1: none) the memory is page-locked in arenas of 64 MiB. Raises OSError if memory runs
-    out.
+    Several threads allocate: the threads of saves with this background, or the ordinary ones. For a
+    CUDA device (-1: none) the memory is page-locked in arenas of 64 MiB. Raises OSError if memory
+    runs out.
     """
 
 def end_reserve() -> None:

@@ -59,8 +59,8 @@ void ImageStream::copy_and_checksum(const ImageItem& item, std::uint64_t offset,
   }
 }
 
-// Checksums each byte once, as part of its block. The payload's checksum is joined from those of
-// its blocks.
+// Checksums each byte once, as part of its block. The checksums of the blocks
+// are joined into the payload's checksum.
 void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
                                    std::span<const std::byte> payload) {
   std::uint32_t& crc = checksums_[item];

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::string_view kPayloadEntry = "data/0";
 
-// True if `next` concerns the bytes directly after those of `before`.
+// True if `next` concerns the bytes directly after the bytes of `before`.
 bool continues(const Finding& before, const Finding& next) {
   return before.record == next.record && before.file == next.file && before.bytes > 0 &&
          next.bytes > 0 && before.error.offset + before.bytes == next.error.offset &&

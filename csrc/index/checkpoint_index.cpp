@@ -598,9 +598,9 @@ class IndexBuilder {
           return fail(values_.text(one.name),
                       "in the metadata, the range of " + std::to_string(one.length) +
                           " bytes at byte " + std::to_string(one.offset) + " of " +
-                          std::string(index_.text(index_.files_[file])) + " overlaps that of " +
-                          std::string(values_.text(next_one->name)) + " at byte " +
-                          std::to_string(next_one->offset));
+                          std::string(index_.text(index_.files_[file])) +
+                          " overlaps the range of " + std::string(values_.text(next_one->name)) +
+                          " at byte " + std::to_string(next_one->offset));
         }
       }
     }

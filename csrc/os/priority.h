@@ -5,7 +5,7 @@ namespace torch_ckpt::os {
 /// Scheduling priority of a thread.
 struct Priority {
   int nice = 0;          // 0 to 19; 19 is the lowest priority
-  bool idle_io = false;  // idle I/O class: disk I/O waits for that of all other processes
+  bool idle_io = false;  // idle I/O class: disk I/O waits until no other process uses the disk
 
   bool operator==(const Priority&) const = default;
 };

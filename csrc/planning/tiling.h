@@ -17,8 +17,8 @@ struct Box {
 /// Returns true if the boxes cover each element of a tensor exactly once. No box may be empty, and
 /// all must lie within the tensor. Also returns false if they divide more than six dimensions.
 ///
-/// The boxes cover the tensor if and only if the signed sum of all their corners equals that of the
-/// tensor's corners. A corner counts as negative if it is at the far end in an odd number of
+/// The boxes cover the tensor if and only if the signed sum of all their corners equals the sum of
+/// the tensor's corners. A corner counts as negative if it is at the far end in an odd number of
 /// dimensions. Corners are summed as 64-bit hashes with a per-process seed. The time is linear in
 /// the number of boxes; comparing all pairs would take quadratic time.
 bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes);

@@ -20,7 +20,7 @@ enum class SizeRule : std::uint8_t {
 
 // Matches a state dict with a checkpoint, to find out which rows can be loaded from which records.
 //
-//   1. The kind and size of each row are compared with those of the entry with the same name. Rows
+//   1. Each row is compared with the entry of the same name, by kind and size. Rows
 //      that are neither plain tensors nor DTensors are pending: the caller compares them.
 //   2. plan() finds the records of each tensor: all shards that intersect this rank's part. It
 //      leaves three kinds of rows to the caller: values that are not tensors, tensors with records

@@ -14,7 +14,7 @@ namespace torch_ckpt::tensors {
 // Detects writes to tensors whose contents are read later.
 //
 // Compares torch's version counters, which operations on tensors increment. Does not detect writes
-// through `.data` or NumPy, or those of fused optimizers (except to their `step` tensors).
+// through `.data` or NumPy, or writes by fused optimizers (except to their `step` tensors).
 //
 // All methods need the GIL.
 class SourceWatch {

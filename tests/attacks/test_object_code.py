@@ -97,7 +97,7 @@ def test_an_object_behind_a_stream_transform_is_rejected(checkpoint: Checkpoint)
 
 def test_an_object_on_a_user_defined_file_system_is_rejected(checkpoint: Checkpoint) -> None:
     class Remote(dcp.filesystem.FileSystem):
-        """A file system like those of fsspec, which torch's own code reads."""
+        """A file system such as fsspec's, which torch's own code reads."""
 
     ATTACKS["object: os.system"](checkpoint)
     reader = torch_ckpt.FileSystemReader(checkpoint.path)

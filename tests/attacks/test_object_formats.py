@@ -1,4 +1,4 @@
-"""An object is stored in another format than that of ``torch.save``.
+"""An object is not stored in the format of ``torch.save``.
 
 The attacker wants to reach the other readers behind ``torch.load``: for the old format, for
 TorchScript programs, or for compressed archives, which expand kilobytes to gigabytes.

@@ -44,7 +44,7 @@ ATTACKS: dict[str, Attack] = {
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     ATTACKS[attack](checkpoint)
-    checkpoint.assert_stopped(attack, Corrupt, message="overlaps that of")
+    checkpoint.assert_stopped(attack, Corrupt, message="overlaps the range of")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

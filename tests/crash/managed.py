@@ -51,8 +51,11 @@ def state_of(step: int, run: int, rank: int) -> dict[str, Any]:
 
 
 def difference(state: dict[str, Any], rank: int) -> str:
-    """Compares a state with that of its step and run. Returns the difference; empty if there is
-    none."""
+    """Compares a state with the state that its step and run must have.
+
+    Returns:
+        The difference; empty if there is none.
+    """
 
     def plain(state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "model": dict(state["model"].state_dict()), "own": state["own"].value}

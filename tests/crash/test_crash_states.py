@@ -50,7 +50,7 @@ from torch_ckpt import CheckpointManager
 
 NOTHING = 0
 
-#: Step of an unrelated checkpoint, whose directory is exchanged with that of the save.
+#: Step of an unrelated checkpoint, whose directory is exchanged with the save's directory.
 OTHER = 31
 
 #: Step to save after a crash, in every SAVED_AGAIN-th state, because leftovers must not prevent it.
@@ -78,7 +78,7 @@ def shop() -> Iterator[Workshop]:
         yield shop
 
 
-# The files of step 12 have another layout than those of step 1.
+# The files of steps 1 and 12 have different layouts.
 _NAMES = {
     (NOTHING, 1): "first save",
     (1, 2): "overwrite",
@@ -96,7 +96,7 @@ class Scenario:
         ranks: number of ranks that save together.
         synced: the writer's ``sync_files``.
         exchanged_before: a fault point of the save. Before the save first reaches it, its directory
-            is exchanged with that of an unrelated checkpoint.
+            is exchanged with an unrelated checkpoint's directory.
     """
 
     kind: str

@@ -126,7 +126,7 @@ def zeroed(state: dict[str, DTensor]) -> dict[str, DTensor]:
 
 
 def assert_full_tensors(state: dict[str, DTensor]) -> None:
-    """Checks that the gathered tensors are those of their names."""
+    """Checks that each gathered tensor has the values that belong to its name."""
     for name, tensor in state.items():
         assert_equal(tensor.full_tensor(), tensor_of(name, *tensor.shape), name)
 

@@ -45,7 +45,7 @@ def state_of(launch: Launch, step: int) -> dict[str, Any]:
 
 
 def assert_state(launch: Launch, state: dict[str, Any], step: int) -> None:
-    """Checks that the state is that of a step."""
+    """Checks that the state equals the state of a step."""
     expected = state_of(launch, step)
     sharded = state["sharded"]["w"]
     assert isinstance(sharded, DTensor)

@@ -104,7 +104,7 @@ def outcome_of(work: Callable[[], object]) -> tuple[list[int], str, float] | Non
 
 
 def outcomes_of(group: Ranks, path: Path, silence: Silence) -> Found:
-    """Collects the outcomes of the other ranks, and then that of a surviving victim."""
+    """Collects the outcomes of the other ranks, and then the outcome of a surviving victim."""
     assert group.answer(silence.victim) == "dies"
     others = [rank for rank in range(group.size) if rank != silence.victim]
     outcomes = {rank: group.answer(rank) for rank in others}

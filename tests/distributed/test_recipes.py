@@ -21,7 +21,7 @@ from tests.ranks import free_port, ranks
 
 STEPS = 10
 SAVE_EVERY = 3
-# A save of step 6 may be running; that of step 3 has ended.
+# The save of step 6 may be running; the save of step 3 has ended.
 KILL_AT = 8
 RESUMES_AT = (3, 6)
 

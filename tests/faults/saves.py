@@ -1,4 +1,4 @@
-"""Saves of child processes, in addition to those of ../sweeps.py."""
+"""Saves in child processes, in addition to the saves in ../sweeps.py."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def save_as_rank(path: str, seed: int, threads: int, how: str, rank: int, store:
 
 
 def save_below_as_rank(path: str, *arguments: Any) -> None:
-    """Saves to a relative path; the other arguments are those of :func:`save_as_rank`."""
+    """Saves to a relative path; the other arguments: see :func:`save_as_rank`."""
     directory, name = os.path.split(path)
     os.chdir(directory)
     save_as_rank(name, *arguments)

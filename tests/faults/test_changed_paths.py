@@ -1,6 +1,6 @@
 """Changes of the target of a save's path, before each of the save's system calls.
 
-The directory is exchanged with that of an unrelated checkpoint, a link in the path is retargeted,
+The directory is exchanged with an unrelated checkpoint's, a link in the path is retargeted,
 or the working directory is changed under a relative path. In all cases the save stays in the
 directory that it has opened, or reports that it did not commit. It never changes the other
 checkpoint.

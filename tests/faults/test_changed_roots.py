@@ -1,7 +1,7 @@
 """Changes of the target of a manager's root, before each of the system calls of its save.
 
-The root is exchanged with that of another run, or the directory of the new step with a step of that
-run. The steps of the other run do not change, and a reported step exists.
+The root is exchanged with the root of another run, or the directory of the new step with a step of
+the other run. The steps of the other run do not change, and a reported step exists.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEP = "0000000002"
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Creates a root with two steps, and that of another run."""
+    """Creates a root with two steps, and the root of another run."""
     workdir = tmp_path_factory.mktemp("older")
     for name, seed in (("root", OLD), ("other", NEXT)):
         with torch_ckpt.CheckpointManager(workdir / name, preemption_signals=()) as manager:
@@ -56,7 +56,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Ground:
-    """A tree with the root of a manager and that of another run."""
+    """A tree with the root of a manager and the root of another run."""
 
     def __init__(self, tree: Path, older: Path, what: str) -> None:
         shutil.copytree(older, tree)

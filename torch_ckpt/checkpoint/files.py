@@ -10,7 +10,7 @@ MOST_PATH_BYTES = 4096
 
 
 def lies_beneath(file: object) -> bool:
-    """Returns True if the name is that of a file beneath the checkpoint directory."""
+    """Returns True if the name stays beneath the checkpoint directory."""
     try:
         return (
             isinstance(file, str)

@@ -1,4 +1,4 @@
-"""The classes and functions that replace those of Megatron-core."""
+"""The replacements for Megatron-core's classes and functions."""
 
 from torch_ckpt.megatron.cached_reader import CachedMetadataFileSystemReader
 from torch_ckpt.megatron.calls_queue import AsyncCallsQueue

@@ -212,8 +212,8 @@ class CheckpointMetadataCache:
             checkpoint.
         validated_cache_reuse: True if two consecutive saves had the same plans on all ranks. The
             next save then exchanges no plans.
-        validated_loaded_metadata_reuse: True if the plans of all ranks were equal to those of the
-            loaded checkpoint.
+        validated_loaded_metadata_reuse: True if all ranks have the plans of the loaded
+            checkpoint.
         loaded_all_plans: plans of all ranks in the loaded checkpoint.
 
     Examples:
@@ -250,14 +250,13 @@ class CheckpointMetadataCache:
         Args:
             central_plan: this rank's final plan.
             local_plan: this rank's local plan.
-            global_md_verify_reuse: True if the plans of all ranks equal those of the loaded
-                checkpoint.
-            is_as_cached: True if the plans of all ranks equal those of the previous save; None
+            global_md_verify_reuse: True if all ranks have the plans of the loaded checkpoint.
+            is_as_cached: True if all ranks have the plans of the previous save; None
                 means that only this rank's plan is compared.
         """
         self.validated_loaded_metadata_reuse = global_md_verify_reuse
         if not global_md_verify_reuse:
-            # The cached metadata will no longer be that of the loaded checkpoint.
+            # The cached metadata will no longer belong to the loaded checkpoint.
             self.loaded_all_plans = None
         if is_as_cached is None:
             is_as_cached = self.cached_central_plan == central_plan

@@ -1,4 +1,4 @@
-"""Compares plans, so that a save can reuse those of an earlier save."""
+"""Compares plans, so that a save can reuse the plans of an earlier save."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class StagedWrites:
     """The tasks staged in its ``with`` block.
 
     Attributes:
-        background: priorities of the engine's threads; None means those of the writer.
+        background: priorities of the engine's threads; None means the writer's.
         writes: tasks that have begun. The last one may not be staged yet.
     """
 

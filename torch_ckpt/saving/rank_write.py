@@ -42,7 +42,7 @@ _SHOWN_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class WriteOptions:
-    """Options of one rank's write; the names are those of :class:`FileSystemWriter`."""
+    """Options of one rank's write; see :class:`FileSystemWriter`."""
 
     thread_count: int
     bytes_per_file: int
@@ -82,7 +82,8 @@ class RankWrite:
 
     Args:
         sources: the tensors of a snapshot; None: ``run`` blocks its caller until the end.
-        background: priorities of the engine's threads; None: those of a save in the foreground.
+        background: priorities of the engine's threads; None: the priorities of a foreground
+            save.
         quiet_stagers: give the threads that copy from the sources the low priority of the writers,
             too.
         ranks: number of ranks that save together, which share the host's memory.

@@ -1,7 +1,7 @@
 """One save by all ranks: plan, write and commit.
 
 1. Every rank sends a :class:`RankMessage` with its contents (saving/save_state.py). A rank whose
-   structure is that of its last save sends only the number of the plan.
+   structure has not changed since its last save sends only the number of the plan.
 2. The coordinator plans (saving/global_plan.py) and sends each rank a :class:`Reply` with its
    assignment. If no structure has changed, the last plan is used again.
 3. Every rank writes its assignment through ``FileSystemWriter.write_values``.
@@ -55,7 +55,7 @@ class Reply(NamedTuple):
     """The coordinator's reply to a rank.
 
     Attributes:
-        assignment: the rank's assignment. None: that of its last save. ``IN_FULL``: the rank must
+        assignment: the rank's assignment. None: repeat the last one. ``IN_FULL``: the rank must
             send its contents.
         number: number of the plan.
         tag: the text after ``__{rank}_`` in the names of all data files.
