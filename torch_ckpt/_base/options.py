@@ -79,6 +79,18 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+def require_at_least(name: str, value: int, least: int) -> None:
+    """Raises ValueError if the value of an option is too small."""
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def require_direct_io(value: bool | str) -> None:
+    """Raises ValueError if ``value`` is not a value of the option ``direct_io``."""
+    if value not in (True, False, "auto"):
+        raise ValueError(f'direct_io must be True, False or "auto", got {value!r}')
+
+
 @functools.cache
 def options_of(kind: type) -> frozenset[str]:
     """Returns the options of a torch_ckpt class and of its torch base class, without ``path``."""

@@ -21,6 +21,7 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Table, printable, size, text_lines
 from torch_ckpt._base.free_space import free_bytes, require_room
+from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.directory import OpenDirectory
 
@@ -187,8 +188,7 @@ def diagnose(
             less than twice ``measured_bytes`` of free space.
         ValueError: ``measured_bytes`` is too small.
     """
-    if measured_bytes < LEAST_BYTES:
-        raise ValueError(f"measured_bytes must be at least {LEAST_BYTES}, got {measured_bytes}")
+    require_at_least("measured_bytes", measured_bytes, LEAST_BYTES)
     real_path = os.path.realpath(path)
     mount = find_mount(real_path, _read_mounts())
     space = os.statvfs(real_path)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from torch_ckpt._base.formatting import plural, printable, size, some_of
+from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
 from torch_ckpt.conversion.selection import Selection, parse_dtype
@@ -164,8 +165,8 @@ def convert(
         )
     """
     for title, value in (("max_shard_size", max_shard_size), ("max_host_bytes", max_host_bytes)):
-        if value is not None and value < 1:
-            raise ValueError(f"{title} must be at least 1, got {value}")
+        if value is not None:
+            require_at_least(title, value, 1)
     begun = time.perf_counter()
     path, target_path = os.fspath(source), os.fspath(target)
     to_dtype = None if dtype is None else parse_dtype(dtype)

@@ -17,8 +17,9 @@ from typing import cast
 
 import torch
 
+from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
-from torch_ckpt.checkpoint.limits import LEAST_INFLIGHT_BYTES
+from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 from torch_ckpt.inspection.listing import select_names
@@ -83,11 +84,7 @@ def diff(
     for title, value in (("atol", atol), ("rtol", rtol)):
         if value is not None and not value >= 0:
             raise ValueError(f"{title} must not be negative, got {value}")
-    if max_inflight_bytes < 8 * LEAST_INFLIGHT_BYTES:
-        raise ValueError(
-            f"max_inflight_bytes must be at least {8 * LEAST_INFLIGHT_BYTES}, "
-            f"got {max_inflight_bytes}"
-        )
+    require_at_least("max_inflight_bytes", max_inflight_bytes, 8 * LEAST_INFLIGHT_BYTES)
     # A quarter for each side's values, one for the readers and one for the comparison.
     quarter = max_inflight_bytes // 4
     report = DiffReport(os.fspath(a), os.fspath(b), atol is not None or rtol is not None)

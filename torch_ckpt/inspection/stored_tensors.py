@@ -7,6 +7,8 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -178,14 +180,11 @@ class StoredTensors:
             Unsafe: the object contains a type that is not allow-listed.
         """
         (record,) = self.records(name)
-        before = self.reader.max_inflight_bytes
         # An object cannot be read in parts, so raise the limit by the memory that it needs.
-        self.reader.max_inflight_bytes = before + 2 * record.length
-        try:
+        limit = self.reader.options.max_inflight_bytes + 2 * record.length
+        with self._with_options(max_inflight_bytes=limit):
             row = (name, 0, record.offset, record.length)
             (data,) = self.reader.read_bytes([record.file], [row])
-        finally:
-            self.reader.max_inflight_bytes = before
         if self.reader.allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         return decode(data, name, record.file)
@@ -198,13 +197,20 @@ class StoredTensors:
             yield self.reader.read_bytes([record.file], [row])[0]
             return
         # An object's checksum covers all of its bytes, so it cannot verify one chunk.
-        before, self.reader.verify = self.reader.verify, False
-        try:
+        with self._with_options(verify=False):
             for begin in range(0, record.length, chunk):
                 row = (name, 0, record.offset + begin, min(chunk, record.length - begin))
                 yield self.reader.read_bytes([record.file], [row])[0]
+
+    @contextmanager
+    def _with_options(self, **changes: Any) -> Iterator[None]:
+        """Block in which the reader reads with other options."""
+        before = self.reader.options
+        self.reader.options = replace(before, **changes)
+        try:
+            yield
         finally:
-            self.reader.verify = before
+            self.reader.options = before
 
 
 def empty_tensor(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

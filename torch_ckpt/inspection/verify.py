@@ -28,8 +28,8 @@ from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.coverage import gap_in
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
-from torch_ckpt.checkpoint.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
 from torch_ckpt.errors import Unsafe
 
@@ -229,14 +229,7 @@ def verify(
         report = torch_ckpt.verify("run/40")
         print(report)
     """
-    if thread_count is not None and thread_count < 1:
-        raise ValueError(f"thread_count must be at least 1, got {thread_count}")
-    if max_inflight_bytes < LEAST_INFLIGHT_BYTES:
-        raise ValueError(
-            f"max_inflight_bytes must be at least {LEAST_INFLIGHT_BYTES}, got {max_inflight_bytes}"
-        )
-    if direct_io not in (True, False, "auto"):
-        raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
+    options = ReadOptions(thread_count, max_inflight_bytes, direct_io)
     begun = time.perf_counter()
     directory = open_checkpoint(checkpoint_id)
     try:
@@ -246,8 +239,7 @@ def verify(
             verification.add_metadata(name)
         verification.find_unreferenced()
         verification.find_trailing_bytes()
-        threads = thread_count or DEFAULT_THREADS
-        verification.read_records(threads, max_inflight_bytes, direct_io, progress)
+        verification.read_records(options, progress)
     finally:
         directory.close()
     verification.report.seconds = time.perf_counter() - begun
@@ -305,13 +297,7 @@ class _Verification:
                 what = "the file is longer than its records"
                 self.report.damaged.append(Damage(None, file, end, length - end, what))
 
-    def read_records(
-        self,
-        threads: int,
-        max_inflight_bytes: int,
-        direct_io: bool | str,
-        progress: ProgressOption,
-    ) -> None:
+    def read_records(self, options: ReadOptions, progress: ProgressOption) -> None:
         """Has the engine read and verify the records."""
         report, files = self.report, list(self._numbers)
         total = sum(row[2] for row in self._rows)
@@ -321,9 +307,9 @@ class _Verification:
                 [(file, self._tables.get(file, b"")) for file in files],
                 self._rows,
                 directory=self._directory,
-                threads=threads,
-                max_inflight_bytes=max_inflight_bytes,
-                direct_io=direct_io,
+                threads=options.threads,
+                max_inflight_bytes=options.max_inflight_bytes,
+                direct_io=options.direct_io,
                 progress=(lambda done: shown.update(Progress(total, 0, done)))
                 if shown.active
                 else None,

@@ -38,7 +38,6 @@ from torch_ckpt.checkpoint.index import (
     metadata_bytes_in,
 )
 from torch_ckpt.checkpoint.lazy_metadata import LazyContents, lazy_index, lazy_metadata
-from torch_ckpt.checkpoint.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import (
     checksum_tables,
@@ -46,6 +45,7 @@ from torch_ckpt.checkpoint.metadata import (
     decode_metadata,
     index_of,
 )
+from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.planners import SafePlanner, keeps_default_hooks, require_whole
@@ -153,19 +153,7 @@ class FileSystemReader(StockReader):
             refuse_url(path)
         super().__init__(path, *args, **kwargs)
         self._given_path: str | os.PathLike[str] = path
-        if thread_count is not None and thread_count < 1:
-            raise ValueError(f"thread_count must be at least 1, got {thread_count}")
-        if max_inflight_bytes < LEAST_INFLIGHT_BYTES:
-            raise ValueError(
-                f"max_inflight_bytes must be at least {LEAST_INFLIGHT_BYTES}, "
-                f"got {max_inflight_bytes}"
-            )
-        if direct_io not in (True, False, "auto"):
-            raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
-        self.thread_count = thread_count or DEFAULT_THREADS
-        self.max_inflight_bytes = max_inflight_bytes
-        self.verify = verify
-        self.direct_io = direct_io
+        self.options = ReadOptions(thread_count, max_inflight_bytes, direct_io, verify)
         self.zero_fill = zero_fill or allow_shape_mismatch
         self.allow_shape_mismatch = allow_shape_mismatch
         self.read_once = read_once
@@ -334,7 +322,7 @@ class FileSystemReader(StockReader):
         A larger object is loaded on its own. The maximum is half of ``max_inflight_bytes``, or less
         if half would leave too little scratch memory for the load.
         """
-        limit = self.max_inflight_bytes
+        limit = self.options.max_inflight_bytes
         return min(limit // 2, limit - _core.least_scratch_bytes)
 
     # --- shared with torch_ckpt.load -------------------------------------------------------------
@@ -496,10 +484,10 @@ class FileSystemReader(StockReader):
         ):
             return load(
                 directory=directory,
-                threads=self.thread_count,
-                max_inflight_bytes=self.max_inflight_bytes,
-                direct_io=self.direct_io,
-                verify=self.verify,
+                threads=self.options.threads,
+                max_inflight_bytes=self.options.max_inflight_bytes,
+                direct_io=self.options.direct_io,
+                verify=self.options.verify,
                 progress=tell,
                 ready=[(device.index, event.cuda_event) for event, device in events],
             )
@@ -522,10 +510,10 @@ class FileSystemReader(StockReader):
                 places,
                 with_names_as_utf8(rows),
                 directory=directory,
-                threads=self.thread_count,
-                max_inflight_bytes=self.max_inflight_bytes,
-                direct_io=self.direct_io,
-                verify=self.verify,
+                threads=self.options.threads,
+                max_inflight_bytes=self.options.max_inflight_bytes,
+                direct_io=self.options.direct_io,
+                verify=self.options.verify,
             )
 
     @property
@@ -540,7 +528,7 @@ class FileSystemReader(StockReader):
     def can_verify_parts(self, file: str) -> bool:
         """Returns True if partial reads of a file's records are verified as strictly as full
         reads."""
-        return not self.verify or file in self._tables()
+        return not self.options.verify or file in self._tables()
 
     # --- private ---------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.trees import as_bytes
+from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.reading import BytesMoved, Reading, Row
 
@@ -39,7 +40,7 @@ _FAILED = "failed"
 class RankReader(Protocol):
     """The part of a ``FileSystemReader`` that shared reads use."""
 
-    max_inflight_bytes: int
+    options: ReadOptions
     moved: BytesMoved
     lost_precision: LostPrecision
 
@@ -77,7 +78,9 @@ def read_once(
             digests = _digests(reader.identity, files, reading.rows)
     except BaseException as error:
         failure = error
-    plans = _gather(reader, _FAILED if failure else (digests, reader.max_inflight_bytes), group)
+    plans = _gather(
+        reader, _FAILED if failure else (digests, reader.options.max_inflight_bytes), group
+    )
     if failure is not None:
         raise failure
     if _FAILED in plans:
@@ -115,7 +118,7 @@ def read_alone(
     reader: RankReader, read: Callable[[], None], group: dist.ProcessGroup | None
 ) -> None:
     """Reads on this rank only, and joins the exchanges of ranks that call :func:`read_once`."""
-    if _FAILED in _gather(reader, ([], reader.max_inflight_bytes), group):
+    if _FAILED in _gather(reader, ([], reader.options.max_inflight_bytes), group):
         return
     failure: BaseException | None = None
     try:

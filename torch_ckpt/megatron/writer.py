@@ -50,7 +50,6 @@ from torch_ckpt.megatron.write_task import WriteTask, make_portable
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.ranks.outcomes import attempt
 from torch_ckpt.saving.items import keeps_default_lookup, resolve
-from torch_ckpt.saving.rank_write import WriteOptions
 from torch_ckpt.saving.writer import FileSystemWriter, completed
 
 Staged = WriteTask | Sequence[WriteTask]  # empty: nothing to write
@@ -205,7 +204,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             rank=own_rank(),
             ranks=dist.get_world_size() if is_distributed() else 1,
             by_engine=self.engine_can_write(),
-            options=WriteOptions.of(self),
+            options=self.write_options,
             background=self.background,
             open_file=self.open_file,
             place=Place.of(self.directory) if self._is_local() else None,

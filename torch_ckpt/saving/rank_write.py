@@ -28,6 +28,7 @@ import torch
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt._base.options import require_at_least, require_direct_io
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.saving.background import Background, EngineOptions
@@ -42,7 +43,11 @@ _SHOWN_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class WriteOptions:
-    """Options of one rank's write; see :class:`FileSystemWriter`."""
+    """Options of one rank's write; see :class:`FileSystemWriter`.
+
+    Raises:
+        ValueError: an option is out of range or contradicts another one.
+    """
 
     thread_count: int
     bytes_per_file: int
@@ -53,10 +58,23 @@ class WriteOptions:
     sync_files: bool
     progress: ProgressOption
 
-    @classmethod
-    def of(cls, writer: Any) -> WriteOptions:
-        """Returns the options of a writer."""
-        return cls(**{field.name: getattr(writer, field.name) for field in dataclasses.fields(cls)})
+    def __post_init__(self) -> None:
+        require_at_least("thread_count", self.thread_count, 1)
+        hint = self.separation_hint or ""
+        if hint and self.thread_count < 2:
+            raise ValueError(
+                "separation_hint requires thread_count >= 2, because matching and other items "
+                f"go to separate files; got {self.thread_count}"
+            )
+        # Readers refuse file names with backslashes.
+        if "/" in hint or "\\" in hint or hint.startswith("."):
+            raise ValueError(
+                "separation_hint is used as a prefix of file names, so it must not contain a slash "
+                f"or a backslash or begin with a dot, got {hint!r}"
+            )
+        require_direct_io(self.direct_io)
+        if self.max_host_bytes is not None:
+            require_at_least("max_host_bytes", self.max_host_bytes, 4096)
 
     def __getstate__(self) -> dict[str, Any]:
         # Progress bars and callbacks belong to the caller's process.

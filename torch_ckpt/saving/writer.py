@@ -144,28 +144,17 @@ class FileSystemWriter(StockWriter):
         background: Background = _DEFAULT_BACKGROUND,
         **kwargs: Any,
     ) -> None:
-        # If the caller chose a number of files, use it even if little is written.
-        bytes_per_file = BYTES_PER_FILE if thread_count is None else 0
-        if thread_count is None:
-            thread_count = default_thread_count()
-        if thread_count < 1:
-            raise ValueError(f"thread_count must be at least 1, got {thread_count}")
-        if separation_hint and thread_count < 2:
-            raise ValueError(
-                "separation_hint requires thread_count >= 2, because matching and other items "
-                f"go to separate files; got {thread_count}"
-            )
-        hint = separation_hint or ""
-        # Readers refuse file names with backslashes.
-        if "/" in hint or "\\" in hint or hint.startswith("."):
-            raise ValueError(
-                "separation_hint is used as a prefix of file names, so it must not contain a slash "
-                f"or a backslash or begin with a dot, got {separation_hint!r}"
-            )
-        if direct_io not in (True, False, "auto"):
-            raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
-        if max_host_bytes is not None and max_host_bytes < 4096:
-            raise ValueError(f"max_host_bytes must be at least 4096, got {max_host_bytes}")
+        self.write_options = WriteOptions(
+            thread_count=default_thread_count() if thread_count is None else thread_count,
+            # If the caller chose a number of files, use it even if little is written.
+            bytes_per_file=BYTES_PER_FILE if thread_count is None else 0,
+            single_file_per_rank=single_file_per_rank,
+            separation_hint=separation_hint,
+            max_host_bytes=max_host_bytes,
+            direct_io=direct_io,
+            sync_files=sync_files,
+            progress=progress,
+        )
         if type(self) is FileSystemWriter:
             # Subclasses may use another file system, as FsspecWriter does.
             refuse_url(path)
@@ -173,7 +162,7 @@ class FileSystemWriter(StockWriter):
             path,
             single_file_per_rank,
             sync_files,
-            thread_count,
+            self.write_options.thread_count,
             per_thread_copy_ahead,
             cache_staged_state_dict,
             overwrite,
@@ -183,11 +172,7 @@ class FileSystemWriter(StockWriter):
         )
         self._given_path: str | os.PathLike[str] = path
         self._make_absolute()
-        self.bytes_per_file = bytes_per_file
         self.separation_hint = separation_hint
-        self.max_host_bytes = max_host_bytes
-        self.direct_io = direct_io
-        self.progress = progress
         self.background = background
         self._is_staged = False
         self._is_coordinator = False
@@ -420,7 +405,7 @@ class FileSystemWriter(StockWriter):
         title = f"save {Path(self.path).name}"
         try:
             return self._write.run(
-                self.directory, WriteOptions.of(self), prefix, names, values, title, self.rank
+                self.directory, self.write_options, prefix, names, values, title, self.rank
             )
         finally:
             self._write = None

@@ -13,7 +13,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.chunks import chunks_here
-from torch_ckpt.checkpoint.limits import LEAST_INFLIGHT_BYTES
+from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.load import Load, Prepared, StateDict, Strict, T
 from torch_ckpt.loading.reader import require_one_version
@@ -320,7 +320,7 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
         )
         for _n, _f, _o, _l, dtype, _s, _ro, _rl, target in reading.rows
     ]
-    limit = load.reader.max_inflight_bytes
+    limit = load.reader.options.max_inflight_bytes
     objects = [info.length for _item, info in reading.byte_items]
     stored = sum(target.numel() * itemsize for itemsize, target, _plain in rows)
     # If the engine cannot write into a target, it reads into a copy, one slice of dimension 0 at a
@@ -328,7 +328,7 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
     copies = [(t.numel() * itemsize, t) for itemsize, t, plain in rows if not plain]
     least = max((b // max(t.size(0) if t.dim() else 1, 1) for b, t in copies), default=0)
     least = max([least, *objects])
-    scratch = load.reader.thread_count * _core.load_chunk_bytes
+    scratch = load.reader.options.threads * _core.load_chunk_bytes
     if any(target.is_cuda for _itemsize, target, _plain in rows):
         scratch *= 2
     scratch = min(scratch, limit) if rows else 0

@@ -262,7 +262,7 @@ class RemoteReader(FileSystemReader):
     def _block_bytes(self, file: str, offset: int) -> int:
         """Returns the size of a record's checksummed blocks, in bytes; 1 if it has none."""
         if file not in self._blocks:
-            table = checksum_tables(self._metadata).get(file, b"") if self.verify else b""
+            table = checksum_tables(self._metadata).get(file, b"") if self.options.verify else b""
             self._blocks[file] = block_sizes(table)
         return self._blocks[file].get(offset, 1)
 
