@@ -25,9 +25,9 @@ pytest_plugins = [
     "tests.async_saves",
     "tests.async_calls",
     "tests.background_saves",
-    "tests.children",
     "tests.interposed",
     "tests.managers",
+    "tests.ranks",
     "tests.remote_steps",
     "tests.sweeps",
 ]

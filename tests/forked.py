@@ -1,13 +1,18 @@
-"""Children forked from a process that has imported torch and has no threads. Such a child costs
-tens of milliseconds instead of an import of torch.
+"""Children forked from processes that have imported torch.
 
-1. A :class:`Server` is that process. For each child it gets two descriptors: one end of a
-   connection, and a pipe for the exit code.
+A child of a :class:`Server` is forked from a process that has no threads. It costs tens of
+milliseconds instead of an import of torch.
+
+1. For each child, the server gets two descriptors: one end of a connection, and a pipe for the exit
+   code.
 2. It forks. The child reads its work from the connection, so the work imports nothing in the
    server.
 3. The child runs as a program: in its own process group, with its own output and environment, until
-   the interpreter ends.
+   the interpreter ends. :func:`in_fresh_process` and :func:`run_script` start such children.
 4. When the tests end, the server kills its children and exits.
+
+:func:`fork` and its callers fork the test process instead, for children that inspect the state of
+the test process or need the test's objects.
 """
 
 from __future__ import annotations
@@ -15,19 +20,26 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import wraps
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -222,6 +234,163 @@ def server(*modules: str) -> Server:
             _servers[modules] = Server([*MODULES, *modules])
             atexit.register(_servers[modules].close)
         return _servers[modules]
+
+
+# --- fresh processes and scripts ----------------------------------------------------------------
+
+
+def in_fresh_process(work: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
+    """Runs a function of a module in a fresh process. Returns its result or raises its
+    exception."""
+    child = server().start(_answer, work, arguments, options)
+    try:
+        result, error = child.receive(2 * PATIENCE_SECONDS)
+        assert error is not None or child.wait() == 0
+    finally:
+        child.kill()
+    if error is not None:
+        raise error
+    return result
+
+
+def _answer(
+    connection: Connection,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    try:
+        connection.send((work(*arguments, **options), None))
+    except Exception as error:
+        connection.send((None, error))
+
+
+def run_script(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script with arguments and without warnings. Fails after a minute."""
+    with tempfile.TemporaryDirectory() as directory:
+        child = server().start(_run_script, script, list(map(os.fspath, arguments)), directory)
+        try:
+            code = child.wait()
+        finally:
+            child.kill()
+        stdout, stderr = (Path(directory, name).read_text() for name in ("stdout", "stderr"))
+    # Last output of triton's bindings if torch's compiler has imported them.
+    stderr = stderr.partition("nanobind: leaked")[0]
+    return subprocess.CompletedProcess(script, code, stdout, stderr)
+
+
+def _run_script(_connection: Connection, script: str, arguments: list[str], directory: str) -> None:
+    sys.argv[1:] = arguments
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        file = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
+    # The script's objects live until the interpreter ends.
+    exec(script, vars(sys.modules["__main__"]))
+
+
+# --- forks of the test process -------------------------------------------------------------------
+
+#: Time limit of a child of :func:`fork`, in seconds. A slower child is killed.
+FORK_SECONDS = 120
+
+#: Factory of what ranks share: events, barriers, counters.
+context = multiprocessing.get_context("fork")
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Forks a child that runs ``work``. Returns its pid; the child exits with 0 unless ``work``
+    raises."""
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 and newer warn if the process has threads. Some tests are about threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            # The parent's garbage may own threads, such as a store's server, which the child does
+            # not have.
+            gc.freeze()
+            signal.alarm(FORK_SECONDS)
+            work()
+            code = 0
+        except BaseException:
+            # Bypasses pytest's capture, which would never show it.
+            os.write(2, f"in the child: {traceback.format_exc()}".encode())
+        finally:
+            os._exit(code)
+    return child
+
+
+def end_of(child: int) -> int:
+    """Waits for a child. Returns its exit code, or the negative number of the signal that ended
+    it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_fork(work: Callable[[], object]) -> None:
+    """Runs ``work`` in a forked child, and fails if ``work`` raises."""
+    assert end_of(fork(work)) == 0
+
+
+def forked(test: Callable[P, None]) -> Callable[P, None]:
+    """Decorates a test that needs a fresh process, or changes state of the process."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        in_fork(lambda: test(*args, **kwargs))
+
+    return run
+
+
+class Answering:
+    """Forked child that sends what ``work`` returns.
+
+    Args:
+        work: function of the child; its argument is a function that sends a value before the end.
+    """
+
+    def __init__(self, work: Callable[[Callable[[Any], None]], Any]) -> None:
+        reading, writing = os.pipe()
+
+        def send(answer: Any) -> None:
+            with os.fdopen(writing, "wb") as stream:
+                pickle.dump(answer, stream)
+
+        def run() -> None:
+            os.close(reading)
+            send(work(send))
+
+        self.pid = fork(run)
+        os.close(writing)
+        self._reading = reading
+
+    def answer(self, seconds: float | None = None) -> Any:
+        """Waits for the value of the child; None if the child died.
+
+        Raises:
+            TimeoutError: no value arrived within ``seconds``.
+        """
+        with os.fdopen(self._reading, "rb") as stream:
+            if not wait([stream], seconds):
+                raise TimeoutError(f"the child hangs: nothing came for {seconds:g} s")
+            answer = stream.read()
+        return pickle.loads(answer) if answer else None
+
+    def kill(self) -> None:
+        """Kills the child and waits for its end. Idempotent."""
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+def answer_of(work: Callable[[], Any]) -> Any:
+    """Runs ``work`` in a forked child, and returns its result."""
+    child = Answering(lambda _send: work())
+    answer = child.answer()
+    assert end_of(child.pid) == 0
+    return answer
 
 
 # --- the server's side ---------------------------------------------------------------------------

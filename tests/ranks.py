@@ -1,20 +1,30 @@
-"""Ranks: forked processes with torchrun's environment, which tests may kill."""
+"""Ranks: forked processes with torchrun's environment, which tests may kill; and programs run by
+forked ranks or by torchrun itself."""
 
 from __future__ import annotations
 
 import faulthandler
+import os
+import runpy
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
-from tests.forked import PATIENCE_SECONDS, Child, server
+from tests.forked import ENVIRONMENT, PATIENCE_SECONDS, REPOSITORY, Answering, Child, end_of, server
 
 ADDRESS = "127.0.0.1"
 
@@ -22,6 +32,15 @@ ADDRESS = "127.0.0.1"
 WHERE_SIGNAL = signal.SIGQUIT
 
 _LOG_CHARACTERS = 3000
+
+#: Seconds for the other ranks, once a rank has failed.
+GRACE_SECONDS = 10.0
+
+#: Seconds for one run of torchrun or a script.
+TIMEOUT_SECONDS = 240
+
+# torchrun sends its ranks SIGTERM, and kills them after 30 seconds.
+ENDING_SECONDS = 60
 
 
 def free_port() -> int:
@@ -134,6 +153,109 @@ def ranks(
         yield started
     finally:
         started.kill()
+
+
+def by_fork(
+    size: int, *arguments: str | Path, modules: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Does the same as :func:`torchrun` with forked ranks. If one fails, the others are ended."""
+    words = [*map(str, arguments)]
+    with ranks(size, run_program, words, modules=modules) as group:
+        until = time.monotonic() + TIMEOUT_SECONDS
+        running = list(group.children)
+        code = 0
+        while running and (ended := wait(running, max(0.0, until - time.monotonic()))):
+            for child in ended:
+                assert isinstance(child, Child)
+                running.remove(child)
+                code = code or child.wait()
+            if code != 0:
+                until = min(until, time.monotonic() + GRACE_SECONDS)
+                for child in running:
+                    child.signal(signal.SIGTERM)
+        if running and code == 0:
+            group.where([group.children.index(child) for child in running])
+            raise TimeoutError(f"{group.said()}\nkilled after {TIMEOUT_SECONDS} s")
+        output = "".join(child.said() for child in group.children)
+        return subprocess.CompletedProcess(words, code, output)
+
+
+def run_program(_: Connection, words: list[str]) -> None:
+    """Runs a script, or "-m" and a module, with its arguments on a rank, as Python does."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script, or "-m" and a module, with its arguments. Standard output is captured.
+
+    Raises:
+        TimeoutError: the run hung, and all its ranks have been ended. The error has the output.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), *map(str, arguments)]
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{_ended(process)}\nkilled after {TIMEOUT_SECONDS} s") from None
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def _ended(agent: subprocess.Popen[str]) -> str:
+    """Ends torchrun and returns its output. Ranks are in sessions of their own, so only torchrun
+    can end them."""
+    agent.terminate()
+    try:
+        return agent.communicate(timeout=ENDING_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(agent.pid, signal.SIGKILL)
+        return agent.communicate()[0]
+
+
+def on_forked_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """Runs ``work(rank)`` in a forked child for each rank. Returns by rank its result, or the
+    CheckpointException that it raised.
+
+    The process group of the ranks has a store and no collectives.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+
+        def of_rank(rank: int, _send: object) -> Any:
+            # Clients of a TCPStore, and gloo, need seconds to connect if host names do not resolve.
+            store = dist.FileStore(os.path.join(directory, "store"), size)
+            dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+            try:
+                return work(rank)
+            except CheckpointException as error:
+                return error
+
+        children = [Answering(partial(of_rank, rank)) for rank in range(size)]
+        answers = [child.answer() for child in children]
+        assert [end_of(child.pid) for child in children] == [0] * size
+    return answers
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    """Makes a process group with one rank, which hosts its store."""
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:

@@ -164,6 +164,17 @@ def stock_restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
 
+def process_memory(field: str) -> int:
+    """Returns bytes of this process as the kernel counts them: "VmRSS" now, "VmHWM" at peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def reset_peak_memory() -> None:
+    """Resets the peak that "VmHWM" reports."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 class Terminal(io.StringIO):
     """Standard error that is a terminal."""
 

@@ -15,8 +15,6 @@ import json
 import os
 import pickle
 import resource
-import select
-import signal
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import torch_ckpt
+from tests.forked import Answering
 from tests.support import assert_equal, cause_of, save, stock_save
 from torch_ckpt import cli
 from torch_ckpt.checkpoint.metadata import read_metadata
@@ -203,42 +202,31 @@ class Checkpoint:
 
 def in_child(work: Callable[[], None], worked: Callable[[], bool] = lambda: False) -> str:
     """Runs ``work`` in a child, which may hang, die or use much memory. Returns the outcome."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
+
+    def attempt(_send: object) -> str:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        # Print no traceback of an expected crash.
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit = 16 << 30
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        outcome = "read"
         try:
-            os.close(reading)
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            # Print no traceback of an expected crash.
-            faulthandler.disable()
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            limit = 16 << 30
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            outcome = "read"
-            try:
-                work()
-            except BaseException as error:
-                cause = cause_of(error) if isinstance(error, dcp.CheckpointException) else error
-                outcome = f"raised {type(cause).__name__}"
-            if worked():
-                outcome = "executed"
-            os.write(writing, outcome.encode())
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
+            work()
+        except BaseException as error:
+            cause = cause_of(error) if isinstance(error, dcp.CheckpointException) else error
+            outcome = f"raised {type(cause).__name__}"
+        return "executed" if worked() else outcome
+
+    child = Answering(attempt)
     try:
-        ready, _, _ = select.select([reading], [], [], PATIENCE_SECONDS)
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-            return "hung"
-        return os.read(reading, 1000).decode() or "died"
+        return child.answer(PATIENCE_SECONDS) or "died"
+    except TimeoutError:
+        return "hung"
     finally:
-        os.close(reading)
-        os.waitpid(child, 0)
+        child.kill()
 
 
 def record_of_object(value: Any) -> bytes:

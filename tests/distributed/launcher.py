@@ -10,10 +10,6 @@ the output of all ranks, and the next case gets new ranks.
 from __future__ import annotations
 
 import os
-import runpy
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -24,20 +20,10 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.distributed.cases import serve
-from tests.forked import ENVIRONMENT, REPOSITORY, Child
-from tests.ranks import Ranks, ranks
+from tests.ranks import GRACE_SECONDS, Ranks
 
 #: Seconds for one case, and for the end of ranks. The timeout of process groups is shorter.
 CASE_SECONDS = 120.0
-
-#: Seconds for the other ranks, once a rank has failed.
-GRACE_SECONDS = 10.0
-
-#: Seconds for one run of torchrun or a script.
-TIMEOUT_SECONDS = 240
-
-# torchrun sends its ranks SIGTERM, and kills them after 30 seconds.
-ENDING_SECONDS = 60
 
 #: The numbers of ranks in torture runs.
 TORTURE = bool(os.environ.get("TORCH_CKPT_TORTURE"))
@@ -282,74 +268,3 @@ class Outcomes:
             except TimeoutError:
                 self.ranks.where([rank])
                 raise AssertionError(f"rank {rank} hangs\n{self.ranks.said()}") from None
-
-
-def by_fork(
-    size: int, *arguments: str | Path, modules: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Does the same as :func:`torchrun` with forked ranks. If one fails, the others are ended."""
-    words = [*map(str, arguments)]
-    with ranks(size, run_program, words, modules=modules) as group:
-        until = time.monotonic() + TIMEOUT_SECONDS
-        running = list(group.children)
-        code = 0
-        while running and (ended := wait(running, max(0.0, until - time.monotonic()))):
-            for child in ended:
-                assert isinstance(child, Child)
-                running.remove(child)
-                code = code or child.wait()
-            if code != 0:
-                until = min(until, time.monotonic() + GRACE_SECONDS)
-                for child in running:
-                    child.signal(signal.SIGTERM)
-        if running and code == 0:
-            group.where([group.children.index(child) for child in running])
-            raise TimeoutError(f"{group.said()}\nkilled after {TIMEOUT_SECONDS} s")
-        output = "".join(child.said() for child in group.children)
-        return subprocess.CompletedProcess(words, code, output)
-
-
-def run_program(_: Connection, words: list[str]) -> None:
-    """Runs a script, or "-m" and a module, with its arguments on a rank, as Python does."""
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).parent))
-        runpy.run_path(words[0], run_name="__main__")
-
-
-def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script, or "-m" and a module, with its arguments. Standard output is captured.
-
-    Raises:
-        TimeoutError: the run hung, and all its ranks have been ended. The error has the output.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), *map(str, arguments)]
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{_ended(process)}\nkilled after {TIMEOUT_SECONDS} s") from None
-    return subprocess.CompletedProcess(command, process.returncode, output)
-
-
-def _ended(agent: subprocess.Popen[str]) -> str:
-    """Ends torchrun and returns its output. Ranks are in sessions of their own, so only torchrun
-    can end them."""
-    agent.terminate()
-    try:
-        return agent.communicate(timeout=ENDING_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(agent.pid, signal.SIGKILL)
-        return agent.communicate()[0]

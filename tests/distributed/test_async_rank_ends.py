@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch_ckpt
 from tests.distributed import async_deaths
 from tests.distributed.async_deaths import TIMEOUT, state_of
-from tests.distributed.launcher import Outcomes, torchrun
-from tests.ranks import ranks
+from tests.distributed.launcher import Outcomes
+from tests.ranks import ranks, torchrun
 from tests.support import assert_equal, emptied, stock_load
 from torch_ckpt import Background
 

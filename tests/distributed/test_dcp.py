@@ -38,11 +38,7 @@ from tests.distributed.cases import (
     zeroed,
 )
 from tests.distributed.launcher import between, on, on_ranks
-from tests.support import (
-    assert_equal,
-    assert_tables_match,
-    data_files,
-)
+from tests.support import assert_equal, assert_tables_match, data_files
 from torch_ckpt.checkpoint.metadata import read_metadata
 
 # --- interoperation and sharding ------------------------------------------------------------------

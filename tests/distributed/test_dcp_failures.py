@@ -46,11 +46,7 @@ from tests.distributed.cases import (
     zeroed,
 )
 from tests.distributed.launcher import on, on_ranks
-from tests.support import (
-    NO_CHECKPOINT,
-    assert_equal,
-    data_files,
-)
+from tests.support import NO_CHECKPOINT, assert_equal, data_files
 from torch_ckpt.errors import NotCommitted
 
 # --- without collectives --------------------------------------------------------------------------

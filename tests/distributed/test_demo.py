@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.distributed.launcher import by_fork, torchrun
+from tests.ranks import by_fork, torchrun
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_transformer.py"
 

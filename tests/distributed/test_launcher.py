@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launcher import TIMEOUT_SECONDS, Group, by_fork, torchrun
+from tests.distributed.launcher import Group
+from tests.ranks import TIMEOUT_SECONDS, by_fork, torchrun
 
 RANKS = 2
 MODULE = "tests.distributed.launched"

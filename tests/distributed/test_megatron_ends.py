@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launcher import by_fork, torchrun
 from tests.distributed.megatron_ends import WAYS
+from tests.ranks import by_fork, torchrun
 from tests.support import assert_equal, stock_load
 
 PROGRAM = ("-m", "tests.distributed.megatron_ends")

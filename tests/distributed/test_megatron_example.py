@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launcher import by_fork
+from tests.ranks import by_fork
 from tests.support import stock_load
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "megatron_training.py"

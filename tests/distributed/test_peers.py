@@ -37,12 +37,7 @@ from tests.distributed.peers import (
     strategies,
     why_skipped,
 )
-from tests.support import (
-    assert_equal,
-    data_files,
-    files_limited_to,
-    random_tensor,
-)
+from tests.support import assert_equal, data_files, files_limited_to, random_tensor
 from torch_ckpt.checkpoint.metadata import checksum_tables, read_metadata
 from torch_ckpt.megatron import install, uninstall
 

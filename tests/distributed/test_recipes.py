@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 import torch_ckpt
-from tests.distributed.launcher import TIMEOUT_SECONDS, by_fork, run_program, torchrun
 from tests.forked import ENVIRONMENT, REPOSITORY
-from tests.ranks import free_port, ranks
+from tests.ranks import TIMEOUT_SECONDS, by_fork, free_port, ranks, run_program, torchrun
 
 STEPS = 10
 SAVE_EVERY = 3

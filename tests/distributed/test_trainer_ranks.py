@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.distributed.launcher import TIMEOUT_SECONDS, by_fork
+from tests.ranks import TIMEOUT_SECONDS, by_fork
 from tests.support import data_files
 from torch_ckpt.checkpoint.metadata import checksum_tables, read_metadata
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import resource
-import select
-import signal
 import tempfile
 import traceback
 import warnings
@@ -26,6 +23,7 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.forked import Answering
 from tests.sweeps import TORTURE
 
 #: A user without other processes.
@@ -115,29 +113,19 @@ def run_in_child(
     work: Callable[[Path], None], directory: Path, limit: Callable[[], AbstractContextManager[None]]
 ) -> Ending:
     """Runs ``work`` in a forked child within the context manager ``limit()``."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            # libgomp ends the process if it gets no thread.
-            torch.set_num_threads(1)
-            os.write(write, pickle.dumps(run_limited(work, directory, limit)))
-        finally:
-            os._exit(0)
-    os.close(write)
+
+    def limited(_send: object) -> Ending:
+        # libgomp ends the process if it gets no thread.
+        torch.set_num_threads(1)
+        return run_limited(work, directory, limit)
+
+    child = Answering(limited)
     try:
-        ready, _, _ = select.select([read], [], [], SECONDS)
-        assert ready, "it hangs"
-        with os.fdopen(os.dup(read), "rb") as pipe:
-            answer = pipe.read()
-        assert answer, "the process has died"
-        ending = pickle.loads(answer)
-        assert isinstance(ending, Ending)
+        ending = child.answer(SECONDS)
+        assert isinstance(ending, Ending), "the process has died"
         return ending
     finally:
-        os.close(read)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
 
 
 # --- limits ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.children import in_fork
+from tests.forked import in_fork
 from torch_ckpt import _C, _core
 
 pytestmark = pytest.mark.skipif(

@@ -25,10 +25,9 @@ from tests.background_saves import (
     trained,
     unwritable,
 )
-from tests.children import Answering, end_of, in_fork
 from tests.fault_hooks import before
+from tests.forked import Answering, end_of, in_fork, run_script
 from tests.gates import LIMIT, Gate
-from tests.interpreters import run_script
 from torch_ckpt import CheckpointError
 
 # torch warns of every checkpoint that is replaced.

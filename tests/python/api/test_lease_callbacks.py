@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.forked import run_script
 from tests.gates import LIMIT
-from tests.interpreters import run_script
 from torch_ckpt import NotCommitted, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease

@@ -22,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
-from tests.children import Answering, context, end_of, fork
 from tests.fault_hooks import at_fault_points, before, failing
+from tests.forked import Answering, context, end_of, fork
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
 from torch_ckpt import CheckpointError, Corrupt, NotCommitted
 from torch_ckpt.checkpoint.directory import OpenDirectory
@@ -341,21 +341,22 @@ def test_a_forked_childs_copy_of_a_lease_neither_removes_nor_protects_files(
     mine = tmp_path / f"__0_{lease.tag}0.distcp"
     mine.write_bytes(b"being written")
     may_end, end = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
+        nonlocal lease
         del lease
         gc.collect()
-        found = mine.exists()
+        assert mine.exists()
         os.close(end)
         os.read(may_end, 1)
-        os._exit(0 if found else 1)
+
+    child = fork(work)
     # The child continues to run, like a worker of a DataLoader.
     lease.commit(b"", {mine.name}, sync=True, replace=True)
     assert OpenDirectory(tmp_path).try_lock_exclusive()
     os.close(may_end)
     os.close(end)
-    _pid, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert end_of(child) == 0
 
 
 def test_a_file_named_with_another_spelling_in_the_metadata_stays(tmp_path: Path) -> None:

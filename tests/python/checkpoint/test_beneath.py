@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
-from tests.fresh import in_fresh_process
+from tests.forked import in_fresh_process
 from tests.support import StateDict, assert_equal, cause_of, data_files, emptied, place_of, save
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorProperties
 
 import torch_ckpt
-from tests.children import in_fork
 from tests.cpp.stock_metadata import rich, small, with_looked_up_members
+from tests.forked import in_fork
 from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.index import _roles, roles

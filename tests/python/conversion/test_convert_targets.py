@@ -11,12 +11,8 @@ import torch
 import torch_ckpt
 from tests.conversions import loaded, names_in, refused
 from tests.fault_hooks import at_fault_points, failing
-from tests.interpreters import run_script
-from tests.support import (
-    assert_equal,
-    files_limited_to,
-    save,
-)
+from tests.forked import run_script
+from tests.support import assert_equal, files_limited_to, save
 from torch_ckpt.conversion.convert import convert
 
 pytestmark = [

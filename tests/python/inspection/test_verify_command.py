@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fresh import in_fresh_process
-from tests.support import (
-    data_files,
-    flip_bit,
-    save,
-)
+from tests.forked import in_fresh_process
+from tests.support import data_files, flip_bit, save
 from tests.verified_checkpoints import payload_offset, place
 from torch_ckpt import cli
 

@@ -25,7 +25,7 @@ from tests.async_saves import (
     small_state,
     state_of,
 )
-from tests.children import forked
+from tests.forked import forked
 from tests.gates import LIMIT, Gate
 from tests.support import StateDict, assert_equal, cause_of, emptied, load
 from torch_ckpt import megatron

@@ -13,9 +13,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
-from tests.children import in_fork
-from tests.fresh import in_fresh_process, process_memory, reset_peak_memory
-from tests.support import cause_of, data_files, flip_bit, place_of, stock_save
+from tests.forked import in_fork, in_fresh_process
+from tests.support import (
+    cause_of,
+    data_files,
+    flip_bit,
+    place_of,
+    process_memory,
+    reset_peak_memory,
+    stock_save,
+)
 from torch_ckpt import _core
 from torch_ckpt.errors import Corrupt, Unsafe
 

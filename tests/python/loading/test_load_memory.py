@@ -14,9 +14,18 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.fresh import in_fresh_process, process_memory, reset_peak_memory
+from tests.forked import in_fresh_process
 from tests.loads import MIB, load, mismatch, refusal, save
-from tests.support import StateDict, assert_equal, data_files, emptied, f32, random_tensor
+from tests.support import (
+    StateDict,
+    assert_equal,
+    data_files,
+    emptied,
+    f32,
+    process_memory,
+    random_tensor,
+    reset_peak_memory,
+)
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.report import ReadMemory
 

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from benchmarks.limits import direct_io_works
 from benchmarks.measure import bytes_read
-from tests.fresh import in_fresh_process
+from tests.forked import in_fork, in_fresh_process
 from tests.support import assert_equal, data_files, emptied, f32, load, pairwise, save
 from torch_ckpt._base.progress import Progress
 
@@ -155,23 +155,18 @@ def test_a_load_leaves_no_file_open(tmp_path: Path) -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-def save_and_load_before_and_after_a_fork(path: Path) -> int:
-    """Returns the exit code of a child that saves and loads; 0 if it loaded what it saved."""
+def save_and_load_before_and_after_a_fork(path: Path) -> None:
     warnings.simplefilter("ignore")
-    save({"a": torch.ones(1000)}, path)
-    load({"a": torch.zeros(1000)}, path)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            state = {"a": torch.zeros(1000)}
-            save({"a": torch.ones(1000)}, path)
-            load(state, path)
-            status = 0 if state["a"].sum() == 1000 else 2
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def save_and_load() -> None:
+        state = {"a": torch.zeros(1000)}
+        save({"a": torch.ones(1000)}, path)
+        load(state, path)
+        assert state["a"].sum() == 1000
+
+    save_and_load()
+    in_fork(save_and_load)
 
 
 def test_a_forked_child_saves_and_loads_after_its_parent_did(tmp_path: Path) -> None:
-    assert in_fresh_process(save_and_load_before_and_after_a_fork, tmp_path) == 0
+    in_fresh_process(save_and_load_before_and_after_a_fork, tmp_path)

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from tests.fault_hooks import at_fault_points, before
+from tests.forked import run_script
 from tests.gates import Gate
-from tests.interpreters import run_script
 from tests.support import assert_equal
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.fault_hooks import failing
+from tests.forked import run_script
 from tests.gates import LIMIT, Gate
-from tests.interpreters import run_script
 from tests.managers import (
     Make,
     Training,

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.async_calls import fail, is_empty, request, schedule
 from tests.async_saves import planned, request_of, small_state
-from tests.children import context, on_ranks
 from tests.fault_hooks import calling
+from tests.forked import context
 from tests.gates import LIMIT, Gate, eventually
+from tests.ranks import on_forked_ranks
 from tests.support import cause_of
 from torch_ckpt.megatron import AsyncCallsQueue, FileSystemWriterAsync
 
@@ -121,7 +122,7 @@ def test_a_slow_write_in_python_threads_does_not_time_out(tmp_path: Path) -> Non
 
 def on_two_ranks(work: Callable[[int, AsyncCallsQueue], Any]) -> list[Any]:
     """Returns the result or error of each rank."""
-    return on_ranks(2, lambda rank: work(rank, AsyncCallsQueue(timeout=LIMIT)))
+    return on_forked_ranks(2, lambda rank: work(rank, AsyncCallsQueue(timeout=LIMIT)))
 
 
 def test_a_failure_on_one_rank_raises_on_both() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.children import answer_of, in_fork
+from tests.forked import answer_of, in_fork
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
 

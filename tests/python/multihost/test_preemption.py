@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.fault_hooks import calling
+from tests.forked import run_script
 from tests.gates import in_thread
-from tests.interpreters import run_script
 from torch_ckpt import multihost
 from torch_ckpt.multihost import PreemptionWatch
 from torch_ckpt.ranks.meeting import Meeting

@@ -40,7 +40,7 @@ from benchmarks import (
 )
 from benchmarks.contenders import Running
 from benchmarks.training import Training, one_thread
-from tests.fresh import in_fresh_process
+from tests.forked import in_fresh_process
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_process, gpu_record, gpu_roundtrip, gpu_training, peers
-from tests.fresh import in_fresh_process
+from tests.forked import in_fresh_process
 
 _SMALL = ("--device", "cpu", "--size", "2MB", "--disk-size", "2MB", "--few", "30", "--many", "40")
 _SHORT = ("--saves", "2", "--idle-steps", "2")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.children import context, on_ranks
 from tests.fault_hooks import before
+from tests.forked import context
 from tests.rank_threads import (
     PATIENCE_SECONDS,
     SHORT,
@@ -27,6 +27,7 @@ from tests.rank_threads import (
     tcp_store,
     together,
 )
+from tests.ranks import on_forked_ranks
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 from torch_ckpt.ranks.store_thread import StoreThread
 
@@ -48,7 +49,7 @@ def test_wrong_options_on_one_rank_fail_the_save_of_the_others_at_once(
         finally:
             other_is_through.set()
 
-    failed, was_told = on_ranks(2, work)
+    failed, was_told = on_forked_ranks(2, work)
     assert set(causes_of(failed)) == {1}
     assert "max_host_bytes" in causes_of(failed)[1]
     assert was_told
@@ -68,7 +69,7 @@ def test_an_interrupted_coordinator_does_not_wait_for_the_others_again(
         return time.monotonic()
 
     before_close = time.monotonic()
-    ended, _ = on_ranks(2, work)
+    ended, _ = on_forked_ranks(2, work)
     assert ended - before_close < PATIENCE_SECONDS / 2
 
 

@@ -28,12 +28,9 @@ from tests.background_saves import (
     trained,
     unwritable,
 )
-from tests.children import answer_of, forked
+from tests.forked import answer_of, forked
 from tests.gates import Gate
-from tests.support import (
-    StateDict,
-    data_files,
-)
+from tests.support import StateDict, data_files
 from torch_ckpt import Background, CheckpointError
 from torch_ckpt.saving.background import CHUNK_BYTES
 

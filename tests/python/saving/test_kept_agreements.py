@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.children import answer_of, forked
 from tests.fault_hooks import at_fault_points
+from tests.forked import answer_of, forked
 from torch_ckpt.ranks.meeting import Meeting
 from torch_ckpt.saving.session import PlanCache
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.children import in_fork
 from tests.fault_hooks import at_fault_points, failing
+from tests.forked import in_fork, run_script
 from tests.gates import LIMIT, Gate, eventually, in_thread
-from tests.interpreters import run_script
 from tests.support import random_tensor
 from torch_ckpt import _core
 from torch_ckpt.saving import host_memory

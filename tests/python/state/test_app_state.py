@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from benchmarks.ranks import mesh_without_peers
-from tests.fresh import in_fresh_process
+from tests.forked import in_fresh_process
 from tests.programs import OPTIMIZERS, State, kept, model, outcome, program, restore, save, train
 from tests.support import assert_equal, cause_of
 from torch_ckpt.errors import CheckpointError, LoadMismatch

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 import pytest
 
 from tests.fault_hooks import at_fault_points, before
-from tests.gates import LIMIT, Gate, eventually
+from tests.forked import Answering
+from tests.gates import Gate, eventually
 from tests.managers import manager_of, state_of
 from tests.support import cause_of
 from torch_ckpt import CheckpointManager, RootInUse
@@ -29,36 +29,19 @@ from torch_ckpt.steps.lease import LEASE_NAME, Lease, Times
 LONG_AGO = 1000.0
 
 
-class Child:
-    """Forked process that runs a function, sends its result, and stays until it is ended."""
+class Child(Answering):
+    """Forked process that runs a function, sends its result, and stays until it is killed."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        out, into = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
-        if self.pid == 0:
-            signal.alarm(int(LIMIT))
+        def run(send: Callable[[Any], None]) -> None:
             try:
                 result = str(work() or "done")
             except BaseException as error:
                 result = f"{type(error).__name__}: {error}"
-            os.write(into, f"{result}\n".encode())
+            send(result)
             signal.pause()
-            os._exit(1)
-        os.close(into)
-        self._out = out
 
-    def result(self) -> str:
-        with open(self._out) as file:
-            return file.readline().strip()
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        self.kill()
-        os.waitpid(self.pid, 0)
+        super().__init__(run)
 
 
 @contextmanager
@@ -66,10 +49,10 @@ def run_in_a_child(root: Path) -> Iterator[Child]:
     """Starts another run, which holds the lease."""
     child = Child(Lease(os.fspath(root)).require)
     try:
-        assert child.result() == "done"
+        assert child.answer() == "done"
         yield child
     finally:
-        child.end()
+        child.kill()
 
 
 @contextmanager
@@ -171,10 +154,10 @@ def test_only_one_process_takes_over_a_dead_lease(root: Path) -> None:
     record(root, **of_this_machine(), pid=os.getppid(), start="1")
     children = [Child(Lease(os.fspath(root)).require) for _ in range(4)]
     try:
-        results = [child.result() for child in children]
+        results = [child.answer() for child in children]
     finally:
         for child in children:
-            child.end()
+            child.kill()
     assert sorted(one.partition(":")[0] for one in results) == ["RootInUse"] * 3 + ["done"]
 
 
@@ -203,9 +186,9 @@ def tried_elsewhere(root: Path) -> str:
     """Returns the outcome of another process that requests the lease."""
     child = Child(Lease(os.fspath(root)).require)
     try:
-        return child.result()
+        return child.answer()
     finally:
-        child.end()
+        child.kill()
 
 
 def test_a_read_only_manager_takes_no_lease(root: Path) -> None:
@@ -234,22 +217,22 @@ def test_a_forked_child_neither_holds_nor_releases_the_lease_of_its_parent(root:
 
     child = Child(in_child)
     try:
-        assert child.result() == "refused"
+        assert child.answer() == "refused"
         made.require()
         made.release()
         # The child continues to run and holds no lock.
         assert tried_elsewhere(root) == "done"
     finally:
-        child.end()
+        child.kill()
 
 
 def test_a_forked_child_cannot_save_to_the_root_of_its_parent(root: Path) -> None:
     with leased(root) as made:
         child = Child(made.require)
         try:
-            assert "is a forked child of process" in child.result()
+            assert "is a forked child of process" in child.answer()
         finally:
-            child.end()
+            child.kill()
 
 
 # --- taking over ---------------------------------------------------------------------------------
@@ -261,14 +244,14 @@ def test_after_a_takeover_the_other_run_cannot_save(root: Path) -> None:
         first.wait_until_finished()
         child = Child(Lease(os.fspath(root), takeover=True).require)
         try:
-            assert child.result() == "done"
+            assert child.answer() == "done"
             with pytest.raises(RootInUse, match=rf"process {child.pid} on .* has taken over"):
                 first.save(2, state_of(2))
             assert first.all_steps() == [1]
             with pytest.raises(RootInUse):
                 first.delete(1)
         finally:
-            child.end()
+            child.kill()
 
 
 def test_a_running_save_is_not_committed_after_a_takeover(root: Path, held_commits: Gate) -> None:
@@ -277,24 +260,24 @@ def test_a_running_save_is_not_committed_after_a_takeover(root: Path, held_commi
         held_commits.wait()
         child = Child(Lease(os.fspath(root), takeover=True).require)
         try:
-            assert child.result() == "done"
+            assert child.answer() == "done"
             held_commits.open()
             with pytest.raises(Exception, match="has taken over") as caught:
                 first.wait_until_finished()
             assert isinstance(cause_of(caught.value), RootInUse)
             assert first.all_steps() == []
         finally:
-            child.end()
+            child.kill()
 
 
 def test_a_lease_taken_over_is_not_removed_by_its_former_holder(root: Path) -> None:
     with leased(root):
         child = Child(Lease(os.fspath(root), takeover=True).require)
-        assert child.result() == "done"
+        assert child.answer() == "done"
     try:
         assert "RootInUse" in tried_elsewhere(root)
     finally:
-        child.end()
+        child.kill()
 
 
 # --- on several machines -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
-from tests.interpreters import run_script
+from tests.forked import run_script
 from tests.remote_steps import (
     ATTEMPT,
     PATIENCE,
