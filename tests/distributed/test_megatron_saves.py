@@ -40,6 +40,7 @@ from tests.distributed.megatron_training import (
     state_at,
 )
 from tests.support import assert_equal, data_files
+from torch_ckpt import nvrx
 from torch_ckpt.checkpoint.lease import remove_leftovers
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError
@@ -48,7 +49,6 @@ from torch_ckpt.megatron import (
     AsyncRequest,
     CachedMetadataFileSystemReader,
     FileSystemWriterAsync,
-    nvrx,
     plan,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,

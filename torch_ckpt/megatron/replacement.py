@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,17 +23,10 @@ from types import ModuleType
 from typing import Any
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.megatron import mcore, nvrx
-from torch_ckpt.megatron.replaced_packages import (
-    QUEUE,
-    READER,
-    REPLACED_PACKAGES,
-    WRITER,
-    ReplacedPackage,
-)
+from torch_ckpt._base.options import names_of
+from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES, ReplacedPackage
 
-#: The modules of our classes and functions, by the module that users import them from.
-_OURS = {"torch_ckpt.megatron": mcore, "torch_ckpt.nvrx": nvrx}
+_QUEUE = "AsyncCallsQueue"
 
 # Top-level packages. "megatron" includes megatron.training, which imports from both packages.
 _TOP_LEVEL = {package.package.partition(".")[0] for package in REPLACED_PACKAGES}
@@ -53,21 +45,9 @@ class _Replacement:
     title: str
 
 
-@dataclass(frozen=True)
-class _ReplacedName:
-    """A name in a module that now refers to our object."""
-
-    module: ModuleType
-    name: str
-    replacement: _Replacement
-
-    def __str__(self) -> str:
-        return f"{self.module.__name__}.{self.name} -> {self.replacement.title}"
-
-
-# The current replacements, and the names that refer to them.
+# The current replacements, and the replacement of each name that now refers to our object.
 _replacements: list[_Replacement] = []
-_replaced_names: list[_ReplacedName] = []
+_replaced_names: dict[tuple[ModuleType, str], _Replacement] = {}
 
 
 def install(
@@ -107,21 +87,21 @@ def install(
     for package in REPLACED_PACKAGES:
         try:
             modules = _import_modules(package)
-        except _NotImportable as error:
-            missing.append(str(error))
+        except Exception as error:
+            missing.append(_describe_failure(package, error))
         else:
             found += _find_replacements(package, modules, writer or {}, reader or {})
     by_identity = {id(replacement.theirs): replacement for replacement in found}
-    names = []
+    names = {}
     for module, name, value in _iterate_globals():
-        queue_class = by_identity.get(id(type(value))) if type(value).__name__ == QUEUE else None
+        queue_class = by_identity.get(id(type(value))) if type(value).__name__ == _QUEUE else None
         if queue_class is not None and _is_replaced(module) and _is_idle(value):
             ours = queue_class.ours(persistent=value.persistent)
             found.append(_Replacement(value, ours, f"a {queue_class.title}"))
             by_identity[id(value)] = found[-1]
         replacement = by_identity.get(id(value))
         if replacement is not None and _is_replaced(module):
-            names.append(_ReplacedName(module, name, replacement))
+            names[module, name] = replacement
         elif replacement is not None or queue_class is not None:
             LOGGER.warning(
                 "%s.%s existed before install() and was not replaced; call install() earlier to "
@@ -129,13 +109,11 @@ def install(
                 module.__name__,
                 name,
             )
-    for each in names:
-        setattr(each.module, each.name, each.replacement.ours)
+    for (module, name), replacement in names.items():
+        setattr(module, name, replacement.ours)
     _replacements.extend(found)
-    _replaced_names.extend(names)
-    lines = sorted(map(str, names))
-    for line in lines:
-        LOGGER.info("replaced %s", line)
+    _replaced_names.update(names)
+    lines = _log_lines("replaced", names)
     if not lines:
         LOGGER.warning("install() replaced nothing: %s", "; ".join(missing))
     else:
@@ -161,74 +139,68 @@ def uninstall() -> list[str]:
         torch_ckpt.megatron.uninstall()
         ```
     """
-    known = {(id(each.module), each.name): each for each in _replaced_names}
     ours = {id(replacement.ours): replacement for replacement in _replacements}
     # The same object of ours may replace one object in each package.
     ours_by_package = {
         (id(each.ours), _top_level(getattr(each.theirs, "__module__", ""))): each
         for each in _replacements
     }
-    lines = []
-    busy = []
+    restored = {}
+    busy = {}
     for module, name, value in _iterate_globals():
         if not _is_replaced(module):
             continue
-        each = known.pop((id(module), name), None)
-        if each is None:
+        replacement = _replaced_names.get((module, name))
+        if replacement is None:
+            # The module has imported the name since then.
             key = id(value), _top_level(module.__name__)
-            imported = ours_by_package.get(key, ours.get(id(value)))
-            if imported is None:
-                continue
-            each = _ReplacedName(module, name, imported)
-        replacement = each.replacement
+            replacement = ours_by_package.get(key, ours.get(id(value)))
+        if replacement is None:
+            continue
+        line = _describe(module, name, replacement)
         if value is not replacement.ours:
-            LOGGER.warning("not restored, because other code has replaced it: %s", each)
-        elif type(value).__name__ == QUEUE and value.get_num_unfinalized_calls() > 0:
+            LOGGER.warning("not restored, because other code has replaced it: %s", line)
+        elif type(value).__name__ == _QUEUE and value.get_num_unfinalized_calls() > 0:
             LOGGER.warning(
                 "not restored, because it has saves in progress: %s; finalize them and call "
                 "uninstall() again",
-                each,
+                line,
             )
-            busy.append(each)
+            busy[module, name] = replacement
         else:
             setattr(module, name, replacement.theirs)
-            lines.append(str(each))
-    _replaced_names[:] = busy
-    _replacements[:] = [each.replacement for each in busy]
-    lines.sort()
+            restored[module, name] = replacement
+    _replaced_names.clear()
+    _replaced_names.update(busy)
+    _replacements[:] = busy.values()
+    return _log_lines("restored", restored)
+
+
+def _describe(module: ModuleType, name: str, replacement: _Replacement) -> str:
+    return f"{module.__name__}.{name} -> {replacement.title}"
+
+
+def _log_lines(verb: str, names: Mapping[tuple[ModuleType, str], _Replacement]) -> list[str]:
+    """Logs a line for each name, and returns the lines."""
+    lines = sorted(_describe(module, name, each) for (module, name), each in names.items())
     for line in lines:
-        LOGGER.info("restored %s", line)
+        LOGGER.info("%s %s", verb, line)
     return lines
 
 
-class _NotImportable(Exception):
-    """Reason why a package is not replaced."""
-
-
 def _import_modules(package: ReplacedPackage) -> list[ModuleType]:
-    """Returns the modules that define the names of a package.
-
-    Raises:
-        _NotImportable: the package is not installed, or importing it raised an error.
-    """
-    modules = []
-    try:
-        importlib.import_module(package.package)
-        for name in package.modules:
-            full = f"{package.package}.{name}"
-            # Older versions lack some of these modules. A module that exists must be importable.
-            if importlib.util.find_spec(full) is not None:
-                modules.append(importlib.import_module(full))
-    except ModuleNotFoundError as error:
-        if error.name is not None and package.package.startswith(error.name):
-            raise _NotImportable(f"{package.title} is not installed: {error}") from None
-        raise _NotImportable(_describe_failure(package, error)) from error
-    except Exception as error:
-        raise _NotImportable(_describe_failure(package, error)) from error
-    return modules
+    """Returns the modules that define the names of a package."""
+    importlib.import_module(package.package)
+    paths = [f"{package.package}.{name}" for name in package.modules]
+    # Older versions lack some of these modules. A module that exists must be importable.
+    return [importlib.import_module(path) for path in paths if importlib.util.find_spec(path)]
 
 
 def _describe_failure(package: ReplacedPackage, error: Exception) -> str:
+    """Returns the reason why a package is not replaced."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and package.package.startswith(missing):
+        return f"{package.title} is not installed: {error}"
     return f"{package.title} cannot be imported: {type(error).__name__}: {error}"
 
 
@@ -238,19 +210,21 @@ def _find_replacements(
     writer: Mapping[str, Any],
     reader: Mapping[str, Any],
 ) -> list[_Replacement]:
-    ours = vars(_OURS[package.ours])
-    with_options = {
-        WRITER: _bind_options(ours[WRITER], writer),
-        READER: _bind_options(ours[READER], reader),
-    }
+    public = importlib.import_module(package.ours)
+    ours = {name: getattr(public, name) for name in public.__all__}
+    for name, options in (
+        ("FileSystemWriterAsync", writer),
+        ("CachedMetadataFileSystemReader", reader),
+    ):
+        ours[name] = _bind_options(ours[name], options)
     replacements = []
     for module in modules:
-        for name, our_name in package.names.items():
-            theirs = vars(module).get(name)
+        for name, theirs in vars(module).items():
+            our_name = name.removeprefix("_")  # get_write_results_queue was private
             # Skip names that the module only imports, from this package or the other one.
-            if getattr(theirs, "__module__", None) == module.__name__:
-                our = with_options.get(our_name, ours[our_name])
-                replacements.append(_Replacement(theirs, our, f"{package.ours}.{our_name}"))
+            if our_name in ours and getattr(theirs, "__module__", None) == module.__name__:
+                title = f"{package.ours}.{our_name}"
+                replacements.append(_Replacement(theirs, ours[our_name], title))
     return replacements
 
 
@@ -258,16 +232,10 @@ def _bind_options(cls: type, options: Mapping[str, Any]) -> type:
     """Returns a subclass whose ``__init__`` always receives ``options``."""
     if not options:
         return cls
-    known = {
-        name
-        for base in cls.__mro__
-        if "__init__" in vars(base) and base is not object
-        for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+    known = set().union(*map(names_of, cls.__mro__[:-1]))
     for name in options:
         # torch's classes silently ignore unknown keywords.
-        if name not in known - {"self", "path"}:
+        if name not in known - {"path"}:
             raise TypeError(f"{cls.__name__} has no option {name!r}; remove it from install()")
     initialize: Callable[..., None] = cls.__init__  # type: ignore[misc]
 

@@ -54,8 +54,8 @@ from torch_ckpt.saving.writer import FileSystemWriter, completed
 
 Staged = WriteTask | Sequence[WriteTask]  # empty: nothing to write
 
-#: The last arguments of nvidia-resiliency-ext's function, in all its versions.
-_MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
+#: Names of the last three arguments of ``write_preloaded_data_multithread``, in any version.
+_LAST_ARGUMENTS = ("rank", "staged", "write_buckets", "results_queue", "global_results_queue")
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -254,7 +254,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if task is None or not task.items:
             return None, None, []
         return (
-            self._save_function(),
+            partial(self.write_preloaded_data_multithread, [self.transforms], self.use_msc),
             partial(type(self).preload_tensors, task, True),
             [task.rank, task, self.results_queue],
         )
@@ -291,24 +291,22 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @staticmethod
     def write_preloaded_data_multithread(
-        transform_list: list[_StorageWriterTransforms],
-        use_msc: bool,
-        rank: int,
-        staged: Staged,
-        results_queue: Any,
+        transform_list: list[_StorageWriterTransforms], *arguments: Any, **named: Any
     ) -> None:
         """Waits until a staged task has ended, and puts the task's outcome into a queue. Never
-        raises.
+        raises. The queue receives one item: either a dict of results by file number, or an
+        exception.
 
         Args:
             transform_list: torch's stream transforms.
-            use_msc: ignored, because the task already stores this option.
-            rank: global rank of the writer.
-            staged: the result of the preload function. A task that has not been staged yet is
-                staged first.
-            results_queue: queue that receives one item: either a dict of results by file number, or
-                an exception.
+            arguments: ``use_msc`` and ``open_file``, if the version of the replaced package has
+                these arguments (both are ignored, because the task already stores them); then
+                ``rank``, the result of the preload function, and the queue. A task that has not
+                been staged yet is staged first.
+            named: any of these arguments, passed by name.
         """
+        last = [named[name] for name in _LAST_ARGUMENTS if name in named]
+        rank, staged, results_queue = [*arguments, *last][-3:]
         if isinstance(results_queue, ResultsQueue):
             # If this fails, put() fails, too, and the error is logged below.
             with suppress(OSError, CheckpointError):
@@ -322,24 +320,8 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "rank %d: the save fails, because its results could not be sent: %s", rank, error
             )
 
-    @staticmethod
-    def write_preloaded_data_multiproc(
-        transform_list: list[_StorageWriterTransforms], *arguments: Any, **named: Any
-    ) -> None:
-        """Works like :meth:`write_preloaded_data_multithread`, but accepts nvidia-resiliency-ext's
-        arguments.
-
-        Args:
-            transform_list: torch's stream transforms.
-            arguments: ``use_msc`` and ``open_file``, if the version of nvidia-resiliency-ext has
-                these arguments; then ``rank``, ``write_buckets`` and ``global_results_queue``.
-            named: any of these arguments, passed by name.
-        """
-        last = [named[name] for name in _MULTIPROC_ARGUMENTS if name in named]
-        rank, staged, results_queue = [*arguments, *last][-len(_MULTIPROC_ARGUMENTS) :]
-        FileSystemWriterAsync.write_preloaded_data_multithread(
-            transform_list, False, rank, staged, results_queue
-        )
+    #: nvidia-resiliency-ext calls this function to write with processes instead of threads.
+    write_preloaded_data_multiproc = write_preloaded_data_multithread
 
     @staticmethod
     def write_preloaded_data(
@@ -431,9 +413,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         return [self._task] if self._task.items else []
 
     # --- private ---------------------------------------------------------------------------------
-
-    def _save_function(self) -> Callable[..., None]:
-        return partial(type(self).write_preloaded_data_multithread, [self.transforms], self.use_msc)
 
     def _is_local(self) -> bool:
         return not self.use_msc and super()._is_local()

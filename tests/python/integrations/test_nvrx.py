@@ -28,9 +28,8 @@ from tests.async_saves import (
 from tests.forked import forked
 from tests.gates import LIMIT, Gate
 from tests.support import StateDict, assert_equal, cause_of, emptied, load
-from torch_ckpt import megatron
-from torch_ckpt.megatron import nvrx
-from torch_ckpt.megatron.nvrx import (
+from torch_ckpt import megatron, nvrx
+from torch_ckpt.nvrx import (
     AsyncCallsQueue,
     AsyncRequest,
     CachedMetadataFileSystemReader,

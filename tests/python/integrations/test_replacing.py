@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from torch_ckpt import megatron
-from torch_ckpt.megatron import install, nvrx, uninstall
+from torch_ckpt import megatron, nvrx
+from torch_ckpt.megatron import install, uninstall
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 ASYNC_CKPT = "nvidia_resiliency_ext.checkpointing.async_ckpt"
