@@ -17,7 +17,7 @@ from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.request import STEP, AsyncRequest, require_same_call
-from torch_ckpt.megatron.write_task import StagedWrites
+from torch_ckpt.megatron.write_task import StagedWrites, staging_for
 from torch_ckpt.ranks.failures import failed_on, of_torch
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import Meeting, own_rank
@@ -168,7 +168,7 @@ class Call:
     def _run(self, arguments: list[Any]) -> None:
         request = self.request
         if request.async_fn is not None:  # None: cancelled before it started
-            with StagedWrites(self.staged.background, self.staged.writes):
+            with staging_for(self.staged):
                 request.async_fn(*arguments, **request.async_fn_kwargs)
 
     def _cancel(self, failure: WRAPPED_EXCEPTION) -> None:

@@ -27,6 +27,7 @@ from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
 from torch_ckpt.megatron.request import AsyncRequest, make_background, stage_arguments
+from torch_ckpt.megatron.write_task import staging_for
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, own_rank
 from torch_ckpt.ranks.outcomes import attempt, failed
@@ -133,7 +134,7 @@ class AsyncCallsQueue:
         rendezvous = Meeting.of(self._group, no_dist=False)
         call = Call(request, rendezvous, self._background or self._default_background)
         self._calls.append(call)
-        with call.staged:
+        with staging_for(call.staged):
             outcome = attempt(stage_arguments, request)
         call.start(outcome, self._last)
         if call.is_aborted:

@@ -326,7 +326,7 @@ class _Save:
             message = _PlanMessage(local[0], answer.as_cached)
             answer = ranks.reduce_scatter("plan", lambda: message, plan_globally)
         if isinstance(self._writer, FileSystemWriterAsync):
-            self._writer.use_tag(answer.tag)
+            self._writer.tag_of_save = answer.tag
         if answer.central is not None:
             return _AgreedPlan(answer.central, local[0], answer.as_cached, False)
         return _AgreedPlan(own[0], own[0], answer.as_cached, answer.as_loaded)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES
-from torch_ckpt.megatron.write_task import StagedWrites
+from torch_ckpt.megatron.write_task import StagedWrites, staging_for
 from torch_ckpt.ranks.meeting import Meeting
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.running_saves import spawn
@@ -77,7 +77,7 @@ class AsyncRequest(NamedTuple):
         """
 
         def run() -> None:
-            with StagedWrites(_NORMAL_PRIORITY):
+            with staging_for(StagedWrites(_NORMAL_PRIORITY)):
                 arguments = stage_arguments(self)
             if self.async_fn is not None:
                 self.async_fn(*arguments, **self.async_fn_kwargs)

@@ -5,11 +5,11 @@ See ``engine_can_write`` in saving/writer.py.
 
 from __future__ import annotations
 
-import io
+import dataclasses
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,60 +37,76 @@ Results = dict[int, list[WriteResult]]
 ADVICE = "Do not change it in another thread before the save is scheduled"
 
 
+@dataclasses.dataclass(eq=False)
 class TorchWrite:
-    """One rank's write of copied values, in Python threads.
+    """One rank's write of copied values, in Python threads. Has the methods of ``RankWrite`` that a
+    :class:`WriteTask` uses.
 
-    Args:
+    Attributes:
         items: items of the plan.
-        values: the items' values, which the constructor copies.
+        values: the items' values, which are copied.
         watched: detects changes to the tensors among the values.
         options: how the files are written.
+        transforms: torch's stream transforms.
         directory: the checkpoint directory.
         prefix: prefix of the file names.
         opened: the opened directory; None if it is not local.
         open_file: function that opens a file by its path.
+
+    Raises:
+        SourceChanged: a source was modified before it was copied.
     """
 
-    def __init__(
-        self,
-        items: list[WriteItem],
-        values: list[Any],
-        watched: _C.SourceWatch,
-        options: WriteOptions,
-        directory: str,
-        prefix: str,
-        opened: OpenDirectory | None,
-        open_file: Callable[..., Any],
-    ) -> None:
-        self._items = items
-        self._values = [
-            value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for value in values
-        ]
-        self._changed = watched.changed()
-        self._options = options
-        self._directory = directory
-        self._prefix = prefix
-        self._opened = opened
-        self._open_file = open_file
+    items: list[WriteItem]
+    values: dataclasses.InitVar[list[Any]]
+    watched: dataclasses.InitVar[_C.SourceWatch]
+    options: WriteOptions
+    transforms: _StorageWriterTransforms
+    directory: str
+    prefix: str
+    opened: OpenDirectory | None
+    open_file: Callable[..., Any]
+
+    def __post_init__(self, values: list[Any], watched: _C.SourceWatch) -> None:
+        self._copies = {
+            id(item): value.detach().to("cpu", copy=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for item, value in zip(self.items, values, strict=True)
+        }
+        if changed := watched.changed():
+            raise source_changed(changed, ADVICE)
         self._moved = 0
         self._items_written = 0
         self._lock = threading.Lock()
         self._is_cancelled = False
-        self._first_error: BaseException | None = None
 
-    def run(self, transforms: _StorageWriterTransforms) -> Results:
-        """Writes all files and blocks until they are written. Must be called only once.
-
-        Raises:
-            SourceChanged: a source was modified before it was copied.
-        """
+    def run(self) -> Results:
+        """Writes all files and blocks until they are written. Must be called only once."""
+        files = self._assign_files()
         try:
-            if self._changed:
-                raise source_changed(self._changed, ADVICE)
-            return self._write_all(transforms)
-        finally:
-            self._opened = None
+            with ThreadPoolExecutor(self.options.thread_count) as threads:
+                futures = [threads.submit(self._write_file, *file) for file in files]
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                errors = [error for future in done if (error := future.exception())]
+                if errors:
+                    self.cancel()
+                    raise errors[0]
+            self._refuse_if_cancelled()
+        except BaseException:
+            if self.opened is not None:
+                _core.remove_files(self.opened, [name for name, _ in files])
+            raise
+        if self.opened is not None and self.options.sync_files:
+            self.opened.sync()
+        return {number: future.result() for number, future in enumerate(futures)}
+
+    def end(self, error: Exception | None) -> None:
+        """Releases the directory: the write has ended."""
+        self.opened = None
+
+    def wait_staged(self) -> None:
+        """Returns at once, because the constructor has copied the values."""
 
     def cancel(self) -> None:
         """Makes the write fail and remove its files, unless it has already ended."""
@@ -104,153 +120,95 @@ class TorchWrite:
         """Returns a description of the progress, for use in messages."""
         return (
             f"files {prefix}* in {where}: writing in Python, "
-            f"{self._items_written} of {len(self._items)} items written"
+            f"{self._items_written} of {len(self.items)} items written"
         )
 
-    def _write_all(self, transforms: _StorageWriterTransforms) -> Results:
-        files = self._assign_files()
-        with ThreadPoolExecutor(max_workers=self._options.thread_count) as threads:
-            futures = [
-                threads.submit(self._write_file, transforms, name, indices)
-                for name, indices in files
-            ]
-        try:
-            if self._first_error is not None:
-                raise self._first_error
-            self._refuse_if_cancelled()
-        except BaseException:
-            if self._opened is not None:
-                _core.remove_files(self._opened, [name for name, _ in files])
-            raise
-        results = {number: future.result() for number, future in enumerate(futures)}
-        if self._opened is not None and self._options.sync_files:
-            self._opened.sync()
-        return results
-
-    def record_bytes(self, count: int) -> None:
-        """Counts bytes that a thread has written.
-
-        Raises:
-            CheckpointError: the write was cancelled.
-        """
-        with self._lock:
-            self._moved += count
-        self._refuse_if_cancelled()
+    # --- private ---------------------------------------------------------------------------------
 
     def _refuse_if_cancelled(self) -> None:
         if self._is_cancelled:
             raise CheckpointError(
-                f"files {self._prefix}* in {self._directory}: the write was cancelled; save again"
+                f"files {self.prefix}* in {self.directory}: the write was cancelled; save again"
             )
 
-    def _assign_files(self) -> list[tuple[str, list[int]]]:
-        """Returns the file names, each with the indices of its items."""
-        hint = self._options.separation_hint or ""
-        numbers = {id(item): number for number, item in enumerate(self._items)}
-        sides: list[tuple[str, list[WriteItem]]] = [("", self._items)]
-        bins = self._options.thread_count
+    def _assign_files(self) -> list[tuple[str, list[WriteItem]]]:
+        """Returns the file names, each with its items."""
+        hint, bins = self.options.separation_hint, self.options.thread_count
+        groups = {"": self.items}
         if hint:
-            separate = [item for item in self._items if item.index.fqn.startswith(hint)]
-            remaining = [item for item in self._items if not item.index.fqn.startswith(hint)]
-            sides, bins = [("", remaining), (hint, separate)], bins // 2
-        files: list[tuple[str, list[int]]] = []
-        for start, items in sides:
-            if self._options.single_file_per_rank:
+            matches = [item.index.fqn.startswith(hint) for item in self.items]
+            for start in ("", hint):
+                groups[start] = [
+                    i for i, m in zip(self.items, matches, strict=True) if m is bool(start)
+                ]
+            bins //= 2
+        files: list[tuple[str, list[WriteItem]]] = []
+        for start, items in groups.items():
+            if self.options.single_file_per_rank:
                 buckets = _split_by_size_and_type(bins, items)
             else:
                 buckets = [[item] for item in items]
-            for bucket in buckets:
+            for bucket in filter(None, buckets):
                 # Write objects first. A single bucket is still in the plan's order.
-                bucket = sorted(bucket, key=lambda item: item.type != WriteItemType.BYTE_IO)
-                if bucket:
-                    name = f"{start}{self._prefix}{len(files)}.distcp"
-                    files.append((name, [numbers[id(item)] for item in bucket]))
+                bucket.sort(key=lambda item: item.type != WriteItemType.BYTE_IO)
+                files.append((f"{start}{self.prefix}{len(files)}.distcp", bucket))
         return files
 
-    def _write_file(
-        self, transforms: _StorageWriterTransforms, name: str, indices: Sequence[int]
-    ) -> list[WriteResult]:
-        try:
-            return self._write_items(transforms, name, indices)
-        except BaseException as error:
-            with self._lock:
-                # Later errors only report that the write was cancelled.
-                self._first_error = self._first_error or error
-            self._is_cancelled = True
-            return []
-
-    def _write_items(
-        self, transforms: _StorageWriterTransforms, name: str, indices: Sequence[int]
-    ) -> list[WriteResult]:
+    def _write_file(self, name: str, items: list[WriteItem]) -> list[WriteResult]:
         self._refuse_if_cancelled()
         results = []
         with self._open_stream(name) as stream:
-            counting = _CountingStream(stream, self)
-            for index in indices:
-                result = _write_item(
-                    transforms,
-                    counting,
-                    self._values[index],
-                    self._items[index],
-                    name,
-                    SerializationFormat.TORCH_SAVE,
+            counting: Any = _CountingStream(stream, self._count)
+            for item in items:
+                value = self._copies.pop(id(item))
+                results.append(
+                    _write_item(
+                        self.transforms,
+                        counting,
+                        value,
+                        item,
+                        name,
+                        SerializationFormat.TORCH_SAVE,
+                    )
                 )
-                results.append(result)
-                self._values[index] = None
                 with self._lock:
                     self._items_written += 1
-            if self._options.sync_files:
-                _sync(stream)
+            if self.options.sync_files:
+                stream.flush()
+                # multistorageclient's streams have a method.
+                getattr(stream, "fsync", lambda: os.fsync(stream.fileno()))()
         return results
 
+    def _count(self, bytes_written: int) -> None:
+        with self._lock:
+            self._moved += bytes_written
+        self._refuse_if_cancelled()
+
     def _open_stream(self, name: str) -> AbstractContextManager[Any]:
-        if self._opened is not None and self._open_file is open:
-            return FilesBeneath(self._opened).create_stream(name, "wb")
+        if self.opened is not None and self.open_file is open:
+            return FilesBeneath(self.opened).create_stream(name, "wb")
         # The caller's function can only open files by their paths.
-        stream: AbstractContextManager[Any] = self._open_file(
-            os.path.join(self._directory, name), "wb"
+        stream: AbstractContextManager[Any] = self.open_file(
+            os.path.join(self.directory, name), "wb"
         )
         return stream
 
 
-class _CountingStream(io.RawIOBase):
-    """Stream that reports the number of written bytes to a ``TorchWrite``."""
+class _CountingStream:
+    """Stream that reports the number of bytes before it writes them."""
 
-    def __init__(self, stream: Any, write: TorchWrite) -> None:
+    def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
         self._stream = stream
-        self._write = write
+        self._count = count
 
     def write(self, data: Any) -> int:
-        count = memoryview(data).nbytes
-        self._write.record_bytes(count)
+        length = memoryview(data).nbytes
+        self._count(length)
         self._stream.write(data)
-        return count
+        return length
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        position: int = self._stream.tell()
-        return position
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        descriptor: int = self._stream.fileno()
-        return descriptor
-
-    def close(self) -> None:
-        """Does nothing: the code that opened the stream closes it."""
-
-
-def _sync(stream: io.IOBase) -> None:
-    stream.flush()
-    sync_store = getattr(stream, "fsync", None)  # multistorageclient's streams have it
-    if sync_store is not None:
-        sync_store()
-    else:
-        os.fsync(stream.fileno())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def dequantize(value: Any) -> Any:

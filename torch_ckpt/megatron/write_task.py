@@ -2,9 +2,10 @@
 
 1. A :class:`WriteTask` is created in the process that plans the save. Unpickling it creates another
    task with the same values.
-2. ``stage`` starts the write in the process that calls it, and returns once all values are copied.
+2. ``stage`` starts the write in a thread of the process that calls it, and returns once all values
+   are copied.
 3. ``outcome`` waits until the write has ended. A child that was forked after ``stage`` may call it:
-   the engine writes in the parent, which has the threads, and sends the results to the child.
+   only the parent has the thread, which sends the outcome to the child.
 4. Either the writer claims the outcome, or the task is cancelled and its files are deleted. The
    leases on the directory are released only when the write has ended, because after that, another
    save may reuse the file names.
@@ -42,7 +43,7 @@ from torch_ckpt.saving.running_saves import spawn
 
 @dataclasses.dataclass
 class StagedWrites:
-    """The tasks staged in its ``with`` block.
+    """The tasks staged in a block of :func:`staging_for`.
 
     Attributes:
         background: priorities of the engine's threads; None means the writer's.
@@ -52,15 +53,18 @@ class StagedWrites:
     background: Background | None = None
     writes: list[WriteTask] = dataclasses.field(default_factory=list)
 
-    def __enter__(self) -> StagedWrites:
-        self._token = _current_writes.set(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _current_writes.reset(self._token)
-
 
 _current_writes: ContextVar[StagedWrites] = ContextVar("torch_ckpt_staged_writes")
+
+
+@contextlib.contextmanager
+def staging_for(staged: StagedWrites) -> Iterator[None]:
+    """Block in which each task that is staged is added to ``staged``."""
+    token = _current_writes.set(staged)
+    try:
+        yield
+    finally:
+        _current_writes.reset(token)
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,6 +85,7 @@ class WriteTask:
         by_engine: True if the engine writes the files, False if torch's own Python code does.
         options: how the files are written.
         background: priorities of the engine's threads.
+        transforms: stream transforms for torch's own Python code.
         open_file: function that opens files for torch's own Python code.
         place: identity of the directory that was opened when the save began; None for a remote
             file system.
@@ -98,6 +103,7 @@ class WriteTask:
     by_engine: bool
     options: WriteOptions
     background: Background
+    transforms: _StorageWriterTransforms
     open_file: Callable[..., Any]
     place: Place | None
     opened: OpenDirectory | None
@@ -112,15 +118,9 @@ class WriteTask:
         self._lock = threading.Lock()
         self._write: RankWrite | TorchWrite | None = None
         self._outcome: Results | Exception | None = None
-        # A TorchWrite runs once, in the first thread that asks for the outcome.
-        self._run_lock = threading.Lock()
         self._ended = threading.Event()
         self._pid = 0
-        # Used by the writing thread, which releases them before it reports that the write has
-        # ended.
-        self._opened: OpenDirectory | None = None
-        self._values: list[Any] = []
-        # Sends the results to children that are forked before the write has ended.
+        # Sends the outcome to children that are forked before the write has ended.
         self._children: _core.ProcessChannel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,44 +145,32 @@ class WriteTask:
     def stage(self) -> WriteTask:
         """Starts the write. Returns once all values are copied; an error becomes the outcome.
 
-        Does nothing if the task is already staged.
+        Does nothing if the task is already staged, possibly by the parent of this process.
         """
-        writes = _current_writes.get(StagedWrites()).writes
+        staged = _current_writes.get(StagedWrites())
         if self._write is None and self._outcome is None:
+            self._pid = os.getpid()
             try:
-                self._begin(writes)
+                self._start(staged)
             except Exception as error:
-                self._outcome = make_portable(error)
-                if isinstance(self._write, RankWrite):
-                    # The thread could not be started.
-                    self._write.end(self._outcome)
-                    self._ended.set()
+                self._end(make_portable(error))
             finally:
                 self.values = []
                 self.opened = None
-        elif self._write is not None and self not in writes:
-            writes.append(self)
-        # In a forked child, the parent has already staged it.
-        if isinstance(self._write, RankWrite) and self._pid == os.getpid():
+        elif self._write is not None and self not in staged.writes:
+            staged.writes.append(self)
+        if self._write is not None and self._pid == os.getpid():
             self._write.wait_staged()
         return self
 
-    def outcome(self, transforms: _StorageWriterTransforms | None = None) -> Results | Exception:
-        """Waits until the write has ended. Returns the results by file number, or the error.
-
-        Raises nothing except interruptions of torch's own code, such as KeyboardInterrupt.
-        """
-        write = self._write
-        if isinstance(write, RankWrite):
+    def outcome(self) -> Results | Exception:
+        """Waits until the write has ended. Returns the results by file number, or the error."""
+        if self._write is not None:
             _core.fault_point("wait for the outcome", self.directory)
-            if os.getpid() == self._pid:
-                self._ended.wait()
-            elif self._outcome is None:
-                self._outcome = self._receive_outcome()
-        elif write is not None:
-            with self._run_lock:
-                if self._outcome is None:
-                    self._run(partial(write.run, transforms or _StorageWriterTransforms()))
+        if self._pid == os.getpid():
+            self._ended.wait()
+        elif self._outcome is None:
+            self._outcome = self._receive_outcome()
         assert self._outcome is not None
         return self._outcome
 
@@ -221,47 +209,55 @@ class WriteTask:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _begin(self, writes: list[WriteTask]) -> None:
+    def _start(self, staged: StagedWrites) -> None:
         if len(self.values) != len(self.items):
             raise CheckpointError(
                 f"files {self.prefix}* in {self.directory}: the values were released when another "
                 "process or an interrupted call staged them; plan the save again"
             )
         opened, values = self._open(), self.values
+        names = [item.index.fqn for item in self.items]
         watched = _C.SourceWatch()
-        for item, value in zip(self.items, values, strict=True):
+        for name, value in zip(names, values, strict=True):
             if isinstance(value, torch.Tensor):
-                watched.add(item.index.fqn, value)
-        if not self.by_engine:
-            self._write = TorchWrite(
+                watched.add(name, value)
+        # Without a channel, only children that are forked during the save fail.
+        with contextlib.suppress(OSError):
+            self._children = _core.ProcessChannel()
+        if self.by_engine:
+            assert opened is not None
+            engine = self._write = RankWrite(
+                watched,
+                background=staged.background or self.background,
+                # Normal priority, because the caller waits for the copies.
+                quiet_stagers=False,
+                ranks=self.ranks,
+                advice=ADVICE,
+                children=self._children,
+            )
+            title = f"save {os.path.basename(self.directory)}"
+            arguments = opened, self.options, self.prefix, names, values, title, self.rank
+
+            def run() -> Results:
+                return _group_by_file(self.items, engine.run(*arguments))
+
+        else:
+            in_python = self._write = TorchWrite(
                 self.items,
                 values,
                 watched,
                 self.options,
+                self.transforms,
                 self.directory,
                 self.prefix,
                 opened,
                 self.open_file,
             )
-            writes.append(self)
-            return
-        self._pid = os.getpid()
-        # Without a channel, only children that are forked during the save fail.
-        with contextlib.suppress(OSError):
-            self._children = _core.ProcessChannel()
-        write = self._write = RankWrite(
-            watched,
-            background=_current_writes.get(StagedWrites()).background or self.background,
-            # Normal priority, because the caller waits for the copies.
-            quiet_stagers=False,
-            ranks=self.ranks,
-            advice=ADVICE,
-            children=self._children,
-        )
-        self._opened, self._values = opened, values
+            run = in_python.run
         # List the task before the thread starts, so that an interruption cancels the write.
-        writes.append(self)
-        spawn(partial(self._run_in_thread, write))
+        staged.writes.append(self)
+        # Only the thread refers to the function, which refers to the directory and the values.
+        spawn(partial(self._run, [run]))
 
     def _open(self) -> OpenDirectory | None:
         """Returns the save's directory; reopens it by path if this is not the process that planned
@@ -282,48 +278,32 @@ class WriteTask:
             )
         return opened
 
-    def _run_in_thread(self, write: RankWrite) -> None:
-        """Runs the engine's write; the body of the writing thread."""
-
-        def run() -> Results:
-            assert self._opened is not None
-            names = [item.index.fqn for item in self.items]
-            values, self._values = self._values, []
-            title = f"save {os.path.basename(self.directory)}"
-            written = write.run(
-                self._opened, self.options, self.prefix, names, values, title, self.rank
-            )
-            return _group_by_file(self.items, written)
-
-        try:
-            self._run(run)
-        finally:
-            self._opened, self._values = None, []
-            error = self._outcome if isinstance(self._outcome, Exception) else None
-            try:
-                self._send_to_children(error)
-            finally:
-                write.end(error)
-                self._ended.set()
-
-    def _run(self, run: Callable[[], Results]) -> None:
-        """Runs a write and sets the outcome. Re-raises interruptions of the caller's thread."""
+    def _run(self, function: list[Callable[[], Results]]) -> None:
+        """Runs the write; the body of the writing thread."""
+        outcome: Results | Exception
         try:
             with self._lock:
                 if self.is_cancelled:
                     raise _make_cancellation()
                 self._is_writing = True
-            self._outcome = run()
+            outcome = function.pop()()
         except BaseException as error:
             # The error's frames would keep the sources alive.
-            self._outcome = make_portable(error)
-            if not (self.by_engine or isinstance(error, Exception)):
-                raise
+            outcome = make_portable(error)
+        self._end(outcome)
+
+    def _end(self, outcome: Results | Exception) -> None:
+        self._outcome = outcome
+        with self._lock:
+            self._is_writing = False
+            if self.is_cancelled:
+                self._delete_files()
+        try:
+            self._send_to_children()
         finally:
-            with self._lock:
-                self._is_writing = False
-                if self.is_cancelled:
-                    self._delete_files()
+            if self._write is not None:
+                self._write.end(outcome if isinstance(outcome, Exception) else None)
+            self._ended.set()
 
     def _delete_files(self) -> None:
         """Deletes the files of a cancelled write and ends its leases."""
@@ -335,17 +315,16 @@ class WriteTask:
         for lease in held:
             lease.abandon()
 
-    def _send_to_children(self, error: Exception | None) -> None:
-        # The engine has already sent any results, so send only errors. A child that is forked from
-        # now on inherits the outcome.
+    def _send_to_children(self) -> None:
+        # A child that is forked from now on inherits the outcome.
         channel, self._children = self._children, None
-        if channel is None or error is None:
-            return
+        if channel is None or (self.by_engine and isinstance(self._outcome, dict)):
+            return  # the engine has sent its results
         try:
-            channel.send_object(pickle.dumps(error))
+            channel.send_object(pickle.dumps(self._outcome))
         except OSError as failure:
             LOGGER.error(
-                "rank %d, files %s* in %s: the save's error could not be sent to a forked child: "
+                "rank %d, files %s* in %s: the save's outcome could not be sent to a forked child: "
                 "%s",
                 self.rank,
                 self.prefix,
@@ -367,8 +346,8 @@ class WriteTask:
             while (found := self._children.wait_for_files(1.0)) is None:
                 pass
             if isinstance(found, bytes):
-                failure: Exception = pickle.loads(found)
-                return failure
+                outcome: Results | Exception = pickle.loads(found)
+                return outcome
             assert self.place is not None
             return _group_by_file(self.items, Written(found, self.place))
         except CheckpointError as error:

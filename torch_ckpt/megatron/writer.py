@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -130,7 +131,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.timeout = timeout
         self.results_queue: ResultsQueue | None = None
         self.prefix = ""
-        self._tag_of_save = ""
+        #: Text after the rank in this save's file names, as chosen by the coordinator's lease.
+        self.tag_of_save = ""
         self._task: WriteTask | None = None
         self._shared_lease: DirectoryLease | None = None
         self._failure: Exception | None = None
@@ -165,14 +167,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         ranks."""
         return with_file_prefix(local_plan, own_rank())
 
-    def use_tag(self, tag: str) -> None:
-        """Sets the tag for this save's file names, as chosen by the coordinator's lease.
-
-        Args:
-            tag: text after the rank in the file names; can be empty.
-        """
-        self._tag_of_save = tag
-
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Looks up the values of a plan, but does not copy them yet.
 
@@ -181,11 +175,15 @@ class FileSystemWriterAsync(FileSystemWriter):
             planner: planner of the state dict.
 
         Raises:
-            CheckpointError: the planner resolved an item to a value that cannot be written.
+            CheckpointError: the planner resolved an item to a value that cannot be written, or
+                another process holds the directory lock while it removes files.
         """
         RelaxedGc.end()
         items = list(plan.items)
-        self._take_shared_lease()
+        if self._is_local() and self._lease is None and self._shared_lease is None:
+            # Protects this rank's files from removal until the coordinator commits. With a cached
+            # plan, the coordinator may have no lease yet or still hold the previous save's.
+            self._shared_lease = DirectoryLease(self.directory, None, ends_earlier=False)
         with self._lock:
             self.prefix = self._choose_prefix(plan.storage_data.prefix)
             self._planned.add(self)
@@ -206,6 +204,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             by_engine=self.engine_can_write(),
             options=self.write_options,
             background=self.background,
+            transforms=self.transforms,
             open_file=self.open_file,
             place=Place.of(self.directory) if self._is_local() else None,
             opened=self.directory if self._is_local() else None,
@@ -218,11 +217,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             return super().write_data(plan, planner)
         self.prepare_write_data(plan, planner)
         assert self._task is not None
-        outcome = self._task.stage().outcome(self.transforms)
+        outcome = self._task.stage().outcome()
         self._planned.discard(self)
         if isinstance(outcome, Exception):
             raise outcome
-        return completed([result for of_file in outcome.values() for result in of_file])
+        return completed(list(chain.from_iterable(outcome.values())))
 
     def abandon(self) -> None:
         super().abandon()
@@ -278,16 +277,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             ValueError: ``write_buckets`` contains more than one task.
         """
-        if isinstance(write_buckets, WriteTask):
-            return write_buckets.stage()
-        if not write_buckets:
-            return write_buckets
         if len(write_buckets) > 1:
             raise ValueError(
                 f"cannot stage {len(write_buckets)} write tasks at once; pass the write_buckets "
                 "of a single writer, which contain one task"
             )
-        return write_buckets[0].stage()
+        return next(iter(write_buckets)).stage() if len(write_buckets) else write_buckets
 
     @staticmethod
     def write_preloaded_data_multithread(
@@ -298,11 +293,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         exception.
 
         Args:
-            transform_list: torch's stream transforms.
+            transform_list: ignored, like ``use_msc`` and ``open_file``, because the task already
+                stores them.
             arguments: ``use_msc`` and ``open_file``, if the version of the replaced package has
-                these arguments (both are ignored, because the task already stores them); then
-                ``rank``, the result of the preload function, and the queue. A task that has not
-                been staged yet is staged first.
+                these arguments; then ``rank``, the result of the preload function, and the queue.
+                A task that has not been staged yet is staged first.
             named: any of these arguments, passed by name.
         """
         last = [named[name] for name in _LAST_ARGUMENTS if name in named]
@@ -311,7 +306,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             # If this fails, put() fails, too, and the error is logged below.
             with suppress(OSError, CheckpointError):
                 results_queue.begin(f"the files of rank {rank}")
-        outcome = _outcome_of(staged, transform_list)
+        outcome = _outcome_of(staged)
         try:
             results_queue.put(outcome)
         except Exception as error:
@@ -336,7 +331,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Waits until one staged task has ended, and puts the task's results or error into a queue.
 
         Args:
-            transform_list: torch's stream transforms.
+            transform_list: ignored, because the task already stores it.
             local_proc_idx: number of the bucket.
             write_bucket: an element of ``write_buckets``, or of the preload function's result.
             results_queue: queue that receives one tuple: the bucket's number, followed by either
@@ -346,12 +341,11 @@ class FileSystemWriterAsync(FileSystemWriter):
                 stores this option.
             others: other arguments, such as ``use_msc``; ignored.
         """
-        outcome = _outcome_of(write_bucket, transform_list)
-        if isinstance(outcome, Exception):
-            results_queue.put((local_proc_idx, outcome))
+        outcome = _outcome_of(write_bucket)
+        if isinstance(outcome, dict):
+            results_queue.put((local_proc_idx, list(chain.from_iterable(outcome.values()))))
         else:
-            results = [result for of_file in outcome.values() for result in of_file]
-            results_queue.put((local_proc_idx, results))
+            results_queue.put((local_proc_idx, outcome))
         count_queue.get()
         count_queue.task_done()
 
@@ -378,7 +372,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             super().finish(metadata, results)
             return
         metadata.version = DCP_VERSION
-        metadata.storage_data = {r.index: r.storage_data for of_rank in results for r in of_rank}
+        metadata.storage_data = {r.index: r.storage_data for r in chain.from_iterable(results)}
         metadata.storage_meta = self.storage_meta()
         with self.open_file(os.path.join(str(self.checkpoint_dir), METADATA_NAME), "wb") as stream:
             pickle.dump(metadata, stream)
@@ -417,18 +411,6 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _is_local(self) -> bool:
         return not self.use_msc and super()._is_local()
 
-    def _take_shared_lease(self) -> None:
-        """Protects this rank's files from removal until the coordinator commits.
-
-        Needed because, with a cached plan, the coordinator may have no lease yet or still hold the
-        previous save's.
-
-        Raises:
-            CheckpointError: another process holds the directory lock while it removes files.
-        """
-        if self._is_local() and self._lease is None and self._shared_lease is None:
-            self._shared_lease = DirectoryLease(self.directory, None, ends_earlier=False)
-
     def _hand_over_lease(self) -> None:
         """Releases this rank's lease; the coordinator's lease protects the files from now on."""
         lease, self._shared_lease = self._shared_lease, None
@@ -438,11 +420,10 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _require_files(self, results: list[list[WriteResult]]) -> None:
         """Raises an error if a file that the metadata would refer to is missing or too short."""
         ends: dict[str, int] = {}
-        for of_rank in results:
-            for result in of_rank:
-                info = result.storage_data
-                end = info.offset + info.length
-                ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+        for result in chain.from_iterable(results):
+            info = result.storage_data
+            end = info.offset + info.length
+            ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
         for name, end in ends.items():
             path = os.path.join(self.path, name)
             try:
@@ -459,7 +440,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.use_msc:
             return prefix
         if re.fullmatch(r"__\d+_", prefix):
-            prefix += self._tag_of_save
+            prefix += self.tag_of_save
         # Prefixes of other saves that have not created their files yet.
         directory = os.path.realpath(self.path)
         others = {
@@ -492,7 +473,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._planned.discard(self)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
-        results = [result for of_file in outcome.values() for result in of_file]
+        results = list(chain.from_iterable(outcome.values()))
         self._hand_over_lease()
         expected = len(task.items) if task is not None else 0
         if len(results) != expected:
@@ -503,16 +484,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         return results
 
 
-def _outcome_of(
-    staged: Staged, transform_list: list[_StorageWriterTransforms]
-) -> Results | Exception:
+def _outcome_of(staged: Staged) -> Results | Exception:
     """Waits until a task has ended, staging it first if necessary. Returns an error instead of
     raising it."""
     try:
         task = FileSystemWriterAsync.preload_tensors(staged)
-        if not isinstance(task, WriteTask):
-            return {}
-        return task.outcome(transform_list[0] if transform_list else None)
+        return task.outcome() if isinstance(task, WriteTask) else {}
     except Exception as error:
         return make_portable(error)
 

@@ -233,7 +233,7 @@ def test_a_writer_can_be_reused_while_its_aborted_save_ends(
     calls_queue.close(abort=True)
     again = planned(small_state(5), writer)
     held_at_the_end.open()
-    aborted.outcome(None)
+    aborted.outcome()
     calls_queue.schedule_async_request(request_of(again))
     calls_queue.close()
     assert_saved(tmp_path / "c", seed=5)

@@ -51,7 +51,7 @@ from torch_ckpt.megatron import (
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
-from torch_ckpt.megatron.write_task import StagedWrites
+from torch_ckpt.megatron.write_task import StagedWrites, staging_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -181,7 +181,8 @@ def test_a_task_staged_again_is_listed_so_that_it_can_be_cancelled(tmp_path: Pat
     _, preload, _ = writer.get_save_function_and_args()
     assert preload is not None
     first = preload()
-    with StagedWrites() as staged:
+    staged = StagedWrites()
+    with staging_for(staged):
         preload()
     assert staged.writes == [first]
 
@@ -308,7 +309,7 @@ def test_a_child_forked_after_the_write_has_the_outcome(tmp_path: Path) -> None:
     function, preload, arguments = writer.get_save_function_and_args()
     assert preload is not None
     arguments[1] = preload()
-    arguments[1].outcome(None)
+    arguments[1].outcome()
     child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     child.start()
     child.join(60)
