@@ -249,7 +249,8 @@ def main() -> None:
         if shows_all or found:
             marks = f" [{'; '.join(map(advice, found))}]" if found else ""
             print(f"{passage.file}:{passage.line}: {passage.kind}{marks}: {passage.text}")
-    print(f"{len(chosen)} passages", file=sys.stderr)
+    if shows_all:
+        print(f"{len(chosen)} passages", file=sys.stderr)
 
 
 if __name__ == "__main__":
