@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.checkpoint.index import decode_index
-from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
+from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Ranks
 from torch_ckpt.ranks.store_thread import StoreThread
 from torch_ckpt.ranks.transport import OverStore

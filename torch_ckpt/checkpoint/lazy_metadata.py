@@ -5,102 +5,166 @@ from __future__ import annotations
 import copyreg
 import pickle
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _core
+from torch_ckpt._base.paths import is_url
+from torch_ckpt.checkpoint.index import metadata_bytes_in, open_directory
+from torch_ckpt.checkpoint.metadata import decode_metadata
+from torch_ckpt.errors import CheckpointError
+
+#: Maximum total size, in bytes, of the metadata that the coordinator sends to all other ranks.
+MOST_BYTES_SENT = 16 << 20
 
 
-class LazyContents(NamedTuple):
+@dataclass(frozen=True)
+class LazyContents:
     """The contents of lazy metadata.
 
     Attributes:
         decode: decodes the metadata into torch's objects.
         sent: the result of ``__reduce__`` while the metadata is lazy; None to decode the metadata
             and pickle torch's objects.
-        known_index: the index of the metadata, if it has been built.
+        index: the index of the metadata, if it has been built.
         reader: returns the reader of the checkpoint, or None if it no longer exists.
     """
 
     decode: Callable[[], Metadata]
     sent: tuple[Callable[..., Metadata], tuple[Any, ...]] | None = None
-    known_index: _core.CheckpointIndex | None = None
+    index: _core.CheckpointIndex | None = None
     reader: Callable[[], Any] = lambda: None
 
 
-class _LazyMetadata(Metadata):
-    """Metadata that has not been decoded yet. The first access decodes it."""
+class LazyMetadata(Metadata):
+    """Metadata that the first access to an attribute decodes. It pretends to be of torch's class,
+    also to pickle and in comparisons.
 
-    def __init__(self, lazy_contents: LazyContents) -> None:
-        object.__setattr__(self, "lazy_contents", lazy_contents)
+    Args:
+        contents: the lazy contents; None for metadata with no entries, which can become lazy later.
+    """
+
+    __slots__ = ("_lazy",)
+    _lazy: LazyContents | None
+
+    def __init__(self, contents: LazyContents | None = None) -> None:
+        object.__setattr__(self, "_lazy", contents)
+        if contents is None:
+            super().__init__({})
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
             return Metadata
         _decode(self)
-        return getattr(self, name)
+        return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _decode(self)
-        setattr(self, name, value)
-
-    def __eq__(self, other: object) -> bool:
-        _decode(self)
-        return bool(self == other)
-
-    __hash__ = None  # type: ignore[assignment]
+        object.__setattr__(self, name, value)
 
 
-def lazy_metadata(lazy_contents: LazyContents) -> Metadata:
-    """Creates lazy metadata."""
-    return _LazyMetadata(lazy_contents)
+def make_lazy(metadata: Metadata, contents: LazyContents) -> None:
+    """Replaces all attributes by lazy contents. Decodes them at once if the metadata is a copy that
+    a planner has made, which cannot be lazy."""
+    vars(metadata).clear()
+    if type(metadata) is LazyMetadata:
+        object.__setattr__(metadata, "_lazy", contents)
+    else:
+        vars(metadata).update(vars(contents.decode()))
 
 
-def make_lazy(metadata: Metadata, lazy_contents: LazyContents) -> None:
-    """Converts a metadata object into lazy metadata."""
-    fields = vars(metadata)
-    fields.clear()
-    fields["lazy_contents"] = lazy_contents
-    metadata.__class__ = _LazyMetadata
-
-
-def lazy_index(metadata: Metadata) -> _core.CheckpointIndex | None:
-    """Returns the index of lazy metadata. Returns None once the metadata has been decoded, because
-    the caller may have changed it."""
-    lazy_contents = _contents_of(metadata)
-    return None if lazy_contents is None else lazy_contents.known_index
-
-
-def lazy_reader(metadata: Metadata) -> Any:
-    """Returns the reader of lazy metadata. Returns None if it no longer exists, or once the
-    metadata has been decoded."""
-    lazy_contents = _contents_of(metadata)
-    return None if lazy_contents is None else lazy_contents.reader()
-
-
-def _contents_of(metadata: Metadata) -> LazyContents | None:
-    found: LazyContents | None = object.__getattribute__(metadata, "__dict__").get("lazy_contents")
+def lazy_contents(metadata: Metadata | None) -> LazyContents | None:
+    """Returns the contents of lazy metadata. Returns None once the metadata has been decoded,
+    because the caller may have changed it."""
+    if type(metadata) is not LazyMetadata:
+        return None
+    found: LazyContents | None = object.__getattribute__(metadata, "_lazy")
     return found
 
 
-def _decode(metadata: Metadata) -> None:
-    lazy_contents = _contents_of(metadata)
-    if lazy_contents is not None:
-        fields = object.__getattribute__(metadata, "__dict__")
-        fields.update(vars(lazy_contents.decode()))
-        # Remove this last: another thread may decode the metadata at the same time.
-        fields.pop("lazy_contents", None)
-    object.__setattr__(metadata, "__class__", Metadata)
+def _decode(metadata: LazyMetadata) -> None:
+    contents = lazy_contents(metadata)
+    if contents is not None:
+        object.__getattribute__(metadata, "__dict__").update(vars(contents.decode()))
+        # Do this last: another thread may decode the metadata at the same time.
+        object.__setattr__(metadata, "_lazy", None)
 
 
-def _reduce(metadata: Metadata) -> Any:
-    lazy_contents = _contents_of(metadata)
-    if lazy_contents is not None and lazy_contents.sent is not None:
-        return lazy_contents.sent
-    _decode(metadata)
-    return metadata.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+def _reduce(metadata: LazyMetadata) -> Any:
+    contents = lazy_contents(metadata)
+    if contents is not None and contents.sent is not None:
+        return contents.sent
+    decoded = Metadata.__new__(Metadata)
+    vars(decoded).update(vars(metadata))
+    return decoded.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 # Allows lazy metadata to be pickled for other ranks, and to be copied, without decoding it.
-copyreg.pickle(_LazyMetadata, _reduce)
+copyreg.pickle(LazyMetadata, _reduce)
+
+
+def saved_contents(data: bytes) -> LazyContents:
+    """Returns the lazy contents of a ``.metadata`` file that a save has just written."""
+    decode = partial(decode_metadata, data, "the metadata of this save")
+    return LazyContents(decode, sent=(_saved, (data,)))
+
+
+def _saved(data: bytes) -> Metadata:
+    return LazyMetadata(saved_contents(data))
+
+
+class SavedMetadata(NamedTuple):
+    """The metadata of a committed save, in the form in which the coordinator sends it.
+
+    If the metadata is large, other ranks receive only its seal. They read the metadata from the
+    directory on first access.
+
+    Attributes:
+        data: the contents of ``.metadata``; None if the rank must read the file.
+        path: the checkpoint directory or URL.
+        ranks: number of ranks in the save.
+        seal: the checksum seal of the contents, if ``data`` is None.
+    """
+
+    data: bytes | None
+    path: str
+    ranks: int
+    seal: bytes = b""
+
+    def __reduce__(self) -> Any:
+        data, path, ranks, seal = self
+        # _read() reads local directories only.
+        if data is not None and len(data) * ranks > MOST_BYTES_SENT and not is_url(path):
+            seal, data = data[-_core.SEAL_BYTES :], None
+        return SavedMetadata, (data, path, ranks, seal)
+
+    def metadata(self) -> Metadata:
+        """Returns lazy metadata.
+
+        If this rank must read the metadata file, the first access raises CheckpointError if another
+        save has replaced the file.
+        """
+        if self.data is not None:
+            return _saved(self.data)
+        return LazyMetadata(LazyContents(partial(_read, self.path, self.seal)))
+
+
+def _read(path: str, seal: bytes) -> Metadata:
+    try:
+        with closing(open_directory(path)) as directory:
+            data = metadata_bytes_in(directory)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"the metadata of the save to {path} no longer exists ({error}); access it before the "
+            "checkpoint is deleted or moved, or on rank 0, which keeps it in memory"
+        ) from error
+    if not data.endswith(seal):
+        raise CheckpointError(
+            f"{path}: another save has replaced the metadata of this save; access it before the "
+            "next save, or on rank 0, which keeps it in memory"
+        )
+    return decode_metadata(data, path)

@@ -42,7 +42,6 @@ from torch_ckpt.checkpoint.index import (
     require_end,
     roles,
 )
-from torch_ckpt.checkpoint.lazy_metadata import lazy_index
 from torch_ckpt.errors import Corrupt, Unsafe
 
 #: Metadata version that stock torch writes. Older versions of torch do not define the constant.
@@ -91,9 +90,6 @@ def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
     Raises:
         Unsafe, Corrupt: see :func:`decode_index`.
     """
-    kept = lazy_index(metadata)
-    if kept is not None:
-        return kept
     paths = getattr(metadata, "planner_data", None)
     meta = getattr(metadata, "storage_meta", None)
     known = Metadata(

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from torch_ckpt.checkpoint.lazy_metadata import lazy_index, lazy_reader
+from torch_ckpt.checkpoint.lazy_metadata import lazy_contents
 from torch_ckpt.loading.load import Load, Prepared, object_item
 from torch_ckpt.loading.reading import PlansOnIndex, Reading
 from torch_ckpt.ranks.meeting import Ranks
@@ -57,8 +57,8 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         is_coordinator: bool = False,
     ) -> None:
         self._load = self._prepared = None
-        index = None if metadata is None else lazy_index(metadata)
-        reader = None if metadata is None else lazy_reader(metadata)
+        lazy = lazy_contents(metadata)
+        index, reader = (lazy.index, lazy.reader()) if lazy else (None, None)
         if metadata is None or index is None or reader is None or not reader.engine_can_read():
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return

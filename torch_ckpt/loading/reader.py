@@ -37,7 +37,7 @@ from torch_ckpt.checkpoint.index import (
     decode_index,
     metadata_bytes_in,
 )
-from torch_ckpt.checkpoint.lazy_metadata import LazyContents, lazy_index, lazy_metadata
+from torch_ckpt.checkpoint.lazy_metadata import LazyContents, LazyMetadata, lazy_contents
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import (
     checksum_tables,
@@ -239,7 +239,8 @@ class FileSystemReader(StockReader):
             raise refused
         # torch passes the rank only to a method that has a parameter named `kwargs`.
         self.use_collectives = kwargs.get("use_collectives", True)
-        self.set_up_for_load(kwargs.get("rank"), metadata, lazy_index(metadata))
+        lazy = lazy_contents(metadata)
+        self.set_up_for_load(kwargs.get("rank"), metadata, lazy.index if lazy else None)
         self._is_alone = False
         RelaxedGc.begin()
 
@@ -343,7 +344,9 @@ class FileSystemReader(StockReader):
     def read_index(self, rank: int | None = None) -> tuple[Metadata, _core.CheckpointIndex]:
         """Reads the metadata, and returns it with its index."""
         metadata = self.read_metadata() if rank is None else self.read_metadata(rank=rank)
-        return metadata, index_of(metadata, str(self.path))
+        lazy = lazy_contents(metadata)
+        index = lazy.index if lazy else None
+        return metadata, index_of(metadata, str(self.path)) if index is None else index
 
     def set_up_for_load(
         self, rank: int | None, metadata: Metadata, index: _core.CheckpointIndex | None = None
@@ -554,9 +557,7 @@ class FileSystemReader(StockReader):
                 _make_known(unpickled, size_rule, load_id)
                 return unpickled
 
-            metadata = lazy_metadata(
-                LazyContents(decode, known_index=index, reader=weakref.ref(self))
-            )
+            metadata = LazyMetadata(LazyContents(decode, index=index, reader=weakref.ref(self)))
         if self.read_once:
             self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
         return metadata

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from torch_ckpt.checkpoint.lazy_metadata import LazyMetadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan
 from torch_ckpt.saving.items import Written
@@ -92,7 +93,7 @@ class SavePlanner(DefaultSavePlanner):
                 "kind of writer; pass the same planner and writer on all ranks"
             )
         plan_of_all = GlobalPlan([plan.planner_data for plan in all_plans])
-        metadata = Metadata({})
+        metadata = LazyMetadata()
         setattr(metadata, _PLAN, plan_of_all)
         return [_plan_with(one) for one in plan_of_all.assignments()], metadata
 

@@ -23,7 +23,7 @@ from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import Place, require_one_directory
-from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
+from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan

@@ -30,6 +30,7 @@ from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place, require_one_directory
 from torch_ckpt.checkpoint.file_system import FilesBeneath
+from torch_ckpt.checkpoint.lazy_metadata import make_lazy, saved_contents
 from torch_ckpt.checkpoint.lease import (
     DirectoryLease,
     refuse_hidden_save,
@@ -41,7 +42,6 @@ from torch_ckpt.checkpoint.metadata import (
     index_of,
     with_checksum_tables,
 )
-from torch_ckpt.checkpoint.saved_metadata import make_lazy_from
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.saving.background import CHUNK_BYTES, Background
 from torch_ckpt.saving.global_plan import GlobalPlan
@@ -305,7 +305,7 @@ class FileSystemWriter(StockWriter):
             self.abandon()
             raise
         self.commit(data, names_of_files(written))
-        make_lazy_from(metadata, data)
+        make_lazy(metadata, saved_contents(data))
 
     def storage_meta(self) -> StorageMeta | None:
         # torch passes this object to the planner; SavePlanner detects by its type that the engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,11 @@ def test_metadata_of_our_reader_can_be_read_as_torchs(tmp_path: Path) -> None:
     # The reader is deleted before the metadata is read.
     metadata = torch_ckpt.FileSystemReader(tmp_path).read_metadata()
     assert list(metadata.state_dict_metadata) == ["w"]
-    assert type(metadata) is Metadata
+    assert isinstance(metadata, Metadata)
+    assert metadata.__class__ is Metadata
+    stock = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert metadata.state_dict_metadata == stock.state_dict_metadata
+    assert metadata == dataclasses.replace(metadata)
 
 
 def test_stock_loads_with_our_reader_use_torchs_planner(tmp_path: Path) -> None:

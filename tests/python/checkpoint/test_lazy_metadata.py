@@ -11,7 +11,7 @@ import torch
 
 import torch_ckpt
 from torch_ckpt import CheckpointError
-from torch_ckpt.checkpoint.saved_metadata import MOST_BYTES_SENT, SavedMetadata
+from torch_ckpt.checkpoint.lazy_metadata import MOST_BYTES_SENT, SavedMetadata
 
 
 def sent(path: Path, ranks: int) -> bytes:
