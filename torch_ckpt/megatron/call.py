@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointExcept
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.request import STEP, AsyncRequest, require_same_call
+from torch_ckpt.megatron.request import STEP, AsyncRequest, require_same_call, stage_arguments
 from torch_ckpt.megatron.write_task import StagedWrites, staging_for
 from torch_ckpt.ranks.failures import failed_on, of_torch
 from torch_ckpt.ranks.lockstep import Lockstep
@@ -51,30 +52,36 @@ class Call:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def start(self, staged: Any, before: Call | None) -> None:
-        """Runs the function in a thread, after the function of the previous call has ended.
+    def start(self, before: Call | None) -> None:
+        """Stages the request, and runs its function in a thread after the function of the previous
+        call has ended. An error fails the call.
 
         Args:
-            staged: the arguments, or the wrapped exception of the preload function.
             before: the previous call of the queue; None for the first.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: raised during staging. The call fails as well.
         """
-        if failed(staged):
-            self.end(staged)
+        with staging_for(self.staged):
+            arguments = attempt(stage_arguments, self.request)
+        if failed(arguments):
+            self.end(arguments)
         elif self.request.async_fn is None:
             self.end(None)
         else:
-            arguments = [staged]
-
-            def run() -> None:
-                if before is not None:
-                    before.ended.wait()
-                outcome = attempt(self._run, arguments.pop())
-                self.end(outcome if failed(outcome) else None)
-
             try:
-                self._thread = spawn(run)
+                # Only the thread refers to the arguments.
+                self._thread = spawn(partial(self._run, [arguments], before))
             except RuntimeError as error:
                 self.end(_wrap(error))
+        if self.is_aborted:
+            # Another thread aborted the call before all of its writes were listed.
+            self.abort()
+        elif self.ended.is_set() and self.failure is not None:
+            self.cancel_writes()
+        if failed(arguments) and isinstance(arguments[0], KeyboardInterrupt | SystemExit):
+            # The other ranks receive this error when the call is finalized.
+            raise arguments[0]
 
     def end(self, failure: WRAPPED_EXCEPTION | None) -> None:
         """Records the outcome; None means success. Only the first call has an effect."""
@@ -96,7 +103,7 @@ class Call:
         failure = failure or self.abort_failure()
         self._cancel(failure)
         if self.agreement is not None:
-            self.agreement.cancel(failure)
+            self.agreement.ranks.cancel(failure)
         self.discard()
 
     def cancel_writes(self) -> None:
@@ -165,7 +172,14 @@ class Call:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _run(self, arguments: list[Any]) -> None:
+    def _run(self, staged: list[Any], before: Call | None) -> None:
+        """Runs the function; the body of the thread."""
+        if before is not None:
+            before.ended.wait()
+        outcome = attempt(self._call_function, staged.pop())
+        self.end(outcome if failed(outcome) else None)
+
+    def _call_function(self, arguments: list[Any]) -> None:
         request = self.request
         if request.async_fn is not None:  # None: cancelled before it started
             with staging_for(self.staged):
@@ -214,7 +228,7 @@ class Agreement:
         self._call = call
         self._timeout = timeout
         self._before = before
-        self._ranks = call.rendezvous.ranks(timeout, kind="call")
+        self.ranks = call.rendezvous.ranks(timeout, kind="call")
         self.lockstep = Lockstep(call.rendezvous, timeout)
         self._lost: dict[int, WRAPPED_EXCEPTION] = {}
         self._result: Future[_Outcome] = Future()
@@ -222,13 +236,9 @@ class Agreement:
         self._thread = threading.Thread(target=self._agree, name="torch_ckpt call", daemon=True)
         self._thread.start()
 
-    def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
-        """Ends this rank's exchange with a failure."""
-        self._ranks.cancel(failure)
-
     def poll(self) -> bool:
         """Returns True if this rank must finalize now. All ranks do so at the same poll."""
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return self._call.ended.is_set()
         try:
             return self.lockstep.poll(self._acts_independently)
@@ -239,7 +249,7 @@ class Agreement:
     def wait(self) -> None:
         """Waits until the call has ended on all ranks, a rank is declared dead, or the call is
         aborted."""
-        self._ranks.wake()
+        self.ranks.wake()
         while not self._call.is_aborted:
             # Python handles Ctrl-C only between waits.
             try:
@@ -266,7 +276,7 @@ class Agreement:
         _is_exiting.set()
         for agreement in cls._under_way:
             if not agreement._result.done():
-                agreement.cancel(agreement._call.abort_failure())
+                agreement.ranks.cancel(agreement._call.abort_failure())
         for agreement in cls._under_way:
             agreement._thread.join(_EXIT_SECONDS)
 
@@ -276,15 +286,15 @@ class Agreement:
         try:
             # Send heartbeats as long as the process is alive, even without progress:
             # _wait_for_own_part() detects a lack of progress.
-            with self._ranks.alive(time.monotonic_ns):
-                outcome = self._ranks.all_reduce(STEP, self._wait_for_own_part, _combine)
+            with self.ranks.alive(time.monotonic_ns):
+                outcome = self.ranks.all_reduce(STEP, self._wait_for_own_part, _combine)
         except CheckpointException as error:
-            outcome = _Outcome(error.failures, self._ranks.rank in error.failures)
+            outcome = _Outcome(error.failures, self.ranks.rank in error.failures)
         except BaseException as error:
-            outcome = _Outcome({self._ranks.rank: _wrap(error)}, True)
+            outcome = _Outcome({self.ranks.rank: _wrap(error)}, True)
         self.lockstep.over()
         self._result.set_result(outcome)
-        self._ranks.close()
+        self.ranks.close()
         if self._before is not None and not outcome.failures:
             # All ranks have ended this call, so they have acted on the previous call.
             with suppress(CheckpointException):
@@ -299,8 +309,8 @@ class Agreement:
         failure = self._call.failure
         if failure is not None and self._call.is_aborted:
             # The call may have been aborted before this agreement existed.
-            self._ranks.cancel(failure)
-        if self._ranks.size > 1:
+            self.ranks.cancel(failure)
+        if self.ranks.size > 1:
             self.lockstep.part()
         # A list, because a wrapped exception would fail the exchange itself.
         return self._call.request.call_idx, [failure] if failure else []

@@ -26,11 +26,9 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
-from torch_ckpt.megatron.request import AsyncRequest, make_background, stage_arguments
-from torch_ckpt.megatron.write_task import staging_for
+from torch_ckpt.megatron.request import AsyncRequest, make_background
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, own_rank
-from torch_ckpt.ranks.outcomes import attempt, failed
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.host_memory import reserve_pool
 
@@ -134,18 +132,8 @@ class AsyncCallsQueue:
         rendezvous = Meeting.of(self._group, no_dist=False)
         call = Call(request, rendezvous, self._background or self._default_background)
         self._calls.append(call)
-        with staging_for(call.staged):
-            outcome = attempt(stage_arguments, request)
-        call.start(outcome, self._last)
-        if call.is_aborted:
-            # Another thread aborted the call before all of its writes were listed.
-            call.abort()
-        elif call.ended.is_set() and call.failure is not None:
-            call.cancel_writes()
-        self._last = call
-        if failed(outcome) and isinstance(outcome[0], KeyboardInterrupt | SystemExit):
-            # The other ranks receive this error when the call is finalized.
-            raise outcome[0]
+        before, self._last = self._last, call
+        call.start(before)
         return self.call_idx
 
     def maybe_finalize_async_calls(
@@ -184,9 +172,7 @@ class AsyncCallsQueue:
         raised: Exception | None = None
         failure: Exception | None = None
         error: Exception | None = None
-        while (call := self._first()) is not None:
-            if not self._has_ended(call, blocking, no_dist):
-                break
+        while (call := self._first()) is not None and self._has_ended(call, blocking, no_dist):
             _core.fault_point("call has ended")
             with suppress(ValueError):  # aborted by another thread
                 self._calls.remove(call)
@@ -196,23 +182,16 @@ class AsyncCallsQueue:
             error = failure or call.finalize()
             # The call is in a reference cycle. Release the writer before the cycle is collected.
             call.discard()
+            number = call.request.call_idx
             if error is None:
-                finalized.append(call.request.call_idx)
-                continue
-            if raised is not None:
-                LOGGER.error(
-                    "rank %d: call %d was not finalized: %s",
-                    own_rank(),
-                    call.request.call_idx,
-                    error,
-                )
-            raised = raised or error
-            if failure is None:
-                # A finalize function may have failed on this rank only. The other ranks then
-                # continue with the next call in this poll.
-                continue
-            if call.is_aborted or not blocking:
-                # An abort removes the later calls, too.
+                finalized.append(number)
+            elif raised is None:
+                raised = error
+            else:
+                LOGGER.error("rank %d: call %d was not finalized: %s", own_rank(), number, error)
+            # If a finalize function has failed, then perhaps on this rank only, so continue with
+            # the next call in this poll, as the other ranks do. An abort removes the later calls.
+            if failure is not None and (call.is_aborted or not blocking):
                 break
         if raised is not None:
             try:
