@@ -34,29 +34,32 @@ class ResultsQueue:
     items.
 
     It can be pickled by any pickler. The unpickled queue sends its items to the owner, as long as
-    the owner still has the queue. Thread-safe.
+    the owner still has the queue. Thread-safe. Only unpickling passes arguments.
     """
 
     # Queues that this process owns, by name; unpickling one of them here returns the same object.
     _owned: ClassVar[weakref.WeakValueDictionary[str, ResultsQueue]] = weakref.WeakValueDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self) -> None:
-        self._initialize(os.getpid(), uuid.uuid4().hex, None)
-        with self._lock:
-            self._owned[self._name] = self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_queue, (self._owner, self._name, self._open_channel().address)
-
-    def _initialize(self, owner: int, name: str, channel: _core.ProcessChannel | None) -> None:
-        self._owner = owner
-        self._name = name
+    def __init__(
+        self,
+        owner: int | None = None,
+        name: str | None = None,
+        channel: _core.ProcessChannel | None = None,
+    ) -> None:
+        self._owner = owner or os.getpid()
+        self._name = name or uuid.uuid4().hex
         self._channel = channel  # None: no other process has this queue
         self._items: deque[Any] = deque()
         # Reentrant: the garbage collector may run code that pickles the queue while the lock is
         # held.
         self._items_lock = threading.RLock()
+        if owner is None:
+            with self._lock:
+                self._owned[self._name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_queue, (self._owner, self._name, self._open_channel().address)
 
     def _open_channel(self) -> _core.ProcessChannel:
         """Returns the channel for items from other processes, creating it on first use."""
@@ -177,10 +180,7 @@ register(Part.RESULTS, before_fork=ResultsQueue.before_fork, in_child=ResultsQue
 
 def _rebuild_queue(owner: int, name: str, address: _core.ChannelAddress) -> ResultsQueue:
     known = ResultsQueue._owned.get(name) if owner == os.getpid() else None
-    if known is None:
-        known = ResultsQueue.__new__(ResultsQueue)
-        known._initialize(owner, name, _core.ProcessChannel.at(address))
-    return known
+    return known or ResultsQueue(owner, name, _core.ProcessChannel.at(address))
 
 
 _queue: ResultsQueue | None = None
