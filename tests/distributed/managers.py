@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.distributed import cases
 from tests.distributed.cases import Launch, mesh_1d, tensor_of
 from tests.support import assert_equal
 from torch_ckpt import CheckpointManager
@@ -108,16 +105,3 @@ class NoState:
 
     def load_state_dict(self, state: Any) -> None:
         raise AssertionError("never")
-
-
-# --- looking on -----------------------------------------------------------------------------------
-
-CASES = {
-    name.removeprefix("case_"): case
-    for name, case in list(globals().items())
-    if name.startswith("case_")
-}
-
-
-if __name__ == "__main__":
-    cases.main(Path(sys.argv[2]), Path(sys.argv[1]), sys.argv[3:], CASES)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
-from tests.distributed.background import STAGINGS, Held, Stop, assert_saved, megabytes_of, overwrite
+from tests.distributed.background import STAGINGS, Held, assert_saved, overwrite
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
     Launch,
@@ -23,8 +23,7 @@ from tests.distributed.cases import (
     tensor_of,
 )
 from tests.distributed.launcher import on, on_ranks
-from tests.support import assert_equal, emptied
-from torch_ckpt import Background, CheckpointError, SourceChanged
+from torch_ckpt import SourceChanged
 
 # --- one save and the next ------------------------------------------------------------------------
 
@@ -42,46 +41,6 @@ class Probe:
 
     def load_state_dict(self, state: StateDict) -> None:
         pass
-
-
-def case_a_second_save_waits_for_the_first(launch: Launch) -> None:
-    slow = Background(max_bytes_per_second=40_000_000)
-    first = torch_ckpt.async_save(megabytes_of(launch.rank, 16), launch.path("1"), background=slow)
-    probe = Probe(lambda: (first.done(), (launch.path("1") / ".metadata").exists()))
-    state = {"probe": probe, **megabytes_of(launch.rank, 1)}
-    second = torch_ckpt.async_save(state, launch.path("2"))
-    assert probe.seen == [(True, True)]
-    second.result(PATIENCE_SECONDS)
-    for path, count in ((launch.path("1"), 16), (launch.path("2"), 1)):
-        loaded = emptied(megabytes_of(launch.rank, count))
-        torch_ckpt.load(loaded, path)
-        assert_equal(loaded, megabytes_of(launch.rank, count))
-
-
-def case_a_second_save_can_be_refused(launch: Launch) -> None:
-    stop = Stop()
-    first = torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("1"), write_done=stop)
-    try:
-        torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("2"), if_busy="raise")
-    except CheckpointError as error:
-        assert "is still running" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError("there were two saves at a time")
-    stop.may_end.set()
-    first.result(PATIENCE_SECONDS)
-    torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("2"), if_busy="raise").result()
-
-
-def case_an_unseen_error_is_raised_by_the_next_save(launch: Launch) -> None:
-    path = launch.path("1")
-    with full_disk_on(1):
-        handle = torch_ckpt.async_save(everything(launch), path)
-        # The result of this save is not read.
-        wait_for_futures([handle.committed], PATIENCE_SECONDS)
-    causes = failure_of(launch, lambda: torch_ckpt.async_save({}, launch.path("2")))
-    assert_is_full_disk(causes, 1, path)
-    torch_ckpt.async_save(everything(launch), launch.path("2")).result(PATIENCE_SECONDS)
-    assert_saved(launch, launch.path("2"))
 
 
 def case_an_error_unseen_on_one_rank_fails_the_next_save_on_all(launch: Launch) -> None:
@@ -105,14 +64,6 @@ def case_an_error_unseen_on_one_rank_fails_the_next_save_on_all(launch: Launch) 
     assert not (launch.path("2") / ".metadata").exists()
     save()
     assert_saved(launch, launch.path("2"))
-
-
-def case_a_synchronous_save_waits_for_a_running_one(launch: Launch) -> None:
-    slow = Background(max_bytes_per_second=40_000_000)
-    handle = torch_ckpt.async_save(megabytes_of(launch.rank, 16), launch.path("1"), background=slow)
-    # The state is read before the wait, and the running save has ended when result() returns.
-    torch_ckpt.save({"t": tensor_of("t", 5)}, launch.path("2"))
-    assert handle.done()
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -147,20 +98,6 @@ def case_a_full_disk_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
         assert list(path.iterdir()) == []
         torch_ckpt.async_save(everything(launch), path, staging=staging).result(PATIENCE_SECONDS)
         assert_saved(launch, path)
-
-
-def case_a_failed_save_keeps_the_older_checkpoint(launch: Launch) -> None:
-    path = launch.path()
-    torch_ckpt.async_save(everything(launch), path).result(PATIENCE_SECONDS)
-    before = sorted(file.name for file in path.iterdir())
-    state = everything(launch)
-    for tensor in state["plain"]:
-        tensor.add_(1)
-    with full_disk_on(1):
-        handle = torch_ckpt.async_save(state, path)
-        failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
-    assert sorted(file.name for file in path.iterdir()) == before
-    assert_saved(launch, path)
 
 
 def case_a_failing_write_done_on_one_rank_publishes_nothing(launch: Launch) -> None:

@@ -29,7 +29,6 @@ from tests.distributed.background import (
     Stop,
     assert_saved,
     load_by_dcp,
-    megabytes_of,
     overwrite,
     threads_in_collectives,
 )
@@ -46,7 +45,7 @@ from tests.distributed.cases import (
 from tests.distributed.launcher import on, on_ranks
 from tests.fault_hooks import at_fault_points
 from tests.support import assert_equal, emptied
-from torch_ckpt import Background, CheckpointError, OnCommitFailed
+from torch_ckpt import CheckpointError, OnCommitFailed
 
 # --- replicas that differ -------------------------------------------------------------------------
 
@@ -203,15 +202,6 @@ def case_an_fsdp_model_trains_while_it_is_saved(launch: Launch) -> None:
             assert_equal(full_state(other, other_optimizer), expected)
 
 
-def case_plain_tensors_are_written_once_and_by_all_ranks(launch: Launch) -> None:
-    path = launch.path()
-    state = {f"t{i}": tensor_of(f"t{i}", 100, 100) for i in range(8)}
-    metadata = torch_ckpt.async_save(state, path).result(PATIENCE_SECONDS)
-    assert len(metadata.storage_data) == 8
-    writers = {info.relative_path.split("_")[2] for info in metadata.storage_data.values()}
-    assert writers == {str(rank) for rank in range(launch.size)}
-
-
 @on(4)
 def case_ranks_of_a_subgroup_save_and_the_others_do_not(launch: Launch) -> None:
     half = launch.size // 2
@@ -264,18 +254,6 @@ def case_a_save_uses_no_process_group_in_the_background(launch: Launch) -> None:
             handle.result(PATIENCE_SECONDS)
         assert users == {threading.main_thread().name}
         assert_saved(launch, launch.path(staging))
-
-
-def case_a_slow_save_uses_no_process_group_in_the_background(launch: Launch) -> None:
-    # Bytes are written all the time.
-    slow = Background(max_bytes_per_second=20_000_000)
-    handle = torch_ckpt.async_save(megabytes_of(launch.rank, 8), launch.path(), background=slow)
-    rounds = 0
-    # The number is the same on all ranks, or a rank would wait in the last collective.
-    while dist.all_reduce(left := torch.tensor(0.0 if handle.done() else 1.0)) is None and left > 0:
-        rounds += 1
-    assert rounds > 10
-    handle.result(PATIENCE_SECONDS)
 
 
 # --- saves of one structure -----------------------------------------------------------------------

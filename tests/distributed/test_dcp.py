@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_ckpt
 from tests.distributed.cases import (
@@ -32,7 +32,6 @@ from tests.distributed.cases import (
     mesh_2d,
     rank_local_state,
     save,
-    sharded_tensor,
     tensor_of,
     trained_model,
     zeroed,
@@ -110,37 +109,6 @@ def case_tensors_on_a_2d_mesh_make_the_round_trip_with_stock_torch(launch: Launc
         assert_full_tensors(loaded)
 
 
-def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
-    mesh = mesh_1d(launch)
-    path = launch.path()
-    save({"t": distribute_tensor(tensor_of("t", 37, 41), mesh, [Shard(0)])}, path)
-    for reader in (OURS[1], STOCK[1]):
-        columns = torch.zeros_like(distribute_tensor(tensor_of("t", 37, 41), mesh, [Shard(1)]))
-        load({"t": columns}, path, reader)
-        assert_equal(columns.full_tensor(), tensor_of("t", 37, 41))
-        full = torch.zeros(37, 41)
-        load({"t": full}, path, reader)
-        assert_equal(full, tensor_of("t", 37, 41))
-
-
-def case_sharded_targets_are_cast_to_their_dtype(launch: Launch) -> None:
-    mesh = mesh_1d(launch)
-    path = launch.path()
-    full = torch.arange(35.0).reshape(7, 5)
-    save({"t": distribute_tensor(full, mesh, [Shard(0)])}, path)
-    target = torch.zeros_like(distribute_tensor(full.to(torch.bfloat16), mesh, [Shard(1)]))
-    load({"t": target}, path)
-    assert_equal(target.full_tensor(), full.to(torch.bfloat16))
-
-
-def case_meta_tensors_are_materialized(launch: Launch) -> None:
-    path = launch.path()
-    save({"t": tensor_of("t", 5, 3)}, path)
-    state = {"t": torch.empty(5, 3, device="meta")}
-    load(state, path)
-    assert_equal(state["t"], tensor_of("t", 5, 3))
-
-
 def case_an_fsdp_model_and_its_optimizer_make_the_round_trip(launch: Launch) -> None:
     for number, (writer, reader) in enumerate(PAIRS):
         path = launch.path(str(number))
@@ -182,34 +150,6 @@ def case_objects_and_stateful_values_make_the_round_trip(launch: Launch) -> None
         assert counter.value == 7
         assert loaded["note"] == "for all"
         assert loaded[own] == {"rank": launch.rank}
-
-
-def case_plain_tensors_that_only_one_rank_has_are_saved(launch: Launch) -> None:
-    path = launch.path()
-    own = f"of rank {launch.rank}"
-    save({own: tensor_of(own, 5 + launch.rank)}, path)
-    for rank in range(launch.size):
-        name = f"of rank {rank}"
-        state = {name: torch.zeros(5 + rank)}
-        load(state, path)
-        assert_equal(state[name], tensor_of(name, 5 + rank))
-
-
-def case_several_shards_of_one_tensor_on_a_rank_make_the_round_trip(launch: Launch) -> None:
-    for number, (writer, reader) in enumerate(PAIRS):
-        path = launch.path(str(number))
-        save({"sharded": sharded_tensor(launch)}, path, writer)
-        target = sharded_tensor(launch)
-        for shard in target.local_shards():
-            shard.tensor.zero_()
-        load({"sharded": target}, path, reader)
-        for shard, expected in zip(
-            target.local_shards(), sharded_tensor(launch).local_shards(), strict=True
-        ):
-            assert_equal(shard.tensor, expected.tensor)
-        full = torch.zeros(6 * launch.size, 5)
-        load({"sharded": full}, path, reader)
-        assert_equal(full, tensor_of("sharded", 6 * launch.size, 5))
 
 
 def case_a_sharded_optimizer_state_is_loaded_before_the_optimizer_exists(launch: Launch) -> None:
@@ -254,23 +194,6 @@ def case_a_checkpoint_of_another_number_of_ranks_is_loaded(launch: Launch) -> No
 # --- assignment to ranks --------------------------------------------------------------------------
 
 
-@on(2, 4)
-def case_replicated_tensors_are_written_once_and_by_all_ranks(launch: Launch) -> None:
-    path = launch.path()
-    mesh = mesh_1d(launch)
-    count, shape = 8, (100, 100)
-    state = {f"t{i}": tensor_of(f"t{i}", *shape) for i in range(count)} | {
-        f"d{i}": distribute_tensor(tensor_of(f"d{i}", *shape), mesh, [Replicate()])
-        for i in range(count)
-    }
-    metadata = save(state, path)
-    stored = sum(file.stat().st_size for file in data_files(path))
-    assert len(metadata.storage_data) == 2 * count
-    assert stored < 1.1 * 2 * count * 100 * 100 * 4
-    writers = {info.relative_path.split("_")[2] for info in metadata.storage_data.values()}
-    assert writers == {str(rank) for rank in range(launch.size)}
-
-
 def case_each_rank_writes_its_own_files(launch: Launch) -> None:
     path = launch.path()
     writer = torch_ckpt.FileSystemWriter(path, thread_count=2)
@@ -306,19 +229,6 @@ def case_one_writer_overwrites_a_checkpoint_many_times(launch: Launch) -> None:
         dist.barrier()
 
 
-def case_overwriting_can_be_forbidden(launch: Launch) -> None:
-    path = launch.path()
-    save({"t": tensor_of("t", 3)}, path)
-    dist.barrier()
-    writer = torch_ckpt.FileSystemWriter(path, overwrite=False)
-    causes = failure_of(launch, lambda: dcp.save({"t": torch.zeros(3)}, storage_writer=writer))
-    assert set(causes) == set(range(launch.size))
-    assert "Checkpoint already exists" in str(causes[0])
-    loaded = {"t": torch.zeros(3)}
-    load(loaded, path)
-    assert_equal(loaded["t"], tensor_of("t", 3))
-
-
 @on(4)
 def case_ranks_of_a_subgroup_save_and_load_together(launch: Launch) -> None:
     half = launch.size // 2
@@ -329,14 +239,6 @@ def case_ranks_of_a_subgroup_save_and_load_together(launch: Launch) -> None:
     loaded = {"t": torch.zeros(9), "side": -1}
     load(loaded, path, process_group=groups[side])
     assert_equal(loaded, {"t": tensor_of(f"t{side}", 9), "side": side})
-
-
-def case_without_distribution_each_rank_saves_separately(launch: Launch) -> None:
-    path = launch.path(f"rank {launch.rank}")
-    save({"rank": launch.rank, "t": tensor_of("t", 4)}, path, no_dist=True)
-    loaded = {"rank": -1, "t": torch.zeros(4)}
-    load(loaded, path, no_dist=True)
-    assert_equal(loaded, {"rank": launch.rank, "t": tensor_of("t", 4)})
 
 
 # --- checksum tables ------------------------------------------------------------------------------

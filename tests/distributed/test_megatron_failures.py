@@ -243,21 +243,6 @@ def case_a_failed_commit_fails_all_ranks(launch: Launch) -> None:
     assert_saved(launch, path, 1)
 
 
-def case_a_failed_save_keeps_the_older_checkpoint(launch: Launch) -> None:
-    path, queue, site = launch.path(), queue_of(), Site(caching=True)
-    for step in (1, 2):
-        save(launch, path, step, site)
-    dist.barrier()
-    before = names_in(path)
-    with full_disk_on(last_of(launch)):
-        queue.schedule_async_request(site.request(state_at(launch, 3), path))
-        failure_of(launch, queue.close)
-    gc.collect()
-    dist.barrier()
-    assert names_in(path) == before
-    assert_saved(launch, path, 2)
-
-
 # --- aborts ---------------------------------------------------------------------------------------
 
 

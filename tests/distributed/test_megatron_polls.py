@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -171,22 +170,6 @@ def case_a_call_that_ended_before_the_first_poll_is_finalized_by_the_second(laun
                 dist.barrier()
                 finalized += queue.maybe_finalize_async_calls()
             assert of_all(launch, finalized) == [[call]] * launch.size
-
-
-def case_ranks_that_poll_often_and_one_that_polls_rarely_finalize_soon(
-    launch: Launch,
-) -> None:
-    queue, event, polls = queue_of(), threading.Event(), 0
-    queue.schedule_async_request(waits_for(event))
-    while not queue.maybe_finalize_async_calls():
-        polls += 1
-        if launch.rank == last_of(launch):
-            time.sleep(0.02)
-        if launch.rank != last_of(launch) or polls >= 10:
-            event.set()
-    # The other ranks had time for thousands of polls.
-    assert launch.size == 1 or polls < 40
-    assert of_all(launch, polls) == [polls] * launch.size
 
 
 def case_a_close_finalizes_the_calls_after_a_failed_one(launch: Launch) -> None:

@@ -93,15 +93,6 @@ def case_checkpoints_of_other_numbers_of_ranks_are_loaded(launch: Launch) -> Non
         assert_saved(launch, source, 7, own=False)
 
 
-def case_a_source_may_change_as_soon_as_its_save_is_scheduled(launch: Launch) -> None:
-    path, queue, state = launch.path(), queue_of(), state_at(launch, 3)
-    request = Site().request(state, path)
-    queue.schedule_async_request(request)
-    overwrite(state)
-    queue.close()
-    assert_saved(launch, path, 3)
-
-
 def case_data_files_equal_those_of_stock_torch_byte_for_byte(launch: Launch) -> None:
     for planner in PLANNERS:
         stock, ours = launch.path(planner.__name__, "stock"), launch.path(planner.__name__, "ours")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import random
 import sys
 from pathlib import Path
@@ -12,17 +11,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks import no_cuda
 from tests.distributed.cases import Launch, StateDict
 from tests.distributed.launcher import on_ranks
 from tests.distributed.peers import (
-    assert_holds_only_what_its_metadata_names,
     assert_is_ours,
     assert_loads,
-    assert_names_the_file,
     children,
     directory,
     emptied,
@@ -37,7 +33,7 @@ from tests.distributed.peers import (
     strategies,
     why_skipped,
 )
-from tests.support import assert_equal, data_files, files_limited_to, random_tensor
+from tests.support import assert_equal, data_files, random_tensor
 from torch_ckpt.checkpoint.metadata import checksum_tables, read_metadata
 from torch_ckpt.megatron import install, uninstall
 
@@ -97,36 +93,6 @@ def case_megatron_saves_synchronously_through_ours(launch: Launch) -> None:
         dist_checkpointing.save(megatron_state(launch, 3), str(path))
         assert_is_ours(launch, path)
         assert_loads(launch, path, seed=3)
-
-
-def case_megatron_saves_twice_before_it_finalizes(launch: Launch) -> None:
-    paths = [directory(launch, str(number)) for number in range(2)]
-    with installed():
-        queue = strategies("async_utils").AsyncCallsQueue()
-        for seed, path in enumerate(paths):
-            queue.schedule_async_request(request_for(launch, path, seed))
-        assert queue.get_num_unfinalized_calls() == 2
-        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
-        queue.close()
-    for seed, path in enumerate(paths):
-        assert_loads(launch, path, seed)
-
-
-def case_nonblocking_polls_end_every_save_at_the_same_poll(launch: Launch) -> None:
-    """Polls once in each step, with a collective in between, like a training loop."""
-    path = directory(launch)
-    with installed():
-        queue = strategies("async_utils").AsyncCallsQueue()
-        queue.schedule_async_request(request_for(launch, path, seed=4))
-        for _step in itertools.count():
-            finalized = queue.maybe_finalize_async_calls(blocking=False)
-            everywhere: list[Any] = [None] * launch.size
-            dist.all_gather_object(everywhere, finalized)
-            assert everywhere == [finalized] * launch.size
-            if finalized:
-                break
-        queue.close()
-    assert_loads(launch, path, seed=4)
 
 
 def case_four_megatron_saves_of_one_structure_are_planned_together_twice(launch: Launch) -> None:
@@ -201,19 +167,6 @@ def case_a_resumed_run_reuses_the_loaded_metadata(launch: Launch) -> None:
     assert_is_ours(launch, after)
 
 
-def case_a_write_that_fails_on_one_rank_fails_megatrons_save_on_all(launch: Launch) -> None:
-    path = directory(launch)
-    with installed():
-        queue = strategies("async_utils").AsyncCallsQueue()
-        request = request_for(launch, path, seed=7)
-        with files_limited_to(1000 if launch.rank == launch.size - 1 else 1 << 30):
-            queue.schedule_async_request(request)
-            error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
-        queue.close()
-    assert_names_the_file(launch, error, path)
-    assert not (path / ".metadata").exists()
-
-
 def case_options_of_install_apply_to_megatrons_saves_and_loads(launch: Launch) -> None:
     path = directory(launch)
     with installed(writer={"thread_count": 3}, reader={"thread_count": 1}):
@@ -251,17 +204,6 @@ def case_megatron_distributes_replicas_over_its_ranks_and_loads_them(launch: Lau
         assert_equal(loaded[name], expected, name)
 
 
-def case_megatron_saves_over_an_older_checkpoint(launch: Launch) -> None:
-    path = directory(launch)
-    with installed():
-        for seed in (1, 2):
-            request = request_for(launch, path, seed)
-            save_through(strategies("async_utils").AsyncCallsQueue(), request)
-            assert_loads(launch, path, seed)
-            dist.barrier()
-    assert_holds_only_what_its_metadata_names(launch, path)
-
-
 def case_objects_of_megatrons_training_load_without_running_a_pickle(launch: Launch) -> None:
     """Objects that Megatron stores beside tensors, and its types that it declares safe."""
     from megatron.core import dist_checkpointing
@@ -293,25 +235,6 @@ def case_objects_of_megatrons_training_load_without_running_a_pickle(launch: Lau
     assert_equal(loaded["rng_state"], [rng])
     assert loaded["extra_state"].getvalue() == b"of the layer"
     assert loaded["rerun_state_machine_state"] == {"mode": RerunMode.VALIDATE_RESULTS}
-
-
-def case_megatron_loads_rows_as_columns(launch: Launch) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    path = directory(launch)
-    whole = random_tensor((12, 8), torch.float32, seed=1)
-    shards = [whole.chunk(launch.size, dim)[launch.rank].contiguous() for dim in (0, 1)]
-
-    def state(dim: int, data: torch.Tensor) -> StateDict:
-        place = (dim, launch.rank, launch.size)
-        return {"t": ShardedTensor.from_rank_offsets("t", data, place)}
-
-    with installed():
-        request = dist_checkpointing.save(state(0, shards[0]), str(path), async_sharded_save=True)
-        save_through(strategies("async_utils").AsyncCallsQueue(), request)
-        loaded = dist_checkpointing.load(state(1, torch.zeros_like(shards[1])), str(path))
-    assert_equal(loaded["t"], shards[1])
 
 
 def case_megatron_loads_another_shape_if_allowed(launch: Launch) -> None:

@@ -165,14 +165,6 @@ def case_our_writer_writes_in_a_process_that_megatron_spawns(launch: Launch) -> 
     save_by_their_queue(launch, spawned_queue())
 
 
-def case_our_writer_writes_if_megatron_executes_its_request_at_once(launch: Launch) -> None:
-    path = directory(launch)
-    with our_writer():
-        request_for(launch, path, seed=1).execute_sync()
-    assert_is_ours(launch, path)
-    assert_loads(launch, path, seed=1)
-
-
 def case_our_writer_overwrites_a_checkpoint_by_megatrons_plan(launch: Launch) -> None:
     """Ranks choose new file names independently."""
     path = directory(launch)
@@ -351,15 +343,6 @@ def case_our_writer_writes_in_a_process_that_nvrx_forks(launch: Launch) -> None:
 @on(2, only=True)
 def case_our_writer_writes_in_a_process_that_nvrx_spawns(launch: Launch) -> None:
     save_by_nvrxs_queue(launch, SPAWNED)
-
-
-def case_our_writer_writes_if_nvrx_executes_its_request_at_once(launch: Launch) -> None:
-    from torch_ckpt.megatron import nvrx as ours
-
-    path = launch.path()
-    nvrx_request(launch, ours.FileSystemWriterAsync(path), seed=1).execute_sync()
-    assert_is_ours(launch, path)
-    assert_loads_by_torch(launch, path, seed=1)
 
 
 def case_nvrxs_writer_writes_through_our_queue(launch: Launch) -> None:
