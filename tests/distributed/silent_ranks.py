@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -52,11 +52,13 @@ class Found:
         outcomes: by rank the exception; a killed rank has none.
         published: True if a checkpoint existed when the other ranks had their outcomes.
         published_later: True if a checkpoint existed when a surviving victim had its outcome, too.
+        names_later: the names in the directory then, if the test notes them.
     """
 
     outcomes: dict[int, Any]
     published: bool
     published_later: bool
+    names_later: list[str] = field(default_factory=list)
 
 
 def given_up_after(victim: int) -> str:

@@ -4,7 +4,6 @@ nothing is published, and after a restart the ranks save into the same directory
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 import signal
 import warnings
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ from tests.distributed.silent_ranks import (
     play_in_groups,
 )
 from tests.fault_hooks import before
+from tests.gates import eventually
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 from torch_ckpt.checkpoint.metadata import read_metadata
-from torch_ckpt.ranks import transport
-from torch_ckpt.saving.writer import FileSystemWriter
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,15 @@ class Death:
         return f"rank {self.victim} {self.how} in {self.phase} of {self.by}"
 
 
+WAITING = "waiting for the commit"
+
 PHASES = {
     # The step that fails on the other ranks, by phase and victim.
     "planning": ("plan", "plan"),
     "writing": ("write", "write"),
     "having written": ("write", "write"),
     "committing": ("write", None),
-    "waiting for the commit": (None, ""),
+    WAITING: (None, ""),
 }
 
 CASES = [
@@ -78,7 +79,7 @@ CASES = [
     for how in ("killed", "stopped")
     for phase, steps in PHASES.items()
     for victim, step in enumerate(steps)
-    if step is not None and (by == "save" or how == "killed")
+    if step is not None and (by == "save" or how == "killed" or phase == "having written")
 ]
 
 
@@ -87,72 +88,94 @@ def state_of(rank: int, seed: int) -> dict[str, Any]:
     return {f"of rank {rank}": numbers + 10 * seed + rank, "seed": seed}
 
 
-#: References for the life of the process.
-_armed = ExitStack()
+class Dying:
+    """``Stateful`` that dies when its state is read."""
+
+    def __init__(self, die: Callable[[], None]) -> None:
+        self._die = die
+
+    def state_dict(self) -> dict[str, Any]:
+        self._die()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never")
 
 
-def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
-    """Makes this process die in a phase of its next save. Returns options of the save."""
-
-    def dies_in(owner: Any, name: str, *, nth: int = 1, after: bool = False) -> None:
-        original = getattr(owner, name)
-        calls = itertools.count(1)
-
-        def dying(*args: Any, **kwargs: Any) -> Any:
-            is_it = next(calls) == nth
-            if is_it and not after:
-                die()
-            result = original(*args, **kwargs)
-            if is_it and after:
-                die()
-            return result
-
-        setattr(owner, name, dying)
-
-    if phase == "planning":
-        dies_in(FileSystemWriter, "set_up_for_save")
-    elif phase == "writing":
-        armed = [die]
-        return {"progress": lambda _: armed.pop()() if armed else None}
-    elif phase == "having written":
-        dies_in(FileSystemWriter, "write_values", after=True)
-    elif phase == "committing":
-        _armed.enter_context(before("open", die, "*/.metadata.tmp-*"))
-    else:
-        # The first answer that a rank waits for is the plan.
-        dies_in(transport.OverStore, "_receive", nth=2)
-    return {}
+#: Fault points at which a rank dies, by phase: the operation and the path.
+FAULT_POINTS = {
+    "writing": ("pwrite", "*.distcp"),
+    "having written": ("files are written", ""),
+    "committing": ("open", "*/.metadata.tmp-*"),
+    WAITING: ("wait for ranks", "write"),
+}
 
 
 def run_rank(results: Connection, path: Path, seed: int, *deaths: Death) -> None:
-    """Runs one rank: saves, and sends None, or the failed ranks, the text and the seconds."""
+    """Runs one rank: saves, and sends None, or the failed ranks, the text and the seconds. Then
+    saves the next state, if the process lives and the ranks are to save again."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
+    store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     # Connects and imports before the case, whose time limit is too short for this.
     torch_ckpt.save(
         {"t": torch.zeros(1)}, path.with_name(f"{path.name}-warm"), timeout=PATIENCE_SECONDS
     )
-    options: dict[str, Any] = {}
-    for death in filter(is_victim, deaths):
-        options = arm(death.phase, falls_silent(results, death))
 
-    def save() -> None:
-        state = state_of(rank, seed)
+    def save(seed: int, timeout: float, **dying: Any) -> None:
+        state = state_of(rank, seed) | dying
         if any(death.by == "async_save" for death in deaths):
-            handle = torch_ckpt.async_save(state, path, timeout=TIMEOUT, **options)
-            handle.result(PATIENCE_SECONDS)
+            torch_ckpt.async_save(state, path, timeout=timeout).result(PATIENCE_SECONDS)
         else:
-            torch_ckpt.save(state, path, timeout=TIMEOUT, **options)
+            torch_ckpt.save(state, path, timeout=timeout)
 
-    results.send(outcome_of(save))
-    results.recv()  # the group may end
+    def let_commit(die: Callable[[], None]) -> None:
+        store.set("victim waits", "")
+        die()
+
+    with ExitStack() as armed:
+        dying: dict[str, Any] = {}
+        for death in deaths:
+            die = falls_silent(results, death)
+            if is_victim(death) and death.phase == "planning":
+                dying = {"dying": Dying(die)}
+            elif is_victim(death):
+                act = partial(let_commit, die) if death.phase == WAITING else die
+                operation, where = FAULT_POINTS[death.phase]
+                armed.enter_context(before(operation, act, where))
+            elif death.phase == WAITING:
+                # Otherwise the commit might be over before the victim waits for it.
+                wait = partial(eventually, lambda: store.check(["victim waits"]))
+                operation, where = FAULT_POINTS["committing"]
+                armed.enter_context(before(operation, wait, where))
+        results.send(outcome_of(lambda: save(seed, TIMEOUT, **dying)))
+    if results.recv() == "again":
+        save(seed + 1, PATIENCE_SECONDS)
+        results.send(None)
+        results.recv()
     os._exit(0)
 
 
 def play(path: Path, death: Death) -> Found:
+    """Plays one case. If the victim survives, both ranks then save again."""
     with ranks(2, run_rank, path, 1, death) as group:
-        return outcomes_of(group, path, death)
+        found = outcomes_of(group, path, death)
+        if death.how == "stopped":
+            found.names_later = os.listdir(path)
+            for child in group.children:
+                child.connection.send("again")
+            assert [group.answer(rank) for rank in range(2)] == [None, None]
+        return found
+
+
+def assert_saved(path: Path, size: int) -> None:
+    """Checks that the directory has the second state of all ranks."""
+    for rank in range(size):
+        expected = state_of(rank, 2)
+        loaded = emptied(expected)
+        stock_load(loaded, path)
+        assert_equal(loaded, expected)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +218,7 @@ def test_a_rank_that_continues_after_it_was_declared_dead_fails(
     assert mine is not None
     assert mine[0] == [death.victim]
     assert not found.published_later
+    assert not [name for name in found.names_later if name.startswith(f"__{death.victim}_")]
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if not d.step], ids=str)
@@ -207,18 +231,15 @@ def test_a_rank_that_falls_silent_after_its_part_does_not_fail_the_save(
 
 
 @pytest.mark.parametrize("death", CASES, ids=str)
-def test_after_a_restart_the_ranks_save_into_the_same_directory(
+def test_the_ranks_save_into_the_same_directory_afterwards(
     played: dict[Death, Future[Found]], workdir: Path, death: Death
 ) -> None:
     played[death].result()
     path = workdir / str(death)
-    with ranks(2, run_rank, path, 2) as group:
-        assert [group.answer(rank) for rank in range(2)] == [None, None]
-    for rank in range(2):
-        expected = state_of(rank, 2)
-        loaded = emptied(expected)
-        stock_load(loaded, path)
-        assert_equal(loaded, expected)
+    if death.how == "killed":
+        with ranks(2, run_rank, path, 2) as group:
+            assert [group.answer(rank) for rank in range(2)] == [None, None]
+    assert_saved(path, 2)
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
     assert set(os.listdir(path)) == named | {".metadata"}
 
@@ -246,10 +267,7 @@ def test_two_killed_ranks_of_four_fail_the_save_and_a_restart_saves(
         assert not (path / ".metadata").exists()
     with ranks(4, run_rank, path, 2) as group:
         assert [group.answer(rank) for rank in range(4)] == [None] * 4
-    expected = state_of(3, 2)
-    loaded = emptied(expected)
-    stock_load(loaded, path)
-    assert_equal(loaded, expected)
+    assert_saved(path, 4)
 
 
 def test_a_rank_that_continues_after_a_restart_keeps_the_new_checkpoint_complete(
@@ -265,8 +283,4 @@ def test_a_rank_that_continues_after_a_restart_keeps_the_new_checkpoint_complete
             stopped.children[1].signal(signal.SIGCONT)
             # It removes only the files that it has written.
             assert stopped.answer(1)[0] == [1]
-    for rank in range(2):
-        expected = state_of(rank, 2)
-        loaded = emptied(expected)
-        stock_load(loaded, path)
-        assert_equal(loaded, expected)
+    assert_saved(path, 2)
