@@ -55,7 +55,7 @@ ENVIRONMENT = {
 #: Modules that nearly all children need. Optimizers import the compiler.
 MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch_ckpt.api", "torch_ckpt.manager.async_checkpoint", "torch_ckpt.manager.manager"),
+    *("torch_ckpt.api", "torch_ckpt.training.async_checkpoint", "torch_ckpt.manager.manager"),
     *("torch_ckpt.conversion.convert", "torch_ckpt.inspection.diff", "torch_ckpt.inspection.show"),
     *("torch_ckpt.megatron", "pytest", "tests.support", "tests.distributed.launcher"),
 )

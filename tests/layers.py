@@ -24,9 +24,10 @@ BEGIN, END = "<!-- layers: begin -->", "<!-- layers: end -->"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("",),
-    ("__main__", "events", "intervals", "nvrx", "retention"),
+    ("__main__", "nvrx"),
     ("cli", "training"),
     ("conversion", "manager"),
+    ("events", "intervals", "retention"),
     ("steps",),
     ("api",),
     ("state",),

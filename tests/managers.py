@@ -15,7 +15,7 @@ from tests.fault_hooks import failing, held
 from tests.gates import Gate
 from tests.support import assert_equal, data_files, flip_bit
 from torch_ckpt import CheckpointManager
-from torch_ckpt.saving.events import Event
+from torch_ckpt.events import Event
 
 Make = Callable[..., CheckpointManager]
 

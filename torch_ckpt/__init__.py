@@ -7,9 +7,9 @@ and restores the steps of a training loop.
 """
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from torch_ckpt._base.lazy_attributes import lazy_attributes
 from torch_ckpt._base.life_cycle import watch_exit
 from torch_ckpt._base.version import __version__
 
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from torch_ckpt.loading.reader import FileSystemReader
     from torch_ckpt.loading.report import LoadReport, ReadMemory
     from torch_ckpt.manager import CheckpointManager
-    from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
     from torch_ckpt.saving.async_save import AsyncSave
     from torch_ckpt.saving.background import Background
     from torch_ckpt.saving.host_memory import reserve_pool
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from torch_ckpt.saving.save_planner import SavePlanner
     from torch_ckpt.saving.writer import FileSystemWriter
     from torch_ckpt.state.app_state import AppState, PerRank, RNGState
+    from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 else:
     _MODULES = {
         "api": ("async_save", "estimate_read_memory", "load", "preflight", "save"),
@@ -76,7 +76,7 @@ else:
         "loading.reader": ("FileSystemReader",),
         "loading.report": ("LoadReport", "ReadMemory"),
         "manager": ("CheckpointManager",),
-        "manager.async_checkpoint": ("AsyncCheckpoint",),
+        "training.async_checkpoint": ("AsyncCheckpoint",),
         "saving.async_save": ("AsyncSave",),
         "saving.background": ("Background",),
         "saving.host_memory": ("reserve_pool",),
@@ -90,13 +90,21 @@ else:
         *("_C", "api", "checkpoint", "conversion", "inspection", "loading", "manager"),
         *("ranks", "saving", "state", "steps"),
     )
-    _get_attribute, __dir__ = lazy_attributes(__name__, _MODULES, _PACKAGES)
+    _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
     def __getattr__(name: str) -> object:
         if name in ("_C", "api", *_MODULES["api"]):
             # _C needs torch's libraries. All packages that need torch import this module, too.
             import torch_ckpt._base.supported_torch  # noqa: F401
-        return _get_attribute(name)
+        if name in _PACKAGES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULE_OF, *_PACKAGES})
 
 
 __all__ = [

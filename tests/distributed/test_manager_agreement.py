@@ -32,9 +32,9 @@ from tests.distributed.managers import (
 from tests.gates import Gate
 from torch_ckpt import CheckpointManager
 from torch_ckpt.errors import CheckpointError, NotCommitted
-from torch_ckpt.manager import intervals
+from torch_ckpt.events import Event
+from torch_ckpt.manager import schedule
 from torch_ckpt.multihost import RanksDisagree
-from torch_ckpt.saving.events import Event
 from torch_ckpt.state.app_state import PerRank
 from torch_ckpt.steps import local_writer
 
@@ -64,8 +64,8 @@ class SkewedTime:
 
 
 def case_ranks_with_different_clocks_save_at_the_same_steps(launch: Launch) -> None:
-    before = intervals.time
-    intervals.time = SkewedTime(launch.rank)  # type: ignore[assignment]
+    before = schedule.time
+    schedule.time = SkewedTime(launch.rank)  # type: ignore[assignment]
     try:
         with manager_of(launch, interval=timedelta(seconds=0.05)) as made:
             found: list[int] = []
@@ -80,7 +80,7 @@ def case_ranks_with_different_clocks_save_at_the_same_steps(launch: Launch) -> N
                     made.all_steps()
             assert gathered(launch, found) == [found] * launch.size
     finally:
-        intervals.time = before
+        schedule.time = before
     dist.barrier()
     assert made.all_steps() == found
 
@@ -93,7 +93,7 @@ def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
             dist.barrier()
         made._deletions.wait_until_idle()
         dist.barrier()
-        decisions = made._schedule._decisions
+        decisions = made._schedule.decisions
         assert decisions.count == 5
         if launch.size > 1 and launch.rank == 0:
             keys = decisions._meeting.keys("")

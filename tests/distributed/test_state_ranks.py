@@ -29,8 +29,8 @@ from tests.distributed.cases import Launch, mesh_1d
 from tests.distributed.launcher import between, on, on_ranks
 from tests.support import assert_equal
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
 from torch_ckpt.state.app_state import AppState, PerRank, RNGState
+from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 
 State = dict[str, Any]
 

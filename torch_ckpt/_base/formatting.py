@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+# Maximum number of lines that an error lists.
+_MAX_LINES = 10
+
 #: Maximum number of names that an error or a warning lists.
 MOST_NAMES = 8
 
@@ -51,6 +54,12 @@ def some_of(names: Sequence[str], most: int = MOST_NAMES) -> str:
     """Lists the first names: "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+def indented(lines: Sequence[str]) -> str:
+    """Joins the first lines, indented, and adds the number of remaining lines."""
+    more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+    return "\n".join(f"  {line}" for line in [*lines[:_MAX_LINES], *more])
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

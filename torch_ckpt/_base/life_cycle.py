@@ -8,7 +8,7 @@
    the import of torch_ckpt, and otherwise after them.
 
 The hooks run in the order of :class:`Part`. The engine, which outlives all parts, has its own rules
-in csrc/os/fork_guard.h. Only ranks/preemption.py handles signals.
+in csrc/os/fork_guard.h. Only multihost/preemption.py handles signals.
 """
 
 from __future__ import annotations

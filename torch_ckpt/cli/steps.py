@@ -11,7 +11,7 @@ from typing import Any
 from torch_ckpt._base.formatting import Block, Table, duration, plural, printable, size
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.manager.retention import Retention
+from torch_ckpt.retention import Retention
 from torch_ckpt.steps import MARKER_NAME, StepInfo, StepStore
 
 _OnProgress = Callable[[Progress], None] | None

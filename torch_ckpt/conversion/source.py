@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import Corrupt
-from torch_ckpt.inspection.stored_tensors import empty_tensor
 
 #: Keys and indexes that lead to a value in nested dicts and lists.
 Path = tuple[str | int, ...]

@@ -18,7 +18,7 @@ from torch_ckpt.conversion.publishing import published_file
 from torch_ckpt.conversion.source import Entry, Source
 from torch_ckpt.conversion.targets import Wrote, read_in_waves
 from torch_ckpt.errors import Corrupt
-from torch_ckpt.state.trees import as_states
+from torch_ckpt.state.splitting import as_states
 
 
 class _Storage:

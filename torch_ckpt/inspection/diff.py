@@ -20,6 +20,7 @@ import torch
 from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
+from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 from torch_ckpt.inspection.listing import select_names
@@ -30,7 +31,6 @@ from torch_ckpt.inspection.stored_tensors import (
     StoredTensors,
     as_float64,
     as_int64,
-    empty_tensor,
     split_into_boxes,
     widen,
 )

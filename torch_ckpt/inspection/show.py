@@ -21,6 +21,7 @@ import torch
 
 from torch_ckpt._base.formatting import plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.inspection.listing import select_names
 from torch_ckpt.inspection.stored_tensors import (
@@ -30,7 +31,6 @@ from torch_ckpt.inspection.stored_tensors import (
     StoredTensors,
     as_float64,
     as_int64,
-    empty_tensor,
     split_into_boxes,
     widen,
 )

@@ -213,12 +213,6 @@ class StoredTensors:
             self.reader.options = before
 
 
-def empty_tensor(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialized CPU tensor, even of dtypes that torch.empty does not support."""
-    count = math.prod(sizes) * dtype.itemsize
-    return torch.empty(count, dtype=torch.uint8, device="cpu").view(dtype).view(sizes)
-
-
 def split_into_boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
     """Splits a tensor into boxes of at most ``max_elements`` elements, in row-major order."""
     if 0 in shape:

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt._base.trees import as_bytes
 from torch_ckpt.checkpoint.read_options import ReadOptions
+from torch_ckpt.checkpoint.tensor_bytes import as_bytes
 from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.reading import BytesMoved, Reading, Row
 

@@ -22,9 +22,9 @@ from typing import TypeVar
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.manager.retention import Retention
+from torch_ckpt.events import Event
 from torch_ckpt.ranks.failures import causes
-from torch_ckpt.saving.events import Event
+from torch_ckpt.retention import Retention
 from torch_ckpt.steps import StepInfo, StepStore
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 1. Every rank calls ``save(step, state)`` after every step. All ranks save the same steps: those
    that are due (intervals.py), and the step at which they stop after a preemption notice to any
-   rank (ranks/preemption.py).
+   rank (multihost/preemption.py).
 2. A save first waits until the previous save has ended on all ranks. If the previous save failed,
    its error is raised or counted on all ranks.
 3. The state is copied, and a background save writes the step's directory (saver.py, preparation.py,
@@ -31,27 +31,26 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.options import check_options, refuse_unknown, require_choice
+from torch_ckpt._base.options import check_options, refuse_unknown
 from torch_ckpt._base.progress import stderr_is_terminal
 from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.events import Event
 from torch_ckpt.inspection.verify import VerifyReport
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
-from torch_ckpt.manager.intervals import Interval, Schedule
+from torch_ckpt.manager.options import Interval, PreemptionOptions, SaveOptions, ScheduleOptions
 from torch_ckpt.manager.preemption_notice import PreemptionNotice
-from torch_ckpt.manager.preparation import SavePreparer, agree_on_attempt, new_attempt
+from torch_ckpt.manager.reporters import Reporters
 from torch_ckpt.manager.restoring import Restorer
-from torch_ckpt.manager.retention import Retention
-from torch_ckpt.manager.run_context import RunContext
+from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_attempt
 from torch_ckpt.manager.saver import Saver
+from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.ranks.calls import meeting_of
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
-from torch_ckpt.ranks.preemption import signal_numbers
-from torch_ckpt.saving.events import Event, Reporters
-from torch_ckpt.saving.replica_check import ReplicaCheck
+from torch_ckpt.retention import Retention
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import BeforeSave
 from torch_ckpt.steps import StepInfo, open_steps, step_name
@@ -183,23 +182,27 @@ class CheckpointManager:
         **writer_options: Any,
     ) -> None:
         refuse_unknown(CheckpointManager, FileSystemWriter, writer_options)
-        require_choice("if_busy", if_busy, ("wait", "skip"))
-        require_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
-        require_choice("staging", staging, ("blocking", "overlapped"))
+        schedule = ScheduleOptions(interval, save_on_steps, max_overhead, mtbf_hours, if_busy)
+        saves = SaveOptions(
+            check_replicas=check_replicas,
+            check_replicas_every=check_replicas_every,
+            on_save_error=on_save_error,
+            async_saves=async_saves,
+            staging=staging,
+            on_commit=on_commit,
+            preemption_deadline=preemption_deadline,
+            writer_options={"progress": stderr_is_terminal(), **writer_options},
+        )
+        notices = PreemptionOptions(preemption_signals, preemption_file)
         self._retention = Retention(
             keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
         )
-        replicas = ReplicaCheck(check_replicas, check_replicas_every)
         load_options = check_options("load_options", load_options, LOAD_OPTIONS)
-        if preemption_signals is not None:
-            preemption_signals = signal_numbers(preemption_signals, "preemption_signals")
         self._store = open_steps(root, staging_dir=staging_dir)
-        self._deadline = preemption_deadline
         self._read_only = read_only
-        writer_options = {"progress": stderr_is_terminal(), **writer_options}
         # Detect invalid writer options now, not in the first save.
         self._store.writer(
-            0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **writer_options
+            0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **saves.writer_options
         )
         self._before_save = BeforeSave()
         meeting = meeting_of(process_group, "manager")
@@ -229,43 +232,31 @@ class CheckpointManager:
                     self._store.root, begin, process_group=process_group, timeout=timeout
                 )
             run = self._run = RunContext(
-                self._store, meeting.rank, meeting.size, process_group, timeout, self._report
+                self._store,
+                self._lease,
+                attempt,
+                meeting.rank,
+                meeting.size,
+                process_group,
+                timeout,
+                self._report,
             )
             self._deletions = Deletions(self._store, self._retention, self._report)
             self._restorer = Restorer(run, self._deletions, load_options)
-            self._schedule = Schedule(
-                interval,
-                save_on_steps,
-                max_overhead=max_overhead,
-                mtbf_seconds=mtbf_hours * 3600,
-                skip_if_busy=if_busy == "skip",
-                meeting=meeting.apart(attempt),
-                timeout=timeout,
-            )
-            preparer = SavePreparer(attempt, run, self._lease, self._deletions, writer_options)
-            self._timeline = Timeline(run, self._deletions, preparer.newest_step)
+            self._schedule = Schedule(schedule, meeting.apart(attempt), timeout)
+            self._timeline = Timeline(run, self._deletions)
             self._saver = Saver(
                 run,
                 weakref.ref(self),
+                saves,
                 self._timeline,
-                preparer,
                 self._schedule,
                 self._deletions,
-                replicas,
                 self._retention,
                 self._before_save,
-                on_commit=on_commit,
-                raises=on_save_error == "raise",
-                deadline=preemption_deadline,
-                async_saves=async_saves,
-                staging=staging,
             )
-            self._notice = PreemptionNotice(
-                () if read_only else preemption_signals,
-                None if read_only else preemption_file,
-                process_group,
-                timeout,
-            )
+            watched = PreemptionOptions((), None) if read_only else notices
+            self._notice = PreemptionNotice(watched, process_group, timeout)
             # From here on close() releases the lease.
             undo.pop_all()
         if writes:
@@ -691,7 +682,7 @@ class CheckpointManager:
         self._notice.stops = True
         message = f"all ranks stop at step {step}: {self._notice.reason}"
         self._report(Event("preempted", step, self._rank, message=message))
-        if self._deadline is not None:
+        if self._saver.options.preemption_deadline is not None:
             self.wait_until_finished()
 
     def _warn_of_unsaved_step(self) -> None:

@@ -1,6 +1,6 @@
 """Preemption notices: one watch per process group, shared by all of its managers.
 
-1. A rank receives a notice, and all ranks agree on the step to stop at (ranks/preemption.py).
+1. A rank receives a notice, and all ranks agree on the step to stop at (multihost/preemption.py).
 2. At that step, each manager saves, and its ``should_stop`` becomes true.
 3. If the training loop has not read ``should_stop`` by the next save, it ignores the notice. From
    then on, SIGTERM ends the process.
@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -19,7 +18,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.ranks.preemption import PreemptionWatch, current_watch, watch_for_preemption
+from torch_ckpt.manager.options import PreemptionOptions
+from torch_ckpt.multihost.preemption import PreemptionWatch, current_watch, watch_for_preemption
 
 
 @dataclass
@@ -40,9 +40,7 @@ class PreemptionNotice:
     """One user's share of a process group's watch.
 
     Args:
-        signals: signal numbers to watch for. None watches for SIGTERM if the calling thread is the
-            main thread.
-        file: path of a file; its appearance is a notice.
+        options: which notices to watch for.
         process_group: None for the default group.
         timeout: see :func:`torch_ckpt.multihost.watch_for_preemption`.
 
@@ -58,11 +56,11 @@ class PreemptionNotice:
 
     def __init__(
         self,
-        signals: Iterable[int] | None,
-        file: str | os.PathLike[str] | None,
+        options: PreemptionOptions,
         process_group: dist.ProcessGroup | None,
         timeout: float,
     ) -> None:
+        signals, file = options.signals, options.file
         self.stops = False
         self.is_polled = False
         self._is_ignored = False

@@ -21,12 +21,12 @@ from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
 from torch_ckpt._base.options import reusable_options
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.events import Event
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
-from torch_ckpt.saving.events import Event
 from torch_ckpt.state.app_state import AppState
 from torch_ckpt.steps import MARKER_NAME, step_name
 

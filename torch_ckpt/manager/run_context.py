@@ -1,16 +1,26 @@
-"""The context shared by all parts of a manager."""
+"""The context shared by all parts of a manager, and the agreements between its ranks.
+
+When a manager is created, the ranks check that they have the same root and agree on an attempt: 8
+hex digits, unique to this run, in the names of unfinished steps (steps/local.py).
+"""
 
 from __future__ import annotations
 
+import time
+import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from torch_ckpt.ranks.calls import group_now
-from torch_ckpt.saving.events import Event
+from torch_ckpt.events import Event
+from torch_ckpt.ranks.calls import Call, Disagreement, group_now
 from torch_ckpt.steps import StepStore
+from torch_ckpt.steps.lease import TIMES, Lease
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -19,6 +29,8 @@ class RunContext:
 
     Attributes:
         store: the steps of the root.
+        lease: this rank's lease on the root.
+        attempt: the 8 hex digits that the ranks have agreed on.
         rank: rank of this process.
         ranks: number of ranks.
         process_group: None for the default group.
@@ -27,6 +39,8 @@ class RunContext:
     """
 
     store: StepStore
+    lease: Lease
+    attempt: str
     rank: int
     ranks: int
     process_group: dist.ProcessGroup | None
@@ -60,3 +74,62 @@ class RunContext:
                 f"cannot {action}: the manager was created before init_process_group(), so each "
                 "rank would act as if it were the only one. Create the manager afterwards."
             )
+
+    def ask_rank_0(self, call: str, function: Callable[[], T]) -> T:
+        """Calls a function on rank 0 and returns its result on all ranks.
+
+        Args:
+            call: name of the function that the user called, for error messages.
+
+        Raises:
+            TimeoutError, ConnectionError, RuntimeError: see :class:`torch_ckpt.ranks.calls.Call`.
+        """
+
+        def result_of_rank_0(results: list[T | None]) -> T | Disagreement:
+            return results[0]  # type: ignore[return-value]
+
+        with Call(call, self.process_group, self.timeout) as exchange:
+            return exchange.exchange(
+                lambda: function() if exchange.rank == 0 else None, result_of_rank_0
+            )
+
+
+def agree_on_attempt(
+    root: str,
+    before: Callable[[], None],
+    *,
+    process_group: dist.ProcessGroup | None,
+    timeout: float,
+) -> str:
+    """Chooses one attempt for all ranks.
+
+    Args:
+        before: called first, on each rank. If it raises an exception on one rank, all ranks raise.
+
+    Raises:
+        RanksDisagree: ranks have different roots.
+        TimeoutError, ConnectionError, RuntimeError: see :class:`torch_ckpt.ranks.calls.Call`.
+    """
+
+    def propose() -> tuple[str, str]:
+        # before() may have to wait until another run's lease expires.
+        started = time.monotonic()
+        with call.alive(lambda: int(min(time.monotonic() - started, 2 * TIMES.expiry))):
+            before()
+        return root, new_attempt()
+
+    def choose(proposals: list[tuple[str, str]]) -> str | Disagreement:
+        if len({root for root, _attempt in proposals}) > 1:
+            return Disagreement(
+                "ranks have different roots:",
+                [f"rank {rank}: {root}" for rank, (root, _) in enumerate(proposals)],
+            )
+        return proposals[0][1]
+
+    with Call("CheckpointManager", process_group, timeout) as call:
+        return call.exchange(propose, choose)
+
+
+def new_attempt() -> str:
+    """Returns 8 random hex digits, which identify this run."""
+    return uuid.uuid4().hex[:8]

@@ -2,43 +2,108 @@
 
 1. All ranks wait until the previous save has ended. If it failed, its error is raised after the
    next save has started.
-2. All ranks read the state and create a writer for the step (preparation.py), and a background save
-   starts. Some saves compare the replicas first.
-3. The save's thread handles the result. If the save succeeded, the step counts as saved, and rank 0
+2. In the first save, rank 0 lists the root. It sends all ranks whether any step has the metric that
+   retention compares.
+3. Every rank reads its state and creates a writer for the step. If this fails, the rank reports the
+   error to the other ranks, which would otherwise wait for it.
+4. A background save starts. Some saves compare the replicas first.
+5. The save's thread handles the result. If the save succeeded, the step counts as saved, and rank 0
    deletes old steps. If the save failed, the error is kept for the next call.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.utils import _pytree as pytree
 
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt._base.version import __version__
 from torch_ckpt.api import async_save
 from torch_ckpt.errors import OnCommitFailed
+from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
-from torch_ckpt.manager.intervals import Schedule
-from torch_ckpt.manager.pending import OnCommit, OneShotCallback, Pending
-from torch_ckpt.manager.preparation import SavePreparer
-from torch_ckpt.manager.retention import Retention
+from torch_ckpt.manager.options import SaveOptions
 from torch_ckpt.manager.run_context import RunContext
+from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
-from torch_ckpt.ranks.failures import causes
+from torch_ckpt.ranks.failures import causes, of_torch
+from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.retention import Retention
 from torch_ckpt.saving.async_save import AsyncSave
-from torch_ckpt.saving.events import Event, saved_message
-from torch_ckpt.saving.replica_check import ReplicaCheck
+from torch_ckpt.saving.running_saves import spawn
+from torch_ckpt.saving.session import tell_the_others
+from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import AppState, BeforeSave
+from torch_ckpt.steps import encoded_marker, parsed_marker
+
+
+class Pending:
+    """The last save that has started.
+
+    The training thread creates this object and waits for the save. The save's thread sets
+    ``ended``. In a forked child, ``ended`` is never set.
+
+    Attributes:
+        step: step that is being saved.
+        decision_count: number of the schedule's decisions when the save started.
+        handle: handle of the save, set when the save has started.
+        ended: set after the handle's future is resolved and the manager has handled the result.
+    """
+
+    handle: AsyncSave
+
+    def __init__(self, step: int, decision_count: int) -> None:
+        self.step = step
+        self.decision_count = decision_count
+        self.ended = threading.Event()
+        # The threads that are running a callback of this save.
+        self._calling_back: set[int] = set()
+        self._pid = os.getpid()
+
+    @contextmanager
+    def calling_back(self) -> Iterator[None]:
+        """Block in which the calling thread must not wait for the save, because the save waits for
+        the block."""
+        thread = threading.get_ident()
+        self._calling_back.add(thread)
+        try:
+            yield
+        finally:
+            self._calling_back.discard(thread)
+
+    @property
+    def can_wait(self) -> bool:
+        """True if the calling thread may wait for the save. False in a forked child, and in a
+        callback of the save, which would wait for itself."""
+        return os.getpid() == self._pid and threading.get_ident() not in self._calling_back
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the save has ended. Returns immediately if :attr:`can_wait` is False.
+
+        Returns:
+            False if the save has not ended within ``timeout`` seconds.
+        """
+        if not self.can_wait:
+            return True
+        _core.fault_point("wait for a save")
+        return self.ended.wait(timeout)
 
 
 @dataclass(eq=False)
@@ -47,36 +112,27 @@ class Saver:
 
     Attributes:
         owner: the manager, which a running save keeps alive: the save needs the manager's lease.
+        deletions: the manager's deletions, which also make room if the disk is full.
         retention: the retention rules, which may require a metric.
-        on_commit: called with the step on rank 0, in the save's thread.
-        raises: True raises errors, False only counts them.
-        deadline: seconds from a preemption notice to the end of the process, for a log message.
-        async_saves: False waits until each save has ended.
-        staging: see :func:`torch_ckpt.async_save`.
         pending: the last save that has started.
         errors: number of failed saves and of failed ``on_commit`` callbacks.
     """
 
     run: RunContext
     owner: weakref.ref[Any]
+    options: SaveOptions
     timeline: Timeline
-    preparer: SavePreparer
     schedule: Schedule
     deletions: Deletions
-    replicas: ReplicaCheck
     retention: Retention
     before_save: BeforeSave
-    on_commit: Callable[[int], None] | None
-    raises: bool
-    deadline: float | None
-    async_saves: bool
-    staging: str
     pending: Pending | None = None
     errors: int = 0
 
     def __post_init__(self) -> None:
         self._has_metric = self.retention.keep_best is None
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._save_count = 0
         self._last_seconds = 0.0
         self._lock = threading.Lock()  # guards _failure and errors, which the save's thread sets
         self._failure: BaseException | None = None
@@ -148,58 +204,71 @@ class Saver:
         started: float,
         is_last: bool,
     ) -> bool:
-        run = self.run
+        run, options = self.run, self.options
         self.schedule.save_started()
-        check_replicas = self.replicas.next_mode()
-        read = AppState(state, before_save=self.before_save).state_dict
+        is_checked = self._save_count % options.check_replicas_every == 0
+        check_replicas = options.check_replicas if is_checked else "off"
+        self._save_count += 1
+        pending = Pending(step, self.schedule.decisions.count)
         try:
             self._require_metric(metrics, is_last)
-            overwrite = self.timeline.may_replace(step)
-            ready = self.preparer.prepare(step, read, metrics, notes, overwrite=overwrite)
+            values, total, writer = self._prepare(step, state, metrics, notes)
         except (ValueError, TypeError):
             raise
         except Exception as error:
             return self.fail_to_start(step, error, started)
         if is_last:
-            self._log_expected_time(step, ready.bytes)
-        on_commit = None if self.on_commit is None else OnCommit(self.on_commit, step)
+            self._log_expected_time(step, total)
+
+        def call_on_commit(_metadata: Metadata) -> None:
+            assert options.on_commit is not None
+            with pending.calling_back():
+                options.on_commit(step)
+
         try:
-            handle = async_save(
-                ready.values,
-                storage_writer=ready.writer,
-                staging=self.staging,
+            handle = pending.handle = async_save(
+                values,
+                storage_writer=writer,
+                staging=options.staging,
                 process_group=run.process_group,
                 timeout=run.timeout,
-                on_commit=on_commit,
+                on_commit=None if options.on_commit is None else call_on_commit,
                 check_replicas=check_replicas,
             )
         except Exception as error:
             return self.fail_to_start(step, error, started)
         self.timeline.last_step = step
-        pending = self.pending = Pending(step, handle, self.schedule.decision_count, on_commit)
+        self.pending = pending
         for optimizer in self._guarded:
             handle.guard(optimizer)
         blocked = time.perf_counter() - started
-        message = f"step {step}: {size(ready.bytes)}, training waited {blocked * 1000:.0f} ms"
+        message = f"step {step}: {size(total)}, training waited {blocked * 1000:.0f} ms"
+        # Futures keep their callbacks, so the callback drops its reference to the manager.
+        ended = [functools.partial(self._ended, self.owner(), pending, blocked)]
         try:
             # on_event must not wait for the save: the callback that ends it is not attached yet.
-            pending.thread = threading.get_ident()
-            run.report(Event("saving", step, run.rank, blocked, ready.bytes, message))
+            with pending.calling_back():
+                run.report(Event("saving", step, run.rank, blocked, total, message))
         finally:
-            pending.thread = None
-            ended = functools.partial(self._ended, self.owner(), pending, blocked)
-            handle.committed.add_done_callback(OneShotCallback(ended))
-        if not self.async_saves or (check_replicas == "error" and _has_failed(handle)):
+            handle.committed.add_done_callback(lambda future: ended.pop()(future))
+        # If the save has failed before its sources were staged, all ranks know it.
+        has_failed = handle.staged.done() and handle.staged.exception() is not None
+        if not options.async_saves or (check_replicas == "error" and has_failed):
             self.wait()
             self.check_for_errors()
         return True
 
     def _require_metric(self, metrics: dict[str, float], is_last: bool) -> None:
         """Refuses a save without the metric of ``keep_best`` as long as no step has it, so that the
-        first save of a run detects a misspelled name."""
+        first save of a run detects a misspelled name. Checks the metrics of rank 0."""
         if self._has_metric:
             return
-        problem = self.preparer.lacks_metric(self.retention, metrics)
+
+        def lacks_metric() -> str | None:
+            others = (info.metrics for info in self.run.store.entries(leftovers=False))
+            return self.retention.lacks_metric(_numbers(metrics), others)
+
+        problem = self.run.ask_rank_0("CheckpointManager.save metrics", lacks_metric)
         self._has_metric = problem is None
         if problem and is_last:
             # Saving before the process ends matters more than the rule.
@@ -210,20 +279,76 @@ class Saver:
                 "value yet."
             )
 
+    def _prepare(
+        self,
+        step: int,
+        state: MutableMapping[str, Any],
+        metrics: dict[str, float],
+        notes: dict[str, Any],
+    ) -> tuple[dict[str, Any], int, FileSystemWriter]:
+        """Reads the state and creates the writer of the step. Reports any exception to the other
+        ranks.
+
+        Returns:
+            The values of the state, the total size of the tensors, and the writer. The size of a
+            DTensor is the size of the full tensor.
+        """
+        run = self.run
+
+        def marker_if_leased() -> dict[str, Any]:
+            # Called right before the rename that completes the step.
+            run.lease.require()
+            return marker
+
+        try:
+            run.lease.require()
+            # Make a copy, because the caller may change the dicts.
+            marker = parsed_marker(
+                encoded_marker(
+                    {
+                        "metrics": _numbers(metrics),
+                        "notes": _require_json(notes),
+                        "ranks": run.ranks,
+                        "torch_ckpt": __version__,
+                    }
+                )
+            )
+            values = AppState(state, before_save=self.before_save).state_dict()
+            leaves = pytree.tree_leaves(values)
+            total = sum(t.numel() * t.itemsize for t in leaves if isinstance(t, torch.Tensor))
+            writer = run.store.writer(
+                step,
+                attempt=run.attempt,
+                overwrite=self.timeline.may_replace(step),
+                marker=marker_if_leased,
+                expected_bytes=total,
+                # Stop waiting before the other ranks time out, because they need this rank's plan.
+                make_room=functools.partial(self.deletions.make_room, run.timeout / 2),
+                **self.options.writer_options,
+            )
+        except BaseException as error:
+            ranks = Meeting.of(run.process_group, no_dist=False).ranks(run.timeout)
+            spawn(functools.partial(tell_the_others, ranks, error))
+            if isinstance(error, CheckpointException):
+                # The exception may come from dcp functions called by a value's state_dict().
+                raise of_torch(error) from None
+            raise
+        return values, total, writer
+
     def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
-        if self.deadline is None or self.run.rank != 0:
+        deadline = self.options.preemption_deadline
+        if deadline is None or self.run.rank != 0:
             return
         expected = (
             f"the previous save took {self._last_seconds:.1f} s"
             if self._last_seconds
             else f"this is the first save ({size(bytes_of_state)}), so its duration is unknown"
         )
-        level = logging.WARNING if self._last_seconds > self.deadline else logging.INFO
         LOGGER.log(
-            level,
+            logging.WARNING if self._last_seconds > deadline else logging.INFO,
             "saving step %d before preemption (preemption_deadline: %.0f s); %s",
             step,
-            self.deadline,
+            deadline,
             expected,
         )
 
@@ -231,24 +356,24 @@ class Saver:
         self, _owner: object, pending: Pending, blocked: float, future: Future[Metadata]
     ) -> None:
         """Handles the result of a save, in the save's thread."""
-        pending.thread = threading.get_ident()
         error = future.exception()
         seconds = pending.handle.metrics().total_s
         auto = self.schedule.auto
-        try:
-            if error is None or isinstance(error, OnCommitFailed):
-                if auto is not None:
-                    auto.saved(blocked, seconds)
-                self._saved(pending)
-            else:
-                if auto is not None:
-                    auto.failed()
-                self._failed(pending.step, error, seconds)
-            if isinstance(error, OnCommitFailed):
-                self._count(error)
-                LOGGER.error("step %d: %s", pending.step, causes(error))
-        finally:
-            pending.ended.set()
+        with pending.calling_back():
+            try:
+                if error is None or isinstance(error, OnCommitFailed):
+                    if auto is not None:
+                        auto.saved(blocked, seconds)
+                    self._saved(pending)
+                else:
+                    if auto is not None:
+                        auto.failed()
+                    self._failed(pending.step, error, seconds)
+                if isinstance(error, OnCommitFailed):
+                    self._count(error)
+                    LOGGER.error("step %d: %s", pending.step, causes(error))
+            finally:
+                pending.ended.set()
 
     def _saved(self, pending: Pending) -> None:
         step, metrics, run = pending.step, pending.handle.metrics(), self.run
@@ -259,10 +384,13 @@ class Saver:
         self.timeline.saved(step)
         self.deletions.saved(step)
         self._last_seconds = metrics.total_s
-        message = saved_message(step, metrics)
+        message = (
+            f"step {step} is saved: this rank wrote {size(metrics.bytes)} in {metrics.total_s:.2f} "
+            f"s; training was blocked for {metrics.blocked_s * 1000:.0f} ms"
+        )
         run.report(Event("saved", step, run.rank, metrics.total_s, metrics.bytes, message, metrics))
         if run.rank == 0:
-            clean_up = functools.partial(self.schedule.delete_decisions, pending.decision_count)
+            clean_up = functools.partial(self.schedule.decisions.delete, pending.decision_count)
             self.deletions.after_commit(step, clean_up)
 
     def _failed(self, step: int, error: BaseException, seconds: float) -> None:
@@ -274,7 +402,7 @@ class Saver:
     def _count(self, error: BaseException) -> None:
         with self._lock:
             self.errors += 1
-            self._failure = error if self.raises else None
+            self._failure = error if self.options.on_save_error == "raise" else None
 
     def _take_failure(self) -> BaseException | None:
         with self._lock:
@@ -282,6 +410,30 @@ class Saver:
         return failure
 
 
-def _has_failed(handle: AsyncSave) -> bool:
-    """True if the save failed before its sources were staged. All ranks get the same answer."""
-    return handle.staged.done() and handle.staged.exception() is not None
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Returns the metrics as floats. One-element tensors count as numbers."""
+    numbers = {}
+    for name, metric in metrics.items():
+        try:
+            numbers[name] = float(metric)
+        except OverflowError:
+            raise ValueError(
+                f"metrics[{name!r}] is an integer too large for a float. Pass math.inf instead."
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise _with_context(f"metrics[{name!r}] must be a number", error) from None
+    return numbers
+
+
+def _require_json(notes: dict[str, Any]) -> dict[str, Any]:
+    for name, note in notes.items() if isinstance(notes, dict) else ():
+        try:
+            json.dumps({name: note}, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise _with_context(f"notes[{name!r}] must be a JSON value", error) from None
+    return notes
+
+
+def _with_context(text: str, error: TypeError | ValueError) -> TypeError | ValueError:
+    kind = ValueError if isinstance(error, ValueError) else TypeError
+    return kind(f"{text}: {error}")

@@ -16,21 +16,17 @@ class Timeline:
     Args:
         run: the manager's run.
         deletions: the manager's deletions. They are notified if training is rewound.
-        newest_step: asks rank 0 for the newest complete step.
 
     Attributes:
         last_step: step of the last save that has started and not failed, or of the last restore.
         last_complete: step that this manager saved or restored last.
     """
 
-    def __init__(
-        self, run: RunContext, deletions: Deletions, newest_step: Callable[[], int | None]
-    ) -> None:
+    def __init__(self, run: RunContext, deletions: Deletions) -> None:
         self.last_step: int | None = None
         self.last_complete: int | None = None
         self._run = run
         self._deletions = deletions
-        self._newest_step = newest_step
         self._current: int | None = None  # step of the last save() or restore()
         self._restored: int | None = None
         self._committed: int | None = None
@@ -49,7 +45,7 @@ class Timeline:
         """
         previous = self._current
         if previous is None and self._restored is None:
-            newest = self._newest_step()
+            newest = self._run.ask_rank_0("CheckpointManager.save", self._newest_step)
             is_rewound = newest is not None and step <= newest
             if is_rewound and not overwrite:
                 raise FileExistsError(
@@ -111,6 +107,10 @@ class Timeline:
     def may_replace(self, step: int) -> bool:
         """True if a complete step may be replaced: it is stale, or this manager saved it last."""
         return step == self._committed or (self._restored is not None and step >= self._restored)
+
+    def _newest_step(self) -> int | None:
+        complete = self._run.store.entries(leftovers=False)
+        return max((info.step for info in complete), default=None)
 
     def _warn_of_later_steps(self, why: str, step: int) -> None:
         complete = self._run.store.entries(leftovers=False)

@@ -14,12 +14,12 @@ import torch_ckpt._base.supported_torch  # noqa: F401
 from torch_ckpt.multihost.comparison import assert_equal, sync_global_devices
 from torch_ckpt.multihost.layout import global_to_local, local_to_global
 from torch_ckpt.multihost.moving import broadcast_one_to_all, process_allgather
-from torch_ckpt.ranks.calls import RanksDisagree
-from torch_ckpt.ranks.preemption import (
+from torch_ckpt.multihost.preemption import (
     PreemptionWatch,
     reached_preemption_sync_point,
     watch_for_preemption,
 )
+from torch_ckpt.ranks.calls import RanksDisagree
 
 __all__ = [
     "PreemptionWatch",

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import ranks_text
-from torch_ckpt._base.trees import (
+from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
+from torch_ckpt.multihost.trees import (
     Tree,
     array_bytes,
-    as_bytes,
     differences,
     digest,
-    host_pieces,
     is_array,
     is_strided,
     kind,

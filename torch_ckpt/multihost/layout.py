@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torch_ckpt._base.formatting import plural
-from torch_ckpt._base.trees import Tree, children, differences, digest, is_array
+from torch_ckpt.multihost.trees import Tree, children, differences, digest, is_array
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 

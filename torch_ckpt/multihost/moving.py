@@ -19,18 +19,17 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import ranks_text
-from torch_ckpt._base.trees import (
+from torch_ckpt.checkpoint.tensor_bytes import as_bytes, empty_tensor
+from torch_ckpt.loading.shared_reads import _batches, _current_index, _device_of
+from torch_ckpt.multihost.trees import (
     Tree,
     array_bytes,
-    as_bytes,
     differences,
     digest,
-    empty,
     is_array,
     is_strided,
     kind,
 )
-from torch_ckpt.loading.shared_reads import _batches, _current_index, _device_of
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.ranks.outcomes import first_line
@@ -251,7 +250,7 @@ class _SentLeaf:
             return array, array_bytes(array)
         local = like.to_local() if isinstance(like, DTensor) else like
         device = _device(self._device) if local is None else local.device
-        tensor = empty(self._shape, self._dtype, device)
+        tensor = empty_tensor(self._shape, self._dtype, device)
         data = as_bytes(tensor)
         if isinstance(like, DTensor):
             tensor = DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False)
@@ -282,7 +281,7 @@ class _Gather:
             self.result = numpy.empty(shape, leaf.dtype)
             data = array_bytes(self.result)
         else:
-            self.result = empty(shape, leaf.dtype, leaf.device)
+            self.result = empty_tensor(shape, leaf.dtype, leaf.device)
             data = as_bytes(self.result)
         self.parts = torch.split(data, self.lengths)
 

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt._base.formatting import ranks_text
-from torch_ckpt._base.trees import indented
+from torch_ckpt._base.formatting import indented, ranks_text
 from torch_ckpt.ranks.meeting import Meeting
 
 T = TypeVar("T")

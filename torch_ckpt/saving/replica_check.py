@@ -18,9 +18,8 @@ import torch
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import plural, ranks_text
-from torch_ckpt._base.options import require_choice
-from torch_ckpt._base.trees import BITS, as_bytes, host_pieces
 from torch_ckpt.checkpoint.objects import PLAIN
+from torch_ckpt.checkpoint.tensor_bytes import BITS, as_bytes, host_pieces
 
 #: Values of the option check_replicas.
 MODES = ("off", "warn", "error")
@@ -30,33 +29,8 @@ _SAMPLE_BYTES = 64 << 10
 _STRIPES = 16
 
 # AppState saves the parts of a value that are not tensors under a name with this suffix
-# (state/trees.py).
+# (state/splitting.py).
 _OBJECTS = "._objects"
-
-
-class ReplicaCheck:
-    """Chooses the saves of a run that compare replicas. Every rank counts the same saves.
-
-    Args:
-        mode: "off", "warn" or "error".
-        every: compare replicas in every n-th save, starting with the first.
-
-    Raises:
-        ValueError: ``mode`` is unknown, or ``every`` is not positive.
-    """
-
-    def __init__(self, mode: str, every: int) -> None:
-        require_choice("check_replicas", mode, MODES)
-        if every < 1:
-            raise ValueError(f"check_replicas_every must be at least 1, got {every}")
-        self._mode = mode
-        self._every = every
-        self._saves = 0
-
-    def next_mode(self) -> str:
-        """Returns the mode of the next save. Call it once for each save."""
-        saves, self._saves = self._saves, self._saves + 1
-        return self._mode if saves % self._every == 0 else "off"
 
 
 def checksums_of(tensors: Iterable[torch.Tensor], objects: Iterable[Any], mode: str) -> bytes:

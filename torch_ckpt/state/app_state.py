@@ -46,7 +46,7 @@ from torch_ckpt.state.optimizers import (
     to_stock_layout,
 )
 from torch_ckpt.state.parameter_names import ParameterNames
-from torch_ckpt.state.trees import (
+from torch_ckpt.state.splitting import (
     OBJECTS,
     StateDict,
     python_number,

@@ -18,7 +18,7 @@ from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Discovered, Stored
-from torch_ckpt.state.trees import (
+from torch_ckpt.state.splitting import (
     StateDict,
     python_number,
     require_distinct_names,

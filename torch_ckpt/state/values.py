@@ -21,7 +21,7 @@ from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
 from torch_ckpt.ranks.meeting import Ranks
 from torch_ckpt.state.app_state import States, has_state
-from torch_ckpt.state.trees import OBJECTS
+from torch_ckpt.state.splitting import OBJECTS
 
 
 class Targets:

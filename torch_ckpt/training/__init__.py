@@ -1,6 +1,6 @@
 """Helpers for training loops: logging, profiling, peak rates, graph drawings and simple steps.
 
-Nothing else in ``torch_ckpt`` imports this package. Every rank calls the same functions, and rank 0
+Every rank calls the same functions, and rank 0
 writes. Ranks wait for each other only in :func:`log`, for the values of DTensors, and in
 :func:`save_checkpoint` and :func:`load_checkpoint_if_it_exists`, which use all ranks. Without
 ``torch.distributed``, the process is rank 0. Paths are local paths or fsspec URLs.

@@ -18,7 +18,7 @@ from torch_ckpt import cli
 from torch_ckpt._base.formatting import duration, text_lines
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.cli.steps import collect, step_blocks
-from torch_ckpt.manager.retention import Retention
+from torch_ckpt.retention import Retention
 from torch_ckpt.steps import LocalSteps, StepInfo, open_steps
 from torch_ckpt.steps.remote import RemoteSteps
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.python.cli.test_cli_steps import save_step, steps_of
+from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
-from torch_ckpt.manager.retention import Retention
-from torch_ckpt.saving.events import Event
+from torch_ckpt.retention import Retention
 from torch_ckpt.steps import LocalSteps
 
 

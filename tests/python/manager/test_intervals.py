@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.manager.intervals import AutoInterval, Interval, Schedule
+from torch_ckpt.intervals import AutoInterval
+from torch_ckpt.manager.options import Interval, ScheduleOptions
+from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.ranks.meeting import Meeting
 
 #: Limit in seconds for operations that should not have to wait.
@@ -53,12 +55,9 @@ def schedule(
     max_overhead: float = 0.01,
     clock: Callable[[], float] = time.monotonic,
 ) -> Schedule:
+    if_busy = "skip" if skip_if_busy else "wait"
     return Schedule(
-        interval,
-        steps,
-        max_overhead=max_overhead,
-        mtbf_seconds=DAY,
-        skip_if_busy=skip_if_busy,
+        ScheduleOptions(interval, steps, max_overhead, DAY / 3600, if_busy),
         meeting=meeting or Meeting(None, 0, 1, ""),
         timeout=timeout,
         clock=clock,
@@ -156,13 +155,13 @@ def test_fast_steps_are_decided_in_blocks(clock: Clock) -> None:
     # A block is half a second of steps, so a save is at most half a second late.
     assert len(saves) in (9, 10)
     assert all(10.0 - 1e-6 <= apart <= 10.5 + 1e-6 for _step, apart in saves)
-    assert made.decision_count < 10_000 / 40
+    assert made.decisions.count < 10_000 / 40
 
 
 def test_slow_steps_are_decided_one_by_one(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 101), seconds=1.0)
-    assert made.decision_count == 100
+    assert made.decisions.count == 100
 
 
 def test_blocks_shrink_soon_when_steps_become_slow(clock: Clock) -> None:
@@ -358,7 +357,7 @@ def test_all_ranks_save_at_the_steps_that_rank_0_chooses(any_store: dist.Store) 
         return found
 
     assert together(made, work) == [[1]] * 3
-    assert made[0].decision_count == made[1].decision_count == made[2].decision_count
+    assert made[0].decisions.count == made[1].decisions.count == made[2].decisions.count
 
 
 def test_ranks_that_are_busy_at_other_steps_follow_rank_0(store: dist.Store) -> None:
@@ -389,8 +388,8 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
             asked.set()
             return store.compare_set(key, expected, desired)
 
-    rank_1._decisions._meeting.keys = lambda below: Noticing()  # type: ignore[assignment,method-assign,return-value]
-    rank_0._decisions._meeting.keys = lambda below: store  # type: ignore[method-assign]
+    rank_1.decisions._meeting.keys = lambda below: Noticing()  # type: ignore[assignment,method-assign,return-value]
+    rank_0.decisions._meeting.keys = lambda below: store  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(rank_1.should_save, 1, idle)
         assert asked.wait(PATIENCE)
@@ -402,13 +401,13 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
 def test_within_a_block_no_rank_reads_the_store(store: dist.Store) -> None:
     made = schedules(store, 2, timedelta(hours=1))
     together(made, lambda _rank, one: [one.should_save(step, idle) for step in range(1, 2000)])
-    assert made[0].decision_count < 100
-    before = made[1].decision_count
+    assert made[0].decisions.count < 100
+    before = made[1].decisions.count
     # Rank 0 does not run now, so it cannot decide.
-    block = made[1]._decisions._block
+    block = made[1].decisions._block
     inside = range(1999, block.stop)
     assert [made[1].should_save(step, idle) for step in inside] == [False] * len(inside)
-    assert made[1].decision_count == before
+    assert made[1].decisions.count == before
 
 
 def test_a_rank_at_another_step_raises(store: dist.Store) -> None:
@@ -435,7 +434,7 @@ def test_a_lost_store_is_an_error_of_the_rank_itself() -> None:
             raise RuntimeError("connection reset by peer")
 
     rank_1 = schedule(timedelta(hours=1), meeting=Meeting(dist.HashStore(), 1, 2, "test"))
-    rank_1._decisions._meeting.keys = lambda below: Lost()  # type: ignore[assignment,method-assign,return-value]
+    rank_1.decisions._meeting.keys = lambda below: Lost()  # type: ignore[assignment,method-assign,return-value]
     with pytest.raises(CheckpointException) as caught:
         rank_1.should_save(1, idle)
     [(rank, (cause, _stack))] = caught.value.failures.items()
@@ -448,10 +447,10 @@ def test_decisions_that_all_ranks_have_read_are_deleted(store: dist.Store) -> No
     before = store.num_keys()
     together(made, lambda _rank, one: [one.should_save(step, idle) for step in range(1, 11)])
     assert store.num_keys() == before + 10
-    made[0].delete_decisions(7)
+    made[0].decisions.delete(7)
     assert store.num_keys() == before + 3
-    made[0].delete_decisions(7)
-    made[0].delete_decisions(made[0].decision_count)
+    made[0].decisions.delete(7)
+    made[0].decisions.delete(made[0].decisions.count)
     assert store.num_keys() == before
     # Decisions continue with the next number.
     assert together(made, lambda _rank, one: one.should_save(11, idle)) == [True, True]

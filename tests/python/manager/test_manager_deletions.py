@@ -24,7 +24,7 @@ from tests.managers import (
 )
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.saving.events import Event
+from torch_ckpt.events import Event
 
 # --- by rules -------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from tests.managers import (
     training_of,
 )
 from tests.support import Terminal
-from torch_ckpt.saving.events import Event
+from torch_ckpt.events import Event
 
 
 def test_events_report_each_action(make: Make) -> None:

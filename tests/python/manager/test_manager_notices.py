@@ -132,7 +132,7 @@ def test_the_first_restore_is_shown_unless_logging_is_configured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch_ckpt.saving.events._is_restore_shown", False)
+    monkeypatch.setattr("torch_ckpt.manager.reporters._is_restore_shown", False)
     damaged_run(tmp_path)
     capsys.readouterr()
     with own_logger() as logger, manager_of(tmp_path) as made:
@@ -152,7 +152,7 @@ def test_the_first_restore_is_shown_unless_logging_is_configured(
 def test_a_restore_is_an_info_record_if_logging_is_configured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_ckpt.saving.events._is_restore_shown", False)
+    monkeypatch.setattr("torch_ckpt.manager.reporters._is_restore_shown", False)
     caplog.set_level(logging.INFO, "torch_ckpt")
     with manager_of(tmp_path) as made:
         made.save(1, state_of(1))

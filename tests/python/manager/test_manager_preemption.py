@@ -20,8 +20,8 @@ from tests.managers import (
     until_stopped,
 )
 from torch_ckpt import CheckpointManager, multihost
-from torch_ckpt.ranks.preemption import current_watch
-from torch_ckpt.saving.events import Event
+from torch_ckpt.events import Event
+from torch_ckpt.multihost.preemption import current_watch
 
 
 def test_a_signal_saves_and_stops(make: Make) -> None:

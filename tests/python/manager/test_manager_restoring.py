@@ -33,7 +33,7 @@ from tests.managers import (
 from tests.support import assert_equal, cause_of, data_files, flip_bit
 from torch_ckpt.checkpoint import safe_types
 from torch_ckpt.errors import CheckpointError, LoadMismatch, Unsafe
-from torch_ckpt.saving.events import Event
+from torch_ckpt.events import Event
 from torch_ckpt.steps import MARKER_NAME
 
 # --- rewinding ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ckpt.manager.retention import Retention
+from torch_ckpt.retention import Retention
 from torch_ckpt.steps import StepInfo
 
 HOUR = 3600.0
@@ -39,146 +39,114 @@ def kept(rules: Retention, steps: list[StepInfo], protected: set[int] | None = N
     return [step.step for step in steps if step.complete and step.step not in gone]
 
 
-# --- one rule ------------------------------------------------------------------------------------
+# --- rules ---------------------------------------------------------------------------------------
+
+BEST = {"keep_best": 2, "best_metric": "loss"}
+
+#: Rules, steps, and the steps that stay, by the name of the case.
+KEPT: dict[str, tuple[dict[str, Any], list[StepInfo], list[int]]] = {
+    "no rule keeps all steps": ({}, steps_of(*range(100)), [*range(100)]),
+    "best_metric without keep_best is no rule": (
+        {"best_metric": "loss"},
+        rated(1, 2, 3),
+        [1, 2, 3],
+    ),
+    "the last steps stay": ({"keep_last": 3}, steps_of(1, 5, 9, 12, 30), [9, 12, 30]),
+    "keep_last exceeds the number of steps": ({"keep_last": 9}, steps_of(1, 2), [1, 2]),
+    "the order of the steps does not matter": ({"keep_last": 2}, steps_of(9, 1, 5), [9, 5]),
+    "multiples and the newest stay": (
+        {"keep_every": 10},
+        steps_of(0, 5, 10, 15, 20, 25),
+        [0, 10, 20, 25],
+    ),
+    "one step per hour stays": (
+        {"keep_every_hours": 1},
+        [info(n, saved_at=100 + t * HOUR) for n, t in enumerate((0.0, 0.9, 1.0, 1.5, 2.1, 2.2))],
+        [0, 2, 4, 5],
+    ),
+    "a step without a time stays and affects no other step": (
+        {"keep_every_hours": 1},
+        [
+            info(1, saved_at=0.0),
+            info(2),
+            info(3, saved_at=0.5 * HOUR),
+            info(4, saved_at=HOUR),
+            info(5),
+        ],
+        [1, 2, 4, 5],
+    ),
+    "the best steps and the newest stay": (BEST, rated(3, 1, 4, 2, 9), [2, 4, 5]),
+    "the largest is the best": (
+        {**BEST, "best_mode": "max"},
+        rated(3, 1, 4, 2, 0),
+        [1, 3, 5],
+    ),
+    "steps without a number for the metric are not among the best": (
+        BEST,
+        rated(NAN, None, 7, math.inf, NAN),
+        [3, 4, 5],
+    ),
+    "all steps stay until enough have the metric": (
+        {**BEST, "keep_best": 3},
+        rated(NAN, None, 7, math.inf, NAN),
+        [1, 2, 3, 4, 5],
+    ),
+    "a function rates steps": (
+        {"keep_best": 1, "best_metric": lambda metrics: metrics["a"] + metrics["b"]},
+        [
+            info(1, metrics={"a": 1.0, "b": 5.0}),
+            info(2, metrics={"a": 2.0, "b": 0.0}),
+            info(3, metrics={"a": 9.0, "b": 9.0}),
+        ],
+        [2, 3],
+    ),
+    "a step that lacks a metric of the function is not among the best": (
+        {"keep_best": 1, "best_metric": lambda metrics: metrics["a"]},
+        [info(1, metrics={"a": 1.0}), info(2, metrics={"b": 1.0}), info(3)],
+        [1, 3],
+    ),
+    "a rating too large for a float is the worst": (
+        {"keep_best": 1, "best_metric": lambda metrics: 10**400 if metrics["a"] else 0},
+        [info(n, metrics={"a": float(n == 1)}) for n in (1, 2, 3)],
+        [3],
+    ),
+    "a negative rating too large for a float is the best": (
+        {"keep_best": 1, "best_metric": lambda metrics: -(10**400) if metrics["a"] else 0},
+        [info(n, metrics={"a": float(n == 1)}) for n in (1, 2, 3)],
+        [1, 3],
+    ),
+    "a function keeps steps": (
+        {"should_keep": lambda step: bool(step.notes.get("keep"))},
+        [info(1, notes={"keep": True}), info(2), info(3)],
+        [1, 3],
+    ),
+    "pinned steps count among the last ones": (
+        {"keep_last": 2},
+        [info(1), info(2), info(3, pinned=True), info(4)],
+        [3, 4],
+    ),
+    "leftovers are neither counted nor deleted": (
+        {"keep_last": 1},
+        [info(1), info(2), info(3, state="unfinished"), info(4, state="deleted")],
+        [2],
+    ),
+    "a complete step is not taken for a leftover of its number": (
+        {"keep_last": 2},
+        [info(1), info(2), info(2, state="deleted"), info(3), info(3, state="unfinished")],
+        [2, 3],
+    ),
+}
 
 
-def test_without_a_rule_all_steps_stay() -> None:
-    assert Retention().to_delete(steps_of(*range(100))) == []
-
-
-def test_best_metric_without_keep_best_is_no_rule() -> None:
-    assert Retention(best_metric="loss").to_delete(rated(1, 2, 3)) == []
-
-
-def test_the_last_steps_stay() -> None:
-    assert kept(Retention(keep_last=3), steps_of(1, 5, 9, 12, 30)) == [9, 12, 30]
-
-
-def test_keep_last_may_exceed_the_number_of_steps() -> None:
-    assert Retention(keep_last=9).to_delete(steps_of(1, 2)) == []
-
-
-def test_multiples_and_the_newest_stay() -> None:
-    assert kept(Retention(keep_every=10), steps_of(0, 5, 10, 15, 20, 25)) == [0, 10, 20, 25]
-
-
-def test_one_step_in_so_many_hours_stays() -> None:
-    times = [0.0, 0.9, 1.0, 1.5, 2.1, 2.2]
-    steps = [info(n, saved_at=100 + t * HOUR) for n, t in enumerate(times)]
-    assert kept(Retention(keep_every_hours=1), steps) == [0, 2, 4, 5]
-
-
-def test_a_step_without_a_time_stays_and_affects_no_other() -> None:
-    steps = [info(1, saved_at=0.0), info(2), info(3, saved_at=0.5 * HOUR), info(4, saved_at=HOUR)]
-    assert kept(Retention(keep_every_hours=1), [*steps, info(5)]) == [1, 2, 4, 5]
-
-
-def test_the_best_steps_and_the_newest_stay() -> None:
-    assert kept(Retention(keep_best=2, best_metric="loss"), rated(3, 1, 4, 2, 9)) == [2, 4, 5]
-
-
-def test_the_largest_may_be_the_best() -> None:
-    rules = Retention(keep_best=2, best_metric="loss", best_mode="max")
-    assert kept(rules, rated(3, 1, 4, 2, 0)) == [1, 3, 5]
-
-
-def test_the_newer_of_two_equal_steps_is_better() -> None:
-    for mode in ("min", "max"):
-        rules = Retention(keep_best=1, best_metric="loss", best_mode=mode)
-        assert [step.step for step in rules.best_first(rated(1, 1, 1))] == [3, 2, 1]
-
-
-def test_steps_without_the_metric_or_with_nan_are_not_among_the_best() -> None:
-    rules = Retention(keep_best=2, best_metric="loss")
-    assert kept(rules, rated(math.nan, None, 7, math.inf, math.nan)) == [3, 4, 5]
-
-
-def test_all_steps_stay_until_enough_have_the_metric() -> None:
-    rules = Retention(keep_best=3, best_metric="loss")
-    assert kept(rules, rated(math.nan, None, 7, math.inf, math.nan)) == [1, 2, 3, 4, 5]
-    why = rules.waits_for(rated(None, None, 7, 8, None))
-    assert "3 of 5 steps have no number for the metric loss" in why
-
-
-@pytest.mark.parametrize("losses", [(), (1.0,), (1.0, None, 2.0)])
-def test_keep_best_applies_if_enough_steps_or_all_have_the_metric(losses: Any) -> None:
-    assert Retention(keep_best=2, best_metric="loss").waits_for(rated(*losses)) == ""
-
-
-def test_a_misspelled_metric_is_named_with_the_nearest() -> None:
-    rules = Retention(keep_best=2, best_metric="eval_los")
-    problem = rules.lacks_metric({"eval_loss": 1.0, "epoch": 2.0}, [{"eval_loss": 3.0}])
-    assert problem == (
-        "the metric 'eval_los', which keep_best compares, is missing (got 'epoch', "
-        "'eval_loss'); did you mean 'eval_loss'?"
-    )
-
-
-@pytest.mark.parametrize(
-    ("metrics", "others", "expected"),
-    [
-        ({"loss": 1.0}, [], None),
-        ({}, [{"loss": 1.0}], None),
-        ({"loss": math.nan}, [{}], ""),
-    ],
-    ids=["given", "there", "NaN"],
-)
-def test_a_metric_is_known_if_any_step_has_a_number(
-    metrics: Any, others: Any, expected: str | None
-) -> None:
-    rules = Retention(keep_best=2, best_metric="loss")
-    assert rules.lacks_metric(metrics, others) == expected
-
-
-def test_a_metric_that_a_function_lacks_is_named() -> None:
-    rules = Retention(keep_best=2, best_metric=lambda metrics: -metrics["acuracy"])
-    assert rules.lacks_metric({}, []) == ""
-    assert "did you mean 'accuracy'" in (rules.lacks_metric({"accuracy": 1.0}, []) or "")
-    assert rules.lacks_metric({"acuracy": 1.0}, []) is None
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_function_may_return_an_integer_too_large_for_a_float(sign: int) -> None:
-    rules = Retention(keep_best=1, best_metric=lambda m: sign * 10**400 if m["a"] else 0)
-    steps = [info(1, metrics={"a": 1.0}), info(2, metrics={"a": 0.0}), info(3, metrics={"a": 0.0})]
-    assert kept(rules, steps) == ([3] if sign > 0 else [1, 3])
-
-
-def test_a_function_may_rate_steps() -> None:
-    steps = [
-        info(1, metrics={"a": 1.0, "b": 5.0}),
-        info(2, metrics={"a": 2.0, "b": 0.0}),
-        info(3, metrics={"a": 9.0, "b": 9.0}),
-    ]
-    rules = Retention(keep_best=1, best_metric=lambda metrics: metrics["a"] + metrics["b"])
-    assert kept(rules, steps) == [2, 3]
-
-
-def test_a_function_is_not_called_for_steps_without_metrics() -> None:
-    rules = Retention(keep_best=2, best_metric=lambda metrics: 1 / len(metrics))
-    assert [step.step for step in rules.best_first(rated(1, None))] == [1]
-
-
-def test_a_step_that_lacks_a_metric_of_the_function_is_not_a_best_one() -> None:
-    steps = [info(1, metrics={"a": 1.0}), info(2, metrics={"b": 1.0}), info(3)]
-    rules = Retention(keep_best=1, best_metric=lambda metrics: metrics["a"])
-    assert kept(rules, steps) == [1, 3]
-
-
-def test_a_function_may_keep_steps() -> None:
-    rules = Retention(should_keep=lambda step: bool(step.notes.get("keep")))
-    steps = [info(1, notes={"keep": True}), info(2), info(3)]
-    assert kept(rules, steps) == [1, 3]
+@pytest.mark.parametrize("case", KEPT)
+def test_the_rules_keep_these_steps(case: str) -> None:
+    rules, steps, expected = KEPT[case]
+    assert kept(Retention(**rules), steps) == expected
 
 
 def test_pinned_and_protected_steps_stay() -> None:
     steps = [info(1), info(2, pinned=True), info(3), info(4)]
     assert kept(Retention(keep_last=1), steps, {3}) == [2, 3, 4]
-
-
-def test_pinned_steps_count_among_the_last_ones() -> None:
-    steps = [info(1), info(2), info(3, pinned=True), info(4)]
-    assert kept(Retention(keep_last=2), steps) == [3, 4]
 
 
 def test_rules_add_up() -> None:
@@ -211,18 +179,66 @@ def test_rules_add_up() -> None:
     assert rules.to_delete(steps, {9}) == [2, 4, 6, 8]
 
 
-def test_leftovers_are_neither_kept_nor_deleted_nor_counted() -> None:
-    steps = [info(1), info(2), info(3, state="unfinished"), info(4, state="deleted")]
-    assert Retention(keep_last=1).to_delete(steps) == [1]
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_newer_of_two_equal_steps_is_better(mode: str) -> None:
+    rules = Retention(keep_best=1, best_metric="loss", best_mode=mode)
+    assert [step.step for step in rules.best_first(rated(1, 1, 1))] == [3, 2, 1]
 
 
-def test_a_complete_step_is_not_taken_for_a_leftover_of_its_number() -> None:
-    steps = [info(1), info(2), info(2, state="deleted"), info(3), info(3, state="unfinished")]
-    assert Retention(keep_last=2).to_delete(steps) == [1]
+def test_a_function_is_not_called_for_steps_without_metrics() -> None:
+    rules = Retention(keep_best=2, best_metric=lambda metrics: 1 / len(metrics))
+    assert [step.step for step in rules.best_first(rated(1, None))] == [1]
 
 
-def test_the_order_of_the_steps_does_not_matter() -> None:
-    assert kept(Retention(keep_last=2), steps_of(9, 1, 5)) == [9, 5]
+# --- a metric that steps lack --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("best", "losses", "expected"),
+    [
+        (2, (), ""),
+        (2, (1.0,), ""),
+        (2, (1.0, None, 2.0), ""),
+        (3, (None, None, 7, 8, None), "3 of 5 steps have no number for the metric loss"),
+    ],
+)
+def test_keep_best_waits_until_enough_steps_or_all_have_the_metric(
+    best: int, losses: Any, expected: str
+) -> None:
+    why = Retention(keep_best=best, best_metric="loss").waits_for(rated(*losses))
+    assert expected in why
+    assert bool(expected) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("best_metric", "metrics", "others", "expected"),
+    [
+        ("loss", {"loss": 1.0}, [], None),
+        ("loss", {}, [{"loss": 1.0}], None),
+        ("loss", {"loss": NAN}, [{}], ""),
+        (lambda metrics: -metrics["acuracy"], {}, [], ""),
+        (lambda metrics: -metrics["acuracy"], {"acuracy": 1.0}, [], None),
+        (
+            lambda metrics: -metrics["acuracy"],
+            {"accuracy": 1.0},
+            [],
+            "the metric 'acuracy', which keep_best compares, is missing (got 'accuracy'); did you "
+            "mean 'accuracy'?",
+        ),
+        (
+            "eval_los",
+            {"eval_loss": 1.0, "epoch": 2.0},
+            [{"eval_loss": 3.0}],
+            "the metric 'eval_los', which keep_best compares, is missing (got 'epoch', "
+            "'eval_loss'); did you mean 'eval_loss'?",
+        ),
+    ],
+)
+def test_a_missing_metric_is_named_with_the_nearest_name(
+    best_metric: Any, metrics: Any, others: Any, expected: str | None
+) -> None:
+    rules = Retention(keep_best=2, best_metric=best_metric)
+    assert rules.lacks_metric(metrics, others) == expected
 
 
 # --- invalid rules -------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.support import DTYPES, random_tensor
 from torch_ckpt import multihost
-from torch_ckpt._base import trees
 from torch_ckpt._base.formatting import ranks_text
-from torch_ckpt.multihost import RanksDisagree, layout
+from torch_ckpt.checkpoint.tensor_bytes import as_bytes
+from torch_ckpt.multihost import RanksDisagree, layout, trees
 from torch_ckpt.ranks import calls
 
 #: Limit of waits that should not block, in seconds.
@@ -72,7 +72,7 @@ def test_numbers_of_any_dtype_are_sent_and_compared(dtype: torch.dtype) -> None:
     multihost.assert_equal(number)
     for found in (multihost.broadcast_one_to_all(number), multihost.process_allgather(number)[0]):
         assert (found.dtype, found.shape) == (dtype, ())
-        assert torch.equal(trees.as_bytes(found), trees.as_bytes(number))
+        assert torch.equal(as_bytes(found), as_bytes(number))
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_ranks_are_written_in_runs() -> None:
 def test_the_bytes_of_a_view_are_those_of_its_elements() -> None:
     for dtype in (torch.float32, torch.complex128, torch.bfloat16, torch.bool, torch.float8_e5m2):
         full = random_tensor((4, 6), dtype)
-        rows = [trees.as_bytes(column) for column in full.t().unbind()]
-        assert torch.equal(trees.as_bytes(full.t()), torch.cat(rows))
-        assert trees.as_bytes(full).data_ptr() == full.data_ptr()
+        rows = [as_bytes(column) for column in full.t().unbind()]
+        assert torch.equal(as_bytes(full.t()), torch.cat(rows))
+        assert as_bytes(full).data_ptr() == full.data_ptr()
     conjugated = torch.tensor([1 + 2j]).conj()
-    assert torch.equal(trees.as_bytes(conjugated), trees.as_bytes(torch.tensor([1 - 2j])))
-    assert trees.as_bytes(torch.empty(0, 3)).shape == (0,)
+    assert torch.equal(as_bytes(conjugated), as_bytes(torch.tensor([1 - 2j])))
+    assert as_bytes(torch.empty(0, 3)).shape == (0,)
 
 
 def test_a_value_that_is_not_a_plain_tensor_is_sent_as_an_object() -> None:

@@ -6,10 +6,9 @@ tuples, named tuples, dataclasses and others. All other values are leaves, inclu
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import ranks_text
 
-#: Maximum number of differences that an error lists.
-SHOWN = 10
-
-# Size of the pieces in which a tensor on a device is copied to the host.
-_PIECE_BYTES = 64 << 20
-
 _LEAVES = (int, float, bool, str, bytes, type(None))
-
-#: Integer dtypes by size in bytes. Some dtypes can be copied and reshaped only as integers.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tree:
@@ -119,34 +109,6 @@ def kind(leaf: Any) -> str:
     return "an object"
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor as a one-dimensional tensor: a view if the tensor is
-    contiguous, otherwise a copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.itemsize in BITS:
-        tensor = tensor.view(BITS[tensor.itemsize])
-    # Not view() or reshape(): they keep the stride of a dimension of size 1, which may be any
-    # number.
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def host_pieces(data: torch.Tensor) -> Iterator[ctypes.Array[ctypes.c_char]]:
-    """Yields the data of a byte tensor in pieces in host memory. A piece is valid until the next
-    one is requested."""
-    for begin in range(0, data.numel(), _PIECE_BYTES):
-        host = data[begin : begin + _PIECE_BYTES].cpu()
-        yield (ctypes.c_char * host.numel()).from_address(host.data_ptr())
-
-
-def empty(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Allocates a contiguous tensor without initializing it."""
-    count = torch.Size(shape).numel()
-    data = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device=device)
-    return data.view(dtype).view(tuple(shape))
-
-
 def array_bytes(array: Any) -> torch.Tensor:
     """Returns the bytes of an array as a one-dimensional tensor: a view if the array is contiguous
     and writable, otherwise a copy."""
@@ -174,12 +136,6 @@ def differences(by_rank: Sequence[dict[str, str]]) -> list[str]:
             kinds = "; ".join(f"{kind} on {ranks_text(where)}" for kind, where in ranks.items())
             lines.append(f"{name or 'the tree'} is {kinds}")
     return lines
-
-
-def indented(lines: Sequence[str]) -> str:
-    """Joins the first lines, indented, and adds the number of remaining lines."""
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return "\n".join(f"  {line}" for line in [*lines[:SHOWN], *more])
 
 
 def _plain(key: Any) -> str:

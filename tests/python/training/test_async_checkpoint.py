@@ -18,7 +18,7 @@ from tests.forked import run_script
 from tests.gates import Gate
 from tests.support import assert_equal
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +235,7 @@ def test_an_unreadable_state_is_an_error_of_the_write(tmp_path: Path) -> None:
 def test_the_interpreter_waits_for_the_write_at_exit(tmp_path: Path) -> None:
     program = f"""
 import torch
-from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 checkpoint = AsyncCheckpoint(w=torch.ones(1 << 22))
 checkpoint.save({str(tmp_path / "ckpt")!r})
 """
