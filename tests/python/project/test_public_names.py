@@ -12,13 +12,10 @@ import pytest
 import torch_ckpt
 from tests.layers import REPOSITORY
 
-#: Packages whose names are public.
-PACKAGES = ["torch_ckpt", "torch_ckpt.manager"]
 
-
-def imported_for_type_checkers(package: str) -> set[tuple[str, str]]:
+def imported_for_type_checkers() -> set[tuple[str, str]]:
     """Returns (module, name) of the imports below ``if TYPE_CHECKING``."""
-    file = REPOSITORY.joinpath(*package.split("."), "__init__.py")
+    file = REPOSITORY / "torch_ckpt" / "__init__.py"
     (block,) = (
         node
         for node in ast.parse(file.read_text()).body
@@ -32,19 +29,16 @@ def imported_for_type_checkers(package: str) -> set[tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_lazy_name_is_in_the_module_that_type_checkers_see(package: str) -> None:
-    names = imported_for_type_checkers(package)
+def test_a_lazy_name_is_in_the_module_that_type_checkers_see() -> None:
+    names = imported_for_type_checkers()
     assert names
     for module, name in names:
-        assert getattr(import_module(package), name) is getattr(import_module(module), name)
+        assert getattr(torch_ckpt, name) is getattr(import_module(module), name)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_all_and_dir_list_every_lazy_name(package: str) -> None:
-    module = import_module(package)
-    names = {name for _, name in imported_for_type_checkers(package)}
-    assert names <= set(module.__all__) <= set(dir(module))
+def test_all_and_dir_list_every_lazy_name() -> None:
+    names = {name for _, name in imported_for_type_checkers()}
+    assert names <= set(torch_ckpt.__all__) <= set(dir(torch_ckpt))
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
