@@ -115,24 +115,6 @@ def test_the_later_commit_of_two_simultaneous_saves_is_complete(
     assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
 
 
-def test_a_commit_removes_nothing_while_another_save_is_running(tmp_path: Path) -> None:
-    save(state_of(0), tmp_path)
-    old = names_in(tmp_path)
-    with held_save(tmp_path, 1):
-        save(state_of(2), tmp_path)
-        assert old <= names_in(tmp_path)
-
-
-def test_three_simultaneous_saves_never_share_a_file(tmp_path: Path) -> None:
-    with held_save(tmp_path, 1) as first, held_save(tmp_path, 2) as second:
-        save(state_of(3), tmp_path)
-        assert_holds(tmp_path, 3)
-    assert first == []
-    assert second == []
-    assert_holds(tmp_path, 1)
-    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
-
-
 def test_a_save_without_overwrite_does_not_replace_one_committed_meanwhile(
     tmp_path: Path,
 ) -> None:
@@ -252,11 +234,6 @@ def test_a_file_that_cannot_be_removed_fails_no_save_even_if_warnings_are_errors
     assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
-def test_a_first_save_into_an_empty_directory_uses_plain_file_names(tmp_path: Path) -> None:
-    save(state_of(0), tmp_path, thread_count=2)
-    assert names_in(tmp_path) == {".metadata", "__0_0.distcp", "__0_1.distcp"}
-
-
 # --- saves that fail -----------------------------------------------------------------------------
 
 
@@ -287,16 +264,6 @@ def test_a_failed_save_releases_the_directory_although_planner_and_writer_are_ke
     with pytest.raises(dcp.CheckpointException, match="no plan"):
         torch_ckpt.save(state_of(9), storage_writer=writer, planner=CannotPlan(), no_dist=True)
     assert OpenDirectory(tmp_path).try_lock_exclusive()
-
-
-def test_a_dropped_lease_deletes_the_files_of_all_ranks(tmp_path: Path) -> None:
-    save(state_of(0), tmp_path)
-    kept = names_in(tmp_path)
-    lease = DirectoryLease(OpenDirectory(tmp_path), None)
-    for rank in (0, 1, 7):
-        (tmp_path / f"__{rank}_{lease.tag}0.distcp").write_bytes(b"written before another failed")
-    del lease
-    assert names_in(tmp_path) == kept
 
 
 def test_the_next_save_of_the_thread_ends_a_failed_one_that_is_still_referenced(
@@ -372,30 +339,6 @@ def test_a_file_named_with_another_spelling_in_the_metadata_stays(tmp_path: Path
     assert_holds(tmp_path, 1)
 
 
-def test_files_of_the_old_checkpoint_stay_while_a_power_failure_may_restore_it(
-    tmp_path: Path,
-) -> None:
-    save(state_of(0), tmp_path)
-    save(state_of(1), tmp_path)
-    old = named_by_metadata(tmp_path)
-    is_renamed = False
-
-    def hook(operation: str, path: str) -> int:
-        nonlocal is_renamed
-        is_renamed = is_renamed or operation == "rename"
-        is_last = is_renamed and (operation, path) == ("fsync_directory", str(tmp_path))
-        return errno.EIO if is_last else 0
-
-    with at_fault_points(hook), pytest.raises(dcp.CheckpointException) as raised:
-        save(state_of(2), tmp_path)
-    assert isinstance(cause_of(raised.value), torch_ckpt.DurabilityUncertain)
-    gc.collect()
-    assert old <= names_in(tmp_path)
-    assert_holds(tmp_path, 2)
-    assert set(torch_ckpt.remove_leftovers(tmp_path)) == old
-    assert_holds(tmp_path, 2)
-
-
 # --- what dead saves leave -----------------------------------------------------------------------
 
 
@@ -407,17 +350,6 @@ def killed_amid_its_data(path: Path) -> None:
             save(state_of(7), path)
 
     assert end_of(fork(work)) == -signal.SIGKILL
-
-
-def test_leftovers_of_a_dead_save_are_removed_by_the_next_save(tmp_path: Path) -> None:
-    save(state_of(0), tmp_path)
-    before = names_in(tmp_path)
-    killed_amid_its_data(tmp_path)
-    assert names_in(tmp_path) > before
-    assert_holds(tmp_path, 0)
-    save(state_of(1), tmp_path)
-    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
-    assert_holds(tmp_path, 1)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "overwriting"])

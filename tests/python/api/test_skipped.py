@@ -89,11 +89,6 @@ def test_a_flat_state_dict_without_any_match_is_refused(saved: Path) -> None:
         load({"a": torch.zeros(2), "b": torch.zeros(3)}, saved, False)
 
 
-def test_single_top_level_values_may_be_missing(saved: Path) -> None:
-    with pytest.warns(UserWarning, match=r"seed \(missing\)"):
-        assert load({"epoch": 0, "seed": 1}, saved, False).loaded == ["epoch"]
-
-
 def test_a_state_that_was_not_selected_may_be_missing(saved: Path) -> None:
     state = {"model": {"a": torch.zeros(2)}, "optimizer": {"a": torch.zeros(2)}}
     assert load(state, saved, False, names=["model.*"]).fits

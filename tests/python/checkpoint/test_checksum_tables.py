@@ -18,15 +18,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 import torch_ckpt
 from tests.support import (
     StateDict,
-    assert_equal,
     assert_tables_match,
-    emptied,
     parsed_table,
     place_of,
     random_tensor,
     save,
     save_with,
-    stock_load,
     stock_save,
 )
 from torch_ckpt.checkpoint.metadata import (
@@ -112,14 +109,6 @@ def test_every_byte_of_a_checkpoint_has_a_checksum(tmp_path: Path, saver: Any) -
 
 
 @pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: saver.__name__)
-def test_stock_torch_loads_a_checkpoint_with_tables(tmp_path: Path, saver: Any) -> None:
-    saver(state(1), tmp_path)
-    loaded = emptied(state())
-    stock_load(loaded, tmp_path)
-    assert_equal(loaded, state(1))
-
-
-@pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: saver.__name__)
 def test_only_the_attribute_differs_from_torchs_metadata(tmp_path: Path, saver: Any) -> None:
     saver(state(), tmp_path / "ours")
     stock_save(state(), tmp_path / "stock")
@@ -134,11 +123,6 @@ def test_a_save_that_replaces_another_has_its_own_tables(tmp_path: Path, saver: 
     for seed in range(3):
         saver(state(seed), tmp_path)
         assert_tables_match(tmp_path, metadata_of(tmp_path))
-
-
-def test_the_metadata_that_a_save_returns_has_the_tables(tmp_path: Path) -> None:
-    metadata = torch_ckpt.save(state(), tmp_path, no_dist=True)
-    assert_tables_match(tmp_path, metadata)
 
 
 def test_a_state_without_items_has_no_tables(tmp_path: Path) -> None:

@@ -333,11 +333,6 @@ def test_the_metadata_names_only_stock_classes(tmp_path: Path) -> None:
     assert not strangers
 
 
-def test_the_metadata_contains_no_path_objects(tmp_path: Path) -> None:
-    save(nested_state(), tmp_path)
-    assert b"pathlib" not in (tmp_path / ".metadata").read_bytes()
-
-
 class _OldProperties:
     """Unpacks five fields, like torch before 2.15."""
 

@@ -16,15 +16,12 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.failed_saves import FailingAt, StopsBeforeCommit
 from tests.support import (
-    NO_CHECKPOINT,
-    StateDict,
     assert_equal,
     data_files,
     emptied,
     f32,
     load,
     nested_state,
-    place_of,
     save,
     save_with,
     stock_load,
@@ -96,15 +93,6 @@ def test_one_writer_and_one_reader_work_for_many_checkpoints(tmp_path: Path) -> 
         assert_equal(loaded, nested_state(step))
 
 
-def test_one_writer_saves_to_one_path_repeatedly(tmp_path: Path) -> None:
-    writer = torch_ckpt.FileSystemWriter(tmp_path)
-    for step in range(4):
-        save_with(writer, nested_state(step))
-        loaded = emptied(nested_state())
-        load(loaded, tmp_path)
-        assert_equal(loaded, nested_state(step))
-
-
 def test_the_methods_that_torch_calls_need_no_reset(tmp_path: Path) -> None:
     # torch's deprecated save_state_dict and other frameworks do not call reset.
     writer = torch_ckpt.FileSystemWriter(tmp_path)
@@ -157,13 +145,6 @@ def test_a_save_can_be_made_in_the_working_directory(
     assert_equal(loaded["a"], f32(3))
 
 
-def test_a_save_without_fsync_writes_the_same_checkpoint(tmp_path: Path) -> None:
-    save(nested_state(), tmp_path / "a", sync_files=True)
-    save(nested_state(), tmp_path / "b", sync_files=False)
-    a, b = data_files(tmp_path / "a"), data_files(tmp_path / "b")
-    assert [file.read_bytes() for file in a] == [file.read_bytes() for file in b]
-
-
 @pytest.mark.parametrize("thread_count", [1, 2, 3, 4])
 def test_thread_count_is_the_number_of_files(tmp_path: Path, thread_count: int) -> None:
     save({f"t{i}": f32(100) for i in range(8)}, tmp_path, thread_count=thread_count)
@@ -176,14 +157,6 @@ def test_the_default_is_one_file_for_each_started_16_mib_of_a_rank(tmp_path: Pat
     assert len(data_files(tmp_path / "little")) == 1
     save({f"t{i}": f32(9 << 18) for i in range(2)}, tmp_path / "18 MiB")
     assert len(data_files(tmp_path / "18 MiB")) == 2
-
-
-def test_files_are_balanced_by_size(tmp_path: Path) -> None:
-    sizes = [100, 1, 50, 1, 49, 1, 99, 1]
-    state = {f"t{i}": f32(1000 * size) for i, size in enumerate(sizes)}
-    save(state, tmp_path, thread_count=2)
-    small, large = sorted(file.stat().st_size for file in data_files(tmp_path))
-    assert large - small < 20_000
 
 
 def test_items_with_the_separation_hint_have_separate_files(tmp_path: Path) -> None:
@@ -203,25 +176,6 @@ def test_items_with_the_separation_hint_have_separate_files(tmp_path: Path) -> N
         loaded = emptied(state)
         loader(loaded, tmp_path)
         assert_equal(loaded, state)
-
-
-def test_the_separation_hint_starts_the_names_of_files_of_one_item(tmp_path: Path) -> None:
-    state: StateDict = {"optimizer.a": torch.ones(2), "model.a": torch.ones(3), "optimizer.b": 1}
-    options = {"single_file_per_rank": False, "separation_hint": "optimizer", "thread_count": 2}
-    metadata = save(state, tmp_path, **options)
-    files = {name: place_of(metadata, name).relative_path for name in state}
-    assert files["model.a"] == "__0_0.distcp"
-    assert {files["optimizer.a"], files["optimizer.b"]} == {
-        "optimizer__0_1.distcp",
-        "optimizer__0_2.distcp",
-    }
-
-
-def test_a_separation_hint_without_a_match_changes_no_content(tmp_path: Path) -> None:
-    save(nested_state(), tmp_path, thread_count=2, separation_hint="nobody")
-    loaded = emptied(nested_state())
-    stock_load(loaded, tmp_path)
-    assert_equal(loaded, nested_state())
 
 
 # --- overwriting ---------------------------------------------------------------------------------
@@ -284,17 +238,6 @@ def test_the_old_files_are_deleted_after_the_commit_of_the_new_checkpoint(
     assert {file.name for file in tmp_path.iterdir()} == used | {".metadata"}
 
 
-def test_files_of_an_uncommitted_save_are_deleted_by_the_next_save(tmp_path: Path) -> None:
-    with pytest.raises(dcp.CheckpointException, match="Refused"):
-        save_with(StopsBeforeCommit(tmp_path, thread_count=4), nested_state(1))
-    assert data_files(tmp_path)
-    save(nested_state(2), tmp_path, thread_count=2)
-    assert len(data_files(tmp_path)) == 2
-    loaded = emptied(nested_state())
-    stock_load(loaded, tmp_path)
-    assert_equal(loaded, nested_state(2))
-
-
 def test_foreign_files_survive_overwriting(tmp_path: Path) -> None:
     names = ["notes.txt", "model.distcp", "__0_0.distcp.bak", "tokenizer.json"]
     for name in names:
@@ -302,16 +245,3 @@ def test_foreign_files_survive_overwriting(tmp_path: Path) -> None:
     save(nested_state(0), tmp_path)
     save(nested_state(1), tmp_path)
     assert all((tmp_path / name).read_text() == "keep" for name in names)
-
-
-def test_a_directory_without_a_commit_has_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(dcp.CheckpointException, match="Refused"):
-        save_with(StopsBeforeCommit(tmp_path), nested_state(1))
-    with pytest.raises(dcp.CheckpointException, match=NO_CHECKPOINT):
-        load(emptied(nested_state()), tmp_path)
-
-
-def test_nothing_temporary_is_left_after_a_save(tmp_path: Path) -> None:
-    metadata = save(nested_state(), tmp_path)
-    used = {info.relative_path for info in metadata.storage_data.values()}
-    assert {file.name for file in tmp_path.iterdir()} == used | {".metadata"}

@@ -212,13 +212,6 @@ def test_nothing_is_zeroed_if_the_state_does_not_fit(tmp_path: Path, free: bool)
     assert state["t"].tolist() == [7] * 5
 
 
-def test_values_and_zeros_are_loaded_after_freeing(tmp_path: Path) -> None:
-    save({"t": torch.ones(3)}, tmp_path)
-    state = {"t": torch.full((5,), 7.0)}
-    load(state, tmp_path, zero_fill=True, free_before_read=True)
-    assert state["t"].tolist() == [1, 1, 1, 0, 0]
-
-
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("saver", SAVERS)
 def test_names_that_are_not_utf8_are_loaded(

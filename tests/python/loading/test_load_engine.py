@@ -145,19 +145,6 @@ def test_a_target_with_overlapping_elements_is_refused(tmp_path: Path) -> None:
 # --- objects -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [10**5, 10**10, 10**15])
-def test_a_length_beyond_the_file_is_damage_and_allocates_nothing(
-    tmp_path: Path, length: int
-) -> None:
-    metadata = save({"note": "x"}, tmp_path)
-    place_of(metadata, "note").length = length
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    cause = refusal({"note": ""}, tmp_path)
-    assert isinstance(cause, Corrupt)
-    assert str(cause).startswith("note: ")
-    assert f"a record of {length} bytes" in str(cause)
-
-
 def memory_of_an_object(path: Path) -> int:
     """Returns the bytes that reading the object needs."""
     reader = torch_ckpt.FileSystemReader(path)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 import torch_ckpt
-from tests.support import assert_equal, cause_of, f32, load, nested_state, save, stock_load
+from tests.support import assert_equal, cause_of, f32, load, nested_state, save
 
 
 def loaded_by(state: dict[str, Any], path: Path, **options: Any) -> None:
@@ -162,14 +162,3 @@ def test_metadata_of_our_reader_can_be_read_as_torchs(tmp_path: Path) -> None:
     stock = dcp.FileSystemReader(tmp_path).read_metadata()
     assert metadata.state_dict_metadata == stock.state_dict_metadata
     assert metadata == dataclasses.replace(metadata)
-
-
-def test_stock_loads_with_our_reader_use_torchs_planner(tmp_path: Path) -> None:
-    state = nested_state()
-    save(state, tmp_path)
-    loaded = nested_state()
-    loaded["model"]["weight"].zero_()
-    load(loaded, tmp_path)
-    stock = nested_state()
-    stock_load(stock, tmp_path)
-    assert_equal(loaded["model"]["weight"], stock["model"]["weight"])

@@ -31,7 +31,6 @@ from tests.support import (
     record_of,
     save,
     save_with,
-    stock_load,
     zeros,
 )
 
@@ -53,19 +52,6 @@ def _fresh_plan_cache() -> Iterator[None]:
 
 def caching_planner() -> dcp.DefaultSavePlanner:
     return dcp.DefaultSavePlanner(enable_plan_caching=True)
-
-
-@pytest.mark.usefixtures("_fresh_plan_cache")
-@pytest.mark.parametrize("same_path", [True, False])
-def test_saves_with_a_cached_plan_have_their_own_values(tmp_path: Path, same_path: bool) -> None:
-    writer = torch_ckpt.FileSystemWriter(tmp_path)
-    for step in range(3):
-        path = tmp_path if same_path else tmp_path / str(step)
-        save_with(writer, nested_state(step), planner=caching_planner(), checkpoint_id=path)
-        for loader in (load, stock_load):
-            loaded = emptied(nested_state())
-            loader(loaded, path)
-            assert_equal(loaded, nested_state(step))
 
 
 @pytest.mark.usefixtures("_fresh_plan_cache")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from benchmarks.measure import bytes_read
 from tests.support import (
     DTYPES,
-    StateDict,
     assert_equal,
-    bytes_of,
     cause_of,
     data_files,
-    emptied,
     f32,
     load,
     pairwise,
@@ -137,26 +132,6 @@ def test_memory_around_a_target_is_unchanged(tmp_path: Path, target_kind: str) -
     assert around.sum() == target.sum() == 7 * 30
 
 
-@pytest.mark.parametrize(
-    ("offsets", "lengths"),
-    [
-        ((0, 0, 0), (2, 9, 11)),
-        ((3, 4, 0), (1, 5, 11)),
-        ((1, 2, 3), (4, 5, 6)),
-        ((6, 8, 10), (1, 1, 1)),
-    ],
-    ids=str,
-)
-def test_a_region_of_three_dimensions_is_read(
-    tmp_path: Path, offsets: Offsets, lengths: Offsets
-) -> None:
-    tensor = f32(7, 9, 11)
-    save({"weight": tensor}, tmp_path)
-    target = torch.zeros(lengths)
-    load_region(tmp_path, "weight", offsets, target)
-    assert_equal(target, region_of(tensor, offsets, lengths))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_every_dtype_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = random_tensor((9, 5), dtype)
@@ -164,26 +139,6 @@ def test_rows_of_every_dtype_are_read(tmp_path: Path, dtype: torch.dtype) -> Non
     target = zeros((4, 5), dtype)
     load_region(tmp_path, "weight", (3, 0), target)
     assert_equal(target, tensor[3:7])
-
-
-def test_one_stored_tensor_fills_many_targets(tmp_path: Path) -> None:
-    tensor = f32(40, 30)
-    save({"weight": tensor}, tmp_path)
-    offsets = {f"target {i}": ("weight", (3 * i, i)) for i in range(10)}
-    state = {name: torch.zeros(8, 15) for name in offsets}
-    load(state, tmp_path, planner=Regions(offsets))
-    for name, (_stored, (row, column)) in offsets.items():
-        assert_equal(state[name], tensor[row : row + 8, column : column + 15])
-
-
-def test_a_hundred_regions_of_one_large_tensor_are_read(tmp_path: Path) -> None:
-    tensor = f32(1000, 500)
-    save({"weight": tensor}, tmp_path)
-    offsets = {f"target {i}": ("weight", (9 * i, 0)) for i in range(100)}
-    state = {name: torch.zeros(20, 500) for name in offsets}
-    load(state, tmp_path, planner=Regions(offsets))
-    for name, (_stored, (row, _column)) in offsets.items():
-        assert_equal(state[name], tensor[row : row + 20])
 
 
 @pytest.mark.parametrize("offsets", [(30, 0), (0, 25), (2**62, 0)], ids=str)
@@ -196,18 +151,6 @@ def test_a_region_outside_the_stored_tensor_is_refused(tmp_path: Path, offsets: 
 
 
 # --- kinds of targets ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.int32, torch.bfloat16])
-@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.int64, torch.complex64])
-def test_values_are_converted_to_the_targets_dtype(
-    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
-) -> None:
-    tensor = torch.arange(-20, 20).reshape(8, 5).to(stored)
-    save({"weight": tensor}, tmp_path)
-    target = {"weight": torch.zeros(8, 5, dtype=wanted)}
-    load(target, tmp_path)
-    assert_equal(target["weight"], tensor.to(wanted))
 
 
 def test_a_parameter_is_loaded_in_place_and_stays_a_leaf(tmp_path: Path) -> None:
@@ -247,23 +190,6 @@ def test_a_load_works_in_inference_mode(tmp_path: Path) -> None:
     assert_equal(state, {"weight": f32(3, 2), "step": 3})
 
 
-def test_a_sequence_of_targets_in_one_storage_is_filled(tmp_path: Path) -> None:
-    save({"a": f32(5), "b": f32(5, seed=1)}, tmp_path)
-    storage = torch.zeros(10)
-    load({"a": storage[:5], "b": storage[5:]}, tmp_path)
-    assert_equal(storage, torch.cat([f32(5), f32(5, seed=1)]))
-
-
-@pytest.mark.parametrize("scale", [1, 300], ids=["small", "large"])
-def test_a_conjugate_is_loaded_as_its_values(tmp_path: Path, scale: int) -> None:
-    torch.manual_seed(0)
-    tensor = torch.randn(4 * scale, 3 * scale, dtype=torch.complex64)
-    save({"weight": tensor.conj()}, tmp_path)
-    state = {"weight": torch.zeros_like(tensor)}
-    load(state, tmp_path)
-    assert torch.equal(state["weight"], tensor.conj())
-
-
 def test_a_target_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     save({"weight": f32(3, 2)}, tmp_path)
     with pytest.raises(dcp.CheckpointException, match=r"Size mismatch.*\[3, 2\].*\[2, 3\].*weight"):
@@ -280,82 +206,6 @@ def test_a_planners_target_of_another_size_is_refused_by_name(tmp_path: Path) ->
     message = r"weight: size mismatch: the target has \[2, 3\], the requested region has \[3, 2\]"
     with pytest.raises(dcp.CheckpointException, match=message):
         load({"weight": torch.zeros(3, 2)}, tmp_path, planner=WrongTarget())
-
-
-def test_a_missing_name_is_refused(tmp_path: Path) -> None:
-    save({"weight": f32(3, 2)}, tmp_path)
-    with pytest.raises(dcp.CheckpointException, match="Missing key in checkpoint state_dict: bias"):
-        load({"bias": torch.zeros(2)}, tmp_path)
-
-
-def test_a_missing_name_is_unchanged_if_allowed(tmp_path: Path) -> None:
-    save({"weight": f32(3, 2)}, tmp_path)
-    state = {"bias": torch.ones(2), "weight": torch.zeros(3, 2)}
-    load(state, tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    assert_equal(state, {"bias": torch.ones(2), "weight": f32(3, 2)})
-
-
-class Noting(dcp.DefaultLoadPlanner):
-    """Planner that records the calls of its hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, str]] = []
-        self.planned: list[str] = []
-        self.thread = threading.get_ident()
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        self.planned = [item.dest_index.fqn for item in new_plan.items]
-        return super().finish_plan(new_plan)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        assert threading.get_ident() == self.thread
-        self.calls.append(("resolve", read_item.dest_index.fqn))
-        return super().resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        assert threading.get_ident() == self.thread
-        assert bytes_of(tensor) == bytes_of(self.state_dict[read_item.dest_index.fqn])
-        self.calls.append(("commit", read_item.dest_index.fqn))
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        assert value.tell() == 0
-        self.calls.append(("bytes", read_item.dest_index.fqn))
-        super().load_bytes(read_item, value)
-
-
-def test_a_load_planners_hooks_are_called_in_pairs_and_in_the_plans_order(tmp_path: Path) -> None:
-    state: StateDict = {f"t{i}": f32(5 * i) for i in range(6)} | {"step": 3, "more": f32(2)}
-    save(state, tmp_path)
-    planner = Noting()
-    loaded = emptied(state)
-    load(loaded, tmp_path, planner=planner)
-    expected = []
-    for name in planner.planned:
-        if name == "step":
-            expected.append(("bytes", name))
-        else:
-            expected += [("resolve", name), ("commit", name)]
-    assert planner.calls == expected
-    assert_equal(loaded, state)
-
-
-class Aside(dcp.DefaultLoadPlanner):
-    """Planner that receives tensors in a buffer and copies complete ones, as a GPU planner does."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return torch.empty(read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.state_dict[read_item.dest_index.fqn].copy_(tensor)
-
-
-def test_a_load_planner_can_receive_in_a_buffer(tmp_path: Path) -> None:
-    state = {"a": f32(30, 4), "b": f32(7)}
-    save(state, tmp_path)
-    loaded = emptied(state)
-    load(loaded, tmp_path, planner=Aside())
-    assert_equal(loaded, state)
 
 
 # --- what only torch.load reads ------------------------------------------------------------------

@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,41 +58,6 @@ def test_data_outside_of_the_page_cache_is_read(tmp_path: Path, direct_io: bool 
     assert_equal(loaded, OPTIONS_STATE)
 
 
-def test_temporary_copies_wait_for_each_other_under_a_small_limit(tmp_path: Path) -> None:
-    state = {f"t{i}": f32(400, 500, seed=i) for i in range(6)}  # 800 kB each
-    save(state, tmp_path)
-    loaded = {name: torch.zeros(500, 400).t() for name in state}
-    load(loaded, tmp_path, max_inflight_bytes=1 << 20)
-    assert_equal(loaded, state)
-
-
-def test_direct_targets_need_no_memory_under_the_limit(tmp_path: Path) -> None:
-    state = {"large": f32(1500, 1000)}
-    save(state, tmp_path)
-    loaded = emptied(state)
-    load(loaded, tmp_path, max_inflight_bytes=1 << 20)
-    assert_equal(loaded, state)
-
-
-@pytest.mark.parametrize(
-    "target", [lambda: torch.zeros(1000, 1500).t(), lambda: torch.zeros(1500, 1000).double()]
-)
-def test_a_strided_or_converted_tensor_beyond_the_limit_is_read_in_parts(
-    tmp_path: Path, target: Callable[[], torch.Tensor]
-) -> None:
-    large = torch.arange(1_500_000.0).reshape(1500, 1000)
-    save({"large": large}, tmp_path)
-    loaded = {"large": target()}
-    load(loaded, tmp_path, max_inflight_bytes=1 << 20)
-    assert torch.equal(loaded["large"].float(), large)
-
-
-def test_an_object_beyond_the_limit_is_refused_by_name(tmp_path: Path) -> None:
-    save({"note": "x" * (2 << 20)}, tmp_path)
-    with pytest.raises(dcp.CheckpointException, match=r"note: reading it needs .* at once"):
-        load({"note": ""}, tmp_path, max_inflight_bytes=1 << 20)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -139,20 +103,6 @@ def test_a_full_load_reads_nothing_twice(tmp_path: Path) -> None:
     load(loaded, tmp_path, direct_io=False)
     # The archive of the transposed tensor is read once more.
     assert bytes_read() - before <= 1.05 * stored
-
-
-def test_loading_needs_no_writable_directory(tmp_path: Path) -> None:
-    save({"weight": f32(3)}, tmp_path)
-    before = sorted((file.name, file.stat().st_mtime_ns) for file in tmp_path.iterdir())
-    load({"weight": torch.zeros(3)}, tmp_path)
-    assert sorted((file.name, file.stat().st_mtime_ns) for file in tmp_path.iterdir()) == before
-
-
-def test_a_load_leaves_no_file_open(tmp_path: Path) -> None:
-    save(OPTIONS_STATE, tmp_path)
-    before = os.listdir("/proc/self/fd")
-    load(emptied(OPTIONS_STATE), tmp_path)
-    assert os.listdir("/proc/self/fd") == before
 
 
 def save_and_load_before_and_after_a_fork(path: Path) -> None:

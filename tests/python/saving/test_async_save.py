@@ -88,14 +88,6 @@ def test_the_futures_cannot_be_cancelled(tmp_path: Path, held: Gate) -> None:
     handle.result()
 
 
-def test_the_futures_run_callbacks(tmp_path: Path) -> None:
-    handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", staging="overlapped")
-    called = threading.Event()
-    handle.committed.add_done_callback(lambda future: called.set())
-    assert called.wait(LIMIT)
-    handle.result()
-
-
 def test_progress_counts_to_the_end(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": large(), "n": 1}, tmp_path / "c")
     handle.result()
@@ -217,15 +209,6 @@ def test_check_for_errors_does_not_wait(tmp_path: Path, gate: Gate) -> None:
     assert not handle.done()
     gate.open()
     handle.result()
-
-
-def test_a_failed_system_call_is_an_oserror_with_the_file(tmp_path: Path) -> None:
-    path = unwritable(tmp_path)
-    with pytest.raises(CheckpointException) as error:
-        torch_ckpt.async_save({"t": torch.ones(3)}, path).result()
-    cause = cause_of(error.value)
-    assert isinstance(cause, OSError)
-    assert str(cause.filename) == str(path.parent)
 
 
 @pytest.mark.parametrize("staging", STAGINGS)

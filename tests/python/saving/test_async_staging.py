@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -25,10 +24,8 @@ from tests.background_saves import (
     unwritable,
 )
 from tests.support import (
-    DTYPES,
     StateDict,
     assert_equal,
-    bytes_of,
     random_tensor,
 )
 from torch_ckpt import Background
@@ -39,17 +36,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_save_left"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
-
-
-def test_the_writer_is_an_async_stager(tmp_path: Path) -> None:
-    assert isinstance(torch_ckpt.FileSystemWriter(tmp_path), AsyncStager)
-
-
-def test_a_staged_copy_equals_the_state(tmp_path: Path) -> None:
-    staged = torch_ckpt.FileSystemWriter(tmp_path).stage(everything())
-    assert_equal(staged, everything())
-    assert type(staged["model"]) is OrderedDict
-    assert type(staged["counts"]) is Counter
 
 
 def test_a_staged_copy_keeps_the_strides_of_dense_tensors(tmp_path: Path) -> None:
@@ -114,9 +100,3 @@ def test_the_writer_pickles_after_staging(tmp_path: Path) -> None:
     dcp_save({"t": torch.ones(3)}, storage_writer=copy, no_dist=True)
     assert copy.background == Background(nice=3)
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
-
-
-def test_bytes_of_staged_tensors_equal_those_of_the_sources(tmp_path: Path) -> None:
-    state = {str(dtype): random_tensor((7, 3), dtype) for dtype in DTYPES}
-    staged = torch_ckpt.FileSystemWriter(tmp_path).stage(state)
-    assert [bytes_of(t) for t in staged.values()] == [bytes_of(t) for t in state.values()]

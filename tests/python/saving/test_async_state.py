@@ -192,20 +192,6 @@ def test_an_exception_of_a_stateful_is_raised_only_by_the_call(tmp_path: Path) -
     torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c").result()
 
 
-def test_models_and_optimizers_resume_from_their_saved_state(tmp_path: Path) -> None:
-    model, optimizer = trained(torch.optim.AdamW)
-    state = {"model": model, "optimizer": optimizer.state_dict()}
-    torch_ckpt.async_save(state, tmp_path / "c").result()
-    step(model, optimizer)
-    other, its_optimizer = trained(torch.optim.AdamW)
-    step(other, its_optimizer)
-    state = {"model": other, "optimizer": its_optimizer.state_dict()}
-    torch_ckpt.load(state, tmp_path / "c")
-    its_optimizer.load_state_dict(state["optimizer"])
-    step(other, its_optimizer)
-    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
-
-
 def test_the_callers_mapping_is_unchanged(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     mapping = OwnMapping(p=parameter)
@@ -247,31 +233,6 @@ def test_an_empty_state_can_be_saved_and_loaded(tmp_path: Path) -> None:
     torch_ckpt.async_save({}, tmp_path / "c").result()
     torch_ckpt.load({}, tmp_path / "c")
     assert data_files(tmp_path / "c") == []
-
-
-STRUCTURES: dict[str, StateDict] = {
-    "first": {"a": torch.ones(3), "b": {"c": torch.zeros(2, 2), "n": 1}},
-    "other values": {"a": torch.zeros(3), "b": {"c": torch.ones(2, 2), "n": "text"}},
-    "another shape": {"a": torch.ones(4), "b": {"c": torch.zeros(2, 2), "n": 1}},
-    "another dtype": {"a": torch.ones(3), "b": {"c": torch.zeros(2, 2).long(), "n": 1}},
-    "another order": {"b": {"n": 1, "c": torch.zeros(2, 2)}, "a": torch.ones(3)},
-    "a tensor less": {"b": {"c": torch.zeros(2, 2), "n": 1}},
-    "an object more": {"a": torch.ones(3), "b": {"c": torch.zeros(2, 2), "n": 1}, "o": "object"},
-    "a tensor for an object": {"a": torch.ones(3), "b": {"c": 2, "n": torch.ones(1)}},
-    "another way to a name": {"a": torch.ones(3), "b.c": torch.zeros(2, 2), "b.n": 1},
-    "with gradients": {"a": torch.ones(3).requires_grad_(), "b": {"c": torch.zeros(2, 2), "n": 1}},
-}
-
-
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_a_save_ignores_the_structure_of_the_previous_one(tmp_path: Path, name: str) -> None:
-    for number, state in enumerate((STRUCTURES["first"], STRUCTURES[name], STRUCTURES["first"])):
-        path = tmp_path / f"{name}-{number}"
-        ours = torch_ckpt.async_save(state, path, warn_unchanged=False).result()
-        assert_checkpoint(path, state)
-        saved = torch_ckpt.save(state, tmp_path / f"saved-{number}")
-        assert ours.state_dict_metadata == saved.state_dict_metadata
-        assert ours.planner_data == saved.planner_data
 
 
 # --- changes that come too early -----------------------------------------------------------------
@@ -361,16 +322,6 @@ def test_a_change_during_the_copy_is_detected(tmp_path: Path) -> None:
         )
         with pytest.raises(CheckpointException, match="last: changed"):
             handle.result()
-
-
-def test_a_save_whose_source_changed_too_early_leaves_no_file(tmp_path: Path, held: Gate) -> None:
-    tensor = large()
-    handle = torch_ckpt.async_save({"t": tensor}, tmp_path / "c", staging="overlapped")
-    tensor.add_(1)
-    held.open()
-    with pytest.raises(CheckpointException):
-        handle.result()
-    assert list((tmp_path / "c").iterdir()) == []
 
 
 def test_a_save_whose_source_changed_too_early_keeps_the_old_checkpoint(

@@ -26,7 +26,6 @@ from tests.support import (
     load,
     save,
     save_with,
-    stock_load,
     stock_save,
 )
 from torch_ckpt._base.progress import Progress
@@ -89,19 +88,6 @@ def test_a_full_disk_without_room_for_the_metadata_publishes_nothing(small_disk:
     assert not [name for name in names_in(path) if name.startswith(".metadata")]
 
 
-@pytest.mark.parametrize("thread_count", THREAD_COUNTS)
-@pytest.mark.parametrize("direct_io", [False, "auto"])
-def test_a_limit_on_file_sizes_fails_the_save(
-    tmp_path: Path, thread_count: int, direct_io: bool | str
-) -> None:
-    with pytest.raises(dcp.CheckpointException) as error, files_limited_to(1 << 20):
-        save(state_of(), tmp_path, thread_count=thread_count, direct_io=direct_io)
-    cause = cause_of(error.value)
-    assert isinstance(cause, OSError)
-    assert cause.errno == errno.EFBIG
-    assert names_in(tmp_path) == []
-
-
 def test_a_read_only_disk_fails_the_save_and_can_be_loaded_from(small_disk: Path) -> None:
     save(state_of(0, 1 << 20), small_disk)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -133,24 +119,6 @@ def test_a_directory_in_place_of_a_data_file_loses_no_data(
     (tmp_path / f"__0_{thread_count - 1}.distcp").mkdir()
     save(state_of(), tmp_path, thread_count=thread_count)
     assert_is_checkpoint(tmp_path, state_of())
-
-
-def test_stock_torch_with_four_threads_reports_success_if_a_file_could_not_be_written(
-    tmp_path: Path,
-) -> None:
-    # The defect that torch_ckpt avoids. Newer torch may have fixed it.
-    (tmp_path / "__0_1.distcp").mkdir()
-    hook, threading_hook = [], pytest.MonkeyPatch()
-    threading_hook.setattr("threading.excepthook", hook.append)
-    try:
-        stock_save(state_of(), tmp_path, thread_count=4)
-    except dcp.CheckpointException:
-        pytest.skip("this torch reports the failure")
-    finally:
-        threading_hook.undo()
-    assert (tmp_path / ".metadata").exists()
-    with pytest.raises(dcp.CheckpointException):
-        stock_load(emptied(state_of()), tmp_path)
 
 
 def test_the_incomplete_checkpoint_of_stock_torch_is_refused_with_the_reason(
@@ -228,18 +196,6 @@ def test_a_tensor_that_torch_cannot_save_is_refused(tmp_path: Path, kind: str) -
         with pytest.raises(dcp.CheckpointException):
             saver({"a": SPARSE[kind]()}, path)
         assert not (path / ".metadata").exists()
-
-
-class Unpicklable:
-    def __reduce__(self) -> Any:
-        raise TypeError("this object cannot be pickled")
-
-
-def test_an_object_that_cannot_be_pickled_fails_the_save(tmp_path: Path) -> None:
-    save(state_of(0), tmp_path)
-    with pytest.raises(dcp.CheckpointException, match="this object cannot be pickled"):
-        save(state_of(1) | {"object": Unpicklable()}, tmp_path)
-    assert_is_checkpoint(tmp_path, state_of(0))
 
 
 def test_a_failed_save_leaves_no_file_open_and_the_engine_ready(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import weakref
@@ -27,7 +26,6 @@ from tests.support import (
     save_with,
     stock_load,
 )
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 
 def saved(state: StateDict, path: Path, planner: torch_ckpt.SavePlanner | None = None) -> Metadata:
@@ -42,19 +40,6 @@ def test_stock_torch_loads_a_save_planned_by_the_engine(tmp_path: Path) -> None:
     loaded["model"]["weight"].zero_()
     stock_load(loaded, tmp_path)
     assert_equal(loaded["model"]["weight"], state["model"]["weight"])
-
-
-def test_the_returned_metadata_equals_that_of_the_directory(tmp_path: Path) -> None:
-    metadata = saved({"w": f32(3, 4), "step": 7}, tmp_path)
-    assert isinstance(metadata, Metadata)
-    assert metadata == read_metadata(tmp_path)
-
-
-@pytest.mark.parametrize("copied", [copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_lazy_metadata_can_be_copied(tmp_path: Path, copied: object) -> None:
-    metadata = saved({"w": f32(3)}, tmp_path)
-    assert callable(copied)
-    assert copied(metadata) == read_metadata(tmp_path)
 
 
 def test_one_planner_can_be_used_for_several_saves(tmp_path: Path) -> None:
