@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import shutil
@@ -40,6 +41,8 @@ from torch_ckpt.megatron import (
 )
 
 Caller = Callable[[FileSystemWriterAsync], None]
+
+FORK = multiprocessing.get_context("fork")
 
 
 class DecentralizedPlanner(DefaultSavePlanner):
@@ -95,16 +98,50 @@ def request_of(finalizing: Any) -> AsyncRequest:
     return AsyncRequest(function, arguments, finalize, preload_fn=preload)
 
 
-def begun(state: StateDict, path: Path, **options: Any) -> tuple[Any, Callable[[], None]]:
-    """Stages a save. Returns the arguments of the finalizing function, and the function that
-    writes."""
+@dataclasses.dataclass
+class PlannedSave:
+    """A planned save, and what its writer returned for the caller's queue.
+
+    Attributes:
+        finalizing: arguments of the finalizing function.
+    """
+
+    finalizing: Any
+    writer: FileSystemWriterAsync
+    function: Callable[..., None]
+    preload: Callable[[], Any]
+    arguments: list[Any]
+
+    def stage(self) -> Any:
+        """Runs the preload function. Returns the staged task."""
+        self.arguments[1] = self.preload()
+        return self.arguments[1]
+
+    def run(self) -> None:
+        """Runs the save function."""
+        self.function(*self.arguments)
+
+    def child(self) -> Any:
+        """Returns a forked process, not started yet, that runs the save function."""
+        return FORK.Process(target=self.function, args=self.arguments)
+
+    def finalize(self) -> None:
+        save_state_dict_async_finalize(*self.finalizing)
+
+    def failure(self) -> str:
+        """Returns the text of the error that the writer returns instead of results."""
+        return str(failure_of(self.writer))
+
+
+def plan_save(
+    state: StateDict, path: Path, planner: SavePlanner | None = None, **options: Any
+) -> PlannedSave:
     writer = FileSystemWriterAsync(path, **options)
-    finalizing = planned(state, writer)
+    finalizing = planned(state, writer, planner)
     function, preload, arguments = writer.get_save_function_and_args()
     assert function is not None
     assert preload is not None
-    arguments[1] = preload()
-    return finalizing, lambda: function(*arguments)
+    return PlannedSave(finalizing, writer, function, preload, arguments)
 
 
 # --- callers -------------------------------------------------------------------------------------
@@ -119,14 +156,12 @@ def in_fork_after_preload(writer: FileSystemWriterAsync) -> None:
     """Runs the preload function in this process and the rest in a child, as Megatron's temporal
     caller."""
     function, preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
     assert preload is not None
-    arguments[1] = preload()
-    in_child("fork", function, *arguments)
+    in_child(function, arguments[0], preload(), arguments[2])
 
 
 def in_fork(writer: FileSystemWriterAsync) -> None:
-    in_child("fork", _run_all, *writer.get_save_function_and_args())
+    in_child(_run_all, *writer.get_save_function_and_args())
 
 
 class Worker:
@@ -166,8 +201,9 @@ def _run_all(function: Any, preload: Any, arguments: list[Any]) -> None:
         function(*arguments)
 
 
-def in_child(how: str, work: Callable[..., None], *arguments: Any) -> None:
-    child = multiprocessing.get_context(how).Process(target=work, args=arguments)
+def in_child(work: Any, *arguments: Any) -> None:
+    """Runs a function in a forked process."""
+    child = FORK.Process(target=work, args=arguments)
     child.start()
     child.join(LIMIT)
     assert child.exitcode == 0

@@ -25,12 +25,12 @@ import torch_ckpt
 from tests.async_saves import (
     Caller,
     assert_checkpoint,
-    failure_of,
     here,
     in_child,
     is_committed,
     names_in,
     open_in_python,
+    plan_save,
     planned,
     read_metadata,
     save,
@@ -100,41 +100,34 @@ def test_errors_of_the_engine_arrive_from_any_process(tmp_path: Path, caller: Ca
 def test_the_functions_of_a_save_can_be_pickled(
     tmp_path: Path, dumps: Callable[[Any], Any]
 ) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", progress=print)
-    finalizing = planned(state_of(), writer)
-    function, preload, arguments = pickle.loads(dumps(writer.get_save_function_and_args()))
+    planned = plan_save(state_of(), tmp_path / "c", progress=print)
+    function, preload, arguments = pickle.loads(dumps(planned.writer.get_save_function_and_args()))
     arguments[1] = preload()
     function(*arguments)
-    save_state_dict_async_finalize(*finalizing)
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", state_of())
 
 
 def test_the_save_function_stages_a_task_that_was_not_preloaded(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(state_of(), writer)
-    function, _preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    function(*arguments)
-    save_state_dict_async_finalize(*finalizing)
+    planned = plan_save(state_of(), tmp_path / "c")
+    planned.run()
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", state_of())
 
 
 @pytest.mark.parametrize("preloaded", [True, False])
 def test_the_save_function_accepts_write_buckets(tmp_path: Path, preloaded: bool) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(small_state(), writer)
-    function, _, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    assert writer.write_buckets is not None
-    arguments[1] = writer.write_buckets
-    if preloaded:
-        arguments[1] = FileSystemWriterAsync.preload_tensors(writer.write_buckets, True)
-    function(*arguments)
-    save_state_dict_async_finalize(*finalizing)
+    planned = plan_save(small_state(), tmp_path / "c")
+    buckets = planned.writer.write_buckets
+    assert buckets is not None
+    staged = FileSystemWriterAsync.preload_tensors(buckets, True) if preloaded else buckets
+    planned.arguments[1] = staged
+    planned.run()
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", small_state())
 
 
-def test_an_empty_list_of_tasks_gives_no_results(tmp_path: Path) -> None:
+def test_an_empty_list_of_tasks_gives_no_results() -> None:
     got: queue.Queue[Any] = queue.Queue()
     staged = FileSystemWriterAsync.preload_tensors([], True)
     FileSystemWriterAsync.write_preloaded_data_multithread([], False, 0, staged, got)
@@ -142,143 +135,108 @@ def test_an_empty_list_of_tasks_gives_no_results(tmp_path: Path) -> None:
 
 
 def test_tasks_of_several_writers_are_rejected(tmp_path: Path) -> None:
-    tasks = []
-    for name in "ab":
-        writer = FileSystemWriterAsync(tmp_path / name)
-        planned(small_state(), writer)
-        tasks += writer.write_buckets or []
+    tasks = [plan_save(small_state(), tmp_path / name).arguments[1] for name in "ab"]
     with pytest.raises(ValueError, match="cannot stage 2 write tasks at once"):
         FileSystemWriterAsync.preload_tensors(tasks)
 
 
 @pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}])
-def test_staging_a_task_twice_stages_it_once(tmp_path: Path, options: StateDict) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", **options)
-    finalizing = planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-    first = preload()
-    arguments[1] = preload()
-    assert arguments[1] is first
-    function(*arguments)
-    save_state_dict_async_finalize(*finalizing)
-    assert_checkpoint(tmp_path / "c", small_state())
-
-
-def test_a_save_function_that_runs_twice_writes_once(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", open_file=open_in_python)
-    finalizing = planned(small_state(), writer)
-    here(writer)
-    here(writer)
-    save_state_dict_async_finalize(*finalizing)
+def test_a_task_that_is_staged_and_run_twice_is_written_once(
+    tmp_path: Path, options: StateDict
+) -> None:
+    planned = plan_save(small_state(), tmp_path / "c", **options)
+    first = planned.stage()
+    assert planned.stage() is first
+    planned.run()
+    planned.run()
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", small_state())
 
 
 def test_a_task_staged_again_is_listed_so_that_it_can_be_cancelled(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    _, preload, _ = writer.get_save_function_and_args()
-    assert preload is not None
-    first = preload()
+    planned = plan_save(small_state(), tmp_path / "c")
+    first = planned.stage()
     staged = StagedWrites()
     with staging_for(staged):
-        preload()
+        planned.stage()
     assert staged.writes == [first]
 
 
 def test_a_task_pickled_after_staging_reports_that_it_has_no_values(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-    preload()
-    arguments[1] = pickle.loads(pickle.dumps(preload))()
-    function(*arguments)
-    assert "the values were released when another process" in str(failure_of(writer))
+    planned = plan_save(small_state(), tmp_path / "c")
+    planned.stage()
+    planned.preload = pickle.loads(pickle.dumps(planned.preload))
+    planned.stage()
+    planned.run()
+    assert "the values were released when another process" in planned.failure()
 
 
-def test_a_cancel_in_a_worker_process_keeps_the_files_it_has_written(
-    tmp_path: Path,
-) -> None:
+def test_a_cancel_in_a_worker_process_keeps_the_files_it_has_written(tmp_path: Path) -> None:
     # Only this process knows whether the save was committed.
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-    arguments[1] = pickle.loads(pickle.dumps(preload))()
-    function(*arguments)
-    arguments[1].cancel()
-    save_state_dict_async_finalize(*finalizing)
+    planned = plan_save(small_state(), tmp_path / "c")
+    planned.preload = pickle.loads(pickle.dumps(planned.preload))
+    staged = planned.stage()
+    planned.run()
+    staged.cancel()
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", small_state())
 
 
 def test_a_task_that_cannot_be_staged_puts_its_error(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    function, _preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    arguments[1] = [arguments[1]] * 2
-    function(*arguments)
-    assert "Worker failure: cannot stage 2 write tasks at once" in str(failure_of(writer))
+    planned = plan_save(small_state(), tmp_path / "c")
+    planned.arguments[1] = [planned.arguments[1]] * 2
+    planned.run()
+    assert "Worker failure: cannot stage 2 write tasks at once" in planned.failure()
 
 
 def test_results_are_put_into_the_given_queue(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
-    planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-    own = multiprocessing.Manager().Queue()
-    function(arguments[0], preload(), own)
+    planned = plan_save(small_state(), tmp_path / "c", thread_count=2)
+    own = planned.arguments[2] = multiprocessing.Manager().Queue()
+    planned.stage()
+    planned.run()
     outcome = own.get(timeout=60)
     assert sorted(outcome) == [0, 1]
     assert all(isinstance(one, WriteResult) for results in outcome.values() for one in results)
     assert own.empty()
 
 
+@pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "Python"])
 def test_a_child_forked_while_its_parent_writes_gets_the_outcome(
-    tmp_path: Path, held_after_staging: Gate
+    tmp_path: Path, held_after_staging: Gate, by_engine: bool
 ) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(state_of(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert preload is not None
-    arguments[1] = preload()
+    def opening(path: str, mode: str) -> Any:
+        held_after_staging()
+        return open(path, mode)
+
+    planned = plan_save(state_of(), tmp_path / "c", open_file=open if by_engine else opening)
+    planned.stage()
     held_after_staging.wait()
-    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    child = planned.child()
     child.start()
     held_after_staging.open()
     child.join(60)
     assert child.exitcode == 0
-    save_state_dict_async_finalize(*finalizing)
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", state_of())
 
 
 def test_a_forked_child_saves_during_a_save_of_its_parent(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "of the parent")
-    finalizing = planned(state_of(1), writer)
-    with in_thread(lambda: here(writer)):
+    of_parent = plan_save(state_of(1), tmp_path / "of the parent")
+    with in_thread(lambda: here(of_parent.writer)):
         held_after_staging.wait()
-        of_child = FileSystemWriterAsync(tmp_path / "of the child")
-        its_finalizing = planned(state_of(2), of_child)
+        of_child = plan_save(state_of(2), tmp_path / "of the child")
 
         def work() -> None:
             # The parent opens its own copy of the gate only.
             held_after_staging.open()
-            here(of_child)
+            here(of_child.writer)
 
-        child = multiprocessing.get_context("fork").Process(target=work)
-        child.start()
-        child.join(60)
-        assert child.exitcode == 0
-        save_state_dict_async_finalize(*its_finalizing)
+        in_child(work)
+        of_child.finalize()
         held_after_staging.open()
-    save_state_dict_async_finalize(*finalizing)
+    of_parent.finalize()
     assert_checkpoint(tmp_path / "of the parent", state_of(1))
     assert_checkpoint(tmp_path / "of the child", state_of(2))
 
@@ -304,16 +262,10 @@ def test_two_threads_can_stage_at_once(tmp_path: Path) -> None:
 
 
 def test_a_child_forked_after_the_write_has_the_outcome(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(state_of(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert preload is not None
-    arguments[1] = preload()
-    arguments[1].outcome()
-    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    child.start()
-    child.join(60)
-    save_state_dict_async_finalize(*finalizing)
+    planned = plan_save(state_of(), tmp_path / "c")
+    planned.stage().outcome()
+    in_child(planned.function, *planned.arguments)
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", state_of())
 
 
@@ -329,31 +281,21 @@ def test_a_save_leaves_no_descriptor_open(tmp_path: Path, caller: Caller) -> Non
 def test_several_children_can_wait_for_one_outcome(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
-    planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert preload is not None
-    arguments[1] = preload()
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=function, args=arguments) for _ in range(2)]
+    planned = plan_save(small_state(), tmp_path / "c", thread_count=2)
+    planned.stage()
+    children = [planned.child() for _ in range(2)]
     for child in children:
         child.start()
     held_after_staging.open()
     for child in children:
         child.join(60)
-    first = writer.retrieve_write_results()
+    first, second = (planned.writer.retrieve_write_results() for _ in children)
     assert isinstance(first, list)
-    assert [result.index for result in first] == [
-        result.index for result in writer.retrieve_write_results()
-    ]
+    assert [result.index for result in first] == [result.index for result in second]
 
 
 def test_a_child_of_a_parent_without_a_channel_gets_an_error(tmp_path: Path, gate: Gate) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
+    planned = plan_save(small_state(), tmp_path / "c")
     is_staged = False
 
     def hook(operation: str, path: str) -> int:
@@ -364,14 +306,14 @@ def test_a_child_of_a_parent_without_a_channel_gets_an_error(tmp_path: Path, gat
         return 0
 
     with at_fault_points(hook):
-        arguments[1] = preload()
+        planned.stage()
         is_staged = True
-        in_child("fork", function, *arguments)
-        assert "few file descriptors for a channel" in str(failure_of(writer))
+        in_child(planned.function, *planned.arguments)
+        assert "few file descriptors for a channel" in planned.failure()
         # The save of the parent is not affected.
         gate.open()
-        function(*arguments)
-    save_state_dict_async_finalize(*finalizing)
+        planned.run()
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", small_state())
 
 
@@ -386,13 +328,12 @@ def test_a_child_gets_an_error_if_the_writing_parent_dies(tmp_path: Path) -> Non
     if parent == 0:
         # At this rate the second chunk is written after months.
         slow = Background(max_bytes_per_second=1)
-        writer = FileSystemWriterAsync(tmp_path / "c", background=slow)
-        planned(state, writer)
-        function, preload, _arguments = writer.get_save_function_and_args()
-        staged = preload()  # type: ignore[misc]
+        planned = plan_save(state, tmp_path / "c", background=slow)
+        planned.stage()
         if os.fork() == 0:
             os.read(reading, 1)
-            function(0, staged, results)  # type: ignore[misc]
+            planned.arguments[2] = results
+            planned.run()
             os._exit(0)
         os.kill(os.getpid(), 9)
     os.waitpid(parent, 0)
@@ -407,17 +348,14 @@ def test_a_child_gets_an_error_if_the_writing_parent_dies(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_staged", [True, False], ids=["temporal", "persistent"])
 def test_the_error_for_a_killed_worker_names_its_process(tmp_path: Path, is_staged: bool) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert preload is not None
+    planned = plan_save(small_state(), tmp_path / "c")
     if is_staged:
-        arguments[1] = preload()
+        planned.stage()
     with calling({"wait for the outcome": lambda: os.kill(os.getpid(), signal.SIGKILL)}):
-        child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+        child = planned.child()
         child.start()
         child.join(60)
-    error = str(failure_of(writer))
+    error = planned.failure()
     assert error.startswith(f"Worker failure: process {child.pid} exited before sending its")
     assert "rank 0, files __0_* in" in error
 
@@ -426,48 +364,53 @@ def test_the_error_for_a_killed_worker_names_its_process(tmp_path: Path, is_stag
 
 
 def test_results_cover_all_items(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    here(writer)
-    results = writer.retrieve_write_results()
+    planned = plan_save(small_state(), tmp_path / "c")
+    here(planned.writer)
+    results = planned.writer.retrieve_write_results()
     assert isinstance(results, list)
     assert {result.index for result in results} == {
         MetadataIndex(f"t{n}", [0, 0], 0) for n in range(4)
     }
     size = sum(file.stat().st_size for file in data_files(tmp_path / "c"))
     assert sum(result.size_in_bytes for result in results) == size
+    # They can be retrieved once.
+    assert "should not be empty" in planned.failure()
 
 
-def test_a_worker_failure_is_returned_with_its_cause(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    assert writer.results_queue is not None
-    writer.results_queue.put(OSError(errno.EIO, "Input/output error", "/the/file"))
-    error = failure_of(writer)
-    assert str(error).startswith("Worker failure: [Errno 5] Input/output error: '/the/file'")
-    assert "rank 0, files __0_* in" in str(error)
+ERROR = OSError(errno.EIO, "Input/output error", "/the/file")
 
 
-def test_a_missing_result_is_an_error(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    assert "results_queue should not be empty" in str(failure_of(writer))
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        ([], "results_queue should not be empty"),
+        ([ERROR], "Worker failure: [Errno 5] Input/output error: '/the/file'"),
+        ([{}], "Incomplete worker results (expected 4, got 0)"),
+    ],
+    ids=["nothing", "an error", "no results"],
+)
+def test_a_failure_is_returned_with_its_cause_rank_and_files(
+    tmp_path: Path, put: list[Any], message: str
+) -> None:
+    planned = plan_save(small_state(), tmp_path / "c")
+    for item in put:
+        planned.arguments[2].put(item)
+    error = planned.failure()
+    assert error.startswith(message)
+    assert "rank 0, files __0_* in" in error
 
 
-@pytest.mark.parametrize("kept", [0, 3])
-def test_incomplete_results_are_an_error(tmp_path: Path, kept: int) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=1)
-    planned(small_state(), writer)
-    here(writer)
-    assert writer.results_queue is not None
-    writer.results_queue.put({0: writer.results_queue.get()[0][:kept]})
-    assert f"Incomplete worker results (expected 4, got {kept})" in str(failure_of(writer))
+def test_some_missing_results_are_an_error(tmp_path: Path) -> None:
+    planned = plan_save(small_state(), tmp_path / "c", thread_count=1)
+    here(planned.writer)
+    results = planned.arguments[2]
+    results.put({0: results.get()[0][:3]})
+    assert "Incomplete worker results (expected 4, got 3)" in planned.failure()
 
 
 @pytest.mark.parametrize("preloaded", [True, False])
 def test_each_bucket_can_be_written_separately(tmp_path: Path, preloaded: bool) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
-    planned(small_state(), writer)
+    writer = plan_save(small_state(), tmp_path / "c", thread_count=2).writer
     buckets: Any = writer.write_buckets
     if preloaded:
         buckets = FileSystemWriterAsync.preload_tensors(buckets, True)
@@ -492,8 +435,7 @@ def test_the_error_of_a_bucket_has_its_number(tmp_path: Path) -> None:
     results: queue.Queue[Any] = queue.Queue()
     count: queue.Queue[int] = queue.Queue()
     count.put(5)
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
+    writer = plan_save(small_state(), tmp_path / "c").writer
     (bucket,) = pickle.loads(pickle.dumps(writer.write_buckets))
     (tmp_path / "c").rename(tmp_path / "gone")
     FileSystemWriterAsync.write_preloaded_data([], 5, bucket, results, count, True)
@@ -503,27 +445,16 @@ def test_the_error_of_a_bucket_has_its_number(tmp_path: Path) -> None:
     assert isinstance(error, OSError)
 
 
-def test_results_can_be_retrieved_once(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    here(writer)
-    assert isinstance(writer.retrieve_write_results(), list)
-    assert "should not be empty" in str(failure_of(writer))
-
-
 def test_on_failure_raise_raises_the_error(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", on_failure="raise")
-    finalizing = planned(small_state(), writer)
+    planned = plan_save(small_state(), tmp_path / "c", on_failure="raise")
     with pytest.raises(RuntimeError, match="should not be empty"):
-        writer.retrieve_write_results()
-    assert writer.results_queue is not None
-    cause = OSError(errno.EIO, "Input/output error")
-    writer.results_queue.put(cause)
+        planned.writer.retrieve_write_results()
+    planned.arguments[2].put(ERROR)
     with pytest.raises(RuntimeError, match="Worker failure") as error:
-        writer.retrieve_write_results()
-    assert error.value.__cause__ is cause
+        planned.writer.retrieve_write_results()
+    assert error.value.__cause__ is ERROR
     with pytest.raises(CheckpointException):
-        save_state_dict_async_finalize(*finalizing)
+        planned.finalize()
 
 
 def test_a_wrong_value_of_on_failure_is_rejected(tmp_path: Path) -> None:
