@@ -73,10 +73,6 @@ class Site:
         save_state_dict_async_finalize(*finalizing)
 
 
-def tensors(seed: int) -> StateDict:
-    return small_state(seed)
-
-
 @contextmanager
 def refusing_exchanges() -> Iterator[None]:
     def refuse(operation: str, _path: str) -> None:
@@ -104,45 +100,29 @@ def test_saves_with_a_cached_plan_contain_their_own_values(
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_plan_is_valid_after_two_equal_saves(tmp_path: Path, planner: Any) -> None:
-    site = Site(planner)
-    is_valid = []
-    for seed in range(3):
-        site.save(tensors(seed), tmp_path / f"c{seed}")
-        is_valid.append(site.cached[2])
-    assert is_valid == [False, True, True]
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_a_valid_plan_is_not_exchanged(tmp_path: Path, planner: Any) -> None:
+def test_a_plan_is_valid_after_two_equal_saves_and_then_not_exchanged(
+    tmp_path: Path, planner: Any
+) -> None:
     site = Site(planner)
     for seed in range(2):
-        site.save(tensors(seed), tmp_path / f"c{seed}")
+        assert not site.cached[2]
+        site.save(small_state(seed), tmp_path / f"c{seed}")
+    assert site.cached[2]
+    metadata, site.metadata = site.metadata, None
     with refusing_exchanges():
-        finalizing, _ = site.plan(tensors(2), tmp_path / "c2")
-    here(finalizing[0])
-    save_state_dict_async_finalize(*finalizing)
-    assert_checkpoint(tmp_path / "c2", tensors(2))
-
-
-def test_a_valid_plan_makes_no_metadata(tmp_path: Path) -> None:
-    site = Site(DecentralizedPlanner)
-    for seed in range(2):
-        site.save(tensors(seed), tmp_path / f"c{seed}")
-    finalizing, *_ = save_state_dict_async_plan(
-        tensors(2),
-        FileSystemWriterAsync(tmp_path / "c"),
-        planner=DecentralizedPlanner(),
-        cached_ckpt_structure=site.cached,
-    )
-    assert finalizing[1] is None
+        (writer, made, wrapper), _ = site.plan(small_state(2), tmp_path / "c2")
+    assert site.cached[2]
+    assert made is None
+    here(writer)
+    save_state_dict_async_finalize(writer, metadata, wrapper)
+    assert_checkpoint(tmp_path / "c2", small_state(2))
 
 
 def test_the_error_of_missing_metadata_names_the_metadata_to_pass(tmp_path: Path) -> None:
     site = Site(DecentralizedPlanner)
     for seed in range(2):
-        site.save(tensors(seed), tmp_path / f"c{seed}")
-    (writer, _, wrapper), _ = site.plan(tensors(2), tmp_path / "c")
+        site.save(small_state(seed), tmp_path / f"c{seed}")
+    (writer, _, wrapper), _ = site.plan(small_state(2), tmp_path / "c")
     here(writer)
     with pytest.raises(
         CheckpointException, match="pass the metadata of the save whose plan is reused"
@@ -170,9 +150,9 @@ def test_a_state_that_differs_from_the_valid_plan_fails_the_save_and_is_named(
 ) -> None:
     site = Site(planner)
     for seed in range(2):
-        site.save(tensors(seed), tmp_path / "c")
+        site.save(small_state(seed), tmp_path / "c")
     work, message = CHANGES[change]
-    state = tensors(2)
+    state = small_state(2)
     work(state)
     # The plan does not raise, because it exchanges nothing with other ranks.
     finalizing, _ = site.plan(state, tmp_path / "c")
@@ -180,15 +160,15 @@ def test_a_state_that_differs_from_the_valid_plan_fails_the_save_and_is_named(
     with pytest.raises(CheckpointException, match=message) as error:
         save_state_dict_async_finalize(*finalizing)
     assert "the state dict has changed since the cached plan was made" in str(error.value)
-    assert_checkpoint(tmp_path / "c", tensors(1))
+    assert_checkpoint(tmp_path / "c", small_state(1))
 
 
 def test_a_changed_nesting_of_the_same_names_fails_a_save_with_a_valid_plan(tmp_path: Path) -> None:
     # The flat names are the same, but loading needs the nesting.
     site = Site(dcp.DefaultSavePlanner)
     for seed in range(2):
-        site.save({"a": [tensors(seed)["t1"]]}, tmp_path / "c")
-    finalizing, _ = site.plan({"a": {"0": tensors(2)["t1"]}}, tmp_path / "c")
+        site.save({"a": [small_state(seed)["t1"]]}, tmp_path / "c")
+    finalizing, _ = site.plan({"a": {"0": small_state(2)["t1"]}}, tmp_path / "c")
     here(finalizing[0])
     with pytest.raises(CheckpointException, match="nesting of the same names"):
         save_state_dict_async_finalize(*finalizing)
@@ -198,11 +178,11 @@ def test_a_changed_nesting_of_the_same_names_fails_a_save_with_a_valid_plan(tmp_
 def test_strides_may_change_although_the_plan_is_valid(tmp_path: Path, planner: Any) -> None:
     site = Site(planner)
     for seed in range(2):
-        site.save(tensors(seed), tmp_path / f"c{seed}")
-    state = tensors(2)
+        site.save(small_state(seed), tmp_path / f"c{seed}")
+    state = small_state(2)
     state["t1"] = state["t1"].t().contiguous().t()
     site.save(state, tmp_path / "c")
-    assert_checkpoint(tmp_path / "c", tensors(2))
+    assert_checkpoint(tmp_path / "c", small_state(2))
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -210,8 +190,8 @@ def test_a_state_that_changes_before_the_plan_is_valid_is_planned_again(
     tmp_path: Path, planner: Any
 ) -> None:
     site = Site(planner)
-    site.save(tensors(0), tmp_path / "c0")
-    more = tensors(1) | {"more": torch.ones(2)}
+    site.save(small_state(0), tmp_path / "c0")
+    more = small_state(1) | {"more": torch.ones(2)}
     site.save(more, tmp_path / "c1")
     assert not site.cached[2]
     assert_checkpoint(tmp_path / "c1", more)
@@ -226,26 +206,26 @@ def test_two_valid_plans_for_two_paths_of_one_directory_use_different_files(
     monkeypatch.chdir(tmp_path)
     site = Site(DecentralizedPlanner)
     for seed in range(2):
-        site.save(tensors(seed), tmp_path / f"c{seed}")
+        site.save(small_state(seed), tmp_path / f"c{seed}")
     # Both choose their file names before either has created a file.
-    one, _ = site.plan(tensors(2), tmp_path / "c")
-    other, _ = site.plan(tensors(3), Path("c"))
+    one, _ = site.plan(small_state(2), tmp_path / "c")
+    other, _ = site.plan(small_state(3), Path("c"))
     assert one[0].prefix != other[0].prefix
     for finalizing, seed in ((one, 2), (other, 3)):
         here(finalizing[0])
         save_state_dict_async_finalize(*finalizing)
-        assert_checkpoint(tmp_path / "c", tensors(seed))
+        assert_checkpoint(tmp_path / "c", small_state(seed))
 
 
 def test_a_torch_planner_with_its_own_plan_cache_works(tmp_path: Path) -> None:
     for seed in range(4):
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         finalizing, *_ = save_state_dict_async_plan(
-            tensors(seed), FileSystemWriterAsync(tmp_path / f"c{seed}"), planner=planner
+            small_state(seed), FileSystemWriterAsync(tmp_path / f"c{seed}"), planner=planner
         )
         here(finalizing[0])
         save_state_dict_async_finalize(*finalizing)
-        assert_checkpoint(tmp_path / f"c{seed}", tensors(seed))
+        assert_checkpoint(tmp_path / f"c{seed}", small_state(seed))
 
 
 # --- plans of a loaded checkpoint ----------------------------------------------------------------
@@ -265,62 +245,42 @@ def test_the_plans_of_all_ranks_are_in_the_metadata(tmp_path: Path) -> None:
     assert {item.index.fqn for item in plan.items} >= {"model.weight", "optimizer.step"}
 
 
-def test_plans_of_a_loaded_checkpoint_are_reused(tmp_path: Path) -> None:
+def test_plans_and_metadata_of_a_loaded_checkpoint_are_reused(tmp_path: Path) -> None:
     Site(DecentralizedPlanner).save(state_of(), tmp_path / "c0")
     site = restarted(tmp_path / "c0")
-    finalizing, is_as_loaded = site.plan(state_of(1), tmp_path / "c1")
-    assert is_as_loaded
-    here(finalizing[0])
-    save_state_dict_async_finalize(*finalizing)
-    assert_checkpoint(tmp_path / "c1", state_of(1))
+    for seed in range(1, 5):
+        finalizing, is_as_loaded = site.plan(state_of(seed), tmp_path / f"c{seed}")
+        assert is_as_loaded is (seed < 3)  # then the plans of two saves are equal
+        here(finalizing[0])
+        save_state_dict_async_finalize(*finalizing)
+        assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
     assert_checkpoint(tmp_path / "c0", state_of())
-    # The metadata that this save has written works as well.
+    # The metadata that a save has written works as well.
     _, is_as_loaded = restarted(tmp_path / "c1").plan(state_of(2), tmp_path / "c2")
     assert is_as_loaded
 
 
-def test_the_loaded_metadata_serves_many_saves(tmp_path: Path) -> None:
-    Site(DecentralizedPlanner).save(state_of(), tmp_path / "c0")
+@pytest.mark.parametrize("change", [*CHANGES, "another number of ranks", "another planner"])
+def test_plans_that_differ_from_the_loaded_ones_make_new_metadata(
+    tmp_path: Path, change: str
+) -> None:
+    Site(DecentralizedPlanner).save(small_state(0), tmp_path / "c0")
     site = restarted(tmp_path / "c0")
-    for seed in range(1, 5):
-        site.save(state_of(seed), tmp_path / f"c{seed}")
-        assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
-
-
-def test_plans_that_differ_from_the_loaded_ones_make_new_metadata(tmp_path: Path) -> None:
-    Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
-    site = restarted(tmp_path / "c0")
+    state = small_state(1)
+    if change in CHANGES:
+        CHANGES[change][0](state)
+    elif change == "another planner":
+        site.planner = dcp.DefaultSavePlanner  # makes the plan of all ranks on the coordinator
+    else:
+        assert site.loaded is not None
+        site.loaded = site.loaded * 2
     loaded = site.metadata
-    state = tensors(1) | {"more": torch.ones(2)}
     finalizing, is_as_loaded = site.plan(state, tmp_path / "c1")
     assert not is_as_loaded
     assert finalizing[1] is not loaded
     here(finalizing[0])
     save_state_dict_async_finalize(*finalizing)
     assert_checkpoint(tmp_path / "c1", state)
-
-
-def test_loaded_plans_of_another_number_of_ranks_are_not_reused(tmp_path: Path) -> None:
-    Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
-    site = restarted(tmp_path / "c0")
-    assert site.loaded is not None
-    site.loaded = site.loaded * 2
-    finalizing, is_as_loaded = site.plan(tensors(1), tmp_path / "c1")
-    assert not is_as_loaded
-    here(finalizing[0])
-    save_state_dict_async_finalize(*finalizing)
-    assert_checkpoint(tmp_path / "c1", tensors(1))
-
-
-def test_a_planner_that_is_not_decentralized_does_not_reuse_loaded_plans(tmp_path: Path) -> None:
-    Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
-    site = restarted(tmp_path / "c0")
-    site.planner = dcp.DefaultSavePlanner
-    finalizing, is_as_loaded = site.plan(tensors(1), tmp_path / "c1")
-    assert not is_as_loaded
-    here(finalizing[0])
-    save_state_dict_async_finalize(*finalizing)
-    assert_checkpoint(tmp_path / "c1", tensors(1))
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -344,7 +304,7 @@ def test_a_planner_error_before_the_exchange_ends_fails_the_plan(
     (tmp_path / "c").mkdir()
     writer = FileSystemWriterAsync(tmp_path / "c")
     with pytest.raises(CheckpointException, match=f"{method} fails"):
-        save_state_dict_async_plan(tensors(0), writer, planner=planner_failing(method))
+        save_state_dict_async_plan(small_state(0), writer, planner=planner_failing(method))
     # remove_leftovers() would return None if the failed plan still held the directory.
     assert torch_ckpt.remove_leftovers(tmp_path / "c") == []
 
@@ -354,7 +314,9 @@ def test_a_planner_error_after_the_exchange_is_raised_by_finalize(
     tmp_path: Path, method: str
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing, *_ = save_state_dict_async_plan(tensors(0), writer, planner=planner_failing(method))
+    finalizing, *_ = save_state_dict_async_plan(
+        small_state(0), writer, planner=planner_failing(method)
+    )
     assert writer.get_save_function_and_args() == (None, None, [])
     with pytest.raises(CheckpointException, match=f"Worker failure: {method} fails"):
         save_state_dict_async_finalize(*finalizing)
@@ -363,7 +325,7 @@ def test_a_planner_error_after_the_exchange_is_raised_by_finalize(
 
 def test_a_failed_commit_raises_and_leaves_no_file(tmp_path: Path) -> None:
     site = Site(DecentralizedPlanner)
-    finalizing, _ = site.plan(tensors(0), tmp_path / "c")
+    finalizing, _ = site.plan(small_state(0), tmp_path / "c")
     here(finalizing[0])
     with (
         failing("rename", ENOSPC, tmp_path / "c" / ".metadata"),
@@ -374,7 +336,7 @@ def test_a_failed_commit_raises_and_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_dropped_plan_releases_the_directory(tmp_path: Path) -> None:
-    Site(DecentralizedPlanner).plan(tensors(0), tmp_path / "c")
+    Site(DecentralizedPlanner).plan(small_state(0), tmp_path / "c")
     eventually(lambda: gc.collect() >= 0 and torch_ckpt.remove_leftovers(tmp_path / "c") == [])
 
 
@@ -384,7 +346,7 @@ def test_a_save_can_be_planned_with_another_writer_class(tmp_path: Path) -> None
             self.planned = plan, planner
 
     writer = Writer(tmp_path / "c")
-    finalizing, central, *_ = save_state_dict_async_plan(tensors(0), writer)  # type: ignore[arg-type]
+    finalizing, central, *_ = save_state_dict_async_plan(small_state(0), writer)  # type: ignore[arg-type]
     assert finalizing[0] is writer
     assert writer.planned[0] is central
     assert central.storage_data == _StoragePrefix("__0_")

@@ -25,6 +25,7 @@ from tests.async_saves import (
     is_committed,
     names_in,
     open_in_python,
+    plan_save,
     planned,
     save,
     small_state,
@@ -34,7 +35,6 @@ from tests.fault_hooks import calling
 from tests.gates import Gate, in_thread
 from tests.support import (
     assert_equal,
-    cause_of,
     data_files,
     emptied,
     random_tensor,
@@ -141,11 +141,9 @@ def test_each_item_has_a_file_without_single_file_per_rank(tmp_path: Path, by_en
 def test_results_are_grouped_by_file_number(tmp_path: Path) -> None:
     # The large items are placed first, although the small ones are first in the plan.
     state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(5000), "d": torch.ones(900)}
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=3)
-    planned(state, writer)
-    here(writer)
-    assert writer.results_queue is not None
-    for number, of_file in writer.results_queue.get().items():
+    planned = plan_save(state, tmp_path / "c", thread_count=3)
+    here(planned.writer)
+    for number, of_file in planned.arguments[2].get().items():
         assert {result.storage_data.relative_path for result in of_file} == {f"__0_{number}.distcp"}
 
 
@@ -177,20 +175,16 @@ def test_the_writer_has_the_attributes_that_callers_read(tmp_path: Path) -> None
 
 def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
     state = state_of()
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(state, writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-    arguments[1] = preload()
+    planned = plan_save(state, tmp_path / "c")
+    planned.stage()
     with torch.no_grad():
         for part in state["model"], state["optimizer"]:
             for value in part.values():
                 if isinstance(value, torch.Tensor) and value.numel():
                     value.untyped_storage().fill_(7)
     state["optimizer"]["step"] = -1
-    function(*arguments)
-    save_state_dict_async_finalize(*finalizing)
+    planned.run()
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", state_of())
 
 
@@ -199,14 +193,10 @@ def test_sources_are_released_when_they_are_staged(
 ) -> None:
     state = {"t": torch.ones(1000)}
     source = weakref.ref(state["t"])
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(state, writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert preload is not None
-    arguments[1] = preload()
+    planned = plan_save(state, tmp_path / "c")
+    planned.stage()
     del state["t"]
     assert source() is None
-    del finalizing, function
 
 
 @pytest.mark.parametrize("moment", ["engine has begun", "sources are copied"])
@@ -214,17 +204,14 @@ def test_a_source_changed_by_another_thread_during_staging_fails_the_save(
     tmp_path: Path, gate: Gate, moment: str
 ) -> None:
     state = small_state()
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(state, writer)
-    with calling({moment: gate}), in_thread(lambda: here(writer)):
+    planned = plan_save(state, tmp_path / "c")
+    with calling({moment: gate}), in_thread(lambda: here(planned.writer)):
         gate.wait()
         state["t2"].add_(1)
         gate.open()
-    with pytest.raises(CheckpointException) as error:
-        save_state_dict_async_finalize(*finalizing)
-    assert "changed before the save had copied it" in str(cause_of(error.value))
-    assert names_in(tmp_path / "c") == []
-    assert not is_committed(tmp_path / "c")
+    with pytest.raises(CheckpointException, match="changed before the save had copied it"):
+        planned.finalize()
+    assert os.listdir(tmp_path / "c") == []
 
 
 class Gated(torch.Tensor):
@@ -241,18 +228,17 @@ def test_a_source_changed_by_another_thread_during_a_copy_in_python_fails_the_sa
     tmp_path: Path, gate: Gate
 ) -> None:
     state = small_state() | {"z": torch.ones(3).as_subclass(Gated)}
-    writer = FileSystemWriterAsync(tmp_path / "c", open_file=open_in_python)
-    finalizing = planned(state, writer)
+    planned = plan_save(state, tmp_path / "c", open_file=open_in_python)
     Gated.gate = gate
     try:
-        with in_thread(lambda: here(writer)):
+        with in_thread(lambda: here(planned.writer)):
             gate.wait()
             state["t2"].add_(1)
             gate.open()
     finally:
         Gated.gate = None
     with pytest.raises(CheckpointException, match="changed before the save had copied it"):
-        save_state_dict_async_finalize(*finalizing)
+        planned.finalize()
     assert os.listdir(tmp_path / "c") == []
 
 
@@ -325,10 +311,8 @@ def test_objects_are_saved_as_stock_torch_saves_them(tmp_path: Path, caller: Cal
 
 
 def test_an_object_that_cannot_be_pickled_fails_the_save(tmp_path: Path) -> None:
-    finalizing = planned({"lock": threading.Lock()}, FileSystemWriterAsync(tmp_path / "c"))
-    here(finalizing[0])
     with pytest.raises(CheckpointException, match="cannot pickle"):
-        save_state_dict_async_finalize(*finalizing)
+        save({"lock": threading.Lock()}, tmp_path / "c")
 
 
 def test_the_metadata_is_equal_to_that_of_stock_torch(tmp_path: Path) -> None:
@@ -342,15 +326,14 @@ def test_the_metadata_is_equal_to_that_of_stock_torch(tmp_path: Path) -> None:
 
 def test_the_garbage_collector_may_run_during_a_save(tmp_path: Path, gate: Gate) -> None:
     state = state_of()
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(state, writer)
-    with calling({"engine has begun": gate}), in_thread(lambda: here(writer)):
+    planned = plan_save(state, tmp_path / "c")
+    with calling({"engine has begun": gate}), in_thread(lambda: here(planned.writer)):
         gate.wait()
         # The engine has begun to read tensors that only the save still references.
         state.clear()
         gc.collect()
         gate.open()
-    save_state_dict_async_finalize(*finalizing)
+    planned.finalize()
     assert_checkpoint(tmp_path / "c", state_of())
 
 
@@ -358,11 +341,8 @@ def test_a_plan_restores_the_threshold_of_the_garbage_collector(
     tmp_path: Path,
 ) -> None:
     before = gc.get_threshold()
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing = planned(state_of(), writer)
+    planned(state_of(), FileSystemWriterAsync(tmp_path / "c"))
     assert gc.get_threshold() == before
-    here(writer)
-    save_state_dict_async_finalize(*finalizing)
 
     class Failing(dcp.DefaultSavePlanner):
         def finish_plan(self, new_plan: Any) -> Any:

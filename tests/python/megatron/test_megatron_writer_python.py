@@ -20,24 +20,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.async_saves import (
     Caller,
     assert_checkpoint,
-    failure_of,
     here,
-    is_committed,
     names_in,
     open_in_python,
-    planned,
+    plan_save,
     save,
     small_state,
     state_of,
 )
-from tests.gates import Gate, in_thread
+from tests.gates import Gate
 from tests.support import (
     assert_equal,
     files_limited_to,
     stock_save,
 )
 from torch_ckpt import CheckpointError
-from torch_ckpt.megatron import FileSystemWriterAsync, save_state_dict_async_finalize
+from torch_ckpt.megatron import FileSystemWriterAsync
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -130,23 +128,20 @@ def test_the_error_of_any_python_thread_fails_the_save_and_leaves_no_file(
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return open(path, mode)
 
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=4, open_file=opening)
-    finalizing = planned(small_state(), writer)
-    here(writer)
-    assert names_in(tmp_path / "c") == []
     with pytest.raises(CheckpointException, match=rf"Permission denied.*__0_{number}\.distcp"):
-        save_state_dict_async_finalize(*finalizing)
-    assert not is_committed(tmp_path / "c")
+        save(small_state(), tmp_path / "c", thread_count=4, open_file=opening)
+    assert os.listdir(tmp_path / "c") == []
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_failed_write_in_python_leaves_no_file(tmp_path: Path, threads: int) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=threads, open_file=open_in_python)
-    finalizing = planned(small_state(), writer)
+    planned = plan_save(
+        small_state(), tmp_path / "c", thread_count=threads, open_file=open_in_python
+    )
     with files_limited_to(1000):
-        here(writer)
+        here(planned.writer)
     with pytest.raises(CheckpointException, match="File too large"):
-        save_state_dict_async_finalize(*finalizing)
+        planned.finalize()
     assert os.listdir(tmp_path / "c") == []
 
 
@@ -155,17 +150,13 @@ def test_a_write_in_python_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
         gate()
         return open(path, mode)
 
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2, open_file=opening)
-    planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-    arguments[1] = staged = preload()
-    with in_thread(lambda: function(*arguments)):
-        gate.wait()
-        staged.cancel()
-        gate.open()
-    assert "aborted" in str(failure_of(writer))
+    planned = plan_save(small_state(), tmp_path / "c", thread_count=2, open_file=opening)
+    staged = planned.stage()
+    gate.wait()
+    staged.cancel()
+    gate.open()
+    planned.run()
+    assert "aborted" in planned.failure()
     assert names_in(tmp_path / "c") == []
 
 

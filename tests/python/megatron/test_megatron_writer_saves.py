@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import queue
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.async_saves import (
     DecentralizedPlanner,
     assert_checkpoint,
-    begun,
     failure_of,
     here,
     names_in,
     open_in_python,
+    plan_save,
     planned,
     request_of,
     save,
@@ -60,12 +59,9 @@ def test_a_full_disk_fails_the_save_with_errno_and_path(small_disk: Path, thread
     # Only two of the four tensors of 3 MiB fit.
     state = {f"t{n}": random_tensor((3 << 20,), torch.uint8, n) for n in range(4)}
     path = small_disk / "c"
-    writer = FileSystemWriterAsync(path, thread_count=threads)
-    finalizing = planned(state, writer)
-    here(writer)
-    assert os.listdir(path) == []
     with pytest.raises(CheckpointException) as error:
-        save_state_dict_async_finalize(*finalizing)
+        save(state, path, thread_count=threads)
+    assert os.listdir(path) == []
     assert os.strerror(errno.ENOSPC) in str(cause_of(error.value))
     assert f"{path}/__0_" in str(cause_of(error.value))
     save(small_state(), path, thread_count=threads)
@@ -101,14 +97,11 @@ def test_one_failed_call_in_one_of_four_files_fails_the_save(
 def test_a_disk_that_fails_during_the_write_fails_the_save(tmp_path: Path) -> None:
     with failing_disk(tmp_path) as disk:
         save(small_state(1), disk.path / "c", thread_count=2)
-        writer = FileSystemWriterAsync(disk.path / "c", thread_count=2)
-        finalizing = planned(small_state(2), writer)
+        planned = plan_save(small_state(2), disk.path / "c", thread_count=2)
         with disk.failing():
-            here(writer)
-            error = failure_of(writer)
-            assert "Errno 5" in str(error)
-        writer.abandon()
-        del finalizing
+            here(planned.writer)
+            assert "Errno 5" in planned.failure()
+        planned.writer.abandon()
         loaded = emptied(small_state())
         load(loaded, disk.path / "c")
         assert_equal(loaded, small_state(1))
@@ -120,11 +113,13 @@ def test_a_disk_that_fails_during_the_write_fails_the_save(tmp_path: Path) -> No
 def test_two_saves_into_two_directories_can_run_at_once(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
-    saves = [begun(state_of(seed), tmp_path / f"c{seed}") for seed in (1, 2)]
+    saves = [plan_save(state_of(seed), tmp_path / f"c{seed}") for seed in (1, 2)]
+    for one in saves:
+        one.stage()
     held_after_staging.open()
-    for finalizing, run in saves:
-        run()
-        save_state_dict_async_finalize(*finalizing)
+    for one in saves:
+        one.run()
+        one.finalize()
     for seed in (1, 2):
         assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
 
@@ -137,17 +132,14 @@ def test_of_two_saves_into_one_directory_the_last_to_commit_wins(
     path = tmp_path / "c"
     saves = {}
     for seed in (1, 2):
-        writer = FileSystemWriterAsync(path, thread_count=2)
-        finalizing = planned(state_of(seed), writer, planner())
-        function, preload, arguments = writer.get_save_function_and_args()
-        arguments[1] = preload()  # type: ignore[misc]
-        saves[seed] = finalizing, function, arguments
+        saves[seed] = plan_save(state_of(seed), path, planner(), thread_count=2)
+        saves[seed].stage()
     held_after_staging.open()
-    for _finalizing, function, arguments in saves.values():
-        function(*arguments)
+    for one in saves.values():
+        one.run()
     last = 3 - first
     for seed in (first, last):
-        save_state_dict_async_finalize(*saves[seed][0])
+        saves[seed].finalize()
         assert_checkpoint(path, state_of(seed))
     # The files of the replaced save were deleted by the last commit.
     assert len(names_in(path)) == 2
@@ -157,13 +149,17 @@ def test_saves_to_two_paths_of_one_directory_use_different_files(
     tmp_path: Path, held_after_staging: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    one, run_one = begun(state_of(1), tmp_path / "c", thread_count=1)
-    other, run_other = begun(state_of(2), Path("c"), thread_count=1)
+    saves = [
+        plan_save(state_of(seed), path, thread_count=1)
+        for seed, path in ((1, tmp_path / "c"), (2, Path("c")))
+    ]
+    for one in saves:
+        one.stage()
     held_after_staging.open()
-    run_one()
-    run_other()
-    save_state_dict_async_finalize(*one)
-    save_state_dict_async_finalize(*other)
+    for one in saves:
+        one.run()
+    for one in saves:
+        one.finalize()
     assert_checkpoint(tmp_path / "c", state_of(2))
 
 
@@ -171,18 +167,21 @@ def test_a_failed_save_does_not_affect_another_save_into_the_directory(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
     path = tmp_path / "c"
-    good, run_good = begun(state_of(1), path)
-    bad, run_bad = begun(state_of(2), path)
+    good, bad = plan_save(state_of(1), path), plan_save(state_of(2), path)
+    good.stage()
+    bad.stage()
     held_after_staging.open()
-    run_good()
-    run_bad()
-    assert bad[0].results_queue.get() is not None
-    bad[0].results_queue.put(OSError(errno.EIO, "Input/output error"))
+    good.run()
+    bad.run()
+    results = bad.arguments[2]
+    assert results.get() is not None
+    results.put(OSError(errno.EIO, "Input/output error"))
     with pytest.raises(CheckpointException):
-        save_state_dict_async_finalize(*bad)
-    save_state_dict_async_finalize(*good)
+        bad.finalize()
+    good.finalize()
     assert_checkpoint(path, state_of(1))
-    assert len(names_in(path)) == len({i.relative_path for i in good[1].storage_data.values()})
+    places = good.finalizing[1].storage_data.values()
+    assert len(names_in(path)) == len({info.relative_path for info in places})
 
 
 def test_a_writer_can_be_reused(tmp_path: Path) -> None:
@@ -269,10 +268,7 @@ def test_dcp_save_accepts_the_writer(tmp_path: Path, options: StateDict) -> None
 
 
 def test_each_save_puts_one_item(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(state_of(), writer)
-    here(writer)
-    assert writer.results_queue is not None
-    writer.results_queue.get()
-    with pytest.raises(queue.Empty):
-        writer.results_queue.get_nowait()
+    planned = plan_save(state_of(), tmp_path / "c")
+    here(planned.writer)
+    planned.arguments[2].get()
+    assert planned.arguments[2].empty()
