@@ -34,9 +34,9 @@ from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.checkpoint.index import decode_index
 from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Ranks
-from torch_ckpt.ranks.store_thread import StoreThread
-from torch_ckpt.ranks.transport import OverStore
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.ranks.store import StoreThread
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.session import PlanCache, RankMessage
@@ -138,37 +138,40 @@ class Simulation:
         """Does the steps of SaveSession for one rank after another; returns the metadata."""
         self._saves += 1
         prefix = f"save/{self._saves}"
-        transports = [
-            OverStore(
-                rank, self.world, lambda: self._store, self._store_thread, prefix, TIMEOUT_SECONDS
-            )
+        groups = [
+            RankGroup(self._store, rank, self.world, "", self._store_thread)
             for rank in range(self.world)
         ]
-        coordinator, cache = transports[0], caches[0]
+        exchanges = [Exchange(group, prefix) for group in groups]
+        coordinator, cache = exchanges[0], caches[0]
 
         def make_message(rank: int) -> RankMessage:
-            contents = caches[rank].contents_to_send(self.states[rank], Ranks(transports[rank]))
+            contents = caches[rank].contents_to_send(self.states[rank], exchanges[rank])
             return RankMessage(contents, "simulation", self._place)
 
         def write(rank: int) -> Written:
             return self._simulate_write(rank, caches[rank])
 
         def gather(step: str, value_of: Callable[[int], Any]) -> list[Any]:
+            for one in exchanges:
+                one._step, one._steps = step, one._steps + 1
+                one._key = f"{prefix}/{one._steps}.{step}"
+                one._connect()
             for rank in range(1, self.world):
-                transports[rank].gather(step, value_of(rank))
+                exchanges[rank]._post(value_of(rank))
             mine = value_of(0)
-            values = timed(f"{step}s gathered", lambda: coordinator.gather(step, mine))
-            assert values is not None
+            values = timed(f"{step}s gathered", lambda: coordinator._collect(mine))
+            assert isinstance(values, list)
             return values
 
         def timed(part: str, work: Callable[[], T]) -> T:
             return self._timed(f"{kind}: {part}", work)
 
         messages = gather("plan", make_message)
-        replies = timed("planned", lambda: cache.replies(messages, Ranks(coordinator), "1"))
-        timed("answered", lambda: coordinator.scatter(replies))
+        replies = timed("planned", lambda: cache.replies(messages, coordinator, "1"))
+        timed("answered", lambda: coordinator._answer(Answers(replies)))
         for rank in range(self.world):
-            reply = replies[0] if rank == 0 else transports[rank].scatter(None)
+            reply = replies[0] if rank == 0 else exchanges[rank]._receive()
             caches[rank].keep(self.states[rank], reply)
         plan = cache.plan
         assert plan is not None
@@ -176,13 +179,13 @@ class Simulation:
         results = gather("result", write)
         meta = StorageMeta(checkpoint_id="simulation", save_id=str(self._saves))
         data = timed("metadata", lambda: plan.encode(results, meta))
-        coordinator.broadcast(SavedMetadata(data, "simulation", self.world))
+        coordinator._answer(SavedMetadata(data, "simulation", self.world))
         for rank in range(1, self.world):
-            transports[rank].broadcast(None)
-        for transport in reversed(transports):
-            transport.close(TIMEOUT_SECONDS)
-        self.messages[kind] = sum(transport.sent[0] for transport in transports)
-        self.bytes[f"{kind}: messages"] = sum(transport.sent[1] for transport in transports)
+            exchanges[rank]._receive()
+        for one in reversed(exchanges):
+            one.close()
+        self.messages[kind] = sum(one.sent[0] for one in exchanges)
+        self.bytes[f"{kind}: messages"] = sum(one.sent[1] for one in exchanges)
         return data
 
     def _simulate_write(self, rank: int, cache: PlanCache) -> Written:

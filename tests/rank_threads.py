@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.ranks.meeting import Meeting, Ranks
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.group import RankGroup
 
 #: Timeout in seconds of ranks in tests in which a rank is declared dead. Other tests do not wait
 #: for it.
@@ -23,11 +24,13 @@ def tcp_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def ranks_of(store: dist.Store, size: int, timeout: float = PATIENCE_SECONDS) -> list[Ranks]:
-    return [Meeting(store, rank, size, "test").ranks(timeout) for rank in range(size)]
+def ranks_of(store: dist.Store, size: int, timeout: float = PATIENCE_SECONDS) -> list[Exchange]:
+    return [
+        Exchange.open(RankGroup(store, rank, size, "test"), "save", timeout) for rank in range(size)
+    ]
 
 
-def together(ranks: list[Ranks], work: Callable[[Ranks], Any]) -> dict[int, Any]:
+def together(ranks: list[Exchange], work: Callable[[Exchange], Any]) -> dict[int, Any]:
     """Runs the work of each rank in a thread. Returns by rank its result or exception."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = {one.rank: pool.submit(work, one) for one in ranks}
@@ -41,12 +44,16 @@ def causes_of(outcome: Any) -> dict[int, str]:
 
 
 def save(
-    ranks: Ranks,
+    ranks: Exchange,
     local: Callable[[], Any] = lambda: "part",
     combine: Callable[[list[Any]], Any] = list,
     undo: Callable[[Any], None] = lambda part: None,
 ) -> Any:
-    return ranks.all_reduce("write", local, combine, undo)
+    def send() -> tuple[Any, Any]:
+        part = local()
+        return part, part
+
+    return ranks.exchange("write", send, combine, undo)[0]
 
 
 def fail(text: str) -> Any:

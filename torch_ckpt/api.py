@@ -10,7 +10,6 @@ as ShardedTensors. In a save, ranks exchange plans and results in a compact form
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,14 +30,15 @@ from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
+from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, Ranks
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
-from torch_ckpt.saving.running_saves import alone, check_for_errors, spawn, start
+from torch_ckpt.saving.running_saves import alone, check_for_errors, start
 from torch_ckpt.saving.save_state import SaveState, StateDict
-from torch_ckpt.saving.session import PlanCache, SaveSession, tell_the_others
+from torch_ckpt.saving.session import PlanCache, SaveSession
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import saved_values
 from torch_ckpt.state.values import Targets, estimate, load_values, load_values_freeing
@@ -105,12 +105,12 @@ def save(
         torch_ckpt.save({"model": model, "optimizer": optimizer, "step": 100}, "checkpoints/100")
     """
     # Do this before anything can fail, so that all ranks count the same saves.
-    meeting = Meeting.of(process_group, no_dist)
-    plans = PlanCache.of(meeting)
-    ranks = meeting.ranks(timeout)
+    group = RankGroup.of(process_group, no_dist)
+    plans = PlanCache.of(group)
+    ranks = Exchange.open(group, "save", timeout)
     try:
         with ExitStack() as stack:
-            with _reporting_failures(ranks):
+            with ranks:
                 require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
                 writer = _resolve_storage(
                     save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
@@ -119,12 +119,14 @@ def save(
                 # other ranks may already have raised it.
                 stack.enter_context(alone(ranks=ranks))
                 writer.reset(checkpoint_id)
-            stack.push(_closing(ranks, timeout))
+                if planner is None and writer.engine_can_write():
+                    try:
+                        session = SaveSession(writer, ranks, plans, check_replicas)
+                        return session.run(lambda: SaveState(_read_values(state_dict)))
+                    finally:
+                        writer.abandon()
             # dcp.save does not notify a writer of a failed save.
             stack.callback(writer.abandon)
-            if planner is None and writer.engine_can_write():
-                session = SaveSession(writer, ranks, plans, check_replicas)
-                return session.run(lambda: SaveState(_read_values(state_dict)))
             with raised_as_ours(ranks.rank):
                 metadata: Metadata = dcp_save(
                     _resolve_state_dict(state_dict),
@@ -210,9 +212,9 @@ def async_save(
     """
     started = time.perf_counter()
     # Do this before anything can fail, so that all ranks count the same saves.
-    meeting = Meeting.of(process_group, no_dist)
-    plans = PlanCache.of(meeting)
-    ranks = meeting.ranks(timeout)
+    group = RankGroup.of(process_group, no_dist)
+    plans = PlanCache.of(group)
+    ranks = Exchange.open(group, "save", timeout)
     job: Job | None = None
     try:
         require_choice("staging", staging, ("blocking", "overlapped"))
@@ -259,7 +261,7 @@ def async_save(
     except BaseException as error:
         # The other ranks wait for this rank until the job's thread, or this one, reports the error.
         if job is None or job.take():
-            spawn(functools.partial(tell_the_others, ranks, error))
+            ranks.fail(error)
         else:
             job.abandon(error)
         raise
@@ -347,10 +349,10 @@ def load(
         print(state["step"], report.unexpected)
     """
     # Do this before anything can fail, so that all ranks count the same loads.
-    ranks = Meeting.of(process_group, no_dist).ranks(timeout, kind="load")
+    ranks = Exchange.open(RankGroup.of(process_group, no_dist), "load", timeout)
     try:
         with ExitStack() as stack:
-            with _reporting_failures(ranks):
+            with ranks:
                 _require_dict(state_dict)
                 reader = _resolve_storage(
                     load, FileSystemReader, storage_reader, checkpoint_id, reader_options
@@ -368,28 +370,27 @@ def load(
                 if free_before_read and reader.read_once:
                     raise ValueError("Pass either free_before_read or read_once, not both.")
                 reader.reset(checkpoint_id)
-            stack.push(_closing(ranks, timeout))
-            stack.callback(reader.release)
-            if uses_dcp:
-                reader.process_group = process_group
-                with raised_as_ours(ranks.rank):
-                    dcp_load(
-                        state_dict,
-                        storage_reader=reader,
-                        planner=planner,
-                        process_group=process_group,
-                        no_dist=not ranks.distributed,
-                    )
-                return None
-            one_load = Load(reader, ranks, names, rename)
-            if free_before_read:
-                report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
-            else:
-                report = load_values(
-                    state_dict, one_load, ranks, strict=strict, process_group=process_group
+                stack.callback(reader.release)
+                if not uses_dcp:
+                    one_load = Load(reader, ranks, names, rename)
+                    if free_before_read:
+                        report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
+                    else:
+                        report = load_values(
+                            state_dict, one_load, ranks, strict=strict, process_group=process_group
+                        )
+                    reader.lost_precision.warn()
+                    return report
+            reader.process_group = process_group
+            with raised_as_ours(ranks.rank):
+                dcp_load(
+                    state_dict,
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=process_group,
+                    no_dist=not ranks.distributed,
                 )
-            reader.lost_precision.warn()
-            return report
+            return None
     except CheckpointFailed as error:
         # See save().
         raise error.with_traceback(None) from error.__cause__
@@ -475,35 +476,12 @@ def _open_for_this_rank(
     """Opens a checkpoint for a load that does not involve other ranks."""
     reader = FileSystemReader(checkpoint_id, **reader_options)
     try:
-        yield Load(reader, Ranks(), names, rename)
+        yield Load(reader, Exchange(), names, rename)
     finally:
         reader.release()
 
 
 # --- shared by saves and loads -------------------------------------------------------------------
-
-
-@contextmanager
-def _reporting_failures(ranks: Ranks) -> Iterator[None]:
-    """Block that reports an exception to the other ranks, which raise it in their first step. On
-    this rank the exception propagates at once."""
-    try:
-        yield
-    except BaseException as error:
-        spawn(functools.partial(tell_the_others, ranks, error))
-        raise
-
-
-def _closing(ranks: Ranks, timeout: float) -> Callable[..., None]:
-    """Returns a callback for an ExitStack that ends this rank's part in the exchanges."""
-
-    def close(_kind: object, error: BaseException | None, _frames: object) -> None:
-        # The result is known, so do not wait long for a rank that died after its last step. If the
-        # user has interrupted a wait, hardly wait for the same ranks again.
-        is_interrupted = isinstance(error, KeyboardInterrupt)
-        ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
-
-    return close
 
 
 def _resolve_storage(

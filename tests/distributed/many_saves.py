@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.group import RankGroup
 
 #: Seconds after which the store ends a wait for a key.
 STORE_SECONDS = 5
@@ -72,9 +72,9 @@ def play(connection: Connection, workdir: Path, saves: int, seed: int) -> None:
     """Runs one rank. Sends by the number of the save the failures, the absent keys that were read,
     and the longest call in seconds."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=STORE_SECONDS))
-    meeting = Meeting.of(None, no_dist=False)
-    watched = Watched(meeting.connection())
-    meeting._connections[:] = [watched]
+    group = RankGroup.of(None)
+    watched = Watched(group.connection())
+    group._connections[:] = [watched]
     chance = random.Random(seed)  # the same choices on all ranks
     failures: dict[int, str] = {}
     longest = 0.0

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.silent_ranks import stop_here
-from torch_ckpt.ranks.meeting import Meeting, Ranks
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.ranks.group import RankGroup
 
 #: Seconds after which a silent rank is declared dead.
 TIMEOUT = 2.0
@@ -31,19 +32,23 @@ def store_of_torchrun() -> dist.Store:
     return dist.PrefixStore("cases", dist.distributed_c10d._get_default_store())
 
 
-def steps(ranks: Ranks) -> list[Any]:
+def steps(ranks: Exchange) -> list[Any]:
     """Returns the result of each kind of step, and of a failing one."""
 
     def fail() -> None:
         raise OSError(f"on {ranks.rank}")
 
     results = [
-        ranks.reduce_scatter("plan", lambda: ranks.rank, lambda values: [v + 10 for v in values]),
-        ranks.all_reduce("write", lambda: ranks.rank, list, lambda part: None),
-        ranks.all_succeed("load", lambda: ranks.rank),
+        ranks.exchange(
+            "plan",
+            lambda: (ranks.rank, None),
+            lambda values: Answers([value + 10 for value in values]),
+        )[0],
+        ranks.exchange("write", lambda: (ranks.rank, None), list, lambda part: None)[0],
+        ranks.run("load", lambda: ranks.rank),
     ]
     try:
-        ranks.all_succeed("fail", lambda: fail() if ranks.rank else None)
+        ranks.run("fail", lambda: fail() if ranks.rank else None)
     except CheckpointException as error:
         results.append([[rank, repr(cause)] for rank, (cause, _) in error.failures.items()])
     return results
@@ -65,7 +70,7 @@ def silent_ranks(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def case_each_kind_of_step_returns_the_values_of_the_ranks() -> list[Any]:
-    ranks = Meeting.of(None, no_dist=False).ranks(PATIENCE_SECONDS)
+    ranks = Exchange.open(RankGroup.of(None), "save", PATIENCE_SECONDS)
     results = steps(ranks)
     ranks.close()
     return results
@@ -74,23 +79,24 @@ def case_each_kind_of_step_returns_the_values_of_the_ranks() -> list[Any]:
 def case_ranks_of_a_subgroup_are_numbered_within_it() -> list[Any]:
     half = dist.get_world_size() // 2
     groups = [dist.new_group(range(start, start + half)) for start in (0, half)]
-    meeting = Meeting.of(groups[dist.get_rank() // half], no_dist=False)
-    ranks = meeting.ranks(PATIENCE_SECONDS)
-    members = ranks.all_reduce("who", dist.get_rank, list, lambda rank: None)
+    group = RankGroup.of(groups[dist.get_rank() // half])
+    ranks = Exchange.open(group, "save", PATIENCE_SECONDS)
+    members, _ = ranks.exchange("who", lambda: (dist.get_rank(), None), list)
     ranks.close()
-    return [meeting.rank, meeting.size, members]
+    return [group.rank, group.size, members]
 
 
 def case_a_stopped_rank_is_declared_dead_and_fails_when_it_continues() -> dict[str, Any]:
-    ranks = Meeting.of(None, no_dist=False).ranks(TIMEOUT)
+    ranks = Exchange.open(RankGroup.of(None), "save", TIMEOUT)
     store = store_of_torchrun()
 
-    def local() -> None:
+    def local() -> tuple[None, None]:
         if ranks.rank == ranks.size - 1:
             store.set("pid", str(os.getpid()))
             stop_here()
+        return None, None
 
-    found = silent_ranks(lambda: ranks.all_reduce("write", local, list, lambda part: None))
+    found = silent_ranks(lambda: ranks.exchange("write", local, list, lambda part: None))
     if ranks.rank == 0:
         os.kill(int(store.get("pid")), signal.SIGCONT)
     ranks.close()
@@ -98,13 +104,14 @@ def case_a_stopped_rank_is_declared_dead_and_fails_when_it_continues() -> dict[s
 
 
 def case_a_killed_rank_is_declared_dead() -> dict[str, Any]:
-    ranks = Meeting.of(None, no_dist=False).ranks(TIMEOUT)
+    ranks = Exchange.open(RankGroup.of(None), "save", TIMEOUT)
 
-    def local() -> None:
+    def local() -> tuple[None, None]:
         if ranks.rank == ranks.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        return None, None
 
-    found = silent_ranks(lambda: ranks.all_reduce("write", local, list, lambda part: None))
+    found = silent_ranks(lambda: ranks.exchange("write", local, list, lambda part: None))
     ranks.close()
     return found
 
@@ -116,23 +123,24 @@ def stop_the_host(connection: Connection) -> None:
     closed its connection to the store.
     """
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
-    meeting = Meeting.of(None, no_dist=False)
+    group = RankGroup.of(None)
     # Connecting may take longer than the timeout.
-    connecting = meeting.ranks(PATIENCE_SECONDS)
-    connecting.all_succeed("connect", lambda: None)
+    connecting = Exchange.open(group, "save", PATIENCE_SECONDS)
+    connecting.run("connect", lambda: None)
     connecting.close()
-    ranks = meeting.ranks(TIMEOUT)
+    ranks = Exchange.open(group, "save", TIMEOUT)
     committed: list[Any] = []
 
-    def local() -> None:
+    def local() -> tuple[None, None]:
         if ranks.rank == 0:
             connection.send("stops")
             stop_here()
+        return None, None
 
     started, text = time.monotonic(), ""
     try:
         with ranks.alive(time.monotonic_ns):
-            ranks.all_reduce("write", local, committed.append, lambda part: None)
+            ranks.exchange("write", local, committed.append, lambda part: None)
     except CheckpointException as error:
         text = str(error)
     ranks.close(TIMEOUT)

@@ -96,7 +96,7 @@ def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
         decisions = made._schedule.decisions
         assert decisions.count == 5
         if launch.size > 1 and launch.rank == 0:
-            keys = decisions._meeting.keys("")
+            keys = decisions._group.keys("")
             assert not any(keys.check([str(number)]) for number in range(decisions.count))
 
 

@@ -35,7 +35,7 @@ from tests.distributed.megatron_training import (
     waits_for,
 )
 from torch_ckpt.checkpoint.metadata import read_metadata
-from torch_ckpt.ranks.lockstep import Lockstep
+from torch_ckpt.ranks.polled_event import PolledEvent
 
 # --- polls ----------------------------------------------------------------------------------------
 
@@ -129,17 +129,17 @@ def case_a_failure_that_reaches_one_rank_last_is_raised_at_the_same_poll(launch:
     if launch.size == 1:
         return
     queue, latches, ended = queue_of(), Latches(launch), threading.Event()
-    over = Lockstep.over
+    stop_waiting = PolledEvent.stop_waiting
 
-    def late(lockstep: Lockstep) -> None:
+    def late(event: PolledEvent) -> None:
         if launch.rank == 0:
             for rank in range(1, launch.size):
                 latches.wait(f"rank {rank} was outcome")
-        over(lockstep)
+        stop_waiting(event)
 
     error = OSError(errno.EIO, "on purpose") if launch.rank == last_of(launch) else None
     ended.set()
-    with replaced(Lockstep, "over", late):
+    with replaced(PolledEvent, "stop_waiting", late):
         queue.schedule_async_request(waits_for(ended, error))
         outcome = poll_of_outcome(queue, lambda _: None)
         latches.open(f"rank {launch.rank} was outcome")
@@ -150,15 +150,15 @@ def case_a_failure_that_reaches_one_rank_last_is_raised_at_the_same_poll(launch:
 
 def case_a_call_that_ended_before_the_first_poll_is_finalized_by_the_second(launch: Launch) -> None:
     parts = threading.Semaphore(0)
-    part = Lockstep.part
+    report_part = PolledEvent.report_part
 
-    def counted(lockstep: Lockstep) -> None:
-        part(lockstep)
+    def counted(event: PolledEvent) -> None:
+        report_part(event)
         parts.release()
 
     queue, ended = queue_of(), threading.Event()
     ended.set()
-    with replaced(Lockstep, "part", counted):
+    with replaced(PolledEvent, "report_part", counted):
         for call in range(3):
             queue.schedule_async_request(waits_for(ended))
             assert queue._calls[0].ended.wait(PATIENCE_SECONDS)

@@ -223,13 +223,9 @@ def watched_collectives() -> Iterator[list[str]]:
     seen: list[str] = []
 
     class Watched(plan._WrapperRanks):
-        def reduce_scatter(self, step: str, *args: Any) -> Any:
+        def exchange(self, step: str, *args: Any) -> Any:
             seen.append(step)
-            return super().reduce_scatter(step, *args)
-
-        def all_reduce(self, step: str, *args: Any) -> Any:
-            seen.append(step)
-            return super().all_reduce(step, *args)
+            return super().exchange(step, *args)
 
     with replaced(plan, "_WrapperRanks", Watched):
         yield seen

@@ -40,7 +40,7 @@ from torch_ckpt.loading.reading import Reading
 from torch_ckpt.loading.renaming import Rename, new_names, rename_in
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.loading.zero_fill import SIZES, zero_what_is_not_stored
-from torch_ckpt.ranks.meeting import Ranks
+from torch_ckpt.ranks.exchange import Exchange
 
 StateDict = dict[str, Any]
 
@@ -177,7 +177,7 @@ class Load:
     def __init__(
         self,
         reader: FileSystemReader,
-        ranks: Ranks,
+        ranks: Exchange,
         names: Names = None,
         rename: Rename = None,
         opened: tuple[Metadata, _core.CheckpointIndex] | None = None,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch_ckpt.checkpoint.lazy_metadata import lazy_contents
 from torch_ckpt.loading.load import Load, Prepared, object_item
 from torch_ckpt.loading.reading import PlansOnIndex, Reading
-from torch_ckpt.ranks.meeting import Ranks
+from torch_ckpt.ranks.exchange import Exchange
 
 _FLAT = ("state_dict", "mappings")
 
@@ -67,7 +67,7 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         self.metadata = metadata
         for name in _FLAT:
             vars(self).pop(name, None)
-        self._load = Load(reader, Ranks(), opened=(metadata, index))
+        self._load = Load(reader, Exchange(), opened=(metadata, index))
 
     def __getattr__(self, name: str) -> Any:
         # torch's planner has these attributes after set_up_planner. Build them on first access

@@ -48,8 +48,7 @@ from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_att
 from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
-from torch_ckpt.ranks.calls import meeting_of
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import BeforeSave
@@ -205,8 +204,8 @@ class CheckpointManager:
             0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **saves.writer_options
         )
         self._before_save = BeforeSave()
-        meeting = meeting_of(process_group, "manager")
-        self._rank = meeting.rank
+        group = group_for(process_group, "manager")
+        self._rank = group.rank
         self._closed = False
         self._pid = os.getpid()
         self._returned_at: float | None = None
@@ -235,15 +234,15 @@ class CheckpointManager:
                 self._store,
                 self._lease,
                 attempt,
-                meeting.rank,
-                meeting.size,
+                group.rank,
+                group.size,
                 process_group,
                 timeout,
                 self._report,
             )
             self._deletions = Deletions(self._store, self._retention, self._report)
             self._restorer = Restorer(run, self._deletions, load_options)
-            self._schedule = Schedule(schedule, meeting.apart(attempt), timeout)
+            self._schedule = Schedule(schedule, group.subgroup(attempt), timeout)
             self._timeline = Timeline(run, self._deletions)
             self._saver = Saver(
                 run,

@@ -25,7 +25,7 @@ from torch_ckpt.events import Event
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.run_context import RunContext
-from torch_ckpt.ranks.calls import Call, Disagreement
+from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.state.app_state import AppState
 from torch_ckpt.steps import MARKER_NAME, step_name
@@ -152,8 +152,8 @@ class Restorer:
                 )
             return values[0][1]
 
-        with Call(_CALL, self._run.process_group, self._run.timeout) as call:
-            complete, unmarked = call.exchange(list_on_rank_0, lists_of_rank_0)
+        with CollectiveCall(_CALL, self._run.process_group, self._run.timeout) as call:
+            complete, unmarked = call.agree(list_on_rank_0, lists_of_rank_0)
         if step is None:
             return complete[::-1], unmarked
         if step in complete:

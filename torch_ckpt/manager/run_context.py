@@ -16,7 +16,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from torch_ckpt.events import Event
-from torch_ckpt.ranks.calls import Call, Disagreement, group_now
+from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
+from torch_ckpt.ranks.group import current_group
 from torch_ckpt.steps import StepStore
 from torch_ckpt.steps.lease import TIMES, Lease
 
@@ -49,7 +50,7 @@ class RunContext:
     _made_with: weakref.ReferenceType[dist.ProcessGroup] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self._made_with = group_now(self.process_group)
+        self._made_with = current_group(self.process_group)
 
     def require_group(self, action: str) -> None:
         """Checks that the process group still exists. Without it, each rank would act as if it were
@@ -62,7 +63,7 @@ class RunContext:
             RuntimeError: the process group was destroyed, or was initialized after this object was
                 created.
         """
-        now, made_with = group_now(self.process_group), self._made_with
+        now, made_with = current_group(self.process_group), self._made_with
         if self.ranks > 1 and (now is None or made_with is None or now() is not made_with()):
             raise RuntimeError(
                 f"cannot {action}: the process group of the manager's {self.ranks} ranks has been "
@@ -82,14 +83,14 @@ class RunContext:
             call: name of the function that the user called, for error messages.
 
         Raises:
-            TimeoutError, ConnectionError, RuntimeError: see :class:`torch_ckpt.ranks.calls.Call`.
+            TimeoutError, ConnectionError, RuntimeError: see :meth:`CollectiveCall.agree`.
         """
 
         def result_of_rank_0(results: list[T | None]) -> T | Disagreement:
             return results[0]  # type: ignore[return-value]
 
-        with Call(call, self.process_group, self.timeout) as exchange:
-            return exchange.exchange(
+        with CollectiveCall(call, self.process_group, self.timeout) as exchange:
+            return exchange.agree(
                 lambda: function() if exchange.rank == 0 else None, result_of_rank_0
             )
 
@@ -108,7 +109,7 @@ def agree_on_attempt(
 
     Raises:
         RanksDisagree: ranks have different roots.
-        TimeoutError, ConnectionError, RuntimeError: see :class:`torch_ckpt.ranks.calls.Call`.
+        TimeoutError, ConnectionError, RuntimeError: see :meth:`CollectiveCall.agree`.
     """
 
     def propose() -> tuple[str, str]:
@@ -126,8 +127,8 @@ def agree_on_attempt(
             )
         return proposals[0][1]
 
-    with Call("CheckpointManager", process_group, timeout) as call:
-        return call.exchange(propose, choose)
+    with CollectiveCall("CheckpointManager", process_group, timeout) as call:
+        return call.agree(propose, choose)
 
 
 def new_attempt() -> str:

@@ -43,12 +43,11 @@ from torch_ckpt.manager.options import SaveOptions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
+from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import causes, of_torch
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.async_save import AsyncSave
-from torch_ckpt.saving.running_saves import spawn
-from torch_ckpt.saving.session import tell_the_others
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import AppState, BeforeSave
 from torch_ckpt.steps import encoded_marker, parsed_marker
@@ -327,8 +326,7 @@ class Saver:
                 **self.options.writer_options,
             )
         except BaseException as error:
-            ranks = Meeting.of(run.process_group, no_dist=False).ranks(run.timeout)
-            spawn(functools.partial(tell_the_others, ranks, error))
+            Exchange.open(RankGroup.of(run.process_group), "save", run.timeout).fail(error)
             if isinstance(error, CheckpointException):
                 # The exception may come from dcp functions called by a value's state_dict().
                 raise of_torch(error) from None

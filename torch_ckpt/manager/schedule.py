@@ -26,10 +26,9 @@ from typing import SupportsIndex, TypeVar
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.intervals import AutoInterval
 from torch_ckpt.manager.options import ScheduleOptions
-from torch_ckpt.ranks.failures import failed_on
-from torch_ckpt.ranks.meeting import Meeting
-from torch_ckpt.ranks.outcomes import heartbeat_failures
-from torch_ckpt.ranks.store_thread import peek
+from torch_ckpt.ranks.failures import failed_on, silent_ranks
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.ranks.store import peek
 
 T = TypeVar("T")
 
@@ -41,7 +40,7 @@ class Schedule:
     """Decides at which steps to save. All ranks come to the same decisions.
 
     Args:
-        meeting: connects the ranks; used by this schedule only.
+        group: the ranks; used by this schedule only.
         timeout: seconds to wait for rank 0's decision.
         clock: returns seconds, like :func:`time.monotonic`.
 
@@ -53,7 +52,7 @@ class Schedule:
     def __init__(
         self,
         options: ScheduleOptions,
-        meeting: Meeting,
+        group: RankGroup,
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,7 +83,7 @@ class Schedule:
         self._steps = frozenset(options.save_on_steps)
         self._skip_if_busy = options.if_busy == "skip"
         self._clock = clock
-        self.decisions = Decisions(meeting, timeout, clock)
+        self.decisions = Decisions(group, timeout, clock)
         self._last_start = clock()
 
     def should_save(self, step: int, is_busy: Callable[[], bool]) -> bool:
@@ -125,10 +124,10 @@ class Decisions:
         count: number of decisions so far.
     """
 
-    def __init__(self, meeting: Meeting, timeout: float, clock: Callable[[], float]) -> None:
+    def __init__(self, group: RankGroup, timeout: float, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.count = 0
-        self._meeting = meeting
+        self._group = group
         self._timeout = timeout
         self._block = range(0)
         self._deleted_count = 0
@@ -144,12 +143,12 @@ class Decisions:
         # If training was rewound, the step is before the block and starts a new one.
         if blocks and step in self._block:
             return False
-        if self._meeting.rank == 0:
+        if self._group.rank == 0:
             saves = decide()
             length = self._block_length(step) if blocks else 1
-            if self._meeting.distributed:
+            if self._group.distributed:
                 self._call_store(
-                    lambda: self._meeting.keys("").set(
+                    lambda: self._group.keys("").set(
                         str(self.count), f"{step}:{length}:{int(saves)}"
                     )
                 )
@@ -158,7 +157,7 @@ class Decisions:
             saves = bool(flag)
             if step_of_rank_0 != step:
                 raise CheckpointError(
-                    f"rank {self._meeting.rank} is at step {step}, but rank 0 is at step "
+                    f"rank {self._group.rank} is at step {step}, but rank 0 is at step "
                     f"{step_of_rank_0}: all ranks must call save() with the same steps"
                 )
         self.count += 1
@@ -168,9 +167,9 @@ class Decisions:
     def delete(self, count: int) -> None:
         """Deletes the first ``count`` decisions from the store. Call it on rank 0, after all ranks
         have read them."""
-        if not self._meeting.distributed:
+        if not self._group.distributed:
             return
-        store = self._meeting.keys("")
+        store = self._group.keys("")
         for number in range(self._deleted_count, count):
             self._call_store(lambda key=str(number): store.delete_key(key))  # type: ignore[misc]
         self._deleted_count = max(self._deleted_count, count)
@@ -187,15 +186,17 @@ class Decisions:
 
     def _read(self) -> bytes:
         key = str(self.count)
-        store = self._meeting.keys("")
+        store = self._group.keys("")
         started = time.monotonic()
         # Poll: a blocking wait would occupy the connection, which the running save needs, too.
         while (data := self._call_store(lambda: peek(store, key))) is None:
             waited = time.monotonic() - started
             if waited >= self._timeout:
-                raise failed_on(_EXCHANGE, heartbeat_failures(_EXCHANGE, [0], self._timeout))
+                raise failed_on(_EXCHANGE, silent_ranks(_EXCHANGE, [0], self._timeout))
             time.sleep(min(0.01, max(0.0002, waited / 10)))
         return data
 
     def _call_store(self, function: Callable[[], T]) -> T:
-        return self._meeting.asker.ask(_EXCHANGE, self._meeting.rank, self._timeout, function)
+        return self._group.store_thread.request(
+            _EXCHANGE, self._group.rank, self._timeout, function
+        )

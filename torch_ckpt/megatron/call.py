@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -14,17 +15,24 @@ from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
+from torch_ckpt._base.exit_threads import let_go, spawn
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.request import STEP, AsyncRequest, require_same_call, stage_arguments
 from torch_ckpt.megatron.write_task import StagedWrites, staging_for
-from torch_ckpt.ranks.failures import failed_on, of_torch
-from torch_ckpt.ranks.lockstep import Lockstep
-from torch_ckpt.ranks.meeting import Meeting, own_rank
-from torch_ckpt.ranks.outcomes import attempt, drop_frames, failed
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.failures import (
+    Failure,
+    capture_exceptions,
+    drop_frames,
+    failed_on,
+    failure_of,
+    of_torch,
+)
+from torch_ckpt.ranks.group import RankGroup, own_rank
+from torch_ckpt.ranks.polled_event import PolledEvent
 from torch_ckpt.saving.background import Background
-from torch_ckpt.saving.running_saves import let_go, spawn
 
 # Longest pause between two checks for progress; a tenth of the timeout if that is shorter.
 _CHECK_SECONDS = 1.0
@@ -39,15 +47,15 @@ class Call:
     """The execution of one request on this rank."""
 
     def __init__(
-        self, request: AsyncRequest, rendezvous: Meeting, background: Background | None
+        self, request: AsyncRequest, group: RankGroup, background: Background | None
     ) -> None:
         self.request = request
         # Looked up early, because the process group may be destroyed before the call is finalized.
-        self.rendezvous = rendezvous
+        self.group = group
         self.staged = StagedWrites(background)
         self.ended = threading.Event()
         self.is_aborted = False
-        self.failure: WRAPPED_EXCEPTION | None = None
+        self.failure: Failure | None = None
         self.agreement: Agreement | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -63,8 +71,8 @@ class Call:
             KeyboardInterrupt, SystemExit: raised during staging. The call fails as well.
         """
         with staging_for(self.staged):
-            arguments = attempt(stage_arguments, self.request)
-        if failed(arguments):
+            arguments = capture_exceptions(stage_arguments, self.request)
+        if isinstance(arguments, Failure):
             self.end(arguments)
         elif self.request.async_fn is None:
             self.end(None)
@@ -73,17 +81,19 @@ class Call:
                 # Only the thread refers to the arguments.
                 self._thread = spawn(partial(self._run, [arguments], before))
             except RuntimeError as error:
-                self.end(_wrap(error))
+                self.end(failure_of(error))
         if self.is_aborted:
             # Another thread aborted the call before all of its writes were listed.
             self.abort()
         elif self.ended.is_set() and self.failure is not None:
             self.cancel_writes()
-        if failed(arguments) and isinstance(arguments[0], KeyboardInterrupt | SystemExit):
+        if isinstance(arguments, Failure) and isinstance(
+            arguments.error, KeyboardInterrupt | SystemExit
+        ):
             # The other ranks receive this error when the call is finalized.
-            raise arguments[0]
+            raise arguments.error
 
-    def end(self, failure: WRAPPED_EXCEPTION | None) -> None:
+    def end(self, failure: Failure | None) -> None:
         """Records the outcome; None means success. Only the first call has an effect."""
         with self._lock:
             if not self.ended.is_set():
@@ -97,7 +107,7 @@ class Call:
                 )
                 self.ended.set()
 
-    def abort(self, failure: WRAPPED_EXCEPTION | None = None) -> None:
+    def abort(self, failure: Failure | None = None) -> None:
         """Cancels the call. It fails with ``failure`` if it has not ended."""
         self.is_aborted = True
         failure = failure or self.abort_failure()
@@ -119,9 +129,9 @@ class Call:
         with self._lock:
             self.request = self.request._replace(finalize_fns=[])
 
-    def abort_failure(self) -> WRAPPED_EXCEPTION:
+    def abort_failure(self) -> Failure:
         """Returns the failure of an aborted call."""
-        return _wrap(
+        return failure_of(
             CheckpointError(
                 f"call {self.request.call_idx} was aborted on rank {own_rank()} by "
                 "close(abort=True) or interpreter exit; schedule its save again"
@@ -145,7 +155,7 @@ class Call:
                     f"{timeout:g} s ({what}): check the disk and what the process is waiting for, "
                     "or allow more time with AsyncCallsQueue(timeout=...)"
                 )
-                self._cancel(_wrap(error))
+                self._cancel(failure_of(error))
 
     def finalize(self) -> Exception | None:
         """Runs the finalize functions. Returns the error of the first one that fails."""
@@ -160,7 +170,7 @@ class Call:
     def failure_of_all(self, no_dist: bool) -> Exception | None:
         """Returns an error with the call's failures on all ranks (with ``no_dist``, on this rank
         only). Returns None if there are none."""
-        failures: dict[int, WRAPPED_EXCEPTION] = {}
+        failures: Mapping[int, WRAPPED_EXCEPTION] = {}
         if self.is_aborted:
             # An abort counts even if the function had already succeeded.
             failures = {own_rank(): self.abort_failure()}
@@ -176,8 +186,8 @@ class Call:
         """Runs the function; the body of the thread."""
         if before is not None:
             before.ended.wait()
-        outcome = attempt(self._call_function, staged.pop())
-        self.end(outcome if failed(outcome) else None)
+        outcome = capture_exceptions(self._call_function, staged.pop())
+        self.end(outcome if isinstance(outcome, Failure) else None)
 
     def _call_function(self, arguments: list[Any]) -> None:
         request = self.request
@@ -185,7 +195,7 @@ class Call:
             with staging_for(self.staged):
                 request.async_fn(*arguments, **request.async_fn_kwargs)
 
-    def _cancel(self, failure: WRAPPED_EXCEPTION) -> None:
+    def _cancel(self, failure: Failure) -> None:
         """Ends the call with a failure. A caller's own function keeps running, but interpreter exit
         does not wait for it."""
         self.end(failure)
@@ -208,7 +218,7 @@ class _Outcome:
         is_cut_off: True if this rank failed to exchange the outcome with the others.
     """
 
-    failures: dict[int, WRAPPED_EXCEPTION]
+    failures: Mapping[int, WRAPPED_EXCEPTION]
     is_cut_off: bool = False
 
 
@@ -218,19 +228,19 @@ class Agreement:
     Args:
         call: the call.
         timeout: seconds without progress or heartbeat after which a rank is declared dead.
-        before: the lockstep of the previous call; None for the first.
+        before: the event of the previous call; None for the first.
     """
 
     # Agreements whose exchange has not ended.
     _under_way: ClassVar[LiveObjects[Agreement]] = LiveObjects()
 
-    def __init__(self, call: Call, timeout: float, before: Lockstep | None) -> None:
+    def __init__(self, call: Call, timeout: float, before: PolledEvent | None) -> None:
         self._call = call
         self._timeout = timeout
         self._before = before
-        self.ranks = call.rendezvous.ranks(timeout, kind="call")
-        self.lockstep = Lockstep(call.rendezvous, timeout)
-        self._lost: dict[int, WRAPPED_EXCEPTION] = {}
+        self.ranks = Exchange.open(call.group, "call", timeout)
+        self.event = PolledEvent(call.group, timeout)
+        self._lost: Mapping[int, WRAPPED_EXCEPTION] = {}
         self._result: Future[_Outcome] = Future()
         self._under_way.add(self)
         self._thread = threading.Thread(target=self._agree, name="torch_ckpt call", daemon=True)
@@ -241,7 +251,7 @@ class Agreement:
         if self.ranks.size == 1:
             return self._call.ended.is_set()
         try:
-            return self.lockstep.poll(self._acts_independently)
+            return self.event.poll(self._acts_independently)
         except CheckpointException as error:
             self._lost = error.failures
             return True
@@ -258,12 +268,12 @@ class Agreement:
             except FutureTimeout:
                 continue
 
-    def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
+    def failures(self) -> Mapping[int, WRAPPED_EXCEPTION]:
         """Waits for the outcome. Returns the failures by rank."""
         if self._lost:
             return self._lost
         self.wait()
-        self.lockstep.rest()
+        self.event.release_store()
         return self._result.result().failures
 
     @classmethod
@@ -287,22 +297,22 @@ class Agreement:
             # Send heartbeats as long as the process is alive, even without progress:
             # _wait_for_own_part() detects a lack of progress.
             with self.ranks.alive(time.monotonic_ns):
-                outcome = self.ranks.all_reduce(STEP, self._wait_for_own_part, _combine)
+                outcome, _ = self.ranks.exchange(STEP, self._wait_for_own_part, _combine)
         except CheckpointException as error:
             outcome = _Outcome(error.failures, self.ranks.rank in error.failures)
         except BaseException as error:
-            outcome = _Outcome({self.ranks.rank: _wrap(error)}, True)
-        self.lockstep.over()
+            outcome = _Outcome({self.ranks.rank: failure_of(error)}, True)
+        self.event.stop_waiting()
         self._result.set_result(outcome)
         self.ranks.close()
         if self._before is not None and not outcome.failures:
             # All ranks have ended this call, so they have acted on the previous call.
             with suppress(CheckpointException):
-                self._before.end()
+                self._before.delete_keys()
         self._before = None
         self._under_way.discard(self)
 
-    def _wait_for_own_part(self) -> tuple[int, list[WRAPPED_EXCEPTION]]:
+    def _wait_for_own_part(self) -> tuple[tuple[int, list[Failure]], None]:
         """Waits for the call on this rank. Returns the call's number and, if the call failed, its
         failure."""
         self._call.wait(self._timeout)
@@ -311,22 +321,22 @@ class Agreement:
             # The call may have been aborted before this agreement existed.
             self.ranks.cancel(failure)
         if self.ranks.size > 1:
-            self.lockstep.part()
+            self.event.report_part()
         # A list, because a wrapped exception would fail the exchange itself.
-        return self._call.request.call_idx, [failure] if failure else []
+        return (self._call.request.call_idx, [failure] if failure else []), None
 
     def _acts_independently(self) -> bool:
-        """Returns True if this rank no longer acts in lockstep with the others."""
+        """Returns True if this rank no longer acts together with the others."""
         is_cut_off = self._result.done() and self._result.result().is_cut_off
         return is_cut_off or self._call.is_aborted
 
 
-def _combine(parts: list[tuple[int, list[WRAPPED_EXCEPTION]]]) -> _Outcome:
+def _combine(parts: list[tuple[int, list[Failure]]]) -> _Outcome:
     failures = {rank: failure[0] for rank, (_idx, failure) in enumerate(parts) if failure}
     if not failures:
         # Do not raise: the error must reach all ranks at the same poll.
-        same = attempt(require_same_call, [idx for idx, _failure in parts])
-        failures = {0: same} if failed(same) else {}
+        same = capture_exceptions(require_same_call, [idx for idx, _failure in parts])
+        failures = {0: same} if isinstance(same, Failure) else {}
     return _Outcome(failures)
 
 
@@ -340,14 +350,6 @@ def _read_processor_time(thread: threading.Thread | None) -> int:
     except OSError:
         return 0
     return int(nanoseconds) // 10_000_000
-
-
-def _wrap(error: BaseException) -> WRAPPED_EXCEPTION:
-    def fail() -> None:
-        raise error
-
-    wrapped: WRAPPED_EXCEPTION = attempt(fail)
-    return wrapped
 
 
 register(Part.CALLS, at_exit=Agreement.end_all)

@@ -7,7 +7,7 @@
    the store: whether the function has ended on all ranks, and which ranks have failed or died.
 3. All ranks call ``maybe_finalize_async_calls`` in each step. Once the function has ended on all
    ranks, all of them run the finalize functions or raise an error, at the same poll
-   (ranks/lockstep.py).
+   (ranks/polled_event.py).
 
 Nothing is forked, spawned or pickled.
 """
@@ -27,8 +27,8 @@ from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
 from torch_ckpt.megatron.request import AsyncRequest, make_background
-from torch_ckpt.ranks.lockstep import Lockstep
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, own_rank
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup, own_rank
+from torch_ckpt.ranks.polled_event import PolledEvent
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.host_memory import reserve_pool
 
@@ -76,7 +76,7 @@ class AsyncCallsQueue:
         self._background = background
         self._calls: deque[Call] = deque()
         self._last: Call | None = None
-        self._lockstep: Lockstep | None = None
+        self._event: PolledEvent | None = None
         self._pid = os.getpid()
         self._instances.add(self)
 
@@ -129,8 +129,8 @@ class AsyncCallsQueue:
         # Megatron's own classes, and older versions of them, have other fields or methods.
         known = {f: v for f, v in async_request._asdict().items() if f in AsyncRequest._fields}
         request = AsyncRequest(**known)._replace(is_frozen=True, call_idx=self.call_idx)
-        rendezvous = Meeting.of(self._group, no_dist=False)
-        call = Call(request, rendezvous, self._background or self._default_background)
+        group = RankGroup.of(self._group)
+        call = Call(request, group, self._background or self._default_background)
         self._calls.append(call)
         before, self._last = self._last, call
         call.start(before)
@@ -228,9 +228,9 @@ class AsyncCallsQueue:
                 aborted.abort()
                 LOGGER.warning("rank %d: call %d was aborted", own_rank(), aborted.request.call_idx)
         self._last = None
-        self._lockstep = None
+        self._event = None
         with suppress(ValueError):  # this rank is not in the group
-            Meeting.of(self._group, no_dist=False).start_over()
+            RankGroup.of(self._group).restart_numbering()
 
     def __del__(self) -> None:
         calls = getattr(self, "_calls", None)
@@ -255,8 +255,8 @@ class AsyncCallsQueue:
                 call.wait(self._timeout)
             return call.ended.is_set()
         if call.agreement is None:
-            call.agreement = Agreement(call, self._timeout, self._lockstep)
-            self._lockstep = call.agreement.lockstep
+            call.agreement = Agreement(call, self._timeout, self._event)
+            self._event = call.agreement.event
         if blocking:
             call.agreement.wait()
             return True

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.lease import remove_own
 from torch_ckpt.errors import CheckpointError
@@ -37,13 +38,13 @@ from torch_ckpt.megatron.structures import (
     with_file_prefix,
 )
 from torch_ckpt.megatron.writer import FileSystemWriterAsync
-from torch_ckpt.ranks.failures import raised_as_ours
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, Ranks, is_distributed
-from torch_ckpt.ranks.outcomes import attempt, failed
-from torch_ckpt.saving.running_saves import spawn
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.ranks.failures import Failure, capture_exceptions, raised_as_ours
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup, is_distributed
 from torch_ckpt.saving.structure import Structure, structure_of
 
 T = TypeVar("T")
+K = TypeVar("K")
 R = TypeVar("R")
 
 #: The arguments of ``save_state_dict_async_finalize``.
@@ -160,12 +161,11 @@ def save_state_dict_async_finalize(
         ```
     """
 
-    def retrieve() -> list[WriteResult]:
+    def retrieve() -> tuple[list[WriteResult], list[WriteResult]]:
         results = storage_writer.retrieve_write_results()
-        if failed(results):
-            error: BaseException = results[0]  # type: ignore[assignment]
-            raise error
-        return results  # type: ignore[return-value]
+        if isinstance(results, tuple) and isinstance(results[0], BaseException):
+            raise results[0]
+        return results, results
 
     def commit(results: list[list[WriteResult]]) -> None:
         if global_metadata is None:
@@ -192,7 +192,7 @@ def save_state_dict_async_finalize(
         _abandon(storage_writer)
         raise
     try:
-        ranks.all_reduce("write", retrieve, commit, undo)
+        ranks.exchange("write", retrieve, commit, undo)
     except BaseException:
         # The coordinator abandons last. Files are deleted by the last rank that holds the
         # directory's lock; if two ranks abandoned at once, neither would be the last.
@@ -278,22 +278,18 @@ class _Save:
             cached: this rank's local plan in the previous save.
         """
         rank, size = self._wrapper.get_rank(), self._wrapper.get_world_size()
-        local: list[SavePlan] = []
 
-        own: list[SavePlan] = []
-
-        def plan_locally() -> _PlanMessage:
+        def plan_locally() -> tuple[_PlanMessage, tuple[SavePlan, SavePlan]]:
             self._set_up()
             with no_gc():
-                local.append(self._writer.prepare_local_plan(self._planner.create_local_plan()))
-            if not self._is_decentralized:
-                is_as_cached = cached is not None and same_plans(local[0], cached)
-                return _PlanMessage(local[0], is_as_cached)
-            own.append(self._assign_files(local[0]))
-            as_cached = cached is not None and same_plans(own[0], cached)
-            if len(loaded) == size and same_plans(local[0], loaded[rank]):
-                return _PlanMessage(None, as_cached, hash_plan(loaded[rank]))
-            return _PlanMessage(local[0], as_cached)
+                local = self._writer.prepare_local_plan(self._planner.create_local_plan())
+            own = self._assign_files(local)
+            is_as_cached = cached is not None and same_plans(own, cached)
+            message = _PlanMessage(local, is_as_cached)
+            is_as_loaded = self._is_decentralized and len(loaded) == size
+            if is_as_loaded and same_plans(local, loaded[rank]):
+                message = _PlanMessage(None, is_as_cached, hash_plan(loaded[rank]))
+            return message, (local, own)
 
         def has_plan(rank: int, message: _PlanMessage) -> bool:
             """Returns True if the message has a plan, or the coordinator has loaded the same
@@ -302,39 +298,40 @@ class _Save:
                 return True
             return len(loaded) == size and hash_plan(loaded[rank]) == message.digest
 
-        def plan_globally(messages: list[_PlanMessage]) -> list[_PlanAnswer]:
+        def plan_globally(messages: list[_PlanMessage]) -> Any:
             _core.fault_point("plan of all ranks")
             tag: str = getattr(self._writer, "tag", "")
             answer = _PlanAnswer(None, tag, all(message.is_as_cached for message in messages))
             if not all(map(has_plan, range(size), messages)):
-                return [answer._replace(needs_plan=True)] * size
+                return answer._replace(needs_plan=True)
             if all(message.plan is None for message in messages):
-                return [answer._replace(as_loaded=True)] * size
+                return answer._replace(as_loaded=True)
             plans = [loaded[r] if m.plan is None else m.plan for r, m in enumerate(messages)]
             central, self.metadata = self._planner.create_global_plan(plans)
             if self._is_decentralized:
                 # After a restart, the plans of the first save are compared with these.
                 self.metadata.all_local_plans = plans  # type: ignore[attr-defined]
-                return [answer] * size
+                return answer
             central = self._writer.prepare_global_plan(central)
             # Remove the tag of this save, so that a later save can reuse the plan.
             named = [with_file_prefix(plan, r) for r, plan in enumerate(central)]
-            return [answer._replace(central=plan) for plan in named]
+            return Answers([answer._replace(central=plan) for plan in named])
 
-        answer = ranks.reduce_scatter("plan", plan_locally, plan_globally)
+        answer: _PlanAnswer
+        answer, (local, own) = ranks.exchange("plan", plan_locally, plan_globally)
         if answer.needs_plan:
-            message = _PlanMessage(local[0], answer.as_cached)
-            answer = ranks.reduce_scatter("plan", lambda: message, plan_globally)
+            message = _PlanMessage(local, answer.as_cached)
+            answer, _ = ranks.exchange("plan", lambda: (message, None), plan_globally)
         if isinstance(self._writer, FileSystemWriterAsync):
             self._writer.tag_of_save = answer.tag
         if answer.central is not None:
-            return _AgreedPlan(answer.central, local[0], answer.as_cached, False)
-        return _AgreedPlan(own[0], own[0], answer.as_cached, answer.as_loaded)
+            return _AgreedPlan(answer.central, local, answer.as_cached, False)
+        return _AgreedPlan(own, own, answer.as_cached, answer.as_loaded)
 
     def remember_structure(self, local: SavePlan) -> None:
         """Remembers the structure that the plan was made from, for a save that reuses the plan."""
-        structure = attempt(self._find_structure)
-        if structure is not None and not failed(structure):
+        structure = capture_exceptions(self._find_structure)
+        if structure is not None and not isinstance(structure, Failure):
             plan_structures.add(local, structure)
 
     def prepare_write(self, central: SavePlan, problem: Exception | None) -> SavePlan:
@@ -396,14 +393,14 @@ class _WrapperRanks:
             )
         self._wrapper = wrapper
         self._timeout = timeout
-        self._rendezvous: Meeting | None = None
-        self._ranks: Ranks | None = None
-        self._prefix: str | None = None
+        self._group: RankGroup | None = None
+        self._ranks: Exchange | None = None
+        self._prefix = ""
         if wrapper.coordinator_rank == 0:
-            self._rendezvous = Meeting.of(wrapper.group, no_dist=not wrapper.use_dist)
-            if self._rendezvous.distributed:
-                self._prefix = self._rendezvous.next_prefix("plan")
-            self._ranks = self._rendezvous.ranks(timeout, prefix=self._prefix)
+            self._group = RankGroup.of(wrapper.group, no_dist=not wrapper.use_dist)
+            if self._group.distributed:
+                self._prefix = self._group.next_prefix("plan")
+            self._ranks = Exchange(self._group, self._prefix, timeout)
 
     def for_finalize(self) -> _WrapperRanks:
         """Returns the same ranks for finalizing the planned save.
@@ -412,32 +409,36 @@ class _WrapperRanks:
         before it finalizes therefore still uses the same keys as the other ranks in later saves.
         """
         ranks = copy.copy(self)
-        if self._rendezvous is not None:
-            ranks._ranks = self._rendezvous.ranks(self._timeout, prefix=f"{self._prefix}/end")
+        if self._group is not None:
+            ranks._ranks = Exchange(self._group, f"{self._prefix}/end", self._timeout)
         return ranks
 
-    def reduce_scatter(
-        self, step: str, local: Callable[[], T], combine: Callable[[list[T]], list[R]]
-    ) -> R:
-        if self._ranks is None:
-            with raised_as_ours(self._wrapper.get_rank()):
-                return self._wrapper.reduce_scatter(step, local, combine)
-        # Planning may take a long time, so send heartbeats as long as the process runs.
-        with self._ranks.alive(time.monotonic_ns):
-            return self._ranks.reduce_scatter(step, local, combine)
-
-    def all_reduce(
+    def exchange(
         self,
         step: str,
-        local: Callable[[], T],
+        send: Callable[[], tuple[T, K]],
         combine: Callable[[list[T]], R],
-        undo: Callable[[T], None],
-    ) -> R:
-        if self._ranks is None:
-            with raised_as_ours(self._wrapper.get_rank()):
-                return self._wrapper.all_reduce(step, local, combine)
-        with self._ranks.alive(time.monotonic_ns):
-            return self._ranks.all_reduce(step, local, combine, undo)
+        undo: Callable[[K], None] | None = None,
+    ) -> tuple[R, K]:
+        """See :meth:`Exchange.exchange`."""
+        if self._ranks is not None:
+            # Planning may take a long time, so send heartbeats as long as the process runs.
+            with self._ranks.alive(time.monotonic_ns):
+                return self._ranks.exchange(step, send, combine, undo)
+        kept: list[K] = []
+
+        def send_only() -> T:
+            sent, of_rank = send()
+            kept.append(of_rank)
+            return sent
+
+        def combine_to_list(values: list[T]) -> list[Any]:
+            answer: Any = combine(values)
+            return answer.by_rank if isinstance(answer, Answers) else [answer] * len(values)
+
+        with raised_as_ours(self._wrapper.get_rank()):
+            answer = self._wrapper.reduce_scatter(step, send_only, combine_to_list)
+        return answer, kept[0]
 
     def close(self, wait: bool = False) -> None:
         """Ends the exchange in a thread, in which the coordinator waits for the other ranks.

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES
 from torch_ckpt.megatron.write_task import StagedWrites, staging_for
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving.background import Background
-from torch_ckpt.saving.running_saves import spawn
 
 STEP = "write"
 
@@ -82,11 +83,11 @@ class AsyncRequest(NamedTuple):
             if self.async_fn is not None:
                 self.async_fn(*arguments, **self.async_fn_kwargs)
 
-        ranks = Meeting.of(None, no_dist=False).ranks(kind="sync")
+        ranks = Exchange.open(RankGroup.of(None), "sync", TIMEOUT_SECONDS)
         try:
             # There is no timeout, so send heartbeats as long as the process runs.
             with ranks.alive(time.monotonic_ns):
-                ranks.all_reduce(STEP, run, lambda _: None)
+                ranks.run(STEP, run)
         finally:
             spawn(ranks.close)
         self.execute_finalize_fns(validate_matching_call_idx=False)
@@ -104,9 +105,9 @@ class AsyncRequest(NamedTuple):
             CheckpointException: the ranks finalize different calls; raised on every rank.
         """
         if validate_matching_call_idx:
-            ranks = Meeting.of(None, no_dist=False).ranks(kind="call_idx")
+            ranks = Exchange.open(RankGroup.of(None), "call_idx", TIMEOUT_SECONDS)
             try:
-                ranks.all_reduce("finalize", lambda: self.call_idx, require_same_call)
+                ranks.exchange("finalize", lambda: (self.call_idx, None), require_same_call)
             finally:
                 spawn(ranks.close)
         for finalize in self.finalize_fns:

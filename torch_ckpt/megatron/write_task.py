@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torch_ckpt import _C, _core
+from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.checkpoint.lease import DirectoryLease
@@ -38,7 +39,6 @@ from torch_ckpt.megatron.torch_write import ADVICE, Results, TorchWrite
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.items import Written, results_of
 from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
-from torch_ckpt.saving.running_saves import spawn
 
 
 @dataclasses.dataclass

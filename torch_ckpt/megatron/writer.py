@@ -48,8 +48,8 @@ from torch_ckpt.megatron.results_queue import ResultsQueue
 from torch_ckpt.megatron.structures import with_file_prefix
 from torch_ckpt.megatron.torch_write import Results, dequantize
 from torch_ckpt.megatron.write_task import WriteTask, make_portable
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, is_distributed, own_rank
-from torch_ckpt.ranks.outcomes import attempt
+from torch_ckpt.ranks.failures import capture_exceptions
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.writer import FileSystemWriter, completed
 
@@ -363,7 +363,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if self.on_failure == "raise":
             return self._receive_results()
-        results: list[WriteResult] | WRAPPED_EXCEPTION = attempt(self._receive_results)
+        results: list[WriteResult] | WRAPPED_EXCEPTION = capture_exceptions(self._receive_results)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -19,7 +19,7 @@ from torch_ckpt.multihost.preemption import (
     reached_preemption_sync_point,
     watch_for_preemption,
 )
-from torch_ckpt.ranks.calls import RanksDisagree
+from torch_ckpt.ranks.collective_call import RanksDisagree
 
 __all__ = [
     "PreemptionWatch",

@@ -30,8 +30,8 @@ from torch_ckpt.multihost.trees import (
     is_strided,
     kind,
 )
-from torch_ckpt.ranks.calls import Call, Disagreement
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
+from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 
 # Maximum number of characters of a value that an error shows.
 _MAX_CHARACTERS = 60
@@ -82,8 +82,8 @@ def sync_global_devices(
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
 
-    with Call(f"sync_global_devices({name!r})", process_group, timeout) as call:
-        call.all_succeed(finish)
+    with CollectiveCall(f"sync_global_devices({name!r})", process_group, timeout) as call:
+        call.run_on_all(finish)
 
 
 def assert_equal(
@@ -122,14 +122,14 @@ def assert_equal(
 
         multihost.assert_equal({"seed": seed, "model": model.state_dict()}, "after the restore")
     """
-    with Call("assert_equal()", process_group, timeout) as call:
+    with CollectiveCall("assert_equal()", process_group, timeout) as call:
         summary = _Summary()
         with call.alive(lambda: summary.bytes_done):
-            outcome = call.exchange(lambda: summary.digest_tree(tree), _compare_digests)
+            outcome = call.agree(lambda: summary.digest_tree(tree), _compare_digests)
         if outcome == "same":
             return
         begin = f"{message}: " if message else ""
-        call.exchange(summary.details, _compare_details(begin))
+        call.agree(summary.details, _compare_details(begin))
 
 
 @dataclass

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torch_ckpt._base.formatting import plural
 from torch_ckpt.multihost.trees import Tree, children, differences, digest, is_array
-from torch_ckpt.ranks.calls import Call, Disagreement
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
+from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 
 #: The placements of a leaf, one per mesh dimension; None leaves the leaf unchanged.
 Placements = Sequence[Placement] | None
@@ -55,7 +55,7 @@ def local_to_global(
         batch = multihost.local_to_global({"tokens": tokens}, mesh, [Shard(0)])
     """
     ranks = mesh.mesh.flatten().tolist()
-    with Call("local_to_global()", None, timeout, ranks) as call:
+    with CollectiveCall("local_to_global()", None, timeout, ranks) as call:
         own = Tree(tree)
         tensors: dict[str, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
 
@@ -75,7 +75,7 @@ def local_to_global(
         def offer() -> bytes:
             return digest({name: repr(local) for name, local in describe().items()})
 
-        if call.exchange(offer, agree):
+        if call.agree(offer, agree):
             # All ranks have the same shapes, so multiply them by the size of the mesh.
             shapes = {
                 name: (_multiply(tensor.shape, by, mesh.shape), _order(tensor))
@@ -83,7 +83,7 @@ def local_to_global(
             }
         else:
             described = {name: _local(tensor, by) for name, (tensor, by) in tensors.items()}
-            shapes = call.exchange(lambda: described, _global_shapes(tuple(mesh.shape)))
+            shapes = call.agree(lambda: described, _global_shapes(tuple(mesh.shape)))
 
         def convert(name: str, leaf: Any) -> Any:
             if name not in tensors:

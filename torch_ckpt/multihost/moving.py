@@ -30,9 +30,9 @@ from torch_ckpt.multihost.trees import (
     is_strided,
     kind,
 )
-from torch_ckpt.ranks.calls import Call, Disagreement
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
-from torch_ckpt.ranks.outcomes import first_line
+from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
+from torch_ckpt.ranks.failures import first_line
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 
 #: Maximum number of bytes that a collective sends.
 BATCH_BYTES = 64 << 20
@@ -76,7 +76,7 @@ def broadcast_one_to_all(
 
         config = multihost.broadcast_one_to_all(config if dist.get_rank() == 0 else None)
     """
-    with Call("broadcast_one_to_all()", process_group, timeout) as call:
+    with CollectiveCall("broadcast_one_to_all()", process_group, timeout) as call:
         sends = call.rank == 0 if is_source is None else is_source
         own = Tree(tree)
 
@@ -105,7 +105,7 @@ def broadcast_one_to_all(
             digests = {offered[1] for offered in offers} - {None}
             return source, offers[source][2] if len(digests) == 1 else None
 
-        source, packed = call.exchange(offer, choose)
+        source, packed = call.agree(offer, choose)
         if packed is None:
             _raise_differences(call, lambda: None if tree is None and not sends else describe())
         skeleton, objects, sent = pickle.loads(packed)
@@ -122,7 +122,7 @@ def broadcast_one_to_all(
                 buffers.append((data, leaf.wire))
 
         if sent:
-            call.all_succeed(allocate)
+            call.run_on_all(allocate)
         if call.distributed:
             for wire in sorted({wire for _data, wire in buffers}):
                 parts = [data for data, by in buffers if by == wire]
@@ -167,7 +167,7 @@ def process_allgather(
 
         losses = multihost.process_allgather(loss)  # shape (ranks,)
     """
-    with Call(f"process_allgather(tiled={tiled})", process_group, timeout) as call:
+    with CollectiveCall(f"process_allgather(tiled={tiled})", process_group, timeout) as call:
         own = Tree(tree)
         leaves = [_as_array(leaf) for leaf in own.leaves]
 
@@ -191,7 +191,7 @@ def process_allgather(
             # All ranks must send a leaf from the same type of device. Use the type on rank 0.
             return [offered[1] for offered in offers], offers[0][2], [o[3] for o in offers]
 
-        merged = call.exchange(offer, merge)
+        merged = call.agree(offer, merge)
         if merged is None:
             _raise_differences(call, describe)
         rows, wires, pickles = merged
@@ -205,7 +205,7 @@ def process_allgather(
                 gathers.append(_Gather(leaf, counts, tiled, wires[number]))
 
         if wires:
-            call.all_succeed(allocate)
+            call.run_on_all(allocate)
         for wire in sorted(set(wires)):
             _gather_all([g for g in gathers if g.wire == wire], wire, call, process_group)
         results = iter(gathers)
@@ -286,7 +286,7 @@ class _Gather:
         self.parts = torch.split(data, self.lengths)
 
 
-def _pack(own: Tree, group: dist.ProcessGroup | None, call: Call) -> bytes:
+def _pack(own: Tree, group: dist.ProcessGroup | None, call: CollectiveCall) -> bytes:
     """Pickles the source's containers, its objects, and descriptions of its other leaves."""
     objects: dict[int, Any] = {}
     sent: dict[int, tuple[str, _SentLeaf]] = {}
@@ -306,13 +306,13 @@ def _refuse_sharded(name: str, leaf: Any) -> None:
         )
 
 
-def _raise_differences(call: Call, describe: Callable[[], dict[str, str] | None]) -> None:
+def _raise_differences(call: CollectiveCall, describe: Callable[[], dict[str, str] | None]) -> None:
     def compare(described: list[dict[str, str] | None]) -> Disagreement:
         # A rank that passed None as a placeholder agrees with every tree.
         first = next(d for d in described if d is not None)
         return Disagreement(_TREES_DIFFER, differences([d or first for d in described]))
 
-    call.exchange(describe, compare)
+    call.agree(describe, compare)
 
 
 def _is_bytes(leaf: Any) -> bool:
@@ -371,7 +371,7 @@ def _full_tensor(tensor: DTensor) -> torch.Tensor:
 # --- sending -------------------------------------------------------------------------------------
 
 
-def _wire(leaf: Any, group: dist.ProcessGroup | None, call: Call) -> str:
+def _wire(leaf: Any, group: dist.ProcessGroup | None, call: CollectiveCall) -> str:
     device = torch.device("cpu") if is_array(leaf) else leaf.device
     return _device_of(group, device).type if call.distributed else "cpu"
 
@@ -387,7 +387,7 @@ def _broadcast(
     batch: Sequence[torch.Tensor],
     wire: str,
     source: int,
-    call: Call,
+    call: CollectiveCall,
     group: dist.ProcessGroup | None,
 ) -> None:
     device = _device(wire)
@@ -406,7 +406,7 @@ def _broadcast(
 
 
 def _gather_all(
-    gathers: list[_Gather], wire: str, call: Call, group: dist.ProcessGroup | None
+    gathers: list[_Gather], wire: str, call: CollectiveCall, group: dist.ProcessGroup | None
 ) -> None:
     if not call.distributed:
         for gather in gathers:
@@ -438,7 +438,7 @@ def _gather_batch(
     batch: list[tuple[_Gather, int, int]],
     size: int,
     buffer: torch.Tensor,
-    call: Call,
+    call: CollectiveCall,
     group: dist.ProcessGroup | None,
 ) -> None:
     own, gathered = torch.split(buffer[: size * (1 + call.size)], [size, size * call.size])
@@ -456,7 +456,9 @@ def _gather_batch(
             at += end - begin
 
 
-def _run_collective(call: Call, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
+def _run_collective(
+    call: CollectiveCall, collective: Callable[..., Any], *args: Any, **options: Any
+) -> None:
     try:
         collective(*args, **options)
     except RuntimeError as cause:

@@ -33,9 +33,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
-from torch_ckpt.ranks.calls import explained, meeting_of
-from torch_ckpt.ranks.meeting import Meeting, Ranks
-from torch_ckpt.ranks.store_thread import peek
+from torch_ckpt.ranks.collective_call import explained
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.group import RankGroup, group_for
+from torch_ckpt.ranks.store import peek
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +76,14 @@ class PreemptionWatch:
 
     def __init__(
         self,
-        meeting: Meeting,
+        group: RankGroup,
         signals: Iterable[int],
         file: str | os.PathLike[str] | None,
         poll_seconds: float,
         timeout: float,
         on_close: Callable[[PreemptionWatch], None],
     ) -> None:
-        self._rank = meeting.rank
+        self._rank = group.rank
         self._file = os.fspath(file) if file is not None else None
         self._poll_seconds = poll_seconds
         self._timeout = timeout
@@ -102,10 +103,10 @@ class PreemptionWatch:
         self._signalled = False
         self._seen_file = False
         self._before: dict[int, Any] = {}
-        # Only the thread holds a reference to the rendezvous, and through it to the store, which
-        # must not outlive the group.
+        # Only the thread holds a reference to the ranks, and through them to the store, which
+        # must not outlive the process group.
         self._thread = threading.Thread(
-            target=self._run, args=(meeting,), name="torch_ckpt preemption", daemon=True
+            target=self._run, args=(group,), name="torch_ckpt preemption", daemon=True
         )
         try:
             for number in signals:
@@ -228,14 +229,14 @@ class PreemptionWatch:
 
     # --- the thread ------------------------------------------------------------------------------
 
-    def _run(self, meeting: Meeting) -> None:
+    def _run(self, group: RankGroup) -> None:
         for number in itertools.count():
-            reason = self._wait_for_notice(meeting, number)
+            reason = self._wait_for_notice(group, number)
             if reason is None:
                 return
-            ranks = meeting.ranks(self._timeout)
+            ranks = Exchange.open(group, "save", self._timeout)
             try:
-                agreed = self._agree(meeting, ranks, number, reason)
+                agreed = self._agree(group, ranks, number, reason)
             except BaseException as error:
                 self._publish(None, error)
                 return
@@ -255,9 +256,9 @@ class PreemptionWatch:
             self._agreed, self._failure = agreed, failure
             self._changed.notify_all()
 
-    def _wait_for_notice(self, meeting: Meeting, number: int) -> str | None:
+    def _wait_for_notice(self, group: RankGroup, number: int) -> str | None:
         """Returns the notice and the rank that received it, or None if the watch is closed."""
-        may_ask = meeting.distributed
+        may_ask = group.distributed
         while True:
             try:
                 woken = self._wake.get(timeout=self._poll_seconds)
@@ -273,7 +274,7 @@ class PreemptionWatch:
                     return f"{self._file} on rank {self._rank}"
             if may_ask:
                 try:
-                    keys = meeting.keys(str(number))
+                    keys = group.keys(str(number))
                     if (notice := peek(keys, "notice")) is not None:
                         return notice.decode()
                 except RuntimeError as error:
@@ -281,28 +282,30 @@ class PreemptionWatch:
                     may_ask = False
                     logger.info("lost the store; notices to other ranks are not seen: %s", error)
 
-    def _agree(self, meeting: Meeting, ranks: Ranks, number: int, reason: str) -> tuple[int, str]:
+    def _agree(
+        self, group: RankGroup, ranks: Exchange, number: int, reason: str
+    ) -> tuple[int, str]:
         """Agrees with the other ranks. Returns the step at which all ranks return True, and the
         first notice."""
 
-        def post() -> tuple[int, str]:
+        def post() -> tuple[tuple[int, str], None]:
             first = reason
-            if meeting.distributed:
-                keys = meeting.keys(str(number))
+            if group.distributed:
+                keys = group.keys(str(number))
                 first = keys.compare_set("notice", "", reason).decode()
             with self._changed:
                 self._posted = self._step
                 self._changed.notify_all()
-                return self._posted, first
+                return (self._posted, first), None
 
         def largest(posted: list[tuple[int, str]]) -> tuple[int, str]:
-            if meeting.distributed and number:
+            if group.distributed and number:
                 # By now, all ranks have finished the previous round.
-                meeting.keys(str(number - 1)).delete_key("notice")
+                group.keys(str(number - 1)).delete_key("notice")
             return max(step for step, _first in posted) + 1, posted[0][1]
 
         try:
-            return ranks.all_reduce("preemption", post, largest)
+            return ranks.exchange("preemption", post, largest)[0]
         except CheckpointException as error:
             raise explained(error, _NAME, ranks.rank, self._timeout) from error
 
@@ -409,12 +412,12 @@ def watch_for_preemption(
         raise ValueError("this process group is already being watched: close() that watch first")
     group = _group(process_group)
     if group is None:
-        meeting = meeting_of(None, "preemption")
-        watch = PreemptionWatch(meeting, numbers, file, poll_seconds, timeout, _alone.remove)
+        ranks = group_for(None, "preemption")
+        watch = PreemptionWatch(ranks, numbers, file, poll_seconds, timeout, _alone.remove)
         _alone.append(watch)
     else:
         count = _counts.get(group, 0) if isinstance(group, dist.ProcessGroup) else 0
-        meeting = meeting_of(process_group, f"preemption-{count}")
+        ranks = group_for(process_group, f"preemption-{count}")
         known = weakref.ref(group)
 
         def forget(watch: PreemptionWatch) -> None:
@@ -422,7 +425,7 @@ def watch_for_preemption(
             if of is not None and _by_group.get(of) is watch:
                 del _by_group[of]
 
-        watch = PreemptionWatch(meeting, numbers, file, poll_seconds, timeout, forget)
+        watch = PreemptionWatch(ranks, numbers, file, poll_seconds, timeout, forget)
         _by_group[group] = watch
         _counts[group] = count + 1
         weakref.finalize(group, watch._group_has_gone).atexit = False

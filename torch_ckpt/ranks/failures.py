@@ -1,14 +1,15 @@
-"""Failures of ranks: the exceptions that report them, and what caused them."""
+"""Failures of ranks: how they are sent to other ranks, and the exceptions that report them."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
@@ -28,6 +29,80 @@ _MOST_CAUSES = 4
 _NOT_RAISED_THROUGH = (StopIteration, StopAsyncIteration)
 
 
+class Failure(NamedTuple):
+    """An error and its stack, in torch's form (``WRAPPED_EXCEPTION``), which can be sent to other
+    ranks."""
+
+    error: BaseException
+    stack: traceback.StackSummary
+
+
+class RankFailures(NamedTuple):
+    """The failures of a step.
+
+    Attributes:
+        by_rank: the failure of each failed rank.
+        combining: True if the coordinator had begun to combine the values of the ranks.
+    """
+
+    by_rank: dict[int, Failure]
+    combining: bool = False
+
+
+def capture_exceptions(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns the result of ``function``, or a :class:`Failure` if it raises an exception."""
+    try:
+        return function(*args)
+    except BaseException as error:
+        return failure_of(error)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Returns an error in the form in which it can be sent to other ranks."""
+    # Drop the code objects that Python 3.13 adds: they cannot be pickled.
+    frames = traceback.extract_tb(error.__traceback__)
+    stack = traceback.StackSummary.from_list(
+        [(f.filename, f.lineno or 0, f.name, f.line) for f in frames]
+    )
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return Failure(RuntimeError(f"{type(error).__name__}: {error}"), stack)
+    return Failure(error, stack)
+
+
+def silent_ranks(step: str, ranks: list[int], seconds: float) -> dict[int, Failure]:
+    """Returns failures, by rank, for ranks that sent no heartbeat for too long."""
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    error = TimeoutError(
+        f"{who} sent no heartbeat for {seconds:g} s during '{step}': check that the process is "
+        "still running and what it is waiting for, or increase the timeout"
+    )
+    return {rank: Failure(error, traceback.StackSummary()) for rank in ranks}
+
+
+def drop_frames(error: BaseException) -> None:
+    """Releases the frames of an error and of its causes, so that they keep no objects alive.
+
+    The text of the frames remains in the stack that accompanies the error.
+    """
+    causes_on_ranks = []
+    if isinstance(error, CheckpointException):
+        causes_on_ranks = [cause for cause, _stack in error.failures.values()]
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    for cause in causes_on_ranks:
+        drop_frames(cause)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or the type's name if there is no text."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class CheckpointFailed(CheckpointException, CheckpointError):
     """A save or load failed on at least one rank. Raised on all ranks.
 
@@ -39,9 +114,10 @@ class CheckpointFailed(CheckpointException, CheckpointError):
         failures: error and stack of each failed rank, as in torch's CheckpointException.
     """
 
-    def __init__(self, step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
+    def __init__(self, step: str, failures: Mapping[int, WRAPPED_EXCEPTION]) -> None:
         # Do not use super(): it may find the __init__ of the cause's type, which has other
         # arguments.
+        failures = dict(failures)
         BaseException.__init__(self, step, failures)
         cause = _first_cause(failures)
         if cause is not None:
@@ -64,7 +140,7 @@ class CheckpointFailed(CheckpointException, CheckpointError):
         return "\n".join(lines) or f"'{self.args[0]}' failed"
 
 
-def failed_on(step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> CheckpointFailed:
+def failed_on(step: str, failures: Mapping[int, WRAPPED_EXCEPTION]) -> CheckpointFailed:
     """Creates the exception that all ranks raise if some ranks have failed.
 
     Args:
@@ -80,7 +156,7 @@ def failed_on(step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> CheckpointFa
     return CheckpointFailed(step, failures)
 
 
-def raise_on(rank: int, step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> NoReturn:
+def raise_on(rank: int, step: str, failures: Mapping[int, WRAPPED_EXCEPTION]) -> NoReturn:
     """Raises the failures of a step on this rank. If this rank was interrupted, raises the
     interruption instead.
 

@@ -28,7 +28,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.ranks.meeting import Ranks
+from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.saving.items import Written
 
 StateDict = dict[str, Any]
@@ -43,7 +43,7 @@ class Contents:
 
     Attributes:
         template: names, kinds, dtypes and sizes of the values that the engine plans, which are the
-            same on most ranks. A message has a token instead (see :meth:`Ranks.share`).
+            same on most ranks. A message has a token instead (see :meth:`Exchange.share`).
         shards: offsets and sizes of this rank's shards of DTensors.
         torch_plan: torch's plan of all other items; None if there are none.
     """
@@ -52,12 +52,12 @@ class Contents:
     shards: bytes
     torch_plan: SavePlan | None
 
-    def to_send(self, ranks: Ranks) -> Contents:
+    def to_send(self, ranks: Exchange) -> Contents:
         """Returns a copy with a token in place of the template."""
         assert isinstance(self.template, bytes)
         return dataclasses.replace(self, template=ranks.share(self.template))
 
-    def received(self, ranks: Ranks) -> Contents:
+    def received(self, ranks: Exchange) -> Contents:
         """Returns a copy with the template in place of its token, on the coordinator."""
         return dataclasses.replace(self, template=ranks.shared(self.template))
 

@@ -33,9 +33,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.errors import CheckpointError, OnCommitFailed
-from torch_ckpt.ranks.failures import CheckpointFailed
-from torch_ckpt.ranks.meeting import Ranks
-from torch_ckpt.ranks.outcomes import drop_frames
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.failures import CheckpointFailed, drop_frames
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.global_plan import GlobalPlan
 from torch_ckpt.saving.items import Written
@@ -79,7 +78,7 @@ class Job:
     def __init__(
         self,
         state: SaveState,
-        ranks: Ranks,
+        ranks: Exchange,
         path: str,
         *,
         background: Background,

@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _core
+from torch_ckpt._base import exit_threads
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.ranks.meeting import Ranks
+from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.saving import host_memory
 from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.job import Job, wait_for
@@ -35,13 +36,12 @@ class _RunningSaves:
         self._fields = threading.Lock()
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
-        self._threads: list[threading.Thread] = []
         self._failed: list[Job] = []
         self._unchanged = UnchangedDetector()
         self._last_call: float | None = None
 
     @contextlib.contextmanager
-    def alone(self, if_busy: str = "wait", *, ranks: Ranks) -> Iterator[None]:
+    def alone(self, if_busy: str = "wait", *, ranks: Exchange) -> Iterator[None]:
         """Block in which a thread starts or performs a save. Only one thread at a time can enter
         it.
 
@@ -80,25 +80,12 @@ class _RunningSaves:
         if self._last_call is not None:
             job.metrics.interval_s = time.perf_counter() - self._last_call
         self._last_call = time.perf_counter()
-        thread = self.spawn(lambda: job.run(save))
+        thread = exit_threads.spawn(lambda: job.run(save))
         # Set these only after the thread has started: if starting it failed, later saves would wait
         # forever for a job that nothing runs.
         with self._fields:
             self._job, self._thread = job, thread
         return AsyncSave(job)
-
-    def spawn(self, function: Callable[[], None]) -> threading.Thread:
-        """Runs ``function`` in a new thread. The interpreter waits for the thread when it exits."""
-        thread = threading.Thread(target=function, name="torch_ckpt save", daemon=True)
-        thread.start()
-        with self._fields:
-            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-        return thread
-
-    def let_go(self, thread: threading.Thread) -> None:
-        """Lets the interpreter exit without waiting for a thread that :meth:`spawn` started."""
-        with self._fields:
-            self._threads = [t for t in self._threads if t is not thread]
 
     def next_failed(self) -> Job | None:
         """Returns the next failed save that it has not returned before, or None."""
@@ -110,10 +97,7 @@ class _RunningSaves:
 
         At interpreter exit, this runs before the thread pools that a save may need are shut down.
         """
-        deadline = time.monotonic() + EXIT_LIMIT_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return exit_threads.join(EXIT_LIMIT_SECONDS)
 
     def leave(self) -> None:
         """Waits for the running save, then for the engine's threads. Called at interpreter exit."""
@@ -149,6 +133,7 @@ class _RunningSaves:
         """Forgets all saves in a forked child, because only the parent runs them."""
         if self._job is not None:
             self._job.disown()
+        exit_threads.forget()
         self.__init__()  # type: ignore[misc]
 
     def _under_way(self) -> Job | None:
@@ -159,8 +144,6 @@ class _RunningSaves:
 _saves = _RunningSaves()
 alone = _saves.alone
 start = _saves.start
-spawn = _saves.spawn
-let_go = _saves.let_go
 join_saves = _saves.join
 
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,8 @@ from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import Place, require_one_directory
 from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.ranks.meeting import Meeting, Ranks
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan
 from torch_ckpt.saving.items import Written, names_of_files
 from torch_ckpt.saving.job import Job
@@ -79,7 +80,7 @@ class PlanCache:
     the coordinator; then all ranks plan from scratch.
     """
 
-    _of: ClassVar[WeakKeyDictionary[Meeting, PlanCache]] = WeakKeyDictionary()
+    _of: ClassVar[WeakKeyDictionary[RankGroup, PlanCache]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.structure: Any = None
@@ -90,22 +91,22 @@ class PlanCache:
         self.plan: GlobalPlan | None = None
 
     @classmethod
-    def of(cls, meeting: Meeting) -> PlanCache:
+    def of(cls, group: RankGroup) -> PlanCache:
         """Returns the plan cache for the saves of a group of ranks."""
-        return cls._of.setdefault(meeting, cls())
+        return cls._of.setdefault(group, cls())
 
     @classmethod
     def forget_in_child(cls) -> None:
         """Forgets all plans in a forked child, which plans independently."""
         cls._of.clear()
 
-    def contents_to_send(self, state: SaveState, ranks: Ranks) -> Contents | int:
+    def contents_to_send(self, state: SaveState, ranks: Exchange) -> Contents | int:
         """Returns a rank's contents, or the number of the plan that it has."""
         if self.assignment is not None and state.structure and state.structure == self.structure:
             return self.number
         return state.contents().to_send(ranks)
 
-    def replies(self, messages: list[RankMessage], ranks: Ranks, tag: str) -> list[Reply]:
+    def replies(self, messages: list[RankMessage], ranks: Exchange, tag: str) -> list[Reply]:
         """Returns the replies, indexed by rank, on the coordinator. Equal replies are one
         object, which is sent only once."""
         contents = [message.contents for message in messages]
@@ -163,7 +164,7 @@ class SaveSession:
     def __init__(
         self,
         writer: FileSystemWriter,
-        ranks: Ranks,
+        ranks: Exchange,
         plans: PlanCache,
         check_replicas: str,
         job: Job | None = None,
@@ -174,7 +175,6 @@ class SaveSession:
         self._check_replicas = check_replicas
         self._job = job
         self._write = job.write if job is not None else RankWrite()
-        self._state: SaveState | None = None
 
     def run(self, read_state: Callable[[], SaveState]) -> Metadata:
         """Saves a state.
@@ -185,16 +185,14 @@ class SaveSession:
         Raises:
             CheckpointException: on every rank, with the cause of each rank that failed.
         """
-        reply = self._ranks.reduce_scatter("plan", lambda: self._message(read_state), self._plan)
-        assert self._state is not None
-        state = self._state
+        reply, state = self._ranks.exchange("plan", lambda: self._message(read_state), self._plan)
         if reply.assignment == IN_FULL:
-            reply = self._ranks.reduce_scatter("plan", lambda: self._in_full(state), self._plan)
+            reply, _ = self._ranks.exchange("plan", lambda: self._in_full(state), self._plan)
         assignment = self._plans.keep(state, reply)
         if self._job is not None:
             self._job.differing = reply.differing
         with self._ranks.alive(self._bytes_moved):
-            saved = self._ranks.all_reduce(
+            saved, _ = self._ranks.exchange(
                 "write",
                 lambda: self._write_assignment(state, assignment, reply.tag),
                 self._commit,
@@ -204,21 +202,21 @@ class SaveSession:
 
     # --- 1. the message --------------------------------------------------------------------------
 
-    def _message(self, read_state: Callable[[], SaveState]) -> RankMessage:
-        writer = self._writer
-        state = self._state = read_state()
+    def _message(self, read_state: Callable[[], SaveState]) -> tuple[RankMessage, SaveState]:
+        writer, state = self._writer, read_state()
         state.plan(writer.storage_meta(), self._ranks.is_coordinator)
         writer.set_up_for_save(self._ranks.rank)
-        return RankMessage(
+        message = RankMessage(
             self._plans.contents_to_send(state, self._ranks),
             writer.identity,
             Place.of(writer.directory),
             self._checksums(state),
         )
+        return message, state
 
-    def _in_full(self, state: SaveState) -> RankMessage:
+    def _in_full(self, state: SaveState) -> tuple[RankMessage, None]:
         contents = state.contents().to_send(self._ranks)
-        return RankMessage(contents, checksums=self._checksums(state))
+        return RankMessage(contents, checksums=self._checksums(state)), None
 
     def _checksums(self, state: SaveState) -> bytes | None:
         if self._check_replicas == "off" or self._ranks.size == 1:
@@ -228,7 +226,7 @@ class SaveSession:
 
     # --- 2. the plan, on the coordinator ---------------------------------------------------------
 
-    def _plan(self, messages: list[RankMessage]) -> list[Reply]:
+    def _plan(self, messages: list[RankMessage]) -> Answers[Reply]:
         _check_same_checkpoint([message.identity for message in messages])
         require_one_directory([message.directory for message in messages])
         replies = self._plans.replies(messages, self._ranks, self._writer.tag)
@@ -236,7 +234,7 @@ class SaveSession:
             differing = self._compare_replicas([message.checksums for message in messages])
             if differing:
                 replies = [reply._replace(differing=differing) for reply in replies]
-        return replies
+        return Answers(replies)
 
     def _compare_replicas(self, checksums: list[bytes | None]) -> str:
         assert self._plans.plan is not None
@@ -251,7 +249,9 @@ class SaveSession:
 
     # --- 3. the write ----------------------------------------------------------------------------
 
-    def _write_assignment(self, state: SaveState, assignment: Assignment, tag: str) -> Written:
+    def _write_assignment(
+        self, state: SaveState, assignment: Assignment, tag: str
+    ) -> tuple[Written, Written]:
         job, writer = self._job, self._writer
         with self._device_streams():
             names, values = state.values(assignment)
@@ -262,13 +262,13 @@ class SaveSession:
             job.planned()
         written = state.add_seconds(writer.write_values(prefix, names, values, self._write))
         if job is None:
-            return written
+            return written, written
         try:
             job.written()
         except BaseException:
             writer.undo(written)
             raise
-        return written
+        return written, written
 
     # --- 4. the commit, on the coordinator -------------------------------------------------------
 
@@ -291,19 +291,6 @@ class SaveSession:
     def _bytes_moved(self) -> int:
         moved = self._writer.bytes_moved()
         return moved if self._job is None else moved + self._job.bytes_moved()
-
-
-def tell_the_others(ranks: Ranks, error: BaseException) -> None:
-    """Reports to the other ranks that this rank cannot start a save or load, so that they do not
-    wait for it."""
-
-    def fail() -> None:
-        raise error
-
-    # The caller raises the error itself.
-    with suppress(BaseException):
-        ranks.reduce_scatter("plan", fail, lambda plans: plans)
-    ranks.close()
 
 
 def _check_same_checkpoint(identities: list[str | None]) -> None:

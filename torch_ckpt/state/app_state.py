@@ -37,8 +37,8 @@ from torch_ckpt._base.stateful import is_stateful
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import IfStored
-from torch_ckpt.ranks.calls import Call
-from torch_ckpt.ranks.meeting import own_rank
+from torch_ckpt.ranks.collective_call import CollectiveCall
+from torch_ckpt.ranks.group import own_rank
 from torch_ckpt.state.optimizers import (
     OptimizerState,
     optimizer_state,
@@ -261,13 +261,11 @@ class AppState:
             RuntimeError: one of these methods failed on another rank.
             TimeoutError: a rank did not call this method in time; the message names the rank.
         """
-        targets: list[StateDict] = []
-        with Call(call, process_group, timeout) as exchange:
-            exchange.all_succeed(lambda: targets.append(self.target()))
-        [target] = targets
+        with CollectiveCall(call, process_group, timeout) as exchange:
+            target = exchange.run_on_all(self.target)
         loaded = load(target)
-        with Call(call, process_group, timeout) as exchange:
-            exchange.all_succeed(lambda: self.apply(target))
+        with CollectiveCall(call, process_group, timeout) as exchange:
+            exchange.run_on_all(lambda: self.apply(target))
         return loaded
 
     # --- private ---------------------------------------------------------------------------------

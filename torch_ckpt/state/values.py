@@ -19,7 +19,7 @@ from torch_ckpt.loading.load import Load, Prepared, StateDict, Strict, T
 from torch_ckpt.loading.reader import require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
-from torch_ckpt.ranks.meeting import Ranks
+from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.state.app_state import States, has_state
 from torch_ckpt.state.splitting import OBJECTS
 
@@ -137,7 +137,7 @@ def _update_containers(old: Any, new: Any) -> Any:
 def load_values(
     state_dict: StateDict,
     load: Load,
-    ranks: Ranks,
+    ranks: Exchange,
     *,
     strict: Strict,
     process_group: dist.ProcessGroup | None,
@@ -181,13 +181,13 @@ def load_values(
                 targets.restore(key, values[key])
         targets.warn_of_missing_ranks()
 
-    ranks.all_succeed("load", read)
-    ranks.all_succeed("finish", restore)
+    ranks.run("load", read)
+    ranks.run("finish", restore)
     return prepared.report
 
 
 def load_values_freeing(
-    state_dict: StateDict, load: Load, ranks: Ranks, *, strict: Strict
+    state_dict: StateDict, load: Load, ranks: Exchange, *, strict: Strict
 ) -> LoadReport:
     """Loads a state that is too large to fit into memory twice.
 
@@ -233,7 +233,7 @@ def load_values_freeing(
 
     _require_same_keys(ranks, begin, stateful)
     for keys in steps:
-        ranks.all_succeed("plan", partial(compare, keys))
+        ranks.run("plan", partial(compare, keys))
 
     def require_fit() -> None:
         load.require_fit(total, strict)
@@ -242,49 +242,48 @@ def load_values_freeing(
 
     _plan_on_all_ranks(ranks, load, require_fit, lambda _none: total)
     for keys in steps:
-        ranks.all_succeed("load", partial(read, keys))
+        ranks.run("load", partial(read, keys))
     targets.warn_of_missing_ranks()
     return total
 
 
 def _plan_on_all_ranks(
-    ranks: Ranks, load: Load, local: Callable[[], T], report_of: Callable[[T], LoadReport]
+    ranks: Exchange, load: Load, local: Callable[[], T], report_of: Callable[[T], LoadReport]
 ) -> T:
     """Runs ``local`` on all ranks and returns its result on this rank.
 
     Raises on all ranks if a pattern matched nothing on any rank, or if the ranks read the metadata
     of different saves. Rank 0 warns about names that any rank skips.
     """
-    outcome: list[T] = []
 
-    def on_this_rank() -> tuple[list[str], str | None, list[str]]:
-        outcome.append(local())
-        return load.unmatched, load.reader.version, report_of(outcome[0]).skipped
+    def on_this_rank() -> tuple[tuple[list[str], str | None, list[str]], T]:
+        kept = local()
+        return (load.unmatched, load.reader.version, report_of(kept).skipped), kept
 
-    def check(found: list[tuple[list[str], str | None, list[str]]]) -> list[list[str]]:
+    def check(found: list[tuple[list[str], str | None, list[str]]]) -> Answers[list[str]]:
         require_one_version((version for _unmatched, version, _skipped in found), load.reader)
         unmatched = [patterns for patterns, _version, _skipped in found]
         require_matches(p for p in unmatched[0] if all(p in patterns for patterns in unmatched))
         skipped = dict.fromkeys(name for _unmatched, _version, names in found for name in names)
-        return [list(skipped), *([] for _other in found[1:])]
+        return Answers([list(skipped), *([] for _other in found[1:])])
 
-    skipped = ranks.reduce_scatter("plan", on_this_rank, check)
+    skipped, kept = ranks.exchange("plan", on_this_rank, check)
     if skipped:
-        path, loaded = load.reader.checkpoint_id, report_of(outcome[0]).loaded
+        path, loaded = load.reader.checkpoint_id, report_of(kept).loaded
         LOGGER.info("%s: %d names match, %d skipped", path, len(loaded), len(skipped))
         # Attribute the warning to the line that calls load.
         warn(f"{path}: skipped because of strict=False: {some_of(skipped)}", stacklevel=4)
-    return outcome[0]
+    return kept
 
 
-def _require_same_keys(ranks: Ranks, local: Callable[[], None], keys: list[str]) -> None:
+def _require_same_keys(ranks: Exchange, local: Callable[[], None], keys: list[str]) -> None:
     """Runs ``local`` on all ranks. Raises on all of them if their keys differ."""
 
-    def on_this_rank() -> list[str]:
+    def on_this_rank() -> tuple[list[str], None]:
         local()
-        return keys
+        return keys, None
 
-    def check(keys_of_all: list[list[str]]) -> list[None]:
+    def check(keys_of_all: list[list[str]]) -> None:
         for rank, others in enumerate(keys_of_all):
             if others != keys_of_all[0]:
                 raise ValueError(
@@ -292,9 +291,8 @@ def _require_same_keys(ranks: Ranks, local: Callable[[], None], keys: list[str])
                     f"the same keys: rank 0 has {keys_of_all[0][:MOST_NAMES]}, rank {rank} has "
                     f"{others[:MOST_NAMES]}"
                 )
-        return [None] * len(keys_of_all)
 
-    ranks.reduce_scatter("plan", on_this_rank, check)
+    ranks.exchange("plan", on_this_rank, check)
 
 
 def require_matches(unmatched: Iterable[str]) -> None:

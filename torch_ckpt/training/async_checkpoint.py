@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_ckpt import _core
 from torch_ckpt._base.options import check_options, names_of, options_of
 from torch_ckpt.api import LOAD_OPTIONS, async_save, load
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.metrics import SaveMetrics
 from torch_ckpt.saving.unchanged import SAVE_COUNTER

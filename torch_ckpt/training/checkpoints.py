@@ -81,7 +81,7 @@ def save_checkpoint(
         training.save_checkpoint("run", step, {"model": model, "optimizer": optimizer})
     """
     from torch_ckpt.api import save
-    from torch_ckpt.ranks.calls import Call
+    from torch_ckpt.ranks.collective_call import CollectiveCall
     from torch_ckpt.state.app_state import AppState
     from torch_ckpt.steps import open_steps, step_name
 
@@ -100,8 +100,8 @@ def save_checkpoint(
             is_refused = not overwrite and opened[0].is_complete(step)
         return uuid.uuid4().hex[:8], is_refused
 
-    with Call(f"save_checkpoint of step {step}", process_group, timeout) as call:
-        attempt, is_refused = call.exchange(begin, lambda results: results[0])
+    with CollectiveCall(f"save_checkpoint of step {step}", process_group, timeout) as call:
+        attempt, is_refused = call.agree(begin, lambda results: results[0])
     if is_refused:
         raise FileExistsError(
             errno.EEXIST,
@@ -163,7 +163,7 @@ def load_checkpoint_if_it_exists(
         step = training.load_checkpoint_if_it_exists("run", state)
     """
     from torch_ckpt._base.formatting import some_of
-    from torch_ckpt.ranks.calls import Call
+    from torch_ckpt.ranks.collective_call import CollectiveCall
     from torch_ckpt.state.app_state import AppState
     from torch_ckpt.steps import open_steps
 
@@ -179,8 +179,8 @@ def load_checkpoint_if_it_exists(
         return newest, [entry.path for entry in entries if not entry.complete]
 
     warned: list[str] = []
-    with Call(_LOAD, process_group, timeout) as call:
-        newest, incomplete = call.exchange(list_steps, lambda results: results[0])
+    with CollectiveCall(_LOAD, process_group, timeout) as call:
+        newest, incomplete = call.agree(list_steps, lambda results: results[0])
         is_first = call.rank == 0
     if incomplete:
         warned.append(
@@ -198,8 +198,8 @@ def load_checkpoint_if_it_exists(
         AppState(state).restore(load, call=_LOAD, process_group=process_group, timeout=timeout)
         if load_options.get("names") is None:
             # Only names that no rank has: each pipeline stage lacks the names of the other stages.
-            with Call(_LOAD, process_group, timeout) as call:
-                unused = call.exchange(lambda: _unused_names(reports[0], state), _intersection)
+            with CollectiveCall(_LOAD, process_group, timeout) as call:
+                unused = call.agree(lambda: _unused_names(reports[0], state), _intersection)
             if unused:
                 warned.append(
                     f"step {newest} has names that are not in the state and were not loaded: "

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import _get_qualified_name
 
-from torch_ckpt.ranks.meeting import own_rank
+from torch_ckpt.ranks.group import own_rank
 from torch_ckpt.training.files import StrPath, put
 
 #: Compiles a graph module with example inputs into a function.

@@ -24,7 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import printable
-from torch_ckpt.ranks.meeting import own_rank
+from torch_ckpt.ranks.group import own_rank
 
 # Maximum number of problems in an error message.
 _MAX_REFUSALS = 10

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_ckpt.ranks.meeting import own_rank
+from torch_ckpt.ranks.group import own_rank
 from torch_ckpt.training.files import StrPath, check, join, put
 
 if TYPE_CHECKING:

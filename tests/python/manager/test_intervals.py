@@ -19,7 +19,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.intervals import AutoInterval
 from torch_ckpt.manager.options import Interval, ScheduleOptions
 from torch_ckpt.manager.schedule import Schedule
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.group import RankGroup
 
 #: Limit in seconds for operations that should not have to wait.
 PATIENCE = 60.0
@@ -50,7 +50,7 @@ def schedule(
     steps: Collection[int] = (),
     *,
     skip_if_busy: bool = False,
-    meeting: Meeting | None = None,
+    group: RankGroup | None = None,
     timeout: float = PATIENCE,
     max_overhead: float = 0.01,
     clock: Callable[[], float] = time.monotonic,
@@ -58,7 +58,7 @@ def schedule(
     if_busy = "skip" if skip_if_busy else "wait"
     return Schedule(
         ScheduleOptions(interval, steps, max_overhead, DAY / 3600, if_busy),
-        meeting=meeting or Meeting(None, 0, 1, ""),
+        group=group or RankGroup(None, 0, 1, ""),
         timeout=timeout,
         clock=clock,
     )
@@ -329,7 +329,7 @@ def schedules(
     **options: Any,
 ) -> list[Schedule]:
     return [
-        schedule(interval, meeting=Meeting(store, rank, size, "test"), timeout=timeout, **options)
+        schedule(interval, group=RankGroup(store, rank, size, "test"), timeout=timeout, **options)
         for rank in range(size)
     ]
 
@@ -388,8 +388,8 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
             asked.set()
             return store.compare_set(key, expected, desired)
 
-    rank_1.decisions._meeting.keys = lambda below: Noticing()  # type: ignore[assignment,method-assign,return-value]
-    rank_0.decisions._meeting.keys = lambda below: store  # type: ignore[method-assign]
+    rank_1.decisions._group.keys = lambda below: Noticing()  # type: ignore[assignment,method-assign,return-value]
+    rank_0.decisions._group.keys = lambda below: store  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(rank_1.should_save, 1, idle)
         assert asked.wait(PATIENCE)
@@ -433,8 +433,8 @@ def test_a_lost_store_is_an_error_of_the_rank_itself() -> None:
         def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             raise RuntimeError("connection reset by peer")
 
-    rank_1 = schedule(timedelta(hours=1), meeting=Meeting(dist.HashStore(), 1, 2, "test"))
-    rank_1.decisions._meeting.keys = lambda below: Lost()  # type: ignore[assignment,method-assign,return-value]
+    rank_1 = schedule(timedelta(hours=1), group=RankGroup(dist.HashStore(), 1, 2, "test"))
+    rank_1.decisions._group.keys = lambda below: Lost()  # type: ignore[assignment,method-assign,return-value]
     with pytest.raises(CheckpointException) as caught:
         rank_1.should_save(1, idle)
     [(rank, (cause, _stack))] = caught.value.failures.items()
@@ -457,9 +457,9 @@ def test_decisions_that_all_ranks_have_read_are_deleted(store: dist.Store) -> No
 
 
 def test_schedules_of_two_managers_are_independent(store: dist.Store) -> None:
-    meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
-    one = [schedule(1, meeting=m.apart("one"), skip_if_busy=True) for m in meetings]
-    other = [schedule(1, meeting=m.apart("other"), skip_if_busy=True) for m in meetings]
+    groups = [RankGroup(store, rank, 2, "test") for rank in range(2)]
+    one = [schedule(1, group=g.subgroup("one"), skip_if_busy=True) for g in groups]
+    other = [schedule(1, group=g.subgroup("other"), skip_if_busy=True) for g in groups]
     both = list(zip(one, other, strict=True))
 
     def work(rank: int, _schedule: Schedule) -> list[bool]:

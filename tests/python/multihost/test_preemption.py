@@ -24,7 +24,7 @@ from tests.forked import run_script
 from tests.gates import in_thread
 from torch_ckpt import multihost
 from torch_ckpt.multihost import PreemptionWatch
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.group import RankGroup
 
 #: Limit of waits that should not block, in seconds.
 PATIENCE = 60.0
@@ -193,11 +193,11 @@ def test_a_watch_ends_with_its_group(default_group: None) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: called.append("before"))
     try:
         watch = multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL)
-        meeting = weakref.ref(Meeting.of(None, no_dist=False))
+        group = weakref.ref(RankGroup.of(None, no_dist=False))
         dist.destroy_process_group()
         gc.collect()
         watch._thread.join(PATIENCE)
-        assert meeting() is None
+        assert group() is None
         # The previous handler is restored, also after the next group has been watched.
         os.kill(os.getpid(), signal.SIGUSR1)
         assert called == ["before"]
@@ -225,7 +225,7 @@ def test_a_group_is_deleted_after_the_thread_that_watches_it_has_ended() -> None
             assert answered.wait(PATIENCE)
             return expected.encode()
 
-    watch = PreemptionWatch(cast(Meeting, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
+    watch = PreemptionWatch(cast(RankGroup, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
     assert asking.wait(PATIENCE)
     with in_thread(watch._group_has_gone):
         assert not answered.wait(POLL)
@@ -238,7 +238,7 @@ def ranks_that_watch(size: int, timeout: float) -> list[PreemptionWatch]:
     store = dist.HashStore()
     return [
         PreemptionWatch(
-            Meeting(store, rank, size, "test"), (), None, POLL, timeout, lambda _w: None
+            RankGroup(store, rank, size, "test"), (), None, POLL, timeout, lambda _w: None
         )
         for rank in range(size)
     ]
@@ -300,8 +300,8 @@ class Asked:
 
 def test_without_a_notice_no_step_reads_the_store() -> None:
     store = Asked()
-    meeting = Meeting(cast(Any, store), 0, 2, "test")
-    watch = PreemptionWatch(meeting, (), None, PATIENCE, PATIENCE, lambda _w: None)
+    group = RankGroup(cast(Any, store), 0, 2, "test")
+    watch = PreemptionWatch(group, (), None, PATIENCE, PATIENCE, lambda _w: None)
     try:
         assert not any(watch.reached(step) for step in range(1000))
         assert store.by == []

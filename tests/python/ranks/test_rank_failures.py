@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import torch_ckpt
 from tests.rank_threads import ranks_of, save, together
-from torch_ckpt.ranks.failures import CheckpointFailed, failed_on
-from torch_ckpt.ranks.outcomes import attempt
+from torch_ckpt.ranks.failures import CheckpointFailed, capture_exceptions, failed_on
 
 NOTHING = traceback.StackSummary()
 
@@ -31,7 +30,7 @@ def fails() -> None:
 
 
 def test_the_stack_of_a_failed_rank_ends_at_the_raising_line() -> None:
-    _, stack = attempt(fails)
+    _, stack = capture_exceptions(fails)
     last = stack[-1]
     assert (last.filename, last.name) == (__file__, "fails")
     assert last.lineno == fails.__code__.co_firstlineno + 1

@@ -16,8 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.rank_threads import PATIENCE_SECONDS, SHORT, tcp_store, together
-from torch_ckpt.ranks.meeting import Meeting, Ranks
-from torch_ckpt.ranks.store_thread import peek
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.ranks.store import peek
 
 # More than the calls of any work in this file.
 MOST_CALLS = 60
@@ -99,15 +100,17 @@ class Group:
         self.keys = Keys()
         self.stores = [RankStore(self.keys) for _ in range(size)]
         # Keeps a reference: a Python store lives no longer than its object.
-        self._meetings = [Meeting(one, rank, size, "t") for rank, one in enumerate(self.stores)]
-        self.ranks = [meeting.ranks(timeout) for meeting in self._meetings]
+        groups = [RankGroup(one, rank, size, "t") for rank, one in enumerate(self.stores)]
+        self.ranks = [Exchange.open(one, "save", timeout) for one in groups]
 
 
-def plan(ranks: Ranks) -> Any:
+def plan(ranks: Exchange) -> Any:
     """Sends bytes that all ranks share to the coordinator."""
-    return ranks.reduce_scatter(
-        "plan", lambda: ranks.share(b"template"), lambda tokens: [*map(ranks.shared, tokens)]
-    )
+    return ranks.exchange(
+        "plan",
+        lambda: (ranks.share(b"template"), None),
+        lambda tokens: Answers([*map(ranks.shared, tokens)]),
+    )[0]
 
 
 def orders(run: Callable[[int], bool]) -> None:
@@ -181,12 +184,12 @@ def test_bytes_stay_while_a_coordinator_that_was_declared_dead_may_read_them() -
     def combine(tokens: list[Any]) -> Any:
         has_decided.set()
         go_on.wait(PATIENCE_SECONDS)
-        return [coordinator.shared(token) for token in tokens]
+        return Answers([coordinator.shared(token) for token in tokens])
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         mine = b"of one" if ranks is other else b"of the coordinator"
         try:
-            return ranks.reduce_scatter("plan", lambda: ranks.share(mine), combine)
+            return ranks.exchange("plan", lambda: (ranks.share(mine), None), combine)[0]
         finally:
             ranks.close(SHORT)
             if ranks is other:

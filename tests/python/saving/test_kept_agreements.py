@@ -16,7 +16,7 @@ import torch_ckpt
 from tests.fault_hooks import at_fault_points
 from tests.forked import answer_of, forked
 from tests.support import assert_equal, emptied
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.saving.session import PlanCache
 
 StateDict = dict[str, Any]
@@ -24,9 +24,9 @@ StateDict = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def no_plan_yet() -> Iterator[None]:
-    PlanCache._of.pop(Meeting.of(None, no_dist=True), None)
+    PlanCache._of.pop(RankGroup.of(None, no_dist=True), None)
     yield
-    PlanCache._of.pop(Meeting.of(None, no_dist=True), None)
+    PlanCache._of.pop(RankGroup.of(None, no_dist=True), None)
 
 
 class Plans:
@@ -127,7 +127,7 @@ def test_the_metadata_of_an_earlier_save_is_not_changed_by_a_later_one(tmp_path:
 
 def test_a_rank_that_missed_an_answer_gets_a_new_plan(tmp_path: Path, plans: Plans) -> None:
     save(tmp_path / "before", state(1))
-    PlanCache.of(Meeting.of(None, no_dist=True)).number += 1
+    PlanCache.of(RankGroup.of(None, no_dist=True)).number += 1
     save(tmp_path / "after", state(2))
     assert plans.made == 2
     assert_holds(tmp_path / "after", state(2))

@@ -12,19 +12,18 @@ the timeout.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt._base.formatting import indented, ranks_text
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.group import group_for
 
 T = TypeVar("T")
+K = TypeVar("K")
 R = TypeVar("R")
 
 
@@ -46,7 +45,7 @@ class Disagreement:
         self.of_calls = of_calls
 
 
-class Call:
+class CollectiveCall(Exchange):
     """A collective call. As a context manager, it deletes the keys in the store at the end.
 
     Args:
@@ -57,6 +56,8 @@ class Call:
         members: the ranks of the group that participate; None for all.
     """
 
+    first_step = ""
+
     def __init__(
         self,
         name: str,
@@ -64,25 +65,11 @@ class Call:
         timeout: float,
         members: Sequence[int] | None = None,
     ) -> None:
-        self._ranks = meeting_of(process_group, "multihost", members).ranks(timeout)
+        group = group_for(process_group, "multihost", members)
+        super().__init__(group, group.next_prefix("save"), timeout)
         self.name = name
-        self._timeout = timeout
-        self.rank = self._ranks.rank
-        self.size = self._ranks.size
-        self.distributed = self._ranks.distributed
 
-    def __enter__(self) -> Call:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._ranks.close(min(60.0, self._timeout))
-
-    def exchange(self, local: Callable[[], T], combine: Callable[[list[T]], R | Disagreement]) -> R:
+    def agree(self, local: Callable[[], T], combine: Callable[[list[T]], R | Disagreement]) -> R:
         """Runs ``local`` on every rank, and ``combine`` on one rank with the results of all ranks.
         Returns the result of ``combine`` on every rank.
 
@@ -93,62 +80,35 @@ class Call:
             RuntimeError: ``local`` failed on another rank. If ``local`` failed on this rank, that
                 error is raised instead.
         """
+        return self._agree(lambda: (local(), None), combine)[0]
 
-        def answer(came: list[tuple[str, T]]) -> R | Disagreement:
-            return _different_calls([name for name, _value in came]) or combine(
-                [value for _name, value in came]
+    def run_on_all(self, local: Callable[[], K]) -> K:
+        """Runs ``local`` on every rank, and returns this rank's result. Raises the same errors as
+        :meth:`agree`."""
+        return self._agree(lambda: (None, local()), lambda _values: None)[1]
+
+    def _agree(
+        self, send: Callable[[], tuple[T, K]], combine: Callable[[list[T]], R | Disagreement]
+    ) -> tuple[R, K]:
+        def send_with_name() -> tuple[tuple[str, T], K]:
+            sent, kept = send()
+            return (self.name, sent), kept
+
+        def answer(received: list[tuple[str, T]]) -> Any:
+            return _different_calls([name for name, _value in received]) or combine(
+                [value for _name, value in received]
             )
 
         try:
-            answered = self._ranks.all_reduce("meeting", lambda: (self.name, local()), answer)
+            answered: R | Disagreement
+            answered, kept = self.exchange("meeting", send_with_name, answer)
         except CheckpointException as error:
             raise explained(error, self.name, self.rank, self._timeout) from error
         if isinstance(answered, Disagreement):
             raise RanksDisagree(
                 answered.text if answered.of_calls else f"{self.name}: {answered.text}"
             )
-        return answered
-
-    def all_succeed(self, local: Callable[[], Any]) -> None:
-        """Runs ``local`` on every rank. Raises the same errors as :meth:`exchange`."""
-
-        def run() -> None:
-            local()
-
-        self.exchange(run, lambda _values: None)
-
-    def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
-        """Block in which this rank is not declared dead as long as ``counter`` changes."""
-        return self._ranks.alive(counter)
-
-
-def meeting_of(
-    process_group: dist.ProcessGroup | None, use: str, members: Sequence[int] | None = None
-) -> Meeting:
-    """Returns the rendezvous of a group's ranks for one purpose.
-
-    Raises:
-        ValueError: this process is not a member of the group or of ``members``.
-    """
-    if dist.is_available() and dist.is_initialized():
-        rank = dist.get_rank(process_group)
-        if rank < 0 or (members is not None and rank not in members):
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in the process group or mesh of this call: make "
-                "the call only on its members, or pass a different process_group"
-            )
-    return Meeting.of(process_group, no_dist=False).apart(use, members)
-
-
-def group_now(
-    process_group: dist.ProcessGroup | None,
-) -> weakref.ReferenceType[dist.ProcessGroup] | None:
-    """Returns a weak reference to the group that a call would use now, or None if there is none."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    group = dist.group.WORLD if process_group is None else process_group
-    # A strong reference would keep the group's store alive.
-    return None if group is None else weakref.ref(group)
+        return answered, kept
 
 
 def explained(error: CheckpointException, name: str, rank: int, timeout: float) -> BaseException:

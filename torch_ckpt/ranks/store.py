@@ -1,29 +1,26 @@
-"""Runs requests to a process group's store, which may never answer."""
+"""The store of a process group, which may never answer, and the clock of exchanges."""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from torch._C._distributed_c10d import Store
-
-from torch_ckpt.ranks.failures import failed_on
-from torch_ckpt.ranks.outcomes import attempt, failed, first_line
+from torch_ckpt.ranks.failures import Failure, capture_exceptions, failed_on, first_line
 
 T = TypeVar("T")
-
-_Requests = queue.SimpleQueue[Any]
 
 # Not empty, because a store creates an absent key if the expected value is empty.
 _ABSENT = "torch_ckpt: this key is absent"
 
 
-def peek(store: Store, key: str) -> bytes | None:
+def peek(store: Any, key: str) -> bytes | None:
     """Returns the value of a key, or None if the key is absent. Never waits for the key.
 
     ``get`` would wait for an absent key until the store's timeout (30 minutes by default) and block
@@ -33,6 +30,36 @@ def peek(store: Store, key: str) -> bytes | None:
     """
     value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
     return None if value == _ABSENT.encode() else value
+
+
+class Clock:
+    """The time and the threads of exchanges. Tests simulate them."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Waits for an event, at most for some seconds. Returns True if the event is set."""
+        return event.wait(seconds)
+
+    def repeat(self, seconds: float, function: Callable[[], None]) -> Callable[[float], None]:
+        """Calls a function every few seconds, in a separate thread. Returns a function that ends
+        the calls. It waits for the running call, at most for the given number of seconds."""
+        ended = threading.Event()
+
+        def run() -> None:
+            while not ended.wait(seconds):
+                function()
+
+        thread = threading.Thread(target=run, name="torch_ckpt alive", daemon=True)
+        with suppress(RuntimeError):  # no new threads at interpreter exit
+            thread.start()
+
+        def end(limit: float) -> None:
+            ended.set()
+            if thread.ident is not None:
+                thread.join(limit)
+
+        return end
 
 
 class StoreThread:
@@ -46,10 +73,10 @@ class StoreThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests: _Requests | None = None
+        self._requests: queue.SimpleQueue[Any] | None = None
         self._pid = 0
 
-    def ask(
+    def request(
         self,
         step: str,
         rank: int,
@@ -71,65 +98,58 @@ class StoreThread:
             CheckpointException: the store is lost or does not answer; the cause is a
                 ConnectionError.
         """
-        answer: _Requests = queue.SimpleQueue()
-        requests = self._started()
-        if requests is None:
-            answer.put(attempt(work, *args))
-        else:
-            requests.put((answer, work, args))
-        try:
-            outcome = answer.get(timeout=limit)
-        except queue.Empty:
-            self._leave(requests)
-            outcome = TimeoutError(f"no answer for {limit:g} s"), traceback.StackSummary()
-        if not failed(outcome):
+        outcome = self._outcome(limit, work, args)
+        if not isinstance(outcome, Failure):
             return cast(T, outcome)
-        cause, stack = outcome
         error = ConnectionError(
             f"rank {rank} lost the connection to the process group's store during '{step}' "
-            f"({first_line(cause)}): check that the process that hosts the store (rank 0 or "
-            f"torchrun's agent) is still running{advice}"
+            f"({first_line(outcome.error)}): check that the process that hosts the store (rank 0 "
+            f"or torchrun's agent) is still running{advice}"
         )
-        raise failed_on(step, {rank: (error, stack)})
+        raise failed_on(step, {rank: Failure(error, outcome.stack)})
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _started(self) -> _Requests | None:
-        """Returns the request queue of a running thread. Returns None if no thread can be started,
-        because the interpreter is exiting (Python 3.12)."""
+    def _outcome(self, limit: float, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Returns the result of ``work``, or its failure."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._lock:
             # A forked child does not have the parent's thread.
             if self._requests is None or self._pid != os.getpid():
-                requests: _Requests = queue.SimpleQueue()
+                requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 thread = threading.Thread(
                     target=_serve, args=(requests,), name="torch_ckpt store", daemon=True
                 )
                 try:
                     thread.start()
-                except RuntimeError:
-                    return None
+                except RuntimeError:  # the interpreter is exiting (Python 3.12)
+                    return capture_exceptions(work, *args)
                 self._requests, self._pid = requests, os.getpid()
                 weakref.finalize(self, requests.put, None).atexit = False
-            return self._requests
+            requests = self._requests
+        requests.put((answer, work, args))
+        try:
+            return answer.get(timeout=limit)
+        except queue.Empty:
+            with self._lock:
+                if self._requests is requests:
+                    self._requests = None
+                    # End the thread in case the store ever answers.
+                    requests.put(None)
+            error = TimeoutError(f"no answer for {limit:g} s")
+            return Failure(error, traceback.StackSummary())
 
-    def _leave(self, requests: _Requests | None) -> None:
-        with self._lock:
-            if requests is not None and self._requests is requests:
-                self._requests = None
-                # End the thread in case the store ever answers.
-                requests.put(None)
 
-
-def _serve(requests: _Requests) -> None:
+def _serve(requests: queue.SimpleQueue[Any]) -> None:
     while _answer_next(requests):
         pass
 
 
-def _answer_next(requests: _Requests) -> bool:
+def _answer_next(requests: queue.SimpleQueue[Any]) -> bool:
     """Runs the next request and keeps no reference to it. Returns False if there are no more."""
     request = requests.get()
     if request is None:
         return False
     answer, work, args = request
-    answer.put(attempt(work, *args))
+    answer.put(capture_exceptions(work, *args))
     return True

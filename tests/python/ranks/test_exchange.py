@@ -25,7 +25,9 @@ from tests.rank_threads import (
     tcp_store,
     together,
 )
-from torch_ckpt.ranks.meeting import Meeting, Ranks
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.ranks.failures import Failure
+from torch_ckpt.ranks.group import RankGroup
 
 
 @pytest.fixture(params=["TCPStore", "HashStore"])
@@ -39,14 +41,24 @@ def store() -> dist.Store:
     return dist.HashStore()
 
 
+def scatter(
+    ranks: Exchange,
+    local: Callable[[], Any],
+    combine: Callable[[list[Any]], list[Any]],
+    step: str = "plan",
+) -> Any:
+    """Sends the local value, and returns this rank's element of the combined values."""
+    return ranks.exchange(step, lambda: (local(), None), lambda values: Answers(combine(values)))[0]
+
+
 # --- what the steps give -------------------------------------------------------------------------
 
 
 def test_each_rank_receives_its_part_of_the_combined_result(any_store: dist.Store) -> None:
     outcomes = together(
         ranks_of(any_store, 3),
-        lambda ranks: ranks.reduce_scatter(
-            "plan", lambda: ranks.rank, lambda values: [f"{values} for {v}" for v in values]
+        lambda ranks: scatter(
+            ranks, lambda: ranks.rank, lambda values: [f"{values} for {v}" for v in values]
         ),
     )
     assert outcomes == {rank: f"[0, 1, 2] for {rank}" for rank in range(3)}
@@ -58,15 +70,13 @@ def test_all_ranks_receive_the_combined_result(any_store: dist.Store) -> None:
 
 
 def test_each_rank_keeps_its_own_result_if_all_succeed(any_store: dist.Store) -> None:
-    outcomes = together(
-        ranks_of(any_store, 3), lambda ranks: ranks.all_succeed("load", lambda: ranks.rank)
-    )
+    outcomes = together(ranks_of(any_store, 3), lambda ranks: ranks.run("load", lambda: ranks.rank))
     assert outcomes == {0: 0, 1: 1, 2: 2}
 
 
 def test_steps_of_one_name_follow_each_other(store: dist.Store) -> None:
-    def twice(ranks: Ranks) -> list[Any]:
-        return [ranks.reduce_scatter("a", lambda: n, list) for n in (1, 2)]  # noqa: B023
+    def twice(ranks: Exchange) -> list[Any]:
+        return [scatter(ranks, lambda: n, list) for n in (1, 2)]  # noqa: B023
 
     assert together(ranks_of(store, 2), twice) == {0: [1, 2], 1: [1, 2]}
 
@@ -74,35 +84,35 @@ def test_steps_of_one_name_follow_each_other(store: dist.Store) -> None:
 def test_a_single_rank_needs_no_other(store: dist.Store) -> None:
     [ranks] = ranks_of(store, 1)
     assert save(ranks) == ["part"]
-    assert ranks.reduce_scatter("plan", lambda: 5, list) == 5
-    assert ranks.all_succeed("load", lambda: 7) == 7
+    assert scatter(ranks, lambda: 5, list) == 5
+    assert ranks.run("load", lambda: 7) == 7
 
 
 def test_without_distribution_each_process_is_separate() -> None:
-    meeting = Meeting.of(None, no_dist=True)
-    ranks = meeting.ranks(SHORT)
+    group = RankGroup.of(None, no_dist=True)
+    ranks = Exchange.open(group, "save", SHORT)
     with ranks.alive(lambda: 0):
         assert save(ranks) == ["part"]
     ranks.close()
-    assert (meeting.rank, meeting.size, meeting.distributed) == (0, 1, False)
+    assert (group.rank, group.size, group.distributed) == (0, 1, False)
     assert (ranks.rank, ranks.size, ranks.distributed) == (0, 1, False)
 
 
 def test_values_can_be_larger_than_the_limit_of_the_store() -> None:
     large = bytes(range(256)) * (40 << 10)
     ranks = ranks_of(tcp_store(), 2)
-    parts = together(ranks, lambda r: r.reduce_scatter("plan", lambda: large, lambda parts: parts))
+    parts = together(ranks, lambda r: scatter(r, lambda: large, list))
     assert all(part == large for part in parts.values())
     outcomes = together(ranks, lambda ranks: save(ranks, lambda: large))
     assert all(outcome == [large, large] for outcome in outcomes.values())
 
 
 def test_two_concurrent_saves_are_independent(store: dist.Store) -> None:
-    meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
-    first, second = ([meeting.ranks() for meeting in meetings] for _ in range(2))
+    groups = [RankGroup(store, rank, 2, "test") for rank in range(2)]
+    first, second = ([Exchange.open(one, "save", 300.0) for one in groups] for _ in range(2))
     later_one_is_through = threading.Event()
 
-    def late(ranks: Ranks) -> Any:
+    def late(ranks: Exchange) -> Any:
         later_one_is_through.wait(PATIENCE_SECONDS)
         return save(ranks, lambda: "first")
 
@@ -117,16 +127,16 @@ def test_two_concurrent_saves_are_independent(store: dist.Store) -> None:
 
 # --- what fails ----------------------------------------------------------------------------------
 
-STEPS: dict[str, Callable[[Ranks, Callable[[], Any]], Any]] = {
-    "reduce_scatter": lambda ranks, local: ranks.reduce_scatter("write", local, list),
-    "all_reduce": lambda ranks, local: save(ranks, local),
-    "all_succeed": lambda ranks, local: ranks.all_succeed("write", local),
+STEPS: dict[str, Callable[[Exchange, Callable[[], Any]], Any]] = {
+    "separate answers": lambda ranks, local: scatter(ranks, local, list, "write"),
+    "one answer": lambda ranks, local: save(ranks, local),
+    "no answer": lambda ranks, local: ranks.run("write", local),
 }
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_failure_on_one_rank_raises_its_error_on_all(store: dist.Store, step: str) -> None:
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         return STEPS[step](ranks, lambda: fail(f"of {ranks.rank}") if ranks.rank else None)
 
     for outcome in together(ranks_of(store, 3), work).values():
@@ -140,13 +150,13 @@ def test_a_failing_combination_fails_all(store: dist.Store) -> None:
     ranks = ranks_of(store, 2)
     for outcome in together(ranks, lambda ranks: save(ranks, combine=combine)).values():
         assert causes_of(outcome) == {0: "OSError('no')"}
-    plans = together(ranks, lambda r: r.reduce_scatter("plan", lambda: 0, combine))
+    plans = together(ranks, lambda r: scatter(r, lambda: 0, combine))
     for outcome in plans.values():
         assert causes_of(outcome) == {0: "OSError('no')"}
 
 
 def test_a_value_that_does_not_pickle_fails_all(store: dist.Store) -> None:
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         return save(ranks, lambda: threading.Lock() if ranks.rank == 1 else None)
 
     for outcome in together(ranks_of(store, 2), work).values():
@@ -154,7 +164,7 @@ def test_a_value_that_does_not_pickle_fails_all(store: dist.Store) -> None:
 
 
 def test_an_answer_that_does_not_pickle_fails_all(store: dist.Store) -> None:
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         return save(ranks, combine=lambda values: threading.Lock())
 
     for outcome in together(ranks_of(store, 2), work).values():
@@ -164,7 +174,7 @@ def test_an_answer_that_does_not_pickle_fails_all(store: dist.Store) -> None:
 def test_only_ranks_that_succeeded_undo_their_part(store: dist.Store) -> None:
     undone: list[int] = []
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         def local() -> int:
             return fail("no") if ranks.rank == 1 else ranks.rank
 
@@ -228,7 +238,7 @@ def test_a_straggler_undoes_its_part(store: dist.Store) -> None:
     assert undone == ["part"]
 
 
-@pytest.mark.parametrize("step", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("step", ["separate answers", "one answer"])
 def test_a_coordinator_that_was_declared_dead_fails(store: dist.Store, step: str) -> None:
     coordinator, *others = ranks_of(store, 3, SHORT)
     outcomes = together(others, lambda ranks: STEPS[step](ranks, lambda: None))
@@ -259,7 +269,7 @@ def test_nothing_is_undone_if_the_coordinator_may_have_committed(store: dist.Sto
     undone: list[Any] = []
     given_up = threading.Event()
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         try:
             return save(ranks, combine=lambda values: given_up.wait(), undo=undone.append)
         finally:
@@ -283,7 +293,7 @@ def test_ranks_wait_for_a_rank_whose_heartbeat_advances(store: dist.Store, slow:
             beaten_for_long.set()
         return count
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         def local() -> bool:
             with ranks.alive(beat):
                 return beaten_for_long.wait(PATIENCE_SECONDS)
@@ -307,7 +317,7 @@ def test_ranks_wait_for_a_coordinator_whose_heartbeat_advances_while_combining(
             beaten_for_long.set()
         return count
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         def combine(values: list[Any]) -> bool:
             with ranks.alive(beat):
                 return beaten_for_long.wait(PATIENCE_SECONDS)
@@ -343,7 +353,7 @@ def test_a_woken_rank_polls_the_store_as_often_as_at_the_start(store: dist.Store
         outcome = pool.submit(save, waiting)
         # Several measurements, because any rest may be long on a busy machine.
         found = [rests_around_a_wake() for _ in range(3)]
-        waiting.cancel((OSError("enough"), StackSummary()))
+        waiting.cancel(Failure(OSError("enough"), StackSummary()))
         assert "enough" in str(outcome.exception(PATIENCE_SECONDS))
     assert any(five < 2 * longest for longest, five in found), found
 
@@ -352,7 +362,7 @@ def test_a_rank_whose_heartbeat_stops_advancing_is_declared_dead(store: dist.Sto
     others_have_failed = threading.Event()
     ranks = ranks_of(store, 2, SHORT)
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: Exchange) -> Any:
         def local() -> bool:
             with ranks.alive(lambda: 5):
                 return others_have_failed.wait(PATIENCE_SECONDS)
@@ -369,7 +379,7 @@ def test_a_rank_whose_heartbeat_stops_advancing_is_declared_dead(store: dist.Sto
 # --- the store -----------------------------------------------------------------------------------
 
 
-def complete_save(ranks: Ranks, last: Callable[[Ranks], Any] = save) -> None:
+def complete_save(ranks: Exchange, last: Callable[[Exchange], Any] = save) -> None:
     """Runs a save of several steps and a large value, with heartbeats, to its end."""
     beaten = threading.Event()
 
@@ -378,8 +388,8 @@ def complete_save(ranks: Ranks, last: Callable[[Ranks], Any] = save) -> None:
             beaten.wait(PATIENCE_SECONDS)
 
     try:
-        ranks.all_succeed("start", local)
-        ranks.reduce_scatter("plan", lambda: bytes(9 << 20), list)
+        ranks.run("start", local)
+        scatter(ranks, lambda: bytes(9 << 20), list)
         last(ranks)
     finally:
         ranks.close(PATIENCE_SECONDS)
@@ -391,7 +401,7 @@ def test_a_save_leaves_no_keys(any_store: dist.Store) -> None:
 
 
 def test_a_failed_save_leaves_no_keys(any_store: dist.Store) -> None:
-    def last(ranks: Ranks) -> Any:
+    def last(ranks: Exchange) -> Any:
         return save(ranks, lambda: fail("no") if ranks.rank == 1 else None)
 
     outcomes = together(ranks_of(any_store, 3, 5.0), lambda ranks: complete_save(ranks, last))
@@ -399,7 +409,7 @@ def test_a_failed_save_leaves_no_keys(any_store: dist.Store) -> None:
     assert any_store.num_keys() == 0
 
 
-def shared_bytes_of(ranks: Ranks, fails_on: int | None = None) -> Any:
+def shared_bytes_of(ranks: Exchange, fails_on: int | None = None) -> Any:
     """Returns the bytes that the coordinator has received of data that ranks share."""
 
     def local() -> Any:
@@ -407,8 +417,8 @@ def shared_bytes_of(ranks: Ranks, fails_on: int | None = None) -> Any:
         return fail("no") if ranks.rank == fails_on else token
 
     try:
-        return ranks.reduce_scatter(
-            "plan", local, lambda tokens: [[ranks.shared(t) for t in tokens]] * len(tokens)
+        return scatter(
+            ranks, local, lambda tokens: [[ranks.shared(t) for t in tokens]] * len(tokens)
         )
     finally:
         ranks.close(PATIENCE_SECONDS)
@@ -426,10 +436,10 @@ def test_shared_bytes_are_deleted_with_a_failed_step(any_store: dist.Store) -> N
 
 
 def test_a_single_process_keeps_its_shared_bytes() -> None:
-    assert shared_bytes_of(Ranks()) == [b"alike"]
+    assert shared_bytes_of(Exchange()) == [b"alike"]
 
 
-def saved_and_closed(ranks: Ranks) -> None:
+def saved_and_closed(ranks: Exchange) -> None:
     try:
         save(ranks)
     finally:
@@ -442,7 +452,7 @@ def names_of_keys(store: dist.Store) -> set[str]:
 
 def test_only_the_verdict_is_left_for_a_rank_that_was_declared_dead(store: dist.Store) -> None:
     together(ranks_of(store, 3, SHORT)[:2], saved_and_closed)
-    assert names_of_keys(store) == {"1.write/verdict/", "1.write/to/all"}
+    assert names_of_keys(store) == {"1.write/verdict", "1.write/to/all"}
 
 
 def test_a_straggler_leaves_none_of_its_values(store: dist.Store) -> None:

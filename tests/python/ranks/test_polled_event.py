@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.ranks.lockstep import _NEAR as NEAR
-from torch_ckpt.ranks.lockstep import Lockstep
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.ranks.polled_event import _NEAR as NEAR
+from torch_ckpt.ranks.polled_event import PolledEvent
 
 #: Limit of waits that should not block, in seconds.
 LIMIT = 60.0
@@ -28,14 +28,14 @@ def never() -> bool:
     return False
 
 
-def locksteps(
+def events(
     store: dist.Store, size: int, pause: Callable[[float], None] = time.sleep
-) -> list[Lockstep]:
+) -> list[PolledEvent]:
     made = []
     for rank in range(size):
-        meeting = Meeting(store, rank, size, "test")
-        one = Lockstep(meeting, LIMIT, pause)
-        one.held = meeting  # type: ignore[attr-defined]  # as a call does; it has no hold of it
+        group = RankGroup(store, rank, size, "test")
+        one = PolledEvent(group, LIMIT, pause)
+        one.held = group  # type: ignore[attr-defined]  # as a call does; it has no hold of it
         made.append(one)
     return made
 
@@ -52,8 +52,8 @@ class Rank:
 
     of_thread = threading.local()
 
-    def __init__(self, lockstep: Lockstep) -> None:
-        self.lockstep = lockstep
+    def __init__(self, event: PolledEvent) -> None:
+        self.event = event
         self.answered = 0
         self.has_part = False
         self.acted: int | None = None
@@ -72,7 +72,7 @@ class Rank:
     def part(self) -> None:
         if not self.has_part:
             self.has_part = True
-            self.lockstep.part()
+            self.event.report_part()
 
     def stop(self) -> None:
         self.stopped = True
@@ -96,7 +96,7 @@ class Rank:
         try:
             while self.acted is None:
                 self._wait()
-                acts = self.lockstep.poll(never)
+                acts = self.event.poll(never)
                 self.answered += 1
                 if acts:
                     self.acted = self.answered
@@ -107,7 +107,7 @@ class Rank:
 
 @contextmanager
 def ranks_of(size: int) -> Iterator[list[Rank]]:
-    ranks = [Rank(one) for one in locksteps(dist.HashStore(), size, Rank.pause)]
+    ranks = [Rank(one) for one in events(dist.HashStore(), size, Rank.pause)]
     try:
         yield ranks
     finally:
@@ -155,7 +155,7 @@ def test_no_rank_gets_far_ahead_of_another(ahead: int) -> None:
 
 
 def test_a_rank_that_is_ahead_stops_waiting_when_the_event_is_known() -> None:
-    one, _other = locksteps(dist.HashStore(), 2, lambda _seconds: one.over())
+    one, _other = events(dist.HashStore(), 2, lambda _seconds: one.stop_waiting())
     assert not any(one.poll(never) for _ in range(2 * NEAR))
 
 
@@ -168,7 +168,7 @@ def test_unsynchronized_threads_act_at_the_same_poll(kind: str, seed: int) -> No
         else dist.HashStore()
     )
     size = 3
-    ranks = locksteps(store, size)
+    ranks = events(store, size)
     draws = random.Random(seed)
     has_part_at = [draws.randrange(1, 30) for _ in range(size)]
     spins = [[draws.randrange(2000) for _ in range(200)] for _ in range(size)]
@@ -178,7 +178,7 @@ def test_unsynchronized_threads_act_at_the_same_poll(kind: str, seed: int) -> No
             for _ in range(spins[rank][number]):
                 pass
             if number == has_part_at[rank]:
-                ranks[rank].part()
+                ranks[rank].report_part()
             if ranks[rank].poll(never):
                 return number
         raise AssertionError("it has not been acted on")
@@ -196,20 +196,20 @@ class Counting:
     """Store that counts calls, or is lost."""
 
     def __init__(self, rank: int, size: int = 2) -> None:
-        self.meeting = Meeting(dist.HashStore(), rank, size, "test")
+        self.group = RankGroup(dist.HashStore(), rank, size, "test")
         self.asked = 0
-        connection = self.meeting.connection
+        connection = self.group.connection
 
         def counted() -> Any:
             self.asked += 1
             return connection()
 
-        self.meeting.connection = counted  # type: ignore[method-assign]
+        self.group.connection = counted  # type: ignore[method-assign]
 
 
 def test_a_rank_before_its_part_reads_the_store_at_every_eighth_poll_only() -> None:
     counting = Counting(rank=1)
-    one = Lockstep(counting.meeting, LIMIT)
+    one = PolledEvent(counting.group, LIMIT)
     assert not any(one.poll(never) for _ in range(NEAR - 1))
     assert counting.asked == 0
     assert not one.poll(never)
@@ -220,8 +220,8 @@ def test_ranks_in_step_do_not_wait() -> None:
     def refuse(_seconds: float) -> None:
         raise AssertionError("it waits")
 
-    first, second = locksteps(dist.HashStore(), 2, refuse)
-    first.part()
+    first, second = events(dist.HashStore(), 2, refuse)
+    first.report_part()
     # A few steps ahead, as happens to ranks.
     assert not any(first.poll(never) for _ in range(NEAR - 1))
     for _ in range(10 * NEAR):
@@ -233,19 +233,19 @@ def test_ranks_in_step_do_not_wait() -> None:
 
 
 def test_a_rank_that_stops_polling_does_not_keep_the_others_from_acting() -> None:
-    ranks = locksteps(dist.HashStore(), 2)
+    ranks = events(dist.HashStore(), 2)
     for one in ranks:
-        one.part()
+        one.report_part()
     for one in ranks:
         assert one.poll(never)
 
 
 def test_a_lost_event_is_resolved_at_the_same_poll_on_all_ranks() -> None:
-    first, second, _lost = locksteps(dist.HashStore(), 3)
+    first, second, _lost = events(dist.HashStore(), 3)
     for one in (first, second):
-        one.part()
+        one.report_part()
         assert not one.poll(never)
-    second.over()
+    second.stop_waiting()
     assert not first.poll(never)
     assert not second.poll(never)
     assert second.poll(never)
@@ -254,7 +254,7 @@ def test_a_lost_event_is_resolved_at_the_same_poll_on_all_ranks() -> None:
 
 def test_a_single_rank_acts_without_the_store() -> None:
     counting = Counting(rank=0)
-    one = Lockstep(counting.meeting, LIMIT)
+    one = PolledEvent(counting.group, LIMIT)
     assert one.poll(lambda: True)
     assert counting.asked == 0
 
@@ -265,12 +265,12 @@ def test_a_lost_store_raises() -> None:
     def lost() -> Any:
         raise RuntimeError("Connection reset by peer")
 
-    counting.meeting.connection = lost  # type: ignore[method-assign]
-    one = Lockstep(counting.meeting, LIMIT)
+    counting.group.connection = lost  # type: ignore[method-assign]
+    one = PolledEvent(counting.group, LIMIT)
     with pytest.raises(
         CheckpointException, match="lost the connection to the process group's store"
     ):
-        one.part()
+        one.report_part()
     with pytest.raises(
         CheckpointException, match="lost the connection to the process group's store"
     ):
@@ -280,23 +280,23 @@ def test_a_lost_store_raises() -> None:
 def test_nothing_is_left_in_the_store() -> None:
     store = dist.HashStore()
     before = store.num_keys()
-    ranks = locksteps(store, 2)
+    ranks = events(store, 2)
     for _ in range(3 * NEAR):
         assert not any([one.poll(never) for one in ranks])
     for one in ranks:
-        one.part()
+        one.report_part()
     assert all([one.poll(never) for one in ranks])
     assert store.num_keys() > before
     for one in ranks:
-        one.end()
+        one.delete_keys()
     assert store.num_keys() == before
 
 
 def test_events_of_one_rendezvous_are_independent() -> None:
     store = dist.HashStore()
-    meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
-    first = [Lockstep(meeting, LIMIT) for meeting in meetings]
-    second = [Lockstep(meeting, LIMIT) for meeting in meetings]
+    groups = [RankGroup(store, rank, 2, "test") for rank in range(2)]
+    first = [PolledEvent(group, LIMIT) for group in groups]
+    second = [PolledEvent(group, LIMIT) for group in groups]
     for one in (*first, second[0]):
-        one.part()
+        one.report_part()
     assert [one.poll(never) for one in (*first, *second)] == [True, True, False, False]

@@ -28,8 +28,9 @@ from tests.rank_threads import (
     together,
 )
 from tests.ranks import on_forked_ranks
-from torch_ckpt.ranks.meeting import Meeting, Ranks
-from torch_ckpt.ranks.store_thread import StoreThread
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.ranks.store import StoreThread
 
 
 @pytest.mark.parametrize("by", [torch_ckpt.save, torch_ckpt.async_save])
@@ -95,7 +96,7 @@ def test_an_error_of_the_store_without_a_text_is_named_by_its_type() -> None:
         raise ConnectionResetError
 
     with pytest.raises(CheckpointException, match=r"store during 'write' \(ConnectionResetError\)"):
-        StoreThread().ask("write", 0, PATIENCE_SECONDS, lose)
+        StoreThread().request("write", 0, PATIENCE_SECONDS, lose)
 
 
 class StoppedStore(dist.Store):  # type: ignore[misc]
@@ -116,7 +117,9 @@ class StoppedStore(dist.Store):  # type: ignore[misc]
 
 def test_a_store_that_does_not_answer_is_an_error() -> None:
     stopped = StoppedStore()
-    [outcome] = together([Meeting(stopped, 1, 2, "test").ranks(SHORT)], save).values()
+    [outcome] = together(
+        [Exchange.open(RankGroup(stopped, 1, 2, "test"), "save", SHORT)], save
+    ).values()
     stopped.goes_on.set()
     assert "ConnectionError" in causes_of(outcome)[1]
     assert "no answer for 0.5 s" in causes_of(outcome)[1]
@@ -124,14 +127,14 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("work", "may_have_committed"),
-    [(save, True), (lambda ranks: ranks.all_succeed("load", str), False)],
+    [(save, True), (lambda ranks: ranks.run("load", str), False)],
     ids=["save", "load"],
 )
 def test_a_rank_that_has_lost_the_store_makes_no_more_calls(
-    work: Callable[[Ranks], Any], may_have_committed: bool
+    work: Callable[[Exchange], Any], may_have_committed: bool
 ) -> None:
     stopped = StoppedStore()
-    [ranks] = [Meeting(stopped, 1, 2, "test").ranks(SHORT)]
+    [ranks] = [Exchange.open(RankGroup(stopped, 1, 2, "test"), "save", SHORT)]
     [outcome] = together([ranks], work).values()
     before_close = stopped.asked
     ranks.close()
@@ -142,40 +145,45 @@ def test_a_rank_that_has_lost_the_store_makes_no_more_calls(
     assert ("rank 0 may have committed" in str(outcome)) == may_have_committed
 
 
-# --- one rendezvous for each group ---------------------------------------------------------------
+# --- one rank group for each process group ------------------------------------------------------
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_group_has_one_rendezvous() -> None:
-    meeting = Meeting.of(None, no_dist=False)
-    assert meeting is Meeting.of(dist.group.WORLD, no_dist=False)
-    assert meeting is not Meeting.of(dist.new_group([0]), no_dist=False)
-    assert (meeting.rank, meeting.size, meeting.distributed) == (0, 1, True)
+def test_a_process_group_has_one_rank_group() -> None:
+    group = RankGroup.of(None)
+    assert group is RankGroup.of(dist.group.WORLD)
+    assert group is not RankGroup.of(dist.new_group([0]))
+    assert (group.rank, group.size, group.distributed) == (0, 1, True)
 
 
-def test_a_new_default_group_has_a_new_rendezvous_with_other_keys() -> None:
+def test_a_new_default_group_has_new_keys() -> None:
     store = dist.HashStore()
-    for number in range(2):
+    prefixes = set()
+    for _ in range(2):
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        save(Meeting.of(None, no_dist=False).ranks())
+        prefixes.add(RankGroup.of(None).next_prefix("save"))
         dist.destroy_process_group()
-        assert len([key for key in store.list_keys() if "/verdict" in key]) == number + 1
+    assert len(prefixes) == 2
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_running_save_continues_without_its_group() -> None:
-    ranks = Meeting.of(None, no_dist=False).ranks()
+def test_a_running_save_keeps_the_store_of_a_destroyed_group() -> None:
+    ranks = Exchange.open(RankGroup.of(None), "save", 300.0)
+    store = weakref.ref(RankGroup.of(None))
     dist.destroy_process_group()
     gc.collect()
+    held = store()
+    assert held is not None
+    held.connection().set("key", "value")
     assert save(ranks) == ["part"]
     ranks.close()
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_rendezvous_is_deleted_with_its_group() -> None:
+def test_a_rank_group_is_deleted_with_its_process_group() -> None:
     # Otherwise the next group on the port would find the keys of this group in the server.
-    meeting = weakref.ref(Meeting.of(None, no_dist=False))
-    assert meeting() is not None
+    group = weakref.ref(RankGroup.of(None))
+    assert group() is not None
     dist.destroy_process_group()
     gc.collect()
-    assert meeting() is None
+    assert group() is None

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from torch_ckpt import _core
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.group import RankGroup
 
 T = TypeVar("T")
 
@@ -52,37 +52,37 @@ _NEAR = 8
 _REACHED = ("reached/even", "reached/odd")
 
 
-class Lockstep:
+class PolledEvent:
     """An event that all ranks detect at the same poll.
 
     All ranks must create their events in the same order, and poll each event from one thread.
 
     Args:
-        rendezvous: connects the ranks. There must be at least two.
+        group: the ranks. There must be at least two.
         timeout: seconds to wait for the store.
         pause: sleeps for the given number of seconds. Called while waiting for ranks that are
             behind.
     """
 
     def __init__(
-        self, rendezvous: Meeting, timeout: float, pause: Callable[[float], None] = time.sleep
+        self, group: RankGroup, timeout: float, pause: Callable[[float], None] = time.sleep
     ) -> None:
-        self._rank = rendezvous.rank
-        self._size = rendezvous.size
-        self._asker = rendezvous.asker
+        self._rank = group.rank
+        self._size = group.size
+        self._store_thread = group.store_thread
         # A strong reference would keep the process group's store alive.
-        self._meeting = weakref.ref(rendezvous)
+        self._group = weakref.ref(group)
         self._timeout = timeout
         self._pause = pause
-        self._prefix = rendezvous.next_prefix("lockstep")
+        self._prefix = group.next_prefix("event")
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._polls = 0
-        self._looks = False
+        self._asks_store = False
         self._is_over = False
         self._answer = ""  # the last value of the key that this rank has seen
 
-    def part(self) -> None:
+    def report_part(self) -> None:
         """Records that this rank's part has happened, so that polls ask the store. Must be called
         only once, from any thread.
 
@@ -90,12 +90,12 @@ class Lockstep:
             CheckpointException: the store is lost; the cause is a ConnectionError.
         """
         with self._lock:
-            self._looks = True
+            self._asks_store = True
             polls = self._polls
-        self._ask(self._post, polls, self._connected())
+        self._request(self._post, polls, self._connected())
         _core.fault_point("part is posted")
 
-    def over(self) -> None:
+    def stop_waiting(self) -> None:
         """Records that the event is over or that a rank is lost, so that polls no longer wait. May
         be called from any thread."""
         self._is_over = True
@@ -114,21 +114,21 @@ class Lockstep:
             self._keep_near(number // _NEAR, is_alone)
         with self._lock:
             self._polls = number
-            looks = self._looks
+            asks_store = self._asks_store
         if is_alone():
             return True
-        return looks and self._ask(self._settle, number, self._connected())
+        return asks_store and self._request(self._settle, number, self._connected())
 
-    def rest(self) -> None:
+    def release_store(self) -> None:
         """Releases the store, after this rank has acted."""
         self._store = None
 
-    def end(self) -> None:
+    def delete_keys(self) -> None:
         """Deletes the keys in the store, after all ranks have acted. Has no effect after the
         process group has been destroyed."""
-        if self._rank == 0 and self._meeting() is not None:
+        if self._rank == 0 and self._group() is not None:
             for key in (_PARTS, _ANSWER, *_REACHED):
-                self._ask(self._connected().delete_key, key)
+                self._request(self._connected().delete_key, key)
             self._store = None
 
     # --- private ---------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Lockstep:
             count: the number of polls so far at which ranks wait for each other.
         """
         begun = time.monotonic()
-        while not self._ask(self._reach, count, self._connected()):
+        while not self._request(self._reach, count, self._connected()):
             if self._is_over or is_alone():
                 return
             self._pause(min(0.01, max(0.0002, (time.monotonic() - begun) / 10)))
@@ -169,14 +169,14 @@ class Lockstep:
 
     def _connected(self) -> Store:
         if self._store is None:
-            meeting = self._meeting()
-            assert meeting is not None  # the running call keeps it alive
-            connection = self._ask(meeting.connection)
+            group = self._group()
+            assert group is not None  # the running call keeps it alive
+            connection = self._request(group.connection)
             self._store = PrefixStore(self._prefix, connection)
         return self._store
 
-    def _ask(self, work: Callable[..., T], *args: Any) -> T:
-        return self._asker.ask(_STEP, self._rank, self._timeout, work, *args)
+    def _request(self, work: Callable[..., T], *args: Any) -> T:
+        return self._store_thread.request(_STEP, self._rank, self._timeout, work, *args)
 
 
 def _number(answer: str) -> int:
