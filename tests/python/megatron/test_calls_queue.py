@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,36 +21,23 @@ from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest, FileSystemWriterA
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
 
-def test_a_function_that_cannot_be_pickled_runs_with_its_arguments(
+def test_functions_that_cannot_be_pickled_run_with_their_arguments(
     calls_queue: AsyncCallsQueue,
 ) -> None:
     lock = threading.Lock()  # cannot be pickled
     got: list[Any] = []
     calls_queue.schedule_async_request(
         AsyncRequest(
-            lambda *args, **kwargs: got.append((args, kwargs)), (1, lock), [], {"more": lock}
+            lambda *args, **kwargs: got.append((args, kwargs)),
+            (1, None, lock),
+            [],
+            {"more": lock},
+            preload_fn=lambda: "preloaded",
         )
     )
-    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0]
-    assert got == [((1, lock), {"more": lock})]
-
-
-def test_bound_methods_run(calls_queue: AsyncCallsQueue) -> None:
-    got: list[int] = []
     calls_queue.schedule_async_request(request(got.append, 7))
-    calls_queue.close()
-    assert got == [7]
-
-
-def test_the_result_of_the_preload_function_is_the_second_argument(
-    calls_queue: AsyncCallsQueue,
-) -> None:
-    got: list[Any] = []
-    calls_queue.schedule_async_request(
-        request(lambda *args: got.extend(args), 1, None, 3, preload_fn=lambda: "preloaded")
-    )
-    calls_queue.close()
-    assert got == [1, "preloaded", 3]
+    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    assert got == [((1, "preloaded", lock), {"more": lock}), 7]
 
 
 def test_the_preload_function_runs_while_the_call_is_scheduled(
@@ -142,43 +130,31 @@ def test_the_arguments_of_a_function_are_released_when_it_has_ended(
     eventually(lambda: alive() is None)
 
 
-class OldRequest(NamedTuple):
-    """Request of a version without preload functions and keyword arguments."""
-
-    async_fn: Any
-    async_fn_args: Any
-    finalize_fns: Any
-    is_frozen: bool = False
-    call_idx: int = 0
+FIELDS = {
+    "older": "async_fn async_fn_args finalize_fns is_frozen call_idx",
+    "newer": " ".join((*AsyncRequest._fields, "something_new")),
+}
 
 
-def test_requests_of_older_classes_run(calls_queue: AsyncCallsQueue) -> None:
+@pytest.mark.parametrize("version", FIELDS)
+def test_requests_of_other_versions_run(calls_queue: AsyncCallsQueue, version: str) -> None:
     got: list[Any] = []
-    old = OldRequest(got.append, (1,), [lambda: got.append("finalized")])
-    assert calls_queue.schedule_async_request(old) == 0  # type: ignore[arg-type]
+    values = {
+        "async_fn": lambda *args, **kwargs: got.append((args, kwargs)),
+        "async_fn_args": (1, 2),
+        "finalize_fns": [lambda: got.append("finalized")],
+        "async_fn_kwargs": {"c": 3},
+        "preload_fn": dict,
+        "is_frozen": False,
+        "call_idx": 9,
+        "something_new": 5,
+    }
+    theirs: Any = namedtuple("AsyncRequest", FIELDS[version])
+    made = theirs(**{name: values[name] for name in theirs._fields})
+    assert calls_queue.schedule_async_request(made) == 0
     calls_queue.close()
-    assert got == [1, "finalized"]
-
-
-class NewerRequest(NamedTuple):
-    async_fn: Any
-    async_fn_args: Any
-    finalize_fns: Any
-    async_fn_kwargs: Any
-    preload_fn: Any
-    is_frozen: bool
-    call_idx: int
-    something_new: int = 5
-
-
-def test_requests_of_newer_classes_run(calls_queue: AsyncCallsQueue) -> None:
-    got: list[Any] = []
-    newer = NewerRequest(
-        lambda a, b, c: got.append((a, b, c)), (1, None), [], {"c": 3}, dict, False, 9
-    )
-    assert calls_queue.schedule_async_request(newer) == 0  # type: ignore[arg-type]
-    calls_queue.close()
-    assert got == [(1, {}, 3)]
+    expected = ((1, 2), {}) if version == "older" else ((1, {}), {"c": 3})
+    assert got == [expected, "finalized"]
 
 
 def test_finalize_functions_may_be_added_until_a_request_is_frozen() -> None:
@@ -219,15 +195,38 @@ def test_the_error_of_a_function_is_raised_by_finalizing(
     assert calls_queue.get_num_unfinalized_calls() == 0
 
 
-def test_the_error_of_a_preload_function_is_raised_by_finalizing(
-    calls_queue: AsyncCallsQueue,
+class Unpicklable(Exception):
+    """An error that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("with a lock")
+        self.lock = threading.Lock()
+
+
+def raising(error: type[BaseException]) -> Any:
+    def function(*_: object) -> None:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (request(raising(AssertionError), 1, 2, preload_fn=fail), "refused"),
+        (request(print, 1, preload_fn=dict), "at least two arguments"),
+        (request(raising(Unpicklable)), "Unpicklable: with a lock"),
+        (request(raising(SystemExit)), "SystemExit"),
+        (request(raising(KeyboardInterrupt)), "KeyboardInterrupt"),
+    ],
+    ids=["in the preload function", "too few arguments", "unpicklable", "exit", "interruption"],
+)
+def test_an_error_fails_its_call(
+    calls_queue: AsyncCallsQueue, made: AsyncRequest, message: str
 ) -> None:
-    ran: list[int] = []
-    made = request(lambda *_: ran.append(1), 1, 2, preload_fn=fail)
     assert calls_queue.schedule_async_request(made) == 0
-    with pytest.raises(CheckpointException, match="refused"):
+    with pytest.raises(CheckpointException, match=message):
         calls_queue.maybe_finalize_async_calls(blocking=True)
-    assert ran == []
 
 
 def test_the_error_of_a_finalize_function_is_raised_unchanged(calls_queue: AsyncCallsQueue) -> None:
@@ -288,40 +287,6 @@ def test_close_raises_the_first_of_several_errors_and_logs_the_others(
     assert second == "rank 0: call 2 was not finalized: the third"
 
 
-def test_an_error_that_cannot_be_pickled_is_raised_with_its_text(
-    calls_queue: AsyncCallsQueue,
-) -> None:
-    class Local(Exception):
-        def __init__(self) -> None:
-            super().__init__("of a class that cannot be imported")
-            self.lock = threading.Lock()
-
-    def function() -> None:
-        raise Local
-
-    calls_queue.schedule_async_request(request(function))
-    with pytest.raises(CheckpointException, match="Local: of a class that cannot be imported"):
-        calls_queue.maybe_finalize_async_calls(blocking=True)
-
-
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_an_exit_in_a_function_fails_only_its_call(
-    calls_queue: AsyncCallsQueue, error: type[BaseException]
-) -> None:
-    def function() -> None:
-        raise error
-
-    calls_queue.schedule_async_request(request(function))
-    with pytest.raises(CheckpointException, match=error.__name__):
-        calls_queue.maybe_finalize_async_calls(blocking=True)
-
-
-def test_a_preload_function_with_one_argument_fails_the_call(calls_queue: AsyncCallsQueue) -> None:
-    calls_queue.schedule_async_request(request(print, 1, preload_fn=dict))
-    with pytest.raises(CheckpointException, match="at least two arguments"):
-        calls_queue.maybe_finalize_async_calls(blocking=True)
-
-
 # --- execute_sync --------------------------------------------------------------------------------
 
 
@@ -336,12 +301,8 @@ def test_execute_sync_runs_all_functions_of_a_request() -> None:
     )
     made.execute_sync()
     assert done == [((1, 2, 3), {"more": 4}), "finalized"]
-
-
-def test_execute_sync_runs_a_request_without_a_function() -> None:
-    done: list[int] = []
-    AsyncRequest(None, (), [lambda: done.append(1)]).execute_sync()
-    assert done == [1]
+    AsyncRequest(None, (), [lambda: done.append("nothing to run")]).execute_sync()
+    assert done[2:] == ["nothing to run"]
 
 
 @pytest.mark.parametrize("of", ["function", "preload function"])

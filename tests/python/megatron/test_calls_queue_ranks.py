@@ -125,37 +125,6 @@ def on_two_ranks(work: Callable[[int, AsyncCallsQueue], Any]) -> list[Any]:
     return on_forked_ranks(2, lambda rank: work(rank, AsyncCallsQueue(timeout=LIMIT)))
 
 
-def test_a_failure_on_one_rank_raises_on_both() -> None:
-    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
-        function = fail if rank == 1 else print
-        finalized: list[int] = []
-        calls_queue.schedule_async_request(
-            request(function, finalize=[lambda: finalized.append(rank)])
-        )
-        try:
-            return calls_queue.maybe_finalize_async_calls(blocking=True)
-        finally:
-            assert finalized == []
-
-    for outcome in on_two_ranks(work):
-        assert isinstance(outcome, CheckpointException)
-        assert list(outcome.failures) == [1]
-        assert "refused" in str(outcome)
-
-
-def test_ranks_that_finalize_different_calls_get_an_error() -> None:
-    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
-        for _ in range(rank):
-            calls_queue.schedule_async_request(request(print))
-            calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
-        calls_queue.schedule_async_request(request(print))
-        return calls_queue.maybe_finalize_async_calls(blocking=True)
-
-    for outcome in on_two_ranks(work):
-        assert isinstance(outcome, CheckpointException)
-        assert "Unmatched async calls: rank 0 call 0, rank 1 call 1" in str(outcome)
-
-
 def test_no_dist_finalizes_a_call_before_it_ends_on_other_ranks() -> None:
     rank_0_is_done = context.Event()
 
@@ -197,37 +166,3 @@ def test_both_ranks_finalize_at_the_first_poll_after_the_last_end() -> None:
         return calls_queue.maybe_finalize_async_calls()
 
     assert on_two_ranks(work) == [[0], [0]]
-
-
-def test_the_second_poll_finalizes_a_call_that_ended_before_the_first() -> None:
-    ended = context.Barrier(2)
-
-    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
-        posted = threading.Event()
-        with calling({"part is posted": posted.set}):
-            calls_queue.schedule_async_request(request())
-            finalized = calls_queue.maybe_finalize_async_calls()
-            assert posted.wait(LIMIT)
-        ended.wait(LIMIT)
-        # The first poll may already finalize if both ranks were fast.
-        return finalized + calls_queue.maybe_finalize_async_calls()
-
-    assert on_two_ranks(work) == [[0], [0]]
-
-
-def test_both_ranks_finalize_at_the_same_poll() -> None:
-    late = context.Event()
-
-    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
-        polls = 0
-        calls_queue.schedule_async_request(
-            request(lambda: rank == 1 and late.wait(LIMIT), finalize=[print])
-        )
-        while not calls_queue.maybe_finalize_async_calls():
-            polls += 1
-            if rank == 0 and polls == 5:
-                late.set()
-        return polls
-
-    first, second = on_two_ranks(work)
-    assert first == second >= 5

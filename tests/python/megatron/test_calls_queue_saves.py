@@ -18,7 +18,6 @@ from tests.async_calls import assert_saved, is_empty, request, schedule, wait_fo
 from tests.async_saves import (
     assert_priorities,
     is_committed,
-    open_in_python,
     planned,
     priorities_of_writers,
     request_of,
@@ -104,89 +103,51 @@ def assert_usable(calls_queue: AsyncCallsQueue, path: Path) -> None:
     assert_saved(path, seed=5)
 
 
-def test_an_abort_before_staging_leaves_no_file(
-    calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
-) -> None:
-    def schedule_slowly() -> None:
-        made = request_of(planned(small_state(), FileSystemWriterAsync(tmp_path / "c")))
-        preload = made.preload_fn
-        assert preload is not None
-        calls_queue.schedule_async_request(made._replace(preload_fn=lambda: [gate(), preload()][1]))
-
-    with in_thread(schedule_slowly):
-        gate.wait()
-        calls_queue.close(abort=True)
-        gate.open()
-    assert calls_queue.get_num_unfinalized_calls() == 0
-    eventually(lambda: is_empty(tmp_path / "c"))
-    assert_usable(calls_queue, tmp_path / "c")
+#: Fault points of a write by the engine, and other moments.
+PHASES = [
+    "preload function",
+    "engine has begun",
+    "sources are copied",
+    "fsync",
+    "files are written",  # too late to be cancelled
+    "end",
+    "write in Python",
+    "end in Python",
+]
 
 
-def test_an_abort_while_another_thread_stages_leaves_no_file(
-    calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
-) -> None:
-    with (
-        calling({"engine has begun": gate}),
-        in_thread(lambda: schedule(calls_queue, tmp_path / "c")),
-    ):
-        gate.wait()
-        calls_queue.close(abort=True)
-        gate.open()
-    assert calls_queue.get_num_unfinalized_calls() == 0
-    eventually(lambda: is_empty(tmp_path / "c"))
-    assert_usable(calls_queue, tmp_path / "c")
-
-
-def test_an_abort_during_the_write_leaves_no_file(
-    calls_queue: AsyncCallsQueue, tmp_path: Path, held_after_staging: Gate
-) -> None:
-    schedule(calls_queue, tmp_path / "c")
-    held_after_staging.wait()
-    calls_queue.close(abort=True)
-    assert calls_queue.get_num_unfinalized_calls() == 0
-    held_after_staging.open()
-    eventually(lambda: is_empty(tmp_path / "c"))
-    assert_usable(calls_queue, tmp_path / "c")
-
-
-def test_an_abort_between_writing_and_finalizing_leaves_no_file(
-    calls_queue: AsyncCallsQueue, tmp_path: Path
-) -> None:
-    schedule(calls_queue, tmp_path / "c")
-    wait_for_end(calls_queue)
-    assert data_files(tmp_path / "c")
-    calls_queue.close(abort=True)
-    eventually(lambda: is_empty(tmp_path / "c"))
-    assert not is_committed(tmp_path / "c")
-    assert_usable(calls_queue, tmp_path / "c")
-
-
-def test_an_abort_of_a_write_in_python_leaves_no_file(
-    calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_abort_in_any_phase_leaves_no_file_although_the_plan_is_referenced(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate, phase: str
 ) -> None:
     def opening(path: str, mode: str) -> Any:
         stream = open(path, mode)  # noqa: SIM115  (the writer's)
-        gate()
+        if phase == "write in Python":
+            gate()
         return stream
 
-    schedule(calls_queue, tmp_path / "c", open_file=opening)
-    gate.wait()
-    assert data_files(tmp_path / "c")
-    calls_queue.close(abort=True)
-    gate.open()
+    options = {"open_file": opening} if "Python" in phase else {}
+    held = request_of(planned(small_state(), FileSystemWriterAsync(tmp_path / "c", **options)))
+    preload = held.preload_fn
+    assert preload is not None
+    if phase == "preload function":
+        held = held._replace(preload_fn=lambda: [gate(), preload()][1])
+    with (
+        calling({phase: gate}),
+        in_thread(lambda: calls_queue.schedule_async_request(held) and None),
+    ):
+        if phase.startswith("end"):
+            eventually(lambda: calls_queue.get_num_unfinalized_calls() == 1)
+            wait_for_end(calls_queue)
+            assert data_files(tmp_path / "c")
+        else:
+            gate.wait()
+        calls_queue.close(abort=True)
+        gate.open()
+    assert calls_queue.get_num_unfinalized_calls() == 0
     eventually(lambda: is_empty(tmp_path / "c"))
-
-
-@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "Python"])
-def test_an_abort_after_the_write_leaves_no_file_although_the_plan_is_referenced(
-    calls_queue: AsyncCallsQueue, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c", **options))
-    calls_queue.schedule_async_request(request_of(held))
-    wait_for_end(calls_queue)
-    assert data_files(tmp_path / "c")
-    calls_queue.close(abort=True)
-    assert is_empty(tmp_path / "c")
+    assert not is_committed(tmp_path / "c")
+    assert_usable(calls_queue, tmp_path / "c")
 
 
 @pytest.fixture
@@ -195,17 +156,6 @@ def held_at_the_end(gate: Gate) -> Iterator[Gate]:
     with calling({"files are written": gate}):
         yield gate
         gate.open()
-
-
-def test_an_abort_too_late_to_cancel_leaves_no_file_although_the_plan_is_referenced(
-    calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate
-) -> None:
-    held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
-    calls_queue.schedule_async_request(request_of(held))
-    held_at_the_end.wait()
-    calls_queue.close(abort=True)
-    held_at_the_end.open()
-    eventually(lambda: is_empty(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
