@@ -69,18 +69,12 @@ def test_an_item_from_the_same_process_is_the_same_object() -> None:
     assert results.get() is lock
 
 
-def test_an_empty_queue_raises_at_once() -> None:
-    results = ResultsQueue()
+@pytest.mark.parametrize(
+    "options", [{"block": False}, {"timeout": 0.0}, {"timeout": SHORT}], ids=str
+)
+def test_a_get_from_an_empty_queue_raises(options: dict[str, Any]) -> None:
     with pytest.raises(queue.Empty):
-        results.get_nowait()
-    with pytest.raises(queue.Empty):
-        results.get(block=False)
-
-
-@pytest.mark.parametrize("timeout", [0.0, SHORT])
-def test_a_get_with_a_timeout_ends_without_an_item(timeout: float) -> None:
-    with pytest.raises(queue.Empty):
-        ResultsQueue().get(timeout=timeout)
+        ResultsQueue().get(**options)
 
 
 def test_the_size_counts_items_from_all_processes() -> None:
@@ -144,47 +138,18 @@ def put(results: ResultsQueue, *items: Any) -> None:
         results.put(item)
 
 
-def unpickled_put(pickled: bytes, *items: Any) -> None:
-    put(pickle.loads(pickled), *items)
+def put_by_all(results: ResultsQueue, pickled: bytes) -> None:
+    # Each request contains a pickle of the queue.
+    queues = results, pickle.loads(pickled), pickle.loads(pickled)
+    for number in range(12):
+        queues[number % 3].put(number)
 
 
-def test_items_of_a_forked_child_arrive_in_order() -> None:
+@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+def test_items_of_a_child_arrive_in_order_through_a_queue_and_its_pickles(how: str) -> None:
     results = ResultsQueue()
-    in_fork(lambda: put(results, *range(12)))
+    by_multiprocessing(how, put_by_all, results, pickle.dumps(results))
     assert [results.get(timeout=LIMIT) for _ in range(12)] == list(range(12))
-
-
-def test_two_pickles_of_a_queue_put_to_the_same_queue() -> None:
-    results = ResultsQueue()
-    pickled = pickle.dumps(results)
-
-    def work() -> None:
-        # Each request contains a pickle of the queue.
-        one, other = pickle.loads(pickled), pickle.loads(pickled)
-        for number in range(12):
-            (one if number % 2 else other).put(number)
-
-    in_fork(work)
-    assert [results.get(timeout=LIMIT) for _ in range(12)] == list(range(12))
-
-
-@pytest.mark.parametrize("how", ["fork", "forkserver"])
-def test_items_of_a_multiprocessing_child_arrive_in_order(how: str) -> None:
-    results = ResultsQueue()
-    by_multiprocessing(how, put, results, *range(12))
-    assert [results.get(timeout=LIMIT) for _ in range(12)] == list(range(12))
-    assert results.empty()
-
-
-def put_by_both(results: ResultsQueue, pickled: bytes) -> None:
-    put(results, *range(12))
-    unpickled_put(pickled, "item")
-
-
-def test_a_spawned_child_can_put_through_a_queue_and_a_pickle_of_it() -> None:
-    results = ResultsQueue()
-    by_multiprocessing("spawn", put_by_both, results, pickle.dumps(results))
-    assert [results.get(timeout=LIMIT) for _ in range(13)] == [*range(12), "item"]
     assert results.empty()
 
 
@@ -199,7 +164,7 @@ def test_a_put_to_a_deleted_queue_raises() -> None:
 
     def work() -> None:
         with pytest.raises(FileNotFoundError):
-            unpickled_put(pickled, "item")
+            pickle.loads(pickled).put("item")
 
     in_fork(work)
 
