@@ -277,28 +277,13 @@ PROGRAMS: dict[str, tuple[bytes, str]] = {
     ),
     "a class among the values": (b"]" + METADATA + b"a.", "used as a value"),
     "a class that is called": (METADATA + b")R.", "this call does not occur in metadata"),
-    "a text of 2^40 bytes": (b"\x8d" + struct.pack("<Q", 1 << 40) + b"a.", "ends within an opcode"),
-    "bytes of 2^63 bytes": (b"\x8e" + struct.pack("<Q", 1 << 63) + b"a.", "ends within an opcode"),
-    "a frame of 2^62 bytes": (
-        b"\x95" + struct.pack("<Q", 1 << 62) + b"N.",
-        "frame ends past the end",
-    ),
-    "a memo index of 2^31": (b"Nr" + struct.pack("<I", 1 << 31) + b".", "not consecutive"),
     "a key that doubles": (b"}N\x94" + TWICE + b"K\1s.", "shared parts are counted"),
     "a key that doubles less": (b"}N\x94" + TWICE[:48] + b"K\1s.", "dict key is too large"),
     "an argument that doubles": (
         b"ctorch\nSize\nN\x94" + TWICE[:52] + b"\x85R.",
         "arguments of a function are too large",
     ),
-    "lists within lists": (b"]" * 3000 + b"a" * 2999 + b".", "nested too deeply"),
-    "tuples within tuples": (b")" + b"\x85" * 100_000 + b".", "nested too deeply"),
-    "a list that holds itself": (b"]\x94h\0a.", "after it was fetched"),
-    "a list as key": (b"}]Ns.", "metadata does not use for keys"),
     "an instruction of a class": (b"(ios\nsystem\n.", "opcode 105"),
-    "a persistent id": (b"X\1\0\0\0aQ.", "opcode 81"),
-    "an extension": (b"\x82\1.", "opcode 130"),
-    "a buffer from outside": (b"\x97.", "opcode 151"),
-    "a file of another kind": (b"PK\3\4" + bytes(100), "opcode 80"),
 }
 
 
