@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import names_of, options_of, refuse_unknown, require_choice
-from torch_ckpt._base.stateful import is_stateful
 from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
@@ -40,7 +39,7 @@ from torch_ckpt.saving.running_saves import alone, check_for_errors, start
 from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.session import PlanCache, SaveSession
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.state.app_state import saved_values
+from torch_ckpt.state.app_state import resolve_state_dict, saved_values
 from torch_ckpt.state.values import Targets, estimate, load_values, load_values_freeing
 
 CheckpointId = str | os.PathLike[str]
@@ -122,14 +121,14 @@ def save(
                 if planner is None and writer.engine_can_write():
                     try:
                         session = SaveSession(writer, ranks, plans, check_replicas)
-                        return session.run(lambda: SaveState(_read_values(state_dict)))
+                        return session.run(lambda: SaveState(saved_values(state_dict)))
                     finally:
                         writer.abandon()
             # dcp.save does not notify a writer of a failed save.
             stack.callback(writer.abandon)
             with raised_as_ours(ranks.rank):
                 metadata: Metadata = dcp_save(
-                    _resolve_state_dict(state_dict),
+                    resolve_state_dict(state_dict),
                     storage_writer=writer,
                     planner=planner,
                     process_group=process_group,
@@ -235,7 +234,7 @@ def async_save(
                 writer = copy.copy(writer)
                 writer.reset(checkpoint_id)
             with no_gc():
-                state = SaveState(_read_values(state_dict), snapshot=True)
+                state = SaveState(saved_values(state_dict), snapshot=True)
             job = Job(
                 state,
                 ranks,
@@ -353,7 +352,7 @@ def load(
     try:
         with ExitStack() as stack:
             with ranks:
-                _require_dict(state_dict)
+                resolve_state_dict(state_dict, calls=False)
                 reader = _resolve_storage(
                     load, FileSystemReader, storage_reader, checkpoint_id, reader_options
                 )
@@ -436,7 +435,7 @@ def preflight(
             print(report)
     """
     with _open_for_this_rank(checkpoint_id, names, rename, reader_options) as load:
-        values = _resolve_state_dict(state_dict)
+        values = resolve_state_dict(state_dict)
         return load.compare(Targets(values, only_compared=True).build_all(load))
 
 
@@ -466,7 +465,7 @@ def estimate_read_memory(
         print(memory.target_bytes, memory.beyond_targets_bytes)
     """
     with _open_for_this_rank(checkpoint_id, names, rename, reader_options) as load:
-        return estimate(load, _resolve_state_dict(state_dict))
+        return estimate(load, resolve_state_dict(state_dict))
 
 
 @contextmanager
@@ -509,27 +508,6 @@ def _resolve_storage(
     return storage
 
 
-def _resolve_state_dict(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
-    """Returns the state dict. If the caller passed a function, calls it.
-
-    Raises:
-        TypeError: the state dict is not a mapping.
-    """
-    # Modules are callable, too.
-    if callable(state_dict) and not is_stateful(state_dict):
-        state_dict = state_dict()
-    _require_dict(state_dict)
-    return cast(StateDict, state_dict)
-
-
-def _require_dict(state_dict: object) -> None:
-    if isinstance(state_dict, Mapping):
-        return
-    name = "model" if isinstance(state_dict, torch.nn.Module) else "state"
-    wrapped = f"{{{name!r}: ...}}" if is_stateful(state_dict) else "a dict of names and values"
-    raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}. Pass {wrapped}.")
-
-
 def _require_states(state_dict: StateDict) -> None:
     """Raises ValueError if the state dict has an optimizer that ``dcp.load`` would not restore."""
     for key, value in state_dict.items():
@@ -540,7 +518,3 @@ def _require_states(state_dict: StateDict) -> None:
                 "files without a planner, or pass get_optimizer_state_dict(model, optimizer) from "
                 "torch.distributed.checkpoint.state_dict."
             )
-
-
-def _read_values(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
-    return saved_values(_resolve_state_dict(state_dict))

@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from torch_ckpt._base.formatting import duration, printable, size
@@ -143,8 +143,16 @@ def _draw_bar(share: float) -> str:
     return f"{done}{rest}" if os.environ.get("NO_COLOR") else f"\x1b[32m{done}\x1b[0m{rest}"
 
 
-class Reporter:
-    """Context manager that reports the progress of an operation to a bar or a callback.
+@contextmanager
+def reporting(
+    option: ProgressOption,
+    title: str,
+    rank: int | None,
+    total: int,
+    *,
+    seconds_between: float = 0.1,
+) -> Iterator[Callable[[Progress], None] | None]:
+    """Block that reports the progress of an operation to a bar or a callback.
 
     Args:
         option: see :data:`ProgressOption`.
@@ -152,38 +160,17 @@ class Reporter:
         rank: rank of this process; None for a single process.
         total: total number of bytes.
         seconds_between: minimum time between two drawings of the bar.
+
+    Yields:
+        A function to call with the progress; None if nothing is reported.
     """
-
-    def __init__(
-        self,
-        option: ProgressOption,
-        title: str,
-        rank: int | None,
-        total: int,
-        *,
-        seconds_between: float = 0.1,
-    ) -> None:
-        self._callback: Callable[[Progress], None] | None = None
-        self._bar: ProgressBar | None = None
-        if callable(option):
-            self._callback = option
-        elif option and not rank:
-            self._bar = ProgressBar(title, total, seconds_between=seconds_between)
-            self._callback = self._bar.update
-
-    @property
-    def active(self) -> bool:
-        """True if there is a bar or a callback."""
-        return self._callback is not None
-
-    def update(self, progress: Progress) -> None:
-        """Draws the bar, or calls the callback."""
-        if self._callback is not None:
-            self._callback(progress)
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    if callable(option):
+        yield option
+    elif option and not rank:
+        bar = ProgressBar(title, total, seconds_between=seconds_between)
+        try:
+            yield bar.update
+        finally:
+            bar.close()
+    else:
+        yield None

@@ -20,7 +20,7 @@ import torch
 
 from torch_ckpt._base.formatting import plural, printable, size, some_of
 from torch_ckpt._base.options import require_at_least
-from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
 from torch_ckpt.conversion.selection import Selection, parse_dtype
 from torch_ckpt.conversion.source import Source
@@ -201,11 +201,12 @@ def convert(
             notes.append(f"left out because the model ties them to equal weights: {some_of(tied)}")
         report.tensors, report.objects = len(opened.tensors), len(opened.objects)
         total = sum(entry.nbytes for entry in opened.tensors.values())
-        with Reporter(progress, f"convert {os.path.basename(path)}", 0, total) as shown:
+        with reporting(progress, f"convert {os.path.basename(path)}", 0, total) as shown:
 
             def wrote(count: int) -> None:
                 report.bytes += count
-                shown.update(Progress(total, 0, report.bytes))
+                if shown is not None:
+                    shown(Progress(total, 0, report.bytes))
 
             report.files = write(
                 opened, target_path, overwrite=overwrite, wave_bytes=max_host_bytes, wrote=wrote

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 
 from torch_ckpt._base.options import require_at_least
-from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import CheckpointError
@@ -185,15 +185,15 @@ class _Comparison:
                 report.objects.append(name)
 
     def _compare_all(self, tallies: list[_Tally], total: int, progress: ProgressOption) -> None:
-        with Reporter(progress, "compare", None, total) as shown:
+        with reporting(progress, "compare", None, total) as shown:
             done = 0
 
             def advance() -> None:
                 nonlocal done
                 done += self._batch_bytes
                 self._run_batch()
-                if shown.active:
-                    shown.update(Progress(total, 0, done))
+                if shown is not None:
+                    shown(Progress(total, 0, done))
 
             for tally in tallies:
                 dtypes = tally.dtypes

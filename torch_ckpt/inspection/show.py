@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torch_ckpt._base.formatting import plural, printable, sentence, size
-from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.inspection.listing import select_names
@@ -278,7 +278,7 @@ def show(
         sizes = {name: stored.tensor_bytes(name) for name in chosen}
         total, done = sum(sizes.values()), 0
         report = ShowReport(stored.path, [])
-        with Reporter(progress, "show", None, total) as shown:
+        with reporting(progress, "show", None, total) as shown:
             for name in chosen:
                 try:
                     report.items.append(_read_item(stored, name, first))
@@ -287,8 +287,8 @@ def show(
                         raise
                     report.damaged.append((name, sentence(error)))
                 done += sizes[name]
-                if shown.active:
-                    shown.update(Progress(total, 0, done))
+                if shown is not None:
+                    shown(Progress(total, 0, done))
         return report
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be shown: {error}") from error

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import plural, printable, size
-from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.coverage import gap_in
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
@@ -302,7 +302,7 @@ class _Verification:
         report, files = self.report, list(self._numbers)
         total = sum(row[2] for row in self._rows)
         title = f"verify {os.path.basename(os.path.normpath(report.checkpoint))}"
-        with Reporter(progress, title, None, total) as shown:
+        with reporting(progress, title, None, total) as shown:
             findings, unverifiable = _core.verify_records(
                 [(file, self._tables.get(file, b"")) for file in files],
                 self._rows,
@@ -310,9 +310,7 @@ class _Verification:
                 threads=options.threads,
                 max_inflight_bytes=options.max_inflight_bytes,
                 direct_io=options.direct_io,
-                progress=(lambda done: shown.update(Progress(total, 0, done)))
-                if shown.active
-                else None,
+                progress=shown and (lambda done: shown(Progress(total, 0, done))),
             )
         report.records, report.bytes = len(self._rows), total
         for number, row, offset, count, what, error_number in findings:

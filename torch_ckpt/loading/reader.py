@@ -28,7 +28,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import refuse_url
-from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.file_system import FilesBeneath
 from torch_ckpt.checkpoint.index import (
@@ -479,11 +479,12 @@ class FileSystemReader(StockReader):
             nonlocal told
             self.moved.add(done - told)
             told = done
-            shown.update(Progress(planned, 0, done))
+            if shown is not None:
+                shown(Progress(planned, 0, done))
 
         with (
             self._opened() as directory,
-            Reporter(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown,
+            reporting(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown,
         ):
             return load(
                 directory=directory,

@@ -29,7 +29,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import require_at_least, require_direct_io
-from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.saving.background import Background, EngineOptions
 from torch_ckpt.saving.host_memory import default_snapshot_bytes
@@ -214,14 +214,15 @@ class RankWrite:
         )
         self._save = save
         try:
-            with Reporter(options.progress, title, rank, save.progress()[0]) as shown:
+            with reporting(options.progress, title, rank, save.progress()[0]) as shown:
 
                 def show() -> None:
-                    shown.update(self.progress())
+                    if shown is not None:
+                        shown(self.progress())
 
                 # Wake up regularly to show progress and to let Ctrl-C in, which only reaches the
                 # main thread.
-                rest = _SHOWN_SECONDS if shown.active or not is_snapshot else _REST_SECONDS
+                rest = _SHOWN_SECONDS if shown is not None or not is_snapshot else _REST_SECONDS
                 if is_snapshot:
                     _core.fault_point("engine has begun", directory.path)
                     self._has_begun(save)

@@ -33,7 +33,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torch_ckpt._base.stateful import is_stateful
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import IfStored
@@ -352,13 +351,44 @@ class States:
             )
 
 
+def is_stateful(value: Any) -> bool:
+    """Returns the same as isinstance(value, Stateful), which takes 20 µs before Python 3.12."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
 def has_state(value: Any) -> bool:
     """True if a value is saved through its state: modules, optimizers, PerRank, Stateful values."""
     return is_stateful(value) or isinstance(value, PerRank)
 
 
-def saved_values(state_dict: MutableMapping[str, Any]) -> StateDict:
-    """Returns a copy of a state dict to save. Values that have a state are replaced by it."""
+def resolve_state_dict(
+    state_dict: StateDict | Callable[[], StateDict], *, calls: bool = True
+) -> StateDict:
+    """Returns the state dict. If the caller passed a function, calls it.
+
+    Args:
+        calls: False refuses a function.
+
+    Raises:
+        TypeError: the state dict is not a mapping.
+    """
+    # Modules are callable, too.
+    if calls and callable(state_dict) and not is_stateful(state_dict):
+        state_dict = state_dict()
+    if isinstance(state_dict, Mapping):
+        return state_dict
+    name = "model" if isinstance(state_dict, nn.Module) else "state"
+    wrapped = f"{{{name!r}: ...}}" if is_stateful(state_dict) else "a dict of names and values"
+    raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}. Pass {wrapped}.")
+
+
+def saved_values(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
+    """Returns a copy of a state dict to save. Values that have a state are replaced by it.
+
+    Args:
+        state_dict: see :func:`resolve_state_dict`.
+    """
+    state_dict = resolve_state_dict(state_dict)
     values = dict(state_dict)
     keys = [k for k, v in values.items() if not isinstance(v, torch.Tensor) and has_state(v)]
     if keys:

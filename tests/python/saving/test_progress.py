@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.support import Terminal
-from torch_ckpt._base.progress import Progress, Reporter
+from torch_ckpt._base.progress import Progress, reporting
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,10 @@ def _terminal_of_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, title: str = "save x") -> str:
     """Draws the progress of a save of 2 MB that reports twice."""
     monkeypatch.setattr("sys.stderr", stream)
-    with Reporter(True, title, 0, 2_000_000, seconds_between=0.0) as reporter:
+    with reporting(True, title, 0, 2_000_000, seconds_between=0.0) as report:
+        assert report is not None
         for done in (500_000, 2_000_000):
-            reporter.update(Progress(2_000_000, done, done))
+            report(Progress(2_000_000, done, done))
     return stream.getvalue()
 
 
@@ -72,10 +73,12 @@ def test_control_characters_in_the_title_are_escaped(monkeypatch: pytest.MonkeyP
 def test_a_closed_standard_error_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    with Reporter(True, "save x", 0, 1) as reporter:
+    with reporting(True, "save x", 0, 1) as report:
+        assert report is not None
         stream.close()
-        reporter.update(Progress(1, 1, 1))
+        report(Progress(1, 1, 1))
 
 
 def test_ranks_other_than_0_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not Reporter(True, "save x", 1, 1).active
+    with reporting(True, "save x", 1, 1) as report:
+        assert report is None
