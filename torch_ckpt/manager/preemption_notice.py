@@ -11,7 +11,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -20,20 +19,6 @@ import torch.distributed as dist
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.manager.options import PreemptionOptions
 from torch_ckpt.multihost.preemption import PreemptionWatch, current_watch, watch_for_preemption
-
-
-@dataclass
-class _Shared:
-    """State shared by the users of one watch.
-
-    Attributes:
-        users: number of users; the last one closes the watch. None if other code created the watch
-            and will close it.
-        agreed: the last step at which all ranks agreed to stop, set when training reaches it.
-    """
-
-    users: int | None
-    agreed: int | None = None
 
 
 class PreemptionNotice:
@@ -52,7 +37,8 @@ class PreemptionNotice:
         ValueError: ``signals`` are given, and the calling thread is not the main thread.
     """
 
-    _shared: ClassVar[WeakKeyDictionary[PreemptionWatch, _Shared]] = WeakKeyDictionary()
+    # Number of users of each watch that a manager has created. The last user closes the watch.
+    _users: ClassVar[WeakKeyDictionary[PreemptionWatch, int]] = WeakKeyDictionary()
 
     def __init__(
         self,
@@ -81,7 +67,7 @@ class PreemptionNotice:
             watch = watch_for_preemption(
                 numbers, file, process_group=process_group, timeout=timeout
             )
-            self._shared[watch] = _Shared(users=0)
+            self._users[watch] = 0
         elif (signals is not None or file is not None) and not watch.watches(
             () if signals is None else numbers, file
         ):
@@ -92,11 +78,10 @@ class PreemptionNotice:
                 numbers,
                 file,
             )
-        self._state = self._shared.setdefault(watch, _Shared(users=None))
-        if self._state.users is not None:
-            self._state.users += 1
+        if watch in self._users:
+            self._users[watch] += 1
         self._watch = watch
-        self._seen = self._state.agreed
+        self._seen = watch.stop_step
 
     @property
     def reason(self) -> str:
@@ -108,12 +93,11 @@ class PreemptionNotice:
         called. True only once per notice."""
         if self._watch is None:
             return False
-        shared = self._state
-        if self._watch.reached(step):
-            shared.agreed = step
-        if shared.agreed is None or shared.agreed == self._seen or step < shared.agreed:
+        self._watch.reached(step)
+        stop_step = self._watch.stop_step
+        if stop_step is None or stop_step == self._seen or step < stop_step:
             return False
-        self._seen = shared.agreed
+        self._seen = stop_step
         return True
 
     def restore_signals_if_ignored(self, rank: int, wait: Callable[[], None]) -> None:
@@ -140,9 +124,7 @@ class PreemptionNotice:
     def close(self) -> None:
         """Releases this user's share. The last user closes the watch."""
         watch, self._watch = self._watch, None
-        if watch is None:
-            return
-        if self._state.users is not None:
-            self._state.users -= 1
-            if self._state.users == 0:
+        if watch is not None and watch in self._users:
+            self._users[watch] -= 1
+            if not self._users[watch]:
                 watch.close()

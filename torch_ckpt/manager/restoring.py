@@ -166,26 +166,18 @@ class Restorer:
     def _load_with_retries(
         self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
     ) -> LoadReport | None:
+        group, timeout = self._run.process_group, self._run.timeout
+        options = {"timeout": timeout} | load_options | self._load_options
+        load = functools.partial(self._run.store.load, step, process_group=group, **options)
         delays = iter(_RETRY_SECONDS)
         while True:
             try:
-                return self._load(step, state, load_options)
+                return AppState(state).restore(
+                    load, call=_CALL, process_group=group, timeout=timeout
+                )
             except CheckpointException as error:
                 # All ranks receive the same failures, so all of them wait and retry.
                 seconds = next(delays, None)
                 if seconds is None or not is_elsewhere(error):
                     raise
                 time.sleep(seconds)
-
-    def _load(
-        self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
-    ) -> LoadReport | None:
-        load = functools.partial(
-            self._run.store.load,
-            step,
-            process_group=self._run.process_group,
-            **({"timeout": self._run.timeout} | load_options | self._load_options),
-        )
-        return AppState(state).restore(
-            load, call=_CALL, process_group=self._run.process_group, timeout=self._run.timeout
-        )

@@ -96,7 +96,8 @@ class PreemptionWatch:
         self._posted: int | None = None
         self._agreed: tuple[int, str] | None = None
         self._failure: BaseException | None = None
-        self._returned_true_at: int | None = None
+        #: The last step at which :meth:`reached` has returned True.
+        self.stop_step: int | None = None
         self._reason = ""
         self._closed = False
         self._is_ignored = False
@@ -138,7 +139,7 @@ class PreemptionWatch:
         if step < 0:
             raise ValueError(f"step {step} is negative: count steps from 0")
         with self._changed:
-            if step == self._returned_true_at:
+            if step == self.stop_step:
                 return True
             # If this process has received a signal, wait until its thread has posted the step.
             self._wait_until(lambda: not self._signalled or self._posted is not None)
@@ -148,7 +149,7 @@ class PreemptionWatch:
             if self._agreed is None or step < self._agreed[0]:
                 return False
             self._reason = self._agreed[1]
-            self._returned_true_at = step
+            self.stop_step = step
             self._agreed = self._posted = None
             # Put this before resetting _signalled: a signal that arrives between the two statements
             # is queued behind _REACHED, so the thread counts it for the next round.
