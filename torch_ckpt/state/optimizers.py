@@ -199,72 +199,36 @@ class OptimizerState(Discovered):
     def __init__(self, key: str, names: list[str], state: StateDict) -> None:
         super().__init__()
         self._prefix = f"{key}."
+        self._state = {
+            **state,
+            "state": {name: dict(slots) for name, slots in state["state"].items()},
+        }
+        self.numbers = {name: number for number, name in enumerate(names)}
         #: Number of tensors that the checkpoint has for each parameter.
         self.stored_counts: dict[str, int] = {}
         self._has_groups = False
-        self._set_names(names, names, state)
-
-    def _set_names(self, names: list[str], before: list[str], state: StateDict) -> None:
-        name_of = dict(zip(before, names, strict=True))
-        self.numbers = {name: number for number, name in enumerate(names)}
-        self._state = {
-            **state,
-            "state": {name_of[name]: dict(slots) for name, slots in state["state"].items()},
-            "param_groups": [
-                {**group, "params": [name_of[name] for name in group["params"]]}
-                for group in state["param_groups"]
-            ],
-            _WITHOUT_STATE: [name_of[name] for name in state[_WITHOUT_STATE]],
-        }
-        #: Paths of the tensors and objects in the state, by their names in layouts 1 and 2.
-        self._leaves: dict[str, tuple[Any, ...]] = {}
-        for name, slots in self._state["state"].items():
-            self._add_leaves(slots, "state", name)
-        for name, value in self._state.items():
-            if name not in ("state", "param_groups", _WITHOUT_STATE):
-                self._add_leaves(value, name)
-
-    def _add_leaves(self, value: Any, *path: Any) -> None:
-        is_slots = len(path) == 2 and path[0] == "state"
-        if is_slots or (type(value) in (dict, OrderedDict, list) and tensor_count(value)):
-            parts = enumerate(value) if isinstance(value, list) else value.items()
-            for key, part in parts:
-                self._add_leaves(part, *path, key)
-        else:
-            self._leaves[self._prefix + ".".join(map(str, path))] = path
-
-    @staticmethod
-    def _group_by_parameter(
-        names: Iterable[str], state_prefix: str, parameters: Container[str]
-    ) -> dict[str, list[str]]:
-        """Groups names in the checkpoint by parameter. Names of unknown parameters are grouped
-        under ""."""
-        found: dict[str, list[str]] = {}
-        for name in names:
-            if name.startswith(state_prefix):
-                parts = _split_after_parameter(name.removeprefix(state_prefix), parameters)
-                found.setdefault(parts[0] if parts else "", []).append(name)
-        return found
+        # Names of the parameters, by their names in the checkpoint.
+        self._own_names = {name: name for name in names}
+        # Paths of the tensors and objects in the state, by their names in the checkpoint.
+        self._paths: dict[str, tuple[Any, ...]] = {}
 
     def choose(self, stored: Stored) -> StateDict:
         is_tensor = {
             name: stored.is_tensor(name) for name in stored.names if name.startswith(self._prefix)
         }
         groups_prefix = f"{self._prefix}param_groups."
-        state_prefix = f"{self._prefix}state."
         self._has_groups = f"{groups_prefix}0.params" in stored
         if not any(name.startswith(groups_prefix) for name in is_tensor):
             return {groups_prefix[:-1]: self}
         is_ours = self._prefix + _WITHOUT_STATE in stored
-        names_of = self._group_by_parameter(is_tensor, state_prefix, self.numbers)
+        names_of = self._group_by_parameter(is_tensor, self._own_names)
         if not (is_ours or names_of.keys() & self.numbers.keys()):
             # No name is known. Try the numbers of Optimizer.state_dict().
-            names = list(self.numbers)
-            numbers = [str(number) for number in range(len(names))]
-            by_number = self._group_by_parameter(is_tensor, state_prefix, numbers)
-            if by_number.keys() & set(numbers):
-                self._set_names(numbers, names, self._state)
-                names_of = by_number
+            by_number = {str(number): name for name, number in self.numbers.items()}
+            found = self._group_by_parameter(is_tensor, by_number)
+            if found.keys() & self.numbers.keys():
+                self._own_names, names_of = by_number, found
+        self._find_paths()
         self.stored_counts = {
             parameter: sum(is_tensor[name] for name in names)
             for parameter, names in names_of.items()
@@ -273,7 +237,7 @@ class OptimizerState(Discovered):
         # zeros.
         may_lack = not is_ours and any(name in self.numbers for name in names_of)
         chosen: StateDict = {}
-        for name, path in self._leaves.items():
+        for name, path in self._paths.items():
             if path[0] == "state" and may_lack and path[1] not in names_of:
                 self._state["state"].pop(path[1], None)
             else:
@@ -291,6 +255,38 @@ class OptimizerState(Discovered):
                 chosen[name] = stored.meta_tensor(name)
         return chosen
 
+    def _group_by_parameter(
+        self, stored: Iterable[str], own_names: dict[str, str]
+    ) -> dict[str, list[str]]:
+        """Groups names in the checkpoint by parameter. Names of unknown parameters are grouped
+        under ""."""
+        prefix = f"{self._prefix}state."
+        found: dict[str, list[str]] = {}
+        for name in stored:
+            if name.startswith(prefix):
+                parts = _split_after_parameter(name.removeprefix(prefix), own_names)
+                found.setdefault(own_names[parts[0]] if parts else "", []).append(name)
+        return found
+
+    def _find_paths(self) -> None:
+        def add(name: str, value: Any, *path: Any) -> None:
+            is_slots = len(path) == 2 and path[0] == "state"
+            if is_slots or (type(value) in (dict, OrderedDict, list) and tensor_count(value)):
+                parts = enumerate(value) if isinstance(value, list) else value.items()
+                for key, part in parts:
+                    add(f"{name}.{key}", part, *path, key)
+            else:
+                self._paths[name] = path
+
+        self._paths.clear()
+        slots_of = self._state["state"]
+        for stored, own in self._own_names.items():
+            if own in slots_of:
+                add(f"{self._prefix}state.{stored}", slots_of[own], "state", own)
+        for name, value in self._state.items():
+            if name not in ("state", "param_groups", _WITHOUT_STATE):
+                add(self._prefix + name, value, name)
+
     def state(self) -> tuple[StateDict, bool]:
         """Returns the state with the loaded values, by name, and whether groups were loaded."""
         values = {name.removeprefix(self._prefix): v for name, v in self.values.items()}
@@ -300,40 +296,55 @@ class OptimizerState(Discovered):
         groups: StateDict = {}
         for name, stored in values.items():
             value = unwrap_state(stored)
-            path = self._leaves.get(self._prefix + name)
+            path = self._paths.get(self._prefix + name)
             top, _, below = name.partition(".")
             if top == "param_groups":
                 groups[below] = value
             elif path is not None:
                 _at(state, path[:-1])[path[-1]] = value
             elif top == "state":
-                found = _split_after_parameter(below, self.numbers)
+                found = _split_after_parameter(below, self._own_names)
                 if found is not None:
-                    state["state"].setdefault(found[0], {})[found[1]] = value
+                    state["state"].setdefault(self._own_names[found[0]], {})[found[1]] = value
             else:
                 set_element(state, tuple(name.split(".")), value)
         if groups and self._has_groups:
-            _name_parameters(groups, list(self.numbers))
-        if groups:
-            state["param_groups"] = (
-                _groups_from_numbers(groups)
-                if self._has_groups
-                else _groups_from_parameters(groups, self._state["param_groups"], self.numbers)
+            state["param_groups"] = self._groups_from_numbers(groups)
+        elif groups:
+            state["param_groups"] = _groups_from_parameters(
+                groups, self._state["param_groups"], self.numbers
             )
         return state, bool(groups)
 
+    def _groups_from_numbers(self, options: StateDict) -> list[StateDict]:
+        """Builds parameter groups from options whose names begin with the group number."""
+        groups: dict[str, StateDict] = defaultdict(lambda: {"params": []})
+        for name, value in options.items():
+            number, _, option = name.partition(".")
+            groups[number][option] = self._parameter_names(value) if option == "params" else value
+        # Compare sets first: a huge group number in a damaged checkpoint must not create that many
+        # groups.
+        numbers = [str(number) for number in range(len(groups))]
+        if groups.keys() != set(numbers):
+            raise CheckpointError(
+                f"the checkpoint's parameter groups are numbered {', '.join(groups)} instead of "
+                f"from 0 to {len(groups) - 1}"
+            )
+        return [groups[number] for number in numbers]
 
-def _name_parameters(options: StateDict, names: list[str]) -> None:
-    """Replaces parameter numbers, which ``Optimizer.state_dict()`` stores in groups, with names."""
-    for option, value in options.items():
-        if option.endswith(".params") and any(isinstance(number, int) for number in value):
-            options[option] = [names[n] if n < len(names) else str(n) for n in value]
-            if any(str(n) in names and names.index(str(n)) != n for n in value):
-                raise CheckpointError(
-                    "the checkpoint has the optimizer's own state_dict(), which numbers the "
-                    "parameters, but the module's parameters have numbers as names, in a different "
-                    "order"
-                )
+    def _parameter_names(self, parameters: list[Any]) -> list[Any]:
+        """Replaces parameter numbers, which ``Optimizer.state_dict()`` stores in groups, with
+        names."""
+        if not any(isinstance(parameter, int) for parameter in parameters):
+            return parameters
+        names, numbers = list(self.numbers), self.numbers
+        if any(self._own_names.get(str(n)) == str(n) and numbers[str(n)] != n for n in parameters):
+            raise CheckpointError(
+                "the checkpoint has the optimizer's own state_dict(), which numbers the "
+                "parameters, but the module's parameters have numbers as names, in a different "
+                "order"
+            )
+        return [names[n] if n < len(names) else str(n) for n in parameters]
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -350,23 +361,6 @@ def _split_after_parameter(name: str, parameters: Container[str]) -> tuple[str, 
             return name[:end], name[end + 1 :]
         end = name.rfind(".", 0, end)
     return None
-
-
-def _groups_from_numbers(options: StateDict) -> list[StateDict]:
-    """Builds parameter groups from options whose names begin with the group number."""
-    groups: dict[str, StateDict] = defaultdict(lambda: {"params": []})
-    for name, value in options.items():
-        number, _, option = name.partition(".")
-        groups[number][option] = value
-    # Compare sets first: a huge group number in a damaged checkpoint must not create that many
-    # groups.
-    numbers = [str(number) for number in range(len(groups))]
-    if groups.keys() != set(numbers):
-        raise CheckpointError(
-            f"the checkpoint's parameter groups are numbered {', '.join(groups)} instead of from 0 "
-            f"to {len(groups) - 1}"
-        )
-    return [groups[number] for number in numbers]
 
 
 def _groups_from_parameters(
