@@ -85,10 +85,12 @@ def require_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def require_direct_io(value: bool | str) -> None:
-    """Raises ValueError if ``value`` is not a value of the option ``direct_io``."""
-    if value not in (True, False, "auto"):
-        raise ValueError(f'direct_io must be True, False or "auto", got {value!r}')
+def require_io_options(thread_count: int | None, direct_io: bool | str) -> None:
+    """Raises ValueError if an option that reads and writes share is invalid."""
+    if thread_count is not None and thread_count < 1:
+        raise ValueError(f"thread_count must be at least 1, got {thread_count}")
+    if direct_io not in (True, False, "auto"):
+        raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
 
 
 @functools.cache

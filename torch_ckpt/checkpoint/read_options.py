@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_ckpt._base.options import require_at_least, require_direct_io
+from torch_ckpt._base.options import require_at_least, require_io_options
 
 #: The smallest max_inflight_bytes: with less memory, a load would be mostly overhead.
 LEAST_INFLIGHT_BYTES = 1 << 20
@@ -24,10 +24,8 @@ class ReadOptions:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        if self.thread_count is not None:
-            require_at_least("thread_count", self.thread_count, 1)
+        require_io_options(self.thread_count, self.direct_io)
         require_at_least("max_inflight_bytes", self.max_inflight_bytes, LEAST_INFLIGHT_BYTES)
-        require_direct_io(self.direct_io)
 
     @property
     def threads(self) -> int:

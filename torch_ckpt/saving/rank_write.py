@@ -28,7 +28,7 @@ import torch
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt._base.options import require_at_least, require_direct_io
+from torch_ckpt._base.options import require_at_least, require_io_options
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.saving.background import Background, EngineOptions
@@ -59,7 +59,7 @@ class WriteOptions:
     progress: ProgressOption
 
     def __post_init__(self) -> None:
-        require_at_least("thread_count", self.thread_count, 1)
+        require_io_options(self.thread_count, self.direct_io)
         hint = self.separation_hint or ""
         if hint and self.thread_count < 2:
             raise ValueError(
@@ -72,7 +72,6 @@ class WriteOptions:
                 "separation_hint is used as a prefix of file names, so it must not contain a slash "
                 f"or a backslash or begin with a dot, got {hint!r}"
             )
-        require_direct_io(self.direct_io)
         if self.max_host_bytes is not None:
             require_at_least("max_host_bytes", self.max_host_bytes, 4096)
 

@@ -289,11 +289,19 @@ class States:
     def __init__(self, values: MutableMapping[str, Any], *, wraps_errors: bool = True) -> None:
         self._values = values
         self._missing: list[str] = []
-        self._add_key = _add_key_to_errors if wraps_errors else _add_key_to_our_errors
+        self._wrapped: type[Exception] = Exception if wraps_errors else CheckpointError
 
     @functools.cached_property
     def _names(self) -> ParameterNames:
         return ParameterNames(self._values)
+
+    @contextlib.contextmanager
+    def _adding_key(self, key: str, what: str) -> Iterator[None]:
+        """Block whose errors begin with a key."""
+        try:
+            yield
+        except self._wrapped as error:
+            raise CheckpointError(f"{key}: {what} on rank {own_rank()}: {error}") from error
 
     def call_hooks(self, keys: Iterable[str]) -> None:
         """Calls ``before_checkpoint()`` on the values and their submodules, if they have it."""
@@ -303,19 +311,19 @@ class States:
             for part in parts:
                 # Check the type, because nn.Module.__getattr__ is slow for missing attributes.
                 if hasattr(type(part), "before_checkpoint"):
-                    with self._add_key(key, "before_checkpoint() failed"):
+                    with self._adding_key(key, "before_checkpoint() failed"):
                         part.before_checkpoint()
 
     def read(self, key: str, *, for_load: bool = False) -> Any:
         """Returns the state of a value, to save it or to load into it."""
         if not isinstance(key, str):
             raise TypeError(f"the keys of a state must be str, got {key!r}")
-        with self._add_key(key, "its state could not be read"):
+        with self._adding_key(key, "its state could not be read"):
             return _read_state(key, self._values[key], self._names, for_load)
 
     def apply(self, key: str, part: Any) -> None:
         """Restores a value from a state that :meth:`read` returned and a load has filled."""
-        with self._add_key(key, "could not be restored"):
+        with self._adding_key(key, "could not be restored"):
             value = self._values[key]
             per_rank = _as_per_rank(value)
             if per_rank is not None:
@@ -442,19 +450,3 @@ def _as_per_rank(value: Any) -> PerRank | None:
     # Recognize the class by name, because torchdata is an optional dependency.
     is_loader = any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
     return PerRank(value) if is_loader or isinstance(value, RNGState) else None
-
-
-@contextlib.contextmanager
-def _add_key_to_our_errors(key: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{key}: {what} on rank {own_rank()}: {error}") from error
-
-
-@contextlib.contextmanager
-def _add_key_to_errors(key: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"{key}: {what} on rank {own_rank()}: {error}") from error
