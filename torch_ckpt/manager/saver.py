@@ -53,6 +53,20 @@ from torch_ckpt.state.app_state import AppState, BeforeSave
 from torch_ckpt.steps import encoded_marker, parsed_marker
 
 
+class CallbackThreads(set[int]):
+    """Ids of the threads that are running a callback of a save."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Block that runs a callback in the calling thread."""
+        thread = threading.get_ident()
+        self.add(thread)
+        try:
+            yield
+        finally:
+            self.discard(thread)
+
+
 class Pending:
     """The last save that has started.
 
@@ -64,6 +78,7 @@ class Pending:
         decision_count: number of the schedule's decisions when the save started.
         handle: handle of the save, set when the save has started.
         ended: set after the handle's future is resolved and the manager has handled the result.
+        callbacks: the threads that must not wait for the save, because the save waits for them.
     """
 
     handle: AsyncSave
@@ -72,26 +87,14 @@ class Pending:
         self.step = step
         self.decision_count = decision_count
         self.ended = threading.Event()
-        # The threads that are running a callback of this save.
-        self._calling_back: set[int] = set()
+        self.callbacks = CallbackThreads()
         self._pid = os.getpid()
-
-    @contextmanager
-    def calling_back(self) -> Iterator[None]:
-        """Block in which the calling thread must not wait for the save, because the save waits for
-        the block."""
-        thread = threading.get_ident()
-        self._calling_back.add(thread)
-        try:
-            yield
-        finally:
-            self._calling_back.discard(thread)
 
     @property
     def can_wait(self) -> bool:
         """True if the calling thread may wait for the save. False in a forked child, and in a
         callback of the save, which would wait for itself."""
-        return os.getpid() == self._pid and threading.get_ident() not in self._calling_back
+        return os.getpid() == self._pid and threading.get_ident() not in self.callbacks
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended. Returns immediately if :attr:`can_wait` is False.
@@ -219,9 +222,12 @@ class Saver:
         if is_last:
             self._log_expected_time(step, total)
 
+        # Do not refer to `pending`: it refers to the save, which keeps the function.
+        callbacks = pending.callbacks
+
         def call_on_commit(_metadata: Metadata) -> None:
             assert options.on_commit is not None
-            with pending.calling_back():
+            with callbacks.running():
                 options.on_commit(step)
 
         try:
@@ -246,7 +252,7 @@ class Saver:
         ended = [functools.partial(self._ended, self.owner(), pending, blocked)]
         try:
             # on_event must not wait for the save: the callback that ends it is not attached yet.
-            with pending.calling_back():
+            with callbacks.running():
                 run.report(Event("saving", step, run.rank, blocked, total, message))
         finally:
             handle.committed.add_done_callback(lambda future: ended.pop()(future))
@@ -357,7 +363,7 @@ class Saver:
         error = future.exception()
         seconds = pending.handle.metrics().total_s
         auto = self.schedule.auto
-        with pending.calling_back():
+        with pending.callbacks.running():
             try:
                 if error is None or isinstance(error, OnCommitFailed):
                     if auto is not None:
