@@ -222,12 +222,12 @@ def watched_collectives() -> Iterator[list[str]]:
     """Yields the names of the collectives that ranks call."""
     seen: list[str] = []
 
-    class Watched(plan._WrapperRanks):
+    class Watched(plan.Exchange):
         def exchange(self, step: str, *args: Any) -> Any:
             seen.append(step)
             return super().exchange(step, *args)
 
-    with replaced(plan, "_WrapperRanks", Watched):
+    with replaced(plan, "Exchange", Watched):
         yield seen
 
 

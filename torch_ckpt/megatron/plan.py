@@ -12,9 +12,10 @@ through its collectives, which may need a device. No rank waits for a rank that 
 
 from __future__ import annotations
 
-import copy
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -30,18 +31,17 @@ from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.lease import remove_own
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.structures import (
+from torch_ckpt.megatron.plan_comparison import (
     hash_plan,
-    plan_structures,
     require_same,
     same_plans,
     with_file_prefix,
 )
 from torch_ckpt.megatron.writer import FileSystemWriterAsync
 from torch_ckpt.ranks.exchange import Answers, Exchange
-from torch_ckpt.ranks.failures import Failure, capture_exceptions, raised_as_ours
+from torch_ckpt.ranks.failures import raised_as_ours
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup, is_distributed
-from torch_ckpt.saving.structure import Structure, structure_of
+from torch_ckpt.saving.save_state import SaveState
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -111,29 +111,30 @@ def save_state_dict_async_plan(
         ```
     """
     wrapper = _DistWrapper(process_group, is_distributed(), coordinator_rank)
-    planner = planner or DefaultSavePlanner()
     central_cached, local_cached, is_valid = cached_ckpt_structure or (None, None, False)
-    ranks = _WrapperRanks(wrapper, _timeout_of(storage_writer))
     # save_state_dict_async_finalize receives the wrapper, and with it the ranks.
-    wrapper.torch_ckpt_ranks = ranks  # type: ignore[attr-defined]
-    save = _Save(state_dict, storage_writer, wrapper, planner)
+    open_exchange = _opener_for(wrapper, storage_writer)
+    wrapper.torch_ckpt_opener = open_exchange  # type: ignore[attr-defined]
+    save = _Save(state_dict, storage_writer, wrapper, planner or DefaultSavePlanner())
     if is_valid and central_cached is not None and local_cached is not None:
         # Without an exchange, do not raise an error here, because the other ranks continue.
-        agreed = _AgreedPlan(central_cached, local_cached, as_cached=True, as_loaded=False)
-        problem = save.compare(local_cached)
+        problem = save.reuse(central_cached, local_cached)
     else:
+        ranks = open_exchange("")
         try:
-            agreed = save.agree(ranks, loaded_all_plans or [], local_cached)
+            # Planning may take a long time, so send heartbeats as long as the process runs.
+            with ranks.alive(time.monotonic_ns):
+                save.agree(ranks, loaded_all_plans or [], local_cached)
         except BaseException:
             _abandon(storage_writer)
             raise
         finally:
-            ranks.close()
+            _close_in_background(ranks)
         problem = None
-        save.remember_structure(agreed.local)
-    central = save.prepare_write(agreed.central, problem)
+        save.remember_structure()
+    central = save.prepare_write(problem)
     finalizing = storage_writer, save.metadata, wrapper
-    return Planned(finalizing, central, agreed.local, agreed.as_cached, agreed.as_loaded)
+    return Planned(finalizing, central, save.local, save.is_as_cached, save.is_as_loaded)
 
 
 def save_state_dict_async_finalize(
@@ -181,38 +182,28 @@ def save_state_dict_async_finalize(
             remove_own(storage_writer.directory, files)
 
     try:
-        # If our function planned the save, reuse its connection: the process group may have been
+        # If our function planned the save, use its store: the process group may have been
         # destroyed since.
-        planned: _WrapperRanks | None = getattr(dist_wrapper, "torch_ckpt_ranks", None)
-        timeout = _timeout_of(storage_writer)
-        ranks = (
-            planned.for_finalize() if planned is not None else _WrapperRanks(dist_wrapper, timeout)
-        )
-    except BaseException:
+        open_exchange = getattr(dist_wrapper, "torch_ckpt_opener", None)
+        ranks = (open_exchange or _opener_for(dist_wrapper, storage_writer))("/end")
+        try:
+            with ranks.alive(time.monotonic_ns):
+                ranks.exchange("write", retrieve, commit, undo)
+        except BaseException:
+            # The coordinator abandons last. Files are deleted by the last rank that holds the
+            # directory's lock; if two ranks abandoned at once, neither would be the last.
+            if not dist_wrapper.is_coordinator:
+                _abandon(storage_writer)
+            ranks.close()
+            raise
+    finally:
         _abandon(storage_writer)
-        raise
-    try:
-        ranks.exchange("write", retrieve, commit, undo)
-    except BaseException:
-        # The coordinator abandons last. Files are deleted by the last rank that holds the
-        # directory's lock; if two ranks abandoned at once, neither would be the last.
-        if not dist_wrapper.is_coordinator:
-            _abandon(storage_writer)
-        ranks.close(wait=True)
-        _abandon(storage_writer)
-        raise
-    _abandon(storage_writer)
-    ranks.close()
+    _close_in_background(ranks)
 
 
-class _AgreedPlan(NamedTuple):
-    """The plans of one rank. The flags are True if all ranks have the cached or the loaded
-    plans."""
-
-    central: SavePlan
-    local: SavePlan
-    as_cached: bool
-    as_loaded: bool
+#: Structures of the state dicts that plans were made from, as long as the plans exist. By the id of
+#: the plan, because plans are compared by value and have no hash.
+_structures: dict[int, Any] = {}
 
 
 class _PlanMessage(NamedTuple):
@@ -228,13 +219,24 @@ class _PlanAnswer(NamedTuple):
 
     central: SavePlan | None  # None: the rank derives it from its local plan
     tag: str
-    as_cached: bool
-    as_loaded: bool = False
+    is_as_cached: bool
+    is_as_loaded: bool = False
     needs_plan: bool = False  # the rank must send its plan, even if it equals the loaded plan
 
 
 class _Save:
-    """One rank's part in planning a save."""
+    """One rank's part in planning a save.
+
+    Attributes:
+        central: this rank's central plan.
+        local: this rank's local plan.
+        is_as_cached: True if all ranks have their cached plans.
+        is_as_loaded: True if all ranks have the plans of the loaded checkpoint.
+        metadata: the metadata, if this save creates any; on the coordinator only.
+    """
+
+    central: SavePlan
+    local: SavePlan
 
     def __init__(
         self,
@@ -243,6 +245,8 @@ class _Save:
         wrapper: _DistWrapper,
         planner: SavePlanner,
     ) -> None:
+        self.is_as_cached = False
+        self.is_as_loaded = False
         self.metadata: Metadata | None = None
         self._state_dict = state_dict
         self._writer = writer
@@ -253,23 +257,25 @@ class _Save:
         )
 
     @no_gc()
-    def compare(self, cached: SavePlan) -> Exception | None:
-        """Sets up the save. Returns an error if the cached local plan cannot be reused."""
+    def reuse(self, central: SavePlan, local: SavePlan) -> Exception | None:
+        """Uses cached plans that are valid on all ranks. Returns an error if the state dict has
+        changed."""
+        self.central, self.local, self.is_as_cached = central, local, True
         try:
             self._set_up()
             # Take the coordinator's lease before anything can fail, so that a failed save deletes
             # the files of the other ranks.
-            self._writer.prepare_local_plan(cached)
-            known = plan_structures.find(cached)
+            self._writer.prepare_local_plan(local)
+            known = _structures.get(id(local))
             if known is None or known != self._find_structure():
-                require_same(self._assign_files(self._planner.create_local_plan()), cached)
+                require_same(self._assign_files(self._planner.create_local_plan()), local)
         except Exception as error:
             return error
         return None
 
     def agree(
-        self, ranks: _WrapperRanks, loaded: list[SavePlan], cached: SavePlan | None
-    ) -> _AgreedPlan:
+        self, ranks: Exchange | _Collectives, loaded: list[SavePlan], cached: SavePlan | None
+    ) -> None:
         """Agrees on the plans with the other ranks.
 
         Args:
@@ -291,22 +297,22 @@ class _Save:
                 message = _PlanMessage(None, is_as_cached, hash_plan(loaded[rank]))
             return message, (local, own)
 
-        def has_plan(rank: int, message: _PlanMessage) -> bool:
-            """Returns True if the message has a plan, or the coordinator has loaded the same
-            plan."""
-            if message.plan is not None:
-                return True
-            return len(loaded) == size and hash_plan(loaded[rank]) == message.digest
+        def plan_of(rank: int, message: _PlanMessage) -> SavePlan | None:
+            """Returns a rank's plan. Returns None if the coordinator has not loaded that plan."""
+            if message.plan is not None or len(loaded) != size:
+                return message.plan
+            return loaded[rank] if hash_plan(loaded[rank]) == message.digest else None
 
         def plan_globally(messages: list[_PlanMessage]) -> Any:
             _core.fault_point("plan of all ranks")
             tag: str = getattr(self._writer, "tag", "")
             answer = _PlanAnswer(None, tag, all(message.is_as_cached for message in messages))
-            if not all(map(has_plan, range(size), messages)):
+            found = [plan_of(rank, message) for rank, message in enumerate(messages)]
+            plans = [plan for plan in found if plan is not None]
+            if len(plans) < size:
                 return answer._replace(needs_plan=True)
             if all(message.plan is None for message in messages):
-                return answer._replace(as_loaded=True)
-            plans = [loaded[r] if m.plan is None else m.plan for r, m in enumerate(messages)]
+                return answer._replace(is_as_loaded=True)
             central, self.metadata = self._planner.create_global_plan(plans)
             if self._is_decentralized:
                 # After a restart, the plans of the first save are compared with these.
@@ -320,32 +326,33 @@ class _Save:
         answer: _PlanAnswer
         answer, (local, own) = ranks.exchange("plan", plan_locally, plan_globally)
         if answer.needs_plan:
-            message = _PlanMessage(local, answer.as_cached)
+            message = _PlanMessage(local, answer.is_as_cached)
             answer, _ = ranks.exchange("plan", lambda: (message, None), plan_globally)
         if isinstance(self._writer, FileSystemWriterAsync):
             self._writer.tag_of_save = answer.tag
-        if answer.central is not None:
-            return _AgreedPlan(answer.central, local, answer.as_cached, False)
-        return _AgreedPlan(own, own, answer.as_cached, answer.as_loaded)
+        self.local = own if answer.central is None else local
+        self.central = own if answer.central is None else answer.central
+        self.is_as_cached, self.is_as_loaded = answer.is_as_cached, answer.is_as_loaded
 
-    def remember_structure(self, local: SavePlan) -> None:
-        """Remembers the structure that the plan was made from, for a save that reuses the plan."""
-        structure = capture_exceptions(self._find_structure)
-        if structure is not None and not isinstance(structure, Failure):
-            plan_structures.add(local, structure)
+    def remember_structure(self) -> None:
+        """Remembers the structure that the local plan was made from, for saves that reuse it."""
+        structure = self._find_structure()
+        if structure is not None:
+            _structures[id(self.local)] = structure
+            weakref.finalize(self.local, _structures.pop, id(self.local), None)
 
-    def prepare_write(self, central: SavePlan, problem: Exception | None) -> SavePlan:
+    def prepare_write(self, problem: Exception | None) -> SavePlan:
         """Passes the values to the writer. An error is not raised here, but fails the write."""
         try:
             if problem is not None:
                 raise problem
-            central = self._planner.finish_plan(central)
-            self._writer.prepare_write_data(central, self._planner)
+            self.central = self._planner.finish_plan(self.central)
+            self._writer.prepare_write_data(self.central, self._planner)
         except Exception as error:
             if not isinstance(self._writer, FileSystemWriterAsync):
                 raise
             self._writer.fail(error)
-        return central
+        return self.central
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -362,56 +369,28 @@ class _Save:
         central = self._planner.create_decentralized_global_plan(local)  # type: ignore[attr-defined]
         return self._writer.prepare_decentralized_global_plan(central)
 
-    def _find_structure(self) -> Structure | None:
-        """Returns the structure of the state dict; None if the planner is not torch's."""
+    def _find_structure(self) -> Any:
+        """Returns the inputs of the local plan, which can be compared faster than plans. Returns
+        None if they are unknown, for example because the planner is not torch's."""
         if not keeps_methods(self._planner, DefaultSavePlanner, ("set_up_planner",)):
             return None
         assert isinstance(self._planner, DefaultSavePlanner)
-        known = structure_of(self._planner.state_dict)
+        try:
+            state = SaveState(self._planner.state_dict)
+            state.plan(None, is_coordinator=False)
+        except Exception:
+            return None
         # The metadata contains the nesting of the names, too.
-        mappings = getattr(self._planner, "mappings", {})
-        return None if known is None else [*known, ("", dict(mappings))]
+        nesting = dict(getattr(self._planner, "mappings", {}))
+        return state.structure and (state.structure, nesting)
 
 
-class _WrapperRanks:
-    """The ranks of a torch ``_DistWrapper``. They communicate through the store or, if the
-    coordinator is not rank 0 of the group, through the group's collectives.
+class _Collectives:
+    """Exchanges through the collectives of a wrapper's group, for a coordinator that is not rank 0
+    of the group. Has the methods of :class:`Exchange`."""
 
-    Args:
-        wrapper: the wrapper.
-        timeout: seconds without a heartbeat after which a rank is declared dead.
-
-    Raises:
-        CheckpointError: the wrapper's process group was destroyed.
-    """
-
-    def __init__(self, wrapper: _DistWrapper, timeout: float) -> None:
-        if wrapper.use_dist and not is_distributed():
-            raise CheckpointError(
-                "the process group of this save was destroyed before the save was finalized; "
-                "finalize it, or close the queue, before calling destroy_process_group()"
-            )
+    def __init__(self, wrapper: _DistWrapper) -> None:
         self._wrapper = wrapper
-        self._timeout = timeout
-        self._group: RankGroup | None = None
-        self._ranks: Exchange | None = None
-        self._prefix = ""
-        if wrapper.coordinator_rank == 0:
-            self._group = RankGroup.of(wrapper.group, no_dist=not wrapper.use_dist)
-            if self._group.distributed:
-                self._prefix = self._group.next_prefix("plan")
-            self._ranks = Exchange(self._group, self._prefix, timeout)
-
-    def for_finalize(self) -> _WrapperRanks:
-        """Returns the same ranks for finalizing the planned save.
-
-        The store keys begin with the plan's prefix and do not advance a counter. A rank that fails
-        before it finalizes therefore still uses the same keys as the other ranks in later saves.
-        """
-        ranks = copy.copy(self)
-        if self._group is not None:
-            ranks._ranks = Exchange(self._group, f"{self._prefix}/end", self._timeout)
-        return ranks
 
     def exchange(
         self,
@@ -420,11 +399,6 @@ class _WrapperRanks:
         combine: Callable[[list[T]], R],
         undo: Callable[[K], None] | None = None,
     ) -> tuple[R, K]:
-        """See :meth:`Exchange.exchange`."""
-        if self._ranks is not None:
-            # Planning may take a long time, so send heartbeats as long as the process runs.
-            with self._ranks.alive(time.monotonic_ns):
-                return self._ranks.exchange(step, send, combine, undo)
         kept: list[K] = []
 
         def send_only() -> T:
@@ -440,26 +414,43 @@ class _WrapperRanks:
             answer = self._wrapper.reduce_scatter(step, send_only, combine_to_list)
         return answer, kept[0]
 
-    def close(self, wait: bool = False) -> None:
-        """Ends the exchange in a thread, in which the coordinator waits for the other ranks.
+    def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
+        return nullcontext()
 
-        Args:
-            wait: block until this thread has ended.
-        """
-        if self._ranks is None or not self._ranks.distributed:
-            return
+    def close(self) -> None:
+        pass
+
+
+def _opener_for(wrapper: _DistWrapper, writer: Any) -> Callable[[str], Exchange | _Collectives]:
+    """Returns a function that opens exchanges for the steps of one save. Its argument is the suffix
+    of the keys.
+
+    The finalization uses keys that begin with the plan's prefix. They do not advance a counter, so
+    a rank that fails before it finalizes still uses the same keys as the other ranks later.
+
+    Raises:
+        CheckpointError: the wrapper's process group was destroyed.
+    """
+    if wrapper.use_dist and not is_distributed():
+        raise CheckpointError(
+            "the process group of this save was destroyed before the save was finalized; "
+            "finalize it, or close the queue, before calling destroy_process_group()"
+        )
+    if wrapper.coordinator_rank != 0:
+        return lambda _: _Collectives(wrapper)
+    group = RankGroup.of(wrapper.group, no_dist=not wrapper.use_dist)
+    prefix = group.next_prefix("plan") if group.distributed else ""
+    timeout = writer.timeout if isinstance(writer, FileSystemWriterAsync) else TIMEOUT_SECONDS
+    return lambda suffix: Exchange(group, prefix + suffix, timeout)
+
+
+def _close_in_background(ranks: Exchange | _Collectives) -> None:
+    """Ends an exchange in a thread, in which the coordinator waits for the other ranks."""
+    if isinstance(ranks, Exchange) and ranks.size > 1:
         try:
-            thread = spawn(self._ranks.close)
-        except RuntimeError:
-            # The thread could not be started.
-            self._ranks.close()
-        else:
-            if wait:
-                thread.join()
-
-
-def _timeout_of(writer: Any) -> float:
-    return writer.timeout if isinstance(writer, FileSystemWriterAsync) else TIMEOUT_SECONDS
+            spawn(ranks.close)
+        except RuntimeError:  # the thread could not be started
+            ranks.close()
 
 
 def _abandon(writer: Any) -> None:

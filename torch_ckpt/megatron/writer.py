@@ -44,8 +44,8 @@ from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.checkpoint.metadata import DCP_VERSION
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.megatron.plan_comparison import with_file_prefix
 from torch_ckpt.megatron.results_queue import ResultsQueue
-from torch_ckpt.megatron.structures import with_file_prefix
 from torch_ckpt.megatron.torch_write import Results, dequantize
 from torch_ckpt.megatron.write_task import WriteTask, make_portable
 from torch_ckpt.ranks.failures import capture_exceptions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 import zlib
 
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
@@ -11,28 +10,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ckpt.checkpoint.metadata import stored_properties
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.saving.structure import Structure
-
-
-class _StructureTable:
-    """The structures of the state dicts that plans were made from, as long as the plans exist."""
-
-    def __init__(self) -> None:
-        # Keyed by id, because plans are compared by value and have no hash.
-        self._kept: dict[int, tuple[weakref.ref[SavePlan], Structure]] = {}
-
-    def find(self, plan: SavePlan) -> Structure | None:
-        if id(plan) not in self._kept:
-            return None
-        reference, structure = self._kept[id(plan)]
-        return structure if reference() is plan else None
-
-    def add(self, plan: SavePlan, structure: Structure) -> None:
-        key = id(plan)
-        self._kept[key] = weakref.ref(plan, lambda _: self._kept.pop(key, None)), structure
-
-
-plan_structures = _StructureTable()
 
 
 def with_file_prefix(plan: SavePlan, rank: int) -> SavePlan:
