@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -107,10 +104,10 @@ class Call:
                 )
                 self.ended.set()
 
-    def abort(self, failure: Failure | None = None) -> None:
-        """Cancels the call. It fails with ``failure`` if it has not ended."""
+    def abort(self) -> None:
+        """Cancels the call, which fails if it has not ended."""
         self.is_aborted = True
-        failure = failure or self.abort_failure()
+        failure = self.abort_failure()
         self._cancel(failure)
         if self.agreement is not None:
             self.agreement.ranks.cancel(failure)
@@ -209,19 +206,6 @@ class Call:
         return _read_processor_time(self._thread), written
 
 
-@dataclasses.dataclass
-class _Outcome:
-    """The outcome of a call on all ranks.
-
-    Attributes:
-        failures: wrapped exceptions by rank.
-        is_cut_off: True if this rank failed to exchange the outcome with the others.
-    """
-
-    failures: Mapping[int, WRAPPED_EXCEPTION]
-    is_cut_off: bool = False
-
-
 class Agreement:
     """Exchanges the outcome of one call between all ranks, in a thread.
 
@@ -241,7 +225,9 @@ class Agreement:
         self.ranks = Exchange.open(call.group, "call", timeout)
         self.event = PolledEvent(call.group, timeout)
         self._lost: Mapping[int, WRAPPED_EXCEPTION] = {}
-        self._result: Future[_Outcome] = Future()
+        self._failures: Mapping[int, WRAPPED_EXCEPTION] = {}
+        self._is_cut_off = False  # this rank failed to exchange the outcome with the others
+        self._is_done = threading.Event()
         self._under_way.add(self)
         self._thread = threading.Thread(target=self._agree, name="torch_ckpt call", daemon=True)
         self._thread.start()
@@ -260,21 +246,17 @@ class Agreement:
         """Waits until the call has ended on all ranks, a rank is declared dead, or the call is
         aborted."""
         self.ranks.wake()
-        while not self._call.is_aborted:
-            # Python handles Ctrl-C only between waits.
-            try:
-                self._result.result(_CHECK_SECONDS)
-                return
-            except FutureTimeout:
-                continue
+        # Python handles Ctrl-C only between waits.
+        while not (self._call.is_aborted or self._is_done.wait(_CHECK_SECONDS)):
+            pass
 
     def failures(self) -> Mapping[int, WRAPPED_EXCEPTION]:
         """Waits for the outcome. Returns the failures by rank."""
-        if self._lost:
-            return self._lost
-        self.wait()
-        self.event.release_store()
-        return self._result.result().failures
+        if not self._lost:
+            self.wait()
+            self.event.release_store()
+            self._is_done.wait()
+        return self._lost or self._failures
 
     @classmethod
     def end_all(cls) -> None:
@@ -285,7 +267,7 @@ class Agreement:
         """
         _is_exiting.set()
         for agreement in cls._under_way:
-            if not agreement._result.done():
+            if not agreement._is_done.is_set():
                 agreement.ranks.cancel(agreement._call.abort_failure())
         for agreement in cls._under_way:
             agreement._thread.join(_EXIT_SECONDS)
@@ -297,15 +279,17 @@ class Agreement:
             # Send heartbeats as long as the process is alive, even without progress:
             # _wait_for_own_part() detects a lack of progress.
             with self.ranks.alive(time.monotonic_ns):
-                outcome, _ = self.ranks.exchange(STEP, self._wait_for_own_part, _combine)
+                self._failures, _ = self.ranks.exchange(STEP, self._wait_for_own_part, _combine)
         except CheckpointException as error:
-            outcome = _Outcome(error.failures, self.ranks.rank in error.failures)
+            self._failures = error.failures
+            self._is_cut_off = self.ranks.rank in error.failures
         except BaseException as error:
-            outcome = _Outcome({self.ranks.rank: failure_of(error)}, True)
+            self._failures = {self.ranks.rank: failure_of(error)}
+            self._is_cut_off = True
         self.event.stop_waiting()
-        self._result.set_result(outcome)
+        self._is_done.set()
         self.ranks.close()
-        if self._before is not None and not outcome.failures:
+        if self._before is not None and not self._failures:
             # All ranks have ended this call, so they have acted on the previous call.
             with suppress(CheckpointException):
                 self._before.delete_keys()
@@ -327,17 +311,15 @@ class Agreement:
 
     def _acts_independently(self) -> bool:
         """Returns True if this rank no longer acts together with the others."""
-        is_cut_off = self._result.done() and self._result.result().is_cut_off
-        return is_cut_off or self._call.is_aborted
+        return self._is_cut_off or self._call.is_aborted
 
 
-def _combine(parts: list[tuple[int, list[Failure]]]) -> _Outcome:
+def _combine(parts: list[tuple[int, list[Failure]]]) -> dict[int, Failure]:
+    """Returns the failures by rank. Does not raise: the error must reach all ranks at the same
+    poll."""
     failures = {rank: failure[0] for rank, (_idx, failure) in enumerate(parts) if failure}
-    if not failures:
-        # Do not raise: the error must reach all ranks at the same poll.
-        same = capture_exceptions(require_same_call, [idx for idx, _failure in parts])
-        failures = {0: same} if isinstance(same, Failure) else {}
-    return _Outcome(failures)
+    same = capture_exceptions(require_same_call, [idx for idx, _failure in parts])
+    return {0: same} if isinstance(same, Failure) and not failures else failures
 
 
 def _read_processor_time(thread: threading.Thread | None) -> int:
