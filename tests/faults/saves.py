@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.sweeps import SAVES, save_alone, state_of
-from torch_ckpt.manager import preparation
+from torch_ckpt.manager import run_context
 
 #: The random part of the names that a manager writes.
 ATTEMPT = "0123abcd"
@@ -65,7 +65,7 @@ def save_below_as_rank(path: str, *arguments: Any) -> None:
 
 def replace_step(root: str, seed: int) -> None:
     """Saves step 2 with a manager that keeps one step. Replaces step 2 if it exists."""
-    preparation.new_attempt = lambda: ATTEMPT
+    run_context.new_attempt = lambda: ATTEMPT
     with torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=()) as manager:
         manager.save(2, state_of(seed), overwrite=True)
         manager.wait_until_finished()

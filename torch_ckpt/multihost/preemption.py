@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,7 +34,7 @@ from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.ranks.collective_call import explained
 from torch_ckpt.ranks.exchange import Exchange
-from torch_ckpt.ranks.group import RankGroup, group_for
+from torch_ckpt.ranks.group import RankGroup, current_group, group_for
 from torch_ckpt.ranks.store import peek
 
 logger = logging.getLogger(__name__)
@@ -81,13 +80,13 @@ class PreemptionWatch:
         file: str | os.PathLike[str] | None,
         poll_seconds: float,
         timeout: float,
-        on_close: Callable[[PreemptionWatch], None],
     ) -> None:
+        #: Returns the ranks for which :func:`current_watch` finds this watch.
+        self.group: Callable[[], RankGroup | None] = lambda: None
         self._rank = group.rank
         self._file = os.fspath(file) if file is not None else None
         self._poll_seconds = poll_seconds
         self._timeout = timeout
-        self._on_close = on_close
         # Messages to the thread. Signal handlers may call put() on it.
         self._wake: queue.SimpleQueue[str] = queue.SimpleQueue()
         # Guards all following fields, except the fields that signal handlers set.
@@ -176,7 +175,6 @@ class PreemptionWatch:
         _watches.discard(self)
         if threading.current_thread() is threading.main_thread():
             self._restore_handlers()
-        self._on_close(self)
         self._thread.join(self._poll_seconds + 1.0)
 
     def __enter__(self) -> PreemptionWatch:
@@ -353,11 +351,6 @@ def signal_numbers(signals: Iterable[int], option: str) -> tuple[int, ...]:
 
 
 _watches: LiveObjects[PreemptionWatch] = LiveObjects()
-_by_group: WeakKeyDictionary[dist.ProcessGroup, PreemptionWatch] = WeakKeyDictionary()
-_alone: list[PreemptionWatch] = []
-# Number of watches per group so far. It is part of the keys, so that a new watch does not find the
-# keys of the previous one.
-_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def watch_for_preemption(
@@ -411,25 +404,14 @@ def watch_for_preemption(
         )
     if current_watch(process_group) is not None:
         raise ValueError("this process group is already being watched: close() that watch first")
-    group = _group(process_group)
-    if group is None:
-        ranks = group_for(None, "preemption")
-        watch = PreemptionWatch(ranks, numbers, file, poll_seconds, timeout, _alone.remove)
-        _alone.append(watch)
-    else:
-        count = _counts.get(group, 0) if isinstance(group, dist.ProcessGroup) else 0
-        ranks = group_for(process_group, f"preemption-{count}")
-        known = weakref.ref(group)
-
-        def forget(watch: PreemptionWatch) -> None:
-            of = known()
-            if of is not None and _by_group.get(of) is watch:
-                del _by_group[of]
-
-        watch = PreemptionWatch(ranks, numbers, file, poll_seconds, timeout, forget)
-        _by_group[group] = watch
-        _counts[group] = count + 1
-        weakref.finalize(group, watch._group_has_gone).atexit = False
+    group = group_for(process_group, "preemption")
+    # With other keys than the previous watch, so that a new watch does not find its notice.
+    ranks = group.subgroup(group.next_prefix("watch"))
+    watch = PreemptionWatch(ranks, numbers, file, poll_seconds, timeout)
+    watch.group = weakref.ref(group)
+    known = current_group(process_group)
+    if known is not None and (members := known()) is not None:
+        weakref.finalize(members, watch._group_has_gone).atexit = False
     return watch
 
 
@@ -479,20 +461,14 @@ def reached_preemption_sync_point(
     return watch.reached(step)
 
 
-def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return dist.group.WORLD if process_group is None else process_group
-
-
 def current_watch(process_group: dist.ProcessGroup | None) -> PreemptionWatch | None:
-    """Returns the watch of a process group (None for the default group), or None if there is
-    none."""
-    group = _group(process_group)
-    if group is None:
-        return _alone[0] if _alone else None
-    # To a process outside the group, new_group returns something other than a group.
-    return _by_group.get(group) if isinstance(group, dist.ProcessGroup) else None
+    """Returns the watch of a process group (None for the default group), or None if there is none.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    group = group_for(process_group, "preemption")
+    return next((watch for watch in _watches if watch.group() is group), None)
 
 
 def _close_all() -> None:

@@ -225,7 +225,7 @@ def test_a_group_is_deleted_after_the_thread_that_watches_it_has_ended() -> None
             assert answered.wait(PATIENCE)
             return expected.encode()
 
-    watch = PreemptionWatch(cast(RankGroup, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
+    watch = PreemptionWatch(cast(RankGroup, Slow()), (), None, POLL, PATIENCE)
     assert asking.wait(PATIENCE)
     with in_thread(watch._group_has_gone):
         assert not answered.wait(POLL)
@@ -237,9 +237,7 @@ def ranks_that_watch(size: int, timeout: float) -> list[PreemptionWatch]:
     """Makes threads as ranks, without signals, which are per process."""
     store = dist.HashStore()
     return [
-        PreemptionWatch(
-            RankGroup(store, rank, size, "test"), (), None, POLL, timeout, lambda _w: None
-        )
+        PreemptionWatch(RankGroup(store, rank, size, "test"), (), None, POLL, timeout)
         for rank in range(size)
     ]
 
@@ -301,7 +299,7 @@ class Asked:
 def test_without_a_notice_no_step_reads_the_store() -> None:
     store = Asked()
     group = RankGroup(cast(Any, store), 0, 2, "test")
-    watch = PreemptionWatch(group, (), None, PATIENCE, PATIENCE, lambda _w: None)
+    watch = PreemptionWatch(group, (), None, PATIENCE, PATIENCE)
     try:
         assert not any(watch.reached(step) for step in range(1000))
         assert store.by == []
