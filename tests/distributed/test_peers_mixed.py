@@ -323,7 +323,7 @@ def case_four_nvrx_saves_of_one_structure_reuse_its_plan(launch: Launch) -> None
 
 
 def save_by_nvrxs_queue(launch: Launch, persistent: bool) -> None:
-    from torch_ckpt.megatron import nvrx as ours
+    from torch_ckpt import nvrx as ours
 
     queue = nvrx("core").AsyncCallsQueue(persistent=persistent)
     for seed in (1, 2):
@@ -346,7 +346,7 @@ def case_our_writer_writes_in_a_process_that_nvrx_spawns(launch: Launch) -> None
 
 
 def case_nvrxs_writer_writes_through_our_queue(launch: Launch) -> None:
-    from torch_ckpt.megatron import nvrx as ours
+    from torch_ckpt import nvrx as ours
 
     path = launch.path()
     writer = nvrx("filesystem_async").FileSystemWriterAsync(path, thread_count=2)
@@ -355,7 +355,7 @@ def case_nvrxs_writer_writes_through_our_queue(launch: Launch) -> None:
 
 
 def case_files_have_nvrxs_names_and_contents(launch: Launch) -> None:
-    from torch_ckpt.megatron import nvrx as ours
+    from torch_ckpt import nvrx as ours
 
     for threads, hint in LAYOUTS:
         paths = []
