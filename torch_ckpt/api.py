@@ -491,7 +491,8 @@ def _resolve_storage(
     options: StateDict,
 ) -> Any:
     """Returns the writer or reader that the caller passed, or a new one for ``checkpoint_id``."""
-    refuse_unknown(caller, kind, options)
+    if options:
+        refuse_unknown(caller, kind, options)
     if checkpoint_id is not None and not os.fspath(checkpoint_id):
         raise ValueError("checkpoint_id is empty. Pass '.' for the current directory.")
     if storage is None:

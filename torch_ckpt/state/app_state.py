@@ -398,7 +398,8 @@ def saved_values(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
     """
     state_dict = resolve_state_dict(state_dict)
     values = dict(state_dict)
-    keys = [k for k, v in values.items() if not isinstance(v, torch.Tensor) and has_state(v)]
+    others = (k for k, v in values.items() if type(v) not in (torch.Tensor, *PLAIN))
+    keys = [k for k in others if not isinstance(values[k], torch.Tensor) and has_state(values[k])]
     if keys:
         states = States(state_dict, wraps_errors=False)
         states.call_hooks(keys)
