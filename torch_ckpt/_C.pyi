@@ -3,12 +3,13 @@
 It makes no decisions. Import torch first, because it needs torch's libraries.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
-from torch_ckpt._core import CheckpointIndex, Directory, WrittenFiles
+from torch_ckpt._core import CheckpointIndex, Directory, ObjectRead, WrittenFiles
+from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.saving.background import EngineOptions
 
 #: True if this build can stage from CUDA devices.
@@ -86,37 +87,6 @@ def start_save(
     sync: bool,
     background: EngineOptions | None,
 ) -> Save: ...
-def load_tensors(
-    files: list[tuple[str, bytes]],
-    rows: list[Any],
-    *,
-    directory: Directory,
-    threads: int,
-    max_inflight_bytes: int,
-    direct_io: bool | str,
-    verify: bool,
-    progress: Callable[[int], None] | None,
-    ready: list[tuple[int, int]],
-) -> list[int]:
-    """Fills the targets of the rows. Returns the rows whose records only torch.load can read.
-
-    ``files`` are names relative to the directory, with their checksum tables. ``ready`` are devices
-    and events; targets on a device are written after its events.
-    """
-
-def load_matched(
-    match: LoadMatch,
-    *,
-    directory: Directory,
-    threads: int,
-    max_inflight_bytes: int,
-    direct_io: bool | str,
-    verify: bool,
-    progress: Callable[[int], None] | None,
-    ready: list[tuple[int, int]],
-) -> list[int]:
-    """Fills the targets that a match has planned. Returns the numbers of the targets whose records
-    only torch.load can read."""
 
 class SourceWatch:
     """Tensors whose contents are read later. Detects writes to them in the meantime.
@@ -191,43 +161,153 @@ class FlatState:
     def remove(self, row: int) -> None: ...
     def replace(self, row: int, value: Any) -> None: ...
 
-class LoadMatch:
-    """The rows of a state dict, compared with the entries of a checkpoint.
+class TensorRead:
+    """One read of a ``TensorReads``: a region of a stored tensor, its record, and the tensor that
+    receives it."""
 
-    ``rule`` is the rule for differing sizes: ``"same"``, ``"growing"`` or ``"any"``. ``chosen`` has
-    a flag for each row that selects it; an empty list selects all rows. The status of a row is
-    "loaded", "missing", "shape", "kind" or "skipped". The caller sets it for pending rows.
-    """
+    @property
+    def name(self) -> str: ...
+    @property
+    def file(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def sizes(self) -> torch.Size: ...
+    @property
+    def region_offsets(self) -> torch.Size: ...
+    @property
+    def region_lengths(self) -> torch.Size: ...
+    @property
+    def tensor(self) -> torch.Tensor: ...
 
-    def __init__(
-        self, state: FlatState, index: CheckpointIndex, rule: str, chosen: list[bool]
-    ) -> None: ...
-    def pending(self) -> list[int]: ...
-    def set_status(self, row: int, status: str) -> None: ...
-    def rows_with(self, status: str) -> list[int]: ...
-    def names_with(self, status: str) -> list[str]: ...
-    def other_sizes(self, status: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Names, stored and wanted sizes of the tensors with this status."""
+class TensorReads:
+    """Tensors to read from the files of one checkpoint."""
 
-    def other_dtypes(self) -> list[tuple[str, torch.dtype, torch.dtype]]: ...
-    def absent(self) -> list[str]:
+    def __init__(self) -> None: ...
+    def add(
+        self,
+        name: str,
+        file: str,
+        offset: int,
+        length: int,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        region_offsets: Sequence[int],
+        region_lengths: Sequence[int],
+        tensor: torch.Tensor,
+    ) -> None:
+        """Adds a region of a stored tensor.
+
+        Raises Corrupt if the offset or the length is not a number of bytes, and ValueError if the
+        region does not lie within the stored tensor, or ``tensor`` does not have its size.
+        """
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int) -> TensorRead: ...
+    def __iter__(self) -> Iterator[TensorRead]: ...
+    def split(self, max_bytes: int, can_split: Callable[[str], bool]) -> None:
+        """Splits reads into targets of more than ``max_bytes`` along the first dimension.
+
+        Splits only reads from files for whose names ``can_split`` returns True.
+        """
+
+    def subset(self, numbers: list[int]) -> TensorReads: ...
+    @property
+    def stored_bytes(self) -> int: ...
+    @property
+    def cuda_devices(self) -> set[int]: ...
+    def conversions(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
+        """Name, stored dtype and target dtype of each read that converts the elements."""
+
+    def load(
+        self,
+        *,
+        directory: Directory,
+        tables: CheckpointIndex | Mapping[str, bytes],
+        options: ReadOptions,
+        progress: Callable[[int], None] | None = None,
+        ready: list[tuple[int, int]] = ...,
+    ) -> list[int]:
+        """Fills the targets. Returns the numbers of the reads whose records only torch.load can
+        read.
+
+        ``tables`` has the checksum table of each file. ``ready`` are devices and events; targets on
+        a device are written after its events.
+        """
+
+class SizeRule:
+    """Permitted differences between the size of a tensor in the state dict and its stored size."""
+
+    SAME: ClassVar[SizeRule]
+    #: Dimensions may be larger in the state dict.
+    GROWING: ClassVar[SizeRule]
+    #: Dimensions may have any size, but their number must be equal.
+    ANY: ClassVar[SizeRule]
+
+class MatchReport:
+    """How a state dict compares with a checkpoint. See torch_ckpt.LoadReport for the lists."""
+
+    @property
+    def loaded(self) -> list[str]: ...
+    @property
+    def missing(self) -> list[str]: ...
+    @property
+    def unexpected(self) -> list[str]: ...
+    @property
+    def shapes(self) -> list[tuple[str, torch.Size, torch.Size]]: ...
+    @property
+    def grown(self) -> list[tuple[str, torch.Size, torch.Size]]: ...
+    @property
+    def truncated(self) -> list[tuple[str, torch.Size, torch.Size]]: ...
+    @property
+    def dtypes(self) -> list[tuple[str, torch.dtype, torch.dtype]]: ...
+    @property
+    def kinds(self) -> list[int]:
+        """Rows that are a tensor in the state dict and an object in the checkpoint, or vice
+        versa."""
+
+    @property
+    def loaded_keys(self) -> list[str]:
+        """Top-level keys with a value that is loaded."""
+
+    @property
+    def absent_keys(self) -> list[str]:
         """Top-level keys that contain values, none of which is loaded."""
 
-    def unexpected(self) -> list[str]: ...
-    def keys(self) -> list[str]:
-        """Top-level keys that contain or are a loaded value."""
+class LoadPlan:
+    """The loaded rows whose values are not tensors that the engine reads."""
 
-    def plan(self) -> list[int]:
-        """Finds the records to read. Returns the loaded rows that are left to the caller."""
-
-    def files(self) -> list[str]:
-        """Files of the index that are read. File numbers in rows are positions in this list."""
-
-    def row(self, target: int) -> Any:
-        """A target as a torch_ckpt.loading.reading.Row."""
-
-    def rows(self) -> list[Any]: ...
-    def conversions(self) -> list[tuple[str, torch.dtype, torch.dtype]]: ...
-    def cuda_devices(self) -> set[int]: ...
     @property
-    def bytes(self) -> int: ...
+    def objects(self) -> list[int]: ...
+    @property
+    def by_torch(self) -> list[int]:
+        """Rows that torch's planner must plan."""
+
+class LoadState(FlatState):
+    """The targets of a load: a flattened state dict, and what a checkpoint has for it."""
+
+    def __init__(self, state_dict: Any, chunks_here: Callable[[Any], list[Any]]) -> None: ...
+    def match(
+        self, index: CheckpointIndex, rule: SizeRule, chosen: Callable[[str], bool] | None
+    ) -> MatchReport:
+        """Compares each value with the entry of the same name.
+
+        ``chosen`` returns True for the names to load; None loads all.
+        """
+
+    def plan(self, reads: TensorReads) -> LoadPlan:
+        """Adds the reads of all tensors that the engine can plan."""
+
+    def object_read(self, row: int) -> ObjectRead:
+        """The read of an object in the plan. Its target is the value's path."""
+
+    def loaded(self) -> list[int]: ...
+    def loaded_on_meta(self) -> list[int]:
+        """Rows that are loaded and are tensors on the meta device."""
+
+    def zero_unstored(self) -> None:
+        """Sets the elements to zero that lie outside the stored tensors."""

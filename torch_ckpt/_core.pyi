@@ -4,9 +4,10 @@ Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its class
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.saving.background import Background
 
 #: Scratch memory in bytes that each thread of a load uses, if the budget permits.
@@ -207,16 +208,36 @@ class GlobalPlan:
         Raises Corrupt if a rank has not reported one location for each of its rows.
         """
 
+class ObjectRead:
+    """An object to read: its name, and the location of its record.
+
+    ``target`` is for the caller: where the object belongs. Raises Corrupt if the offset or the
+    length is not a number of bytes.
+    """
+
+    def __init__(
+        self, name: str, file: str, offset: int, length: int, target: Any = None
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def file(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def target(self) -> Any: ...
+
 def load_bytes(
-    files: list[tuple[str, bytes]],
-    rows: list[tuple[str, int, int, int]],
+    reads: list[ObjectRead],
     *,
     directory: Directory,
-    threads: int,
-    max_inflight_bytes: int,
-    direct_io: bool | str,
-    verify: bool,
-) -> list[bytes]: ...
+    tables: CheckpointIndex | Mapping[str, bytes],
+    options: ReadOptions,
+) -> list[bytes]:
+    """Reads the records of objects. ``tables`` has the checksum table of each file."""
+
 def verify_records(
     files: list[tuple[str, bytes]],
     rows: list[tuple[int, int, int, str | None, tuple[int, ...] | None]],

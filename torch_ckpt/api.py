@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import names_of, options_of, refuse_unknown, require_choice
+from torch_ckpt.loading.dtypes import warn_of_lost_precision
 from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
@@ -371,14 +372,15 @@ def load(
                 reader.reset(checkpoint_id)
                 stack.callback(reader.release)
                 if not uses_dcp:
-                    one_load = Load(reader, ranks, names, rename)
+                    one_load = Load(reader, ranks.rank, names, rename)
                     if free_before_read:
                         report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
                     else:
                         report = load_values(
                             state_dict, one_load, ranks, strict=strict, process_group=process_group
                         )
-                    reader.lost_precision.warn()
+                    if reader.narrowed:
+                        warn_of_lost_precision(reader.narrowed)
                     return report
             reader.process_group = process_group
             with raised_as_ours(ranks.rank):
@@ -436,7 +438,7 @@ def preflight(
     """
     with _open_for_this_rank(checkpoint_id, names, rename, reader_options) as load:
         values = resolve_state_dict(state_dict)
-        return load.compare(Targets(values, only_compared=True).build_all(load))
+        return load.match(Targets(values, only_compared=True).build_all(load)).report
 
 
 def estimate_read_memory(
@@ -475,7 +477,7 @@ def _open_for_this_rank(
     """Opens a checkpoint for a load that does not involve other ranks."""
     reader = FileSystemReader(checkpoint_id, **reader_options)
     try:
-        yield Load(reader, Exchange(), names, rename)
+        yield Load(reader, 0, names, rename)
     finally:
         reader.release()
 

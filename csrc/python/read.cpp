@@ -2,16 +2,12 @@
 #include <pybind11/stl.h>
 
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "engine/limited_loads.h"
-#include "os/directory.h"
 #include "planning/region.h"
 #include "python/bindings.h"
 #include "python/gil.h"
-#include "python/options.h"
 #include "python/reads.h"
 
 namespace py = pybind11;
@@ -19,30 +15,25 @@ namespace py = pybind11;
 namespace torch_ckpt::python {
 namespace {
 
-// Name, file, offset, length.
-using ByteRow = std::tuple<std::string, std::size_t, py::object, py::object>;
-
-/// Reads the bytes of each row.
-py::list load_bytes(FileRows file_rows, const std::vector<ByteRow>& rows,
-                    const os::Directory& directory, std::size_t threads,
-                    std::uint64_t max_inflight_bytes, const py::object& direct_io, bool verify) {
-  std::vector<engine::LoadFile> files = files_of(file_rows);
+/// Returns the bytes of each object.
+py::list load_bytes(const std::vector<const ObjectRead*>& reads, const os::Directory& directory,
+                    const py::object& tables, const py::object& options) {
+  index::NameTable file_names;
   std::vector<engine::ReadRequest> requests;
   std::vector<std::string> names;
   std::uint64_t held = 0;
-  for (const auto& [name, file, offset, length] : rows) {
-    check_file(file, files);
+  for (const ObjectRead* read : reads) {
+    names.push_back(read->name);
     engine::ReadRequest& request = requests.emplace_back();
-    names.push_back(name);
-    request.file = file;
-    request.offset = number_of(offset, name, "offset");
-    request.length = number_of(length, name, "length");
+    request.file = file_names.add(read->file).first;
+    request.offset = read->offset;
+    request.length = read->length;
     request.region = planning::Region::of_bytes(0, request.length);
     held += request.length;
   }
   const py::none no_progress;
-  engine::LimitedLoads loads = loads_of(directory, std::move(files), threads, max_inflight_bytes,
-                                        direct_io, verify, no_progress, {});
+  engine::LimitedLoads loads =
+      loads_of(directory, files_with_tables(file_names, tables), options, no_progress, {});
   without_gil([&] { return loads.check_records_fit(requests, names); });
   py::list values;
   for (engine::ReadRequest& request : requests) {
@@ -62,9 +53,22 @@ py::list load_bytes(FileRows file_rows, const std::vector<ByteRow>& rows,
 void bind_read(py::module_& module) {
   module.attr("load_chunk_bytes") = engine::LoadOptions{}.chunk_bytes;
   module.attr("least_scratch_bytes") = engine::LimitedLoads::kMinScratchBytes;
-  module.def("load_bytes", &load_bytes, py::arg("files"), py::arg("rows"), py::kw_only(),
-             py::arg("directory"), py::arg("threads"), py::arg("max_inflight_bytes"),
-             py::arg("direct_io"), py::arg("verify"));
+  py::class_<ObjectRead>(module, "ObjectRead")
+      .def(py::init([](const py::str& name, const py::str& file, const py::object& offset,
+                       const py::object& length, py::object target) {
+             const std::string text = bytes_of(name);
+             return ObjectRead{text, bytes_of(file), number_of(offset, text, "offset"),
+                               number_of(length, text, "length"), std::move(target)};
+           }),
+           py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
+           py::arg("target") = py::none())
+      .def_property_readonly("name", [](const ObjectRead& read) { return text_of(read.name); })
+      .def_property_readonly("file", [](const ObjectRead& read) { return text_of(read.file); })
+      .def_readonly("offset", &ObjectRead::offset)
+      .def_readonly("length", &ObjectRead::length)
+      .def_readonly("target", &ObjectRead::target);
+  module.def("load_bytes", &load_bytes, py::arg("reads"), py::kw_only(), py::arg("directory"),
+             py::arg("tables"), py::arg("options"));
 }
 
 }  // namespace torch_ckpt::python

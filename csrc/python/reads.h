@@ -4,15 +4,28 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "engine/limited_loads.h"
+#include "index/checkpoint_index.h"
+#include "index/name_table.h"
 #include "os/directory.h"
 #include "python/options.h"
+#include "python/text.h"
 #include "python/waiting.h"
 
 namespace torch_ckpt::python {
+
+/// An object to read. `target` is for the caller: where the object belongs.
+struct ObjectRead {
+  std::string name;
+  std::string file;
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;
+  pybind11::object target;
+};
 
 /// Converts an offset or length from the metadata, which may be damaged or malicious.
 inline std::uint64_t number_of(const pybind11::object& value, const std::string& name,
@@ -26,19 +39,42 @@ inline std::uint64_t number_of(const pybind11::object& value, const std::string&
                                                        pybind11::repr(value).cast<std::string>()));
 }
 
+/// Returns the files with their checksum tables. `tables`: the CheckpointIndex that has the tables,
+/// or a dict from file names to tables.
+inline std::vector<engine::LoadFile> files_with_tables(const index::NameTable& names,
+                                                       const pybind11::object& tables) {
+  std::vector<engine::LoadFile> files;
+  for (std::size_t i = 0; i < names.size(); ++i) files.push_back({std::string(names.at(i)), {}});
+  if (pybind11::isinstance<pybind11::dict>(tables)) {
+    const auto known = tables.cast<pybind11::dict>();
+    for (engine::LoadFile& file : files) {
+      const pybind11::str name = text_of(file.name);
+      if (known.contains(name)) file.checksum_table = known[name].cast<std::string>();
+    }
+    return files;
+  }
+  const auto& index = tables.cast<const index::CheckpointIndex&>();
+  for (std::size_t i = 0; i < index.files().size(); ++i) {
+    if (const auto number = names.find(index.text(index.files()[i]))) {
+      files[*number].checksum_table = index.text(index.tables()[i]);
+    }
+  }
+  return files;
+}
+
+/// options: a torch_ckpt.checkpoint.read_options.ReadOptions.
 inline engine::LimitedLoads loads_of(const os::Directory& directory,
-                                     std::vector<engine::LoadFile> files, std::size_t threads,
-                                     std::uint64_t max_inflight_bytes,
-                                     const pybind11::object& direct_io, bool verify,
+                                     std::vector<engine::LoadFile> files,
+                                     const pybind11::handle& options,
                                      const pybind11::object& progress, const Events& ready) {
-  engine::LoadOptions options;
-  options.threads = threads;
-  options.max_scratch_bytes = max_inflight_bytes;
-  options.direct_io = direct_io_option(direct_io);
-  options.verify = verify;
-  options.ready = ready_events(ready);
+  engine::LoadOptions load;
+  load.threads = options.attr("threads").cast<std::size_t>();
+  load.max_scratch_bytes = options.attr("max_inflight_bytes").cast<std::uint64_t>();
+  load.direct_io = direct_io_option(options.attr("direct_io"));
+  load.verify = options.attr("verify").cast<bool>();
+  load.ready = ready_events(ready);
   return unwrap(engine::LimitedLoads::make(
-      engine::Context::process(), directory, std::move(files), options,
+      engine::Context::process(), directory, std::move(files), load,
       [&progress](engine::LoadSession& session, std::uint64_t done_before) {
         wait_for(session, progress, done_before);
       }));

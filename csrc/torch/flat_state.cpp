@@ -70,21 +70,6 @@ bool plans_itself(PyObject* tensor) {
   return false;
 }
 
-/// Reads a tuple of sizes or offsets. Returns false if `tuple` is not a tuple of integers.
-bool numbers_of(PyObject* tuple, std::vector<std::int64_t>& numbers) {
-  numbers.clear();
-  if (!PyTuple_Check(tuple)) return false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    const std::int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-    if (number == -1 && PyErr_Occurred()) {
-      PyErr_Clear();
-      return false;
-    }
-    numbers.push_back(number);
-  }
-  return true;
-}
-
 }  // namespace
 
 FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here,

@@ -1,20 +1,23 @@
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
+#include <memory>
+#include <optional>
+#include <set>
 #include <string>
-#include <tuple>
+#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "engine/limited_loads.h"
 #include "os/directory.h"
-#include "python/errors.h"
 #include "python/gil.h"
-#include "python/options.h"
+#include "python/list.h"
 #include "python/reads.h"
-#include "torch/load_match.h"
+#include "python/text.h"
+#include "torch/load_state.h"
 #include "torch/load_waves.h"
-#include "torch/tensor_target.h"
 #include "torch_python/bindings.h"
 
 namespace py = pybind11;
@@ -22,56 +25,173 @@ namespace py = pybind11;
 namespace torch_ckpt::python {
 namespace {
 
+using index::CheckpointIndex;
+using tensors::FlatState;
+using tensors::LoadState;
+using tensors::MatchReport;
+using tensors::SizeRule;
+using tensors::TensorReads;
+using tensors::TensorTarget;
 using Extents = std::vector<std::int64_t>;
-// Name, file, offset, length, dtype, sizes, region offsets, region lengths, target.
-using TensorRow = std::tuple<std::string, std::size_t, py::object, py::object, at::ScalarType,
-                             Extents, Extents, Extents, at::Tensor>;
 
-std::vector<std::size_t> load_tensors(FileRows file_rows, const std::vector<TensorRow>& rows,
-                                      const os::Directory& directory, std::size_t threads,
-                                      std::uint64_t max_inflight_bytes, const py::object& direct_io,
-                                      bool verify, const py::object& progress,
-                                      const Events& ready) {
-  std::vector<engine::LoadFile> files = files_of(file_rows);
-  std::vector<tensors::TensorTarget> targets;
-  targets.reserve(rows.size());
-  for (const auto& [name, file, offset, length, dtype, sizes, offsets, lengths, tensor] : rows) {
-    check_file(file, files);
-    targets.push_back(tensors::make_target(name, file, number_of(offset, name, "offset"),
-                                           number_of(length, name, "length"), dtype, sizes, offsets,
-                                           lengths, tensor));
-  }
-  engine::LimitedLoads loads = loads_of(directory, std::move(files), threads, max_inflight_bytes,
-                                        direct_io, verify, progress, ready);
-  return without_gil([&] { return tensors::LoadWaves(loads, targets).run(); });
+/// One read of a TensorReads.
+struct TensorRead {
+  const TensorReads* reads;
+  std::size_t number;
+
+  const TensorTarget& operator*() const { return reads->targets()[number]; }
+};
+
+TensorRead read_of(const TensorReads& reads, std::size_t number) {
+  if (number >= reads.targets().size()) throw py::index_error("there is no read of this number");
+  return {&reads, number};
 }
 
-/// Fills the targets of a match. Returns the numbers of those that torch.load must read.
-std::vector<std::size_t> load_matched(const tensors::LoadMatch& match,
-                                      const os::Directory& directory, std::size_t threads,
-                                      std::uint64_t max_inflight_bytes, const py::object& direct_io,
-                                      bool verify, const py::object& progress,
-                                      const Events& ready) {
-  const index::CheckpointIndex& index = match.index();
-  std::vector<engine::LoadFile> files;
-  for (const std::uint32_t file : match.files()) {
-    files.push_back({std::string(index.text(index.files()[file])),
-                     std::string(index.text(index.tables()[file]))});
-  }
-  engine::LimitedLoads loads = loads_of(directory, std::move(files), threads, max_inflight_bytes,
-                                        direct_io, verify, progress, ready);
-  return without_gil([&] { return tensors::LoadWaves(loads, match.targets()).run(); });
+void add_read(TensorReads& reads, const py::str& name, const py::str& file,
+              const py::object& offset, const py::object& length, at::ScalarType dtype,
+              const Extents& sizes, const Extents& offsets, const Extents& lengths,
+              const at::Tensor& tensor) {
+  const std::string text = bytes_of(name);
+  reads.add(tensors::make_target(
+      text, reads.file_number(bytes_of(file)), number_of(offset, text, "offset"),
+      number_of(length, text, "length"), dtype, sizes, offsets, lengths, tensor));
+}
+
+/// Fills the targets. Returns the numbers of the reads that torch.load must do.
+std::vector<std::size_t> load(const TensorReads& reads, const os::Directory& directory,
+                              const py::object& tables, const py::object& options,
+                              const py::object& progress, const Events& ready) {
+  engine::LimitedLoads loads =
+      loads_of(directory, files_with_tables(reads.files(), tables), options, progress, ready);
+  return without_gil([&] { return tensors::LoadWaves(loads, reads.targets()).run(); });
+}
+
+py::list names_of(const std::vector<std::string_view>& names) { return list_of(names, text_of); }
+
+py::object size_of(const Extents& sizes) {
+  return py::module_::import("torch").attr("Size")(tuple_of(sizes));
+}
+
+/// Returns name, stored and wanted size of each tensor, as torch_ckpt.LoadReport has them.
+py::list sizes_of(const std::vector<MatchReport::Sizes>& tensors) {
+  return list_of(tensors, [](const MatchReport::Sizes& of) {
+    return py::make_tuple(text_of(of.name), size_of(of.stored), size_of(of.wanted));
+  });
+}
+
+template <auto Member, auto Convert>
+auto converted() {
+  return [](const MatchReport& report) { return Convert(report.*Member); };
+}
+
+template <auto Member>
+auto extents_of() {
+  return [](const TensorRead& read) { return size_of(tensors::signed_of((*read).*Member)); };
+}
+
+ObjectRead object_read(const LoadState& state, std::size_t row) {
+  const CheckpointIndex::Shard& record = state.record(row);
+  return {std::string(state.name(row)), std::string(state.file_of(record)), record.offset,
+          record.length, py::reinterpret_steal<py::object>(state.path(state.row(row)).release())};
+}
+
+void bind_reads(py::module_& module) {
+  py::class_<TensorRead>(module, "TensorRead")
+      .def_property_readonly("name", [](const TensorRead& read) { return text_of((*read).name); })
+      .def_property_readonly(
+          "file",
+          [](const TensorRead& read) { return text_of(read.reads->files().at((*read).file)); })
+      .def_property_readonly("offset", [](const TensorRead& read) { return (*read).offset; })
+      .def_property_readonly("length", [](const TensorRead& read) { return (*read).length; })
+      .def_property_readonly("dtype", [](const TensorRead& read) { return (*read).scalar_type; })
+      .def_property_readonly("sizes", extents_of<&TensorTarget::sizes>())
+      .def_property_readonly("region_offsets", extents_of<&TensorTarget::region_offsets>())
+      .def_property_readonly("region_lengths", extents_of<&TensorTarget::region_lengths>())
+      .def_property_readonly("tensor", [](const TensorRead& read) { return (*read).tensor; });
+  py::class_<TensorReads>(module, "TensorReads")
+      .def(py::init<>())
+      .def("add", &add_read, py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
+           py::arg("dtype"), py::arg("sizes"), py::arg("region_offsets"), py::arg("region_lengths"),
+           py::arg("tensor"))
+      .def("__len__", [](const TensorReads& reads) { return reads.targets().size(); })
+      .def("__iter__",
+           [](const py::object& reads) {
+             return py::reinterpret_steal<py::object>(PySeqIter_New(reads.ptr()));
+           })
+      .def("__getitem__", &read_of, py::arg("number"), py::keep_alive<0, 1>())
+      .def(
+          "split",
+          [](TensorReads& reads, std::uint64_t max_bytes,
+             const std::function<bool(py::str)>& can_split) {
+            reads.split(max_bytes, [&](std::string_view file) { return can_split(text_of(file)); });
+          },
+          py::arg("max_bytes"), py::arg("can_split"))
+      .def("subset", &TensorReads::subset, py::arg("numbers"))
+      .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
+      .def_property_readonly("cuda_devices", &TensorReads::cuda_devices)
+      .def("conversions",
+           [](const TensorReads& reads) {
+             py::list found;
+             for (const TensorTarget& of : reads.targets()) {
+               if (of.scalar_type == of.tensor.scalar_type()) continue;
+               found.append(
+                   py::make_tuple(text_of(of.name), of.scalar_type, of.tensor.scalar_type()));
+             }
+             return found;
+           })
+      .def("load", &load, py::kw_only(), py::arg("directory"), py::arg("tables"),
+           py::arg("options"), py::arg("progress") = py::none(), py::arg("ready") = Events{});
 }
 
 }  // namespace
 
 void bind_load(py::module_& module) {
-  module.def("load_tensors", &load_tensors, py::arg("files"), py::arg("rows"), py::kw_only(),
-             py::arg("directory"), py::arg("threads"), py::arg("max_inflight_bytes"),
-             py::arg("direct_io"), py::arg("verify"), py::arg("progress"), py::arg("ready"));
-  module.def("load_matched", &load_matched, py::arg("match"), py::kw_only(), py::arg("directory"),
-             py::arg("threads"), py::arg("max_inflight_bytes"), py::arg("direct_io"),
-             py::arg("verify"), py::arg("progress"), py::arg("ready"));
+  bind_reads(module);
+  py::enum_<SizeRule>(module, "SizeRule")
+      .value("SAME", SizeRule::same)
+      .value("GROWING", SizeRule::growing)
+      .value("ANY", SizeRule::any);
+  py::class_<MatchReport>(module, "MatchReport")
+      .def_property_readonly("loaded", converted<&MatchReport::loaded, names_of>())
+      .def_property_readonly("missing", converted<&MatchReport::missing, names_of>())
+      .def_property_readonly("unexpected", converted<&MatchReport::unexpected, names_of>())
+      .def_property_readonly("shapes", converted<&MatchReport::shapes, sizes_of>())
+      .def_property_readonly("grown", converted<&MatchReport::grown, sizes_of>())
+      .def_property_readonly("truncated", converted<&MatchReport::truncated, sizes_of>())
+      .def_property_readonly("dtypes",
+                             [](const MatchReport& report) {
+                               return list_of(report.dtypes, [](const MatchReport::Dtypes& of) {
+                                 return py::make_tuple(text_of(of.name), of.stored, of.wanted);
+                               });
+                             })
+      .def_readonly("kinds", &MatchReport::kinds)
+      .def_property_readonly("loaded_keys", converted<&MatchReport::loaded_keys, names_of>())
+      .def_property_readonly("absent_keys", converted<&MatchReport::absent_keys, names_of>());
+  py::class_<LoadState::Plan>(module, "LoadPlan")
+      .def_readonly("objects", &LoadState::Plan::objects)
+      .def_readonly("by_torch", &LoadState::Plan::by_torch);
+  py::class_<LoadState, FlatState>(module, "LoadState")
+      .def(py::init([](const py::object& state_dict, const py::object& chunks_here) {
+             return std::make_unique<LoadState>(state_dict.ptr(), chunks_here.ptr());
+           }),
+           py::arg("state_dict"), py::arg("chunks_here"))
+      .def(
+          "match",
+          [](LoadState& state, const CheckpointIndex& index, SizeRule rule,
+             const std::optional<std::function<bool(py::str)>>& chosen) {
+            std::function<bool(std::string_view)> is_chosen;
+            if (chosen) {
+              is_chosen = [&](std::string_view name) { return (*chosen)(text_of(name)); };
+            }
+            return state.match(index, rule, is_chosen);
+          },
+          py::arg("index"), py::arg("rule"), py::arg("chosen"), py::keep_alive<1, 2>(),
+          py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
+      .def("plan", &LoadState::plan, py::arg("reads"))
+      .def("object_read", &object_read, py::arg("row"))
+      .def("loaded", &LoadState::loaded)
+      .def("loaded_on_meta", &LoadState::loaded_on_meta)
+      .def("zero_unstored", &LoadState::zero_unstored, NoGil());
 }
 
 }  // namespace torch_ckpt::python

@@ -13,7 +13,6 @@ PYBIND11_MODULE(_C, module) {
   python::bind_errors();
   python::bind_state(module);
   python::bind_save(module);
-  python::bind_load_match(module);
   python::bind_load(module);
   module.attr("has_cuda") = staging::device_support() != nullptr;
 }

@@ -43,8 +43,8 @@ from tests.distributed.loads import (
 from tests.support import assert_equal, place_of, random_tensor
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import Corrupt
-from torch_ckpt.loading import load as load_module
 from torch_ckpt.loading import reader, shared_reads
+from torch_ckpt.loading.load import Load
 
 
 def of_all(launch: Launch, value: Any) -> list[Any]:
@@ -352,7 +352,7 @@ def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name} failed on purpose")
 
-    places = [torch_ckpt.FileSystemReader, reader, load_module]
+    places = [torch_ckpt.FileSystemReader, reader, Load]
     having = [place for place in places if hasattr(place, name)]
     assert having
     with ExitStack() as patches:
@@ -368,8 +368,8 @@ def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
     save(state, path)
     last = launch.size - 1
     for load in LOADERS:
-        planning = "reading" if load is by_dcp else "rename_in"
-        for method in ("read_rows", "read_bytes", planning):
+        planning = "reading" if load is by_dcp else "begin"
+        for method in ("read_tensors", "read_bytes", planning):
             target = {name: torch.zeros(30, 20) for name in state if name != "step"} | {"step": 0}
             with failing_on(launch, last, method):
                 causes = failure_of(
@@ -386,7 +386,7 @@ def case_a_failed_zero_fill_on_one_rank_fails_a_read_once_on_all(launch: Launch)
     path = launch.path()
     save({"t": tensor_of("t", 3)}, path)
     for load in LOADERS:
-        with failing_on(launch, 1, "zero_what_is_not_stored"):
+        with failing_on(launch, 1, "zero_what_is_not_stored" if load is by_dcp else "begin"):
             causes = failure_of(
                 launch,
                 lambda load=load: load({"t": torch.zeros(5)}, path, read_once=True, zero_fill=True),

@@ -22,15 +22,19 @@ def flat_state(state_dict: dict[str, Any], watch: _C.SourceWatch | None = None) 
         ValueError: two values have the same name.
     """
     flat = _C.FlatState(state_dict, chunks_here, watch)
+    flatten_sharded_tensors(flat)
+    return flat
+
+
+def flatten_sharded_tensors(flat: _C.FlatState) -> None:
+    """Replaces each ShardedTensor whose shards are ShardedTensors with this rank's shard, or
+    removes it if this rank has none, as torch does."""
     for row in flat.others():
         value = flat.value(row)
         if isinstance(value, ShardedTensor):
-            # If the shards of a ShardedTensor are ShardedTensors, torch replaces it with this
-            # rank's shard, or removes it if this rank has none.
             name = flat.name(row)
             flattened = _flatten_sharded_tensors({name: value})
             if name not in flattened:
                 flat.remove(row)
             elif flattened[name] is not value:
                 flat.replace(row, flattened[name])
-    return flat

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from torch_ckpt import _C
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.locating import format_of, is_step_number
@@ -85,19 +86,18 @@ class DcpSource(Source):
             self.paths[name] = path if _is_path(path) else (name,)
 
     def read(self, names: list[str]) -> list[torch.Tensor]:
-        files: dict[str, int] = {}
-        rows = []
+        reads = _C.TensorReads()
         targets = []
         for name in names:
             entry = self.tensors[name]
             target = allocate_tensor(entry)
             box = (0,) * len(entry.shape), entry.shape
-            rows += self._stored.rows(name, box, target, files)
+            self._stored.add_reads(reads, name, box, target)
             targets.append(target)
-        if not rows:
+        if not len(reads):
             return targets
         try:
-            self._stored.reader.read_rows(list(files), rows)
+            self._stored.reader.read_tensors(reads)
         except ValueError as error:
             # The record can be read only by torch.load, and is larger than the limit.
             raise CheckpointError(f"{some_of(names)}: cannot be read in parts: {error}") from error

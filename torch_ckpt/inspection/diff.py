@@ -17,6 +17,7 @@ from typing import cast
 
 import torch
 
+from torch_ckpt import _C
 from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
@@ -34,7 +35,6 @@ from torch_ckpt.inspection.stored_tensors import (
     split_into_boxes,
     widen,
 )
-from torch_ckpt.loading.reading import Row
 
 # Elements compared per pass. Keeps the temporaries of a comparison below 64 MiB.
 _ELEMENTS_PER_PASS = 1 << 20
@@ -213,13 +213,11 @@ class _Comparison:
     def _run_batch(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, [], 0
         for side, which in ((self._a, 2), (self._b, 3)):
-            files: dict[str, int] = {}
-            rows: list[Row] = []
+            reads = _C.TensorReads()
             for entry in batch:
-                target = cast(torch.Tensor, entry[which])
-                rows.extend(side.rows(entry[0].name, entry[1], target, files))
-            if rows:
-                side.reader.read_rows(list(files), rows)
+                side.add_reads(reads, entry[0].name, entry[1], cast(torch.Tensor, entry[which]))
+            if len(reads):
+                side.reader.read_tensors(reads)
         for tally, box, a, b in batch:
             self._compare(tally, box, a.reshape(-1), b.reshape(-1))
 

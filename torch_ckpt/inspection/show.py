@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torch_ckpt import _C
 from torch_ckpt._base.formatting import plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
@@ -346,10 +347,10 @@ def _summarize(
 def _read_box(stored: StoredTensors, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
     """Reads a box into a one-dimensional tensor."""
     target = empty_tensor(box[1], dtype)
-    files: dict[str, int] = {}
-    rows = stored.rows(name, box, target, files)
-    if rows:
-        stored.reader.read_rows(list(files), rows)
+    reads = _C.TensorReads()
+    stored.add_reads(reads, name, box, target)
+    if len(reads):
+        stored.reader.read_tensors(reads)
     return target.reshape(-1)
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.objects import decode
 from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.inspection.verify import find_shard_fault
 from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.loading.reading import Row
 
 #: Offsets and sizes of a region of a tensor, one per dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -73,10 +73,9 @@ class StoredTensors:
         self.reader = FileSystemReader(
             path, max_inflight_bytes=max_inflight_bytes, allow_pickle=allow_pickle
         )
-        self._metadata, self._index = self.reader.read_index()
+        self._metadata, self._index = self.reader.open()
         #: The checkpoint directory.
         self.path = self.reader.location
-        self.reader.set_up_for_load(0, self._metadata, self._index)
         self._uncovered = set(self._index.uncovered())
         #: Fully qualified names, in the checkpoint's order.
         self.names: list[str] = self._index.names()
@@ -137,15 +136,10 @@ class StoredTensors:
         self._last_records = name, records
         return records
 
-    def rows(self, name: str, box: Box, target: torch.Tensor, files: dict[str, int]) -> list[Row]:
-        """Returns the reads that copy a box of a tensor into the target.
-
-        Args:
-            files: the number of each file; new files are added.
-        """
+    def add_reads(self, reads: _C.TensorReads, name: str, box: Box, target: torch.Tensor) -> None:
+        """Adds the reads that copy a box of a tensor into the target."""
         found = self._index.tensor(name)
         assert found is not None
-        rows: list[Row] = []
         for record in self.records(name):
             begins = [max(x, y) for x, y in zip(box[0], record.offsets, strict=True)]
             ends = [
@@ -157,20 +151,17 @@ class StoredTensors:
             part = target
             for dim, (begin, end) in enumerate(zip(begins, ends, strict=True)):
                 part = part.narrow(dim, begin - box[0][dim], end - begin)
-            rows.append(
-                (
-                    name,
-                    files.setdefault(record.file, len(files)),
-                    record.offset,
-                    record.length,
-                    getattr(torch, found[0]),
-                    record.sizes,
-                    tuple(x - y for x, y in zip(begins, record.offsets, strict=True)),
-                    tuple(x - y for x, y in zip(ends, begins, strict=True)),
-                    part,
-                )
+            reads.add(
+                name,
+                record.file,
+                record.offset,
+                record.length,
+                getattr(torch, found[0]),
+                record.sizes,
+                [x - y for x, y in zip(begins, record.offsets, strict=True)],
+                part.shape,
+                part,
             )
-        return rows
 
     def read_object(self, name: str) -> Any:
         """Reads an object; only allow-listed types unless ``allow_pickle`` is True.
@@ -183,8 +174,9 @@ class StoredTensors:
         # An object cannot be read in parts, so raise the limit by the memory that it needs.
         limit = self.reader.options.max_inflight_bytes + 2 * record.length
         with self._with_options(max_inflight_bytes=limit):
-            row = (name, 0, record.offset, record.length)
-            (data,) = self.reader.read_bytes([record.file], [row])
+            (data,) = self.reader.read_bytes(
+                [_core.ObjectRead(name, record.file, record.offset, record.length)]
+            )
         if self.reader.allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         return decode(data, name, record.file)
@@ -192,15 +184,13 @@ class StoredTensors:
     def read_chunks(self, name: str, record: Record, max_bytes: int) -> Iterator[bytes]:
         """Yields the stored bytes of a record, at most ``max_bytes // 2`` at a time."""
         chunk = max_bytes // 2
-        if record.length <= chunk:
-            row = (name, 0, record.offset, record.length)
-            yield self.reader.read_bytes([record.file], [row])[0]
-            return
         # An object's checksum covers all of its bytes, so it cannot verify one chunk.
-        with self._with_options(verify=False):
+        verify = self.reader.options.verify and record.length <= chunk
+        with self._with_options(verify=verify):
             for begin in range(0, record.length, chunk):
-                row = (name, 0, record.offset + begin, min(chunk, record.length - begin))
-                yield self.reader.read_bytes([record.file], [row])[0]
+                count = min(chunk, record.length - begin)
+                read = _core.ObjectRead(name, record.file, record.offset + begin, count)
+                yield self.reader.read_bytes([read])[0]
 
     @contextmanager
     def _with_options(self, **changes: Any) -> Iterator[None]:

@@ -5,43 +5,33 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
+from torch_ckpt import _C
 from torch_ckpt._base.formatting import MOST_NAMES
-from torch_ckpt.loading.reading import Row
+
+#: Stored dtype and target dtype of tensors, by name.
+Conversions = dict[str, tuple[torch.dtype, torch.dtype]]
 
 
-class LostPrecision:
-    """The tensors that one load converts to a dtype with less precision or range."""
+def note_lost_precision(narrowed: Conversions, reads: _C.TensorReads) -> None:
+    """Adds the tensors that lose precision or range to ``narrowed``."""
+    for name, stored, target in reads.conversions():
+        if loses_precision(stored, target):
+            narrowed[name] = (stored, target)
 
-    def __init__(self) -> None:
-        self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
-    def note(self, rows: Iterable[Row]) -> None:
-        """Records the tensors in the rows that lose precision or range."""
-        self.note_conversions((row[0], row[4], row[8].dtype) for row in rows)
-
-    def note_conversions(self, conversions: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
-        """Records the (name, stored dtype, target dtype) tuples that lose precision or range."""
-        for name, stored, target in conversions:
-            if stored is not target and loses_precision(stored, target):
-                self._narrowed[name] = (stored, target)
-
-    def warn(self) -> None:
-        """Warns once about all recorded tensors, and forgets them."""
-        narrowed, self._narrowed = self._narrowed, {}
-        if not narrowed:
-            return
-        some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
-        more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
-        warnings.warn(
-            "loading converts tensors to dtypes with less precision or range than the stored "
-            f"dtypes: {', '.join(some)}{more}",
-            stacklevel=3,
-        )
+def warn_of_lost_precision(narrowed: Conversions) -> None:
+    """Warns once about all these tensors."""
+    some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
+    more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
+    warnings.warn(
+        "loading converts tensors to dtypes with less precision or range than the stored "
+        f"dtypes: {', '.join(some)}{more}",
+        stacklevel=3,
+    )
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -23,24 +23,22 @@ import torch.distributed as dist
 from torch._utils import _get_device_module
 from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.options import reusable
-from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive, require_cover
-from torch_ckpt.checkpoint.flat_state import flat_state
+from torch_ckpt.checkpoint.chunks import chunks_here, require_cover
+from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Reading
 from torch_ckpt.loading.renaming import Rename, new_names, rename_in
 from torch_ckpt.loading.report import LoadReport, Names
-from torch_ckpt.loading.zero_fill import SIZES, zero_what_is_not_stored
-from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.loading.zero_fill import zero_what_is_not_stored
 
 StateDict = dict[str, Any]
 
@@ -50,25 +48,12 @@ T = TypeVar("T")
 Strict = bool | Literal["dtypes"]
 
 
-class IfStored:
-    """A placeholder in a state dict for an optional object.
-
-    A load replaces the placeholder with the object if the checkpoint has it.
-
-    Attributes:
-        missing: True after a load from a checkpoint that lacks the object.
-    """
-
-    def __init__(self) -> None:
-        self.missing = False
-
-
 class Stored:
     """Names and types of the values in a checkpoint, for callers that choose what to load."""
 
-    def __init__(self, index: _core.CheckpointIndex, whole: Callable[[], Metadata]) -> None:
+    def __init__(self, index: _core.CheckpointIndex, metadata: Callable[[], Metadata]) -> None:
         self._index = index
-        self._whole = whole
+        self._metadata = metadata
         #: Fully qualified names, in the order of the metadata.
         self.names: list[str] = index.names()
 
@@ -88,11 +73,11 @@ class Stored:
     def paths(self) -> Mapping[str, Any]:
         """Returns each value's path in the nested state dict, by name. Empty if the planner that
         saved the checkpoint stored no paths."""
-        paths = self._whole().planner_data
+        paths = self._metadata().planner_data
         return paths if isinstance(paths, dict) else {}
 
 
-class Discovered:
+class Placeholder:
     """A placeholder in a state dict for values whose names are unknown until the metadata is read.
 
     Attributes:
@@ -102,8 +87,11 @@ class Discovered:
     def __init__(self) -> None:
         self.values: StateDict = {}
 
-    def choose(self, stored: Stored) -> StateDict:
+    def choose(self, stored: Stored, name: str) -> StateDict:
         """Chooses the values to load in place of this placeholder.
+
+        Args:
+            name: the fully qualified name of the placeholder.
 
         Returns:
             A meta tensor for each tensor, and any other value for each object, by fully qualified
@@ -116,52 +104,41 @@ class Discovered:
         self.values[name] = value
 
 
-class _Planner(DefaultLoadPlanner):
-    """torch's planner for the values of a state dict that the engine does not plan."""
+class OptionalObject(Placeholder):
+    """A placeholder for an object of its own name, which the checkpoint need not have.
 
-    def set_up_empty(self, values: StateDict) -> None:
-        """Replaces set_up_planner, but leaves the plan empty and allocates nothing."""
-        self.original_state_dict = values
-        self.state_dict: StateDict = {}
-        self.mappings: dict[str, Any] = {}
+    Attributes:
+        missing: True after a load from a checkpoint that lacks the object.
+    """
 
-    def plan_part(self, part: StateDict, metadata: Metadata) -> LoadPlan:
-        """Plans the reads of some tensors. ``metadata`` must describe all of them."""
-        self.metadata = metadata
-        before = self.state_dict, self.flatten_state_dict
-        # The state dict is already flat. With flatten_state_dict=True, torch would report all other
-        # names as missing, and assume that torch 2.3 wrote the checkpoint.
-        self.state_dict, self.flatten_state_dict = part, False
-        try:
-            return self.create_local_plan()
-        finally:
-            self.state_dict, self.flatten_state_dict = before
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing = False
+
+    def choose(self, stored: Stored, name: str) -> StateDict:
+        self.missing = name not in stored
+        return {} if self.missing else {name: self}
 
 
 @dataclass
-class Prepared:
-    """A state dict that is ready to be loaded.
+class Match:
+    """A state dict that was compared with the checkpoint.
 
     Attributes:
-        report: the comparison of the state dict with the checkpoint.
-        reading: the reads to perform.
         values: the state dict.
-        flat: the flattened state dict.
-        match: the flattened values, each matched with its stored value.
-        keys: top-level keys with at least one value to load.
+        state: the flattened state dict.
+        report: the comparison.
+        loaded_keys: top-level keys with at least one value to load.
+        reading: the reads of the values that can be loaded.
+        by_torch: tensors and objects that torch's planner plans, by name.
     """
 
-    report: LoadReport
-    reading: Reading
     values: StateDict
-    flat: _C.FlatState
-    match: _C.LoadMatch
-    keys: set[Any]
-
-    def loaded(self) -> StateDict:
-        """Returns the tensors and objects to load, by fully qualified name."""
-        rows = self.match.rows_with("loaded")
-        return {self.flat.name(row): self.flat.value(row) for row in rows}
+    state: _C.LoadState
+    report: LoadReport
+    loaded_keys: set[str]
+    reading: Reading
+    by_torch: StateDict
 
 
 class Load:
@@ -169,6 +146,7 @@ class Load:
 
     Args:
         reader: the reader. It is set up for the checkpoint unless ``opened`` is given.
+        rank: this rank, whose own metadata is read if there is none for all ranks.
         names: selects names of the state dict to load; None selects all.
         rename: maps the checkpoint's names to names of the state dict.
         opened: the metadata and the index with which the reader has already been set up.
@@ -177,62 +155,54 @@ class Load:
     def __init__(
         self,
         reader: FileSystemReader,
-        ranks: Exchange,
+        rank: int = 0,
         names: Names = None,
         rename: Rename = None,
         opened: tuple[Metadata, _core.CheckpointIndex] | None = None,
     ) -> None:
         self.reader = reader
-        self._ranks = ranks
+        self._rank = rank
         self._rename = reusable(rename)
-        self._chosen = _Chosen(names)
+        self._chosen = None if names is None else _Chosen(names)
         self._opened = opened
         self._is_renamed = False
-
-    @no_gc()
-    def compare(self, values: StateDict) -> LoadReport:
-        """Compares a complete or partial state dict with the checkpoint."""
-        return self._matched(values)[2]
 
     @property
     def unmatched(self) -> list[str]:
         """The patterns in ``names`` that have not matched any name so far."""
-        return self._chosen.unmatched
+        return [] if self._chosen is None else self._chosen.unmatched()
 
     @property
     def loads_all(self) -> bool:
         """True if all names are loaded, because the caller passed no ``names``."""
-        return self._chosen.all
+        return self._chosen is None
 
-    def has(self, name: str) -> bool:
-        """Returns True if the checkpoint has a value with this fully qualified name."""
-        return name in self._index()
-
-    def loads_key(self, key: str, prepared: Prepared) -> bool:
-        """Returns True if any part of the value of a top-level key is to be loaded."""
-        return self._chosen.all or key in prepared.keys
+    @property
+    def index(self) -> _core.CheckpointIndex:
+        """The index of the checkpoint. The first access opens the checkpoint."""
+        if self._opened is None:
+            self._opened = self.reader.open(self._rank)
+            if self._rename is not None:
+                index = self._opened[1]
+                index.rename(list(new_names(index.names(), self._rename).values()))
+        return self._opened[1]
 
     @no_gc()
-    def prepare(self, values: StateDict) -> Prepared:
-        """Plans the reads of all values that fit, without changing any value."""
-        flat, match, report = self._matched(values)
-        keys = set(match.keys())
-        return Prepared(report, self._reading(values, flat, match), values, flat, match, keys)
-
-    def materialize(self, prepared: Prepared) -> Prepared:
-        """Replaces the meta tensors to load with tensors that have memory."""
-        flat = prepared.flat
-        loaded = set(prepared.match.rows_with("loaded"))
-        rows = [row for row in (*flat.on_meta(), *flat.others()) if _is_meta(flat.value(row))]
-        rows = [row for row in rows if row in loaded]
-        if not rows:
-            return prepared
-        for row in rows:
-            real = _real(flat.value(row))
-            set_element(prepared.values, flat.path(row), real)
-            flat.replace(row, real)
-        prepared.reading = self._reading(prepared.values, flat, prepared.match)
-        return prepared
+    def match(self, values: StateDict) -> Match:
+        """Compares a complete or partial state dict with the checkpoint, and plans the reads of all
+        values that fit. Changes no value."""
+        state = _C.LoadState(values, chunks_here)
+        flatten_sharded_tensors(state)
+        match = self._match(values, state)
+        if match.report.missing and match.report.unexpected:
+            old = _flattened_as_2_3(values)
+            if not old.keys().isdisjoint(match.report.unexpected):
+                state = _C.LoadState({}, chunks_here)
+                for name, (path, value) in old.items():
+                    state.add(name, path, value)
+                match = self._match(values, state)
+        self._plan(match)
+        return match
 
     def require_fit(self, report: LoadReport, strict: Strict) -> None:
         """Raises LoadMismatch if the checkpoint does not fit the state dict.
@@ -252,17 +222,21 @@ class Load:
                 report,
             )
 
-    def begin(self, prepared: Prepared) -> Reading:
+    def begin(self, match: Match) -> Reading:
         """Allocates memory for meta tensors, zeroes the regions that are not stored, and returns
         the reads."""
-        prepared = self.materialize(prepared)
+        on_meta = match.state.loaded_on_meta()
+        for row in on_meta:
+            real = _allocate(match.state.value(row))
+            set_element(match.values, match.state.path(row), real)
+            match.state.replace(row, real)
+        if on_meta:
+            self._plan(match)
         if self.reader.zero_fill:
-            zero_what_is_not_stored(prepared.loaded(), self._whole())
-        if self.reader.read_once:
-            # Ranks identify reads that they share by location, which the rows have.
-            self._whole()
-            prepared.reading.expand()
-        return prepared.reading
+            match.state.zero_unstored()
+            if match.by_torch:
+                zero_what_is_not_stored(match.by_torch, self._metadata())
+        return match.reading
 
     def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
         """Reads tensors in place. Frees each object before reading its replacement.
@@ -271,37 +245,19 @@ class Load:
             let_go: called after each removal of an object that is a top-level value of the state
                 dict, so that the caller can drop its own reference to the object.
         """
-        planner = reading.planner
-        assert isinstance(planner, _Planner)
-        objects, reading.byte_items = reading.byte_items, []
+        objects, reading.objects = reading.objects, []
         self.reader.read(reading)
-        # The match refers to all values and would keep the objects alive.
-        reading.match = None
-        for entry in objects:
-            name = entry[0].dest_index.fqn
-            path = planner.mappings[name]
-            set_element(planner.original_state_dict, path, None)
-            planner.state_dict[name] = None
-            if len(path) == 1:
+        for read in objects:
+            set_element(reading.values, read.target, None)
+            if len(read.target) == 1:
                 let_go()
-            alone = Reading(planner)
-            alone.byte_items.append(entry)
-            self.reader.read(alone)
+            self.reader.read(Reading(values=reading.values, objects=[read]))
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _index(self) -> _core.CheckpointIndex:
-        if self._opened is None:
-            metadata, index = _read_index(self.reader, self._ranks.rank)
-            if self._rename is not None:
-                index.rename(list(new_names(index.names(), self._rename).values()))
-            self._opened = metadata, index
-            self.reader.set_up_for_load(self._ranks.rank, metadata, index)
-        return self._opened[1]
-
-    def _whole(self) -> Metadata:
+    def _metadata(self) -> Metadata:
         """Returns the metadata, decoded into torch's objects."""
-        self._index()
+        assert self.index is not None
         assert self._opened is not None
         metadata = self._opened[0]
         if not self._is_renamed:
@@ -309,109 +265,63 @@ class Load:
             self._is_renamed = True
         return metadata
 
-    def _matched(self, values: StateDict) -> tuple[_C.FlatState, _C.LoadMatch, LoadReport]:
-        flat = flat_state(values)
-        self._discover(flat)
-        match, report = self._compare(flat)
-        if report.missing and report.unexpected:
-            old = _flattened_as_2_3(values)
-            if not old.keys().isdisjoint(report.unexpected):
-                flat = _C.FlatState({}, chunks_here)
-                for name, (path, value) in old.items():
-                    flat.add(name, path, value)
-                match, report = self._compare(flat)
-        return flat, match, report
-
-    def _discover(self, flat: _C.FlatState) -> None:
-        """Replaces each ``Discovered`` placeholder with the values that it chooses."""
-        for row in flat.others():
-            value = flat.value(row)
-            if isinstance(value, Discovered):
-                path = flat.path(row)
-                flat.remove(row)
-                for found, target in value.choose(Stored(self._index(), self._whole)).items():
-                    flat.add(found, (*path, found), target)
-
-    def _compare(self, flat: _C.FlatState) -> tuple[_C.LoadMatch, LoadReport]:
-        index = self._index()
-        chosen = [] if self._chosen.all else [self._chosen(name) for name in flat.names()]
-        match = _C.LoadMatch(flat, index, self.reader.size_rule, chosen)
-        report = LoadReport()
-        for row in match.pending():
-            name, value = flat.name(row), flat.value(row)
-            stored = index.tensor(name)
-            if name not in index:
-                if isinstance(value, IfStored):
-                    value.missing = True
-                status = "skipped" if isinstance(value, IfStored) else "missing"
-            elif stored is not None:
-                status = self._compare_tensor(name, value, stored, report)
-            else:
-                # An object may replace a zero-dimensional tensor.
-                status = "kind" if _size_of(value) else "loaded"
-            match.set_status(row, status)
-        for name, has, wants in match.other_sizes("shape"):
-            report.shapes.append((name, torch.Size(has), torch.Size(wants)))
-        for name, has, wants in match.other_sizes("loaded"):
-            _note_sizes(name, torch.Size(has), torch.Size(wants), report)
-        report.dtypes += match.other_dtypes()
-        for row in match.rows_with("kind"):
-            name, kind = flat.name(row), f"a {type(flat.value(row)).__name__}"
-            if index.tensor(name) is None:
-                report.kinds.append((name, "an object", kind))
-            else:
-                is_to_come = isinstance(flat.value(row), Discovered)
-                report.kinds.append((name, "a tensor", "an object" if is_to_come else kind))
-        report.loaded = match.names_with("loaded")
-        report.missing = match.names_with("missing")
-        report.absent = match.absent()
-        report.unexpected = match.unexpected()
-        return match, report
-
-    def _compare_tensor(
-        self, name: str, value: Any, stored: tuple[str, tuple[int, ...]], report: LoadReport
-    ) -> str:
-        size = _size_of(value)
-        if size is None:
-            return "kind"
-        stored_dtype, has = getattr(torch, stored[0]), torch.Size(stored[1])
-        dtype = getattr(value, "dtype", stored_dtype)
-        if dtype != stored_dtype:
-            report.dtypes.append((name, stored_dtype, dtype))
-        if SIZES[self.reader.size_rule](has) != size:
-            report.shapes.append((name, has, size))
-            return "shape"
-        require_consecutive(name, value)
-        _note_sizes(name, has, size, report)
-        return "loaded"
-
-    def _reading(self, values: StateDict, flat: _C.FlatState, match: _C.LoadMatch) -> Reading:
-        index = self._index()
-        planner = _Planner(allow_partial_load=True)
-        planner.set_up_empty(values)
-        reading = Reading(planner)
-        left = match.plan()
-        reading.match = match
-        tensors: StateDict = {}
-        objects: list[ReadItem] = []
-        for row in left:
-            name = flat.name(row)
-            planner.state_dict[name], planner.mappings[name] = flat.value(row), flat.path(row)
-            if index.tensor(name) is not None:
-                tensors[name] = flat.value(row)
+    def _match(self, values: StateDict, state: _C.LoadState) -> Match:
+        index = self.index
+        for row in state.others():
+            value = state.value(row)
+            if not isinstance(value, Placeholder):
                 continue
-            ((_offsets, _sizes, file, offset, length, is_transformed),) = index.shards(name)
-            item = object_item(name)
-            if file is None or is_transformed:
-                objects.append(item)
-            else:
-                reading.byte_items.append((item, _StorageInfo(file, offset, length)))
-        if tensors or objects:
-            metadata = self._whole()
-            items = planner.plan_part(tensors, metadata).items
+            name, path = state.name(row), state.path(row)
+            if self._chosen and isinstance(value, OptionalObject) and not self._chosen(name):
+                continue
+            state.remove(row)
+            for found, target in value.choose(Stored(index, self._metadata), name).items():
+                state.add(found, (*path, found), target)
+        match = state.match(index, self.reader.size_rule, self._chosen)
+        report = LoadReport(
+            loaded=match.loaded,
+            missing=match.missing,
+            unexpected=match.unexpected,
+            shapes=match.shapes,
+            dtypes=match.dtypes,
+            grown=match.grown,
+            absent=match.absent_keys,
+            truncated=match.truncated,
+        )
+        for row in match.kinds:
+            name, value = state.name(row), state.value(row)
+            stored = "an object" if index.tensor(name) is None else "a tensor"
+            is_chosen = isinstance(value, Placeholder)
+            wanted = "an object" if is_chosen else f"a {type(value).__name__}"
+            report.kinds.append((name, stored, wanted))
+        return Match(values, state, report, set(match.loaded_keys), Reading(), {})
+
+    def _plan(self, match: Match) -> None:
+        """Plans the reads: the engine those of most values, torch's planner the rest."""
+        state, reading = match.state, Reading(values=match.values)
+        plan = state.plan(reading.tensors)
+        reading.objects = [state.object_read(row) for row in plan.objects]
+        match.by_torch = {state.name(row): state.value(row) for row in plan.by_torch}
+        if match.by_torch:
+            metadata, planner = self._metadata(), DefaultLoadPlanner(allow_partial_load=True)
+            tensors = {
+                name: value
+                for name, value in match.by_torch.items()
+                if self.index.tensor(name) is not None
+            }
+            # The state dict is already flat. With flatten_state_dict=True, torch would report all
+            # other names as missing, and assume that torch 2.3 wrote the checkpoint.
+            planner.flatten_state_dict = False
+            planner.metadata, planner.state_dict = metadata, tensors
+            items = planner.create_local_plan().items
             require_cover(metadata, tensors, items)
-            reading.add(self.reader.reading(planner, [*items, *objects]))
-        return reading
+            planner.flatten_state_dict = True
+            planner.original_state_dict, planner.state_dict = match.values, match.by_torch
+            planner.mappings = {state.name(row): state.path(row) for row in plan.by_torch}
+            reading.planner = planner
+            objects = [object_item(name) for name in match.by_torch if name not in tensors]
+            reading.add_items([*items, *objects], metadata)
+        match.reading = reading
 
 
 def object_item(name: str) -> ReadItem:
@@ -426,13 +336,6 @@ def _torchs_words(report: LoadReport) -> Iterator[str]:
         yield f"Missing key in checkpoint state_dict: {name}."
     for name, has, wants in report.shapes[:1]:
         yield f"Size mismatch between saved {has} and current: {wants} for {name}."
-
-
-def _note_sizes(name: str, has: torch.Size, wants: torch.Size, report: LoadReport) -> None:
-    if any(a < b for a, b in zip(has, wants, strict=True)):
-        report.grown.append((name, has, wants))
-    if any(a > b for a, b in zip(has, wants, strict=True)):
-        report.truncated.append((name, has, wants))
 
 
 def _flattened_as_2_3(values: StateDict) -> dict[str, tuple[Any, Any]]:
@@ -450,34 +353,25 @@ def _flattened_as_2_3(values: StateDict) -> dict[str, tuple[Any, Any]]:
 class _Chosen:
     """Decides which names are loaded, and records the patterns that match."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Iterable[str] | Callable[[str], bool]) -> None:
         if isinstance(names, str):
             raise ValueError(f"names must be a list of patterns, got the string {names!r}")
-        self._patterns = None if names is None or callable(names) else list(names)
-        self._matched: set[str] = set()
-        self.all = names is None
         self._function = names if callable(names) else None
+        self._matched = {} if callable(names) else dict.fromkeys(names, False)
 
     def __call__(self, name: str) -> bool:
         if self._function is not None:
             return bool(self._function(name))
-        if self._patterns is None:
-            return True
-        matching = [p for p in self._patterns if fnmatch.fnmatchcase(name, p)]
-        self._matched.update(matching)
+        matching = [p for p in self._matched if fnmatch.fnmatchcase(name, p)]
+        self._matched.update(dict.fromkeys(matching, True))
         return bool(matching)
 
-    @property
     def unmatched(self) -> list[str]:
-        """The patterns that have not matched any name."""
-        return [p for p in self._patterns or () if p not in self._matched]
+        """Returns the patterns that have not matched any name."""
+        return [pattern for pattern, is_matched in self._matched.items() if not is_matched]
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
-
-
-def _real(value: Any) -> Any:
+def _allocate(value: Any) -> Any:
     """Allocates a tensor like a meta tensor, on the process group's device or, without a process
     group, on the default device."""
     device: Any = torch.get_default_device()
@@ -502,26 +396,3 @@ def _real(value: Any) -> Any:
         if hasattr(value, name):
             setattr(real, name, getattr(value, name))
     return real
-
-
-def _size_of(value: Any) -> torch.Size | None:
-    """Returns the size of a tensor or a tensor-like object, and None for other values."""
-    if hasattr(value, "global_shape"):
-        return torch.Size(value.global_shape)
-    size = getattr(value, "size", None)
-    found = size() if callable(size) and hasattr(value, "dtype") else None
-    # A storage also has size() and dtype, but its size is a number.
-    return torch.Size(found) if isinstance(found, tuple) else None
-
-
-def _read_index(reader: FileSystemReader, rank: int) -> tuple[Metadata, _core.CheckpointIndex]:
-    """Reads the metadata. If there is none for all ranks, because they saved without collectives,
-    reads this rank's own metadata."""
-    try:
-        return reader.read_index()
-    except FileNotFoundError:
-        try:
-            return reader.read_index(rank=rank)
-        except FileNotFoundError:
-            pass
-        raise

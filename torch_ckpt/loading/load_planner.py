@@ -11,14 +11,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_ckpt.checkpoint.lazy_metadata import lazy_contents
-from torch_ckpt.loading.load import Load, Prepared, object_item
-from torch_ckpt.loading.reading import PlansOnIndex, Reading
-from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.loading.load import Load, Match, object_item
+from torch_ckpt.loading.reading import PlansByEngine, Reading
 
 _FLAT = ("state_dict", "mappings")
 
 
-class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
+class LoadPlanner(DefaultLoadPlanner, PlansByEngine):
     """Plans ``dcp.load`` in the same way as ``torch_ckpt.load``. Use this planner with a
     :class:`torch_ckpt.FileSystemReader`. With any other reader, the planner works like torch's
     DefaultLoadPlanner.
@@ -48,7 +47,7 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
     def __init__(self, *, allow_partial_load: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._load: Load | None = None
-        self._prepared: Prepared | None = None
+        self._match: Match | None = None
 
     def set_up_planner(
         self,
@@ -56,7 +55,7 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._load = self._prepared = None
+        self._load = self._match = None
         lazy = lazy_contents(metadata)
         index, reader = (lazy.index, lazy.reader()) if lazy else (None, None)
         if metadata is None or index is None or reader is None or not reader.engine_can_read():
@@ -67,7 +66,7 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         self.metadata = metadata
         for name in _FLAT:
             vars(self).pop(name, None)
-        self._load = Load(reader, Exchange(), opened=(metadata, index))
+        self._load = Load(reader, opened=(metadata, index))
 
     def __getattr__(self, name: str) -> Any:
         # torch's planner has these attributes after set_up_planner. Build them on first access
@@ -81,22 +80,22 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
     def create_local_plan(self) -> LoadPlan:
         if self._load is None:
             return super().create_local_plan()
-        prepared = self._load.prepare(self.original_state_dict)
-        self._load.require_fit(prepared.report, strict=not self.allow_partial_load)
-        self._prepared = prepared
+        match = self._load.match(self.original_state_dict)
+        self._load.require_fit(match.report, strict=not self.allow_partial_load)
+        self._match = match
         # The plan has an item that no checkpoint contains, so that a reader of another class fails.
         # If the plan were empty, such a reader would silently read nothing.
         return LoadPlan([object_item("planned by torch_ckpt.LoadPlanner for another reader")])
 
-    # --- PlansOnIndex ----------------------------------------------------------------------------
+    # --- PlansByEngine ----------------------------------------------------------------------------
 
     def has_planned(self) -> bool:
-        return self._prepared is not None
+        return self._match is not None
 
     def begin(self) -> Reading:
-        load, prepared = self._load, self._prepared
+        load, match = self._load, self._match
         assert load is not None
-        assert prepared is not None
+        assert match is not None
         # Drop these references, so that only the caller keeps the values alive.
-        self._load = self._prepared = None
-        return load.begin(prepared)
+        self._load = self._match = None
+        return load.begin(match)

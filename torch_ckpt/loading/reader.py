@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,18 +46,16 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.dtypes import LostPrecision
-from torch_ckpt.loading.planners import SafePlanner, keeps_default_hooks, require_whole
+from torch_ckpt.loading.dtypes import Conversions, note_lost_precision, warn_of_lost_precision
 from torch_ckpt.loading.reading import (
-    ByteRow,
     BytesMoved,
-    PlansOnIndex,
+    PlansByEngine,
     Reading,
-    Row,
+    SafePlanner,
     copy_by_torch,
     in_waves,
-    places_of,
-    with_names_as_utf8,
+    keeps_default_hooks,
+    require_whole,
 )
 from torch_ckpt.loading.shared_reads import read_alone, read_once
 from torch_ckpt.loading.zero_fill import (
@@ -162,12 +159,18 @@ class FileSystemReader(StockReader):
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
         self._index: _core.CheckpointIndex | None = None
-        self._index_tables: Mapping[str, bytes] | None = None
         self._directory: OpenDirectory | None = None
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._is_alone = False
-        self.lost_precision = LostPrecision()
+        #: Allowed target sizes relative to the stored sizes.
+        self.size_rule = _C.SizeRule.GROWING if self.zero_fill else _C.SizeRule.SAME
+        if allow_shape_mismatch:
+            self.size_rule = _C.SizeRule.ANY
+        # Decodes a metadata file, which the engine has checked, into torch's objects.
+        self._unpickle: Callable[[bytes, str], Metadata] = decode_indexed
+        #: The tensors of this load that lose precision or range; see loading/dtypes.py.
+        self.narrowed: Conversions = {}
         #: Bytes moved by all loads with this reader.
         self.moved = BytesMoved()
 
@@ -185,7 +188,8 @@ class FileSystemReader(StockReader):
         compare."""
         # Only a root or a step number must be resolved to the same directory on all ranks: a newer
         # step may be completed before the next rank looks for the newest one.
-        return None if self.location == str(self.path) else self.location
+        path = None if self._directory is None else self._directory.path
+        return None if path == str(self.path) else path
 
     @property
     def location(self) -> str:
@@ -201,35 +205,12 @@ class FileSystemReader(StockReader):
             return Metadata({}, storage_data={})
         self._refused = None
         try:
-            with self._opening():
-                return self._decoded(*self._metadata_bytes(_name_of(rank)))
+            return self._read_metadata(rank)[0]
         except FileNotFoundError:
             raise
         except Exception as error:
             self._refused = error
             raise
-
-    @contextmanager
-    def _opening(self) -> Iterator[None]:
-        """Block that opens the directory and reads the metadata. Releases the directory if the
-        block fails."""
-        self.release()
-        try:
-            self._refuse_url()
-            yield
-        except BaseException:
-            self.release()
-            raise
-
-    def _metadata_bytes(self, name: str) -> tuple[bytes, str]:
-        """Opens the directory, and returns the contents and the path of the metadata file."""
-        if not self.engine_can_read():
-            return self._remote_bytes(name), os.path.join(self.path, name)
-        # Lock the directory before reading the metadata: from then on, no save can remove the files
-        # that it names.
-        self._directory = share_or_warn(open_checkpoint(self.path))
-        data = metadata_bytes_in(self._directory, name)
-        return data, os.path.join(self._directory.path, name)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -267,7 +248,8 @@ class FileSystemReader(StockReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             future = self._read_data(plan, planner)
-            self.lost_precision.warn()
+            if self.narrowed:
+                warn_of_lost_precision(self.narrowed)
             return future
         finally:
             self.release()
@@ -275,14 +257,14 @@ class FileSystemReader(StockReader):
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         RelaxedGc.end()
         if not self.engine_can_read() or self._metadata is None:
-            return super().read_data(plan, self._guarded(planner, self.storage_data))
-        planned = isinstance(planner, PlansOnIndex) and planner.has_planned()
+            return super().read_data(plan, self._guarded(planner))
+        planned = isinstance(planner, PlansByEngine) and planner.has_planned()
         # If ranks read together, they must also exchange their failures.
         together = self.read_once and dist.is_initialized() and not self._is_alone
 
         def prepare() -> Reading:
             if planned:
-                return cast(PlansOnIndex, planner).begin()
+                return cast(PlansByEngine, planner).begin()
             assert self._metadata is not None
             require_whole(planner, plan.items, self._metadata)
             self._fill_with_zeros(planner)
@@ -309,14 +291,6 @@ class FileSystemReader(StockReader):
         return future
 
     @property
-    def size_rule(self) -> str:
-        """Allowed target sizes relative to the stored sizes: ``"same"``, ``"growing"`` or
-        ``"any"``."""
-        if self.allow_shape_mismatch:
-            return "any"
-        return "growing" if self.zero_fill else "same"
-
-    @property
     def wave_bytes(self) -> int:
         """Maximum total size of the objects held in memory at the same time.
 
@@ -341,12 +315,25 @@ class FileSystemReader(StockReader):
         if directory is not None:
             directory.close()
 
-    def read_index(self, rank: int | None = None) -> tuple[Metadata, _core.CheckpointIndex]:
-        """Reads the metadata, and returns it with its index."""
-        metadata = self.read_metadata() if rank is None else self.read_metadata(rank=rank)
-        lazy = lazy_contents(metadata)
-        index = lazy.index if lazy else None
-        return metadata, index_of(metadata, str(self.path)) if index is None else index
+    def open(self, rank: int | None = None) -> tuple[Metadata, _core.CheckpointIndex]:
+        """Reads the metadata, and prepares a load that the engine plans.
+
+        If there is no metadata for all ranks, because the ranks saved without collectives, reads
+        this rank's own metadata.
+        """
+        try:
+            metadata, index = self._read_metadata(None)
+        except FileNotFoundError as error:
+            if rank is None:
+                raise
+            try:
+                metadata, index = self._read_metadata(rank)
+            except FileNotFoundError:
+                raise error from None
+        if index is None:
+            index = index_of(metadata, str(self.path))
+        self.set_up_for_load(rank, metadata, index)
+        return metadata, index
 
     def set_up_for_load(
         self, rank: int | None, metadata: Metadata, index: _core.CheckpointIndex | None = None
@@ -357,9 +344,9 @@ class FileSystemReader(StockReader):
             index: the index of the metadata, if the engine plans the load.
         """
         self._metadata = metadata
-        self._index, self._index_tables = index, None
+        self._index = index
         self.rank = rank  # type: ignore[assignment]  # torch declares None
-        self.lost_precision = LostPrecision()  # forget the tensors of a failed load
+        self.narrowed = {}  # forget the tensors of a failed load
 
     @property
     def storage_data(self) -> dict[MetadataIndex, _StorageInfo]:
@@ -380,7 +367,7 @@ class FileSystemReader(StockReader):
         assert self._metadata is not None
         reading = Reading(planner)
         with no_gc():
-            reading.add_items(items, self._metadata, self.storage_data)
+            reading.add_items(items, self._metadata)
         return reading
 
     def read(self, reading: Reading) -> None:
@@ -389,96 +376,58 @@ class FileSystemReader(StockReader):
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class docstring.
         """
-        self.read_all_but_rows(reading)
-        if reading.match is not None:
-            self.read_match(reading.match)
-        if reading.rows:
-            self.read_rows(list(reading.files), reading.rows)
+        self.read_all_but_tensors(reading)
+        if len(reading.tensors):
+            self.read_tensors(reading.tensors)
         for item, target in reading.to_commit:
+            assert reading.planner is not None
             reading.planner.commit_tensor(item, target)
 
-    def read_all_but_rows(self, reading: Reading) -> None:
+    def read_all_but_tensors(self, reading: Reading) -> None:
         """Reads objects, and items that were written through a stream transform."""
         if reading.transformed:
+            assert reading.planner is not None
             with self._opened() as directory, self.moved.elsewhere():
                 before, self.fs = self.fs, FilesBeneath(directory)
                 try:
-                    super().read_data(
-                        LoadPlan(reading.transformed),
-                        self._guarded(reading.planner, self.storage_data),
-                    )
+                    super().read_data(LoadPlan(reading.transformed), self._guarded(reading.planner))
                 finally:
                     self.fs = before
-        files_of = {item.storage_index: info for item, info in reading.byte_items}
-        planner = self._guarded(reading.planner, files_of)
-        sizes = ((entry, entry[1].length) for entry in reading.byte_items)
+        sizes = ((read, read.length) for read in reading.objects)
         for wave in in_waves(sizes, self.wave_bytes):
-            files: dict[str, int] = {}
-            rows = [
-                (
-                    item.storage_index.fqn,
-                    files.setdefault(info.relative_path, len(files)),
-                    info.offset,
-                    info.length,
-                )
-                for item, info in wave
-            ]
-            stored = self.read_bytes(list(files), rows)[::-1]
-            for item, _info in wave:
-                # BytesIO copies the data. Free this copy before the object is decoded.
+            stored = self.read_bytes(wave)[::-1]
+            for read in wave:
                 data = stored.pop()
-                self.moved.add(len(data))
-                planner.load_bytes(item, io.BytesIO(data))
+                self.moved.bytes += len(data)
+                reading.store(read, data, self.allow_pickle)
                 del data
 
-    def read_match(self, match: _C.LoadMatch) -> None:
-        """Reads the tensors in the engine's load plan.
-
-        Raises:
-            Corrupt, Unsafe, OSError, ValueError: see the class docstring.
-        """
-        devices = {torch.device("cuda", number) for number in match.cuda_devices()}
-
-        def load(**options: Any) -> list[int]:
-            return _C.load_matched(match, **options)
-
-        unknown = self._load(load, match.bytes if self.progress else 0, devices)
-        self.lost_precision.note_conversions(match.conversions())
-        if unknown:
-            self._read_by_torch(match.files(), [match.row(number) for number in unknown])
-
-    def read_rows(self, files: list[str], rows: list[Row]) -> None:
+    def read_tensors(self, reads: _C.TensorReads) -> None:
         """Reads tensors into their targets.
 
-        Args:
-            files: file names relative to the checkpoint directory, indexed by the file numbers in
-                ``rows``.
-            rows: the tensors to read.
-
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class docstring.
         """
-        places = places_of(files, rows, self._tables())
-        planned = sum(row[8].numel() * row[4].itemsize for row in rows) if self.progress else 0
+        unknown = self._load(reads)
+        note_lost_precision(self.narrowed, reads)
+        for number in unknown:
+            read = reads[number]
+            record = _core.ObjectRead(read.name, read.file, read.offset, read.length)
+            with self.moved.elsewhere():
+                # Free each record before the next one is read.
+                copy_by_torch(self.read_bytes([record])[0], read)
 
-        def load(**options: Any) -> list[int]:
-            return _C.load_tensors(places, with_names_as_utf8(rows), **options)
+    def _load(self, reads: _C.TensorReads) -> list[int]:
+        """Calls the engine and reports the progress of the load. Returns the numbers of the reads
+        whose records only torch.load can decode."""
+        before = self.moved.bytes
+        planned = reads.stored_bytes if self.progress else 0
+        events = []
+        if reads.cuda_devices:
+            events = record_events({torch.device("cuda", number) for number in reads.cuda_devices})
 
-        unknown = self._load(load, planned, {row[8].device for row in rows if row[8].is_cuda})
-        self.lost_precision.note(rows)
-        self._read_by_torch(files, [rows[index] for index in unknown])
-
-    def _load(
-        self, load: Callable[..., list[int]], planned: int, devices: set[torch.device]
-    ) -> list[int]:
-        """Calls the engine and reports the progress of the load."""
-        events = record_events(devices)
-        told = 0
-
-        def tell(done: int) -> None:
-            nonlocal told
-            self.moved.add(done - told)
-            told = done
+        def report(done: int) -> None:
+            self.moved.bytes = before + done
             if shown is not None:
                 shown(Progress(planned, 0, done))
 
@@ -486,38 +435,19 @@ class FileSystemReader(StockReader):
             self._opened() as directory,
             reporting(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown,
         ):
-            return load(
+            return reads.load(
                 directory=directory,
-                threads=self.options.threads,
-                max_inflight_bytes=self.options.max_inflight_bytes,
-                direct_io=self.options.direct_io,
-                verify=self.options.verify,
-                progress=tell,
+                tables=self._tables(),
+                options=self.options,
+                progress=report,
                 ready=[(device.index, event.cuda_event) for event, device in events],
             )
 
-    def _read_by_torch(self, files: list[str], rows: list[Row]) -> None:
-        """Reads the tensors that only torch.load can decode."""
-        for row in rows:
-            name, number, offset, length, *_rest = row
-            with self.moved.elsewhere():
-                # Free each record before the next one is read.
-                copy_by_torch(
-                    self.read_bytes(files, [(name, number, offset, length)])[0], row, files[number]
-                )
-
-    def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
-        """Returns the stored bytes of each row."""
-        places = places_of(files, rows, self._tables())
+    def read_bytes(self, reads: list[_core.ObjectRead]) -> list[bytes]:
+        """Returns the stored bytes of objects."""
         with self._opened() as directory:
             return _core.load_bytes(
-                places,
-                with_names_as_utf8(rows),
-                directory=directory,
-                threads=self.options.threads,
-                max_inflight_bytes=self.options.max_inflight_bytes,
-                direct_io=self.options.direct_io,
-                verify=self.options.verify,
+                reads, directory=directory, tables=self._tables(), options=self.options
             )
 
     @property
@@ -529,51 +459,67 @@ class FileSystemReader(StockReader):
         metadata, identity = self._identity
         return identity if metadata is self._metadata else None
 
-    def can_verify_parts(self, file: str) -> bool:
-        """Returns True if partial reads of a file's records are verified as strictly as full
-        reads."""
-        return not self.options.verify or file in self._tables()
+    def verifies_parts(self) -> Callable[[str], bool]:
+        """Returns a function that returns True for files whose records are verified in partial
+        reads as strictly as in full reads."""
+        if not self.options.verify:
+            return lambda _file: True
+        tables = self._tables()
+        names = tables if isinstance(tables, Mapping) else tables.tables()
+        return names.__contains__
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _tables(self) -> Mapping[str, bytes]:
-        """Returns the checksum table of each file."""
-        if self._index is None:
-            return checksum_tables(self._metadata)
-        if self._index_tables is None:
-            self._index_tables = self._index.tables()
-        return self._index_tables
+    def _tables(self) -> _core.CheckpointIndex | Mapping[str, bytes]:
+        """Returns the checksum table of each file, or the index that has them."""
+        return checksum_tables(self._metadata) if self._index is None else self._index
 
-    def _decoded(self, data: bytes, source: str) -> Metadata:
-        if self.allow_pickle:
-            metadata = decode_metadata(data, source, allow_pickle=True)
-            _make_known(metadata, self.size_rule, self.load_id)
-        else:
-            index, unpickle = decode_index(data, source), self._unpickler()
+    def _read_metadata(self, rank: int | None) -> tuple[Metadata, _core.CheckpointIndex | None]:
+        """Opens the directory, and reads the metadata and, unless it is unpickled, its index.
+        Releases the directory if this fails."""
+        self.release()
+        try:
+            data, source = self._metadata_bytes(
+                METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+            )
             size_rule, load_id = self.size_rule, self.load_id
+            if self.allow_pickle:
+                index = None
+                metadata = decode_metadata(data, source, allow_pickle=True)
+                _make_known(metadata, size_rule, load_id)
+            else:
+                index, unpickle = decode_index(data, source), self._unpickle
 
-            def decode() -> Metadata:
-                # Do not refer to the reader here: lazy metadata must not keep it alive.
-                unpickled = unpickle(data, source)
-                _make_known(unpickled, size_rule, load_id)
-                return unpickled
+                def decode() -> Metadata:
+                    # Do not refer to the reader here: lazy metadata must not keep it alive.
+                    unpickled = unpickle(data, source)
+                    _make_known(unpickled, size_rule, load_id)
+                    return unpickled
 
-            metadata = LazyMetadata(LazyContents(decode, index=index, reader=weakref.ref(self)))
-        if self.read_once:
-            self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
-        return metadata
+                metadata = LazyMetadata(LazyContents(decode, index=index, reader=weakref.ref(self)))
+            if self.read_once:
+                self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
+            return metadata, index
+        except BaseException:
+            self.release()
+            raise
 
-    def _unpickler(self) -> Callable[[bytes, str], Metadata]:
-        """Returns the function that decodes the checked metadata file into torch's objects."""
-        return decode_indexed
+    def _metadata_bytes(self, name: str) -> tuple[bytes, str]:
+        """Opens the directory, and returns the contents and the path of the metadata file."""
+        self._refuse_url()
+        if not self.engine_can_read():
+            return self._remote_bytes(name), os.path.join(self.path, name)
+        # Lock the directory before reading the metadata: from then on, no save can remove the files
+        # that it names.
+        self._directory = share_or_warn(open_checkpoint(self.path))
+        data = metadata_bytes_in(self._directory, name)
+        return data, os.path.join(self._directory.path, name)
 
-    def _guarded(
-        self, planner: LoadPlanner, storage: Mapping[MetadataIndex, _StorageInfo]
-    ) -> LoadPlanner:
+    def _guarded(self, planner: LoadPlanner) -> LoadPlanner:
         """Wraps the planner so that loading objects runs no code, unless allow_pickle is set."""
         if self.allow_pickle:
             return planner
-        return cast(LoadPlanner, SafePlanner(planner, storage))
+        return cast(LoadPlanner, SafePlanner(planner, self.storage_data))
 
     def _remote_bytes(self, name: str) -> bytes:
         """Reads the metadata file through the reader's own file system, ``fs``."""
@@ -615,10 +561,6 @@ class FileSystemReader(StockReader):
             directory.close()
 
 
-def _name_of(rank: int | None) -> str:
-    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-
-
 @dataclasses.dataclass(frozen=True)
 class _ReadVersion:
     """The reader's ``version`` on one rank, sent as part of the plan."""
@@ -639,11 +581,11 @@ def require_one_version(versions: Iterable[str | None], reader: FileSystemReader
         )
 
 
-def _make_known(metadata: Metadata, size_rule: str, load_id: str | None) -> None:
+def _make_known(metadata: Metadata, size_rule: _C.SizeRule, load_id: str | None) -> None:
     """Stores the load id in the metadata and applies the size rule to it."""
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     assert metadata.storage_meta is not None
     metadata.storage_meta.load_id = load_id
-    if size_rule != "same":
+    if size_rule != _C.SizeRule.SAME:
         let_sizes_differ(metadata, SIZES[size_rule])

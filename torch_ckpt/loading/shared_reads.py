@@ -25,11 +25,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes
-from torch_ckpt.loading.dtypes import LostPrecision
-from torch_ckpt.loading.reading import BytesMoved, Reading, Row
+from torch_ckpt.loading.dtypes import Conversions, note_lost_precision
+from torch_ckpt.loading.reading import BytesMoved, Reading
 
 #: Maximum size in bytes of a batch, and of a part of a large tensor.
 BATCH_BYTES = 64 << 20
@@ -42,19 +43,19 @@ class RankReader(Protocol):
 
     options: ReadOptions
     moved: BytesMoved
-    lost_precision: LostPrecision
+    narrowed: Conversions
 
     @property
     def identity(self) -> bytes | None:
         """A digest that is equal on ranks that read the same checkpoint."""
 
-    def can_verify_parts(self, file: str) -> bool:
-        """Returns True if parts of a file's records can be verified."""
+    def verifies_parts(self) -> Callable[[str], bool]:
+        """Returns a function that returns True for files whose records are verified in parts."""
 
-    def read_all_but_rows(self, reading: Reading) -> None:
-        """Reads everything except ``reading.rows``: objects, and items that torch's code reads."""
+    def read_all_but_tensors(self, reading: Reading) -> None:
+        """Reads objects, and items that torch's code reads."""
 
-    def read_rows(self, files: list[str], rows: list[Row]) -> None:
+    def read_tensors(self, reads: _C.TensorReads) -> None:
         """Reads tensors into their targets."""
 
 
@@ -67,47 +68,41 @@ def read_once(
     If a rank fails, it raises the error. The other ranks return without loading and without an
     error: the caller must report the failure to them.
     """
-    failure: BaseException | None = None
-    reading: Reading | None = None
+    reading = Reading()
+    reads: list[_C.TensorRead] = []
     digests: list[tuple[bytes | None, int]] = []
-    try:
+
+    @no_gc()
+    def plan() -> tuple[list[tuple[bytes | None, int]], int]:
+        nonlocal reading
         reading = prepare()
-        _cut_large(reader, reading, BATCH_BYTES)
-        files = list(reading.files)
-        with no_gc():
-            digests = _digests(reader.identity, files, reading.rows)
-    except BaseException as error:
-        failure = error
-    plans = _gather(
-        reader, _FAILED if failure else (digests, reader.options.max_inflight_bytes), group
-    )
-    if failure is not None:
-        raise failure
-    if _FAILED in plans:
+        reading.tensors.split(BATCH_BYTES, reader.verifies_parts())
+        reads.extend(reading.tensors)
+        digests.extend(_digests(reader.identity, reads))
+        return digests, reader.options.max_inflight_bytes
+
+    plans = _exchange(reader, plan, group)
+    if not plans:
         return
-    assert reading is not None
     owners = _choose_owners([digests for digests, _limit in plans])
     rank = dist.get_rank(group)
-    try:
-        reader.read_all_but_rows(reading)
+
+    def read() -> None:
+        reader.read_all_but_tensors(reading)
         own = [
-            row
-            for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)
+            number
+            for number, (digest, _bytes) in enumerate(digests)
             if digest is None or owners.get(digest, (rank, ()))[0] == rank
         ]
-        reader.read_rows(list(reading.files), own)
-    except BaseException as error:
-        failure = error
-    states = _gather(reader, _FAILED if failure else None, group)
-    if failure is not None:
-        raise failure
-    if _FAILED in states:
+        reader.read_tensors(reading.tensors.subset(own))
+
+    if not _exchange(reader, read, group):
         return
-    # All rows, because this rank also converts the tensors that other ranks have read.
-    reader.lost_precision.note(reading.rows)
+    # This rank also converts the tensors that other ranks have read.
+    note_lost_precision(reader.narrowed, reading.tensors)
     targets = {
-        digest: row[8]
-        for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)
+        digest: read.tensor
+        for read, (digest, _bytes) in zip(reads, digests, strict=True)
         if digest is not None
     }
     with reader.moved.elsewhere():
@@ -118,59 +113,55 @@ def read_alone(
     reader: RankReader, read: Callable[[], None], group: dist.ProcessGroup | None
 ) -> None:
     """Reads on this rank only, and joins the exchanges of ranks that call :func:`read_once`."""
-    if _FAILED in _gather(reader, ([], reader.options.max_inflight_bytes), group):
-        return
+    if _exchange(reader, lambda: ([], reader.options.max_inflight_bytes), group):
+        _exchange(reader, read, group)
+
+
+def _exchange(
+    reader: RankReader, local: Callable[[], Any], group: dist.ProcessGroup | None
+) -> list[Any]:
+    """Calls a function on every rank and returns the results of all ranks. If it fails on a rank,
+    that rank raises the error, and all other ranks return an empty list."""
     failure: BaseException | None = None
     try:
-        read()
+        value = local()
     except BaseException as error:
-        failure = error
-    _gather(reader, _FAILED if failure else None, group)
-    if failure is not None:
-        raise failure
-
-
-def _gather(reader: RankReader, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+        failure, value = error, _FAILED
     gathered: list[Any] = [None] * dist.get_world_size(group)
     with reader.moved.elsewhere():
         dist.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
-def _bytes_of(row: Row) -> int:
-    return row[8].numel() * row[8].itemsize
+    if failure is not None:
+        raise failure
+    return [] if _FAILED in gathered else gathered
 
 
 def _digests(
-    checkpoint: bytes | None, files: list[str], rows: list[Row]
+    checkpoint: bytes | None, reads: list[_C.TensorRead]
 ) -> list[tuple[bytes | None, int]]:
-    """Returns the digest and the size in bytes of each row. Repeated digests become None."""
+    """Returns the digest and the size in bytes of each read. Repeated digests become None."""
     digests: list[tuple[bytes | None, int]] = []
-    seen: set[bytes] = set()
-    for row in rows:
-        digest = _digest(checkpoint, files, row) if checkpoint else None
-        if digest in seen:
-            digest = None
-        if digest is not None:
-            seen.add(digest)
-        digests.append((digest, _bytes_of(row)))
+    seen: set[bytes | None] = set()
+    for read in reads:
+        digest = _digest(checkpoint, read) if checkpoint else None
+        digests.append((None if digest in seen else digest, read.tensor.nbytes))
+        seen.add(digest)
     return digests
 
 
-def _digest(checkpoint: bytes, files: list[str], row: Row) -> bytes | None:
-    """Returns a digest of what a row reads and into what kind of target. Returns None if the data
+def _digest(checkpoint: bytes, read: _C.TensorRead) -> bytes | None:
+    """Returns a digest of what is read and into what kind of target. Returns None if the data
     cannot be shared with other ranks."""
-    _name, file, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
+    target = read.tensor
     if type(target) not in (torch.Tensor, torch.nn.Parameter) or not _is_its_bytes(target):
         return None
     what = (
         # Ranks may read different checkpoints with equal file names.
         checkpoint,
-        files[file],
-        offset,
-        length,
-        tuple(region_offsets),
-        tuple(region_lengths),
+        read.file,
+        read.offset,
+        read.length,
+        tuple(read.region_offsets),
+        tuple(read.region_lengths),
         str(target.dtype),
         target.device.type,
     )
@@ -186,27 +177,6 @@ def _is_its_bytes(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_inference()
     )
-
-
-def _cut_large(reader: RankReader, reading: Reading, most: int) -> None:
-    files = list(reading.files)
-    rows: list[Row] = []
-    for row in reading.rows:
-        target = row[8]
-        lines = target.size(0) if target.dim() else 1
-        is_large = _bytes_of(row) > most and lines > 1
-        if not is_large or not reader.can_verify_parts(files[row[1]]):
-            rows.append(row)
-            continue
-        offsets = row[6] or (0,) * target.dim()
-        step = max(1, most * lines // _bytes_of(row))
-        for begin in range(0, lines, step):
-            count = min(step, lines - begin)
-            part_offsets = (offsets[0] + begin, *offsets[1:])
-            part_lengths = (count, *target.shape[1:])
-            part = target.narrow(0, begin, count)
-            rows.append((*row[:6], part_offsets, part_lengths, part))
-    reading.rows[:] = rows
 
 
 def _choose_owners(

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
+from torch_ckpt import _C
 from torch_ckpt.checkpoint.chunks import chunks_here
 
 
@@ -52,10 +53,9 @@ class AnySize(GrowingSize):
 
 
 #: Size class for each of the engine's size-matching rules.
-SIZES: dict[str, type[Any]] = {
-    "same": torch.Size,
-    "growing": GrowingSize,
-    "any": AnySize,
+SIZES: dict[_C.SizeRule, type[Any]] = {
+    _C.SizeRule.GROWING: GrowingSize,
+    _C.SizeRule.ANY: AnySize,
 }
 
 

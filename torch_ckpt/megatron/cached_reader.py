@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -51,6 +50,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             cache_metadata, args = args[0], args[1:]
         super().__init__(path, *args, **kwargs)
         self.cache_metadata = cache_metadata
+        # Do not cache with zero_fill: it modifies the metadata to fit the state that is loaded.
+        if cache_metadata and not self.zero_fill:
+            self._unpickle = self._decode_cached
 
     @classmethod
     def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
@@ -62,12 +64,6 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         for source in list(cls._cache):
             if path is None or os.path.dirname(source) == os.path.abspath(path):
                 cls._cache.pop(source, None)
-
-    def _unpickler(self) -> Callable[[bytes, str], Metadata]:
-        # Do not cache with zero_fill: it modifies the metadata to fit the state that is loaded.
-        if not self.cache_metadata or self.zero_fill:
-            return super()._unpickler()
-        return self._decode_cached
 
     @classmethod
     def _decode_cached(cls, data: bytes, source: str) -> Metadata:

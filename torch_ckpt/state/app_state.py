@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import IfStored
+from torch_ckpt.loading.load import OptionalObject
 from torch_ckpt.ranks.collective_call import CollectiveCall
 from torch_ckpt.ranks.group import own_rank
 from torch_ckpt.state.optimizers import (
@@ -328,10 +328,12 @@ class States:
             per_rank = _as_per_rank(value)
             if per_rank is not None:
                 [own] = part.values()
+                if isinstance(own, OptionalObject):
+                    if own.missing:
+                        self._missing.append(key)
+                    own = next(iter(own.values.values()), None)
                 if isinstance(own, SimpleNamespace):
                     per_rank.restore(own.value)
-                elif isinstance(own, IfStored) and own.missing:
-                    self._missing.append(key)
             elif isinstance(value, nn.Module):
                 value.load_state_dict(
                     {
@@ -414,7 +416,7 @@ def _read_state(key: str, value: Any, names: ParameterNames, for_load: bool) -> 
             own: Any = wrap_state(key, per_rank.state())
         else:
             # Only rank 0's state is required: if it is missing, the checkpoint lacks the key.
-            own = IfStored() if own_rank() else None
+            own = OptionalObject() if own_rank() else None
         return {f"rank{own_rank()}": own}
     if isinstance(value, nn.Module):
         return _module_state(key, value, names, for_load)

@@ -17,7 +17,7 @@ from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import Discovered, Stored
+from torch_ckpt.loading.load import Placeholder, Stored
 from torch_ckpt.state.splitting import (
     StateDict,
     python_number,
@@ -181,7 +181,7 @@ def to_stock_layout(key: str, state: StateDict) -> StateDict:
     return {**others, "state": slots, "param_groups": groups}
 
 
-class OptimizerState(Discovered):
+class OptimizerState(Placeholder):
     """Loads an optimizer's state from any of three layouts.
 
     1. The layout of :func:`to_stock_layout`: an object for each option of each group.
@@ -212,7 +212,7 @@ class OptimizerState(Discovered):
         # Paths of the tensors and objects in the state, by their names in the checkpoint.
         self._paths: dict[str, tuple[Any, ...]] = {}
 
-    def choose(self, stored: Stored) -> StateDict:
+    def choose(self, stored: Stored, _name: str) -> StateDict:
         is_tensor = {
             name: stored.is_tensor(name) for name in stored.names if name.startswith(self._prefix)
         }

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch_ckpt._base.formatting import plural
 from torch_ckpt.checkpoint.objects import PLAIN, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import Discovered, Stored
+from torch_ckpt.loading.load import Placeholder, Stored
 
 StateDict = dict[str, Any]
 
@@ -85,7 +85,7 @@ def split_state(key: str, state: Any, for_load: bool) -> StateDict:
     return {**tree, OBJECTS: wrap_state(key, rest, tensor_count(tree))}
 
 
-class _Objects(Discovered):
+class _Objects(Placeholder):
     """Loads the non-tensor part of a value's state.
 
     torch_ckpt stores this part as one object. Stock torch stores each leaf of nested dicts and
@@ -106,7 +106,7 @@ class _Objects(Discovered):
         self._tensors = flatten_state_dict({key: tensors})[0]
         self._paths: Mapping[str, Any] = {}
 
-    def choose(self, stored: Stored) -> StateDict:
+    def choose(self, stored: Stored, _name: str) -> StateDict:
         for name in (self._rest_name, self._key):
             if name in stored:
                 return {name: self}

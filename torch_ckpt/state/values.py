@@ -15,7 +15,7 @@ from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.loading.load import Load, Prepared, StateDict, Strict, T
+from torch_ckpt.loading.load import Load, Match, StateDict, Strict, T
 from torch_ckpt.loading.reader import require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
@@ -102,7 +102,7 @@ class Targets:
     def _build_target(self, key: str, load: Load) -> Any:
         value = self._state_dict[key]
         if key not in self._by_state:
-            if isinstance(value, torch.Tensor) or not load.has(f"{key}.{OBJECTS}"):
+            if isinstance(value, torch.Tensor) or f"{key}.{OBJECTS}" not in load.index:
                 return value
             # The value is already in AppState's layout.
             if isinstance(value, Mapping) and OBJECTS in value:
@@ -155,35 +155,34 @@ def load_values(
     """
     targets = Targets(state_dict)
 
-    def prepare() -> tuple[StateDict, Prepared]:
-        values = targets.build_all(load)
-        prepared = load.prepare(values)
-        load.require_fit(prepared.report, strict)
+    def prepare() -> Match:
+        match = load.match(targets.build_all(load))
+        load.require_fit(match.report, strict)
         if strict and load.loads_all:
-            targets.require_nonempty(prepared.report)
-        return values, prepared
+            targets.require_nonempty(match.report)
+        return match
 
-    values, prepared = _plan_on_all_ranks(ranks, load, prepare, lambda plan: plan[1].report)
+    match = _plan_on_all_ranks(ranks, load, prepare, lambda match: match.report)
 
     def read() -> None:
         with ranks.alive(load.reader.moved):
             if load.reader.read_once and ranks.distributed:
-                read_once(load.reader, lambda: load.begin(prepared), process_group)
+                read_once(load.reader, lambda: load.begin(match), process_group)
             else:
-                load.reader.read(load.begin(prepared))
+                load.reader.read(load.begin(match))
 
     def restore() -> None:
         # All other values have been filled in place.
-        old_and_new = zip(state_dict.items(), values.values(), strict=True)
+        old_and_new = zip(state_dict.items(), match.values.values(), strict=True)
         replaced = [key for (key, old), new in old_and_new if new is not old]
         for key in sorted({*replaced, *targets.stateful}):
-            if load.loads_key(key, prepared):
-                targets.restore(key, values[key])
+            if load.loads_all or key in match.loaded_keys:
+                targets.restore(key, match.values[key])
         targets.warn_of_missing_ranks()
 
     ranks.run("load", read)
     ranks.run("finish", restore)
-    return prepared.report
+    return match.report
 
 
 def load_values_freeing(
@@ -203,20 +202,20 @@ def load_values_freeing(
 
     def begin() -> None:
         # Start with all names in the checkpoint. Comparing a key removes the names beneath it.
-        total.unexpected = load.compare({}).unexpected
+        total.unexpected = load.match({}).report.unexpected
 
     def compare(keys: list[str]) -> None:
         for key in keys:
-            total.add(load.compare(targets.build([key], load)))
+            total.add(load.match(targets.build([key], load)).report)
 
     def read_key(key: str) -> None:
         values = targets.build([key], load)
         is_own_target = targets.is_own_target(key)
-        prepared = load.prepare(values)
-        is_loaded = load.loads_key(key, prepared)
+        match = load.match(values)
+        is_loaded = load.loads_all or key in match.loaded_keys
         # Only `reading` may refer to the values, so that they can be freed during the read.
-        reading = load.begin(prepared)
-        del prepared
+        reading = load.begin(match)
+        del match
 
         def release() -> None:
             if is_own_target:
@@ -304,40 +303,35 @@ def require_matches(unmatched: Iterable[str]) -> None:
 
 def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
     """Estimates the memory that a load into the values needs. Reads only the metadata."""
-    prepared = load.prepare(Targets(state_dict, only_compared=True).build_all(load))
+    match = load.match(Targets(state_dict, only_compared=True).build_all(load))
     require_matches(load.unmatched)
-    load.require_fit(prepared.report, strict=True)
-    reading = prepared.reading
-    reading.expand()
-    rows = [
-        (
-            dtype.itemsize,
-            target,
-            # The load replaces a meta tensor with a plain tensor.
-            target.is_meta or (_C.is_plain(target) and not (target.is_conj() or target.is_neg())),
-        )
-        for _n, _f, _o, _l, dtype, _s, _ro, _rl, target in reading.rows
-    ]
+    load.require_fit(match.report, strict=True)
+    reads = match.reading.tensors
+    targets = [(read.tensor, read.tensor.numel() * read.dtype.itemsize) for read in reads]
     limit = load.reader.options.max_inflight_bytes
-    objects = [info.length for _item, info in reading.byte_items]
-    stored = sum(target.numel() * itemsize for itemsize, target, _plain in rows)
+    objects = [read.length for read in match.reading.objects]
     # If the engine cannot write into a target, it reads into a copy, one slice of dimension 0 at a
     # time. The limit must allow for the largest slice.
-    copies = [(t.numel() * itemsize, t) for itemsize, t, plain in rows if not plain]
-    least = max((b // max(t.size(0) if t.dim() else 1, 1) for b, t in copies), default=0)
-    least = max([least, *objects])
+    copies = [(target, size) for target, size in targets if not _is_read_in_place(target)]
+    slices = (size // max(t.size(0) if t.dim() else 1, 1) for t, size in copies)
+    least = max([0, *slices, *objects])
     scratch = load.reader.options.threads * _core.load_chunk_bytes
-    if any(target.is_cuda for _itemsize, target, _plain in rows):
+    if reads.cuda_devices:
         scratch *= 2
-    scratch = min(scratch, limit) if rows else 0
-    held = min(sum(b for b, _t in copies), limit // 2)
+    scratch = min(scratch, limit) if targets else 0
+    held = min(sum(size for _target, size in copies), limit // 2)
     wave = min(sum(objects), max([load.reader.wave_bytes, *objects]))
     return ReadMemory(
-        target_bytes=sum(_local_bytes(value) for value in prepared.loaded().values()),
-        stored_bytes=stored + sum(objects),
+        target_bytes=sum(_local_bytes(match.state.value(row)) for row in match.state.loaded()),
+        stored_bytes=reads.stored_bytes + sum(objects),
         beyond_targets_bytes=min(max(scratch + held, wave), limit),
         least_inflight_bytes=max(least + _core.least_scratch_bytes, LEAST_INFLIGHT_BYTES),
     )
+
+
+def _is_read_in_place(target: torch.Tensor) -> bool:
+    # The load replaces a meta tensor with a plain tensor.
+    return target.is_meta or (_C.is_plain(target) and not (target.is_conj() or target.is_neg()))
 
 
 def _local_bytes(value: Any) -> int:

@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
 from torch_ckpt.checkpoint.metadata import checksum_tables
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.planners import place_of
 from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.loading.reading import ByteRow, Reading, Row, places_of
+from torch_ckpt.loading.reading import Reading, location_of
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps.remote_ranges import (
     SMALL_BYTES,
@@ -105,30 +105,25 @@ class RemoteReader(FileSystemReader):
         super().release()
         self._end_staging()
 
-    def read_all_but_rows(self, reading: Reading) -> None:
+    def read_all_but_tensors(self, reading: Reading) -> None:
         wanted: _Wanted = defaultdict(list)
         for item in reading.transformed:
-            info = place_of(item, self.storage_data)
+            info = location_of(item, self.storage_data)
             wanted[info.relative_path].append((info.offset, info.offset + info.length))
         with self._staged(wanted):
-            super().read_all_but_rows(reading)
+            super().read_all_but_tensors(reading)
 
-    def read_match(self, match: _C.LoadMatch) -> None:
-        self.read_rows(match.files(), match.rows())
-
-    def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
-        places_of(files, rows, self._tables())  # refuses files outside the directory
+    def read_bytes(self, reads: list[_core.ObjectRead]) -> list[bytes]:
         wanted: _Wanted = defaultdict(list)
-        for _name, file, offset, length in rows:
-            wanted[files[file]].append((offset, offset + length))
+        for read in reads:
+            wanted[read.file].append((read.offset, read.offset + read.length))
         with self._staged(wanted):
-            return super().read_bytes(files, rows)
+            return super().read_bytes(reads)
 
-    def read_rows(self, files: list[str], rows: list[Row]) -> None:
-        places_of(files, rows, self._tables())
-        for wave, wanted in self._waves_of_rows(files, rows):
+    def read_tensors(self, reads: _C.TensorReads) -> None:
+        for wave, wanted in self._waves(list(reads)):
             with self._staged(wanted):
-                super().read_rows(files, wave)
+                super().read_tensors(reads.subset(wave))
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -157,10 +152,9 @@ class RemoteReader(FileSystemReader):
         (self._staged_path / name).write_bytes(data)
         return super()._metadata_bytes(name)
 
-    @contextmanager
-    def _opening(self) -> Iterator[None]:
-        with super()._opening(), self._errors_with_url():
-            yield
+    def _read_metadata(self, rank: int | None) -> tuple[Metadata, _core.CheckpointIndex | None]:
+        with self._errors_with_url():
+            return super()._read_metadata(rank)
 
     @contextmanager
     def _errors_with_url(self) -> Iterator[None]:
@@ -192,17 +186,15 @@ class RemoteReader(FileSystemReader):
             os.truncate(self._staged_path / file, 0)
             os.truncate(self._staged_path / file, self._sizes[file])
 
-    def _waves_of_rows(
-        self, files: list[str], rows: list[Row]
-    ) -> Iterator[tuple[list[Row], _Wanted]]:
-        """Groups the rows that are staged together, in order. Yields each group with the byte
-        ranges to stage."""
-        ranges_of = self._ranges_of(files, rows)
-        wave: list[Row] = []
+    def _waves(self, reads: list[_C.TensorRead]) -> Iterator[tuple[list[int], _Wanted]]:
+        """Groups the reads that are staged together, in order. Yields the numbers of each group
+        with the byte ranges to stage."""
+        ranges_of = self._ranges_of(reads)
+        wave: list[int] = []
         wanted: dict[_Record, list[Range]] = {}
         total = 0
-        for row in rows:
-            record = files[row[1]], row[2]
+        for number, read in enumerate(reads):
+            record = read.file, read.offset
             more = sum(end - begin for begin, end in ranges_of[record])
             if record not in wanted:
                 if wave and total + more > self._wave_bytes:
@@ -210,42 +202,51 @@ class RemoteReader(FileSystemReader):
                     wave, wanted, total = [], {}, 0
                 wanted[record] = ranges_of[record]
                 total += more
-            wave.append(row)
+            wave.append(number)
         if wave:
             yield wave, _by_file(wanted)
 
-    def _ranges_of(self, files: list[str], rows: list[Row]) -> dict[_Record, list[Range]]:
-        """Returns the byte ranges that the engine reads for these rows, by record, as offsets in
-        the record's file."""
-        records: dict[_Record, list[Row]] = defaultdict(list)
-        for row in rows:
-            records[files[row[1]], row[2]].append(row)
+    def _ranges_of(self, reads: list[_C.TensorRead]) -> dict[_Record, list[Range]]:
+        """Returns the byte ranges that the engine reads, by record, as offsets in the record's
+        file."""
+        records: dict[_Record, list[_C.TensorRead]] = defaultdict(list)
+        for read in reads:
+            records[read.file, read.offset].append(read)
         partial = {
-            record: its_rows
-            for record, its_rows in records.items()
-            if all(map(_may_be_read_partially, its_rows))
+            record: its_reads
+            for record, its_reads in records.items()
+            if all(map(_may_be_read_partially, its_reads))
         }
-        ends = {record: _ends(record[1], its_rows[0]) for record, its_rows in partial.items()}
+        ends = {record: _ends(its_reads[0]) for record, its_reads in partial.items()}
         self._fetch(_by_file(ends))
         found = {}
-        for (file, offset), its_rows in records.items():
-            length = max(row[3] for row in its_rows)
+        for (file, offset), its_reads in records.items():
+            length = max(read.length for read in its_reads)
             ranges: list[Range] = [(0, length)]
-            if (file, offset) in partial and self._is_row_major(file, its_rows[0]):
+            if (file, offset) in partial and self._is_row_major(its_reads[0]):
                 ranges = record_ranges(
-                    (box for row in its_rows for box in box_ranges(*row[5:8], row[4].itemsize)),
+                    (
+                        box
+                        for read in its_reads
+                        for box in box_ranges(
+                            read.sizes,
+                            read.region_offsets,
+                            read.region_lengths,
+                            read.dtype.itemsize,
+                        )
+                    ),
                     length,
-                    _payload_bytes(its_rows[0]),
+                    _payload_bytes(its_reads[0]),
                     self._block_bytes(file, offset),
                 )
             found[file, offset] = [(offset + begin, offset + end) for begin, end in ranges]
         return found
 
-    def _is_row_major(self, file: str, row: Row) -> bool:
-        """True if a record contains the tensor that a row describes, in row-major order. Both ends
+    def _is_row_major(self, read: _C.TensorRead) -> bool:
+        """True if a record contains the tensor that a read describes, in row-major order. Both ends
         of the record must have been fetched."""
-        with open(self._staged_path / file, "rb") as stream, torch.serialization.skip_data():
-            view: Any = _create_file_view(cast(io.IOBase, stream), row[2], row[3])
+        with open(self._staged_path / read.file, "rb") as stream, torch.serialization.skip_data():
+            view: Any = _create_file_view(cast(io.IOBase, stream), read.offset, read.length)
             try:
                 stored = torch.load(view, map_location="cpu", weights_only=True)
             except Exception:
@@ -253,8 +254,8 @@ class RemoteReader(FileSystemReader):
                 return False
         return (
             type(stored) is torch.Tensor
-            and stored.dtype == row[4]
-            and tuple(stored.shape) == tuple(row[5])
+            and stored.dtype == read.dtype
+            and stored.shape == read.sizes
             and bool(stored.is_contiguous())
             and int(stored.storage_offset()) == 0
         )
@@ -281,7 +282,7 @@ class RemoteReader(FileSystemReader):
 
     def _fetch_one(self, file: str, begin: int, end: int) -> None:
         data = memoryview(self._files.read(file, begin, end))
-        self.moved.add(len(data))
+        self.moved.bytes += len(data)
         descriptor = os.open(self._staged_path / file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             while data:
@@ -312,24 +313,20 @@ def _by_file(records: dict[_Record, list[Range]]) -> _Wanted:
     return wanted
 
 
-def _ends(offset: int, row: Row) -> list[Range]:
-    """Returns the ranges of both ends of a row's record, which begins at ``offset`` in its file."""
-    length = row[3]
-    end_bytes = ends_of_record(length, _payload_bytes(row))
+def _ends(read: _C.TensorRead) -> list[Range]:
+    """Returns the ranges of both ends of a read's record, as offsets in the file."""
+    end_bytes = ends_of_record(read.length, _payload_bytes(read))
     assert end_bytes is not None
-    return [(offset, offset + end_bytes), (offset + length - end_bytes, offset + length)]
+    begin, end = read.offset, read.offset + read.length
+    return [(begin, begin + end_bytes), (end - end_bytes, end)]
 
 
-def _reads_all(row: Row) -> bool:
-    return not row[7] or tuple(row[7]) == tuple(row[5])
+def _payload_bytes(read: _C.TensorRead) -> int:
+    """Returns the size of the stored tensor in bytes."""
+    return prod(read.sizes) * read.dtype.itemsize
 
 
-def _payload_bytes(row: Row) -> int:
-    """Returns the size of the tensor that a row describes, in bytes."""
-    return int(prod(row[5])) * row[4].itemsize
-
-
-def _may_be_read_partially(row: Row) -> bool:
-    if row[3] <= SMALL_BYTES or _reads_all(row):
+def _may_be_read_partially(read: _C.TensorRead) -> bool:
+    if read.length <= SMALL_BYTES or read.region_lengths == read.sizes:
         return False
-    return ends_of_record(row[3], _payload_bytes(row)) is not None
+    return ends_of_record(read.length, _payload_bytes(read)) is not None

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.forked import in_fresh_process
 from tests.support import StateDict, assert_equal, cause_of, data_files, emptied, place_of, save
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
 from torch_ckpt.checkpoint.metadata import read_metadata
@@ -249,7 +250,8 @@ def test_a_reader_with_metadata_from_elsewhere_opens_the_directory_itself(
     reader = torch_ckpt.FileSystemReader(tmp_path)
     reader.set_up_for_load(0, metadata)
     place = place_of(metadata, "note")
-    (data,) = reader.read_bytes([place.relative_path], [("note", 0, place.offset, place.length)])
+    read = _core.ObjectRead("note", place.relative_path, place.offset, place.length)
+    (data,) = reader.read_bytes([read])
     assert b"the quick brown fox" in data
     assert not is_in_use(tmp_path)
 

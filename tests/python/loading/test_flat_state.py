@@ -86,3 +86,10 @@ def test_indexes_of_absent_items_are_refused() -> None:
     for use in (rows.name, rows.value, rows.path, rows.remove):
         with pytest.raises(IndexError):
             use(0)
+
+
+def test_reads_of_absent_numbers_are_refused() -> None:
+    reads = _C.TensorReads()
+    with pytest.raises(IndexError, match="there is no read of this number"):
+        reads[0]
+    assert list(reads) == []

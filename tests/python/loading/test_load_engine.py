@@ -24,6 +24,7 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import _core
+from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.errors import Corrupt, Unsafe
 
 MIB = 1 << 20
@@ -52,13 +53,10 @@ def test_lack_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (large // 2,) * 2)
         with pytest.raises(MemoryError):
             _core.load_bytes(
-                [("a", b"")],
-                [("object", 0, 0, large)],
+                [_core.ObjectRead("object", "a", 0, large)],
                 directory=_core.Directory(tmp_path),
-                threads=1,
-                max_inflight_bytes=2 * large,
-                direct_io=False,
-                verify=False,
+                tables={},
+                options=ReadOptions(1, 2 * large, direct_io=False, verify=False),
             )
 
     in_fork(work)
@@ -153,7 +151,8 @@ def memory_of_an_object(path: Path) -> int:
     (place,) = metadata.storage_data.values()
     reset_peak_memory()
     before = process_memory("VmRSS")
-    (data,) = reader.read_bytes([place.relative_path], [("note", 0, place.offset, place.length)])
+    read = _core.ObjectRead("note", place.relative_path, place.offset, place.length)
+    (data,) = reader.read_bytes([read])
     stream = io.BytesIO(data)
     assert stream.seek(0, io.SEEK_END) > 0
     return process_memory("VmHWM") - before

@@ -14,7 +14,7 @@ from tests.support import bytes_of, random_tensor, save, stock_save
 from torch_ckpt.loading import shared_reads
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Reading
-from torch_ckpt.loading.shared_reads import _batches, _choose_owners, _cut_large, _digests
+from torch_ckpt.loading.shared_reads import _batches, _choose_owners, _digests
 
 Plan = list[tuple[bytes | None, int]]
 
@@ -93,8 +93,8 @@ def test_only_records_that_are_verified_in_parts_are_cut(
     saver({"t": tensor}, tmp_path)
     target = torch.zeros(100, 1000)
     reader, reading = reading_of(tmp_path, target, verify=verify)
-    _cut_large(reader, reading, 40_000)
-    assert len(reading.rows) == parts
+    reading.tensors.split(40_000, reader.verifies_parts())
+    assert len(reading.tensors) == parts
     reader.read(reading)
     assert bytes_of(target) == bytes_of(tensor)
 
@@ -103,8 +103,8 @@ def test_a_tensor_with_at_most_one_row_is_not_cut(tmp_path: Path) -> None:
     for number, shape in enumerate([(), (1, 500), (0, 5)]):
         save({"t": random_tensor(shape, torch.float32)}, tmp_path / str(number))
         reader, reading = reading_of(tmp_path / str(number), torch.zeros(shape))
-        _cut_large(reader, reading, 1)
-        assert len(reading.rows) <= 1
+        reading.tensors.split(1, reader.verifies_parts())
+        assert len(reading.tensors) <= 1
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,7 @@ def test_targets_with_other_bytes_than_the_record_share_no_read(
 ) -> None:
     save({"t": torch.ones(5, 4)}, tmp_path)
     _reader, reading = reading_of(tmp_path, target)
-    assert [digest for digest, _size in _digests(b"one", list(reading.files), reading.rows)] == [
-        None
-    ]
+    assert [digest for digest, _size in _digests(b"one", list(reading.tensors))] == [None]
 
 
 def test_items_for_different_memory_have_the_same_digest(tmp_path: Path) -> None:
@@ -132,7 +130,7 @@ def test_items_for_different_memory_have_the_same_digest(tmp_path: Path) -> None
     digests = []
     for target in (torch.zeros(5, 4), torch.ones(5, 4), torch.zeros(5, 4).double()):
         _reader, reading = reading_of(tmp_path, target)
-        digests += [digest for digest, _size in _digests(b"one", list(reading.files), reading.rows)]
+        digests += [digest for digest, _size in _digests(b"one", list(reading.tensors))]
     assert digests[0] == digests[1] != digests[2]
     assert None not in digests
 
@@ -144,7 +142,7 @@ def test_the_same_locations_in_two_checkpoints_have_different_digests(tmp_path: 
         if not (tmp_path / name).exists():
             save({"t": torch.ones(5, 4)}, tmp_path / name)
         reader, reading = reading_of(tmp_path / name, torch.zeros(5, 4), read_once=True)
-        digests += _digests(reader.identity, list(reading.files), reading.rows)
+        digests += _digests(reader.identity, list(reading.tensors))
     assert digests[0] == digests[2] != digests[1]
 
 
@@ -152,7 +150,7 @@ def test_reads_with_metadata_from_elsewhere_are_not_shared(tmp_path: Path) -> No
     save({"t": torch.ones(5, 4)}, tmp_path)
     reader, reading = reading_of(tmp_path, torch.zeros(5, 4), read_once=True)
     reader.set_up_for_load(0, torch_ckpt.FileSystemReader(tmp_path).read_metadata())
-    assert _digests(reader.identity, list(reading.files), reading.rows) == [(None, 80)]
+    assert _digests(reader.identity, list(reading.tensors)) == [(None, 80)]
 
 
 @pytest.mark.parametrize(

@@ -86,19 +86,3 @@ def test_bytes_that_are_not_consecutive_are_refused(tmp_path: Path) -> None:
     every_second = memoryview(b"0123456789")[::2]
     with pytest.raises(ValueError, match="value 0: the buffer must be contiguous in memory"):
         start(tmp_path, [every_second], Background())
-
-
-def test_an_item_of_an_absent_file_is_refused(tmp_path: Path) -> None:
-    row = ("t", 1, 0, 8, torch.uint8, (8,), (), (), torch.zeros(8, dtype=torch.uint8))
-    with pytest.raises(IndexError, match="there is no file number"):
-        _C.load_tensors(
-            [("f", b"")],
-            [row],
-            directory=_core.Directory(tmp_path),
-            threads=1,
-            max_inflight_bytes=1 << 20,
-            direct_io="auto",
-            verify=True,
-            progress=None,
-            ready=[],
-        )

@@ -21,6 +21,7 @@ from tests.remote_steps import (
 )
 from tests.remote_stores import Hooked, hooked, hooked_url
 from tests.support import assert_equal, cause_of, random_tensor
+from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
 from torch_ckpt.steps import MARKER_NAME
@@ -90,10 +91,19 @@ def read_part(steps: RemoteSteps, name: str, shape: Shape, **options: Any) -> to
     info = metadata.storage_data[MetadataIndex(name, [0] * shape.tensor.dim())]
     stored = metadata.state_dict_metadata[name]
     target = torch.zeros(shape.lengths, dtype=shape.tensor.dtype)
-    row = (name, 0, info.offset, info.length, stored.properties.dtype, stored.size)
-    reader.read_rows(
-        [info.relative_path], [(*row, tuple(shape.offsets), tuple(shape.lengths), target)]
+    reads = _C.TensorReads()
+    reads.add(
+        name,
+        info.relative_path,
+        info.offset,
+        info.length,
+        stored.properties.dtype,
+        stored.size,
+        shape.offsets,
+        shape.lengths,
+        target,
     )
+    reader.read_tensors(reads)
     reader.release()
     return target
 

@@ -267,14 +267,14 @@ def test_max_io_threads_bounds_the_number_of_files(tmp_path: Path) -> None:
 def test_max_io_threads_reaches_the_reader(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(directory, 1, state_of(1))
     counts: list[int] = []
-    read = FileSystemReader.read_index
+    read = FileSystemReader.open
 
     def recorded(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
-        counts.append(self.thread_count)
+        counts.append(self.options.threads)
         return read(self, *args, **kwargs)
 
     # The reader is created within the call, so its arguments are visible only here.
-    monkeypatch.setattr(FileSystemReader, "read_index", recorded)
+    monkeypatch.setattr(FileSystemReader, "open", recorded)
     load_checkpoint_if_it_exists(directory, blank(), max_io_threads=3)
     assert counts == [3]
 

@@ -1,0 +1,282 @@
+#include "torch/load_state.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "planning/tiling.h"
+
+namespace torch_ckpt::tensors {
+
+using index::CheckpointIndex;
+
+namespace {
+
+/// Returns an attribute, or nothing if the object lacks it.
+PythonRef attribute(PyObject* object, const char* name) {
+  PythonRef found(PyObject_GetAttrString(object, name));
+  if (!found) {
+    if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw python_error();
+    PyErr_Clear();
+  }
+  return found;
+}
+
+std::optional<at::ScalarType> scalar_type_of(PyObject* dtype) {
+  if (dtype == nullptr || !THPDtype_Check(dtype)) return std::nullopt;
+  return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+}
+
+/// Returns torch's dtype with this name (without "torch."), or nullopt if this version of torch
+/// lacks it.
+std::optional<at::ScalarType> scalar_type_named(const std::string& name) {
+  const PythonRef torch(PyImport_ImportModule("torch"));
+  if (!torch) throw python_error();
+  return scalar_type_of(attribute(torch.get(), name.c_str()).get());
+}
+
+std::vector<std::int64_t> vector_of(std::span<const std::int64_t> numbers) {
+  return {numbers.begin(), numbers.end()};
+}
+
+bool permits(SizeRule rule, std::span<const std::int64_t> stored,
+             std::span<const std::int64_t> wanted) {
+  if (stored.size() != wanted.size()) return false;
+  for (std::size_t d = 0; d < stored.size(); ++d) {
+    const bool fits = rule == SizeRule::any || stored[d] == wanted[d] ||
+                      (rule == SizeRule::growing && stored[d] < wanted[d]);
+    if (!fits) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::optional<LoadState::TensorLike> LoadState::tensor_like(const Row& row) const {
+  if (row.kind != Kind::other) {
+    return TensorLike{vector_of(extents().at(row.size)), row.local.scalar_type()};
+  }
+  PyObject* value = row.value.get();
+  // Most values of this kind are numbers and texts.
+  if (value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value)) {
+    return std::nullopt;
+  }
+  const PythonRef dtype = attribute(value, "dtype");
+  PythonRef size = attribute(value, "global_shape");
+  if (!size) {
+    const PythonRef method = attribute(value, "size");
+    if (!dtype || !method || PyCallable_Check(method.get()) == 0) return std::nullopt;
+    size = PythonRef(PyObject_CallNoArgs(method.get()));
+    if (!size) throw python_error();
+  }
+  TensorLike found{{}, scalar_type_of(dtype.get())};
+  // A storage also has size() and dtype, but its size is a number.
+  if (!numbers_of(size.get(), found.size)) return std::nullopt;
+  return found;
+}
+
+MatchReport LoadState::match(const CheckpointIndex& index, SizeRule rule,
+                             const std::function<bool(std::string_view)>& chosen) {
+  index_ = &index;
+  entries_.assign(size(), kNone);
+  dtypes_.clear();
+  for (const std::string& name : index.dtypes()) dtypes_.push_back(scalar_type_named(name));
+  MatchReport report;
+  std::vector<bool> is_wanted(index.entries().size());
+  enum class Found : std::uint8_t { nothing, values, loaded };
+  std::vector<Found> by_key(keys().size(), Found::nothing);
+  std::vector<bool> key_loads(keys().size());
+  for (std::size_t i = 0; i < size(); ++i) {
+    const Row& target = row(i);
+    if (target.is_removed) continue;
+    const auto entry = index.find(name(i));
+    if (entry) is_wanted[*entry] = true;
+    if (chosen && !chosen(name(i))) continue;
+    if (!entry) {
+      report.missing.push_back(name(i));
+    } else if (compare(i, index.entries()[*entry], rule, report)) {
+      entries_[i] = *entry;
+      report.loaded.push_back(name(i));
+      key_loads[target.key] = true;
+    }
+    // Skip top-level values. Skip None too, because it counts only on its own rank.
+    if (target.value.get() == Py_None || name(i) == keys().at(target.key)) continue;
+    const Found here = entries_[i] == kNone ? Found::values : Found::loaded;
+    by_key[target.key] = std::max(by_key[target.key], here);
+  }
+  for (std::size_t key = 0; key < by_key.size(); ++key) {
+    if (by_key[key] == Found::values) report.absent_keys.push_back(keys().at(key));
+    if (key_loads[key]) report.loaded_keys.push_back(keys().at(key));
+  }
+  for (std::size_t entry = 0; entry < is_wanted.size(); ++entry) {
+    if (!is_wanted[entry]) report.unexpected.push_back(index.name(entry));
+  }
+  return report;
+}
+
+/// Compares a value with its entry. Returns true if it can be loaded.
+bool LoadState::compare(std::size_t number, const Entry& entry, SizeRule rule,
+                        MatchReport& report) const {
+  const std::optional<TensorLike> wanted = tensor_like(row(number));
+  // Accept an object for a tensor without dimensions: a counter may be either.
+  if (entry.is_tensor ? !wanted : wanted && !wanted->size.empty()) {
+    report.kinds.push_back(number);
+    return false;
+  }
+  if (!entry.is_tensor) return true;
+  const auto stored_dtype = dtypes_[entry.dtype];
+  if (stored_dtype && wanted->dtype && *stored_dtype != *wanted->dtype) {
+    report.dtypes.push_back({name(number), *stored_dtype, *wanted->dtype});
+  }
+  const MatchReport::Sizes sizes{name(number), vector_of(index_->extents(entry.size)),
+                                 wanted->size};
+  if (!permits(rule, sizes.stored, sizes.wanted)) {
+    report.shapes.push_back(sizes);
+    return false;
+  }
+  bool is_grown = false;
+  bool is_truncated = false;
+  for (std::size_t d = 0; d < sizes.stored.size(); ++d) {
+    is_grown |= sizes.stored[d] < sizes.wanted[d];
+    is_truncated |= sizes.stored[d] > sizes.wanted[d];
+  }
+  if (is_grown) report.grown.push_back(sizes);
+  if (is_truncated) report.truncated.push_back(sizes);
+  return true;
+}
+
+std::vector<std::size_t> LoadState::loaded() const {
+  std::vector<std::size_t> rows;
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    if (entries_[i] != kNone) rows.push_back(i);
+  }
+  return rows;
+}
+
+std::vector<std::size_t> LoadState::loaded_on_meta() const {
+  std::vector<std::size_t> rows = loaded();
+  std::erase_if(rows, [&](std::size_t number) {
+    const Row& target = row(number);
+    if (target.local.defined()) return !target.local.is_meta();
+    return !THPVariable_Check(target.value.get()) ||
+           !THPVariable_Unpack(target.value.get()).is_meta();
+  });
+  return rows;
+}
+
+const LoadState::Shard& LoadState::record(std::size_t row) const {
+  return index_->shards(index_->entries()[entries_[row]]).front();
+}
+
+std::string_view LoadState::file_of(const Shard& shard) const {
+  return index_->text(index_->files()[shard.file]);
+}
+
+LoadState::Plan LoadState::plan(TensorReads& reads) const {
+  Plan plan;
+  for (const std::size_t number : loaded()) {
+    const Entry& entry = index_->entries()[entries_[number]];
+    if (entry.is_tensor) {
+      const std::size_t before = reads.targets().size();
+      if (plan_tensor(number, entry, reads)) continue;
+      reads.truncate(before);
+    } else if (record(number).file != kNone && !record(number).is_transformed) {
+      plan.objects.push_back(number);
+      continue;
+    }
+    plan.by_torch.push_back(number);
+  }
+  return plan;
+}
+
+std::optional<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>> LoadState::part_of(
+    const Row& row) const {
+  if (row.kind == Kind::dtensor) {
+    const Box& part = box(row);
+    if (!part.is_present) return std::nullopt;
+    return std::pair(vector_of(extents().at(part.offsets)), vector_of(extents().at(part.sizes)));
+  }
+  const auto sizes = extents().at(row.size);
+  return std::pair(std::vector<std::int64_t>(sizes.size()), vector_of(sizes));
+}
+
+/// Plans the reads of a tensor. Returns false if torch's planner must plan them.
+bool LoadState::plan_tensor(std::size_t number, const Entry& entry, TensorReads& reads) const {
+  const Row& target = row(number);
+  const std::optional<at::ScalarType> scalar_type = dtypes_[entry.dtype];
+  if (target.kind == Kind::other || !scalar_type) return false;
+  const auto part = part_of(target);
+  if (!part) return true;
+  const auto& [begins, room] = *part;
+  const auto stored = index_->extents(entry.size);
+  const std::size_t dims = stored.size();
+  std::vector<std::int64_t> wanted = room;
+  std::uint64_t elements = 1;
+  for (std::size_t d = 0; d < dims; ++d) {
+    wanted[d] = std::clamp(stored[d] - begins[d], std::int64_t{0}, wanted[d]);
+    elements *= static_cast<std::uint64_t>(wanted[d]);
+  }
+  if (elements == 0) return true;
+  const at::Tensor whole = target.local.detach();
+  std::vector<planning::Box> boxes;
+  std::uint64_t found = 0;
+  for (const Shard& shard : index_->shards(entry)) {
+    const auto offsets = index_->extents(shard.offsets);
+    const auto sizes = index_->extents(shard.sizes);
+    // The intersection, relative to this rank's part of the tensor.
+    planning::Box box{std::vector<std::int64_t>(dims), std::vector<std::int64_t>(dims)};
+    std::vector<std::int64_t> region(dims);
+    std::uint64_t common = 1;
+    for (std::size_t d = 0; common > 0 && d < dims; ++d) {
+      const std::int64_t begin = std::max(offsets[d], begins[d]);
+      const std::int64_t end = std::min(offsets[d] + sizes[d], begins[d] + wanted[d]);
+      common = end <= begin ? 0 : common * static_cast<std::uint64_t>(end - begin);
+      region[d] = begin - offsets[d];
+      box.offsets[d] = begin - begins[d];
+      box.lengths[d] = end - begin;
+    }
+    if (common == 0) continue;
+    if (shard.file == kNone || shard.is_transformed) return false;
+    found += common;
+    at::Tensor filled = whole;
+    for (std::size_t d = 0; d < dims; ++d) {
+      if (box.lengths[d] == room[d]) continue;
+      filled = filled.narrow(static_cast<std::int64_t>(d), box.offsets[d], box.lengths[d]);
+    }
+    reads.add(make_target(std::string(name(number)), reads.file_number(file_of(shard)),
+                          shard.offset, shard.length, *scalar_type, {sizes.data(), dims},
+                          {region.data(), dims}, {box.lengths.data(), dims}, std::move(filled)));
+    boxes.push_back(std::move(box));
+  }
+  return found == elements && (boxes.size() == 1 || planning::tile(wanted, boxes));
+}
+
+void LoadState::zero_unstored() const {
+  for (const std::size_t number : loaded()) {
+    const Row& target = row(number);
+    const Entry& entry = index_->entries()[entries_[number]];
+    const auto part =
+        entry.is_tensor && target.kind != Kind::other ? part_of(target) : std::nullopt;
+    if (!part) continue;
+    const auto stored = index_->extents(entry.size);
+    const c10::InferenceMode inference(target.local.is_inference());
+    const at::NoGradGuard no_grad;
+    at::Tensor left = target.local.detach();
+    for (std::size_t d = 0; d < stored.size(); ++d) {
+      const auto dim = static_cast<std::int64_t>(d);
+      const std::int64_t length = left.size(dim);
+      const std::int64_t kept = std::clamp(stored[d] - part->first[d], std::int64_t{0}, length);
+      if (kept < length) left.narrow(dim, kept, length - kept).zero_();
+      left = left.narrow(dim, 0, kept);
+    }
+  }
+}
+
+}  // namespace torch_ckpt::tensors

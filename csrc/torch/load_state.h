@@ -1,0 +1,105 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "index/checkpoint_index.h"
+#include "torch/flat_state.h"
+#include "torch/tensor_reads.h"
+
+namespace torch_ckpt::tensors {
+
+/// Permitted differences between the size of a tensor in the state dict and its stored size.
+enum class SizeRule : std::uint8_t {
+  same,     // none
+  growing,  // dimensions may be larger in the state dict
+  any,      // dimensions may have any size, but their number must be equal
+};
+
+/// How a state dict compares with a checkpoint. The names are those of the state dict and of the
+/// index, and live as long as they do.
+struct MatchReport {
+  struct Sizes {
+    std::string_view name;
+    std::vector<std::int64_t> stored;
+    std::vector<std::int64_t> wanted;
+  };
+  struct Dtypes {
+    std::string_view name;
+    at::ScalarType stored;
+    at::ScalarType wanted;
+  };
+
+  std::vector<std::string_view> loaded;
+  std::vector<std::string_view> missing;     // not in the checkpoint
+  std::vector<std::string_view> unexpected;  // only in the checkpoint
+  std::vector<std::size_t> kinds;            // rows: a tensor on one side, an object on the other
+  std::vector<Sizes> shapes;                 // sizes that the rule does not permit
+  std::vector<Sizes> grown;                  // loaded, and larger than stored in some dimension
+  std::vector<Sizes> truncated;              // loaded, and smaller than stored in some dimension
+  std::vector<Dtypes> dtypes;
+  std::vector<std::string_view> loaded_keys;  // top-level keys with a value that is loaded
+  std::vector<std::string_view> absent_keys;  // top-level keys with values, none of them loaded
+};
+
+// The targets of a load: a flattened state dict, and what a checkpoint has for it.
+//
+//   1. match() compares each value with the entry of the same name, by kind, size and dtype.
+//   2. plan() finds the records of the values that can be loaded: of an object, its record; of a
+//      tensor, the records of all shards that intersect this rank's part. It leaves values to
+//      torch's planner that are neither plain tensors nor DTensors, whose records were changed by a
+//      transform, or which the checkpoint contains only partly.
+//   3. zero_unstored() fills the parts of tensors that are not stored.
+class LoadState : public FlatState {
+ public:
+  struct Plan {
+    std::vector<std::size_t> objects;   // rows whose record located() returns
+    std::vector<std::size_t> by_torch;  // rows that torch's planner plans
+  };
+
+  using FlatState::FlatState;
+
+  /// chosen: returns true for the names to load; null loads all. `index` must outlive this object.
+  MatchReport match(const index::CheckpointIndex& index, SizeRule rule,
+                    const std::function<bool(std::string_view)>& chosen);
+
+  /// Adds the reads of tensors to `reads`. May be called again, after values were replaced.
+  Plan plan(TensorReads& reads) const;
+  /// Returns the record of an object, and its file.
+  const index::CheckpointIndex::Shard& record(std::size_t row) const;
+  std::string_view file_of(const index::CheckpointIndex::Shard& shard) const;
+
+  /// Returns the rows that are loaded and are tensors on the meta device.
+  std::vector<std::size_t> loaded_on_meta() const;
+  std::vector<std::size_t> loaded() const;
+  /// Sets the elements to zero that lie outside the stored tensors.
+  void zero_unstored() const;
+
+ private:
+  using Entry = index::CheckpointIndex::Entry;
+  using Shard = index::CheckpointIndex::Shard;
+  static constexpr std::uint32_t kNone = index::CheckpointIndex::kNone;
+
+  /// A value that torch's planner would load as a tensor.
+  struct TensorLike {
+    std::vector<std::int64_t> size;
+    std::optional<at::ScalarType> dtype;
+  };
+
+  std::optional<TensorLike> tensor_like(const Row& row) const;
+  bool compare(std::size_t number, const Entry& entry, SizeRule rule, MatchReport& report) const;
+  bool plan_tensor(std::size_t number, const Entry& entry, TensorReads& reads) const;
+  /// Returns the offsets and sizes of this rank's part of a tensor.
+  std::optional<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>> part_of(
+      const Row& row) const;
+
+  const index::CheckpointIndex* index_ = nullptr;
+  std::vector<std::uint32_t> entries_;                 // by row: the entry that is loaded, or kNone
+  std::vector<std::optional<at::ScalarType>> dtypes_;  // by the index's dtype numbers
+};
+
+}  // namespace torch_ckpt::tensors

@@ -1,0 +1,54 @@
+#include "torch/tensor_reads.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_ckpt::tensors {
+
+std::uint64_t TensorReads::stored_bytes() const {
+  std::uint64_t bytes = 0;
+  for (const TensorTarget& target : targets_) {
+    bytes += target.region_bytes(c10::elementSize(target.scalar_type));
+  }
+  return bytes;
+}
+
+std::set<int> TensorReads::cuda_devices() const {
+  std::set<int> devices;
+  for (const TensorTarget& target : targets_) {
+    if (target.tensor.is_cuda()) devices.insert(target.tensor.get_device());
+  }
+  return devices;
+}
+
+void TensorReads::split(std::uint64_t max_bytes,
+                        const std::function<bool(std::string_view)>& can_split) {
+  std::vector<TensorTarget> parts;
+  for (TensorTarget& target : targets_) {
+    const std::int64_t lines = target.tensor.dim() == 0 ? 1 : target.tensor.size(0);
+    const std::uint64_t bytes = target.tensor.nbytes();
+    if (bytes <= max_bytes || lines <= 1 || !can_split(files_.at(target.file))) {
+      parts.push_back(std::move(target));
+      continue;
+    }
+    const auto step = static_cast<std::int64_t>(
+        std::max<std::uint64_t>(1, max_bytes * static_cast<std::uint64_t>(lines) / bytes));
+    for (std::int64_t begin = 0; begin < lines; begin += step) {
+      TensorTarget part = target;
+      part.region_offsets[0] += static_cast<std::uint64_t>(begin);
+      part.region_lengths[0] = static_cast<std::uint64_t>(std::min(step, lines - begin));
+      part.tensor = target.tensor.narrow(0, begin, std::min(step, lines - begin));
+      parts.push_back(std::move(part));
+    }
+  }
+  targets_ = std::move(parts);
+}
+
+TensorReads TensorReads::subset(const std::vector<std::size_t>& numbers) const {
+  TensorReads found;
+  found.files_ = files_;
+  for (const std::size_t number : numbers) found.targets_.push_back(targets_.at(number));
+  return found;
+}
+
+}  // namespace torch_ckpt::tensors
