@@ -7,7 +7,7 @@
 3. ``outcome`` waits until the write has ended. A child that was forked after ``stage`` may call it:
    only the parent has the thread, which sends the outcome to the child.
 4. Either the writer claims the outcome, or the task is cancelled and its files are deleted. The
-   leases on the directory are released only when the write has ended, because after that, another
+   lease on the directory is released only when the write has ended, because after that, another
    save may reuse the file names.
 """
 
@@ -20,7 +20,7 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -91,7 +91,7 @@ class WriteTask:
             file system.
         opened: the opened directory, in the process that planned the save; None once the task is
             staged.
-        leases: weak references to the leases that protect the files; the writer owns the leases.
+        lease: weak reference to the lease that protects the files, which the writer owns.
     """
 
     directory: str
@@ -107,14 +107,14 @@ class WriteTask:
     open_file: Callable[..., Any]
     place: Place | None
     opened: OpenDirectory | None
-    leases: Sequence[weakref.ref[DirectoryLease]]
+    lease: weakref.ref[DirectoryLease] | None
 
     def __post_init__(self) -> None:
         self.is_cancelled = False
         self._is_claimed = False
         self._is_writing = False
-        # Leases that a cancelled write holds until it ends.
-        self._held: list[DirectoryLease] = []
+        # The lease, which a cancelled write holds until it ends.
+        self._held: DirectoryLease | None = None
         self._lock = threading.Lock()
         self._write: RankWrite | TorchWrite | None = None
         self._outcome: Results | Exception | None = None
@@ -126,7 +126,7 @@ class WriteTask:
     def __getstate__(self) -> dict[str, Any]:
         values = [_trim_for_pickle(value) for value in self.values]
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"values": values, "opened": None, "leases": ()}
+        return fields | {"values": values, "opened": None, "lease": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -182,8 +182,7 @@ class WriteTask:
             if self._is_claimed or self.is_cancelled:
                 return
             self.is_cancelled = True
-            leases = [reference() for reference in self.leases]
-            self._held = [lease for lease in leases if lease is not None and lease.is_open]
+            self._held = self.lease() if self.lease is not None else None
             if not self._is_writing:
                 self._delete_files()
 
@@ -306,13 +305,13 @@ class WriteTask:
             self._ended.set()
 
     def _delete_files(self) -> None:
-        """Deletes the files of a cancelled write and ends its leases."""
-        held, self._held = self._held, []
-        if held and isinstance(self._outcome, dict):
+        """Deletes the files of a cancelled write and ends its lease."""
+        lease, self._held = self._held, None
+        if lease is not None and isinstance(self._outcome, dict):
             # Delete them by name: abandon() deletes nothing while other ranks hold the directory.
             results = itertools.chain.from_iterable(self._outcome.values())
-            held[0].remove({result.storage_data.relative_path for result in results})
-        for lease in held:
+            lease.remove({result.storage_data.relative_path for result in results})
+        if lease is not None:
             lease.abandon()
 
     def _send_to_children(self) -> None:

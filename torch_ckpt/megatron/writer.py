@@ -86,7 +86,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     Attributes:
         checkpoint_dir: ``path`` as passed to the writer.
         results_queue: queue for the save function; None if this rank has nothing to write.
-        has_data_to_write: True if this rank has something to write.
+        write_buckets: list that contains the task for the preload function; empty if this rank has
+            nothing to write. None before ``prepare_write_data`` has been called.
 
     Raises:
         ValueError: an option has an invalid value.
@@ -133,12 +134,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.prefix = ""
         #: Text after the rank in this save's file names, as chosen by the coordinator's lease.
         self.tag_of_save = ""
-        self._task: WriteTask | None = None
-        self._shared_lease: DirectoryLease | None = None
+        self.write_buckets: list[WriteTask] | None = None
         self._failure: Exception | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_shared_lease": None}
 
     # --- in the order of a save ------------------------------------------------------------------
 
@@ -156,7 +153,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             self.checkpoint_dir = checkpoint_id
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self._task = self.results_queue = self._failure = None
+        self.write_buckets = self.results_queue = self._failure = None
         if self.use_msc:
             _msc().os.makedirs(str(self.checkpoint_dir), exist_ok=True)
             return plan
@@ -180,10 +177,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         RelaxedGc.end()
         items = list(plan.items)
-        if self._is_local() and self._lease is None and self._shared_lease is None:
+        if self._is_local() and self._lease is None:
             # Protects this rank's files from removal until the coordinator commits. With a cached
-            # plan, the coordinator may have no lease yet or still hold the previous save's.
-            self._shared_lease = DirectoryLease(self.directory, None, ends_earlier=False)
+            # plan, the coordinator may have no lease yet.
+            self._lease = DirectoryLease(self.directory, None, ends_earlier=False)
         with self._lock:
             self.prefix = self._choose_prefix(plan.storage_data.prefix)
             self._planned.add(self)
@@ -193,8 +190,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 values = [resolve(planner, item, direct, whole=dequantize) for item in items]
             else:
                 values = [dequantize(planner.resolve_data(item)) for item in items]
-        leases = self._lease, self._shared_lease
-        self._task = WriteTask(
+        task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
             items=items,
@@ -208,16 +204,17 @@ class FileSystemWriterAsync(FileSystemWriter):
             open_file=self.open_file,
             place=Place.of(self.directory) if self._is_local() else None,
             opened=self.directory if self._is_local() else None,
-            leases=[weakref.ref(lease) for lease in leases if lease is not None],
+            lease=weakref.ref(self._lease) if self._lease is not None else None,
         )
+        self.write_buckets = [task] if items else []
         self.results_queue = ResultsQueue() if items else None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if self.engine_can_write():
             return super().write_data(plan, planner)
         self.prepare_write_data(plan, planner)
-        assert self._task is not None
-        outcome = self._task.stage().outcome()
+        assert self.write_buckets is not None
+        outcome = _outcome_of(self.write_buckets)
         self._planned.discard(self)
         if isinstance(outcome, Exception):
             raise outcome
@@ -225,17 +222,15 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def abandon(self) -> None:
         super().abandon()
-        # The last rank that releases its lease deletes the files of all ranks.
-        self._shared_lease = None
-        if self._task is not None:
-            self._task.opened = None
+        for task in self.write_buckets or ():
+            task.opened = None
 
     def fail(self, error: BaseException) -> None:
         """Marks the save as failed on this rank. The other ranks receive the error when the save is
         finalized."""
         RelaxedGc.end()
         # Do not use a queue, because creating the queue may be what failed.
-        self._task = self.results_queue = None
+        self.write_buckets = self.results_queue = None
         self._failure = make_portable(error)
 
     def get_save_function_and_args(
@@ -249,9 +244,9 @@ class FileSystemWriterAsync(FileSystemWriter):
             functions and the arguments are picklable. If this rank has nothing to write, the tuple
             is ``(None, None, [])``.
         """
-        task = self._task
-        if task is None or not task.items:
+        if not self.write_buckets:
             return None, None, []
+        (task,) = self.write_buckets
         return (
             partial(self.write_preloaded_data_multithread, [self.transforms], self.use_msc),
             partial(type(self).preload_tensors, task, True),
@@ -396,15 +391,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     @property
     def has_data_to_write(self) -> bool:
         """True if this rank has something to write in the planned save."""
-        return self._task is not None and bool(self._task.items)
-
-    @property
-    def write_buckets(self) -> list[WriteTask] | None:
-        """A list that contains the task for the preload function; empty if this rank has nothing to
-        write. None before ``prepare_write_data`` has been called."""
-        if self._task is None:
-            return None
-        return [self._task] if self._task.items else []
+        return bool(self.write_buckets)
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -413,9 +400,9 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def _hand_over_lease(self) -> None:
         """Releases this rank's lease; the coordinator's lease protects the files from now on."""
-        lease, self._shared_lease = self._shared_lease, None
-        if lease is not None:
-            lease.hand_over()
+        if self._lease is not None and not self._commits:
+            self._lease.hand_over()
+            self._lease = None
 
     def _require_files(self, results: list[list[WriteResult]]) -> None:
         """Raises an error if a file that the metadata would refer to is missing or too short."""
@@ -457,25 +444,25 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.results_queue is None:
             self._hand_over_lease()
             return []
-        task = self._task
+        assert self.write_buckets is not None
+        (task,) = self.write_buckets
         try:
             outcome = self.results_queue.get_nowait()
         except queue.Empty:
-            if task is None or not task.is_cancelled:
+            if not task.is_cancelled:
                 raise RuntimeError(
                     f"results_queue should not be empty: {where}: the worker exited without "
                     "reporting a result, or never started; check whether it was killed"
                 ) from None
             outcome = None
-        if task is not None:
-            outcome = task.claim(outcome)
+        outcome = task.claim(outcome)
         # The files exist by now, or were deleted.
         self._planned.discard(self)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = list(chain.from_iterable(outcome.values()))
         self._hand_over_lease()
-        expected = len(task.items) if task is not None else 0
+        expected = len(task.items)
         if len(results) != expected:
             raise RuntimeError(
                 f"Incomplete worker results (expected {expected}, got {len(results)}): {where}; "

@@ -51,12 +51,15 @@ def load_cached(path: str | Path, **options: Any) -> Any:
     return loaded
 
 
-def test_metadata_is_decoded_once_for_all_readers(tmp_path: Path, decoded: list[str]) -> None:
-    path = checkpoint(tmp_path / "c")
+def test_metadata_is_decoded_once_for_all_readers_and_paths_of_a_directory(
+    tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path / "c")
+    monkeypatch.chdir(tmp_path)
     decoded.clear()
-    for _ in range(3):
-        assert_equal(load_cached(path), state())
-    assert decoded == [str(path / ".metadata")]
+    for name in ("c", f"{tmp_path}/c", tmp_path / "c", "./c/"):
+        assert_equal(load_cached(name), state())
+    assert decoded == [str(tmp_path / "c" / ".metadata")]
 
 
 def test_a_replaced_checkpoint_is_decoded_again(tmp_path: Path, decoded: list[str]) -> None:
@@ -85,17 +88,6 @@ def test_damage_after_caching_is_detected(tmp_path: Path) -> None:
         CachedMetadataFileSystemReader(path).read_metadata()
 
 
-def test_all_paths_of_a_directory_share_one_cache_entry(
-    tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint(tmp_path / "c")
-    monkeypatch.chdir(tmp_path)
-    decoded.clear()
-    for name in ("c", f"{tmp_path}/c", tmp_path / "c", "./c/"):
-        assert_equal(load_cached(name), state())
-    assert len(decoded) == 1
-
-
 def test_the_last_two_checkpoints_are_cached(tmp_path: Path, decoded: list[str]) -> None:
     paths = [checkpoint(tmp_path / name, seed) for seed, name in enumerate("abc")]
     for path in paths:
@@ -108,27 +100,19 @@ def test_the_last_two_checkpoints_are_cached(tmp_path: Path, decoded: list[str])
     assert decoded == [str(paths[0] / ".metadata")]
 
 
-def test_clearing_one_checkpoint_keeps_the_others_cached(
-    tmp_path: Path, decoded: list[str]
+@pytest.mark.parametrize("clears_all", [True, False])
+def test_clearing_the_cache_removes_one_or_all_checkpoints(
+    tmp_path: Path, decoded: list[str], clears_all: bool
 ) -> None:
     one, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other", 1)
     load_cached(one)
     load_cached(other)
     decoded.clear()
-    CachedMetadataFileSystemReader.clear_metadata_cache(one)
+    CachedMetadataFileSystemReader.clear_metadata_cache(None if clears_all else one)
     load_cached(other)
-    assert decoded == []
     load_cached(one)
-    assert decoded == [str(one / ".metadata")]
-
-
-def test_clearing_the_cache_removes_all_checkpoints(tmp_path: Path, decoded: list[str]) -> None:
-    path = checkpoint(tmp_path / "c")
-    load_cached(path)
-    decoded.clear()
-    CachedMetadataFileSystemReader.clear_metadata_cache()
-    load_cached(path)
-    assert len(decoded) == 1
+    expected = [other, one] if clears_all else [one]
+    assert decoded == [str(path / ".metadata") for path in expected]
 
 
 @pytest.mark.parametrize(
@@ -176,11 +160,10 @@ def test_a_changed_copy_of_the_metadata_does_not_change_the_cache(tmp_path: Path
 
 def test_each_load_has_its_own_load_id(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
-    readers = [CachedMetadataFileSystemReader(path) for _ in range(2)]
-    read = [one.read_metadata() for one in readers]
-    for one, metadata in zip(readers, read, strict=True):
-        assert metadata.storage_meta is not None
-        assert metadata.storage_meta.load_id == one.load_id
+    for reader in [CachedMetadataFileSystemReader(path) for _ in range(2)]:
+        meta = reader.read_metadata().storage_meta
+        assert meta is not None
+        assert meta.load_id == reader.load_id
 
 
 def test_a_save_that_reuses_cached_metadata_does_not_change_the_cache(tmp_path: Path) -> None:

@@ -86,34 +86,21 @@ def test_calls_are_numbered_and_finalized_in_order(calls_queue: AsyncCallsQueue)
     assert calls_queue.get_num_unfinalized_calls() == 3
     assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
     assert calls_queue.get_num_unfinalized_calls() == 0
+    assert calls_queue.maybe_finalize_async_calls(blocking=True) == []
     assert done == ["0a", "0b", "1a", "1b", "2a", "2b"]
 
 
-def test_a_poll_finalizes_ended_calls_without_waiting(
+def test_a_single_rank_finalizes_at_the_first_poll_after_the_end(
     calls_queue: AsyncCallsQueue, gate: Gate
 ) -> None:
     calls_queue.schedule_async_request(request(gate))
-    assert calls_queue.maybe_finalize_async_calls() == []
+    assert calls_queue.maybe_finalize_async_calls() == []  # does not wait
     assert calls_queue.get_num_unfinalized_calls() == 1
     gate.open()
-    finalized: list[int] = []
-    eventually(
-        lambda: bool(finalized.extend(calls_queue.maybe_finalize_async_calls()) or finalized)
-    )
-    assert finalized == [0]
-
-
-def test_a_single_rank_finalizes_at_the_first_poll_after_the_end(
-    calls_queue: AsyncCallsQueue,
-) -> None:
     for number in range(20):
-        calls_queue.schedule_async_request(request(print))
         wait_for_end(calls_queue)
         assert calls_queue.maybe_finalize_async_calls() == [number]
-
-
-def test_an_empty_queue_has_nothing_to_finalize(calls_queue: AsyncCallsQueue) -> None:
-    assert calls_queue.maybe_finalize_async_calls(blocking=True) == []
+        calls_queue.schedule_async_request(request(print))
 
 
 def test_the_arguments_of_a_function_are_released_when_it_has_ended(
@@ -159,21 +146,18 @@ def test_requests_of_other_versions_run(calls_queue: AsyncCallsQueue, version: s
 
 def test_finalize_functions_may_be_added_until_a_request_is_frozen() -> None:
     done: list[int] = []
-    made = request(print)
+    made, other = request(print), request(print)
+    assert made.async_fn_kwargs == {} == other.async_fn_kwargs
+    assert (made.preload_fn, made.is_frozen, made.call_idx) == (None, False, 0)
     made.add_finalize_fn(lambda: done.append(1))
     made.finalize_fns.append(lambda: done.append(2))
     frozen = made.freeze()
     with pytest.raises(RuntimeError, match="frozen"):
         frozen.add_finalize_fn(print)
     assert not made.is_frozen
+    assert other.finalize_fns == []
     assert frozen.execute_finalize_fns(validate_matching_call_idx=False) == 0
     assert done == [1, 2]
-
-
-def test_two_requests_do_not_share_keyword_arguments() -> None:
-    one, other = request(print), request(print)
-    assert one.async_fn_kwargs == {} == other.async_fn_kwargs
-    assert (one.preload_fn, one.is_frozen, one.call_idx) == (None, False, 0)
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -239,27 +223,21 @@ def test_the_error_of_a_finalize_function_is_raised_unchanged(calls_queue: Async
     assert calls_queue.get_num_unfinalized_calls() == 0
 
 
-def test_the_poll_after_a_failed_call_finalizes_the_next_calls(
-    calls_queue: AsyncCallsQueue,
-) -> None:
-    calls_queue.schedule_async_request(request(fail))
-    calls_queue.schedule_async_request(request(print))
-    wait_for_end(calls_queue, 1)
-    with pytest.raises(CheckpointException):
-        calls_queue.maybe_finalize_async_calls()
-    assert calls_queue.maybe_finalize_async_calls() == [1]
-
-
 @pytest.mark.parametrize("no_dist", [False, True])
-def test_a_blocking_poll_finalizes_the_calls_after_a_failed_one(
-    calls_queue: AsyncCallsQueue, no_dist: bool
+@pytest.mark.parametrize("blocking", [False, True])
+def test_calls_after_a_failed_one_are_finalized(
+    calls_queue: AsyncCallsQueue, blocking: bool, no_dist: bool
 ) -> None:
     finalized: list[int] = []
     calls_queue.schedule_async_request(request(fail))
     calls_queue.schedule_async_request(request(print, finalize=[lambda: finalized.append(1)]))
+    wait_for_end(calls_queue, 1)
     with pytest.raises(CheckpointException, match="refused"):
-        calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=no_dist)
-    assert finalized == [1]
+        calls_queue.maybe_finalize_async_calls(blocking, no_dist)
+    assert finalized == ([1] if blocking else [])
+    if not blocking:
+        # The next poll finalizes it.
+        assert calls_queue.maybe_finalize_async_calls(blocking, no_dist) == [1]
     assert calls_queue.get_num_unfinalized_calls() == 0
 
 

@@ -57,41 +57,36 @@ def test_sources_may_change_after_the_call_is_scheduled(
 
 
 @pytest.mark.parametrize(
-    ("by_queue", "by_warm_up", "seen"),
-    [(3, 5, 3), (None, 5, 5), (None, None, 7)],
-    ids=["the queue", "the warm-up", "the writer"],
+    ("by_queue", "by_warm_up", "nice", "is_idle"),
+    [
+        (3, (5, 3), 3, True),
+        (None, (5, 3), 5, True),
+        (None, (4, None), 4, True),
+        (None, (4, 2), 4, False),
+        (None, None, 7, True),
+    ],
+    ids=["the queue", "the warm-up", "idle by default", "the process's I/O class", "the writer"],
 )
-def test_the_writing_threads_have_the_priority_set_for(
-    tmp_path: Path, gate: Gate, by_queue: int | None, by_warm_up: int | None, seen: int
+def test_the_writing_threads_have_the_priorities_set_for(
+    tmp_path: Path,
+    gate: Gate,
+    by_queue: int | None,
+    by_warm_up: tuple[int, int | None] | None,
+    nice: int,
+    is_idle: bool,
 ) -> None:
     class Fresh(AsyncCallsQueue):
         """Queue class with its own default priorities."""
 
     if by_warm_up is not None:
-        Fresh.warmup_persistent_caller(0, "spawn", cpu_priority=by_warm_up, io_priority=3)
+        Fresh.warmup_persistent_caller(0, "spawn", *by_warm_up)
     background = None if by_queue is None else Background(nice=by_queue)
     calls_queue = Fresh(persistent=True, background=background)
     with priorities_of_writers(gate) as priorities:
         schedule(calls_queue, tmp_path / "c", background=Background(nice=7))
         gate.open()
         calls_queue.close()
-    assert_priorities(priorities, seen)
-
-
-@pytest.mark.parametrize(("io_priority", "is_idle"), [(None, True), (3, True), (2, False)])
-def test_the_io_class_is_idle_or_that_of_the_process(
-    tmp_path: Path, gate: Gate, io_priority: int | None, is_idle: bool
-) -> None:
-    class Fresh(AsyncCallsQueue):
-        """Queue class with its own default priorities."""
-
-    Fresh.warmup_persistent_caller(0, cpu_priority=4, io_priority=io_priority)
-    calls_queue = Fresh()
-    with priorities_of_writers(gate) as priorities:
-        schedule(calls_queue, tmp_path / "c")
-        gate.open()
-        calls_queue.close()
-    assert_priorities(priorities, 4, is_idle)
+    assert_priorities(priorities, nice, is_idle)
 
 
 # --- abort ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import weakref
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,9 @@ def test_items_with_the_hint_are_in_separate_files(
     )
     assert items_of(metadata) == {f"{name}.distcp": items for name, items in files.items()}
     assert_checkpoint(tmp_path / "c", dict(HINTED))
-
-
-def test_a_hint_without_items_makes_no_file(tmp_path: Path) -> None:
-    save(small_state(), tmp_path / "c", thread_count=2, separation_hint="optim")
-    assert names_in(tmp_path / "c") == ["__0_0.distcp"]
+    # A hint without items makes no file.
+    save(small_state(), tmp_path / "d", thread_count=2, separation_hint="optim", **opened)
+    assert all(name.startswith("__0_") for name in names_in(tmp_path / "d"))
 
 
 def test_a_hint_with_one_thread_is_rejected(tmp_path: Path) -> None:
@@ -290,20 +289,8 @@ def test_dtensors_are_saved_by_shard(tmp_path: Path) -> None:
     assert_checkpoint(tmp_path / "c", {"d": whole})
 
 
-class Settings:
-    """An object of a user-defined class, which can be pickled."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and other.rate == self.rate
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def test_objects_are_saved_as_stock_torch_saves_them(tmp_path: Path, caller: Caller) -> None:
-    state = {"settings": Settings(0.5), "t": torch.ones(3)}
+    state = {"of another class": Fraction(1, 3), "t": torch.ones(3)}
     save(state, tmp_path / "c", caller)
     loaded = emptied(state)
     stock_load(loaded, tmp_path / "c")

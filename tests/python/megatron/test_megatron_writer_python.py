@@ -96,26 +96,18 @@ def test_files_are_opened_by_open_file(tmp_path: Path, caller: Caller) -> None:
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_open_file_gets_path_and_mode(tmp_path: Path) -> None:
+def test_open_file_gets_path_and_mode_in_concurrent_threads(tmp_path: Path) -> None:
     calls = []
-
-    def opening(path: str, mode: str) -> Any:
-        calls.append((path, mode))
-        return open(path, mode)
-
-    save(small_state(), tmp_path / "c", thread_count=2, open_file=opening)
-    assert sorted(calls) == [(str(tmp_path / "c" / f"__0_{n}.distcp"), "wb") for n in range(2)]
-
-
-def test_python_threads_write_concurrently(tmp_path: Path) -> None:
     # Each thread waits until all files are open.
     barrier = threading.Barrier(4)
 
     def opening(path: str, mode: str) -> Any:
+        calls.append((path, mode))
         barrier.wait(60)
         return open(path, mode)
 
     save(small_state(), tmp_path / "c", thread_count=4, open_file=opening)
+    assert sorted(calls) == [(str(tmp_path / "c" / f"__0_{n}.distcp"), "wb") for n in range(4)]
     assert_checkpoint(tmp_path / "c", small_state())
 
 
@@ -201,8 +193,13 @@ def msc(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     return store
 
 
-def test_an_object_store_gets_files_and_metadata(msc: FakeStore, tmp_path: Path) -> None:
+def test_an_object_store_gets_files_and_metadata_with_torchs_version(
+    msc: FakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c").mkdir()
+    monkeypatch.chdir(tmp_path / "c")
     save(state_of(), "msc://bucket/c", thread_count=2, use_msc=True)
+    assert os.listdir() == []
     assert sorted(msc.objects) == [
         f"msc://bucket/c/{name}" for name in (".metadata", "__0_0.distcp", "__0_1.distcp")
     ]
@@ -211,10 +208,6 @@ def test_an_object_store_gets_files_and_metadata(msc: FakeStore, tmp_path: Path)
     for path, data in msc.objects.items():
         (tmp_path / os.path.basename(path)).write_bytes(data)
     assert_checkpoint(tmp_path, state_of())
-
-
-def test_the_metadata_in_an_object_store_has_torchs_version(msc: FakeStore, tmp_path: Path) -> None:
-    save(small_state(), "msc://bucket/c", use_msc=True)
     stock_save(small_state(), tmp_path / "stock")
     stock = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
     ours = pickle.loads(msc.objects["msc://bucket/c/.metadata"])
@@ -226,14 +219,6 @@ def test_an_error_of_the_object_store_fails_the_save(msc: FakeStore) -> None:
     with pytest.raises(CheckpointException, match="the store does not answer"):
         save(state_of(), "msc://bucket/c", thread_count=2, use_msc=True)
     assert "msc://bucket/c/.metadata" not in msc.objects
-
-
-def test_a_save_to_an_object_store_creates_no_local_file(
-    msc: FakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save(small_state(), "msc://bucket/c", use_msc=True)
-    assert os.listdir(tmp_path) == []
 
 
 def test_paths_of_object_stores_are_valid() -> None:
