@@ -41,7 +41,7 @@ from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.session import PlanCache, SaveSession
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import resolve_state_dict, saved_values
-from torch_ckpt.state.values import Targets, estimate, load_values, load_values_freeing
+from torch_ckpt.state.load_session import LoadSession
 
 CheckpointId = str | os.PathLike[str]
 
@@ -372,13 +372,11 @@ def load(
                 reader.reset(checkpoint_id)
                 stack.callback(reader.release)
                 if not uses_dcp:
-                    one_load = Load(reader, ranks.rank, names, rename)
+                    session = LoadSession(state_dict, Load(reader, ranks.rank, names, rename))
                     if free_before_read:
-                        report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
+                        report = session.run_freeing(ranks, strict)
                     else:
-                        report = load_values(
-                            state_dict, one_load, ranks, strict=strict, process_group=process_group
-                        )
+                        report = session.run(ranks, strict, process_group)
                     if reader.narrowed:
                         warn_of_lost_precision(reader.narrowed)
                     return report
@@ -436,9 +434,8 @@ def preflight(
         if not report.fits:
             print(report)
     """
-    with _open_for_this_rank(checkpoint_id, names, rename, reader_options) as load:
-        values = resolve_state_dict(state_dict)
-        return load.match(Targets(values, only_compared=True).build_all(load)).report
+    with _open_session(state_dict, checkpoint_id, names, rename, reader_options) as session:
+        return session.match().report
 
 
 def estimate_read_memory(
@@ -466,18 +463,23 @@ def estimate_read_memory(
         memory = torch_ckpt.estimate_read_memory({"model": model}, "checkpoints/100")
         print(memory.target_bytes, memory.beyond_targets_bytes)
     """
-    with _open_for_this_rank(checkpoint_id, names, rename, reader_options) as load:
-        return estimate(load, resolve_state_dict(state_dict))
+    with _open_session(state_dict, checkpoint_id, names, rename, reader_options) as session:
+        return session.estimate()
 
 
 @contextmanager
-def _open_for_this_rank(
-    checkpoint_id: CheckpointId, names: Names, rename: Rename, reader_options: StateDict
-) -> Iterator[Load]:
-    """Opens a checkpoint for a load that does not involve other ranks."""
+def _open_session(
+    state_dict: StateDict,
+    checkpoint_id: CheckpointId,
+    names: Names,
+    rename: Rename,
+    reader_options: StateDict,
+) -> Iterator[LoadSession]:
+    """Opens a checkpoint for a comparison that does not involve other ranks."""
     reader = FileSystemReader(checkpoint_id, **reader_options)
     try:
-        yield Load(reader, 0, names, rename)
+        load = Load(reader, 0, names, rename)
+        yield LoadSession(resolve_state_dict(state_dict), load, only_compared=True)
     finally:
         reader.release()
 

@@ -1,0 +1,318 @@
+"""Loads a state dict, including values that have a state of their own, such as modules.
+
+1. Every rank builds targets for the values, and compares them with the checkpoint. If any rank
+   cannot load, all ranks raise, and no value has been changed.
+2. Every rank reads. Tensors are filled in place.
+3. Every rank restores the other values: it replaces plain values, and passes states to the objects
+   that have one.
+
+With ``free_before_read``, steps 2 and 3 are made for one top-level key at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_ckpt import _C, _core
+from torch_ckpt._base.formatting import MOST_NAMES, some_of
+from torch_ckpt._base.log import LOGGER, warn
+from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
+from torch_ckpt.errors import LoadMismatch
+from torch_ckpt.loading.load import Load, Match, StateDict, Strict, T
+from torch_ckpt.loading.reader import require_one_version
+from torch_ckpt.loading.report import LoadReport, ReadMemory
+from torch_ckpt.loading.shared_reads import read_once
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.state.app_state import States, has_state
+from torch_ckpt.state.splitting import OBJECTS
+
+
+class LoadSession:
+    """One load on this rank. The methods follow the steps in the module's docstring.
+
+    Values that have a state are loaded in the same way as by :class:`torch_ckpt.AppState`. So are
+    plain values that the checkpoint stores in AppState's layout, as a manager's checkpoint does.
+
+    Args:
+        state_dict: names and values, which are filled in place or replaced.
+        load: the load of this rank.
+        only_compared: True if nothing is read. Modules may then be on the meta device.
+    """
+
+    def __init__(self, state_dict: StateDict, load: Load, *, only_compared: bool = False) -> None:
+        self._state_dict = state_dict
+        self._load = load
+        self._only_compared = only_compared
+        self._states = States(state_dict, wraps_errors=False)
+        # Keys of values that have a state. All ranks read the values in this order, because
+        # state_dict() may be a collective operation.
+        self._stateful = sorted(
+            key
+            for key, value in state_dict.items()
+            if not isinstance(value, torch.Tensor) and has_state(value)
+        )
+        self._by_state = set(self._stateful)
+
+    def run(
+        self, ranks: Exchange, strict: Strict, process_group: dist.ProcessGroup | None
+    ) -> LoadReport:
+        """Loads all values, on every rank.
+
+        Args:
+            strict: require that all names match; see :func:`torch_ckpt.load`.
+            process_group: ranks that share reads; None for the default group.
+
+        Raises:
+            CheckpointException: a rank failed; raised on every rank with the cause from each failed
+                rank.
+        """
+
+        def match_all() -> Match:
+            match = self.match()
+            self._require_fit(match.report, strict)
+            return match
+
+        match = self._plan(ranks, match_all, lambda match: match.report)
+        ranks.run("load", lambda: self._read(ranks, match, process_group))
+        ranks.run("finish", lambda: self._restore_all(match))
+        return match.report
+
+    def run_freeing(self, ranks: Exchange, strict: Strict) -> LoadReport:
+        """Loads a state that is too large to fit into memory twice.
+
+        Loads one key at a time, because ``state_dict()`` may return a copy, and deletes each object
+        before reading its replacement.
+        """
+        total = LoadReport()
+        # All ranks call a value's state_dict() in the same step, because it may be a collective.
+        plain = sorted(self._state_dict.keys() - set(self._stateful))
+        steps = [plain, *([key] for key in self._stateful)]
+        ranks.exchange("plan", lambda: self._begin_freeing(total), _require_same_keys)
+        for keys in steps:
+            ranks.run("plan", partial(self._compare, keys, total))
+        self._plan(ranks, lambda: self._require_fit(total, strict), lambda _none: total)
+        for keys in steps:
+            ranks.run("load", partial(self._read_freeing, ranks, keys))
+        self._states.warn_of_missing_ranks()
+        return total
+
+    # --- 1. the plan -----------------------------------------------------------------------------
+
+    def match(self) -> Match:
+        """Compares all values with the checkpoint. Changes no value."""
+        targets = dict(self._state_dict)
+        targets.update((key, self._target(key)) for key in self._stateful)
+        for key, value in self._state_dict.items():
+            if not isinstance(value, torch.Tensor) and key not in self._by_state:
+                targets[key] = self._target(key)
+        return self._load.match(targets)
+
+    def _target(self, key: str) -> Any:
+        """Returns the target for the value of a key."""
+        value = self._state_dict[key]
+        if key not in self._by_state:
+            if isinstance(value, torch.Tensor) or f"{key}.{OBJECTS}" not in self._load.index:
+                return value
+            # The value is already in AppState's layout.
+            if isinstance(value, Mapping) and OBJECTS in value:
+                return value
+            self._by_state.add(key)
+        is_only_compared = self._only_compared and isinstance(value, torch.nn.Module)
+        return self._states.read(key, for_load=not is_only_compared)
+
+    def _require_fit(self, report: LoadReport, strict: Strict) -> None:
+        """Raises LoadMismatch if the checkpoint does not fit the state dict, or if it has values
+        for a dict that is empty in the state dict. A load would skip these values."""
+        self._load.require_fit(report, strict)
+        if not (strict and self._load.loads_all and report.unexpected):
+            return
+        plain = {k: v for k, v in self._state_dict.items() if k not in self._by_state}
+        for empty in _empty_dicts(plain):
+            beneath = [name for name in report.unexpected if name.startswith(f"{empty}.")]
+            if beneath:
+                raise LoadMismatch(
+                    f"{empty} is an empty dict, but the checkpoint has {some_of(beneath)}. Pass "
+                    "the optimizer or other object itself instead of its state_dict(), or omit "
+                    f"{empty}",
+                    report,
+                )
+
+    def _plan(
+        self, ranks: Exchange, local: Callable[[], T], report_of: Callable[[T], LoadReport]
+    ) -> T:
+        """Runs ``local`` on all ranks and returns its result on this rank.
+
+        Raises on all ranks if a pattern matched nothing on any rank, or if the ranks read the
+        metadata of different saves. Rank 0 warns about names that any rank skips.
+        """
+        load = self._load
+
+        def on_this_rank() -> tuple[tuple[list[str], str | None, list[str]], T]:
+            kept = local()
+            return (load.unmatched, load.reader.version, report_of(kept).skipped), kept
+
+        def check(found: list[tuple[list[str], str | None, list[str]]]) -> Answers[list[str]]:
+            require_one_version((version for _unmatched, version, _skipped in found), load.reader)
+            unmatched = [patterns for patterns, _version, _skipped in found]
+            _require_matches(p for p in unmatched[0] if all(p in names for names in unmatched))
+            skipped = dict.fromkeys(name for _unmatched, _version, names in found for name in names)
+            return Answers([list(skipped), *([] for _other in found[1:])])
+
+        skipped, kept = ranks.exchange("plan", on_this_rank, check)
+        if skipped:
+            path, loaded = load.reader.checkpoint_id, report_of(kept).loaded
+            LOGGER.info("%s: %d names match, %d skipped", path, len(loaded), len(skipped))
+            # Attribute the warning to the line that calls load.
+            warn(f"{path}: skipped because of strict=False: {some_of(skipped)}", stacklevel=4)
+        return kept
+
+    # --- 2. the reads ----------------------------------------------------------------------------
+
+    def _read(self, ranks: Exchange, match: Match, process_group: dist.ProcessGroup | None) -> None:
+        reader = self._load.reader
+        with ranks.alive(reader.moved):
+            if reader.read_once and ranks.distributed:
+                read_once(reader, lambda: self._load.begin(match), process_group)
+            else:
+                reader.read(self._load.begin(match))
+
+    # --- 3. the values that are not filled in place ----------------------------------------------
+
+    def _restore_all(self, match: Match) -> None:
+        old_and_new = zip(self._state_dict.items(), match.values.values(), strict=True)
+        replaced = [key for (key, old), new in old_and_new if new is not old]
+        for key in sorted({*replaced, *self._stateful}):
+            if self._load.loads_all or key in match.loaded_keys:
+                self._restore(key, match.values[key])
+        self._states.warn_of_missing_ranks()
+
+    def _restore(self, key: str, loaded: Any) -> None:
+        """Restores the value of a key from its loaded target."""
+        if key not in self._by_state:
+            self._state_dict[key] = loaded
+            return
+        before = self._state_dict[key]
+        self._states.apply(key, loaded)
+        if key not in self._stateful:
+            self._state_dict[key] = _update_containers(before, self._state_dict[key])
+
+    # --- one key at a time -----------------------------------------------------------------------
+
+    def _begin_freeing(self, total: LoadReport) -> tuple[list[str], None]:
+        # Start with all names in the checkpoint. Comparing a key removes the names beneath it.
+        total.unexpected = self._load.match({}).report.unexpected
+        return self._stateful, None
+
+    def _compare(self, keys: list[str], total: LoadReport) -> None:
+        for key in keys:
+            total.add(self._load.match({key: self._target(key)}).report)
+
+    def _read_freeing(self, ranks: Exchange, keys: list[str]) -> None:
+        with ranks.alive(self._load.reader.moved):
+            for key in keys:
+                self._read_key_freeing(key)
+
+    def _read_key_freeing(self, key: str) -> None:
+        values = {key: self._target(key)}
+        match = self._load.match(values)
+        is_loaded = self._load.loads_all or key in match.loaded_keys
+        # Only `reading` may refer to the values, so that they can be freed during the read.
+        reading = self._load.begin(match)
+        del match
+
+        def release() -> None:
+            if key not in self._by_state:
+                self._state_dict[key] = None
+
+        self._load.read_freeing(reading, release)
+        if is_loaded:
+            self._restore(key, values[key])
+
+    # --- without a read --------------------------------------------------------------------------
+
+    def estimate(self) -> ReadMemory:
+        """Estimates the memory that the load needs. Reads only the metadata."""
+        match, reader = self.match(), self._load.reader
+        _require_matches(self._load.unmatched)
+        self._load.require_fit(match.report, strict=True)
+        reads = match.reading.tensors
+        targets = [(read.tensor, read.tensor.numel() * read.dtype.itemsize) for read in reads]
+        limit = reader.options.max_inflight_bytes
+        objects = [read.length for read in match.reading.objects]
+        # If the engine cannot write into a target, it reads into a copy, one slice of dimension 0
+        # at a time. The limit must allow for the largest slice.
+        copies = [(target, size) for target, size in targets if not _is_read_in_place(target)]
+        slices = (size // max(t.size(0) if t.dim() else 1, 1) for t, size in copies)
+        least = max([0, *slices, *objects])
+        scratch = reader.options.threads * _core.load_chunk_bytes
+        if reads.cuda_devices:
+            scratch *= 2
+        scratch = min(scratch, limit) if targets else 0
+        held = min(sum(size for _target, size in copies), limit // 2)
+        wave = min(sum(objects), max([reader.wave_bytes, *objects]))
+        return ReadMemory(
+            target_bytes=sum(_local_bytes(match.state.value(row)) for row in match.state.loaded()),
+            stored_bytes=reads.stored_bytes + sum(objects),
+            beyond_targets_bytes=min(max(scratch + held, wave), limit),
+            least_inflight_bytes=max(least + _core.least_scratch_bytes, LEAST_INFLIGHT_BYTES),
+        )
+
+
+def _empty_dicts(value: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the names of empty dicts within nested dicts."""
+    for key, part in value.items():
+        if isinstance(part, Mapping):
+            yield from _empty_dicts(part, f"{prefix}{key}.") if part else [f"{prefix}{key}"]
+
+
+def _update_containers(old: Any, new: Any) -> Any:
+    """Returns the new value, reusing the dicts and lists of the old value in place."""
+    if type(old) is dict and type(new) is dict:
+        merged = {key: _update_containers(old.get(key), part) for key, part in new.items()}
+        old.clear()
+        old.update(merged)
+        return old
+    if type(old) is list and type(new) is list:
+        old[:] = [
+            _update_containers(old[i] if i < len(old) else None, part) for i, part in enumerate(new)
+        ]
+        return old
+    return new
+
+
+def _require_same_keys(keys_of_all: list[list[str]]) -> None:
+    """Raises ValueError if ranks have values with a state under different keys."""
+    for rank, keys in enumerate(keys_of_all):
+        if keys != keys_of_all[0]:
+            raise ValueError(
+                "free_before_read=True requires that all ranks have values with a state under "
+                f"the same keys: rank 0 has {keys_of_all[0][:MOST_NAMES]}, rank {rank} has "
+                f"{keys[:MOST_NAMES]}"
+            )
+
+
+def _require_matches(unmatched: Iterable[str]) -> None:
+    """Raises ValueError if there are patterns that match nothing."""
+    patterns = ", ".join(map(repr, unmatched))
+    if patterns:
+        raise ValueError(f"no name in the state dict matches {patterns}")
+
+
+def _is_read_in_place(target: torch.Tensor) -> bool:
+    # The load replaces a meta tensor with a plain tensor.
+    return target.is_meta or (_C.is_plain(target) and not (target.is_conj() or target.is_neg()))
+
+
+def _local_bytes(value: Any) -> int:
+    """Returns the size of this rank's part of a tensor; 0 for other values."""
+    try:
+        chunks = chunks_here(value)
+    except ValueError:
+        return 0
+    return sum(c.sizes.numel() for c in chunks) * int(value.dtype.itemsize)
