@@ -366,9 +366,15 @@ def is_stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def has_state(value: Any) -> bool:
-    """True if a value is saved through its state: modules, optimizers, PerRank, Stateful values."""
-    return is_stateful(value) or isinstance(value, PerRank)
+def stateful_keys(state_dict: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of values that are saved through their state: modules, optimizers, PerRank
+    and Stateful values."""
+    others = [
+        (key, value)
+        for key, value in state_dict.items()
+        if type(value) not in PLAIN and not isinstance(value, torch.Tensor)
+    ]
+    return [key for key, value in others if isinstance(value, PerRank) or is_stateful(value)]
 
 
 def resolve_state_dict(
@@ -400,8 +406,7 @@ def saved_values(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
     """
     state_dict = resolve_state_dict(state_dict)
     values = dict(state_dict)
-    others = (k for k, v in values.items() if type(v) not in (torch.Tensor, *PLAIN))
-    keys = [k for k in others if not isinstance(values[k], torch.Tensor) and has_state(values[k])]
+    keys = stateful_keys(values)
     if keys:
         states = States(state_dict, wraps_errors=False)
         states.call_hooks(keys)

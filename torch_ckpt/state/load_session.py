@@ -29,7 +29,7 @@ from torch_ckpt.loading.reader import require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
 from torch_ckpt.ranks.exchange import Answers, Exchange
-from torch_ckpt.state.app_state import States, has_state
+from torch_ckpt.state.app_state import States, stateful_keys
 from torch_ckpt.state.splitting import OBJECTS
 
 
@@ -52,11 +52,7 @@ class LoadSession:
         self._states = States(state_dict, wraps_errors=False)
         # Keys of values that have a state. All ranks read the values in this order, because
         # state_dict() may be a collective operation.
-        self._stateful = sorted(
-            key
-            for key, value in state_dict.items()
-            if not isinstance(value, torch.Tensor) and has_state(value)
-        )
+        self._stateful = sorted(stateful_keys(state_dict))
         self._by_state = set(self._stateful)
 
     def run(

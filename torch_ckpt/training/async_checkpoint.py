@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -165,7 +164,7 @@ class AsyncCheckpoint:
             handle = async_save(
                 self._app_state.state_dict,
                 path,
-                on_commit=on_commit and functools.partial(_call_with, on_commit, path),
+                on_commit=None if on_commit is None else lambda _metadata: on_commit(path),
                 **self._save_options,
             )
         except BaseException:
@@ -298,7 +297,3 @@ def _checked(save_options: Mapping[str, Any]) -> dict[str, Any]:
             "not accept. Pass the values to save as keywords: AsyncCheckpoint(model=model)."
         )
     return dict(save_options)
-
-
-def _call_with(on_commit: Callable[[str], None], path: str, _metadata: Any) -> None:
-    on_commit(path)
