@@ -75,7 +75,6 @@ class AsyncCallsQueue:
         self._timeout = timeout
         self._background = background
         self._calls: deque[Call] = deque()
-        self._last: Call | None = None
         self._event: PolledEvent | None = None
         self._pid = os.getpid()
         self._instances.add(self)
@@ -131,8 +130,9 @@ class AsyncCallsQueue:
         request = AsyncRequest(**known)._replace(is_frozen=True, call_idx=self.call_idx)
         group = RankGroup.of(self._group)
         call = Call(request, group, self._background or self._default_background)
+        # A call that was removed has ended or was aborted, so its function is not waited for.
+        before = self._call_at(-1)
         self._calls.append(call)
-        before, self._last = self._last, call
         call.start(before)
         return self.call_idx
 
@@ -172,12 +172,10 @@ class AsyncCallsQueue:
         raised: Exception | None = None
         failure: Exception | None = None
         error: Exception | None = None
-        while (call := self._first()) is not None and self._has_ended(call, blocking, no_dist):
+        while (call := self._call_at(0)) is not None and self._has_ended(call, blocking, no_dist):
             _core.fault_point("call has ended")
             with suppress(ValueError):  # aborted by another thread
                 self._calls.remove(call)
-            if self._last is call:
-                self._last = None
             failure = call.failure_of_all(no_dist)
             error = failure or call.finalize()
             # The call is in a reference cycle. Release the writer before the cycle is collected.
@@ -221,13 +219,12 @@ class AsyncCallsQueue:
         if not abort:
             self.maybe_finalize_async_calls(blocking=True)
             return
-        while (aborted := self._first()) is not None:
+        while (aborted := self._call_at(0)) is not None:
             # Another thread may be finalizing the call.
             with suppress(ValueError):
                 self._calls.remove(aborted)
                 aborted.abort()
                 LOGGER.warning("rank %d: call %d was aborted", own_rank(), aborted.request.call_idx)
-        self._last = None
         self._event = None
         with suppress(ValueError):  # this rank is not in the group
             RankGroup.of(self._group).restart_numbering()
@@ -243,9 +240,9 @@ class AsyncCallsQueue:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _first(self) -> Call | None:
+    def _call_at(self, index: int) -> Call | None:
         try:
-            return self._calls[0]
+            return self._calls[index]
         except IndexError:
             return None
 

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.lease import remove_own
 from torch_ckpt.errors import CheckpointError
@@ -129,7 +128,7 @@ def save_state_dict_async_plan(
             _abandon(storage_writer)
             raise
         finally:
-            _close_in_background(ranks)
+            ranks.close_in_background()
         problem = None
         save.remember_structure()
     central = save.prepare_write(problem)
@@ -198,7 +197,7 @@ def save_state_dict_async_finalize(
             raise
     finally:
         _abandon(storage_writer)
-    _close_in_background(ranks)
+    ranks.close_in_background()
 
 
 #: Structures of the state dicts that plans were made from, as long as the plans exist. By the id of
@@ -420,6 +419,8 @@ class _Collectives:
     def close(self) -> None:
         pass
 
+    close_in_background = close
+
 
 def _opener_for(wrapper: _DistWrapper, writer: Any) -> Callable[[str], Exchange | _Collectives]:
     """Returns a function that opens exchanges for the steps of one save. Its argument is the suffix
@@ -442,15 +443,6 @@ def _opener_for(wrapper: _DistWrapper, writer: Any) -> Callable[[str], Exchange 
     prefix = group.next_prefix("plan") if group.distributed else ""
     timeout = writer.timeout if isinstance(writer, FileSystemWriterAsync) else TIMEOUT_SECONDS
     return lambda suffix: Exchange(group, prefix + suffix, timeout)
-
-
-def _close_in_background(ranks: Exchange | _Collectives) -> None:
-    """Ends an exchange in a thread, in which the coordinator waits for the other ranks."""
-    if isinstance(ranks, Exchange) and ranks.size > 1:
-        try:
-            spawn(ranks.close)
-        except RuntimeError:  # the thread could not be started
-            ranks.close()
 
 
 def _abandon(writer: Any) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES
 from torch_ckpt.megatron.write_task import StagedWrites, staging_for
@@ -89,7 +88,7 @@ class AsyncRequest(NamedTuple):
             with ranks.alive(time.monotonic_ns):
                 ranks.run(STEP, run)
         finally:
-            spawn(ranks.close)
+            ranks.close_in_background()
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -109,7 +108,7 @@ class AsyncRequest(NamedTuple):
             try:
                 ranks.exchange("finalize", lambda: (self.call_idx, None), require_same_call)
             finally:
-                spawn(ranks.close)
+                ranks.close_in_background()
         for finalize in self.finalize_fns:
             finalize()
         return self.call_idx

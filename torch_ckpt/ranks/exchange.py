@@ -298,6 +298,14 @@ class Exchange:
         from any thread."""
         self._woken.set()
 
+    def close_in_background(self) -> None:
+        """Calls :meth:`close` in a thread, for which the interpreter waits when it exits."""
+        if self.size > 1:
+            try:
+                exit_threads.spawn(self.close)
+            except RuntimeError:  # no new threads at interpreter exit
+                self.close()
+
     def close(self, timeout: float = 60.0) -> None:
         """Ends this rank's part after the last step, whether or not the step succeeded.
 
