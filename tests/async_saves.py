@@ -307,6 +307,12 @@ def save_to(path: str, threads: int) -> None:
     save(small_state(), path, thread_count=threads)
 
 
+def finish(finalizing: Any) -> None:
+    """Runs the functions of a planned save in this process, and commits the save."""
+    here(finalizing[0])
+    save_state_dict_async_finalize(*finalizing)
+
+
 def is_committed(path: Path) -> bool:
     return (path / ".metadata").exists()
 

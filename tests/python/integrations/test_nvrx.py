@@ -20,7 +20,7 @@ from tests.async_saves import (
     DecentralizedPlanner,
     Priority,
     assert_priorities,
-    here,
+    finish,
     priorities_of_writers,
     small_state,
     state_of,
@@ -154,8 +154,7 @@ def save(state: StateDict, path: Path, planner: Any = None, **options: Any) -> N
     finalizing = save_state_dict_async_plan(
         state, FileSystemWriterAsync(path), planner=planner, **options
     )
-    here(finalizing[0])
-    save_state_dict_async_finalize(*finalizing)
+    finish(finalizing)
     loaded = emptied(state)
     load(loaded, path)
     assert_equal(loaded, state)
@@ -239,8 +238,7 @@ def test_the_writer_accepts_its_options(tmp_path: Path) -> None:
         use_cpu_shm_for_gpu_tensors=True,
     )
     finalizing = save_state_dict_async_plan(small_state(), writer)
-    here(writer)
-    save_state_dict_async_finalize(*finalizing)
+    finish(finalizing)
     assert opened == [str(tmp_path / "c" / "__0_0.distcp")]
     FileSystemWriterAsync.cleanup_tensor_caches()
 

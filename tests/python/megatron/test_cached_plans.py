@@ -19,7 +19,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from tests.async_saves import DecentralizedPlanner, assert_checkpoint, here, small_state, state_of
+from tests.async_saves import (
+    DecentralizedPlanner,
+    assert_checkpoint,
+    finish,
+    here,
+    small_state,
+    state_of,
+)
 from tests.fault_hooks import at_fault_points, failing
 from tests.gates import eventually
 from tests.support import StateDict, data_files
@@ -69,8 +76,7 @@ class Site:
 
     def save(self, state: StateDict, path: Path) -> None:
         finalizing, _ = self.plan(state, path)
-        here(finalizing[0])
-        save_state_dict_async_finalize(*finalizing)
+        finish(finalizing)
 
 
 @contextmanager
@@ -212,8 +218,7 @@ def test_two_valid_plans_for_two_paths_of_one_directory_use_different_files(
     other, _ = site.plan(small_state(3), Path("c"))
     assert one[0].prefix != other[0].prefix
     for finalizing, seed in ((one, 2), (other, 3)):
-        here(finalizing[0])
-        save_state_dict_async_finalize(*finalizing)
+        finish(finalizing)
         assert_checkpoint(tmp_path / "c", small_state(seed))
 
 
@@ -223,8 +228,7 @@ def test_a_torch_planner_with_its_own_plan_cache_works(tmp_path: Path) -> None:
         finalizing, *_ = save_state_dict_async_plan(
             small_state(seed), FileSystemWriterAsync(tmp_path / f"c{seed}"), planner=planner
         )
-        here(finalizing[0])
-        save_state_dict_async_finalize(*finalizing)
+        finish(finalizing)
         assert_checkpoint(tmp_path / f"c{seed}", small_state(seed))
 
 
@@ -251,8 +255,7 @@ def test_plans_and_metadata_of_a_loaded_checkpoint_are_reused(tmp_path: Path) ->
     for seed in range(1, 5):
         finalizing, is_as_loaded = site.plan(state_of(seed), tmp_path / f"c{seed}")
         assert is_as_loaded is (seed < 3)  # then the plans of two saves are equal
-        here(finalizing[0])
-        save_state_dict_async_finalize(*finalizing)
+        finish(finalizing)
         assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
     assert_checkpoint(tmp_path / "c0", state_of())
     # The metadata that a save has written works as well.
@@ -278,8 +281,7 @@ def test_plans_that_differ_from_the_loaded_ones_make_new_metadata(
     finalizing, is_as_loaded = site.plan(state, tmp_path / "c1")
     assert not is_as_loaded
     assert finalizing[1] is not loaded
-    here(finalizing[0])
-    save_state_dict_async_finalize(*finalizing)
+    finish(finalizing)
     assert_checkpoint(tmp_path / "c1", state)
 
 

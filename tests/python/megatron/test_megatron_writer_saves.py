@@ -18,6 +18,7 @@ from tests.async_saves import (
     DecentralizedPlanner,
     assert_checkpoint,
     failure_of,
+    finish,
     here,
     names_in,
     open_in_python,
@@ -188,8 +189,7 @@ def test_a_writer_can_be_reused(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
     for seed in (1, 2, 3):
         finalizing = planned(state_of(seed), writer)
-        here(writer)
-        save_state_dict_async_finalize(*finalizing)
+        finish(finalizing)
         assert_checkpoint(tmp_path / "c", state_of(seed))
         assert len(names_in(tmp_path / "c")) == 2
 
@@ -202,8 +202,7 @@ def test_a_writer_can_be_reused_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="File too large"):
         save_state_dict_async_finalize(*finalizing)
     finalizing = planned(state_of(2), writer)
-    here(writer)
-    save_state_dict_async_finalize(*finalizing)
+    finish(finalizing)
     assert_checkpoint(tmp_path / "c", state_of(2))
 
 
