@@ -14,12 +14,12 @@ import queue
 import threading
 import time
 import uuid
-import weakref
 from collections import deque
 from typing import Any, ClassVar, NamedTuple
 
 from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
+from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
 
 
@@ -37,9 +37,8 @@ class ResultsQueue:
     the owner still has the queue. Thread-safe. Only unpickling passes arguments.
     """
 
-    # Queues that this process owns, by name; unpickling one of them here returns the same object.
-    _owned: ClassVar[weakref.WeakValueDictionary[str, ResultsQueue]] = weakref.WeakValueDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    # Queues that were created in this process or in those that it was forked from.
+    _created: ClassVar[LiveObjects[ResultsQueue]] = LiveObjects()
 
     def __init__(
         self,
@@ -55,8 +54,7 @@ class ResultsQueue:
         # held.
         self._items_lock = threading.RLock()
         if owner is None:
-            with self._lock:
-                self._owned[self._name] = self
+            self._created.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_queue, (self._owner, self._name, self._open_channel().address)
@@ -77,17 +75,10 @@ class ResultsQueue:
     @classmethod
     def before_fork(cls) -> None:
         """Opens the channels of all queues, so that the child can put items."""
-        with cls._lock:
-            owned = list(cls._owned.values())
-        for each in owned:
+        for each in cls._created:
             # Without a channel, put() raises in the child.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, CheckpointError):
                 each._open_channel()
-
-    @classmethod
-    def after_fork(cls) -> None:
-        """Replaces the lock in a forked child, because a thread of the parent may have held it."""
-        cls._lock = threading.Lock()
 
     def begin(self, what: str) -> None:
         """Announces an item. If this process dies before putting it, the owner gets an error.
@@ -175,12 +166,15 @@ class ResultsQueue:
             )
 
 
-register(Part.RESULTS, before_fork=ResultsQueue.before_fork, in_child=ResultsQueue.after_fork)
+register(Part.RESULTS, before_fork=ResultsQueue.before_fork)
 
 
 def _rebuild_queue(owner: int, name: str, address: _core.ChannelAddress) -> ResultsQueue:
-    known = ResultsQueue._owned.get(name) if owner == os.getpid() else None
-    return known or ResultsQueue(owner, name, _core.ProcessChannel.at(address))
+    if owner == os.getpid():
+        for each in ResultsQueue._created:
+            if each._name == name:
+                return each
+    return ResultsQueue(owner, name, _core.ProcessChannel.at(address))
 
 
 _queue: ResultsQueue | None = None
