@@ -23,11 +23,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-using test::FailingAllocations;
-using test::Random;
-using test::record_of;
-using test::row_major;
-using test::TempDir;
+using namespace test;
 
 constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 

@@ -18,11 +18,7 @@
 namespace torch_ckpt::os {
 namespace {
 
-using test::fails;
-using test::is_system_error;
-using test::ok;
-using test::TempDir;
-using test::write_file;
+using namespace test;
 
 std::string contents_of(const File& file) {
   const auto size = file.size();

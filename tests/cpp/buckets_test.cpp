@@ -92,7 +92,6 @@ TEST(Buckets, HasEmptyBucketsIfThereAreFewerItems) {
 
 TEST(Buckets, ContainEveryItemExactlyOnce) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 200; ++round) {
     auto items = random_tensors(random, 60, 1000);
     for (ItemSize& item : items) item.is_tensor = random.coin();
@@ -109,7 +108,6 @@ TEST(Buckets, ContainEveryItemExactlyOnce) {
 
 TEST(Buckets, AreDeterministic) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 100; ++round) {
     const auto items = random_tensors(random, 100, 4);  // many ties
     ASSERT_EQ(split_by_size(items, {7}), split_by_size(items, {7}));
@@ -118,7 +116,6 @@ TEST(Buckets, AreDeterministic) {
 
 TEST(Buckets, AreWithinFourThirdsOfTheOptimum) {
   Random random(3);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 300; ++round) {
     const std::size_t count = random.between(2, 4);
     const auto items = random_tensors(random, 9, 100);
@@ -132,7 +129,6 @@ TEST(Buckets, AreWithinFourThirdsOfTheOptimum) {
 
 TEST(Buckets, AreWithinOneTensorOfTheMean) {
   Random random(4);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 100; ++round) {
     const std::size_t count = random.between(2, 16);
     const auto items = random_tensors(random, 400, 1'000'000);

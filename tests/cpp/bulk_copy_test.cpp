@@ -16,12 +16,7 @@ namespace {
 using os::ScopedFaultHook;
 using staging::ChunkPool;
 using staging::Source;
-using test::CallCounter;
-using test::host_source;
-using test::is_system_error;
-using test::NthCallFails;
-using test::ok;
-using test::Random;
+using namespace test;
 
 std::string copied(const PooledCopy& copy, std::size_t bytes) {
   return std::string(test::text_of({copy.address, bytes}));
@@ -35,7 +30,6 @@ std::vector<PooledCopy> copies_of(const std::vector<std::string>& payloads) {
 
 TEST(BulkCopy, CopiesTheBytesOfEachSource) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   std::vector<std::string> payloads;
   for (int i = 0; i < 300; ++i) payloads.push_back(random.bytes(random.any_scale(100'000)));
   const auto copies = copies_of(payloads);
@@ -131,7 +125,6 @@ TEST(BulkCopy, ByManyThreadsAtOnceGivesEachItsOwnCopies) {
   for (int number = 0; number < 4; ++number) {
     threads.emplace_back([number] {
       Random random(10 + number);
-      SCOPED_TRACE(random.seed_text());
       for (int round = 0; round < 50; ++round) {
         std::vector<std::string> payloads;
         for (int i = 0; i < 10; ++i) payloads.push_back(random.bytes(random.any_scale(20'000)));

@@ -11,10 +11,7 @@
 namespace torch_ckpt::format {
 namespace {
 
-using test::bytes_of;
-using test::fails;
-using test::ok;
-using test::Random;
+using namespace test;
 
 constexpr std::uint64_t kKiB = 1024;
 constexpr std::uint64_t kMiB = kKiB * kKiB;
@@ -83,7 +80,6 @@ TEST(ChecksumTable, FindsEachRecord) {
 
 TEST(ChecksumTable, FindsEachOfManyRecords) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   std::vector<RecordSums> records;
   std::uint64_t offset = 0;
   for (int i = 0; i < 1000; ++i) {

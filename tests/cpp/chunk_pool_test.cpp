@@ -17,9 +17,7 @@
 namespace torch_ckpt::staging {
 namespace {
 
-using test::FakeDevice;
-using test::NoDevice;
-using test::ok;
+using namespace test;
 
 std::unique_ptr<Chunk> take(ChunkPool& pool, std::size_t bytes) {
   auto chunk = pool.take(bytes);

@@ -182,7 +182,6 @@ TEST_P(ConvertWays, RoundsExtremeFloat32Values) {
 
 TEST_P(ConvertWays, RoundsRandomFloat32Bits) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   std::vector<float> any;
   std::vector<float> near_halves;
   for (int i = 0; i < 200'000; ++i) {
@@ -200,7 +199,6 @@ TEST_P(ConvertWays, RoundsRandomFloat32Bits) {
 
 TEST_P(ConvertWays, RoundsRandomFloat64BitsToFloat32AndThenTo16Bits) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
   std::vector<double> in = {0.0, -0.0, INFINITY, -INFINITY, NAN, 1e300, -1e300, 1e-300, 0x1p-149};
   for (int i = 0; i < 200'000; ++i) {
     const std::uint64_t bits = random.between(0, UINT64_MAX);
@@ -228,7 +226,6 @@ TEST_P(ConvertWays, RoundsFloat64JustAboveAFloat16TieToTheTieFirst) {
 
 TEST_P(ConvertWays, ConvertsFloat32ToFloat64Exactly) {
   Random random(3);
-  SCOPED_TRACE(random.seed_text());
   std::vector<float> in = {0.0F, -0.0F, INFINITY, -INFINITY, NAN, 0x1p-149F};
   for (int i = 0; i < 100'000; ++i) {
     in.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random.between(0, UINT32_MAX))));
@@ -244,7 +241,6 @@ TEST_P(ConvertWays, WritesExactlyItsElementsAtAnyLengthAndAlignment) {
   constexpr std::size_t kMost = 40;
   constexpr std::size_t kGuard = 40;
   Random random(4);
-  SCOPED_TRACE(random.seed_text());
   for (const char* from_name : kNames) {
     const Dtype* const from = find_dtype(from_name);
     // Ones with a random mantissa, so that no element is a NaN.

@@ -22,13 +22,7 @@ using planning::Region;
 using staging::ChunkPool;
 using staging::HostRun;
 using staging::ReadyEvent;
-using test::bytes_of;
-using test::fails;
-using test::FakeDevice;
-using test::ok;
-using test::Random;
-using test::widen;
-using test::widened;
+using namespace test;
 using Dims = std::vector<std::uint64_t>;
 using Steps = std::vector<std::int64_t>;
 
@@ -435,7 +429,6 @@ TEST(Scratch, FailsForATargetOnADeviceWithoutDeviceSupport) {
 }
 
 TEST_F(ScratchToDevice, DeliversAnyRegionsInAnySteps) {
-  SCOPED_TRACE(random_.seed_text());
   for (int round = 0; round < 60; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     const std::string payload = random_.bytes(2 * random_.between(1, 6000));

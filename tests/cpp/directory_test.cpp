@@ -18,15 +18,7 @@
 namespace torch_ckpt::os {
 namespace {
 
-using test::CallCounter;
-using test::flock_calls;
-using test::flock_errors;
-using test::is_system_error;
-using test::NthCallFails;
-using test::ok;
-using test::read_file;
-using test::TempDir;
-using test::write_file;
+using namespace test;
 
 using Log = std::vector<std::string>;
 
@@ -36,19 +28,19 @@ Directory opened(const std::string& path) {
   return std::move(*directory);
 }
 
-TEST(MakeDirectories, MakesEveryMissingAncestor) {
-  TempDir directory;
-  ASSERT_TRUE(ok(make_directories(directory.file("a/b/c"))));
-  EXPECT_TRUE(std::filesystem::is_directory(directory.file("a/b/c")));
+using MakeDirectoriesTest = DirectoryTest;
+
+TEST_F(MakeDirectoriesTest, MakesEveryMissingAncestor) {
+  ASSERT_TRUE(ok(make_directories(directory_.file("a/b/c"))));
+  EXPECT_TRUE(std::filesystem::is_directory(directory_.file("a/b/c")));
 }
 
-TEST(MakeDirectories, DoesNotTouchAnExistingDirectory) {
-  TempDir directory;
+TEST_F(MakeDirectoriesTest, DoesNotTouchAnExistingDirectory) {
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    EXPECT_TRUE(ok(make_directories(directory.path())));
-    EXPECT_TRUE(ok(make_directories(directory.path() + "///")));
+    EXPECT_TRUE(ok(make_directories(directory_.path())));
+    EXPECT_TRUE(ok(make_directories(directory_.path() + "///")));
     EXPECT_TRUE(ok(make_directories("/")));
     EXPECT_TRUE(ok(make_directories(".")));
     EXPECT_TRUE(ok(make_directories("")));
@@ -56,19 +48,17 @@ TEST(MakeDirectories, DoesNotTouchAnExistingDirectory) {
   EXPECT_EQ(counter.log(), Log{});
 }
 
-TEST(MakeDirectories, IsRelativeToTheWorkingDirectory) {
-  TempDir directory;
+TEST_F(MakeDirectoriesTest, IsRelativeToTheWorkingDirectory) {
   const auto before = std::filesystem::current_path();
-  std::filesystem::current_path(directory.path());
+  std::filesystem::current_path(directory_.path());
   const auto made = make_directories("a/b/");
   std::filesystem::current_path(before);
   EXPECT_TRUE(ok(made));
-  EXPECT_TRUE(std::filesystem::is_directory(directory.file("a/b")));
+  EXPECT_TRUE(std::filesystem::is_directory(directory_.file("a/b")));
 }
 
-TEST(MakeDirectories, SucceedsIfAnotherRankCreatesTheDirectoryFirst) {
-  TempDir directory;
-  const std::string path = directory.file("a");
+TEST_F(MakeDirectoriesTest, SucceedsIfAnotherRankCreatesTheDirectoryFirst) {
+  const std::string path = directory_.file("a");
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "mkdir") std::filesystem::create_directory(path);
     return 0;
@@ -76,15 +66,14 @@ TEST(MakeDirectories, SucceedsIfAnotherRankCreatesTheDirectoryFirst) {
   EXPECT_TRUE(ok(make_directories(path)));
 }
 
-TEST(MakeDirectories, DoesNotReplaceAFile) {
-  TempDir directory;
-  write_file(directory.file("a"), "kept");
-  const auto made = make_directories(directory.file("a"));
+TEST_F(MakeDirectoriesTest, DoesNotReplaceAFile) {
+  write_file(directory_.file("a"), "kept");
+  const auto made = make_directories(directory_.file("a"));
   ASSERT_FALSE(made.has_value());
-  EXPECT_TRUE(is_system_error(made.error(), EEXIST, "mkdir", directory.file("a")));
-  const auto below = make_directories(directory.file("a/b"));
+  EXPECT_TRUE(is_system_error(made.error(), EEXIST, "mkdir", directory_.file("a")));
+  const auto below = make_directories(directory_.file("a/b"));
   ASSERT_FALSE(below.has_value());
-  EXPECT_EQ(read_file(directory.file("a")), "kept");
+  EXPECT_EQ(read_file(directory_.file("a")), "kept");
 }
 
 // The expected calls for the directories above `below`, up to the root of its file system.
@@ -103,20 +92,21 @@ Log above(const std::string& below) {
   }
 }
 
-TEST(SyncAncestors, SyncsEachDirectoryAbove) {
-  TempDir directory;
-  ASSERT_TRUE(ok(make_directories(directory.file("a/b"))));
-  const Directory below = opened(directory.file("a/b"));
+using SyncAncestorsTest = DirectoryTest;
+
+TEST_F(SyncAncestorsTest, SyncsEachDirectoryAbove) {
+  ASSERT_TRUE(ok(make_directories(directory_.file("a/b"))));
+  const Directory below = opened(directory_.file("a/b"));
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
     EXPECT_TRUE(ok(below.sync_ancestors()));
   }
   EXPECT_GE(counter.log().size(), 2);
-  EXPECT_EQ(counter.log(), above(directory.file("a/b")));
+  EXPECT_EQ(counter.log(), above(directory_.file("a/b")));
 }
 
-TEST(SyncAncestors, TheRootHasNone) {
+TEST_F(SyncAncestorsTest, TheRootHasNone) {
   const Directory root = opened("/");
   CallCounter counter;
   {
@@ -126,20 +116,18 @@ TEST(SyncAncestors, TheRootHasNone) {
   EXPECT_EQ(counter.log(), Log{});
 }
 
-TEST(SyncAncestors, AFailedSyncIsReported) {
-  TempDir directory;
-  ASSERT_TRUE(ok(make_directories(directory.file("a/b"))));
-  const std::string grandparent = directory.file("a/b") + "/../..";
+TEST_F(SyncAncestorsTest, AFailedSyncIsReported) {
+  ASSERT_TRUE(ok(make_directories(directory_.file("a/b"))));
+  const std::string grandparent = directory_.file("a/b") + "/../..";
   ScopedFaultHook hook(
       [&](std::string_view, std::string_view path) { return path == grandparent ? EIO : 0; });
-  const auto synced = opened(directory.file("a/b")).sync_ancestors();
+  const auto synced = opened(directory_.file("a/b")).sync_ancestors();
   ASSERT_FALSE(synced.has_value());
   EXPECT_TRUE(is_system_error(synced.error(), EIO, "fsync_directory", grandparent));
 }
 
-TEST(SyncAncestors, ADirectoryWithoutPermissionIsSkipped) {
-  TempDir directory;
-  const std::string path = directory.file("a/b");
+TEST_F(SyncAncestorsTest, ADirectoryWithoutPermissionIsSkipped) {
+  const std::string path = directory_.file("a/b");
   ASSERT_TRUE(ok(make_directories(path)));
   const Directory below = opened(path);
   for (const int refusal : {EACCES, EPERM}) {
@@ -155,13 +143,12 @@ TEST(SyncAncestors, ADirectoryWithoutPermissionIsSkipped) {
   }
 }
 
-TEST(SyncAncestors, OfARenamedDirectoryAreThoseOfItsNewLocation) {
-  TempDir directory;
-  ASSERT_TRUE(ok(make_directories(directory.file("a/b"))));
-  ASSERT_TRUE(ok(make_directories(directory.file("elsewhere"))));
-  const Directory below = opened(directory.file("a/b"));
-  std::filesystem::rename(directory.file("a/b"), directory.file("elsewhere/b"));
-  std::filesystem::remove(directory.file("a"));
+TEST_F(SyncAncestorsTest, OfARenamedDirectoryAreThoseOfItsNewLocation) {
+  ASSERT_TRUE(ok(make_directories(directory_.file("a/b"))));
+  ASSERT_TRUE(ok(make_directories(directory_.file("elsewhere"))));
+  const Directory below = opened(directory_.file("a/b"));
+  std::filesystem::rename(directory_.file("a/b"), directory_.file("elsewhere/b"));
+  std::filesystem::remove(directory_.file("a"));
   EXPECT_TRUE(ok(below.sync_ancestors()));
 }
 
@@ -181,40 +168,38 @@ TEST(SyncDirectory, OfADirectorySucceeds) {
   EXPECT_TRUE(ok(sync_directory(directory.path())));
 }
 
-TEST(RenameFile, ReplacesTheTarget) {
-  TempDir directory;
-  write_file(directory.file("from"), "new");
-  write_file(directory.file("to"), "old");
-  EXPECT_TRUE(ok(opened(directory.path()).rename("from", "to")));
-  EXPECT_EQ(directory.names(), Log{"to"});
-  EXPECT_EQ(read_file(directory.file("to")), "new");
+using RenameFileTest = DirectoryTest;
+
+TEST_F(RenameFileTest, ReplacesTheTarget) {
+  write_file(directory_.file("from"), "new");
+  write_file(directory_.file("to"), "old");
+  EXPECT_TRUE(ok(opened(directory_.path()).rename("from", "to")));
+  EXPECT_EQ(directory_.names(), Log{"to"});
+  EXPECT_EQ(read_file(directory_.file("to")), "new");
 }
 
-TEST(RenameFile, WithoutReplaceKeepsAnExistingTarget) {
-  TempDir directory;
-  write_file(directory.file("from"), "new");
-  write_file(directory.file("to"), "old");
-  const auto renamed = opened(directory.path()).rename("from", "to", false);
+TEST_F(RenameFileTest, WithoutReplaceKeepsAnExistingTarget) {
+  write_file(directory_.file("from"), "new");
+  write_file(directory_.file("to"), "old");
+  const auto renamed = opened(directory_.path()).rename("from", "to", false);
   ASSERT_FALSE(renamed.has_value());
-  EXPECT_TRUE(is_system_error(renamed.error(), EEXIST, "rename", directory.file("to")));
-  EXPECT_EQ(read_file(directory.file("from")), "new");
-  EXPECT_EQ(read_file(directory.file("to")), "old");
+  EXPECT_TRUE(is_system_error(renamed.error(), EEXIST, "rename", directory_.file("to")));
+  EXPECT_EQ(read_file(directory_.file("from")), "new");
+  EXPECT_EQ(read_file(directory_.file("to")), "old");
 }
 
-TEST(RenameFile, WithoutReplaceRenamesIfThereIsNoTarget) {
-  TempDir directory;
-  write_file(directory.file("from"), "new");
-  EXPECT_TRUE(ok(opened(directory.path()).rename("from", "to", false)));
-  EXPECT_EQ(directory.names(), Log{"to"});
+TEST_F(RenameFileTest, WithoutReplaceRenamesIfThereIsNoTarget) {
+  write_file(directory_.file("from"), "new");
+  EXPECT_TRUE(ok(opened(directory_.path()).rename("from", "to", false)));
+  EXPECT_EQ(directory_.names(), Log{"to"});
 }
 
-TEST(RenameFile, OfAMissingFileFailsAndKeepsTheTarget) {
-  TempDir directory;
-  write_file(directory.file("to"), "old");
-  const auto renamed = opened(directory.path()).rename("from", "to");
+TEST_F(RenameFileTest, OfAMissingFileFailsAndKeepsTheTarget) {
+  write_file(directory_.file("to"), "old");
+  const auto renamed = opened(directory_.path()).rename("from", "to");
   ASSERT_FALSE(renamed.has_value());
-  EXPECT_TRUE(is_system_error(renamed.error(), ENOENT, "rename", directory.file("to")));
-  EXPECT_EQ(read_file(directory.file("to")), "old");
+  EXPECT_TRUE(is_system_error(renamed.error(), ENOENT, "rename", directory_.file("to")));
+  EXPECT_EQ(read_file(directory_.file("to")), "old");
 }
 
 TEST(RemoveFile, OfAMissingFileSucceeds) {

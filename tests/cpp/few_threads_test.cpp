@@ -27,11 +27,7 @@ namespace {
 
 using os::ScopedFaultHook;
 using staging::ChunkPool;
-using test::Files;
-using test::HeldOperation;
-using test::ok;
-using test::Reads;
-using test::TempDir;
+using namespace test;
 
 // Counts only threads that the engine starts from here on.
 os::FaultHook threads_up_to(std::size_t most) {
@@ -86,9 +82,7 @@ TEST_P(FewThreads, ASnapshotWithLowPriorityThreadsEnds) {
 
 TEST_P(FewThreads, ALoadEnds) {
   Reads reads(directory_);
-  for (int i = 0; i < 10; ++i) {
-    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  }
+  reads.add_small_files(10);
   const ScopedFaultHook hook(threads_up_to(GetParam()));
   if (GetParam() > 0) {
     reads.run_all();
@@ -175,9 +169,7 @@ TEST(LoadSession, HasAsManyReadsInFlightAsItHasThreads) {
   ASSERT_GT(kReads, executor_threads());
   TempDir directory;
   Reads reads(directory);
-  for (std::size_t i = 0; i < kReads; ++i) {
-    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  }
+  reads.add_small_files(kReads);
   LoadOptions options;
   options.threads = kReads;
   HeldOperation held("pread");
@@ -226,9 +218,7 @@ TEST(SaveSession, DoesNotWaitForALoadThatOccupiesAllThreads) {
   TempDir directory;
   Reads reads(directory);
   const std::size_t many = executor_threads() + 4;
-  for (std::size_t i = 0; i < many; ++i) {
-    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  }
+  reads.add_small_files(many);
   LoadOptions options;
   options.threads = many;
   HeldOperation held("pread");

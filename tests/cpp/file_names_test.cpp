@@ -12,10 +12,7 @@ std::ostream& operator<<(std::ostream& out, FileKind kind) { return out << stati
 
 namespace {
 
-using test::ok;
-using test::open_directory;
-using test::TempDir;
-using test::write_file;
+using namespace test;
 
 void expect_file(std::string_view name, FileKind kind, std::string_view rank) {
   const FileName file = parse_file_name(name);
@@ -86,7 +83,6 @@ TEST(FileNames, AreParsedLikeTheEquivalentRegularExpressions) {
                                           "5f0c19ab", ".tmp", ".metadata", ".distcp",
                                           "hint",     "-",    "abcdef",    std::string(32, '7')};
   test::Random random(7);
-  SCOPED_TRACE(random.seed_text());
   for (int i = 0; i < 20'000; ++i) {
     std::string name;
     for (std::uint64_t left = random.between(1, 7); left > 0; --left) {

@@ -18,16 +18,7 @@
 namespace torch_ckpt::os {
 namespace {
 
-using test::bytes_of;
-using test::fails;
-using test::is_system_error;
-using test::NthCallFails;
-using test::ok;
-using test::Random;
-using test::read_file;
-using test::TempDir;
-using test::text_of;
-using test::write_file;
+using namespace test;
 
 // Sets a soft limit of the file size and ignores the signal of exceeding it.
 class ScopedFileSizeLimit {
@@ -73,7 +64,6 @@ TEST_P(FileModes, WritesBlocksAtTheirOffsets) {
 
 TEST_P(FileModes, WritesUnalignedData) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   const std::string contents = random.bytes(10'001);
   auto file = File::create(path_, GetParam());
   ASSERT_TRUE(ok(file));
@@ -102,7 +92,6 @@ TEST_P(FileModes, AFailedWriteReportsTheOffsetThatItReached) {
 
 TEST_P(FileModes, ReadsExactlyTheRange) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
   const std::string contents = random.bytes(20'000);
   write_file(path_, contents);
   const auto file = test::open_for_read(path_, GetParam());
@@ -162,71 +151,67 @@ INSTANTIATE_TEST_SUITE_P(AllModes, FileModes, ::testing::Values(IoMode::buffered
                            return mode.param == IoMode::direct ? "Direct" : "Buffered";
                          });
 
-TEST(File, IsCreatedWithTheUsersUmask) {
-  TempDir directory;
+using FileTest = DirectoryTest;
+
+TEST_F(FileTest, IsCreatedWithTheUsersUmask) {
   const mode_t before = ::umask(0027);
-  const auto file = File::create(directory.file("a"), IoMode::buffered);
+  const auto file = File::create(directory_.file("a"), IoMode::buffered);
   ::umask(before);
   ASSERT_TRUE(ok(file));
   struct stat status {};
-  ASSERT_EQ(::stat(directory.file("a").c_str(), &status), 0);
+  ASSERT_EQ(::stat(directory_.file("a").c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0640);
 }
 
-TEST(File, IsNotInheritedByStartedPrograms) {
-  TempDir directory;
+TEST_F(FileTest, IsNotInheritedByStartedPrograms) {
   const int next_fd = ::dup(0);
   ::close(next_fd);
   {
-    const auto file = File::create(directory.file("a"), IoMode::buffered);
+    const auto file = File::create(directory_.file("a"), IoMode::buffered);
     ASSERT_TRUE(ok(file));
     EXPECT_EQ(::fcntl(next_fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
   }
-  const auto file = test::open_for_read(directory.file("a"));
+  const auto file = test::open_for_read(directory_.file("a"));
   ASSERT_TRUE(ok(file));
   EXPECT_EQ(::fcntl(next_fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
 }
 
-TEST(File, HasASize) {
-  TempDir directory;
-  write_file(directory.file("a"), "12345");
-  const auto file = test::open_for_read(directory.file("a"));
+TEST_F(FileTest, HasASize) {
+  write_file(directory_.file("a"), "12345");
+  const auto file = test::open_for_read(directory_.file("a"));
   ASSERT_TRUE(ok(file));
   const auto size = file->size();
   ASSERT_TRUE(ok(size));
   EXPECT_EQ(*size, 5);
 }
 
-TEST(File, RefusesToReadDirectoriesPipesAndDevices) {
-  TempDir directory;
-  const std::string pipe = directory.file("pipe");
+TEST_F(FileTest, RefusesToReadDirectoriesPipesAndDevices) {
+  const std::string pipe = directory_.file("pipe");
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
-  for (const std::string& path : {directory.path(), pipe, std::string("/dev/zero")}) {
+  for (const std::string& path : {directory_.path(), pipe, std::string("/dev/zero")}) {
     const auto file = test::open_for_read(path);
     ASSERT_TRUE(fails(file, Errc::invalid_argument));
     EXPECT_EQ(file.error().path, path);
   }
 }
 
-TEST(File, IsCachedAfterABufferedWrite) {
-  TempDir directory;
-  write_file(directory.file("a"), std::string(50'000, 'x'));
-  const auto file = test::open_for_read(directory.file("a"));
+TEST_F(FileTest, IsCachedAfterABufferedWrite) {
+  write_file(directory_.file("a"), std::string(50'000, 'x'));
+  const auto file = test::open_for_read(directory_.file("a"));
   ASSERT_TRUE(ok(file));
   EXPECT_EQ(file->cached_fraction(0, 50'000), 1.0);
   EXPECT_EQ(file->cached_fraction(4097, 10), 1.0);
   EXPECT_EQ(file->cached_fraction(50'000, 0), 1.0);
 }
 
-TEST(File, IsNotCachedAfterADirectWrite) {
-  TempDir directory;
+TEST_F(FileTest, IsNotCachedAfterADirectWrite) {
   auto pages = Pages::allocate(65536);
   ASSERT_TRUE(ok(pages));
-  auto file = File::create(directory.file("a"), IoMode::direct);
+  auto file = File::create(directory_.file("a"), IoMode::direct);
   ASSERT_TRUE(ok(file));
-  if (!file->is_direct()) GTEST_SKIP() << "no direct I/O in " << directory.path();
+  if (!file->is_direct()) GTEST_SKIP() << "no direct I/O in " << directory_.path();
   ASSERT_TRUE(ok(file->write_at(pages->bytes(), 0)));
-  const auto read = test::open_for_read(directory.file("a"));
+  const auto read = test::open_for_read(directory_.file("a"));
   ASSERT_TRUE(ok(read));
   if (read->cached_fraction(0, 65536) == 1.0) GTEST_SKIP() << "a file system in memory";
   EXPECT_EQ(read->cached_fraction(0, 65536), 0.0);
@@ -235,35 +220,31 @@ TEST(File, IsNotCachedAfterADirectWrite) {
   EXPECT_GT(read->cached_fraction(0, 65536), 0.0);
 }
 
-TEST(File, IsTruncated) {
-  TempDir directory;
-  auto file = File::create(directory.file("a"), IoMode::buffered);
+TEST_F(FileTest, IsTruncated) {
+  auto file = File::create(directory_.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
   ASSERT_TRUE(ok(file->write_at(bytes_of("1234567890"), 0)));
   EXPECT_TRUE(ok(file->truncate(4)));
-  EXPECT_EQ(read_file(directory.file("a")), "1234");
+  EXPECT_EQ(read_file(directory_.file("a")), "1234");
 }
 
-TEST(File, AFailedReservationIsReported) {
-  TempDir directory;
-  auto file = File::create(directory.file("a"), IoMode::buffered);
+TEST_F(FileTest, AFailedReservationIsReported) {
+  auto file = File::create(directory_.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
   ScopedFileSizeLimit limit(4096);
   const auto reserved = file->reserve(8192);
   ASSERT_FALSE(reserved.has_value());
-  EXPECT_TRUE(is_system_error(reserved.error(), EFBIG, "fallocate", directory.file("a")));
+  EXPECT_TRUE(is_system_error(reserved.error(), EFBIG, "fallocate", directory_.file("a")));
 }
 
-TEST(File, ReservesZeroBytes) {
-  TempDir directory;
-  auto file = File::create(directory.file("a"), IoMode::buffered);
+TEST_F(FileTest, ReservesZeroBytes) {
+  auto file = File::create(directory_.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
   EXPECT_TRUE(ok(file->reserve(0)));
 }
 
-TEST(File, CanBeWrittenByManyThreadsAtOnce) {
-  TempDir directory;
-  auto file = File::create(directory.file("a"), IoMode::buffered);
+TEST_F(FileTest, CanBeWrittenByManyThreadsAtOnce) {
+  auto file = File::create(directory_.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
   std::vector<std::thread> threads;
   for (char letter = 'a'; letter < 'i'; ++letter) {
@@ -276,21 +257,20 @@ TEST(File, CanBeWrittenByManyThreadsAtOnce) {
   for (std::thread& thread : threads) thread.join();
   std::string expected;
   for (char letter = 'a'; letter < 'i'; ++letter) expected += std::string(1000, letter);
-  EXPECT_EQ(read_file(directory.file("a")), expected);
+  EXPECT_EQ(read_file(directory_.file("a")), expected);
 }
 
-TEST(File, MovesItsDescriptor) {
-  TempDir directory;
-  auto first = File::create(directory.file("a"), IoMode::buffered);
-  auto second = File::create(directory.file("b"), IoMode::buffered);
+TEST_F(FileTest, MovesItsDescriptor) {
+  auto first = File::create(directory_.file("a"), IoMode::buffered);
+  auto second = File::create(directory_.file("b"), IoMode::buffered);
   ASSERT_TRUE(ok(first));
   ASSERT_TRUE(ok(second));
   *second = std::move(*first);
-  EXPECT_EQ(second->path(), directory.file("a"));
+  EXPECT_EQ(second->path(), directory_.file("a"));
   EXPECT_TRUE(ok(second->write_at(bytes_of("hello"), 0)));
   File third(std::move(*second));
   EXPECT_TRUE(ok(std::move(third).close()));
-  EXPECT_EQ(read_file(directory.file("a")), "hello");
+  EXPECT_EQ(read_file(directory_.file("a")), "hello");
 }
 
 // An operation, and the offset that its error has.

@@ -43,9 +43,7 @@ namespace {
 using engine::LoadSession;
 using engine::SaveSession;
 using os::ForkLocal;
-using test::fails;
-using test::ok;
-using test::TempDir;
+using namespace test;
 
 // The kernel ends a child that hangs, so that only this test fails.
 constexpr unsigned kLongestSeconds = 100;
@@ -79,13 +77,39 @@ void let_every_thread_start(const engine::PoolSpec& threads = {}) {
   left.wait();
 }
 
-bool save_file(const TempDir& directory, const std::string& name, const std::string& contents) {
+// Holds the first call of an operation until the test has forked.
+class HeldCall {
+ public:
+  explicit HeldCall(std::string_view operation)
+      : hook_([this, operation](std::string_view called, std::string_view) {
+          if (called == operation && first_.exchange(false)) {
+            reached_.count_down();
+            forked_.wait();
+          }
+          return 0;
+        }) {}
+  void wait() const { reached_.wait(); }
+  void open() { forked_.count_down(); }
+
+ private:
+  std::atomic<bool> first_{true};
+  std::latch reached_{1};
+  std::latch forked_{1};
+  os::ScopedFaultHook hook_;
+};
+
+/// One file, whose contents are those of a string that outlives the save.
+std::vector<engine::FileJob> one_file(const std::string& name, const std::string& contents) {
   std::vector<engine::FileJob> jobs(1);
   jobs[0].name = name;
   jobs[0].image.add_bytes(test::host_source(contents));
+  return jobs;
+}
+
+bool save_file(const TempDir& directory, const std::string& name, const std::string& contents) {
   engine::SaveOptions options;
   options.chunk_bytes = 4096;
-  return ok(test::run_save(directory, std::move(jobs), options));
+  return ok(test::run_save(directory, one_file(name, contents), options));
 }
 
 /// A request for the first bytes of a file.
@@ -136,48 +160,37 @@ TEST(ForkLocal, IsCreatedAgainInTheChildOfAChild) {
   }));
 }
 
-TEST(Fork, AChildSavesAndLoadsAfterItsParentHasUsedTheEngine) {
+using ForkTest = DirectoryTest;
+
+TEST_F(ForkTest, AChildSavesAndLoadsAfterItsParentHasUsedTheEngine) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
-  TempDir directory;
   const std::string contents(50'000, 'x');
-  ASSERT_TRUE(save_file(directory, "parents", contents));
-  ASSERT_TRUE(load_file(directory, "parents", contents));
+  ASSERT_TRUE(save_file(directory_, "parents", contents));
+  ASSERT_TRUE(load_file(directory_, "parents", contents));
   EXPECT_TRUE(in_child([&] {
-    return load_file(directory, "parents", contents) && save_file(directory, "childs", contents) &&
-           load_file(directory, "childs", contents);
+    return load_file(directory_, "parents", contents) &&
+           save_file(directory_, "childs", contents) && load_file(directory_, "childs", contents);
   }));
-  EXPECT_TRUE(test::read_file(directory.file("childs")) == contents);
-  EXPECT_TRUE(save_file(directory, "parents_again", contents));
+  EXPECT_TRUE(test::read_file(directory_.file("childs")) == contents);
+  EXPECT_TRUE(save_file(directory_, "parents_again", contents));
 }
 
-TEST(Fork, AChildSavesDuringASaveOfItsParent) {
+TEST_F(ForkTest, AChildSavesDuringASaveOfItsParent) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
-  TempDir directory;
   const std::string contents(50'000, 'x');
-  std::latch writing(1);
-  std::latch forked(1);
-  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
-    if (operation == "open" && path == directory.file("parents")) {
-      writing.count_down();
-      forked.wait();
-    }
-    return 0;
-  });
-  std::vector<engine::FileJob> jobs(1);
-  jobs[0].name = "parents";
-  jobs[0].image.add_bytes(test::host_source(contents));
-  auto session =
-      SaveSession::start(context(), test::open_directory(directory), std::move(jobs), {});
+  HeldCall held("open");
+  auto session = SaveSession::start(context(), test::open_directory(directory_),
+                                    one_file("parents", contents), {});
   ASSERT_TRUE(ok(session));
-  writing.wait();
-  EXPECT_TRUE(in_child([&] { return save_file(directory, "childs", contents); }));
-  forked.count_down();
+  held.wait();
+  EXPECT_TRUE(in_child([&] { return save_file(directory_, "childs", contents); }));
+  held.open();
   test::wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome()));
-  EXPECT_EQ(directory.names(), (std::vector<std::string>{"childs", "parents"}));
+  EXPECT_EQ(directory_.names(), (std::vector<std::string>{"childs", "parents"}));
 }
 
 /// As a snapshot, on low-priority threads.
@@ -190,66 +203,49 @@ engine::SaveOptions in_background() {
 }
 
 bool save_in_background(const TempDir& directory, const std::string& name, std::string contents) {
-  std::vector<engine::FileJob> jobs(1);
-  jobs[0].name = name;
-  jobs[0].image.add_bytes(test::host_source(contents));
-  auto session = SaveSession::start(context(), test::open_directory(directory), std::move(jobs),
-                                    in_background());
+  auto session = SaveSession::start(context(), test::open_directory(directory),
+                                    one_file(name, contents), in_background());
   if (!session || !(*session)->wait_staged(std::chrono::minutes(1))) return false;
   contents.assign(contents.size(), '#');
   test::wait_for_end(**session);
   return ok((*session)->outcome());
 }
 
-TEST(Fork, AChildSavesInTheBackgroundAfterASaveOfItsParent) {
+TEST_F(ForkTest, AChildSavesInTheBackgroundAfterASaveOfItsParent) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
   let_every_thread_start(in_background().writers);
-  TempDir directory;
   const std::string contents(50'000, 'x');
-  ASSERT_TRUE(save_in_background(directory, "parents", contents));
-  EXPECT_TRUE(in_child([&] { return save_in_background(directory, "childs", contents); }));
-  EXPECT_TRUE(test::read_file(directory.file("childs")) == contents);
-  EXPECT_TRUE(save_in_background(directory, "parents_again", contents));
+  ASSERT_TRUE(save_in_background(directory_, "parents", contents));
+  EXPECT_TRUE(in_child([&] { return save_in_background(directory_, "childs", contents); }));
+  EXPECT_TRUE(test::read_file(directory_.file("childs")) == contents);
+  EXPECT_TRUE(save_in_background(directory_, "parents_again", contents));
 }
 
-TEST(Fork, AChildSavesInTheBackgroundDuringASaveOfItsParent) {
+TEST_F(ForkTest, AChildSavesInTheBackgroundDuringASaveOfItsParent) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
   let_every_thread_start(in_background().writers);
-  TempDir directory;
   const std::string contents(50'000, 'x');
-  std::latch writing(1);
-  std::latch forked(1);
-  std::atomic<bool> first{true};
-  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
-    if (operation == "pwrite" && path == directory.file("parents") && first.exchange(false)) {
-      writing.count_down();
-      forked.wait();
-    }
-    return 0;
-  });
-  std::vector<engine::FileJob> jobs(1);
-  jobs[0].name = "parents";
-  jobs[0].image.add_bytes(test::host_source(contents));
-  auto session = SaveSession::start(context(), test::open_directory(directory), std::move(jobs),
-                                    in_background());
+  HeldCall held("pwrite");
+  auto session = SaveSession::start(context(), test::open_directory(directory_),
+                                    one_file("parents", contents), in_background());
   ASSERT_TRUE(ok(session));
-  writing.wait();
+  held.wait();
   EXPECT_TRUE(in_child([&] {
     // The parent's save counts as ended in the child, and the child's own save is not affected.
     return (*session)->wait_staged(std::chrono::hours(1)) &&
            (*session)->wait_submitted(std::chrono::hours(1)) &&
-           save_in_background(directory, "childs", contents);
+           save_in_background(directory_, "childs", contents);
   }));
-  forked.count_down();
+  held.open();
   test::wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome()));
-  EXPECT_EQ(directory.names(), (std::vector<std::string>{"childs", "parents"}));
+  EXPECT_EQ(directory_.names(), (std::vector<std::string>{"childs", "parents"}));
 }
 
-TEST(Fork, AChildThatDropsItsParentsCopiesDoesNotReuseTheirMemory) {
+TEST_F(ForkTest, AChildThatDropsItsParentsCopiesDoesNotReuseTheirMemory) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
   const std::string payload(5000, 'x');
@@ -264,7 +260,7 @@ TEST(Fork, AChildThatDropsItsParentsCopiesDoesNotReuseTheirMemory) {
   EXPECT_EQ(test::text_of({copies->front().address, payload.size()}), payload);
 }
 
-TEST(Fork, AChildHasItsOwnLowPriorityThreads) {
+TEST_F(ForkTest, AChildHasItsOwnLowPriorityThreads) {
   TC_SKIP_FORK_UNDER_TSAN();
   const engine::PoolSpec quiet{{19, true}, 2};
   let_every_thread_start();
@@ -277,71 +273,50 @@ TEST(Fork, AChildHasItsOwnLowPriorityThreads) {
   }));
 }
 
-TEST(Fork, AChildDoesNotWaitForItsParentsSave) {
+TEST_F(ForkTest, AChildDoesNotWaitForItsParentsSave) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
-  TempDir directory;
   const std::string contents(50'000, 'x');
-  std::latch writing(1);
-  std::latch forked(1);
-  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
-    if (operation == "open") {
-      writing.count_down();
-      forked.wait();
-    }
-    return 0;
-  });
-  std::vector<engine::FileJob> jobs(1);
-  jobs[0].name = "parents";
-  jobs[0].image.add_bytes(test::host_source(contents));
-  auto session =
-      SaveSession::start(context(), test::open_directory(directory), std::move(jobs), {});
+  HeldCall held("open");
+  auto session = SaveSession::start(context(), test::open_directory(directory_),
+                                    one_file("parents", contents), {});
   ASSERT_TRUE(ok(session));
-  writing.wait();
+  held.wait();
   EXPECT_TRUE(in_child([&] {
     (*session)->cancel();
     const bool over = (*session)->wait_for(std::chrono::hours(1));
     return over && fails((*session)->outcome(), Errc::cancelled);
   }));
-  forked.count_down();
+  held.open();
   test::wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome())) << "the child's cancel() reached the parent";
 }
 
-TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
+TEST_F(ForkTest, AChildDoesNotWaitForItsParentsLoad) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
-  TempDir directory;
-  test::write_file(directory.file("a"), "hello");
+  test::write_file(directory_.file("a"), "hello");
   std::string found(5, '?');
-  std::latch reading(1);
-  std::latch forked(1);
-  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
-    if (operation == "pread") {
-      reading.count_down();
-      forked.wait();
-    }
-    return 0;
-  });
-  auto session = LoadSession::start(context(), test::open_directory(directory), {{"a", {}}},
+  HeldCall held("pread");
+  auto session = LoadSession::start(context(), test::open_directory(directory_), {{"a", {}}},
                                     {read_into(found)}, {});
   ASSERT_TRUE(ok(session));
-  reading.wait();
+  held.wait();
   EXPECT_TRUE(in_child([&] {
     (*session)->cancel();
     const bool over = (*session)->wait_for(std::chrono::hours(1));
     const auto failure = (*session)->failure();
     return over && failure && failure->error.code == Errc::cancelled;
   }));
-  forked.count_down();
+  held.open();
   test::wait_for_end(**session);
   EXPECT_FALSE((*session)->failure().has_value());
   EXPECT_EQ(found, "hello");
 }
 
-TEST(Fork, AChildJoinsNoThreadOfItsParent) {
+TEST_F(ForkTest, AChildJoinsNoThreadOfItsParent) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
   context().executor.pool();
@@ -351,7 +326,7 @@ TEST(Fork, AChildJoinsNoThreadOfItsParent) {
   }));
 }
 
-TEST(Fork, AChildDoesNotReuseItsParentsChunks) {
+TEST_F(ForkTest, AChildDoesNotReuseItsParentsChunks) {
   auto chunk = staging::Chunk::allocate(4096);
   ASSERT_TRUE(ok(chunk));
   std::byte* const address = (*chunk)->bytes().data();
@@ -363,7 +338,7 @@ TEST(Fork, AChildDoesNotReuseItsParentsChunks) {
   }));
 }
 
-TEST(Fork, AChildHasItsOwnChunkPool) {
+TEST_F(ForkTest, AChildHasItsOwnChunkPool) {
   auto& pool = context().chunks;
   auto chunk = pool.take(4096);
   ASSERT_TRUE(ok(chunk));
@@ -371,7 +346,7 @@ TEST(Fork, AChildHasItsOwnChunkPool) {
   EXPECT_TRUE(in_child([] { return context().chunks.idle_bytes() == 0; }));
 }
 
-TEST(Fork, AChildStartsWithoutAReserve) {
+TEST_F(ForkTest, AChildStartsWithoutAReserve) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
   auto& pool = context().chunks;
@@ -389,32 +364,22 @@ TEST(Fork, AChildStartsWithoutAReserve) {
   pool.trim(0);
 }
 
-TEST(Fork, AChildGrowsItsReserveWhileItsParentDoes) {
+TEST_F(ForkTest, AChildGrowsItsReserveWhileItsParentDoes) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
   auto& pool = context().chunks;
   pool.trim(0);
   pool.set_reserve(3 * 4096, 4096);
-  std::latch making(1);
-  std::latch forked(1);
-  std::atomic<bool> first{true};
-  const pid_t parent = ::getpid();
-  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
-    if (operation == "mmap" && ::getpid() == parent && first.exchange(false)) {
-      making.count_down();
-      forked.wait();
-    }
-    return 0;
-  });
+  HeldCall held("mmap");
   std::jthread maker([] { EXPECT_TRUE(ok(engine::grow_reserve(context(), 3 * 4096, {}))); });
-  making.wait();
+  held.wait();
   EXPECT_TRUE(in_child([] {
     context().chunks.set_reserve(2 * 4096, 4096);
     const auto grown = engine::grow_reserve(context(), 2 * 4096, {});
     return grown && *grown == 2 * 4096;
   }));
-  forked.count_down();
+  held.open();
   maker.join();
   EXPECT_EQ(pool.reserved_bytes(), 3 * 4096);
   pool.trim(0);

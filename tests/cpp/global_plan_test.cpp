@@ -14,12 +14,7 @@
 namespace torch_ckpt::planning {
 namespace {
 
-using test::fails;
-using test::Kind;
-using test::ok;
-using test::Rows;
-using test::Sizes;
-using test::states_of;
+using namespace test;
 
 /// The values that each rank writes, by name.
 std::vector<std::vector<std::string>> written(const GlobalPlan& plan) {

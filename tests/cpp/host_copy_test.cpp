@@ -120,7 +120,6 @@ class ItemSizes : public ::testing::TestWithParam<std::size_t> {};
 
 TEST_P(ItemSizes, AnySplitEqualsANaiveGather) {
   Random random(GetParam());
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 400; ++round) {
     const Strided made = random_source(random, GetParam());
     const std::uint64_t longest = random.between(1, made.payload.size());
@@ -136,7 +135,6 @@ TEST_P(ItemSizes, AnySplitEqualsANaiveGather) {
 
 TEST_P(ItemSizes, AnyRangeEqualsANaiveGather) {
   Random random(100 + GetParam());
-  SCOPED_TRACE(random.seed_text());
   const Strided made = random_source(random, GetParam());
   for (int round = 0; round < 2000; ++round) {
     const std::size_t offset = random.between(0, made.payload.size());
@@ -148,7 +146,6 @@ TEST_P(ItemSizes, AnyRangeEqualsANaiveGather) {
 
 TEST_P(ItemSizes, CopiesPastTheCachesGatherTheSameBytes) {
   Random random(200 + GetParam());
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 100; ++round) {
     const Strided made = random_source(random, GetParam());
     const std::size_t offset = random.between(0, made.payload.size());
@@ -164,7 +161,6 @@ INSTANTIATE_TEST_SUITE_P(Bytes, ItemSizes, ::testing::Values(1, 2, 3, 4, 8, 16))
 // Begins and ends at all positions relative to the unit of a copy past the caches.
 TEST(HostCopy, PastTheCachesIsExactAtAnyAlignmentAndSize) {
   Random random(300);
-  SCOPED_TRACE(random.seed_text());
   constexpr std::size_t kMost = 300;
   const std::string from = random.bytes(kMost + 64);
   const Source source = test::host_source(from);
@@ -187,7 +183,6 @@ TEST(HostCopy, PastTheCachesIsExactAtAnyAlignmentAndSize) {
 
 TEST(HostCopy, PastTheCachesIsExactForLargeCopies) {
   Random random(301);
-  SCOPED_TRACE(random.seed_text());
   const std::string from = random.bytes((3 << 20) + 100);
   const Source source = test::host_source(from);
   for (int round = 0; round < 20; ++round) {
@@ -205,7 +200,6 @@ TEST(HostCopy, PastTheCachesTouchesNoAddressOfAnEmptySource) { copy_past_caches(
 
 TEST(HostCopy, PastTheCachesIsVisibleToTheThreadThatIsSignalled) {
   Random random(302);
-  SCOPED_TRACE(random.seed_text());
   const std::string from = random.bytes(64 << 10);
   const Source source = test::host_source(from);
   for (int round = 0; round < 50; ++round) {

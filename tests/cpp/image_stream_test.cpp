@@ -18,12 +18,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-using test::bytes_of;
-using test::fails;
-using test::host_source;
-using test::ok;
-using test::Random;
-using test::row_major;
+using namespace test;
 
 // An image, the payloads that it points to and its expected bytes.
 struct Sample {
@@ -100,18 +95,28 @@ std::string streamed(ImageStream& stream, std::uint64_t bytes, Next next) {
   return out;
 }
 
+/// For EXPECT_TRUE(produced(stream, found, sample)): the contents and the checksums of an image.
+::testing::AssertionResult produced(const ImageStream& stream, const std::string& found,
+                                    const Sample& sample) {
+  if (found != sample.expected) return ::testing::AssertionFailure() << "other contents";
+  if (stream.checksums() != sample.checksums) {
+    return ::testing::AssertionFailure() << "other checksums of payloads";
+  }
+  if (stream.sums() != sample.sums()) {
+    return ::testing::AssertionFailure() << "other checksum table entries";
+  }
+  return ::testing::AssertionSuccess();
+}
+
 class ImageStreamChunks : public ::testing::TestWithParam<std::size_t> {};
 
 TEST_P(ImageStreamChunks, ContainHeadsPayloadsAndTailsBackToBack) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   const Sample sample = every_kind(random);
   ASSERT_EQ(sample.image.bytes(), sample.expected.size());
   ImageStream stream(sample.image);
   const std::string found = streamed(stream, sample.image.bytes(), [] { return GetParam(); });
-  EXPECT_TRUE(found == sample.expected);
-  EXPECT_EQ(stream.checksums(), sample.checksums);
-  EXPECT_EQ(stream.sums(), sample.sums());
+  EXPECT_TRUE(produced(stream, found, sample));
 }
 
 INSTANTIATE_TEST_SUITE_P(Bytes, ImageStreamChunks,
@@ -119,29 +124,23 @@ INSTANTIATE_TEST_SUITE_P(Bytes, ImageStreamChunks,
 
 TEST(ImageStream, IsTheSameForAnyChunks) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
   const Sample sample = every_kind(random);
   for (int round = 0; round < 200; ++round) {
     ImageStream stream(sample.image);
     const std::uint64_t longest = random.between(1, 3000);
     const std::string found =
         streamed(stream, sample.image.bytes(), [&] { return random.between(1, longest); });
-    ASSERT_TRUE(found == sample.expected) << "round " << round;
-    ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
-    ASSERT_EQ(stream.sums(), sample.sums()) << "round " << round;
+    ASSERT_TRUE(produced(stream, found, sample)) << "round " << round;
   }
 }
 
 TEST(ImageStream, ChecksumsPayloadsLargerThanItsCacheBlocks) {
   Random random(3);
-  SCOPED_TRACE(random.seed_text());
   Sample sample;
   sample.add_tensor(random.bytes((1 << 20) + 17));
   ImageStream stream(sample.image);
   const std::string found = streamed(stream, sample.image.bytes(), [] { return 600'001; });
-  EXPECT_TRUE(found == sample.expected);
-  EXPECT_EQ(stream.checksums(), sample.checksums);
-  EXPECT_EQ(stream.sums(), sample.sums());
+  EXPECT_TRUE(produced(stream, found, sample));
 }
 
 TEST(ImageStream, ChecksumsBlocksOfBytesAndOfTensorsLargerThanABlock) {
@@ -207,7 +206,6 @@ TEST(ImageStream, FailsForADeviceTensorWithoutDeviceSupport) {
 
 TEST(ImageStream, CopiesAllDeviceTensorsWithOneCopier) {
   Random random(4);
-  SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
   const std::string first = random.bytes(10'000);
   const std::string second = random.bytes(500);
@@ -305,7 +303,6 @@ class ImageStreamSteps : public ::testing::TestWithParam<bool> {};
 
 TEST_P(ImageStreamSteps, OfAllPiecesAtOnceProduceTheImage) {
   Random random(10);
-  SCOPED_TRACE(random.seed_text());
   const Sample sample = every_kind(random);
   for (int round = 0; round < 200; ++round) {
     const std::uint64_t longest = random.between(1, 3000);
@@ -313,15 +310,12 @@ TEST_P(ImageStreamSteps, OfAllPiecesAtOnceProduceTheImage) {
     Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
     begin_all(stream, pieces);
     wait_for_and_complete_all(stream, pieces);
-    ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
-    ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
-    ASSERT_EQ(stream.sums(), sample.sums()) << "round " << round;
+    ASSERT_TRUE(produced(stream, pieces.contents(), sample)) << "round " << round;
   }
 }
 
 TEST_P(ImageStreamSteps, OfSomePiecesAtOnceProduceTheImage) {
   Random random(11);
-  SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
   for (int round = 0; round < 30; ++round) {
     const Sample sample = on_device_and_host(random, device);
@@ -349,15 +343,12 @@ TEST_P(ImageStreamSteps, OfSomePiecesAtOnceProduceTheImage) {
           if (completed < copied) pieces.complete(stream, completed++);
       }
     }
-    ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
-    ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
-    ASSERT_EQ(stream.sums(), sample.sums()) << "round " << round;
+    ASSERT_TRUE(produced(stream, pieces.contents(), sample)) << "round " << round;
   }
 }
 
 TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
   Random random(12);
-  SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
   const Sample sample = on_device_and_host(random, device);
   ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
@@ -376,15 +367,12 @@ TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
       arrived.release();
     }
   }
-  EXPECT_TRUE(pieces.contents() == sample.expected);
-  EXPECT_EQ(stream.checksums(), sample.checksums);
-  EXPECT_EQ(stream.sums(), sample.sums());
+  EXPECT_TRUE(produced(stream, pieces.contents(), sample));
 }
 
 // Payloads that end before, at and after a block boundary, in pieces that do the same.
 TEST_P(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
   Random random(15);
-  SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
   Sample sample;
   for (const std::size_t bytes : {kBlock - 1, kBlock, kBlock + 1, 2 * kBlock, 5 * kBlock + 123}) {
@@ -393,7 +381,6 @@ TEST_P(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
     sample.add_tensor(payload);
     sample.add_tensor_at(device.upload(payload), payload);
   }
-  const std::vector<format::RecordSums> expected = sample.sums();
   for (int round = 0; round < 40; ++round) {
     const std::uint64_t longest = random.between(500, 4 * kBlock);
     const bool whole_blocks = random.coin();
@@ -403,16 +390,13 @@ TEST_P(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
     });
     begin_all(stream, pieces);
     wait_for_and_complete_all(stream, pieces);
-    ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
-    ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
-    ASSERT_EQ(stream.sums(), expected) << "round " << round;
+    ASSERT_TRUE(produced(stream, pieces.contents(), sample)) << "round " << round;
   }
 }
 
 // A block boundary at each position relative to the only piece boundary in the payload.
 TEST_P(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
   Random random(16);
-  SCOPED_TRACE(random.seed_text());
   Sample sample;
   sample.add_tensor(random.bytes(2 * kBlock + 2));
   const std::vector<format::RecordSums> expected = sample.sums();
@@ -470,9 +454,7 @@ TEST_P(ImageStreamSteps, BeginManyPiecesBeforeTheFirstIsCopied) {
   EXPECT_EQ(device.submissions(), 5);
   arrival.open();
   wait_for_and_complete_all(stream, pieces);
-  EXPECT_TRUE(pieces.contents() == sample.expected);
-  EXPECT_EQ(stream.checksums(), sample.checksums);
-  EXPECT_EQ(stream.sums(), sample.sums());
+  EXPECT_TRUE(produced(stream, pieces.contents(), sample));
 }
 
 TEST_P(ImageStreamSteps, CopyHostMemoryInBegin) {
@@ -490,14 +472,11 @@ TEST_P(ImageStreamSteps, CopyHostMemoryInBegin) {
   for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
   arrival.open();
   wait_for_and_complete_all(stream, pieces);
-  EXPECT_TRUE(pieces.contents() == sample.expected);
-  EXPECT_EQ(stream.checksums(), sample.checksums);
-  EXPECT_EQ(stream.sums(), sample.sums());
+  EXPECT_TRUE(produced(stream, pieces.contents(), sample));
 }
 
 TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceIsCopied) {
   Random random(13);
-  SCOPED_TRACE(random.seed_text());
   Sample sample = every_kind(random);
   ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 1000; });
@@ -506,15 +485,12 @@ TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceIsCopied) {
     ASSERT_TRUE(ok(pieces.wait_for_copies(stream, n)));
   for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
   for (std::size_t n = 0; n < pieces.count(); ++n) pieces.complete(stream, n);
-  EXPECT_TRUE(pieces.contents() == sample.expected);
-  EXPECT_EQ(stream.checksums(), sample.checksums);
-  EXPECT_EQ(stream.sums(), sample.sums());
+  EXPECT_TRUE(produced(stream, pieces.contents(), sample));
 }
 
 // The checksum is stored in the tail, which the pieces split at every position.
 TEST_P(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
   Random random(14);
-  SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
   const std::string payload = random.bytes(200);
   for (const bool on_device : {false, true}) {

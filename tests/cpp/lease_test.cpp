@@ -13,14 +13,7 @@ namespace torch_ckpt::directory {
 namespace {
 
 using os::ScopedFaultHook;
-using test::bytes_of;
-using test::fails;
-using test::NthCallFails;
-using test::ok;
-using test::open_directory;
-using test::read_file;
-using test::TempDir;
-using test::write_file;
+using namespace test;
 
 using Names = std::vector<std::string>;
 

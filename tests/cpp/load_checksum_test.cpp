@@ -17,16 +17,7 @@ namespace torch_ckpt::engine {
 namespace {
 
 using planning::Region;
-using test::failed;
-using test::fails;
-using test::load_options;
-using test::Random;
-using test::Reads;
-using test::row_major;
-using test::store;
-using test::store_raw;
-using test::Stored;
-using test::TempDir;
+using namespace test;
 
 constexpr std::size_t kKibi = std::size_t{1} << 10;
 constexpr std::size_t kMebi = std::size_t{1} << 20;
@@ -110,7 +101,6 @@ class BlockChecksums : public ::testing::TestWithParam<std::tuple<Kind, DirectIo
 };
 
 TEST_P(BlockChecksums, AnIntactTensorIsReadEntirelyAndInPart) {
-  SCOPED_TRACE(random_.seed_text());
   for (int round = 0; round < 10; ++round) {
     const std::size_t begin = round == 0 ? 0 : random_.between(0, kind_.bytes);
     const std::size_t bytes = round == 0 ? kind_.bytes : random_.any_scale(kind_.bytes - begin);
@@ -123,7 +113,6 @@ TEST_P(BlockChecksums, AnIntactTensorIsReadEntirelyAndInPart) {
 }
 
 TEST_P(BlockChecksums, EveryDamagedBlockIsFoundIfAllAreRead) {
-  SCOPED_TRACE(random_.seed_text());
   for (std::size_t block = 0; block < blocks_; ++block) {
     const std::size_t at = stored_.payload_at + any_byte_of(block);
     ASSERT_TRUE(names(*Checked(stored_, mode_).damage(at).read_all(), block)) << "byte " << at;
@@ -131,7 +120,6 @@ TEST_P(BlockChecksums, EveryDamagedBlockIsFoundIfAllAreRead) {
 }
 
 TEST_P(BlockChecksums, ADamagedBlockIsFoundIfAnyByteOfItIsRead) {
-  SCOPED_TRACE(random_.seed_text());
   for (std::size_t block = 0; block < blocks_; ++block) {
     const std::size_t at = stored_.payload_at + any_byte_of(block);
     const std::size_t wanted = any_byte_of(block);
@@ -252,7 +240,7 @@ TEST_P(Envelope, AnArchiveOfAnotherTensorOfTheSameShapeIsFound) {
 
 INSTANTIATE_TEST_SUITE_P(SmallAndLarge, Envelope, ::testing::Values(0, 100, kMebi));
 
-class LoadTables : public ::testing::TestWithParam<std::size_t> {
+class LoadTables : public ReadsTestWith<std::size_t> {
  protected:
   void SetUp() override {
     reads_.add_raw_file("ten bytes." + stored_.record);
@@ -265,8 +253,6 @@ class LoadTables : public ::testing::TestWithParam<std::size_t> {
            reads_.result(0) == stored_.payload;
   }
 
-  TempDir directory_;
-  Reads reads_{directory_};
   const Stored stored_ = large(GetParam(), GetParam() > 256 * kKibi ? 64 * kKibi : 256);
 };
 
@@ -389,7 +375,6 @@ INSTANTIATE_TEST_SUITE_P(SmallAndLarge, LoadTables, ::testing::Values(1000, kMeb
 TEST(LoadChecksums, RecordsAreCheckedAgainstTheTableOfTheirFile) {
   TempDir directory;
   Random random(5);
-  SCOPED_TRACE(random.seed_text());
   std::vector<std::vector<Stored>> files(3);
   for (auto& records : files) {
     std::uint64_t offset = 0;

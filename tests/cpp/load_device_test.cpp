@@ -19,26 +19,14 @@ namespace {
 
 using planning::Region;
 using staging::HostRun;
-using test::failed;
-using test::fails;
-using test::FakeDevice;
-using test::load_options;
-using test::Random;
-using test::Reads;
-using test::row_major;
-using test::store;
-using test::Stored;
-using test::TempDir;
-using test::wait_for_end;
-using test::widen;
-using test::widened;
+using namespace test;
 using Dims = std::vector<std::uint64_t>;
 using Steps = std::vector<std::int64_t>;
 
 constexpr std::size_t kPage = 4096;
 
 // The parameter is the number of rows of a matrix, which have 100 items of two bytes each.
-class LoadToDevice : public ::testing::TestWithParam<std::uint64_t> {
+class LoadToDevice : public ReadsTestWith<std::uint64_t> {
  protected:
   void SetUp() override { reads_.add_file({stored_.record}); }
 
@@ -74,9 +62,7 @@ class LoadToDevice : public ::testing::TestWithParam<std::uint64_t> {
     }
   }
 
-  TempDir directory_;
   FakeDevice device_;
-  Reads reads_{directory_};
   const Stored stored_ =
       store(row_major("int16", {GetParam(), 100}), Random(GetParam()).bytes(200 * GetParam()));
   std::vector<std::string> expected_;

@@ -20,14 +20,7 @@ namespace torch_ckpt::engine {
 namespace {
 
 using planning::Region;
-using test::FakeDevice;
-using test::load_options;
-using test::Random;
-using test::Reads;
-using test::row_major;
-using test::store;
-using test::Stored;
-using test::TempDir;
+using namespace test;
 using Dims = std::vector<std::uint64_t>;
 using Steps = std::vector<std::int64_t>;
 
@@ -164,7 +157,6 @@ TEST_P(AnyLoad, DeliversTheBytesThatTheOracleExpects) {
   if (on_device) device.emplace();
   for (std::uint64_t seed = 1; seed <= 25; ++seed) {
     Random random(seed);
-    SCOPED_TRACE(random.seed_text());
     TempDir directory;
     Reads reads(directory);
     std::vector<Expected> expected;

@@ -15,18 +15,7 @@ namespace {
 
 using os::ScopedFaultHook;
 using planning::Region;
-using test::CallCounter;
-using test::failed;
-using test::load_options;
-using test::Random;
-using test::Reads;
-using test::row_major;
-using test::store;
-using test::store_raw;
-using test::Stored;
-using test::TempDir;
-using test::widen;
-using test::widened;
+using namespace test;
 using Dims = std::vector<std::uint64_t>;
 using Steps = std::vector<std::int64_t>;
 
@@ -43,7 +32,7 @@ struct Shape {
 
 void PrintTo(const Shape& shape, std::ostream* out) { *out << shape.name; }
 
-class RegionOfAMatrix : public ::testing::TestWithParam<Shape> {
+class RegionOfAMatrix : public ReadsTestWith<Shape> {
  protected:
   void SetUp() override { reads_.add_file({stored_.record}); }
 
@@ -72,8 +61,6 @@ class RegionOfAMatrix : public ::testing::TestWithParam<Shape> {
   const std::uint64_t columns_ = GetParam().columns;
   const Stored stored_ =
       store(row_major("int16", {rows_, columns_}), Random(rows_).bytes(2 * rows_ * columns_));
-  TempDir directory_;
-  Reads reads_{directory_};
 };
 
 TEST_P(RegionOfAMatrix, ColumnsAreReadIntoAContiguousTarget) {
@@ -209,74 +196,68 @@ INSTANTIATE_TEST_SUITE_P(Shapes, RegionOfAMatrix,
                                            Shape{"Wide", 9, 100'001}),
                          [](const auto& shape) { return shape.param.name; });
 
-TEST(LoadRegions, OnlyTheWantedPartsOfALargeRecordAreRead) {
-  TempDir directory;
+using LoadRegionsTest = ReadsTest;
+
+TEST_F(LoadRegionsTest, OnlyTheWantedPartsOfALargeRecordAreRead) {
   const std::size_t columns = 2 * kMebi;
   const Stored stored = store(row_major("uint8", {4, columns}), Random(1).bytes(4 * columns));
-  Reads reads(directory);
-  reads.add_file({stored.record});
+  reads_.add_file({stored.record});
   ReadRequest request = stored.request(ReadKind::tensor);
   request.region =
       *Region::of_box(Dims{4, columns}, {}, Dims{0, 5}, Dims{4, 10}, Steps{10, 1}, 1, 1);
-  reads.add_to_host(request, 40);
+  reads_.add_to_host(request, 40);
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  reads.run_all(load_options(DirectIo::off));
+  reads_.run_all(load_options(DirectIo::off));
   // Two reads for the ends of the archive, and one for each row.
   EXPECT_EQ(counter.calls("pread"), 6);
   for (std::size_t row = 0; row < 4; ++row) {
-    EXPECT_EQ(reads.result(0).substr(10 * row, 10), stored.payload.substr(row * columns + 5, 10));
+    EXPECT_EQ(reads_.result(0).substr(10 * row, 10), stored.payload.substr(row * columns + 5, 10));
   }
 }
 
-TEST(LoadRegions, AColumnOfManyRowsIsReadTogetherWithItsGaps) {
-  TempDir directory;
+TEST_F(LoadRegionsTest, AColumnOfManyRowsIsReadTogetherWithItsGaps) {
   const Stored stored = store(row_major("uint8", {5000, 100}), Random(2).bytes(500'000));
-  Reads reads(directory);
-  reads.add_file({stored.record});
+  reads_.add_file({stored.record});
   ReadRequest request = stored.request(ReadKind::tensor);
   request.region =
       *Region::of_box(Dims{5000, 100}, {}, Dims{0, 9}, Dims{5000, 1}, Steps{1, 1}, 1, 1);
-  reads.add_to_host(request, 5000);
+  reads_.add_to_host(request, 5000);
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  reads.run_all(load_options(DirectIo::off));
+  reads_.run_all(load_options(DirectIo::off));
   EXPECT_LE(counter.calls("pread"), 5);
 }
 
-TEST(LoadRegions, RequestsWithAnotherLayoutGetTheRecordsLayout) {
-  TempDir directory;
+TEST_F(LoadRegionsTest, RequestsWithAnotherLayoutGetTheRecordsLayout) {
   auto header = row_major("int16", {10, 7});
   header.strides = {1, 10};
   const Stored stored = store(header, Random(3).bytes(140));
   auto other = header;
   other.strides = {7, 1};
-  Reads reads(directory);
-  reads.add_file({stored.record});
+  reads_.add_file({stored.record});
   ReadRequest request = stored.request(ReadKind::tensor);
   request.layout = std::make_shared<format::TensorHeader>(other);
   request.region = Region::of_bytes(0, 140);
-  reads.add_to_host(request, 140);
-  const auto session = reads.run();
+  reads_.add_to_host(request, 140);
+  const auto session = reads_.run();
   ASSERT_FALSE(session->failure().has_value());
   ASSERT_EQ(session->outcomes()[0].status, ReadStatus::other_layout);
   EXPECT_EQ(*session->outcomes()[0].header, header);
 }
 
-TEST(LoadRegions, ChecksumsOfAStorageAreNotComparedIfOnlyItsBeginIsRead) {
-  TempDir directory;
+TEST_F(LoadRegionsTest, ChecksumsOfAStorageAreNotComparedIfOnlyItsBeginIsRead) {
   const Stored stored = store(row_major("uint8", {kMebi}), Random(5).bytes(kMebi));
-  Reads reads(directory);
-  reads.add_file({stored.record});
+  reads_.add_file({stored.record});
   ReadRequest request = stored.request(ReadKind::storage);
   request.region = Region::of_bytes(0, 100);
-  reads.add_to_host(request, 100);
-  reads.run_all();
-  EXPECT_EQ(reads.result(0), stored.payload.substr(0, 100));
+  reads_.add_to_host(request, 100);
+  reads_.run_all();
+  EXPECT_EQ(reads_.result(0), stored.payload.substr(0, 100));
 }
 
 // Regions of a raw record, which is checked entry by entry if it is read entirely.
-class RawRegions : public ::testing::TestWithParam<std::size_t> {
+class RawRegions : public ReadsTestWith<std::size_t> {
  protected:
   ReadRequest part(std::uint64_t begin, std::uint64_t bytes) const {
     ReadRequest request = stored_.request(ReadKind::raw);
@@ -284,8 +265,6 @@ class RawRegions : public ::testing::TestWithParam<std::size_t> {
     return request;
   }
   const Stored stored_ = store_raw(test::byte_record(Random(4).bytes(GetParam())));
-  TempDir directory_;
-  Reads reads_{directory_};
 };
 
 TEST_P(RawRegions, AreReadTogetherWithTheEntireRecordInAnyOrder) {

@@ -22,20 +22,7 @@ namespace {
 
 using os::ScopedFaultHook;
 using staging::ChunkPool;
-using test::CallCounter;
-using test::failed;
-using test::fails;
-using test::is_system_error;
-using test::load_options;
-using test::NthCallFails;
-using test::ok;
-using test::Random;
-using test::Reads;
-using test::record_of;
-using test::row_major;
-using test::TempDir;
-using test::unknown_record;
-using test::wait_for_end;
+using namespace test;
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kMebi = std::size_t{1} << 20;
@@ -47,15 +34,10 @@ std::string with_checksum(std::string record, std::uint32_t crc) {
   return record;
 }
 
-class LoadSessionModes : public ::testing::TestWithParam<DirectIo> {
- protected:
-  TempDir directory_;
-  Reads reads_{directory_};
-};
+using LoadSessionModes = ReadsTestWith<DirectIo>;
 
 TEST_P(LoadSessionModes, ManySmallTensorsAreRead) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   std::vector<std::string> expected;
   for (int file = 0; file < 3; ++file) {
     std::vector<std::string> records;
@@ -76,7 +58,6 @@ TEST_P(LoadSessionModes, ManySmallTensorsAreRead) {
 
 TEST_P(LoadSessionModes, ALargeTensorIsReadInPieces) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
   const std::string payload = random.bytes(40 * kMebi + 4321);
   reads_.add_file({test::byte_record(payload)});
   reads_.add_whole(0, payload);
@@ -88,7 +69,6 @@ TEST_P(LoadSessionModes, ALargeTensorIsReadInPieces) {
 
 TEST_P(LoadSessionModes, ATinyChunkReadsRecordsLargerThanItself) {
   Random random(3);
-  SCOPED_TRACE(random.seed_text());
   std::vector<std::string> payloads;
   for (const std::size_t bytes : {100, 3000, 5000, 100'000, 0, 4096}) {
     payloads.push_back(random.bytes(bytes));
@@ -103,7 +83,6 @@ TEST_P(LoadSessionModes, ATinyChunkReadsRecordsLargerThanItself) {
 
 TEST_P(LoadSessionModes, AnyPartOfATensorIsRead) {
   Random random(4);
-  SCOPED_TRACE(random.seed_text());
   const std::string small = random.bytes(10'000);
   const std::string large = random.bytes(2 * kMebi);
   reads_.add_file({test::byte_record(small), test::byte_record(large)});
@@ -126,7 +105,6 @@ TEST_P(LoadSessionModes, AnyPartOfATensorIsRead) {
 
 TEST_P(LoadSessionModes, OneTensorMayBeRequestedManyTimes) {
   Random random(5);
-  SCOPED_TRACE(random.seed_text());
   const std::string small = random.bytes(1000);
   const std::string large = random.bytes(kMebi);
   reads_.add_file({test::byte_record(small)});
@@ -143,7 +121,6 @@ TEST_P(LoadSessionModes, OneTensorMayBeRequestedManyTimes) {
 
 TEST_P(LoadSessionModes, RawBytesAreReadUnchanged) {
   Random random(6);
-  SCOPED_TRACE(random.seed_text());
   const std::string contents = random.bytes(3 * kMebi);
   const format::TensorHeader none;
   reads_.add_raw_file(contents);
@@ -161,124 +138,108 @@ TEST_P(LoadSessionModes, RawBytesAreReadUnchanged) {
 
 TEST_P(LoadSessionModes, FilesOfASaveAreReadBack) {
   Random random(7);
-  SCOPED_TRACE(random.seed_text());
   std::deque<std::string> payloads;
   std::vector<FileJob> jobs(4);
-  Reads reads(directory_);
   for (std::size_t file = 0; file < jobs.size(); ++file) {
     for (int i = 0; i < 20; ++i) {
       payloads.push_back(random.bytes(random.any_scale(600'000)));
       jobs[file].image.add_tensor(row_major("uint8", {payloads.back().size()}),
                                   test::host_source(payloads.back()));
       const ImageItem& item = jobs[file].image.items().back();
-      reads.add(ReadKind::tensor, file, item.offset, item.bytes,
-                row_major("uint8", {payloads.back().size()}), 0, payloads.back().size());
+      reads_.add(ReadKind::tensor, file, item.offset, item.bytes,
+                 row_major("uint8", {payloads.back().size()}), 0, payloads.back().size());
     }
-    reads.add_raw_file("");  // for its path
-    jobs[file].name = reads.name(file);
-    ASSERT_EQ(std::remove(reads.path(file).c_str()), 0);
+    reads_.add_raw_file("");  // for its path
+    jobs[file].name = reads_.name(file);
+    ASSERT_EQ(std::remove(reads_.path(file).c_str()), 0);
   }
   SaveOptions save;
   save.direct_io = GetParam();
   ASSERT_TRUE(ok(test::run_save(directory_, std::move(jobs), save)));
-  reads.run_all(load_options(GetParam()));
+  reads_.run_all(load_options(GetParam()));
   for (std::size_t i = 0; i < payloads.size(); ++i) {
-    ASSERT_TRUE(reads.result(i) == payloads[i]) << i;
+    ASSERT_TRUE(reads_.result(i) == payloads[i]) << i;
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(AllModes, LoadSessionModes, test::all_direct_io(), test::direct_io_name);
 
-TEST(LoadSession, WithoutRequestsEndsAtOnce) {
-  TempDir directory;
-  const Reads reads(directory);
+using LoadSessionTest = ReadsTest;
+
+TEST_F(LoadSessionTest, WithoutRequestsEndsAtOnce) {
   context().executor.pool();  // starts its threads before calls are counted
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  reads.run_all();
-  EXPECT_EQ(counter.log(), std::vector<std::string>{"open_directory " + directory.path()});
+  reads_.run_all();
+  EXPECT_EQ(counter.log(), std::vector<std::string>{"open_directory " + directory_.path()});
 }
 
-TEST(LoadSession, TheArchiveOfAnEmptyTensorIsChecked) {
-  TempDir directory;
-  Reads reads(directory);
-  reads.add_file({test::byte_record("")});
-  reads.add_whole(0, "");
-  reads.run_all();
+TEST_F(LoadSessionTest, TheArchiveOfAnEmptyTensorIsChecked) {
+  reads_.add_file({test::byte_record("")});
+  reads_.add_whole(0, "");
+  reads_.run_all();
 }
 
-TEST(LoadSession, AScalarIsRead) {
-  TempDir directory;
-  Reads reads(directory);
+TEST_F(LoadSessionTest, AScalarIsRead) {
   const auto header = row_major("int64", {});
   const std::string record = record_of(header, "12345678");
-  reads.add_file({record});
-  reads.add(ReadKind::tensor, 0, 0, record.size(), header, 0, 8);
-  reads.run_all();
-  EXPECT_EQ(reads.result(0), "12345678");
+  reads_.add_file({record});
+  reads_.add(ReadKind::tensor, 0, 0, record.size(), header, 0, 8);
+  reads_.run_all();
+  EXPECT_EQ(reads_.result(0), "12345678");
 }
 
-TEST(LoadSession, AdjacentSeparateAndOverlappingRecordsAreRead) {
-  TempDir directory;
-  Reads reads(directory);
+TEST_F(LoadSessionTest, AdjacentSeparateAndOverlappingRecordsAreRead) {
   const format::TensorHeader none;
-  reads.add_raw_file("0123456789");
-  reads.add(ReadKind::raw, 0, 2, 4, none, 0, 4);
-  reads.add(ReadKind::raw, 0, 4, 4, none, 0, 4);
-  reads.add(ReadKind::raw, 0, 9, 1, none, 0, 1);
-  reads.run_all();
-  EXPECT_EQ(reads.result(0), "2345");
-  EXPECT_EQ(reads.result(1), "4567");
-  EXPECT_EQ(reads.result(2), "9");
+  reads_.add_raw_file("0123456789");
+  reads_.add(ReadKind::raw, 0, 2, 4, none, 0, 4);
+  reads_.add(ReadKind::raw, 0, 4, 4, none, 0, 4);
+  reads_.add(ReadKind::raw, 0, 9, 1, none, 0, 1);
+  reads_.run_all();
+  EXPECT_EQ(reads_.result(0), "2345");
+  EXPECT_EQ(reads_.result(1), "4567");
+  EXPECT_EQ(reads_.result(2), "9");
 }
 
-TEST(LoadSession, NeighbouringRecordsAreReadTogether) {
-  TempDir directory;
-  Reads reads(directory);
+TEST_F(LoadSessionTest, NeighbouringRecordsAreReadTogether) {
   const std::string record = test::byte_record("hello");
-  reads.add_file(std::vector<std::string>(100, record));
+  reads_.add_file(std::vector<std::string>(100, record));
   for (std::size_t i = 0; i < 100; ++i) {
-    reads.add(ReadKind::tensor, 0, i * record.size(), record.size(), row_major("uint8", {5}), 0, 5);
+    reads_.add(ReadKind::tensor, 0, i * record.size(), record.size(), row_major("uint8", {5}), 0,
+               5);
   }
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  reads.run_all();
+  reads_.run_all();
   EXPECT_EQ(counter.calls("pread"), 1);
 }
 
-TEST(LoadSession, OptionsThatLeaveNoScratchMemoryAreRejected) {
-  TempDir directory;
+TEST_F(LoadSessionTest, OptionsThatLeaveNoScratchMemoryAreRejected) {
   LoadOptions too_small;
   too_small.max_scratch_bytes = kPage - 1;
-  EXPECT_TRUE(fails(LoadSession::start(context(), open_directory(directory), {}, {}, too_small),
+  EXPECT_TRUE(fails(LoadSession::start(context(), open_directory(directory_), {}, {}, too_small),
                     Errc::invalid_argument));
   LoadOptions no_threads;
   no_threads.threads = 0;
-  EXPECT_TRUE(fails(LoadSession::start(context(), open_directory(directory), {}, {}, no_threads),
+  EXPECT_TRUE(fails(LoadSession::start(context(), open_directory(directory_), {}, {}, no_threads),
                     Errc::invalid_argument));
 }
 
-TEST(LoadSession, StaysWithinItsScratchMemoryLimit) {
-  TempDir directory;
-  Reads reads(directory);
-  for (int i = 0; i < 20; ++i) {
-    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  }
+TEST_F(LoadSessionTest, StaysWithinItsScratchMemoryLimit) {
+  reads_.add_small_files(20);
   context().chunks.trim(0);
   LoadOptions given;
   given.chunk_bytes = 4 * kPage;
   given.max_scratch_bytes = 10 * kPage;
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  reads.run_all(given);
+  reads_.run_all(given);
   EXPECT_LE(counter.calls("mmap"), 2);
   EXPECT_LE(context().chunks.idle_bytes(), given.max_scratch_bytes);
 }
 
-TEST(LoadSession, LeavesIdleChunksInThePool) {
-  TempDir directory;
-  Reads reads(directory);
-  reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+TEST_F(LoadSessionTest, LeavesIdleChunksInThePool) {
+  reads_.add_small_files(1);
   ChunkPool& pool = context().chunks;
   pool.trim(0);
   constexpr std::size_t kChunks = 50;
@@ -288,45 +249,41 @@ TEST(LoadSession, LeavesIdleChunksInThePool) {
   LoadOptions given;
   given.threads = 1;
   given.chunk_bytes = 4 * kPage;
-  reads.run_all(given);
+  reads_.run_all(given);
   EXPECT_EQ(pool.idle_bytes(), kChunks * 4 * kPage);
   pool.trim(0);
 }
 
-TEST(LoadSession, ReadsLargeBatchesWithDirectIo) {
-  TempDir directory;
-  Reads reads(directory);
+TEST_F(LoadSessionTest, ReadsLargeBatchesWithDirectIo) {
   const std::string record = test::byte_record(std::string(3 * kPage - 100, 'x'));
   constexpr std::size_t kRecords = 40;
-  const std::size_t file = reads.add_file(std::vector<std::string>(kRecords, record));
+  const std::size_t file = reads_.add_file(std::vector<std::string>(kRecords, record));
   for (std::size_t i = 0; i < kRecords; ++i) {
-    reads.add(ReadKind::tensor, file, i * record.size(), record.size(),
-              row_major("uint8", {3 * kPage - 100}), 0, 3 * kPage - 100);
+    reads_.add(ReadKind::tensor, file, i * record.size(), record.size(),
+               row_major("uint8", {3 * kPage - 100}), 0, 3 * kPage - 100);
   }
   LoadOptions given = load_options(DirectIo::on);
   given.threads = 1;
   given.chunk_bytes = 32 * kPage;
-  const auto opened = open_directory(directory).open_for_read(reads.name(file));
+  const auto opened = open_directory(directory_).open_for_read(reads_.name(file));
   ASSERT_TRUE(ok(opened));
   {
-    const int fd = ::open(reads.path(file).c_str(), O_RDWR | O_CLOEXEC);
+    const int fd = ::open(reads_.path(file).c_str(), O_RDWR | O_CLOEXEC);
     ::fsync(fd);
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     ::close(fd);
   }
   const std::uint64_t bytes = kRecords * record.size();
   if (opened->cached_fraction(0, bytes) > 0) GTEST_SKIP() << "the page cache keeps the file";
-  reads.run_all(given);
+  reads_.run_all(given);
   EXPECT_EQ(opened->cached_fraction(0, bytes), 0);
 }
 
-TEST(LoadSession, ReadsMoreFilesThanItMayOpenAtOnce) {
-  TempDir directory;
-  Reads reads(directory);
+TEST_F(LoadSessionTest, ReadsMoreFilesThanItMayOpenAtOnce) {
   constexpr std::size_t kFiles = 200;
   for (std::size_t i = 0; i < kFiles; ++i) {
     const std::string payload = "payload " + std::to_string(i);
-    reads.add_whole(reads.add_file({test::byte_record(payload)}), payload);
+    reads_.add_whole(reads_.add_file({test::byte_record(payload)}), payload);
   }
   context().executor.pool();  // excludes the descriptors of the pool from the count
   rlimit before{};
@@ -334,23 +291,19 @@ TEST(LoadSession, ReadsMoreFilesThanItMayOpenAtOnce) {
   rlimit limit = before;
   limit.rlim_cur = 64;
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
-  const auto session = reads.run();
+  const auto session = reads_.run();
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
   for (std::size_t i = 0; i < kFiles; ++i) {
-    ASSERT_EQ(reads.result(i), "payload " + std::to_string(i));
+    ASSERT_EQ(reads_.result(i), "payload " + std::to_string(i));
   }
 }
 
-TEST(LoadSession, ClosesItsFiles) {
-  TempDir directory;
-  Reads reads(directory);
-  for (int i = 0; i < 10; ++i) {
-    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  }
+TEST_F(LoadSessionTest, ClosesItsFiles) {
+  reads_.add_small_files(10);
   const int before = ::dup(0);
   ::close(before);
-  const auto session = reads.run();
+  const auto session = reads_.run();
   const int after = ::dup(0);
   ::close(after);
   EXPECT_EQ(before, after) << "the session still holds files";
@@ -358,29 +311,26 @@ TEST(LoadSession, ClosesItsFiles) {
 
 // --- other layouts and other records ---------------------------------------------------------
 
-class TransposedTensor : public ::testing::TestWithParam<std::uint64_t> {};
+using TransposedTensor = ReadsTestWith<std::uint64_t>;
 
 TEST_P(TransposedTensor, IsReportedWithItsLayoutAndThenReadAsAStorage) {
   Random random(8);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
   const std::uint64_t rows = GetParam();
   auto header = row_major("float32", {rows, 7});
   header.strides = {1, rows};
   const std::string payload = random.bytes(header.storage_bytes);
-  Reads reads(directory);
   const std::string record = record_of(header, payload);
-  reads.add_file({record});
-  reads.add(ReadKind::tensor, 0, 0, record.size(), header, 0, payload.size());
-  const auto session = reads.run();
+  reads_.add_file({record});
+  reads_.add(ReadKind::tensor, 0, 0, record.size(), header, 0, payload.size());
+  const auto session = reads_.run();
   ASSERT_FALSE(session->failure().has_value());
   ASSERT_EQ(session->outcomes()[0].status, ReadStatus::other_layout);
   ASSERT_TRUE(session->outcomes()[0].header.has_value());
   EXPECT_EQ(session->outcomes()[0].header->strides, header.strides);
   EXPECT_EQ(session->outcomes()[0].header->storage_bytes, payload.size());
-  EXPECT_EQ(reads.result(0), std::string(payload.size(), '?')) << "the destination was touched";
+  EXPECT_EQ(reads_.result(0), std::string(payload.size(), '?')) << "the destination was touched";
 
-  Reads again(directory);
+  Reads again(directory_);
   again.add_file({record});
   again.add(ReadKind::storage, 0, 0, record.size(), header, 0, payload.size());
   again.run_all();
@@ -389,90 +339,82 @@ TEST_P(TransposedTensor, IsReportedWithItsLayoutAndThenReadAsAStorage) {
 
 INSTANTIATE_TEST_SUITE_P(SmallAndLarge, TransposedTensor, ::testing::Values(10, 100'000));
 
-class UnknownRecord : public ::testing::TestWithParam<std::size_t> {};
+using UnknownRecord = ReadsTestWith<std::size_t>;
 
 TEST_P(UnknownRecord, IsReportedAndDoesNotFailTheLoad) {
-  TempDir directory;
-  Reads reads(directory);
   const std::string payload(GetParam(), 'x');
   const std::string unknown = unknown_record(payload);
   const std::string known = test::byte_record(payload);
-  reads.add_file({unknown, known});
+  reads_.add_file({unknown, known});
   const auto header = row_major("uint8", {payload.size()});
-  reads.add(ReadKind::tensor, 0, 0, unknown.size(), header, 0, payload.size());
-  reads.add(ReadKind::tensor, 0, unknown.size(), known.size(), header, 0, payload.size());
-  const auto session = reads.run();
+  reads_.add(ReadKind::tensor, 0, 0, unknown.size(), header, 0, payload.size());
+  reads_.add(ReadKind::tensor, 0, unknown.size(), known.size(), header, 0, payload.size());
+  const auto session = reads_.run();
   ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
   EXPECT_EQ(session->outcomes()[0].status, ReadStatus::unknown_record);
   EXPECT_EQ(session->outcomes()[1].status, ReadStatus::done);
-  EXPECT_TRUE(reads.result(1) == payload);
+  EXPECT_TRUE(reads_.result(1) == payload);
 }
 
 INSTANTIATE_TEST_SUITE_P(SmallAndLarge, UnknownRecord, ::testing::Values(10, 3 * kMebi));
 
 // --- checksums -------------------------------------------------------------------------------
 
-TEST(LoadSession, EveryFlippedPayloadByteOfASmallTensorIsFound) {
-  TempDir directory;
+TEST_F(LoadSessionTest, EveryFlippedPayloadByteOfASmallTensorIsFound) {
   const std::string payload = "sixty-four bytes of payload, every one of which is to be trusted";
   std::string record = test::byte_record(payload);
   const std::size_t begin = record.find(payload);
   Random random(9);
-  SCOPED_TRACE(random.seed_text());
   for (std::size_t i = 0; i < payload.size(); ++i) {
     std::string damaged = record;
     damaged[begin + i] = static_cast<char>(damaged[begin + i] ^ (1 << random.between(0, 7)));
-    Reads reads(directory);
+    Reads reads(directory_);
     reads.add_file({damaged});
     reads.add_whole(0, payload);
     ASSERT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0)) << "byte " << i;
   }
 }
 
-TEST(LoadSession, AFlippedByteInAnyPieceOfALargeTensorIsFound) {
-  TempDir directory;
+TEST_F(LoadSessionTest, AFlippedByteInAnyPieceOfALargeTensorIsFound) {
   const std::string payload(17 * kMebi, 'x');
   const std::string record = test::byte_record(payload);
   const std::size_t begin = record.find('x', record.find("archive/data/0"));
   for (const std::size_t at : {std::size_t{0}, 16 * kMebi - 1, 16 * kMebi, 17 * kMebi - 1}) {
     std::string damaged = record;
     damaged[begin + at] = 'y';
-    Reads reads(directory);
+    Reads reads(directory_);
     reads.add_file({damaged});
     reads.add_whole(0, payload);
     ASSERT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0)) << "byte " << at;
   }
 }
 
-TEST(LoadSession, ADamagedTensorIsReportedWithRequestPathAndOffset) {
-  TempDir directory;
-  Reads reads(directory);
+TEST_F(LoadSessionTest, ADamagedTensorIsReportedWithRequestPathAndOffset) {
   const std::string record = test::byte_record("hello");
   std::string damaged = record;
   damaged[damaged.find("hello")] = 'j';
-  reads.add_file({record});
-  reads.add_file({record, record, damaged, record});
-  reads.add_whole(0, "hello");
+  reads_.add_file({record});
+  reads_.add_file({record, record, damaged, record});
+  reads_.add_whole(0, "hello");
   for (std::size_t i = 0; i < 4; ++i) {
-    reads.add(ReadKind::tensor, 1, i * record.size(), record.size(), row_major("uint8", {5}), 0, 5);
+    reads_.add(ReadKind::tensor, 1, i * record.size(), record.size(), row_major("uint8", {5}), 0,
+               5);
   }
-  const auto session = reads.run();
+  const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::checksum_mismatch, 3));
-  EXPECT_EQ(session->failure()->error.path, reads.path(1));
+  EXPECT_EQ(session->failure()->error.path, reads_.path(1));
   EXPECT_EQ(session->failure()->error.offset, 2 * record.size());
 }
 
-TEST(LoadSession, DamageOutsideTheRegionIsFoundInASmallRecord) {
-  TempDir directory;
-  Reads reads(directory);
+TEST_F(LoadSessionTest, DamageOutsideTheRegionIsFoundInASmallRecord) {
   std::string damaged = test::byte_record("hello");
   damaged[damaged.find("hello")] = 'j';
-  reads.add_file({damaged});
-  reads.add(ReadKind::tensor, 0, 0, damaged.size(), row_major("uint8", {5}), 4, 1);
-  EXPECT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0));
+  reads_.add_file({damaged});
+  reads_.add(ReadKind::tensor, 0, 0, damaged.size(), row_major("uint8", {5}), 4, 1);
+  EXPECT_TRUE(failed(*reads_.run(), Errc::checksum_mismatch, 0));
 }
 
-class RawArchive : public ::testing::TestWithParam<std::size_t> {
+class RawArchive : public ReadsTestWith<std::size_t> {
  protected:
   ReadRequest& add_raw(std::uint64_t begin, std::uint64_t bytes) {
     return reads_.add(ReadKind::raw, 0, 10, damaged_.size(), {}, begin, bytes);
@@ -483,8 +425,6 @@ class RawArchive : public ::testing::TestWithParam<std::size_t> {
     damaged_[damaged_at_] = 'y';
     reads_.add_file({"ten bytes.", damaged_});
   }
-  TempDir directory_;
-  Reads reads_{directory_};
   std::string damaged_;
   std::size_t damaged_at_ = 0;
 };
@@ -517,55 +457,47 @@ TEST_P(RawArchive, IsNotCheckedWithoutVerification) {
 
 INSTANTIATE_TEST_SUITE_P(SmallAndLarge, RawArchive, ::testing::Values(10, 20 * kMebi));
 
-class Unverified : public ::testing::TestWithParam<std::size_t> {
+class Unverified : public ReadsTestWith<std::size_t> {
  protected:
-  TempDir directory_;
   const std::string payload_ = std::string(GetParam(), 'x');
 };
 
 TEST_P(Unverified, DamagedBytesAreDelivered) {
   std::string damaged = test::byte_record(payload_);
   damaged[damaged.find("xxxxx")] = 'y';
-  Reads reads(directory_);
-  reads.add_file({damaged});
-  reads.add_whole(0, payload_);
+  reads_.add_file({damaged});
+  reads_.add_whole(0, payload_);
   LoadOptions given;
   given.verify = false;
-  reads.run_all(given);
-  EXPECT_TRUE(reads.result(0) == "y" + payload_.substr(1));
+  reads_.run_all(given);
+  EXPECT_TRUE(reads_.result(0) == "y" + payload_.substr(1));
 }
 
 TEST_P(Unverified, AChecksumOfZeroIsTreatedAsMissing) {
-  Reads reads(directory_);
-  reads.add_file({with_checksum(test::byte_record(payload_), 0)});
-  reads.add_whole(0, payload_);
-  reads.run_all();
-  EXPECT_TRUE(reads.result(0) == payload_);
+  reads_.add_file({with_checksum(test::byte_record(payload_), 0)});
+  reads_.add_whole(0, payload_);
+  reads_.run_all();
+  EXPECT_TRUE(reads_.result(0) == payload_);
 }
 
 TEST_P(Unverified, AnyOtherChecksumIsCompared) {
-  Reads reads(directory_);
-  reads.add_file({with_checksum(test::byte_record(payload_), 1)});
-  reads.add_whole(0, payload_);
-  EXPECT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0));
+  reads_.add_file({with_checksum(test::byte_record(payload_), 1)});
+  reads_.add_whole(0, payload_);
+  EXPECT_TRUE(failed(*reads_.run(), Errc::checksum_mismatch, 0));
 }
 
 INSTANTIATE_TEST_SUITE_P(SmallAndLarge, Unverified, ::testing::Values(10, 3 * kMebi));
 
-TEST(LoadSession, AnEmptyPayloadWithAChecksumIsDamaged) {
-  TempDir directory;
-  Reads reads(directory);
-  reads.add_file({with_checksum(test::byte_record(""), 7)});
-  reads.add_whole(0, "");
-  EXPECT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0));
+TEST_F(LoadSessionTest, AnEmptyPayloadWithAChecksumIsDamaged) {
+  reads_.add_file({with_checksum(test::byte_record(""), 7)});
+  reads_.add_whole(0, "");
+  EXPECT_TRUE(failed(*reads_.run(), Errc::checksum_mismatch, 0));
 }
 
 // --- metadata that disagrees with the file ---------------------------------------------------
 
-class Disagreement : public ::testing::TestWithParam<std::size_t> {
+class Disagreement : public ReadsTestWith<std::size_t> {
  protected:
-  TempDir directory_;
-  Reads reads_{directory_};
   const std::uint64_t items_ = GetParam();
   const format::TensorHeader header_ = row_major("float32", {items_});
   const std::string record_ = record_of(header_, std::string(4 * items_, 'x'));
@@ -582,7 +514,6 @@ TEST_P(Disagreement, AFileShorterThanItsMetadataIsReportedWithTheRequest) {
 }
 
 TEST_P(Disagreement, ARecordFarOutsideTheFileIsReportedWithTheRequest) {
-  reads_.add_file({record_});
   for (const std::uint64_t offset : {record_.size(), ~std::uint64_t{0} - 5}) {
     Reads reads(directory_);
     reads.add_file({record_});
@@ -639,15 +570,12 @@ TEST_P(Disagreement, ARangeThatBeginsTooLateIsInconsistent) {
 
 INSTANTIATE_TEST_SUITE_P(SmallAndLarge, Disagreement, ::testing::Values(10, kMebi));
 
-TEST(LoadSession, AMissingFileIsASystemErrorWithItsPath) {
-  TempDir directory;
-  Reads reads(directory);
-  reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  ASSERT_EQ(std::remove(reads.path(1).c_str()), 0);
-  const auto session = reads.run();
+TEST_F(LoadSessionTest, AMissingFileIsASystemErrorWithItsPath) {
+  reads_.add_small_files(2);
+  ASSERT_EQ(std::remove(reads_.path(1).c_str()), 0);
+  const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::system, 1));
-  EXPECT_TRUE(is_system_error(session->failure()->error, ENOENT, "open", reads.path(1)));
+  EXPECT_TRUE(is_system_error(session->failure()->error, ENOENT, "open", reads_.path(1)));
 }
 
 // --- faults ----------------------------------------------------------------------------------
@@ -705,12 +633,8 @@ INSTANTIATE_TEST_SUITE_P(Operations, LoadSessionFaults,
                            return name.str();
                          });
 
-TEST(LoadSession, AFailureEndsAllTasks) {
-  TempDir directory;
-  Reads reads(directory);
-  for (int i = 0; i < 100; ++i) {
-    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  }
+TEST_F(LoadSessionTest, AFailureEndsAllTasks) {
+  reads_.add_small_files(100);
   LoadOptions one_thread;
   one_thread.threads = 1;
   CallCounter counter;
@@ -718,16 +642,12 @@ TEST(LoadSession, AFailureEndsAllTasks) {
     counter(operation, path);
     return operation == "pread" ? EIO : 0;
   });
-  EXPECT_TRUE(failed(*reads.run(one_thread), Errc::system, 0));
+  EXPECT_TRUE(failed(*reads_.run(one_thread), Errc::system, 0));
   EXPECT_EQ(counter.calls("pread"), 1);
 }
 
-TEST(LoadSession, ACancelledLoadEndsItsReads) {
-  TempDir directory;
-  Reads reads(directory);
-  for (int i = 0; i < 100; ++i) {
-    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  }
+TEST_F(LoadSessionTest, ACancelledLoadEndsItsReads) {
+  reads_.add_small_files(100);
   LoadOptions one_thread;
   one_thread.threads = 1;
   std::latch reading(1);
@@ -741,7 +661,7 @@ TEST(LoadSession, ACancelledLoadEndsItsReads) {
     }
     return 0;
   });
-  const auto session = reads.start(one_thread);
+  const auto session = reads_.start(one_thread);
   EXPECT_FALSE(session->wait_for(std::chrono::milliseconds(0)));
   reading.wait();
   session->cancel();
@@ -752,30 +672,24 @@ TEST(LoadSession, ACancelledLoadEndsItsReads) {
   EXPECT_EQ(counter.calls("pread"), 1);
 }
 
-TEST(LoadSession, MayOutliveTheExecutor) {
-  TempDir directory;
-  Reads reads(directory);
-  for (int i = 0; i < 10; ++i) {
-    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  }
-  auto session = reads.start();
+TEST_F(LoadSessionTest, MayOutliveTheExecutor) {
+  reads_.add_small_files(10);
+  auto session = reads_.start();
   context().executor.join();
   wait_for_end(*session);
   EXPECT_FALSE(session->failure().has_value());
   session.reset();
-  EXPECT_EQ(reads.result(9), "hello");
+  EXPECT_EQ(reads_.result(9), "hello");
 }
 
-TEST(LoadSession, SeveralLoadsAtOnceAreIndependent) {
+TEST_F(LoadSessionTest, SeveralLoadsAtOnceAreIndependent) {
   Random random(10);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
   const std::string payload = random.bytes(kMebi);
   std::deque<Reads> reads;
   std::vector<std::shared_ptr<LoadSession>> sessions;
   for (int i = 0; i < 4; ++i) {
-    reads.emplace_back(directory);
-    if (i == 0) test::write_file(directory.file("f0"), test::byte_record(payload));
+    reads.emplace_back(directory_);
+    if (i == 0) test::write_file(directory_.file("f0"), test::byte_record(payload));
     reads.back().use_file("f0");
     reads.back().add_whole(0, payload);
     sessions.push_back(reads.back().start());

@@ -11,11 +11,7 @@ namespace torch_ckpt::index {
 namespace {
 
 using namespace std::string_literals;
-using test::bytes_of;
-using test::fails;
-using test::ok;
-using test::stock_metadata;
-using test::StockMetadata;
+using namespace test;
 
 const Globals& globals() {
   static const Globals kGlobals = {

@@ -86,7 +86,6 @@ std::vector<std::string> record_seeds() {
 
 TEST(Mutations, OfRecordsAreRejectedOrReadInsideTheirBounds) {
   Random random(11);
-  SCOPED_TRACE(random.seed_text());
   const auto seeds = record_seeds();
   for (const std::string& seed : seeds) ASSERT_EQ(use_record(bytes_of(seed)), "");
   for (int round = 0; round < kRounds; ++round) {
@@ -97,7 +96,6 @@ TEST(Mutations, OfRecordsAreRejectedOrReadInsideTheirBounds) {
 
 TEST(Mutations, OfMetadataAreRejectedOrEndWithStop) {
   Random random(12);
-  SCOPED_TRACE(random.seed_text());
   const auto& seeds = stock_metadata();
   for (int round = 0; round < kRounds; ++round) {
     const std::string seed(seeds[random.between(0, seeds.size() - 1)].pickle);

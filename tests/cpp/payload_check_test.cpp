@@ -12,10 +12,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-using test::bytes_of;
-using test::fails;
-using test::ok;
-using test::Random;
+using namespace test;
 
 constexpr std::uint64_t kBlock = 1024;
 
@@ -49,7 +46,6 @@ class BlockCheck : public ::testing::TestWithParam<std::uint64_t> {
 };
 
 TEST_P(BlockCheck, AcceptsIntactBytesInAnyParts) {
-  SCOPED_TRACE(random_.seed_text());
   for (int round = 0; round < 50; ++round) {
     PayloadCheck check = PayloadCheck::by_blocks(sums_, payload_.size());
     ASSERT_TRUE(ok(take_in_pieces(check, random_, payload_, 0, payload_.size())));
@@ -57,7 +53,6 @@ TEST_P(BlockCheck, AcceptsIntactBytesInAnyParts) {
 }
 
 TEST_P(BlockCheck, ReportsADamagedBlockWithItsOffset) {
-  SCOPED_TRACE(random_.seed_text());
   for (int round = 0; round < 50; ++round) {
     const std::uint64_t at = random_.between(0, payload_.size() - 1);
     std::string damaged = payload_;
@@ -70,7 +65,6 @@ TEST_P(BlockCheck, ReportsADamagedBlockWithItsOffset) {
 }
 
 TEST_P(BlockCheck, MayBeginAtAnyBlock) {
-  SCOPED_TRACE(random_.seed_text());
   const std::uint64_t blocks = sums_.block_crcs.size();
   for (int round = 0; round < 50; ++round) {
     PayloadCheck check = PayloadCheck::by_blocks(sums_, payload_.size());
@@ -116,7 +110,6 @@ TEST(PayloadCheck, ReportsTheExpectedAndTheActualChecksum) {
 
 TEST(PayloadCheck, OfOneSumCoversAllBytes) {
   Random random(7);
-  SCOPED_TRACE(random.seed_text());
   const std::string payload = random.bytes(20'000);
   PayloadCheck check = PayloadCheck::one_sum();
   ASSERT_TRUE(ok(take_in_pieces(check, random, payload, 0, payload.size())));
@@ -126,7 +119,6 @@ TEST(PayloadCheck, OfOneSumCoversAllBytes) {
 
 TEST(PayloadCheck, SumsOfPiecesCanBeJoined) {
   Random random(8);
-  SCOPED_TRACE(random.seed_text());
   const std::string payload = random.bytes(20'000);
   std::uint32_t joined = 0;
   for (std::uint64_t begin = 0; begin < payload.size(); begin += 7000) {

@@ -16,9 +16,7 @@ namespace {
 
 using format::FileResult;
 using index::CheckpointIndex;
-using test::fails;
-using test::ok;
-using test::Rows;
+using namespace test;
 using Files = std::vector<FileResult>;
 
 /// Two ranks with a sharded tensor, a plain tensor and a number.

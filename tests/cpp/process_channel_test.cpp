@@ -19,9 +19,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-using test::bytes_of;
-using test::fails;
-using test::ok;
+using namespace test;
 
 constexpr std::chrono::minutes kLongest{1};
 constexpr unsigned kLongestSeconds = 60;

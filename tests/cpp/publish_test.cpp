@@ -15,14 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using os::ScopedFaultHook;
-using test::bytes_of;
-using test::CallCounter;
-using test::is_system_error;
-using test::NthCallFails;
-using test::open_directory;
-using test::read_file;
-using test::TempDir;
-using test::write_file;
+using namespace test;
 
 using Names = std::vector<std::string>;
 
@@ -30,43 +23,41 @@ PublishOutcome commit(const TempDir& directory, std::string_view contents, Publi
   return publish_contents(open_directory(directory), ".metadata", bytes_of(contents), mode);
 }
 
-TEST(Publish, CreatesTheMetadata) {
-  TempDir directory;
-  const auto outcome = commit(directory, "contents");
+using PublishTest = DirectoryTest;
+
+TEST_F(PublishTest, CreatesTheMetadata) {
+  const auto outcome = commit(directory_, "contents");
   EXPECT_EQ(outcome.state, PublishState::published) << outcome.error.message();
-  EXPECT_EQ(directory.names(), Names{".metadata"});
-  EXPECT_EQ(read_file(directory.file(".metadata")), "contents");
+  EXPECT_EQ(directory_.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "contents");
 }
 
-TEST(Publish, ReplacesTheOldMetadata) {
-  TempDir directory;
-  write_file(directory.file(".metadata"), "old and longer");
-  EXPECT_EQ(commit(directory, "new").state, PublishState::published);
-  EXPECT_EQ(directory.names(), Names{".metadata"});
-  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+TEST_F(PublishTest, ReplacesTheOldMetadata) {
+  write_file(directory_.file(".metadata"), "old and longer");
+  EXPECT_EQ(commit(directory_, "new").state, PublishState::published);
+  EXPECT_EQ(directory_.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "new");
 }
 
-TEST(Publish, KeepsTheOldContentsUntilTheNewOnesAreComplete) {
-  TempDir directory;
-  const std::string path = directory.file(".metadata");
+TEST_F(PublishTest, KeepsTheOldContentsUntilTheNewOnesAreComplete) {
+  const std::string path = directory_.file(".metadata");
   write_file(path, "old");
   int checks = 0;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
-    const bool renamed = operation == "fsync_directory" && at == directory.path();
+    const bool renamed = operation == "fsync_directory" && at == directory_.path();
     EXPECT_EQ(read_file(path), renamed ? "new" : "old") << operation;
     ++checks;
     return 0;
   });
-  EXPECT_EQ(commit(directory, "new").state, PublishState::published);
+  EXPECT_EQ(commit(directory_, "new").state, PublishState::published);
   EXPECT_GE(checks, 6);
 }
 
-TEST(Publish, SyncsTheFileAndTheDirectoriesAboveThenRenamesAndSyncsTheDirectory) {
-  TempDir directory;
+TEST_F(PublishTest, SyncsTheFileAndTheDirectoriesAboveThenRenamesAndSyncsTheDirectory) {
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    EXPECT_EQ(commit(directory, "contents").state, PublishState::published);
+    EXPECT_EQ(commit(directory_, "contents").state, PublishState::published);
   }
   Names operations;
   for (const std::string& line : counter.log()) {
@@ -75,34 +66,31 @@ TEST(Publish, SyncsTheFileAndTheDirectoriesAboveThenRenamesAndSyncsTheDirectory)
   }
   ASSERT_EQ(operations, (Names{"open_directory", "open", "statx", "pwrite", "fsync", "close",
                                "fsync_directory", "statx", "rename", "fsync_directory"}));
-  EXPECT_EQ(counter.log()[6], "fsync_directory " + directory.path() + "/..");
-  EXPECT_EQ(counter.log().back(), "fsync_directory " + directory.path());
+  EXPECT_EQ(counter.log()[6], "fsync_directory " + directory_.path() + "/..");
+  EXPECT_EQ(counter.log().back(), "fsync_directory " + directory_.path());
 }
 
-TEST(Publish, WithoutSyncCallsNoFsync) {
-  TempDir directory;
-  write_file(directory.file(".metadata"), "old");
+TEST_F(PublishTest, WithoutSyncCallsNoFsync) {
+  write_file(directory_.file(".metadata"), "old");
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    EXPECT_EQ(commit(directory, "new", {.sync = false}).state, PublishState::published);
+    EXPECT_EQ(commit(directory_, "new", {.sync = false}).state, PublishState::published);
   }
   EXPECT_EQ(counter.calls("fsync"), 0);
   EXPECT_EQ(counter.calls("fsync_directory"), 0);
-  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "new");
 }
 
-TEST(Publish, CreatesAnEmptyFileForEmptyContents) {
-  TempDir directory;
-  EXPECT_EQ(commit(directory, "").state, PublishState::published);
-  EXPECT_EQ(read_file(directory.file(".metadata")), "");
+TEST_F(PublishTest, CreatesAnEmptyFileForEmptyContents) {
+  EXPECT_EQ(commit(directory_, "").state, PublishState::published);
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "");
 }
 
-TEST(Publish, FailsInARemovedDirectory) {
-  TempDir directory;
-  fs::create_directory(directory.file("gone"));
-  const auto opened = os::Directory::open(directory.file("gone"));
-  fs::remove(directory.file("gone"));
+TEST_F(PublishTest, FailsInARemovedDirectory) {
+  fs::create_directory(directory_.file("gone"));
+  const auto opened = os::Directory::open(directory_.file("gone"));
+  fs::remove(directory_.file("gone"));
   const auto outcome = publish_contents(*opened, ".metadata", bytes_of("new"), {});
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, ENOENT);
@@ -165,13 +153,12 @@ TEST_F(PathChange, ToNothingPreventsTheCommit) {
       above_.file("moved"));
 }
 
-TEST(Publish, ReportsAFailureToCheckThePath) {
-  TempDir directory;
+TEST_F(PublishTest, ReportsAFailureToCheckThePath) {
   ScopedFaultHook hook(NthCallFails("statx", 2, EIO));
-  const auto outcome = commit(directory, "new");
+  const auto outcome = commit(directory_, "new");
   EXPECT_EQ(outcome.state, PublishState::not_published);
-  EXPECT_TRUE(is_system_error(outcome.error, EIO, "statx", directory.path()));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_TRUE(is_system_error(outcome.error, EIO, "statx", directory_.path()));
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
 // The operations before the commit point, in order.
@@ -228,7 +215,7 @@ void rename_temporary(const TempDir& directory) {
   }
 }
 
-TEST(Publish, ACompletedRenameThatReportsAnErrorIsPublishedAndMadeDurable) {
+TEST_F(PublishTest, ACompletedRenameThatReportsAnErrorIsPublishedAndMadeDurable) {
   for (const int failed : {EIO, ETIMEDOUT, EINTR, ENOENT, ESTALE}) {
     TempDir directory;
     write_file(directory.file(".metadata"), "old");
@@ -246,7 +233,7 @@ TEST(Publish, ACompletedRenameThatReportsAnErrorIsPublishedAndMadeDurable) {
   }
 }
 
-TEST(Publish, ARenameWithAnAmbiguousErrorIsUncertainAndNothingIsRemoved) {
+TEST_F(PublishTest, ARenameWithAnAmbiguousErrorIsUncertainAndNothingIsRemoved) {
   for (const int failed : {EIO, ETIMEDOUT, EINTR}) {
     TempDir directory;
     write_file(directory.file(".metadata"), "old");
@@ -260,79 +247,71 @@ TEST(Publish, ARenameWithAnAmbiguousErrorIsUncertainAndNothingIsRemoved) {
   }
 }
 
-TEST(Publish, AFailedRenameIsUncertainIfItsTargetCannotBeChecked) {
-  TempDir directory;
-  const std::string path = directory.file(".metadata");
+TEST_F(PublishTest, AFailedRenameIsUncertainIfItsTargetCannotBeChecked) {
+  const std::string path = directory_.file(".metadata");
   ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
     if (at != path) return 0;
     return operation == "rename" ? ESTALE : operation == "statx" ? EACCES : 0;
   });
-  EXPECT_EQ(commit(directory, "new").state, PublishState::durability_uncertain);
-  EXPECT_EQ(directory.names().size(), 1) << "the temporary file was removed";
+  EXPECT_EQ(commit(directory_, "new").state, PublishState::durability_uncertain);
+  EXPECT_EQ(directory_.names().size(), 1) << "the temporary file was removed";
 }
 
-TEST(Publish, TheFirstErrorIsReportedIfTheTemporaryFileCannotBeRemovedEither) {
-  TempDir directory;
+TEST_F(PublishTest, TheFirstErrorIsReportedIfTheTemporaryFileCannotBeRemovedEither) {
   ScopedFaultHook hook([](std::string_view operation, std::string_view) {
     if (operation == "fsync") return EIO;
     return operation == "unlink" ? EROFS : 0;
   });
-  const auto outcome = commit(directory, "new");
+  const auto outcome = commit(directory_, "new");
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, EIO);
 }
 
-TEST(Publish, AFailedSyncAfterTheRenameIsUncertainAndKeepsTheNewMetadata) {
-  TempDir directory;
-  write_file(directory.file(".metadata"), "old");
+TEST_F(PublishTest, AFailedSyncAfterTheRenameIsUncertainAndKeepsTheNewMetadata) {
+  write_file(directory_.file(".metadata"), "old");
   ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
-    return operation == "fsync_directory" && at == directory.path() ? EIO : 0;
+    return operation == "fsync_directory" && at == directory_.path() ? EIO : 0;
   });
-  const auto outcome = commit(directory, "new");
+  const auto outcome = commit(directory_, "new");
   EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
-  EXPECT_TRUE(is_system_error(outcome.error, EIO, "fsync_directory", directory.path()));
-  EXPECT_EQ(directory.names(), Names{".metadata"});
-  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+  EXPECT_TRUE(is_system_error(outcome.error, EIO, "fsync_directory", directory_.path()));
+  EXPECT_EQ(directory_.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "new");
 }
 
-TEST(Publish, AParentWithoutPermissionIsNotSynced) {
-  TempDir directory;
+TEST_F(PublishTest, AParentWithoutPermissionIsNotSynced) {
   for (const int refusal : {EACCES, EPERM}) {
     ScopedFaultHook hook(NthCallFails("fsync_directory", 1, refusal));
-    EXPECT_EQ(commit(directory, "new").state, PublishState::published);
+    EXPECT_EQ(commit(directory_, "new").state, PublishState::published);
   }
 }
 
-TEST(Publish, WithoutReplaceKeepsTheOldMetadata) {
-  TempDir directory;
-  write_file(directory.file(".metadata"), "old");
-  const auto outcome = commit(directory, "new", {.replace = false});
+TEST_F(PublishTest, WithoutReplaceKeepsTheOldMetadata) {
+  write_file(directory_.file(".metadata"), "old");
+  const auto outcome = commit(directory_, "new", {.replace = false});
   EXPECT_EQ(outcome.state, PublishState::not_published);
-  EXPECT_TRUE(is_system_error(outcome.error, EEXIST, "rename", directory.file(".metadata")));
-  EXPECT_EQ(directory.names(), Names{".metadata"});
-  EXPECT_EQ(read_file(directory.file(".metadata")), "old");
+  EXPECT_TRUE(is_system_error(outcome.error, EEXIST, "rename", directory_.file(".metadata")));
+  EXPECT_EQ(directory_.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "old");
 }
 
-TEST(Publish, WithoutReplaceCreatesTheMetadata) {
-  TempDir directory;
-  EXPECT_EQ(commit(directory, "new", {.replace = false}).state, PublishState::published);
-  EXPECT_EQ(directory.names(), Names{".metadata"});
-  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+TEST_F(PublishTest, WithoutReplaceCreatesTheMetadata) {
+  EXPECT_EQ(commit(directory_, "new", {.replace = false}).state, PublishState::published);
+  EXPECT_EQ(directory_.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "new");
 }
 
-TEST(Publish, ALinkWithTheNameOfTheMetadataIsReplaced) {
-  TempDir directory;
+TEST_F(PublishTest, ALinkWithTheNameOfTheMetadataIsReplaced) {
   TempDir elsewhere;
   write_file(elsewhere.file("victim"), "untouched");
-  fs::create_symlink(elsewhere.file("victim"), directory.file(".metadata"));
-  EXPECT_EQ(commit(directory, "new").state, PublishState::published);
+  fs::create_symlink(elsewhere.file("victim"), directory_.file(".metadata"));
+  EXPECT_EQ(commit(directory_, "new").state, PublishState::published);
   EXPECT_EQ(read_file(elsewhere.file("victim")), "untouched");
-  EXPECT_TRUE(fs::is_regular_file(fs::symlink_status(directory.file(".metadata"))));
-  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+  EXPECT_TRUE(fs::is_regular_file(fs::symlink_status(directory_.file(".metadata"))));
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "new");
 }
 
-TEST(Publish, ALinkWithTheTemporaryNameIsNotFollowed) {
-  TempDir directory;
+TEST_F(PublishTest, ALinkWithTheTemporaryNameIsNotFollowed) {
   TempDir elsewhere;
   write_file(elsewhere.file("victim"), "untouched");
   // An attacker guesses the name and creates a link just before the file is created.
@@ -340,34 +319,32 @@ TEST(Publish, ALinkWithTheTemporaryNameIsNotFollowed) {
     if (operation == "open") fs::create_symlink(elsewhere.file("victim"), fs::path(path));
     return 0;
   });
-  const auto outcome = commit(directory, "new");
+  const auto outcome = commit(directory_, "new");
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, EEXIST);
   EXPECT_EQ(read_file(elsewhere.file("victim")), "untouched");
 }
 
-TEST(Publish, UsesAnotherTemporaryNameEachTime) {
-  TempDir directory;
+TEST_F(PublishTest, UsesAnotherTemporaryNameEachTime) {
   Names seen;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
     if (operation == "open") seen.emplace_back(path);
     return 0;
   });
-  EXPECT_EQ(commit(directory, "one").state, PublishState::published);
-  EXPECT_EQ(commit(directory, "two").state, PublishState::published);
+  EXPECT_EQ(commit(directory_, "one").state, PublishState::published);
+  EXPECT_EQ(commit(directory_, "two").state, PublishState::published);
   ASSERT_EQ(seen.size(), 2);
   EXPECT_NE(seen[0], seen[1]);
   for (const std::string& path : seen) {
-    EXPECT_TRUE(path.starts_with(directory.file(".metadata.tmp-"))) << path;
+    EXPECT_TRUE(path.starts_with(directory_.file(".metadata.tmp-"))) << path;
   }
 }
 
-TEST(Publish, FollowsALinkInThePathOfTheDirectory) {
+TEST_F(PublishTest, FollowsALinkInThePathOfTheDirectory) {
   TempDir elsewhere;
-  TempDir directory;
   fs::create_directory(elsewhere.file("real"));
-  fs::create_directory_symlink(elsewhere.file("real"), directory.file("link"));
-  const auto opened = os::Directory::open(directory.file("link"));
+  fs::create_directory_symlink(elsewhere.file("real"), directory_.file("link"));
+  const auto opened = os::Directory::open(directory_.file("link"));
   EXPECT_EQ(publish_contents(*opened, ".metadata", bytes_of("new"), {}).state,
             PublishState::published);
   EXPECT_EQ(read_file(elsewhere.file("real/.metadata")), "new");

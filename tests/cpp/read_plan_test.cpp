@@ -178,7 +178,6 @@ TEST(ReadPlan, OffsetsNearTheLargestNumberDoNotOverflow) {
 
 TEST(ReadPlan, EveryRangeIsReadOnceInOrderByUnitsWithinTheLimits) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 1000; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     std::vector<WantedRecord> records(random.between(0, 40));

@@ -44,6 +44,10 @@ ReadRequest& Reads::add_whole(std::size_t file, std::string_view payload) {
              payload.size());
 }
 
+void Reads::add_small_files(std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) add_whole(add_file({byte_record("hello")}), "hello");
+}
+
 ReadRequest& Reads::add_to_host(ReadRequest request, std::size_t bytes, std::size_t origin) {
   // Exactly this size, so that AddressSanitizer detects a single byte too many.
   Memory memory{std::make_unique<char[]>(bytes), bytes};

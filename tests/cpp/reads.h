@@ -35,6 +35,8 @@ class Reads {
                            std::uint64_t begin, std::uint64_t bytes);
   /// Adds a request for an entire tensor of uint8, whose record fills the file.
   engine::ReadRequest& add_whole(std::size_t file, std::string_view payload);
+  /// Adds `count` files of one small tensor each, and a request for each.
+  void add_small_files(std::size_t count);
   /// Adds a request with a target on the host: memory of `bytes` question marks, with
   /// target.address at `origin`.
   engine::ReadRequest& add_to_host(engine::ReadRequest request, std::size_t bytes,
@@ -68,6 +70,15 @@ class Reads {
   std::vector<engine::ReadRequest> requests_;
   std::vector<Memory> targets_;
 };
+
+// Fixture with reads in a new directory.
+class ReadsTest : public DirectoryTest {
+ protected:
+  Reads reads_{directory_};
+};
+
+template <class Parameter>
+class ReadsTestWith : public ReadsTest, public ::testing::WithParamInterface<Parameter> {};
 
 /// True if the load has failed with `code`, because of `request`.
 ::testing::AssertionResult failed(const engine::LoadSession& session, Errc code,

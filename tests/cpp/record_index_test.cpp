@@ -15,12 +15,7 @@
 namespace torch_ckpt::format {
 namespace {
 
-using test::bytes_of;
-using test::fails;
-using test::ok;
-using test::Random;
-using test::record_of;
-using test::row_major;
+using namespace test;
 
 Result<RecordIndex> index(std::string_view record) {
   engine::RecordInMemory bytes(bytes_of(record));
@@ -455,7 +450,6 @@ TEST(RecordIndex, OfAnyPickleWithAValidChecksumStaysInsideTheRecord) {
 
 TEST(RecordIndex, OfRandomNumbersInAllFieldsStaysInsideTheRecord) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   const std::string record = small_record();
   for (int round = 0; round < 20000; ++round) {
     std::string damaged = record;

@@ -12,17 +12,12 @@
 namespace torch_ckpt::engine {
 namespace {
 
-using test::fails;
-using test::ok;
-using test::Random;
-using test::TempDir;
-using test::text_of;
+using namespace test;
 
 class DataFileModes : public ::testing::TestWithParam<DirectIo> {};
 
 TEST_P(DataFileModes, FetchesAnyRangeIntoAnyScratchMemory) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   TempDir directory;
   const std::string contents = random.bytes(300'001);
   test::write_file(directory.file("a"), contents);
@@ -59,7 +54,6 @@ TEST_P(DataFileModes, ReportsTheEndOfTheFileWhenReadingBeyondIt) {
 
 TEST_P(DataFileModes, ReadsIntoMemoryOfAnyAlignment) {
   Random random(3);
-  SCOPED_TRACE(random.seed_text());
   TempDir directory;
   const std::string contents = random.bytes(100'001);
   test::write_file(directory.file("a"), contents);
@@ -72,11 +66,12 @@ TEST_P(DataFileModes, ReadsIntoMemoryOfAnyAlignment) {
 
 INSTANTIATE_TEST_SUITE_P(AllModes, DataFileModes, test::all_direct_io(), test::direct_io_name);
 
-TEST(DataFile, PrefersDirectReadsOnlyIfItWasOpenedForThem) {
-  TempDir directory;
-  test::write_file(directory.file("a"), std::string(1 << 20, 'x'));
-  const auto buffered = DataFile::open(open_directory(directory), "a", DirectIo::off);
-  const auto direct = DataFile::open(open_directory(directory), "a", DirectIo::on);
+using DataFileTest = DirectoryTest;
+
+TEST_F(DataFileTest, PrefersDirectReadsOnlyIfItWasOpenedForThem) {
+  test::write_file(directory_.file("a"), std::string(1 << 20, 'x'));
+  const auto buffered = DataFile::open(open_directory(directory_), "a", DirectIo::off);
+  const auto direct = DataFile::open(open_directory(directory_), "a", DirectIo::on);
   ASSERT_TRUE(ok(buffered));
   ASSERT_TRUE(ok(direct));
   EXPECT_FALSE(buffered->prefers_direct_read(0, 1 << 20));
@@ -84,10 +79,9 @@ TEST(DataFile, PrefersDirectReadsOnlyIfItWasOpenedForThem) {
   EXPECT_TRUE(direct->prefers_direct_read(5, 1));
 }
 
-TEST(DataFile, PrefersBufferedReadsForSmallAndForCachedRanges) {
-  TempDir directory;
-  test::write_file(directory.file("a"), std::string(1 << 20, 'x'));
-  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::automatic);
+TEST_F(DataFileTest, PrefersBufferedReadsForSmallAndForCachedRanges) {
+  test::write_file(directory_.file("a"), std::string(1 << 20, 'x'));
+  const auto file = DataFile::open(open_directory(directory_), "a", DirectIo::automatic);
   ASSERT_TRUE(ok(file));
   EXPECT_FALSE(file->prefers_direct_read(0, 1000));
   std::string out(1 << 20, '?');
@@ -95,11 +89,10 @@ TEST(DataFile, PrefersBufferedReadsForSmallAndForCachedRanges) {
   EXPECT_FALSE(file->prefers_direct_read(0, 1 << 20));
 }
 
-TEST(DataFile, ReadsBufferedIfScratchMemoryIsTooSmallForFullBlocks) {
-  TempDir directory;
+TEST_F(DataFileTest, ReadsBufferedIfScratchMemoryIsTooSmallForFullBlocks) {
   const std::string contents = Random(4).bytes(20'000);
-  test::write_file(directory.file("a"), contents);
-  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::on);
+  test::write_file(directory_.file("a"), contents);
+  const auto file = DataFile::open(open_directory(directory_), "a", DirectIo::on);
   ASSERT_TRUE(ok(file));
   auto scratch = staging::Chunk::allocate(4096);
   ASSERT_TRUE(ok(scratch));
@@ -108,16 +101,14 @@ TEST(DataFile, ReadsBufferedIfScratchMemoryIsTooSmallForFullBlocks) {
   EXPECT_EQ(text_of(*bytes), std::string_view(contents).substr(1, 4096));
 }
 
-TEST(DataFile, ReportsAMissingFileAsASystemError) {
-  TempDir directory;
-  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::automatic);
+TEST_F(DataFileTest, ReportsAMissingFileAsASystemError) {
+  const auto file = DataFile::open(open_directory(directory_), "a", DirectIo::automatic);
   ASSERT_FALSE(file.has_value());
-  EXPECT_TRUE(test::is_system_error(file.error(), ENOENT, "open", directory.file("a")));
+  EXPECT_TRUE(test::is_system_error(file.error(), ENOENT, "open", directory_.file("a")));
 }
 
 TEST(RecordInFile, ReturnsAnyPartOfARecord) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
   TempDir directory;
   const std::string contents = random.bytes(30'000);
   test::write_file(directory.file("a"), contents);

@@ -24,16 +24,7 @@ namespace {
 
 using os::ScopedFaultHook;
 using staging::ChunkPool;
-using test::CallCounter;
-using test::FakeDevice;
-using test::Files;
-using test::HeldOperation;
-using test::is_system_error;
-using test::kPage;
-using test::NthCallFails;
-using test::ok;
-using test::run_save;
-using test::TempDir;
+using namespace test;
 
 constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 

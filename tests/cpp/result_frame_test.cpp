@@ -9,9 +9,7 @@
 namespace torch_ckpt::format {
 namespace {
 
-using test::bytes_of;
-using test::fails;
-using test::ok;
+using namespace test;
 
 FileResult some_result() {
   return {"__3_0.distcp", {{2, 0, 100, 0xdeadbeef}, {0, 100, ~std::uint64_t{0}, 0}}, "a table"};

@@ -23,17 +23,7 @@ namespace {
 
 using staging::Chunk;
 using staging::ChunkPool;
-using test::fails;
-using test::FakeDevice;
-using test::Files;
-using test::Gate;
-using test::HeldOperation;
-using test::is_system_error;
-using test::kPage;
-using test::ok;
-using test::Random;
-using test::TempDir;
-using test::wait_for_end;
+using namespace test;
 
 using Names = std::vector<std::string>;
 
@@ -100,7 +90,6 @@ class SaveFromDevice : public ::testing::TestWithParam<bool> {
 
 TEST_P(SaveFromDevice, WritesItsImagesWithAnyBudget) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 20; ++round) {
     TempDir directory;
     files_ = Files(directory);
@@ -125,14 +114,12 @@ TEST_P(SaveFromDevice, WritesItsImagesWithAnyBudget) {
 
 TEST_P(SaveFromDevice, WritesManyFilesWithOneChunk) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
   add_assorted_files(random, 12);
   expect_saved(*start(options(kPage)));
 }
 
 TEST_P(SaveFromDevice, StaysWithinItsBudget) {
   Random random(3);
-  SCOPED_TRACE(random.seed_text());
   for (int i = 0; i < 3; ++i) add_file(random.bytes(60'000));
   test::CallCounter counter;
   os::ScopedFaultHook hook(counter);
@@ -428,7 +415,6 @@ TEST_P(SaveFromDevice, KeepsItsMemoryUntilCopiesIntoItAreDoneWhenAnotherFileFail
 
 TEST_P(SaveFromDevice, LeavesAllFilesOrNoneWhenCancelledAtAnyTime) {
   Random random(4);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 30; ++round) {
     TempDir directory;
     files_ = Files(directory);

@@ -7,6 +7,7 @@
 
 #include "format/checksum_table.h"
 #include "format/crc32.h"
+#include "os/fault.h"
 
 namespace torch_ckpt::test {
 
@@ -109,6 +110,41 @@ void add_assorted_files(Files& files, Random& random, std::size_t count) {
           random.coin() ? random.between(0, 20'000) : kPage * random.between(0, 4);
       random.coin() ? files.add_tensor(random.bytes(bytes)) : files.add_bytes(random.bytes(bytes));
     }
+  }
+}
+
+void SaveFaults::add_files(Files& files) {
+  files.begin_file();
+  files.add_bytes(std::string(3 * kPage + 5, 'a'));
+  files.add_tensor(std::string(kPage, 'b'));
+  files.add_file(std::string(100, 'c'));
+  files.add_file(std::string(2 * kPage, 'd'));
+}
+
+void SaveFaults::fail_each_call(
+    const std::function<Result<>(const TempDir& directory, const Files& files)>& save) {
+  const auto& [operation, sys_errno] = GetParam();
+  for (std::size_t n = 1;; ++n) {
+    const TempDir directory;
+    Files files(directory);
+    add_files(files);
+    context().chunks.trim(0);
+    const NthCallFails fault(operation, n, sys_errno);
+    Result<> outcome;
+    {
+      const os::ScopedFaultHook hook(fault);
+      outcome = save(directory, files);
+    }
+    if (!fault.hit()) {
+      ASSERT_TRUE(ok(outcome)) << "no fault in a save with fewer than " << n << " calls";
+      files.expect_on_disk();
+      EXPECT_GT(n, 1) << "never called";
+      break;
+    }
+    ASSERT_FALSE(outcome.has_value()) << "call " << n;
+    ASSERT_TRUE(is_system_error(outcome.error(), sys_errno, operation, fault.path()))
+        << "call " << n;
+    ASSERT_EQ(directory.names(), std::vector<std::string>{}) << "call " << n;
   }
 }
 

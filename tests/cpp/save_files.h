@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <ostream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -54,7 +56,38 @@ class Files {
   std::vector<std::vector<std::uint32_t>> checksums_;
 };
 
+// Fixture with files in a new directory.
+class FilesTest : public DirectoryTest {
+ protected:
+  Files files_{directory_};
+};
+
 // Items of all kinds, of sizes around those of blocks and chunks.
 void add_assorted_files(Files& files, Random& random, std::size_t count);
+
+// An operation that fails.
+struct Fault {
+  std::string operation;
+  int sys_errno;
+};
+
+// For GoogleTest's messages.
+inline void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.operation; }
+
+// Saves in which system calls fail.
+class SaveFaults : public ::testing::TestWithParam<Fault> {
+ public:
+  static std::string name(const ::testing::TestParamInfo<Fault>& fault) {
+    return fault.param.operation;
+  }
+
+ protected:
+  /// Adds files that are small enough to fail each system call in turn.
+  static void add_files(Files& files);
+  /// Fails the first call of the operation in a first save, the second in a second save, and so
+  /// on, until a save makes fewer calls. Each failed save must report its call and leave no file.
+  static void fail_each_call(
+      const std::function<Result<>(const TempDir& directory, const Files& files)>& save);
+};
 
 }  // namespace torch_ckpt::test

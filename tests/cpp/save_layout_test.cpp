@@ -7,9 +7,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-using test::fails;
-using test::ok;
-using test::row_major;
+using namespace test;
 
 using Names = std::vector<std::string>;
 

@@ -22,20 +22,7 @@ namespace {
 
 using os::ScopedFaultHook;
 using staging::ChunkPool;
-using test::add_assorted_files;
-using test::CallCounter;
-using test::fails;
-using test::FakeDevice;
-using test::Files;
-using test::is_system_error;
-using test::kPage;
-using test::NthCallFails;
-using test::ok;
-using test::Random;
-using test::read_file;
-using test::run_save;
-using test::TempDir;
-using test::wait_for_end;
+using namespace test;
 
 using Names = std::vector<std::string>;
 
@@ -55,15 +42,10 @@ SaveOptions one_small_chunk(DirectIo mode = DirectIo::automatic) {
   return options;
 }
 
-class SaveSessionModes : public ::testing::TestWithParam<DirectIo> {
- protected:
-  TempDir directory_;
-  Files files_{directory_};
-};
+class SaveSessionModes : public FilesTest, public ::testing::WithParamInterface<DirectIo> {};
 
 TEST_P(SaveSessionModes, FilesContainTheirImages) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 12);
   ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), small_chunks(GetParam()))));
   files_.expect_on_disk();
@@ -71,7 +53,6 @@ TEST_P(SaveSessionModes, FilesContainTheirImages) {
 
 TEST_P(SaveSessionModes, OneChunkSufficesForManyFiles) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 40);
   ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), one_small_chunk(GetParam()))));
   files_.expect_on_disk();
@@ -79,7 +60,6 @@ TEST_P(SaveSessionModes, OneChunkSufficesForManyFiles) {
 
 TEST_P(SaveSessionModes, FilesOfSizesAroundABlockAndAChunkAreExact) {
   Random random(3);
-  SCOPED_TRACE(random.seed_text());
   for (const std::size_t bytes : {0, 1, 4095, 4096, 4097, 8191, 8192, 8193, 16384, 20000}) {
     files_.add_file(random.bytes(bytes));
   }
@@ -89,7 +69,6 @@ TEST_P(SaveSessionModes, FilesOfSizesAroundABlockAndAChunkAreExact) {
 
 TEST_P(SaveSessionModes, FilesLargerThanTheDirectThresholdAreExact) {
   Random random(4);
-  SCOPED_TRACE(random.seed_text());
   files_.begin_file();
   files_.add_tensor(random.bytes((2 << 20) + 12345));
   files_.add_tensor(random.bytes(100));
@@ -111,10 +90,11 @@ TEST_P(SaveSessionModes, DefaultOptionsSaveASmallFile) {
 
 INSTANTIATE_TEST_SUITE_P(AllModes, SaveSessionModes, test::all_direct_io(), test::direct_io_name);
 
-TEST(SaveSession, WithoutFilesSucceedsAndWritesNothing) {
-  TempDir directory;
+using SaveSessionTest = FilesTest;
+
+TEST_F(SaveSessionTest, WithoutFilesSucceedsAndWritesNothing) {
   context().executor.pool();  // starts its threads before calls are counted
-  os::Directory opened = test::open_directory(directory);
+  os::Directory opened = test::open_directory(directory_);
   CallCounter counter;
   ScopedFaultHook hook(counter);
   auto session = SaveSession::start(context(), std::move(opened), {}, {});
@@ -126,48 +106,41 @@ TEST(SaveSession, WithoutFilesSucceedsAndWritesNothing) {
   EXPECT_TRUE(ok((*session)->outcome())) << "it had ended";
 }
 
-TEST(SaveSession, CreatesEmptyFilesAndEmptyPayloads) {
-  TempDir directory;
-  Files files(directory);
-  files.begin_file();
-  files.add_file("");
-  files.begin_file();
-  files.add_tensor("");
-  files.add_bytes("");
-  ASSERT_TRUE(ok(run_save(directory, files.jobs(), {})));
-  files.expect_on_disk();
+TEST_F(SaveSessionTest, CreatesEmptyFilesAndEmptyPayloads) {
+  files_.begin_file();
+  files_.add_file("");
+  files_.begin_file();
+  files_.add_tensor("");
+  files_.add_bytes("");
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), {})));
+  files_.expect_on_disk();
 }
 
-TEST(SaveSession, ReturnsTheChecksumTableOfEachFile) {
+TEST_F(SaveSessionTest, ReturnsTheChecksumTableOfEachFile) {
   Random random(6);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 5);
-  files.begin_file();
-  files.add_bytes("");
-  files.add_bytes(random.bytes(100'000));
-  files.add_bytes("");
-  files.add_tensor(random.bytes(200'000));
-  auto session =
-      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
+  add_assorted_files(files_, random, 5);
+  files_.begin_file();
+  files_.add_bytes("");
+  files_.add_bytes(random.bytes(100'000));
+  files_.add_bytes("");
+  files_.add_tensor(random.bytes(200'000));
+  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
+                                    small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   ASSERT_TRUE(ok((*session)->outcome()));
   for (std::size_t i = 0; i < 6; ++i) {
-    files.expect_result(**session, i);
-    const std::string table = files.result(i).checksum_table;
+    files_.expect_result(**session, i);
+    const std::string table = files_.result(i).checksum_table;
     EXPECT_TRUE(ok(format::ChecksumTable::decode(test::bytes_of(table)))) << i;
   }
 }
 
-TEST(SaveSession, ReturnsTheItemNumbersOfThePlan) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("first");
-  auto jobs = files.jobs();
+TEST_F(SaveSessionTest, ReturnsTheItemNumbersOfThePlan) {
+  files_.add_file("first");
+  auto jobs = files_.jobs();
   jobs[0].items = {7};
-  auto session = SaveSession::start(context(), test::open_directory(directory), std::move(jobs),
+  auto session = SaveSession::start(context(), test::open_directory(directory_), std::move(jobs),
                                     small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
@@ -178,7 +151,6 @@ TEST(SaveSession, ReturnsTheItemNumbersOfThePlan) {
 
 TEST_P(SaveSessionModes, ProgressReachesThePlannedBytes) {
   Random random(6);
-  SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 5);
   auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
                                     small_chunks(GetParam()));
@@ -193,22 +165,20 @@ TEST_P(SaveSessionModes, ProgressReachesThePlannedBytes) {
   EXPECT_EQ(end.files_done, 5);
 }
 
-TEST(SaveSession, PadsDirectWritesWithZeros) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(kPage, 'x'));
-  files.add_file("y");
+TEST_F(SaveSessionTest, PadsDirectWritesWithZeros) {
+  files_.add_file(std::string(kPage, 'x'));
+  files_.add_file("y");
   // Reads the padding before it is truncated; the files are written one after another through one
   // chunk.
   ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
-    if (operation == "ftruncate" && path == directory.file("f1")) {
+    if (operation == "ftruncate" && path == directory_.file("f1")) {
       EXPECT_EQ(read_file(std::string(path)), "y" + std::string(kPage - 1, '\0'));
     }
     return 0;
   });
   SaveOptions options = one_small_chunk(DirectIo::on);
   options.parallel_files = 1;
-  ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), options)));
 }
 
 class ParallelFiles : public ::testing::TestWithParam<std::size_t> {};
@@ -243,103 +213,90 @@ TEST_P(ParallelFiles, LimitTheNumberOfOpenFiles) {
 
 INSTANTIATE_TEST_SUITE_P(Counts, ParallelFiles, ::testing::Values(1, 3, 12, 100));
 
-TEST(SaveSession, UsesSmallChunksForSmallFiles) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
+TEST_F(SaveSessionTest, UsesSmallChunksForSmallFiles) {
+  files_.add_file("hello");
   context().chunks.trim(0);
-  ASSERT_TRUE(ok(run_save(directory, files.jobs(), {})));
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), {})));
   EXPECT_EQ(context().chunks.idle_bytes(), kPage);
 }
 
-TEST(SaveSession, SyncsEachFileBeforeItsCloseAndTheDirectoryLast) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("one");
-  files.add_file("two");
+TEST_F(SaveSessionTest, SyncsEachFileBeforeItsCloseAndTheDirectoryLast) {
+  files_.add_file("one");
+  files_.add_file("two");
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    ASSERT_TRUE(ok(run_save(directory, files.jobs(), small_chunks())));
+    ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), small_chunks())));
   }
   const Names log = counter.log();
   const auto at = [&](const std::string& call) {
     EXPECT_EQ(std::count(log.begin(), log.end(), call), 1) << call;
     return std::find(log.begin(), log.end(), call) - log.begin();
   };
-  for (const FileJob& job : files.jobs()) {
-    EXPECT_LT(at("pwrite " + directory.file(job.name)), at("fsync " + directory.file(job.name)));
-    EXPECT_LT(at("fsync " + directory.file(job.name)), at("close " + directory.file(job.name)));
+  for (const FileJob& job : files_.jobs()) {
+    EXPECT_LT(at("pwrite " + directory_.file(job.name)), at("fsync " + directory_.file(job.name)));
+    EXPECT_LT(at("fsync " + directory_.file(job.name)), at("close " + directory_.file(job.name)));
   }
-  EXPECT_EQ(log.back(), "fsync_directory " + directory.path());
+  EXPECT_EQ(log.back(), "fsync_directory " + directory_.path());
 }
 
-TEST(SaveSession, WithoutSyncCallsNoFsync) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("one");
+TEST_F(SaveSessionTest, WithoutSyncCallsNoFsync) {
+  files_.add_file("one");
   SaveOptions options = small_chunks();
   options.sync = false;
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
+    ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), options)));
   }
   EXPECT_EQ(counter.calls("fsync"), 0);
   EXPECT_EQ(counter.calls("fsync_directory"), 0);
-  files.expect_on_disk();
+  files_.expect_on_disk();
 }
 
-TEST(SaveSession, RejectsChunksThatAreNotMultiplesOfABlock) {
-  TempDir directory;
+TEST_F(SaveSessionTest, RejectsChunksThatAreNotMultiplesOfABlock) {
   for (const std::size_t bytes : {std::size_t{100}, kPage + 512}) {
     SaveOptions options;
     options.chunk_bytes = bytes;
-    EXPECT_TRUE(fails(SaveSession::start(context(), test::open_directory(directory), {}, options),
+    EXPECT_TRUE(fails(SaveSession::start(context(), test::open_directory(directory_), {}, options),
                       Errc::invalid_argument))
         << bytes;
   }
 }
 
-TEST(SaveSession, RejectsABudgetBelowOneBlock) {
-  TempDir directory;
+TEST_F(SaveSessionTest, RejectsABudgetBelowOneBlock) {
   SaveOptions options;
   options.max_host_bytes = kPage - 1;
-  const auto session = SaveSession::start(context(), test::open_directory(directory), {}, options);
+  const auto session = SaveSession::start(context(), test::open_directory(directory_), {}, options);
   ASSERT_TRUE(fails(session, Errc::invalid_argument));
   EXPECT_EQ(session.error().message(), "max_host_bytes must be at least 4096, got 4095");
 }
 
-TEST(SaveSession, SucceedsWithAnUnlimitedBudget) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
+TEST_F(SaveSessionTest, SucceedsWithAnUnlimitedBudget) {
+  files_.add_file("hello");
   SaveOptions options = small_chunks();
   options.max_host_bytes = ~std::size_t{0};
-  ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
-  files.expect_on_disk();
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), options)));
+  files_.expect_on_disk();
 }
 
-TEST(SaveSession, StaysWithinItsBudget) {
+TEST_F(SaveSessionTest, StaysWithinItsBudget) {
   Random random(7);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 10; ++i) files.add_file(random.bytes(100'000));
+  for (int i = 0; i < 10; ++i) files_.add_file(random.bytes(100'000));
   context().chunks.trim(0);
   SaveOptions options = small_chunks();
   options.max_host_bytes = 5 * options.chunk_bytes + 1000;
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
+    ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), options)));
   }
   EXPECT_LE(counter.calls("mmap"), 5);
   EXPECT_LE(context().chunks.idle_bytes(), options.max_host_bytes);
-  files.expect_on_disk();
+  files_.expect_on_disk();
 }
 
-TEST(SaveSession, StaysWithinItsBudgetAfterALargerSave) {
+TEST_F(SaveSessionTest, StaysWithinItsBudgetAfterALargerSave) {
   TempDir directory;
   Files large(directory);
   large.add_file(std::string(1 << 20, 'x'));
@@ -363,7 +320,7 @@ TEST(SaveSession, StaysWithinItsBudgetAfterALargerSave) {
   EXPECT_LE(context().chunks.idle_bytes(), options.max_host_bytes);
 }
 
-TEST(SaveSession, ReusesTheChunksOfAnEarlierSave) {
+TEST_F(SaveSessionTest, ReusesTheChunksOfAnEarlierSave) {
   TempDir first;
   TempDir second;
   for (const TempDir* directory : {&first, &second}) {
@@ -380,17 +337,15 @@ TEST(SaveSession, ReusesTheChunksOfAnEarlierSave) {
   }
 }
 
-TEST(SaveSession, AWaitThatTimesOutDoesNotEndIt) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
+TEST_F(SaveSessionTest, AWaitThatTimesOutDoesNotEndIt) {
+  files_.add_file("hello");
   std::latch waited(1);
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "pwrite") waited.wait();
     return 0;
   });
-  auto session =
-      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
+  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
+                                    small_chunks());
   ASSERT_TRUE(ok(session));
   EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(0)));
   EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(1)));
@@ -400,33 +355,28 @@ TEST(SaveSession, AWaitThatTimesOutDoesNotEndIt) {
   EXPECT_TRUE(ok((*session)->outcome()));
 }
 
-TEST(SaveSession, EndsEvenIfNoCallerWaits) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(50'000, 'x'));
-  ASSERT_TRUE(ok(SaveSession::start(context(), test::open_directory(directory), files.jobs(),
+TEST_F(SaveSessionTest, EndsEvenIfNoCallerWaits) {
+  files_.add_file(std::string(50'000, 'x'));
+  ASSERT_TRUE(ok(SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
                                     one_small_chunk())));
   context().executor.join();
-  files.expect_on_disk();
+  files_.expect_on_disk();
 }
 
-TEST(SaveSession, MayOutliveTheExecutor) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 5; ++i) files.add_file(std::string(50'000, 'x'));
-  auto session = SaveSession::start(context(), test::open_directory(directory), files.jobs(),
+TEST_F(SaveSessionTest, MayOutliveTheExecutor) {
+  for (int i = 0; i < 5; ++i) files_.add_file(std::string(50'000, 'x'));
+  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
                                     one_small_chunk());
   ASSERT_TRUE(ok(session));
   context().executor.join();
   wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome()));
   session->reset();
-  files.expect_on_disk();
+  files_.expect_on_disk();
 }
 
-TEST(SaveSession, SeveralSavesAtOnceAreIndependent) {
+TEST_F(SaveSessionTest, SeveralSavesAtOnceAreIndependent) {
   Random random(8);
-  SCOPED_TRACE(random.seed_text());
   std::deque<TempDir> directories(4);
   std::deque<Files> files;
   std::vector<std::shared_ptr<SaveSession>> sessions;
@@ -446,51 +396,13 @@ TEST(SaveSession, SeveralSavesAtOnceAreIndependent) {
 
 // --- faults ----------------------------------------------------------------------------------
 
-struct Fault {
-  std::string operation;
-  int sys_errno;
-};
+using SaveSessionFaults = SaveFaults;
 
-// For GoogleTest's messages.
-void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.operation; }
-
-class SaveSessionFaults : public ::testing::TestWithParam<Fault> {
- protected:
-  // Small enough to fail each system call in turn; with direct I/O, so that ftruncate is among
-  // them.
-  void add_files(Files& files) {
-    files.begin_file();
-    files.add_bytes(std::string(3 * kPage + 5, 'a'));
-    files.add_tensor(std::string(kPage, 'b'));
-    files.add_file(std::string(100, 'c'));
-    files.add_file(std::string(2 * kPage, 'd'));
-  }
-};
-
+// With direct I/O, so that ftruncate is among the calls.
 TEST_P(SaveSessionFaults, InAnySystemCallFailTheSaveAndLeaveNoFile) {
-  for (std::size_t n = 1;; ++n) {
-    TempDir directory;
-    Files files(directory);
-    add_files(files);
-    context().chunks.trim(0);
-    NthCallFails fault(GetParam().operation, n, GetParam().sys_errno);
-    Result<> outcome;
-    {
-      ScopedFaultHook hook(fault);
-      outcome = run_save(directory, files.jobs(), small_chunks(DirectIo::on));
-    }
-    if (!fault.hit()) {
-      ASSERT_TRUE(ok(outcome)) << "no fault in a save with fewer than " << n << " calls";
-      files.expect_on_disk();
-      EXPECT_GT(n, 1) << "never called";
-      break;
-    }
-    ASSERT_FALSE(outcome.has_value()) << "call " << n;
-    ASSERT_TRUE(
-        is_system_error(outcome.error(), GetParam().sys_errno, GetParam().operation, fault.path()))
-        << "call " << n;
-    ASSERT_EQ(directory.names(), Names{}) << "call " << n;
-  }
+  fail_each_call([](const TempDir& directory, const Files& files) {
+    return run_save(directory, files.jobs(), small_chunks(DirectIo::on));
+  });
 }
 
 TEST_P(SaveSessionFaults, InEverySystemCallLeaveNoFile) {
@@ -512,31 +424,29 @@ INSTANTIATE_TEST_SUITE_P(Operations, SaveSessionFaults,
                                            Fault{"fallocate", ENOSPC}, Fault{"ftruncate", EIO},
                                            Fault{"fsync", EIO}, Fault{"close", EDQUOT},
                                            Fault{"fsync_directory", EIO}, Fault{"mmap", ENOMEM}),
-                         [](const auto& fault) { return fault.param.operation; });
+                         SaveFaults::name);
 
-TEST(SaveSession, AFailedFsyncFailsTheSaveAndDeletesEveryFile) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 5; ++i) files.add_file("contents");
+TEST_F(SaveSessionTest, AFailedFsyncFailsTheSaveAndDeletesEveryFile) {
+  for (int i = 0; i < 5; ++i) files_.add_file("contents");
   CallCounter counter;
   Result<> outcome;
   {
     ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
       counter(operation, path);
-      return operation == "fsync" && path == directory.file("f3") ? EIO : 0;
+      return operation == "fsync" && path == directory_.file("f3") ? EIO : 0;
     });
-    outcome = run_save(directory, files.jobs(), small_chunks());
+    outcome = run_save(directory_, files_.jobs(), small_chunks());
   }
   ASSERT_FALSE(outcome.has_value());
-  EXPECT_TRUE(is_system_error(outcome.error(), EIO, "fsync", directory.file("f3")));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_TRUE(is_system_error(outcome.error(), EIO, "fsync", directory_.file("f3")));
+  EXPECT_EQ(directory_.names(), Names{});
   const Names log = counter.log();
-  EXPECT_EQ(std::count(log.begin(), log.end(), "fsync " + directory.file("f3")), 1)
+  EXPECT_EQ(std::count(log.begin(), log.end(), "fsync " + directory_.file("f3")), 1)
       << "a second fsync would report success";
   EXPECT_EQ(counter.calls("fsync_directory"), 0);
 }
 
-TEST(SaveSession, AFailedWriteIsReportedWithItsOffset) {
+TEST_F(SaveSessionTest, AFailedWriteIsReportedWithItsOffset) {
   for (std::size_t n = 1; n <= 4; ++n) {
     TempDir directory;
     Files files(directory);
@@ -549,43 +459,37 @@ TEST(SaveSession, AFailedWriteIsReportedWithItsOffset) {
   }
 }
 
-TEST(SaveSession, AFullDiskIsReportedBeforeAnyWrite) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(100'000, 'x'));
+TEST_F(SaveSessionTest, AFullDiskIsReportedBeforeAnyWrite) {
+  files_.add_file(std::string(100'000, 'x'));
   CallCounter counter;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
     counter(operation, path);
     return operation == "fallocate" ? ENOSPC : 0;
   });
-  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  const auto outcome = run_save(directory_, files_.jobs(), small_chunks());
   ASSERT_FALSE(outcome.has_value());
-  EXPECT_TRUE(is_system_error(outcome.error(), ENOSPC, "fallocate", directory.file("f0")));
+  EXPECT_TRUE(is_system_error(outcome.error(), ENOSPC, "fallocate", directory_.file("f0")));
   EXPECT_EQ(counter.calls("pwrite"), 0);
 }
 
-TEST(SaveSession, AnErrorOfTheKernelIsReported) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(100'000, 'x'));
+TEST_F(SaveSessionTest, AnErrorOfTheKernelIsReported) {
+  files_.add_file(std::string(100'000, 'x'));
   rlimit before{};
   ::getrlimit(RLIMIT_FSIZE, &before);
   rlimit limit = before;
   limit.rlim_cur = 8 * kPage;
   ::setrlimit(RLIMIT_FSIZE, &limit);
   auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
-  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  const auto outcome = run_save(directory_, files_.jobs(), small_chunks());
   ::setrlimit(RLIMIT_FSIZE, &before);
   std::signal(SIGXFSZ, handler);
   ASSERT_FALSE(outcome.has_value());
-  EXPECT_TRUE(is_system_error(outcome.error(), EFBIG, "fallocate", directory.file("f0")));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_TRUE(is_system_error(outcome.error(), EFBIG, "fallocate", directory_.file("f0")));
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
-TEST(SaveSession, TheFirstErrorIsReportedIfSeveralOccur) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 8; ++i) files.add_file(std::string(10 * kPage, 'x'));
+TEST_F(SaveSessionTest, TheFirstErrorIsReportedIfSeveralOccur) {
+  for (int i = 0; i < 8; ++i) files_.add_file(std::string(10 * kPage, 'x'));
   std::atomic<bool> failed{false};
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "unlink") return EROFS;
@@ -593,83 +497,71 @@ TEST(SaveSession, TheFirstErrorIsReportedIfSeveralOccur) {
     return failed.exchange(true) ? EIO : ENOSPC;
   });
   // With one chunk, the first write has failed before the second starts.
-  const auto outcome = run_save(directory, files.jobs(), one_small_chunk());
+  const auto outcome = run_save(directory_, files_.jobs(), one_small_chunk());
   ASSERT_FALSE(outcome.has_value());
   EXPECT_EQ(outcome.error().sys_errno, ENOSPC);
 }
 
-TEST(SaveSession, AnExistingFileIsNeitherWrittenNorDeleted) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 3; ++i) files.add_file("new");
-  test::write_file(directory.file("f1"), "old");
-  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+TEST_F(SaveSessionTest, AnExistingFileIsNeitherWrittenNorDeleted) {
+  for (int i = 0; i < 3; ++i) files_.add_file("new");
+  test::write_file(directory_.file("f1"), "old");
+  const auto outcome = run_save(directory_, files_.jobs(), small_chunks());
   ASSERT_FALSE(outcome.has_value());
-  EXPECT_TRUE(is_system_error(outcome.error(), EEXIST, "open", directory.file("f1")));
-  EXPECT_EQ(directory.names(), Names{"f1"});
-  EXPECT_EQ(read_file(directory.file("f1")), "old");
+  EXPECT_TRUE(is_system_error(outcome.error(), EEXIST, "open", directory_.file("f1")));
+  EXPECT_EQ(directory_.names(), Names{"f1"});
+  EXPECT_EQ(read_file(directory_.file("f1")), "old");
 }
 
-TEST(SaveSession, ALinkInTheDirectoryIsNotFollowed) {
-  TempDir directory;
+TEST_F(SaveSessionTest, ALinkInTheDirectoryIsNotFollowed) {
   TempDir elsewhere;
-  std::filesystem::create_symlink(elsewhere.file("victim"), directory.file("f0"));
-  Files files(directory);
-  files.add_file("new");
-  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  std::filesystem::create_symlink(elsewhere.file("victim"), directory_.file("f0"));
+  files_.add_file("new");
+  const auto outcome = run_save(directory_, files_.jobs(), small_chunks());
   ASSERT_FALSE(outcome.has_value());
   EXPECT_EQ(outcome.error().sys_errno, EEXIST);
   EXPECT_EQ(elsewhere.names(), Names{});
 }
 
-TEST(SaveSession, FailsIfItsDirectoryWasDeleted) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("new");
-  auto opened = test::open_directory(directory);
-  std::filesystem::remove(directory.path());
+TEST_F(SaveSessionTest, FailsIfItsDirectoryWasDeleted) {
+  files_.add_file("new");
+  auto opened = test::open_directory(directory_);
+  std::filesystem::remove(directory_.path());
   const auto session =
-      SaveSession::start(context(), std::move(opened), files.jobs(), small_chunks()).value();
+      SaveSession::start(context(), std::move(opened), files_.jobs(), small_chunks()).value();
   wait_for_end(*session);
   const auto outcome = session->outcome();
   ASSERT_FALSE(outcome.has_value());
-  EXPECT_TRUE(is_system_error(outcome.error(), ENOENT, "open", directory.file("f0")));
+  EXPECT_TRUE(is_system_error(outcome.error(), ENOENT, "open", directory_.file("f0")));
 }
 
-TEST(SaveSession, WritesIntoTheOpenedDirectoryEvenIfItsPathIsReplaced) {
+TEST_F(SaveSessionTest, WritesIntoTheOpenedDirectoryEvenIfItsPathIsReplaced) {
   TempDir above;
   std::filesystem::create_directory(above.file("a"));
-  TempDir directory;
-  Files files(directory);
-  files.add_file("new");
+  files_.add_file("new");
   auto opened = os::Directory::open(above.file("a")).value();
   std::filesystem::rename(above.file("a"), above.file("moved"));
   std::filesystem::create_directory(above.file("a"));
   const auto session =
-      SaveSession::start(context(), std::move(opened), files.jobs(), small_chunks()).value();
+      SaveSession::start(context(), std::move(opened), files_.jobs(), small_chunks()).value();
   wait_for_end(*session);
   ASSERT_TRUE(ok(session->outcome()));
   EXPECT_EQ(above.names(), (Names{"a", "moved", "moved/f0"}));
 }
 
-TEST(SaveSession, AfterAFailureTheNextSaveSucceeds) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(50'000, 'x'));
+TEST_F(SaveSessionTest, AfterAFailureTheNextSaveSucceeds) {
+  files_.add_file(std::string(50'000, 'x'));
   {
     ScopedFaultHook hook(NthCallFails("pwrite", 2, EIO));
-    ASSERT_FALSE(run_save(directory, files.jobs(), one_small_chunk()).has_value());
+    ASSERT_FALSE(run_save(directory_, files_.jobs(), one_small_chunk()).has_value());
   }
-  ASSERT_TRUE(ok(run_save(directory, files.jobs(), one_small_chunk())));
-  files.expect_on_disk();
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), one_small_chunk())));
+  files_.expect_on_disk();
 }
 
 // --- cancellation ----------------------------------------------------------------------------
 
-TEST(SaveSession, EndsItsWritesAndLeavesNoFileWhenCancelled) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 10; ++i) files.add_file(std::string(50 * kPage, 'x'));
+TEST_F(SaveSessionTest, EndsItsWritesAndLeavesNoFileWhenCancelled) {
+  for (int i = 0; i < 10; ++i) files_.add_file(std::string(50 * kPage, 'x'));
   std::latch writing(1);
   std::latch cancelled(1);
   std::atomic<int> writes{0};
@@ -680,7 +572,7 @@ TEST(SaveSession, EndsItsWritesAndLeavesNoFileWhenCancelled) {
     }
     return 0;
   });
-  auto session = SaveSession::start(context(), test::open_directory(directory), files.jobs(),
+  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
                                     one_small_chunk());
   ASSERT_TRUE(ok(session));
   writing.wait();
@@ -688,47 +580,41 @@ TEST(SaveSession, EndsItsWritesAndLeavesNoFileWhenCancelled) {
   cancelled.count_down();
   wait_for_end(**session);
   EXPECT_TRUE(fails((*session)->outcome(), Errc::cancelled));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
   EXPECT_EQ(writes, 1) << "a chunk was filled after the cancellation";
 }
 
-TEST(SaveSession, SucceedsIfItIsCancelledAfterItsEnd) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
-  auto session =
-      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
+TEST_F(SaveSessionTest, SucceedsIfItIsCancelledAfterItsEnd) {
+  files_.add_file("hello");
+  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
+                                    small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   (*session)->cancel();
   EXPECT_TRUE(ok((*session)->outcome())) << "but the files are there";
-  files.expect_on_disk();
+  files_.expect_on_disk();
 }
 
-TEST(SaveSession, CanBeCancelledTwice) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
+TEST_F(SaveSessionTest, CanBeCancelledTwice) {
+  files_.add_file("hello");
   std::latch cancelled(1);
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "open") cancelled.wait();
     return 0;
   });
-  auto session =
-      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
+  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
+                                    small_chunks());
   ASSERT_TRUE(ok(session));
   (*session)->cancel();
   (*session)->cancel();
   cancelled.count_down();
   wait_for_end(**session);
   EXPECT_TRUE(fails((*session)->outcome(), Errc::cancelled));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
-TEST(SaveSession, ReportsAFailureThatPrecedesACancel) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(10 * kPage, 'x'));
+TEST_F(SaveSessionTest, ReportsAFailureThatPrecedesACancel) {
+  files_.add_file(std::string(10 * kPage, 'x'));
   std::latch failed(1);
   std::latch cancelled(1);
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
@@ -739,8 +625,8 @@ TEST(SaveSession, ReportsAFailureThatPrecedesACancel) {
     }
     return 0;
   });
-  auto session =
-      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
+  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
+                                    small_chunks());
   ASSERT_TRUE(ok(session));
   failed.wait();
   (*session)->cancel();
@@ -752,22 +638,20 @@ TEST(SaveSession, ReportsAFailureThatPrecedesACancel) {
 
 // --- devices ---------------------------------------------------------------------------------
 
-TEST(SaveSession, FailsForDeviceSourcesWithoutDeviceSupport) {
+TEST_F(SaveSessionTest, FailsForDeviceSourcesWithoutDeviceSupport) {
   test::NoDevice none;
-  TempDir directory;
   staging::Source source;
   source.bytes = 10;
   source.device = 0;
   std::vector<FileJob> jobs(1);
   jobs[0].name = "f0";
   jobs[0].image.add_bytes(source);
-  EXPECT_TRUE(fails(run_save(directory, std::move(jobs), small_chunks()), Errc::invalid_argument));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_TRUE(fails(run_save(directory_, std::move(jobs), small_chunks()), Errc::invalid_argument));
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
 TEST_P(SaveSessionModes, DeviceTensorsReachTheDisk) {
   Random random(9);
-  SCOPED_TRACE(random.seed_text());
   FakeDevice device;
   for (int file = 0; file < 4; ++file) {
     files_.begin_file();
@@ -783,10 +667,8 @@ TEST_P(SaveSessionModes, DeviceTensorsReachTheDisk) {
   EXPECT_GT(device.pins(), 0);
 }
 
-TEST(SaveSession, DeviceTensorsOfSeveralFilesAreCopiedAtTheSameTime) {
+TEST_F(SaveSessionTest, DeviceTensorsOfSeveralFilesAreCopiedAtTheSameTime) {
   FakeDevice device;
-  TempDir directory;
-  Files files(directory);
   std::latch both(2);
   device.on_copy([&](const auto&, std::uint64_t offset) -> Result<> {
     if (offset == 0) both.arrive_and_wait();
@@ -794,35 +676,31 @@ TEST(SaveSession, DeviceTensorsOfSeveralFilesAreCopiedAtTheSameTime) {
   });
   for (const char letter : {'a', 'b'}) {
     const std::string payload(20'000, letter);
-    files.begin_file();
-    files.add_tensor_at(device.upload(payload), payload);
+    files_.begin_file();
+    files_.add_tensor_at(device.upload(payload), payload);
   }
-  ASSERT_TRUE(ok(run_save(directory, files.jobs(), small_chunks())));
-  files.expect_on_disk();
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), small_chunks())));
+  files_.expect_on_disk();
 }
 
-TEST(SaveSession, AFailedDeviceCopyFailsTheSave) {
+TEST_F(SaveSessionTest, AFailedDeviceCopyFailsTheSave) {
   FakeDevice device;
-  TempDir directory;
-  Files files(directory);
   device.on_copy([&](const auto&, std::uint64_t offset) -> Result<> {
     if (offset == 0) return {};
     return format_error(Errc::system, "the device fell off the bus");
   });
   const std::string payload(20'000, 'x');
-  files.begin_file();
-  files.add_tensor_at(device.upload(payload), payload);
-  files.add_file("another");
-  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  files_.begin_file();
+  files_.add_tensor_at(device.upload(payload), payload);
+  files_.add_file("another");
+  const auto outcome = run_save(directory_, files_.jobs(), small_chunks());
   ASSERT_FALSE(outcome.has_value());
   EXPECT_EQ(outcome.error().detail, "the device fell off the bus");
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
-TEST(SaveSession, WaitsForItsWritesAndLeavesNoFileOnAnException) {
+TEST_F(SaveSessionTest, WaitsForItsWritesAndLeavesNoFileOnAnException) {
   FakeDevice device;
-  TempDir directory;
-  Files files(directory);
   std::latch thrown(1);
   device.on_copy([&](const auto&, std::uint64_t offset) -> Result<> {
     if (offset == 0) return {};
@@ -835,29 +713,27 @@ TEST(SaveSession, WaitsForItsWritesAndLeavesNoFileOnAnException) {
     return 0;
   });
   const std::string payload(20'000, 'x');
-  files.begin_file();
-  files.add_tensor_at(device.upload(payload), payload);
-  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  files_.begin_file();
+  files_.add_tensor_at(device.upload(payload), payload);
+  const auto outcome = run_save(directory_, files_.jobs(), small_chunks());
   ASSERT_FALSE(outcome);
   EXPECT_TRUE(is_system_error(outcome.error(), ENOMEM, "save", ""));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
-TEST(SaveSession, ReleasesTheChunkOfAFileWithAnException) {
+TEST_F(SaveSessionTest, ReleasesTheChunkOfAFileWithAnException) {
   FakeDevice device;
-  TempDir directory;
-  Files files(directory);
   device.on_copy([](const auto&, auto) -> Result<> { throw std::bad_alloc(); });
   for (int i = 0; i < 4; ++i) {
-    files.begin_file();
-    files.add_tensor_at(device.upload("hello"), "hello");
+    files_.begin_file();
+    files_.add_tensor_at(device.upload("hello"), "hello");
   }
-  EXPECT_TRUE(fails(run_save(directory, files.jobs(), one_small_chunk()), Errc::system));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_TRUE(fails(run_save(directory_, files_.jobs(), one_small_chunk()), Errc::system));
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
 // As if an allocation failed during the operation, in any thread.
-TEST(SaveSession, EndsAndLeavesNoFileOnAnExceptionInAnyOperation) {
+TEST_F(SaveSessionTest, EndsAndLeavesNoFileOnAnExceptionInAnyOperation) {
   for (const std::string operation : {"open", "fstat", "fallocate", "pwrite", "fsync", "mmap"}) {
     for (std::size_t n = 1; n <= 3; ++n) {
       context().chunks.trim(0);

@@ -24,20 +24,7 @@ namespace {
 
 using os::ScopedFaultHook;
 using staging::ChunkPool;
-using test::add_assorted_files;
-using test::CallCounter;
-using test::fails;
-using test::Files;
-using test::Gate;
-using test::HeldOperation;
-using test::is_system_error;
-using test::kPage;
-using test::NthCallFails;
-using test::ok;
-using test::Random;
-using test::run_save;
-using test::TempDir;
-using test::wait_for_end;
+using namespace test;
 
 using Names = std::vector<std::string>;
 
@@ -92,39 +79,35 @@ class Seen {
 
 // --- the sources ------------------------------------------------------------------------------
 
-TEST(Snapshot, IsStagedBeforeAnyWriteIsDone) {
+using SnapshotTest = FilesTest;
+
+TEST_F(SnapshotTest, IsStagedBeforeAnyWriteIsDone) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 5);
+  add_assorted_files(files_, random, 5);
   HeldOperation writes("pwrite");
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   EXPECT_TRUE(session->wait_staged(kLongest));
   EXPECT_FALSE(session->wait_for(kAtOnce));
-  EXPECT_EQ(session->progress().bytes_staged, files.bytes());
+  EXPECT_EQ(session->progress().bytes_staged, files_.bytes());
   EXPECT_EQ(session->progress().bytes_written, 0);
   writes.open();
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
 }
 
-TEST(Snapshot, NeedsNoSourceOnceItIsStaged) {
+TEST_F(SnapshotTest, NeedsNoSourceOnceItIsStaged) {
   Random random(2);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 5);
-  files.begin_file();
-  files.add_transposed(random.bytes(120 * 70), 120, 70);
+  add_assorted_files(files_, random, 5);
+  files_.begin_file();
+  files_.add_transposed(random.bytes(120 * 70), 120, 70);
   HeldOperation writes("pwrite");
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   ASSERT_TRUE(session->wait_staged(kLongest));
-  files.destroy_sources();
+  files_.destroy_sources();
   writes.open();
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
 }
 
-TEST(Snapshot, WithoutFilesIsStagedAndEndsAtOnce) {
+TEST_F(SnapshotTest, WithoutFilesIsStagedAndEndsAtOnce) {
   TempDir directory;
   const Files files(directory);
   const auto session = start(directory, files, snapshot());
@@ -134,20 +117,17 @@ TEST(Snapshot, WithoutFilesIsStagedAndEndsAtOnce) {
   EXPECT_TRUE(ok(session->outcome()));
 }
 
-TEST(Snapshot, OfHostMemoryIsSubmittedToo) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
-  const auto session = start(directory, files, snapshot());
+TEST_F(SnapshotTest, OfHostMemoryIsSubmittedToo) {
+  files_.add_file("hello");
+  const auto session = start(directory_, files_, snapshot());
   EXPECT_TRUE(session->wait_submitted(kLongest));
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
 }
 
 // --- the files --------------------------------------------------------------------------------
 
-TEST(Snapshot, WritesTheSameFilesAsASaveInTheForeground) {
+TEST_F(SnapshotTest, WritesTheSameFilesAsASaveInTheForeground) {
   Random random(3);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 60; ++round) {
     TempDir foreground;
     TempDir background;
@@ -176,11 +156,7 @@ TEST(Snapshot, WritesTheSameFilesAsASaveInTheForeground) {
   }
 }
 
-class SnapshotModes : public ::testing::TestWithParam<DirectIo> {
- protected:
-  TempDir directory_;
-  Files files_{directory_};
-};
+class SnapshotModes : public FilesTest, public ::testing::WithParamInterface<DirectIo> {};
 
 TEST_P(SnapshotModes, EmptyFilesAndPayloadsAreCreated) {
   files_.begin_file();
@@ -195,7 +171,6 @@ TEST_P(SnapshotModes, EmptyFilesAndPayloadsAreCreated) {
 
 TEST_P(SnapshotModes, FilesLargerThanTheDirectThresholdAreExact) {
   Random random(4);
-  SCOPED_TRACE(random.seed_text());
   files_.begin_file();
   files_.add_tensor(random.bytes((2 << 20) + 12345));
   files_.add_tensor(random.bytes(100));
@@ -207,7 +182,6 @@ TEST_P(SnapshotModes, FilesLargerThanTheDirectThresholdAreExact) {
 
 TEST_P(SnapshotModes, MoreFilesThanAreWrittenAtOnceAreExact) {
   Random random(5);
-  SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 20);
   SaveOptions options = snapshot();
   options.parallel_files = 3;
@@ -217,7 +191,6 @@ TEST_P(SnapshotModes, MoreFilesThanAreWrittenAtOnceAreExact) {
 
 TEST_P(SnapshotModes, OneChunkSufficesForManyFiles) {
   Random random(6);
-  SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 40);
   SaveOptions options = snapshot(kPage, kPage);
   options.direct_io = GetParam();
@@ -226,7 +199,6 @@ TEST_P(SnapshotModes, OneChunkSufficesForManyFiles) {
 
 TEST_P(SnapshotModes, ABudgetBelowOneChunkUsesASmallerChunk) {
   Random random(7);
-  SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 6);
   context().chunks.trim(0);
   SaveOptions options = snapshot(std::size_t{4} << 20, kPage + 1);
@@ -238,38 +210,33 @@ TEST_P(SnapshotModes, ABudgetBelowOneChunkUsesASmallerChunk) {
 
 INSTANTIATE_TEST_SUITE_P(AllModes, SnapshotModes, test::all_direct_io(), test::direct_io_name);
 
-TEST(Snapshot, ReturnsTheChecksumOfEachPayload) {
+TEST_F(SnapshotTest, ReturnsTheChecksumOfEachPayload) {
   Random random(8);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 5);
-  files.begin_file();
-  files.add_transposed(random.bytes(90 * 110), 90, 110);
-  const auto session = start(directory, files, snapshot());
+  add_assorted_files(files_, random, 5);
+  files_.begin_file();
+  files_.add_transposed(random.bytes(90 * 110), 90, 110);
+  const auto session = start(directory_, files_, snapshot());
   wait_for_end(*session);
   ASSERT_TRUE(ok(session->outcome()));
   for (std::size_t i = 0; i < 6; ++i) {
-    files.expect_result(*session, i);
+    files_.expect_result(*session, i);
   }
 }
 
 // --- waves ------------------------------------------------------------------------------------
 
-TEST(Snapshot, LargerThanItsBudgetIsStagedOnlyAfterWrites) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(10 * kPage, 'x'));
+TEST_F(SnapshotTest, LargerThanItsBudgetIsStagedOnlyAfterWrites) {
+  files_.add_file(std::string(10 * kPage, 'x'));
   context().chunks.trim(0);
   HeldOperation writes("pwrite");
   SaveOptions options = snapshot(kPage, 3 * kPage);
   options.trace = true;
-  const auto session = start(directory, files, options);
+  const auto session = start(directory_, files_, options);
   writes.wait_until_held();
   EXPECT_FALSE(session->wait_staged(kAtOnce));
   EXPECT_LE(session->progress().bytes_staged, 3 * kPage);
   writes.open();
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
   const std::int64_t staged_ns = session->timing().staged_ns;
   std::size_t ended_before = 0;
   for (const TraceEvent& event : session->timing().events()) {
@@ -278,35 +245,30 @@ TEST(Snapshot, LargerThanItsBudgetIsStagedOnlyAfterWrites) {
   EXPECT_GE(ended_before, 7) << "each of three chunks was filled anew after its write";
 }
 
-TEST(Snapshot, StaysWithinItsBudget) {
+TEST_F(SnapshotTest, StaysWithinItsBudget) {
   Random random(9);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 10; ++i) files.add_file(random.bytes(100'000));
+  for (int i = 0; i < 10; ++i) files_.add_file(random.bytes(100'000));
   context().chunks.trim(0);
   const SaveOptions options = snapshot(2 * kPage, 10 * kPage + 1000);
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  expect_saved(*start(directory, files, options), files);
+  expect_saved(*start(directory_, files_, options), files_);
   context().executor.join();
   EXPECT_LE(counter.calls("mmap"), 5);
   EXPECT_LE(context().chunks.idle_bytes(), options.max_host_bytes);
 }
 
-TEST(Snapshot, WithoutABudgetAllocatesNoMoreThanTheSizeOfItsState) {
-  TempDir directory;
-  Files files(directory);
+TEST_F(SnapshotTest, WithoutABudgetAllocatesNoMoreThanTheSizeOfItsState) {
   for (const std::size_t bytes : {std::size_t{1}, kPage, 3 * kPage + 1}) {
-    files.add_file(std::string(bytes, 'x'));
+    files_.add_file(std::string(bytes, 'x'));
   }
   context().chunks.trim(0);
-  expect_saved(*start(directory, files, snapshot()), files);
+  expect_saved(*start(directory_, files_, snapshot()), files_);
   context().executor.join();
-  EXPECT_LE(context().chunks.idle_bytes(), files.chunks(kPage) * kPage);
+  EXPECT_LE(context().chunks.idle_bytes(), files_.chunks(kPage) * kPage);
 }
 
-TEST(Snapshot, StaysWithinItsBudgetAfterALargerOne) {
+TEST_F(SnapshotTest, StaysWithinItsBudgetAfterALargerOne) {
   TempDir first;
   Files large(first);
   large.add_file(std::string(1 << 20, 'x'));
@@ -329,7 +291,7 @@ TEST(Snapshot, StaysWithinItsBudgetAfterALargerOne) {
 
 // --- memory -----------------------------------------------------------------------------------
 
-TEST(Snapshot, ReusesTheChunksOfAnEarlierOne) {
+TEST_F(SnapshotTest, ReusesTheChunksOfAnEarlierOne) {
   TempDir first;
   Files files(first);
   files.add_file(std::string(100'000, 'x'));
@@ -352,37 +314,30 @@ TEST(Snapshot, ReusesTheChunksOfAnEarlierOne) {
   files.expect_in(second);
 }
 
-TEST(Snapshot, IsStagedThroughAnIdleChunkWhileOthersAreAllocated) {
+TEST_F(SnapshotTest, IsStagedThroughAnIdleChunkWhileOthersAreAllocated) {
   Random random(10);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 6);
+  add_assorted_files(files_, random, 6);
   context().chunks.trim(0);
   HeldOperation more("mmap", 2);
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   EXPECT_TRUE(session->wait_staged(kLongest));
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
 }
 
-TEST(Snapshot, StaysWithinItsBudgetIfItEndsBeforeItsMemoryIsAllocated) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 3; ++i) files.add_file(std::string(20 * kPage, 'x'));
+TEST_F(SnapshotTest, StaysWithinItsBudgetIfItEndsBeforeItsMemoryIsAllocated) {
+  for (int i = 0; i < 3; ++i) files_.add_file(std::string(20 * kPage, 'x'));
   context().chunks.trim(0);
   {
     HeldOperation more("mmap", 2);
-    expect_saved(*start(directory, files, snapshot(kPage, 10 * kPage)), files);
+    expect_saved(*start(directory_, files_, snapshot(kPage, 10 * kPage)), files_);
     EXPECT_EQ(context().chunks.idle_bytes(), kPage) << "the one that all went through";
   }
   context().executor.join();
   EXPECT_LE(context().chunks.idle_bytes(), 10 * kPage);
 }
 
-TEST(Snapshot, AllocatesUnneededMemoryAtLowPriority) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(5 * kPage, 'x'));
+TEST_F(SnapshotTest, AllocatesUnneededMemoryAtLowPriority) {
+  files_.add_file(std::string(5 * kPage, 'x'));
   context().chunks.trim(0);
   Gate first_write;
   Gate second_chunk;
@@ -408,10 +363,10 @@ TEST(Snapshot, AllocatesUnneededMemoryAtLowPriority) {
           if (operation == "pwrite" && ++writes == 5) last();
           return 0;
         });
-    const auto session = start(directory, files, snapshot());
+    const auto session = start(directory_, files_, snapshot());
     EXPECT_TRUE(session->wait_staged(kLongest));
     second_chunk.open();
-    expect_saved(*session, files);
+    expect_saved(*session, files_);
   }
   const int loud = nice_now();
   EXPECT_EQ(nice.values(), (std::vector<int>{loud, loud, 19, 19, 19}));
@@ -419,10 +374,8 @@ TEST(Snapshot, AllocatesUnneededMemoryAtLowPriority) {
   EXPECT_EQ(context().chunks.idle_bytes(), 5 * kPage);
 }
 
-TEST(Snapshot, DoesNotFailForMemoryThatOnlyTheNextSaveNeeds) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(5 * kPage, 'x'));
+TEST_F(SnapshotTest, DoesNotFailForMemoryThatOnlyTheNextSaveNeeds) {
+  files_.add_file(std::string(5 * kPage, 'x'));
   context().chunks.trim(0);
   Gate second_chunk;
   Gate last_write;
@@ -440,15 +393,14 @@ TEST(Snapshot, DoesNotFailForMemoryThatOnlyTheNextSaveNeeds) {
     if (operation == "pwrite" && ++writes == 5) last();
     return 0;
   });
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   EXPECT_TRUE(session->wait_staged(kLongest));
   second_chunk.open();
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
 }
 
-TEST(Snapshot, SeveralAtOnceAreIndependent) {
+TEST_F(SnapshotTest, SeveralAtOnceAreIndependent) {
   Random random(11);
-  SCOPED_TRACE(random.seed_text());
   std::deque<TempDir> directories(4);
   std::deque<Files> files;
   std::vector<std::shared_ptr<SaveSession>> sessions;
@@ -461,59 +413,23 @@ TEST(Snapshot, SeveralAtOnceAreIndependent) {
 
 // --- faults -----------------------------------------------------------------------------------
 
-struct Fault {
-  std::string operation;
-  int sys_errno;
-};
+using SnapshotFaults = SaveFaults;
 
-// For GoogleTest's messages.
-void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.operation; }
-
-class SnapshotFaults : public ::testing::TestWithParam<Fault> {
- protected:
-  void add_files(Files& files) {
-    files.begin_file();
-    files.add_bytes(std::string(3 * kPage + 5, 'a'));
-    files.add_tensor(std::string(kPage, 'b'));
-    files.add_file(std::string(100, 'c'));
-    files.add_file(std::string(2 * kPage, 'd'));
-  }
-  static SaveOptions options(std::size_t max_host_bytes) {
-    SaveOptions options = snapshot(2 * kPage, max_host_bytes);
-    options.direct_io = DirectIo::on;  // so that ftruncate is among the calls
-    return options;
-  }
-};
+SaveOptions fault_options(std::size_t max_host_bytes) {
+  SaveOptions options = snapshot(2 * kPage, max_host_bytes);
+  options.direct_io = DirectIo::on;  // so that ftruncate is among the calls
+  return options;
+}
 
 TEST_P(SnapshotFaults, InAnySystemCallFailTheSaveEndItsStagingAndLeaveNoFile) {
   for (const std::size_t budget : {std::size_t{0}, 2 * kPage}) {
-    for (std::size_t n = 1;; ++n) {
-      TempDir directory;
-      Files files(directory);
-      add_files(files);
-      context().chunks.trim(0);
-      const NthCallFails fault(GetParam().operation, n, GetParam().sys_errno);
-      Result<> outcome;
-      {
-        ScopedFaultHook hook(fault);
-        const auto session = start(directory, files, options(budget));
-        EXPECT_TRUE(session->wait_submitted(kLongest));
-        EXPECT_TRUE(session->wait_staged(kLongest));
-        wait_for_end(*session);
-        outcome = session->outcome();
-      }
-      if (!fault.hit()) {
-        ASSERT_TRUE(ok(outcome)) << "no fault in a save with fewer than " << n << " calls";
-        files.expect_on_disk();
-        EXPECT_GT(n, 1) << "never called";
-        break;
-      }
-      ASSERT_FALSE(outcome.has_value()) << "call " << n;
-      ASSERT_TRUE(is_system_error(outcome.error(), GetParam().sys_errno, GetParam().operation,
-                                  fault.path()))
-          << "call " << n;
-      ASSERT_EQ(directory.names(), Names{}) << "call " << n;
-    }
+    fail_each_call([&](const TempDir& directory, const Files& files) {
+      const auto session = start(directory, files, fault_options(budget));
+      EXPECT_TRUE(session->wait_submitted(kLongest));
+      EXPECT_TRUE(session->wait_staged(kLongest));
+      wait_for_end(*session);
+      return session->outcome();
+    });
   }
 }
 
@@ -524,7 +440,7 @@ TEST_P(SnapshotFaults, AfterStagingFailTheSaveToo) {
   HeldOperation opens("open", 1, [](std::string_view operation, std::string_view) {
     return operation == GetParam().operation ? GetParam().sys_errno : 0;
   });
-  const auto session = start(directory, files, options(0));
+  const auto session = start(directory, files, fault_options(0));
   ASSERT_TRUE(session->wait_staged(kLongest));
   files.destroy_sources();
   opens.open();
@@ -539,38 +455,33 @@ INSTANTIATE_TEST_SUITE_P(Operations, SnapshotFaults,
                                            Fault{"fallocate", ENOSPC}, Fault{"ftruncate", EIO},
                                            Fault{"fsync", EIO}, Fault{"close", EDQUOT},
                                            Fault{"fsync_directory", EIO}),
-                         [](const auto& fault) { return fault.param.operation; });
+                         SaveFaults::name);
 
-TEST(Snapshot, FailsAndEndsItsStagingWithoutMemory) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
+TEST_F(SnapshotTest, FailsAndEndsItsStagingWithoutMemory) {
+  for (int i = 0; i < 5; ++i) files_.add_file(std::string(10 * kPage, 'x'));
   context().chunks.trim(0);
   ScopedFaultHook hook([](std::string_view operation, std::string_view) {
     return operation == "mmap" ? ENOMEM : 0;
   });
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   EXPECT_TRUE(session->wait_staged(kLongest));
   wait_for_end(*session);
   ASSERT_FALSE(session->outcome().has_value());
   EXPECT_TRUE(is_system_error(session->outcome().error(), ENOMEM, "mmap", ""));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
-TEST(Snapshot, SucceedsAfterAnEarlierFailure) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(50'000, 'x'));
+TEST_F(SnapshotTest, SucceedsAfterAnEarlierFailure) {
+  files_.add_file(std::string(50'000, 'x'));
   {
     ScopedFaultHook hook(NthCallFails("pwrite", 2, EIO));
-    ASSERT_FALSE(run_save(directory, files.jobs(), snapshot()).has_value());
+    ASSERT_FALSE(run_save(directory_, files_.jobs(), snapshot()).has_value());
   }
-  expect_saved(*start(directory, files, snapshot()), files);
+  expect_saved(*start(directory_, files_, snapshot()), files_);
 }
 
-TEST(Snapshot, LeavesAllFilesOrNoneOnAnyFailure) {
+TEST_F(SnapshotTest, LeavesAllFilesOrNoneOnAnyFailure) {
   Random random(12);
-  SCOPED_TRACE(random.seed_text());
   const std::vector<std::string> operations{"open", "pwrite", "fsync", "mmap", "fallocate"};
   for (int round = 0; round < 100; ++round) {
     TempDir directory;
@@ -596,13 +507,11 @@ TEST(Snapshot, LeavesAllFilesOrNoneOnAnyFailure) {
 
 // --- cancellation -----------------------------------------------------------------------------
 
-TEST(Snapshot, EndsItsStagingAndLeavesNoFileWhenCancelledWhileStaging) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
+TEST_F(SnapshotTest, EndsItsStagingAndLeavesNoFileWhenCancelledWhileStaging) {
+  for (int i = 0; i < 5; ++i) files_.add_file(std::string(10 * kPage, 'x'));
   // Staging waits for the only chunk, which is being written.
   HeldOperation writes("pwrite");
-  const auto session = start(directory, files, snapshot(kPage, kPage));
+  const auto session = start(directory_, files_, snapshot(kPage, kPage));
   writes.wait_until_held();
   session->cancel();
   EXPECT_FALSE(session->wait_for(kAtOnce)) << "a write is under way";
@@ -610,32 +519,28 @@ TEST(Snapshot, EndsItsStagingAndLeavesNoFileWhenCancelledWhileStaging) {
   EXPECT_TRUE(session->wait_staged(kLongest));
   wait_for_end(*session);
   EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
   EXPECT_EQ(writes.held(), 1) << "a chunk was filled after the cancellation";
 }
 
-TEST(Snapshot, EndsItsStagingAndLeavesNoFileWhenCancelledBeforeItHasMemory) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
+TEST_F(SnapshotTest, EndsItsStagingAndLeavesNoFileWhenCancelledBeforeItHasMemory) {
+  for (int i = 0; i < 5; ++i) files_.add_file(std::string(10 * kPage, 'x'));
   context().chunks.trim(0);
   HeldOperation memory("mmap");
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   memory.wait_until_held();
   session->cancel();
   memory.open();
   EXPECT_TRUE(session->wait_staged(kLongest));
   wait_for_end(*session);
   EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
 }
 
-TEST(Snapshot, EndsItsWritesAndLeavesNoFileWhenCancelledWhileWriting) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
+TEST_F(SnapshotTest, EndsItsWritesAndLeavesNoFileWhenCancelledWhileWriting) {
+  for (int i = 0; i < 5; ++i) files_.add_file(std::string(10 * kPage, 'x'));
   HeldOperation writes("pwrite");
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   ASSERT_TRUE(session->wait_staged(kLongest));
   writes.wait_until_held();
   session->cancel();
@@ -643,24 +548,21 @@ TEST(Snapshot, EndsItsWritesAndLeavesNoFileWhenCancelledWhileWriting) {
   writes.open();
   wait_for_end(*session);
   EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
   EXPECT_LE(writes.held(), 2 * 5) << "more than was under way";
 }
 
-TEST(Snapshot, SucceedsIfItIsCancelledAfterItsEnd) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
-  const auto session = start(directory, files, snapshot());
+TEST_F(SnapshotTest, SucceedsIfItIsCancelledAfterItsEnd) {
+  files_.add_file("hello");
+  const auto session = start(directory_, files_, snapshot());
   wait_for_end(*session);
   session->cancel();
   EXPECT_TRUE(ok(session->outcome()));
-  files.expect_on_disk();
+  files_.expect_on_disk();
 }
 
-TEST(Snapshot, LeavesAllFilesOrNoneWhenCancelledAtAnyTime) {
+TEST_F(SnapshotTest, LeavesAllFilesOrNoneWhenCancelledAtAnyTime) {
   Random random(13);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 60; ++round) {
     TempDir directory;
     Files files(directory);
@@ -685,28 +587,22 @@ TEST(Snapshot, LeavesAllFilesOrNoneWhenCancelledAtAnyTime) {
 
 // --- progress and timing ----------------------------------------------------------------------
 
-TEST(Snapshot, ProgressReachesThePlannedBytes) {
+TEST_F(SnapshotTest, ProgressReachesThePlannedBytes) {
   Random random(14);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 5);
-  const auto session = start(directory, files, snapshot());
-  EXPECT_EQ(session->progress().bytes_planned, files.bytes());
+  add_assorted_files(files_, random, 5);
+  const auto session = start(directory_, files_, snapshot());
+  EXPECT_EQ(session->progress().bytes_planned, files_.bytes());
   EXPECT_EQ(session->progress().files_planned, 5);
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
   const SaveProgress end = session->progress();
-  EXPECT_EQ(end.bytes_staged, files.bytes());
-  EXPECT_EQ(end.bytes_written, files.bytes());
+  EXPECT_EQ(end.bytes_staged, files_.bytes());
+  EXPECT_EQ(end.bytes_written, files_.bytes());
   EXPECT_EQ(end.files_done, 5);
 }
 
-TEST(Snapshot, ProgressNeverExceedsTheBytesThatWereWritten) {
+TEST_F(SnapshotTest, ProgressNeverExceedsTheBytesThatWereWritten) {
   Random random(15);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 8);
+  add_assorted_files(files_, random, 8);
   std::atomic<SaveSession*> running{nullptr};
   HeldOperation writes("pwrite", 1, [&](std::string_view, std::string_view) {
     const SaveSession* const session = running;
@@ -720,20 +616,18 @@ TEST(Snapshot, ProgressNeverExceedsTheBytesThatWereWritten) {
     EXPECT_LE(session->progress().files_done, 8);
     return 0;
   });
-  const auto session = start(directory, files, snapshot(kPage, 3 * kPage));
+  const auto session = start(directory_, files_, snapshot(kPage, 3 * kPage));
   running = session.get();
   writes.open();
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
 }
 
-TEST(Snapshot, TracesTheWorkForEachFile) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 3; ++i) files.add_file(std::string(3 * kPage + 7, 'x'));
+TEST_F(SnapshotTest, TracesTheWorkForEachFile) {
+  for (int i = 0; i < 3; ++i) files_.add_file(std::string(3 * kPage + 7, 'x'));
   SaveOptions options = snapshot();
   options.trace = true;
-  const auto session = start(directory, files, options);
-  expect_saved(*session, files);
+  const auto session = start(directory_, files_, options);
+  expect_saved(*session, files_);
   const Timing& timing = session->timing();
   std::vector<std::vector<int>> events(3, std::vector<int>(kActivities, 0));
   for (const TraceEvent& event : timing.events()) {
@@ -752,67 +646,57 @@ TEST(Snapshot, TracesTheWorkForEachFile) {
   EXPECT_EQ(events[2], (std::vector<int>{4, 4, 4, 1}));
 }
 
-TEST(Snapshot, RecordsNoEventsWithoutATrace) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
-  const auto session = start(directory, files, snapshot());
-  expect_saved(*session, files);
+TEST_F(SnapshotTest, RecordsNoEventsWithoutATrace) {
+  files_.add_file("hello");
+  const auto session = start(directory_, files_, snapshot());
+  expect_saved(*session, files_);
   EXPECT_TRUE(session->timing().events().empty());
 }
 
-TEST(Snapshot, ReportsWhenItWasStagedAndWhenItEnded) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file("hello");
+TEST_F(SnapshotTest, ReportsWhenItWasStagedAndWhenItEnded) {
+  files_.add_file("hello");
   HeldOperation opens("open");
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   ASSERT_TRUE(session->wait_staged(kLongest));
   EXPECT_GT(session->timing().staged_ns, 0);
   EXPECT_EQ(session->timing().ended_ns, 0);
   opens.open();
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
   EXPECT_GT(session->timing().ended_ns, session->timing().staged_ns);
 }
 
 // --- threads ----------------------------------------------------------------------------------
 
-TEST(Snapshot, WritesAtLowPriorityAfterStaging) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 3; ++i) files.add_file(std::string(5 * kPage, 'x'));
+TEST_F(SnapshotTest, WritesAtLowPriorityAfterStaging) {
+  for (int i = 0; i < 3; ++i) files_.add_file(std::string(5 * kPage, 'x'));
   Seen<std::pair<int, bool>> threads;
   HeldOperation opens("open", 1, [&](std::string_view operation, std::string_view) {
     if (operation == "pwrite") threads.add({nice_now(), idle_io_now()});
     return 0;
   });
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   ASSERT_TRUE(session->wait_staged(kLongest));
   opens.open();
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
   EXPECT_EQ(threads.values(), (std::vector<std::pair<int, bool>>(15, {19, true})));
 }
 
-TEST(Snapshot, SyncsAtLowPriorityAfterStaging) {
-  TempDir directory;
-  Files files(directory);
-  for (int i = 0; i < 3; ++i) files.add_file(std::string(5 * kPage, 'x'));
+TEST_F(SnapshotTest, SyncsAtLowPriorityAfterStaging) {
+  for (int i = 0; i < 3; ++i) files_.add_file(std::string(5 * kPage, 'x'));
   Seen<int> nice;
   HeldOperation opens("open", 1, [&](std::string_view operation, std::string_view) {
     if (operation == "fsync") nice.add(nice_now());
     return 0;
   });
-  const auto session = start(directory, files, snapshot());
+  const auto session = start(directory_, files_, snapshot());
   ASSERT_TRUE(session->wait_staged(kLongest));
   opens.open();
-  expect_saved(*session, files);
+  expect_saved(*session, files_);
   EXPECT_EQ(nice.values(), (std::vector<int>(3, 19)));
 }
 
-TEST(Snapshot, WritesAtNormalPriorityWhileStagingWaits) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(5 * kPage, 'x'));
+TEST_F(SnapshotTest, WritesAtNormalPriorityWhileStagingWaits) {
+  files_.add_file(std::string(5 * kPage, 'x'));
   Seen<int> nice;
   {
     ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
@@ -820,7 +704,7 @@ TEST(Snapshot, WritesAtNormalPriorityWhileStagingWaits) {
       return 0;
     });
     // With one chunk, four of the five writes end before the last chunk is staged.
-    expect_saved(*start(directory, files, snapshot(kPage, kPage)), files);
+    expect_saved(*start(directory_, files_, snapshot(kPage, kPage)), files_);
   }
   std::vector<int> seen = nice.values();
   ASSERT_EQ(seen.size(), 5);
@@ -828,21 +712,17 @@ TEST(Snapshot, WritesAtNormalPriorityWhileStagingWaits) {
   EXPECT_EQ(seen, (std::vector<int>(4, nice_now())));
 }
 
-TEST(Snapshot, CanBeWrittenByOneThread) {
+TEST_F(SnapshotTest, CanBeWrittenByOneThread) {
   Random random(16);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 8);
+  add_assorted_files(files_, random, 8);
   SaveOptions options = snapshot(kPage, 3 * kPage);
   options.writers.count = 1;
   options.stagers = {{5, false}, 1};
-  expect_saved(*start(directory, files, options), files);
+  expect_saved(*start(directory_, files_, options), files_);
 }
 
-TEST(Snapshot, EndsWhenTheExecutorIsJoined) {
+TEST_F(SnapshotTest, EndsWhenTheExecutorIsJoined) {
   Random random(17);
-  SCOPED_TRACE(random.seed_text());
   for (const std::size_t budget : {std::size_t{0}, kPage}) {
     for (const PoolSpec& stagers : {PoolSpec{}, PoolSpec{{3, false}, 2}}) {
       TempDir directory;
@@ -860,29 +740,24 @@ TEST(Snapshot, EndsWhenTheExecutorIsJoined) {
   }
 }
 
-TEST(Snapshot, EndsEvenIfNoCallerWaits) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(50'000, 'x'));
-  start(directory, files, snapshot());
+TEST_F(SnapshotTest, EndsEvenIfNoCallerWaits) {
+  files_.add_file(std::string(50'000, 'x'));
+  start(directory_, files_, snapshot());
   context().executor.join();
-  files.expect_on_disk();
+  files_.expect_on_disk();
 }
 
 // --- a limited bandwidth ----------------------------------------------------------------------
 
-TEST(Snapshot, WithALimitStartsNoWriteEarly) {
+TEST_F(SnapshotTest, WithALimitStartsNoWriteEarly) {
   Random random(18);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  files.add_file(random.bytes(3 * kPage));
-  files.add_file(random.bytes(3 * kPage));
+  files_.add_file(random.bytes(3 * kPage));
+  files_.add_file(random.bytes(3 * kPage));
   SaveOptions options = snapshot();
   options.trace = true;
   options.max_bytes_per_second = 100 * kPage;
-  const auto session = start(directory, files, options);
-  expect_saved(*session, files);
+  const auto session = start(directory_, files_, options);
+  expect_saved(*session, files_);
   std::vector<std::int64_t> begun;
   for (const TraceEvent& event : session->timing().events()) {
     if (event.activity == Activity::write) begun.push_back(event.begin_ns);
@@ -893,59 +768,50 @@ TEST(Snapshot, WithALimitStartsNoWriteEarly) {
   for (std::size_t i = 0; i < begun.size(); ++i) EXPECT_GE(begun[i], i * 10'000'000) << i;
 }
 
-TEST(Snapshot, WithALimitIsStagedBeforeItIsWritten) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(5 * kPage, 'x'));
+TEST_F(SnapshotTest, WithALimitIsStagedBeforeItIsWritten) {
+  files_.add_file(std::string(5 * kPage, 'x'));
   SaveOptions options = snapshot();
   options.max_bytes_per_second = 100 * kPage;
-  const auto session = start(directory, files, options);
+  const auto session = start(directory_, files_, options);
   ASSERT_TRUE(session->wait_staged(kLongest));
-  files.destroy_sources();
-  expect_saved(*session, files);
+  files_.destroy_sources();
+  expect_saved(*session, files_);
 }
 
-TEST(Snapshot, WithALimitEndsAtOnceWhenCancelled) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(5 * kPage, 'x'));
+TEST_F(SnapshotTest, WithALimitEndsAtOnceWhenCancelled) {
+  files_.add_file(std::string(5 * kPage, 'x'));
   HeldOperation writes("pwrite");
   SaveOptions options = snapshot();
   // The limit would delay the second chunk by more than an hour.
   options.max_bytes_per_second = 1;
-  const auto session = start(directory, files, options);
+  const auto session = start(directory_, files_, options);
   writes.wait_until_held();
   session->cancel();
   writes.open();
   wait_for_end(*session);
   EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
-  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(directory_.names(), Names{});
   EXPECT_EQ(writes.held(), 1);
 }
 
-TEST(Snapshot, WithALimitEndsAtOnceOnAFailure) {
-  TempDir directory;
-  Files files(directory);
-  files.add_file(std::string(5 * kPage, 'x'));
+TEST_F(SnapshotTest, WithALimitEndsAtOnceOnAFailure) {
+  files_.add_file(std::string(5 * kPage, 'x'));
   SaveOptions options = snapshot();
   options.max_bytes_per_second = 1;
   ScopedFaultHook hook(NthCallFails("pwrite", 1, ENOSPC));
-  const auto session = start(directory, files, options);
+  const auto session = start(directory_, files_, options);
   EXPECT_TRUE(session->wait_staged(kLongest));
   wait_for_end(*session);
   ASSERT_TRUE(fails(session->outcome(), Errc::system));
   EXPECT_EQ(session->outcome().error().sys_errno, ENOSPC);
 }
 
-TEST(Snapshot, WithALimitAndOneChunkEnds) {
+TEST_F(SnapshotTest, WithALimitAndOneChunkEnds) {
   Random random(19);
-  SCOPED_TRACE(random.seed_text());
-  TempDir directory;
-  Files files(directory);
-  add_assorted_files(files, random, 8);
+  add_assorted_files(files_, random, 8);
   SaveOptions options = snapshot(kPage, kPage);
   options.max_bytes_per_second = std::uint64_t{1} << 30;
-  expect_saved(*start(directory, files, options), files);
+  expect_saved(*start(directory_, files_, options), files_);
 }
 
 }  // namespace

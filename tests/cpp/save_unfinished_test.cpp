@@ -19,15 +19,7 @@ namespace torch_ckpt::engine {
 namespace {
 
 using os::ScopedFaultHook;
-using test::FakeDevice;
-using test::Files;
-using test::Gate;
-using test::HeldOperation;
-using test::kPage;
-using test::ok;
-using test::Random;
-using test::TempDir;
-using test::wait_for_end;
+using namespace test;
 
 SaveOptions in_pages(std::size_t parallel_files = 0) {
   SaveOptions options;
@@ -50,11 +42,7 @@ void expect_file(const FileProgress& found, std::size_t file, FilePhase phase,
   EXPECT_EQ(found.bytes, bytes);
 }
 
-class Unfinished : public ::testing::Test {
- protected:
-  TempDir directory_;
-  Files files_{directory_};
-};
+using Unfinished = FilesTest;
 
 TEST_F(Unfinished, IsEmptyAfterASaveHasEnded) {
   files_.add_file(std::string(3 * kPage, 'x'));
@@ -225,7 +213,6 @@ TEST_F(Unfinished, ContainsOnlyFilesThatHaveNotEnded) {
 
 TEST_F(Unfinished, CanBeQueriedByAnyThreadAtAnyTime) {
   Random random(21);
-  SCOPED_TRACE(random.seed_text());
   test::add_assorted_files(files_, random, 8);
   const auto session = start(directory_, files_, in_pages());
   std::atomic<bool> ended{false};

@@ -78,6 +78,12 @@ class TempDir {
   std::string path_;
 };
 
+// Fixture with a new directory.
+class DirectoryTest : public ::testing::Test {
+ protected:
+  TempDir directory_;
+};
+
 /// Opens the directory as a session does.
 os::Directory open_directory(const TempDir& directory);
 
@@ -90,21 +96,21 @@ void write_file(const std::string& path, std::string_view contents);
 std::span<const std::byte> bytes_of(std::string_view text);
 std::string_view text_of(std::span<const std::byte> bytes);
 
-// Deterministic random numbers. SCOPED_TRACE(random.seed_text()) prints the seed with a failure.
+// Deterministic random numbers. GoogleTest prints the seed with a failure.
 class Random {
  public:
-  explicit Random(std::uint64_t seed) : seed_(seed), engine_(seed) {}
+  explicit Random(std::uint64_t seed)
+      : engine_(seed), trace_(__FILE__, __LINE__, "seed " + std::to_string(seed)) {}
   /// Uniform in [low, high].
   std::uint64_t between(std::uint64_t low, std::uint64_t high);
   /// In [0, high]; small values are as likely as large ones.
   std::uint64_t any_scale(std::uint64_t high);
   bool coin() { return between(0, 1) == 1; }
   std::string bytes(std::size_t count);
-  std::string seed_text() const { return "seed " + std::to_string(seed_); }
 
  private:
-  std::uint64_t seed_;
   std::mt19937_64 engine_;
+  ::testing::ScopedTrace trace_;
 };
 
 // A fault hook that fails the n-th call (from 1) of one operation and no other call.

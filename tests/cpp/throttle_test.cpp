@@ -61,7 +61,6 @@ TEST(Throttle, SupportsLargeWritesAtSmallBandwidths) {
 
 TEST(Throttle, StaysBelowItsBandwidthForAnyWrites) {
   test::Random random(1);
-  SCOPED_TRACE(random.seed_text());
   constexpr std::uint64_t kBandwidth = 123'456'789;
   Throttle throttle(kBandwidth);
   struct Write {

@@ -10,11 +10,7 @@
 namespace torch_ckpt::format {
 namespace {
 
-using test::bytes_of;
-using test::Random;
-using test::row_major;
-using test::stock_records;
-using test::StockRecord;
+using namespace test;
 
 // A little-endian number of `count` bytes.
 std::uint64_t number(std::string_view bytes, std::size_t at, std::size_t count) {
@@ -85,7 +81,6 @@ INSTANTIATE_TEST_SUITE_P(Records, StockRecordBytes, ::testing::ValuesIn(stock_re
 
 TEST(TorchRecord, HasTheSizesOfItsLayout) {
   Random random(1);
-  SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 2000; ++round) {
     const Parts parts = parts_of(random.any_scale(std::uint64_t{1} << 45));
     ASSERT_EQ(parts.head.size(), parts.layout.head_bytes);
