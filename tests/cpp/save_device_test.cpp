@@ -66,8 +66,7 @@ class SaveFromDevice : public ::testing::TestWithParam<bool> {
     for (auto& chunk : chunks) context().chunks.give_back(std::move(chunk));
   }
   std::shared_ptr<SaveSession> start(const SaveOptions& with) {
-    return SaveSession::start(context(), test::open_directory(directory_), files_.jobs(), with)
-        .value();
+    return test::start(directory_, files_, with);
   }
   void expect_saved(SaveSession& session) {
     wait_for_end(session);
@@ -98,8 +97,7 @@ TEST_P(SaveFromDevice, WritesItsImagesWithAnyBudget) {
     with.chunk_bytes = kPage * random.between(1, 8);
     with.parallel_files = random.between(0, 3);
     with.direct_io = random.coin() ? DirectIo::on : DirectIo::off;
-    const auto session =
-        SaveSession::start(context(), test::open_directory(directory), files_.jobs(), with).value();
+    const auto session = test::start(directory, files_, with);
     wait_for_end(*session);
     EXPECT_TRUE(ok(session->outcome()));
     for (std::size_t i = 0; i < files_.jobs().size(); ++i) {
@@ -259,9 +257,7 @@ TEST_P(SaveFromDevice, FailsIfASubmissionFails) {
     files_ = Files(directory);
     add_file(std::string(5 * kPage, 'x'));
     files_.add_file("another");
-    const auto session =
-        SaveSession::start(context(), test::open_directory(directory), files_.jobs(), options())
-            .value();
+    const auto session = test::start(directory, files_, options());
     expect_failed(*session);
     EXPECT_EQ(session->outcome().error().detail, "the device fell off the bus");
     EXPECT_EQ(directory.names(), Names{});
@@ -319,8 +315,7 @@ std::size_t submissions_of(FakeDevice& device, Files& files, TempDir& directory,
   files.add_tensor_at(device.upload(payload), payload);
   const std::size_t before = device.submissions();
   with.chunk_bytes = 0;
-  const auto session =
-      SaveSession::start(context(), test::open_directory(directory), files.jobs(), with).value();
+  const auto session = test::start(directory, files, with);
   wait_for_end(*session);
   EXPECT_TRUE(ok(session->outcome()));
   return device.submissions() - before;
@@ -427,8 +422,7 @@ TEST_P(SaveFromDevice, LeavesAllFilesOrNoneWhenCancelledAtAnyTime) {
       if (++copies >= at && session != nullptr) session->cancel();
     });
     const SaveOptions with = options(random.coin() ? 0 : kPage * random.between(1, 5));
-    const auto session =
-        SaveSession::start(context(), test::open_directory(directory), files_.jobs(), with).value();
+    const auto session = test::start(directory, files_, with);
     running = session.get();
     EXPECT_TRUE(session->wait_staged(kLongest));
     wait_for_end(*session);

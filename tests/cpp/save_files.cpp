@@ -102,6 +102,12 @@ void Files::expect_in(const TempDir& directory) const {
   }
 }
 
+std::shared_ptr<engine::SaveSession> start(const TempDir& directory, const Files& files,
+                                           const engine::SaveOptions& options) {
+  return engine::SaveSession::start(context(), open_directory(directory), files.jobs(), options)
+      .value();
+}
+
 void add_assorted_files(Files& files, Random& random, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     files.begin_file();

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <ostream>
 #include <string>
 #include <string_view>
@@ -55,6 +56,10 @@ class Files {
   std::vector<std::string> expected_;
   std::vector<std::vector<std::uint32_t>> checksums_;
 };
+
+/// Starts a save of the files.
+std::shared_ptr<engine::SaveSession> start(const TempDir& directory, const Files& files,
+                                           const engine::SaveOptions& options);
 
 // Fixture with files in a new directory.
 class FilesTest : public DirectoryTest {

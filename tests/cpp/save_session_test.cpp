@@ -124,13 +124,11 @@ TEST_F(SaveSessionTest, ReturnsTheChecksumTableOfEachFile) {
   files_.add_bytes(random.bytes(100'000));
   files_.add_bytes("");
   files_.add_tensor(random.bytes(200'000));
-  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
-                                    small_chunks());
-  ASSERT_TRUE(ok(session));
-  wait_for_end(**session);
-  ASSERT_TRUE(ok((*session)->outcome()));
+  const auto session = start(directory_, files_, small_chunks());
+  wait_for_end(*session);
+  ASSERT_TRUE(ok(session->outcome()));
   for (std::size_t i = 0; i < 6; ++i) {
-    files_.expect_result(**session, i);
+    files_.expect_result(*session, i);
     const std::string table = files_.result(i).checksum_table;
     EXPECT_TRUE(ok(format::ChecksumTable::decode(test::bytes_of(table)))) << i;
   }
@@ -152,12 +150,10 @@ TEST_F(SaveSessionTest, ReturnsTheItemNumbersOfThePlan) {
 TEST_P(SaveSessionModes, ProgressReachesThePlannedBytes) {
   Random random(6);
   add_assorted_files(files_, random, 5);
-  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
-                                    small_chunks(GetParam()));
-  ASSERT_TRUE(ok(session));
-  EXPECT_EQ((*session)->progress().bytes_planned, files_.bytes());
-  wait_for_end(**session);
-  const SaveProgress end = (*session)->progress();
+  const auto session = start(directory_, files_, small_chunks(GetParam()));
+  EXPECT_EQ(session->progress().bytes_planned, files_.bytes());
+  wait_for_end(*session);
+  const SaveProgress end = session->progress();
   EXPECT_EQ(end.bytes_planned, files_.bytes());
   EXPECT_EQ(end.bytes_staged, files_.bytes());
   EXPECT_EQ(end.bytes_written, files_.bytes());
@@ -344,15 +340,13 @@ TEST_F(SaveSessionTest, AWaitThatTimesOutDoesNotEndIt) {
     if (operation == "pwrite") waited.wait();
     return 0;
   });
-  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
-                                    small_chunks());
-  ASSERT_TRUE(ok(session));
-  EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(0)));
-  EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(1)));
+  const auto session = start(directory_, files_, small_chunks());
+  EXPECT_FALSE(session->wait_for(std::chrono::milliseconds(0)));
+  EXPECT_FALSE(session->wait_for(std::chrono::milliseconds(1)));
   waited.count_down();
-  wait_for_end(**session);
-  EXPECT_TRUE((*session)->wait_for(std::chrono::milliseconds(0)));
-  EXPECT_TRUE(ok((*session)->outcome()));
+  wait_for_end(*session);
+  EXPECT_TRUE(session->wait_for(std::chrono::milliseconds(0)));
+  EXPECT_TRUE(ok(session->outcome()));
 }
 
 TEST_F(SaveSessionTest, EndsEvenIfNoCallerWaits) {
@@ -365,13 +359,11 @@ TEST_F(SaveSessionTest, EndsEvenIfNoCallerWaits) {
 
 TEST_F(SaveSessionTest, MayOutliveTheExecutor) {
   for (int i = 0; i < 5; ++i) files_.add_file(std::string(50'000, 'x'));
-  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
-                                    one_small_chunk());
-  ASSERT_TRUE(ok(session));
+  auto session = start(directory_, files_, one_small_chunk());
   context().executor.join();
-  wait_for_end(**session);
-  EXPECT_TRUE(ok((*session)->outcome()));
-  session->reset();
+  wait_for_end(*session);
+  EXPECT_TRUE(ok(session->outcome()));
+  session.reset();
   files_.expect_on_disk();
 }
 
@@ -572,26 +564,22 @@ TEST_F(SaveSessionTest, EndsItsWritesAndLeavesNoFileWhenCancelled) {
     }
     return 0;
   });
-  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
-                                    one_small_chunk());
-  ASSERT_TRUE(ok(session));
+  const auto session = start(directory_, files_, one_small_chunk());
   writing.wait();
-  (*session)->cancel();
+  session->cancel();
   cancelled.count_down();
-  wait_for_end(**session);
-  EXPECT_TRUE(fails((*session)->outcome(), Errc::cancelled));
+  wait_for_end(*session);
+  EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
   EXPECT_EQ(directory_.names(), Names{});
   EXPECT_EQ(writes, 1) << "a chunk was filled after the cancellation";
 }
 
 TEST_F(SaveSessionTest, SucceedsIfItIsCancelledAfterItsEnd) {
   files_.add_file("hello");
-  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
-                                    small_chunks());
-  ASSERT_TRUE(ok(session));
-  wait_for_end(**session);
-  (*session)->cancel();
-  EXPECT_TRUE(ok((*session)->outcome())) << "but the files are there";
+  const auto session = start(directory_, files_, small_chunks());
+  wait_for_end(*session);
+  session->cancel();
+  EXPECT_TRUE(ok(session->outcome())) << "but the files are there";
   files_.expect_on_disk();
 }
 
@@ -602,14 +590,12 @@ TEST_F(SaveSessionTest, CanBeCancelledTwice) {
     if (operation == "open") cancelled.wait();
     return 0;
   });
-  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
-                                    small_chunks());
-  ASSERT_TRUE(ok(session));
-  (*session)->cancel();
-  (*session)->cancel();
+  const auto session = start(directory_, files_, small_chunks());
+  session->cancel();
+  session->cancel();
   cancelled.count_down();
-  wait_for_end(**session);
-  EXPECT_TRUE(fails((*session)->outcome(), Errc::cancelled));
+  wait_for_end(*session);
+  EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
   EXPECT_EQ(directory_.names(), Names{});
 }
 
@@ -625,15 +611,13 @@ TEST_F(SaveSessionTest, ReportsAFailureThatPrecedesACancel) {
     }
     return 0;
   });
-  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
-                                    small_chunks());
-  ASSERT_TRUE(ok(session));
+  const auto session = start(directory_, files_, small_chunks());
   failed.wait();
-  (*session)->cancel();
+  session->cancel();
   cancelled.count_down();
-  wait_for_end(**session);
-  ASSERT_TRUE(fails((*session)->outcome(), Errc::system));
-  EXPECT_EQ((*session)->outcome().error().sys_errno, EIO);
+  wait_for_end(*session);
+  ASSERT_TRUE(fails(session->outcome(), Errc::system));
+  EXPECT_EQ(session->outcome().error().sys_errno, EIO);
 }
 
 // --- devices ---------------------------------------------------------------------------------

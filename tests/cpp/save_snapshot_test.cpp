@@ -43,12 +43,6 @@ SaveOptions snapshot(std::size_t chunk_bytes = kPage, std::size_t max_host_bytes
   return options;
 }
 
-std::shared_ptr<SaveSession> start(const TempDir& directory, const Files& files,
-                                   const SaveOptions& options) {
-  return SaveSession::start(context(), test::open_directory(directory), files.jobs(), options)
-      .value();
-}
-
 void expect_saved(SaveSession& session, const Files& files) {
   wait_for_end(session);
   EXPECT_TRUE(ok(session.outcome()));

@@ -28,12 +28,6 @@ SaveOptions in_pages(std::size_t parallel_files = 0) {
   return options;
 }
 
-std::shared_ptr<SaveSession> start(const TempDir& directory, const Files& files,
-                                   const SaveOptions& options) {
-  return SaveSession::start(context(), test::open_directory(directory), files.jobs(), options)
-      .value();
-}
-
 void expect_file(const FileProgress& found, std::size_t file, FilePhase phase,
                  std::uint64_t bytes_written, std::uint64_t bytes) {
   EXPECT_EQ(found.file, file);
