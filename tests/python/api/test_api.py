@@ -283,7 +283,7 @@ def test_the_returned_metadata_behaves_like_torchs(
     stored = read_metadata(tmp_path / "c")
     assert made == stored
     assert stored == returned
-    assert type(made) is Metadata
+    assert made.__class__ is Metadata
 
 
 def test_the_metadata_of_two_saves_differ(tmp_path: Path) -> None:
