@@ -180,3 +180,19 @@ def test_a_watch_of_the_program_is_used_and_left_open(make: Make) -> None:
         made = make(preemption_signals=(signal.SIGUSR2,))
         made.close()
         assert current_watch(None) is watch
+
+
+def test_a_manager_stops_at_its_next_step_after_the_program_has_reached_the_stop(
+    make: Make,
+) -> None:
+    with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.01):
+        made = make(interval=10**6, preemption_signals=(signal.SIGUSR1,))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        step = 1
+        while not multihost.reached_preemption_sync_point(step):
+            step += 1
+        made.save(step + 1, Training().state)
+        assert made.should_stop
+        finish(made)
+        assert made.all_steps() == [step + 1]
+        made.close()
