@@ -42,7 +42,7 @@ class Schedule:
     Args:
         group: the ranks; used by this schedule only.
         timeout: seconds to wait for rank 0's decision.
-        clock: returns seconds, like :func:`time.monotonic`.
+        clock: returns seconds; None means :func:`time.monotonic`.
 
     Attributes:
         auto: computes the interval if ``interval`` is "auto"; otherwise None.
@@ -54,7 +54,7 @@ class Schedule:
         options: ScheduleOptions,
         group: RankGroup,
         timeout: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         interval = options.interval
         self.auto: AutoInterval | None = None
@@ -82,7 +82,7 @@ class Schedule:
             )
         self._steps = frozenset(options.save_on_steps)
         self._skip_if_busy = options.if_busy == "skip"
-        self._clock = clock
+        self._clock = clock = clock or time.monotonic
         self.decisions = Decisions(group, timeout, clock)
         self._last_start = clock()
 
