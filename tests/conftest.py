@@ -25,6 +25,7 @@ pytest_plugins = [
     "tests.async_saves",
     "tests.async_calls",
     "tests.background_saves",
+    "tests.commands",
     "tests.interposed",
     "tests.managers",
     "tests.ranks",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 # Maximum number of lines that an error lists.
 _MAX_LINES = 10
@@ -106,6 +107,25 @@ class Table:
 
 #: A part of a report: a line of text, or a table.
 Block = str | Table
+
+
+class Report:
+    """Base of the dataclasses that commands print. A report defines ``lines`` or ``blocks``."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields the report as plain text, with escaped names."""
+        return text_lines(self.blocks())
+
+    def blocks(self) -> Iterable[Block]:
+        """Yields the lines and tables of the report."""
+        return self.lines()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def document(self) -> dict[str, Any]:
+        """Returns the report as a JSON document."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
 def text_lines(blocks: Iterable[Block]) -> Iterator[str]:

@@ -1,35 +1,34 @@
-"""The commands of torch-ckpt. Each imports the modules that it needs only when it runs."""
+"""The commands of torch-ckpt. Each imports the modules that it needs only when it runs.
+
+The first line of a docstring is the command's summary in ``torch-ckpt --help``; the rest is the
+description in the command's own help. A command returns FINDING if it exits with 1.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from torch_ckpt._base.formatting import Block
+from torch_ckpt._base.formatting import Report
 from torch_ckpt._base.progress import Progress, ProgressBar, stderr_is_terminal
 from torch_ckpt.cli.exit_codes import ExitCode
 from torch_ckpt.cli.output import print_blocks, print_error, print_json
 from torch_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch_ckpt.inspection.listing import Listing
     from torch_ckpt.steps import StepStore
 
 
-class _Report(Protocol):
-    def document(self) -> dict[str, Any]: ...
-    def lines(self) -> Iterable[str]: ...
-
-
 def _print_report(
-    report: _Report, arguments: argparse.Namespace, blocks: Iterable[Block] | None = None
-) -> None:
+    report: Report, arguments: argparse.Namespace, *, is_finding: bool = False
+) -> ExitCode:
     if arguments.json:
         print_json(report.document())
     else:
-        print_blocks(report.lines() if blocks is None else blocks)
+        print_blocks(report.blocks())
+    return ExitCode.FINDING if is_finding else ExitCode.SUCCESS
 
 
 @contextmanager
@@ -48,46 +47,6 @@ def _progress_bar(
         bar.close()
 
 
-def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Lists a checkpoint. Returns FINDING if files or shards are missing or files are too short."""
-    from torch_ckpt.inspection.listing import document, examine
-
-    listing = examine(arguments.directory, arguments.names or None)
-    if arguments.json:
-        print_json(document(listing))
-    else:
-        print_blocks(_listing_blocks(listing, arguments.files))
-    if listing.faults:
-        faults = ", ".join(listing.faults)
-        print_error(f"{listing.path} cannot be loaded completely: {faults}")
-        return ExitCode.FINDING
-    return ExitCode.SUCCESS
-
-
-def _listing_blocks(listing: Listing, lists_files: bool) -> Iterator[Block]:
-    from torch_ckpt.inspection.listing import file_table, item_table, part_table, total_line
-
-    if lists_files:
-        yield file_table(listing)
-        yield ""
-    else:
-        yield item_table(listing)
-        yield ""
-        if parts := part_table(listing):
-            yield parts
-            yield ""
-    yield total_line(listing)
-
-
-def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Shows what each rank wrote and how long it took."""
-    from torch_ckpt.inspection.explain import explain
-
-    report = explain(arguments.directory)
-    _print_report(report, arguments, report.blocks())
-    return ExitCode.SUCCESS
-
-
 def _require_checkpoints(*paths: str) -> None:
     """Raises if a path holds no checkpoint, before torch is imported, which takes seconds."""
     from torch_ckpt.checkpoint.locating import open_checkpoint
@@ -96,8 +55,43 @@ def _require_checkpoints(*paths: str) -> None:
         open_checkpoint(path).close()
 
 
+def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:
+    """List the tensors and objects of a checkpoint.
+
+    List the tensors and objects of a checkpoint. Reads the metadata and the file lengths, not the
+    data. Exits with 1 if a data file or a shard is missing or a file is too short, and with 2 if
+    the checkpoint cannot be read or no name matches.
+    """
+    from torch_ckpt.inspection.listing import examine
+
+    listing = examine(arguments.directory, arguments.names or None)
+    listing.shows_files = arguments.files
+    faults = ", ".join(listing.faults)
+    code = _print_report(listing, arguments, is_finding=bool(faults))
+    if faults:
+        print_error(f"{listing.path} cannot be loaded completely: {faults}")
+    return code
+
+
+def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
+    """Show what each rank wrote and how long it took.
+
+    Show what each rank wrote and, if the metadata records it, how long the rank took. Name the
+    ranks that stand out. Reads only the metadata. Exits with 2 if the checkpoint cannot be read.
+    """
+    from torch_ckpt.inspection.explain import explain
+
+    return _print_report(explain(arguments.directory), arguments)
+
+
 def show_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Shows the values of tensors and objects. Returns FINDING if any of them are damaged."""
+    """Show values, statistics and file locations of tensors and objects.
+
+    Read tensors and objects from a checkpoint. Show shape, dtype, first values, minimum, maximum,
+    mean, standard deviation, the number of zeros, NaNs and infinities, and file locations. Exits
+    with 1 if any of them are damaged (listed after the intact ones), and with 2 if no name matches
+    or nothing can be read.
+    """
     _require_checkpoints(arguments.directory)
     from torch_ckpt.inspection.show import show
 
@@ -109,13 +103,17 @@ def show_checkpoint(arguments: argparse.Namespace) -> ExitCode:
             allow_pickle=arguments.allow_pickle,
             progress=progress,
         )
-    _print_report(report, arguments)
-    return ExitCode.SUCCESS if report.ok else ExitCode.FINDING
+    return _print_report(report, arguments, is_finding=not report.ok)
 
 
 def verify_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Verifies a checkpoint. Returns FINDING if anything is damaged or missing, otherwise ERROR if
-    part of the checkpoint could not be read."""
+    """Read an entire checkpoint and check it against its checksums.
+
+    Read every record of a checkpoint, check it against all its checksums, and list everything that
+    is damaged or missing. Exits with 0 if the checkpoint is intact, with 1 if anything is damaged
+    or missing, and with 2 if the checkpoint cannot be read, or if no damage was found but part of
+    it could not be read.
+    """
     from torch_ckpt.inspection.verify import verify
 
     with _progress_bar(arguments, "verify") as progress:
@@ -132,7 +130,12 @@ def verify_checkpoint(arguments: argparse.Namespace) -> ExitCode:
 
 
 def diff_checkpoints(arguments: argparse.Namespace) -> ExitCode:
-    """Compares two checkpoints. Returns FINDING if they differ."""
+    """Compare two checkpoints by name, shape, dtype and value.
+
+    Compare two checkpoints; their sharding may differ. Objects are compared by their stored bytes
+    and never unpickled. Exits with 0 if the checkpoints are equal (within the tolerances, if
+    given), with 1 if they differ, and with 2 if one cannot be read.
+    """
     _require_checkpoints(arguments.a, arguments.b)
     from torch_ckpt.inspection.diff import diff
 
@@ -145,13 +148,21 @@ def diff_checkpoints(arguments: argparse.Namespace) -> ExitCode:
             rtol=arguments.rtol,
             progress=progress,
         )
-    if not (arguments.quiet and report.equal):
-        _print_report(report, arguments)
-    return ExitCode.SUCCESS if report.equal else ExitCode.FINDING
+    if arguments.quiet and report.equal:
+        return ExitCode.SUCCESS
+    return _print_report(report, arguments, is_finding=not report.equal)
 
 
 def convert_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Converts a model from one format to another."""
+    """Convert between checkpoint directories, torch.save files and safetensors.
+
+    Convert a model, a few tensors at a time. SOURCE is a checkpoint directory, a torch.save file, a
+    safetensors file, or a directory of safetensors files with an index. The name of TARGET selects
+    its format: *.safetensors for safetensors; *.pt, *.pth or *.bin for torch.save. Any other name
+    selects a checkpoint directory or, with --max-shard-size or --config, a directory of safetensors
+    files. Exits with 2 if the conversion fails; an existing TARGET is then kept, and a new one is
+    removed.
+    """
     from torch_ckpt.conversion.convert import convert
 
     try:
@@ -173,41 +184,48 @@ def convert_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     except ValueError as error:
         # The options contradict each other.
         raise CheckpointError(str(error)) from error
-    _print_report(report, arguments)
-    return ExitCode.SUCCESS
+    return _print_report(report, arguments)
 
 
 def examine_directory(arguments: argparse.Namespace) -> ExitCode:
-    """Examines a directory. Returns FINDING if an assumption that durability depends on fails."""
-    from torch_ckpt.cli.doctor import DEFAULT_BYTES, diagnose
+    """Measure a directory's file system and check what saves rely on.
 
+    Examine a directory: file system, free space, direct I/O, fsync latency, file locks, and the
+    bandwidth of saves and loads with 1 to 8 threads. Recommend options, and check the assumptions
+    that durability depends on. Deletes its own files afterwards. Exits with 1 if an assumption does
+    not hold, and with 2 if the directory is not writable.
+    """
+    from torch_ckpt.cli.doctor import DEFAULT_MEASURED, diagnose
+
+    count = arguments.size or DEFAULT_MEASURED
     with _progress_bar(arguments, "measure") as progress:
-        report = diagnose(
-            arguments.directory,
-            measured_bytes=arguments.size or DEFAULT_BYTES,
-            progress=progress,
-        )
-    _print_report(report, arguments, report.blocks())
-    return ExitCode.SUCCESS if report.ok else ExitCode.FINDING
+        report = diagnose(arguments.directory, measured_bytes=count, progress=progress)
+    return _print_report(report, arguments, is_finding=not report.ok)
 
 
 def list_steps(arguments: argparse.Namespace) -> ExitCode:
-    """Lists the steps of a run."""
-    from torch_ckpt.cli.steps import step_blocks, steps_document
+    """List the steps of a run.
+
+    List the steps that CheckpointManager saved in ROOT, with their size, age, metrics and pins, and
+    the leftovers of unfinished saves and deletions. Exits with 2 if there are no steps.
+    """
+    from torch_ckpt.cli.steps import StepListing
 
     store = _open_steps(arguments.root)
-    entries = store.entries()
-    if not entries:
+    listing = StepListing(store.root, store.entries())
+    if not listing.steps:
         raise CheckpointError(f"{store.root}: there are no steps")
-    if arguments.json:
-        print_json(steps_document(store.root, entries))
-    else:
-        print_blocks(step_blocks(entries))
-    return ExitCode.SUCCESS
+    return _print_report(listing, arguments)
 
 
 def collect_steps(arguments: argparse.Namespace) -> ExitCode:
-    """Deletes the steps that no rule keeps. Returns FINDING if one of them is in use."""
+    """Delete the steps of a run that no retention rule keeps.
+
+    Delete the complete steps in ROOT that no retention rule keeps. A step is kept if any rule keeps
+    it; the newest step and pinned steps are always kept. If ROOT is a directory, a step that is
+    being loaded is kept, and the exit code is 1. If ROOT is a URL, loads cannot be detected: the
+    step is deleted, and the load fails. Exits with 2 if there are no steps.
+    """
     if arguments.keep_best is not None and arguments.metric is None:
         raise CheckpointError("--keep-best needs --metric NAME, the metric to compare by")
     from torch_ckpt.cli.steps import collect
@@ -233,28 +251,47 @@ def collect_steps(arguments: argparse.Namespace) -> ExitCode:
         )
     if report.found_nothing:
         raise CheckpointError(f"{store.root}: there are no steps")
-    _print_report(report, arguments)
-    return ExitCode.FINDING if report.busy else ExitCode.SUCCESS
+    return _print_report(report, arguments, is_finding=bool(report.busy))
 
 
 def delete_steps(arguments: argparse.Namespace) -> ExitCode:
-    """Deletes steps by number. Returns FINDING if one of them is in use."""
+    """Delete steps of a run by number.
+
+    Delete complete steps in ROOT: all the given steps, or none if one is refused. Pinned steps,
+    steps that are being saved and, without --force, the newest step are refused. If ROOT is a
+    directory, a step that is being loaded is kept, and the exit code is 1. Exits with 2 if a step
+    is refused.
+    """
     from torch_ckpt.cli.steps import delete
 
     store = _open_steps(arguments.root)
     with _progress_bar(arguments, "delete") as progress:
         report = delete(store, arguments.steps, force=arguments.force, progress=progress)
-    _print_report(report, arguments)
-    return ExitCode.FINDING if report.busy else ExitCode.SUCCESS
+    return _print_report(report, arguments, is_finding=bool(report.busy))
 
 
 def pin_steps(arguments: argparse.Namespace) -> ExitCode:
-    """Pins or unpins steps."""
+    """Protect steps of a run from deletion.
+
+    Protect steps of a run from deletion. Exits with 2 if any of the steps does not exist.
+    """
+    return _set_pinned(arguments, True)
+
+
+def unpin_steps(arguments: argparse.Namespace) -> ExitCode:
+    """Remove the protection of pinned steps.
+
+    Remove the protection of pinned steps. Exits with 2 if any of the steps does not exist.
+    """
+    return _set_pinned(arguments, False)
+
+
+def _set_pinned(arguments: argparse.Namespace, is_pinned: bool) -> ExitCode:
     from torch_ckpt.cli.steps import set_pinned
 
     store = _open_steps(arguments.root)
-    set_pinned(store, arguments.steps, arguments.is_pinned)
-    outcome = "pinned" if arguments.is_pinned else "unpinned"
+    set_pinned(store, arguments.steps, is_pinned)
+    outcome = "pinned" if is_pinned else "unpinned"
     if arguments.json:
         print_json({"root": store.root, outcome: arguments.steps})
     else:
@@ -263,7 +300,12 @@ def pin_steps(arguments: argparse.Namespace) -> ExitCode:
 
 
 def print_completion(arguments: argparse.Namespace) -> ExitCode:
-    """Prints the completion script for a shell."""
+    """Print a tab completion script.
+
+    Print a completion script. For bash, add this line to ~/.bashrc: eval "$(torch-ckpt completion
+    bash)". For zsh, add this line to ~/.zshrc, after compinit: eval "$(torch-ckpt completion zsh)".
+    For fish, run: torch-ckpt completion fish > ~/.config/fish/completions/torch-ckpt.fish
+    """
     from torch_ckpt.cli.completion import completion_script
 
     print(completion_script(arguments.parser, arguments.shell), end="")

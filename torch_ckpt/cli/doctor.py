@@ -13,13 +13,14 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import Block, Table, printable, size, text_lines
+from torch_ckpt._base.formatting import Block, Report, Table, printable, size
 from torch_ckpt._base.free_space import free_bytes, require_room
 from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress
@@ -29,10 +30,10 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 THREADS = (1, 2, 4, 8)
 
 #: Bytes written and read in each measurement.
-DEFAULT_BYTES = 256 << 20
+DEFAULT_MEASURED = 256 << 20
 
 #: Minimum size of a measurement; less data would not measure the disk.
-LEAST_BYTES = 8 * 4096
+LEAST_MEASURED = 8 * 4096
 
 # File systems that were tested with power cuts and crashes: docs/durability.md.
 _TESTED = {"ext4", "xfs"}
@@ -48,74 +49,48 @@ _REPETITIONS = 20
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The measured bandwidth of one save or load.
+    """The measured bandwidth of one save or load."""
 
-    Attributes:
-        kind: "write" (includes fsync) or "read" (bypasses the page cache, includes checksums).
-        direct: True for direct I/O.
-        threads: number of concurrent reads or writes.
-        bytes_per_second: the bandwidth.
-    """
-
-    kind: str
-    direct: bool
-    threads: int
+    kind: str  # "write" (includes fsync) or "read" (bypasses the page cache, includes checksums)
+    direct: bool  # True for direct I/O
+    threads: int  # number of concurrent reads or writes
     bytes_per_second: float
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """One of the numbered assumptions in docs/durability.md.
-
-    Attributes:
-        number: its number in docs/durability.md.
-        what: the assumption.
-        state: "holds", "fails" or "unknown".
-        why: the reason for the state.
-    """
+    """One of the numbered assumptions in docs/durability.md."""
 
     number: int
     what: str
-    state: str
-    why: str
+    state: str  # "holds", "fails" or "unknown"
+    why: str  # the reason for the state
 
 
 @dataclass
-class DoctorReport:
-    """The result of :func:`diagnose`.
-
-    Attributes:
-        path: the directory.
-        file_system, mount_point, mount_options: from the mount table.
-        free_bytes, free_inodes: available to this user; None if the file system does not report
-            them.
-        alignment: smallest alignment in bytes that direct I/O accepts for offsets and lengths; None
-            if direct I/O is not supported.
-        fsync_ms: median time to write 4 KiB and fsync, in milliseconds.
-        commit_ms: median time of a commit in milliseconds: write and rename the metadata, fsync
-            the file and the directory.
-        exclusive_rename: True if a rename can fail instead of replacing an existing file.
-        locks: True if flock on one file descriptor excludes another.
-        bandwidths: the measured bandwidths.
-        writer_options, reader_options: recommended options for FileSystemWriter and
-            FileSystemReader.
-        assumptions: the assumptions that can be checked on one machine.
-    """
+class DoctorReport(Report):
+    """The result of :func:`diagnose`."""
 
     path: str
     file_system: str
     mount_point: str
     mount_options: str
+    # Available to this user; None if the file system does not report them.
     free_bytes: int | None
     free_inodes: int | None
+    # Smallest alignment in bytes that direct I/O accepts for offsets and lengths; None if direct
+    # I/O is not supported.
     alignment: int | None = None
-    fsync_ms: float = 0.0
+    fsync_ms: float = 0.0  # median time to write 4 KiB and fsync
+    # Median time of a commit: write and rename the metadata, fsync the file and the directory.
     commit_ms: float = 0.0
-    exclusive_rename: bool = False
-    locks: bool = False
+    exclusive_rename: bool = False  # a rename can fail instead of replacing an existing file
+    locks: bool = False  # flock on one file descriptor excludes another
     bandwidths: list[Bandwidth] = field(default_factory=list)
+    # Recommended options for FileSystemWriter and FileSystemReader.
     writer_options: dict[str, Any] = field(default_factory=dict)
     reader_options: dict[str, Any] = field(default_factory=dict)
+    # Only those that can be checked on one machine.
     assumptions: list[Assumption] = field(default_factory=list)
 
     @property
@@ -123,16 +98,12 @@ class DoctorReport:
         """True unless an assumption fails."""
         return all(assumption.state != "fails" for assumption in self.assumptions)
 
-    def lines(self) -> Iterator[str]:
-        """Yields the report as plain text, with escaped names."""
-        return text_lines(self.blocks())
-
     def blocks(self) -> Iterator[Block]:
         """Yields the report as lines and a bandwidth table."""
-        inodes = "" if self.free_inodes is None else f", {self.free_inodes} inodes"
         yield printable(f"{self.path}: {self.file_system} at {self.mount_point}")
         yield printable(f"mount options: {self.mount_options}")
         free = "unknown" if self.free_bytes is None else size(self.free_bytes)
+        inodes = "" if self.free_inodes is None else f", {self.free_inodes} inodes"
         yield f"free: {free}{inodes}"
         aligned = "no" if self.alignment is None else f"yes, aligned to {self.alignment} bytes"
         yield f"direct I/O: {aligned}"
@@ -170,7 +141,7 @@ class DoctorReport:
 def diagnose(
     path: str | os.PathLike[str],
     *,
-    measured_bytes: int = DEFAULT_BYTES,
+    measured_bytes: int = DEFAULT_MEASURED,
     progress: Callable[[Progress], None] | None = None,
 ) -> DoctorReport:
     """Examines the file system of a directory and measures saves and loads there.
@@ -188,9 +159,10 @@ def diagnose(
             less than twice ``measured_bytes`` of free space.
         ValueError: ``measured_bytes`` is too small.
     """
-    require_at_least("measured_bytes", measured_bytes, LEAST_BYTES)
+    require_at_least("measured_bytes", measured_bytes, LEAST_MEASURED)
     real_path = os.path.realpath(path)
-    mount = find_mount(real_path, _read_mounts())
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        mount = find_mount(real_path, map(parse_mount, lines))
     space = os.statvfs(real_path)
     report = DoctorReport(
         path=os.fspath(path),
@@ -206,9 +178,13 @@ def diagnose(
         f"a measurement of {size(measured_bytes)} needs twice as much free space",
         "choose a smaller size (--size), or free some space",
     )
-    with _temporary_directory(real_path) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix=".torch-ckpt-doctor-", dir=real_path, ignore_cleanup_errors=True
+    ) as directory:
         report.alignment = measure_alignment(directory)
-        report.fsync_ms = _measure_median_ms(lambda: _write_and_fsync(directory))
+        report.fsync_ms = _measure_median_ms(
+            lambda: _write_and_fsync(os.path.join(directory, "fsync"), 4096)
+        )
         with closing(OpenDirectory(directory)) as opened:
             report.commit_ms = _measure_median_ms(
                 lambda: _core.publish_contents(opened, "metadata", b"x" * 4096)
@@ -232,24 +208,12 @@ def diagnose(
 # --- the mount table ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mount:
-    """A line of ``/proc/self/mountinfo``.
-
-    Attributes:
-        point: the mount point.
-        file_system: the type of the file system.
-        options: options of the mount and of the file system.
-    """
+class Mount(NamedTuple):
+    """A mounted file system."""
 
     point: str
     file_system: str
-    options: str
-
-
-def _read_mounts() -> list[Mount]:
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        return [parse_mount(line) for line in lines]
+    options: str  # of the mount and of the file system
 
 
 def parse_mount(line: str) -> Mount:
@@ -262,7 +226,7 @@ def parse_mount(line: str) -> Mount:
     return Mount(point, file_system, ",".join(both))
 
 
-def find_mount(path: str, mounts: list[Mount]) -> Mount:
+def find_mount(path: str, mounts: Iterable[Mount]) -> Mount:
     """Finds the deepest mount that contains a path without symbolic links.
 
     If several mounts have the same mount point, the last one applies.
@@ -278,22 +242,10 @@ def find_mount(path: str, mounts: list[Mount]) -> Mount:
 # --- measurements and checks ----------------------------------------------------------------------
 
 
-@contextmanager
-def _temporary_directory(path: str) -> Iterator[str]:
-    directory = tempfile.mkdtemp(prefix=".torch-ckpt-doctor-", dir=path)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def measure_alignment(directory: str) -> int | None:
     """Finds the smallest alignment in bytes that direct reads accept; None if all of them fail."""
     path = os.path.join(directory, "direct")
-    with open(path, "wb") as stream:
-        stream.write(bytes(2 * _ALIGNMENTS[-1]))
-        stream.flush()
-        os.fsync(stream.fileno())
+    _write_and_fsync(path, 2 * _ALIGNMENTS[-1])
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
@@ -310,9 +262,9 @@ def measure_alignment(directory: str) -> int | None:
     return None
 
 
-def _write_and_fsync(directory: str) -> None:
-    with open(os.path.join(directory, "fsync"), "wb") as stream:
-        stream.write(bytes(4096))
+def _write_and_fsync(path: str, count: int) -> None:
+    with open(path, "wb") as stream:
+        stream.write(bytes(count))
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -332,10 +284,9 @@ def _check_exclusive_rename(directory: str) -> bool:
             _core.publish_contents(opened, "exclusive", b"old", replace=False)
             _core.publish_contents(opened, "exclusive", b"new", replace=False)
     except FileExistsError:
-        with open(os.path.join(directory, "exclusive"), "rb") as stream:
-            return stream.read() == b"old"
+        return Path(directory, "exclusive").read_bytes() == b"old"
     except OSError:
-        return False
+        pass
     return False
 
 
@@ -388,18 +339,15 @@ def choose_options(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
     """Chooses the fewest threads that nearly reach the best rate, and direct I/O unless slower."""
     of_kind = [one for one in bandwidths if one.kind == kind]
 
-    def best(direct: bool) -> float:
-        return max((one.bytes_per_second for one in of_kind if one.direct is direct), default=0.0)
+    def rates(direct: bool) -> dict[int, float]:
+        return {one.threads: one.bytes_per_second for one in of_kind if one.direct is direct}
 
-    use_direct = best(True) >= _AS_GOOD * best(False)
-    enough = _AS_GOOD * best(use_direct)
-    threads = min(
-        one.threads
-        for one in of_kind
-        if one.direct is use_direct and one.bytes_per_second >= enough
-    )
-    is_known = any(one.direct for one in of_kind)
-    return {"thread_count": threads, "direct_io": "auto" if use_direct or not is_known else False}
+    buffered, direct = rates(False), rates(True)
+    use_direct = bool(direct) and max(direct.values()) >= _AS_GOOD * max(buffered.values())
+    chosen = direct if use_direct else buffered
+    enough = _AS_GOOD * max(chosen.values())
+    threads = min(threads for threads, rate in chosen.items() if rate >= enough)
+    return {"thread_count": threads, "direct_io": "auto" if use_direct or not direct else False}
 
 
 def check_assumptions(report: DoctorReport) -> list[Assumption]:

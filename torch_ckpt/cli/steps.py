@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ckpt._base.formatting import Block, Table, duration, plural, printable, size
+from torch_ckpt._base.formatting import Block, Report, Table, duration, plural, printable, size
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.retention import Retention
@@ -18,28 +18,22 @@ _OnProgress = Callable[[Progress], None] | None
 
 
 @dataclass
-class GcReport:
+class GcReport(Report):
     """The outcome of :func:`collect` or :func:`delete`, or of a dry run.
 
-    Attributes:
-        root: the root directory or URL of the steps.
-        dry_run: True if nothing was deleted.
-        kept: the reasons for keeping each step, by ascending step number.
-        deleted: steps that were deleted or, in a dry run, would be.
-        busy: steps that were not deleted because a process is loading or saving them.
-        swept: names of leftovers that were deleted or, in a dry run, would be examined.
-        left: leftovers that the sweep did not delete.
-        freed_files: number of files that were deleted or, in a dry run, would be.
-        freed_bytes: total size of these files.
+    In a dry run, ``deleted``, ``freed_files`` and ``freed_bytes`` describe what would be deleted.
     """
 
-    root: str
-    dry_run: bool
+    root: str  # directory or URL
+    dry_run: bool  # True if nothing was deleted
+    # The reasons for keeping each step, by ascending step number.
     kept: dict[int, list[str]] = field(default_factory=dict)
     deleted: list[StepInfo] = field(default_factory=list)
+    # Steps that were not deleted because a process is loading or saving them.
     busy: list[StepInfo] = field(default_factory=list)
+    # Names of leftovers that were deleted or, in a dry run, would be examined.
     swept: list[str] = field(default_factory=list)
-    left: list[StepInfo] = field(default_factory=list)
+    left: list[StepInfo] = field(default_factory=list)  # leftovers that the sweep did not delete
     freed_files: int = 0
     freed_bytes: int = 0
 
@@ -83,15 +77,11 @@ class GcReport:
     def document(self) -> dict[str, Any]:
         """Returns the report as a JSON document."""
         return {
-            "root": self.root,
-            "dry_run": self.dry_run,
+            **vars(self),
             "kept": [{"step": step, "reasons": reasons} for step, reasons in self.kept.items()],
             "deleted": [step.step for step in self.deleted],
             "busy": [step.step for step in self.busy],
-            "swept": self.swept,
             "left": [entry.name for entry in self.left],
-            "freed_files": self.freed_files,
-            "freed_bytes": self.freed_bytes,
         }
 
 
@@ -258,38 +248,39 @@ def _delete(store: StepStore, entry: StepInfo, report: GcReport) -> None:
         report.busy.append(entry)
 
 
-def step_blocks(entries: Iterable[StepInfo], now: float | None = None) -> Iterator[Block]:
-    """Yields a table of the complete steps, a line for each leftover, and the totals.
+@dataclass
+class StepListing(Report):
+    """The steps and leftovers in a root directory or URL."""
 
-    Args:
-        now: the current time as a Unix timestamp, for the ages; None reads the clock.
-    """
-    now = time.time() if now is None else now
-    entries = list(entries)
-    complete = [entry for entry in entries if entry.complete]
-    if complete:
-        rows = [
-            (
-                str(entry.step),
-                size(entry.bytes),
-                "-" if entry.saved_at is None else duration(now - entry.saved_at),
-                "yes" if entry.pinned else "-",
-                printable(", ".join(f"{n}={v:.6g}" for n, v in entry.metrics.items())) or "-",
-            )
-            for entry in complete
-        ]
-        header = ("STEP", "SIZE", "AGE", "PINNED", "METRICS")
-        yield Table(header, rows, right=frozenset({"STEP", "SIZE", "AGE"}))
-        yield ""
-    for entry in entries:
-        if not entry.complete:
-            yield printable(f"{entry.state}: {entry.name} ({size(entry.bytes)})")
-    total = sum(entry.bytes for entry in entries)
-    left = len(entries) - len(complete)
-    leftovers = f", {plural(left, 'leftover')}" if left else ""
-    yield f"total: {plural(len(complete), 'complete step')}{leftovers}, {size(total)}"
+    root: str
+    steps: list[StepInfo]
 
+    def blocks(self, now: float | None = None) -> Iterator[Block]:
+        """Yields a table of the complete steps, a line for each leftover, and the totals.
 
-def steps_document(root: str, entries: Iterable[StepInfo]) -> dict[str, Any]:
-    """Returns the steps and leftovers as a JSON document."""
-    return {"root": root, "steps": [asdict(entry) for entry in entries]}
+        Args:
+            now: the current time as a Unix timestamp, for the ages; None reads the clock.
+        """
+        now = time.time() if now is None else now
+        complete = [entry for entry in self.steps if entry.complete]
+        if complete:
+            rows = [
+                (
+                    str(entry.step),
+                    size(entry.bytes),
+                    "-" if entry.saved_at is None else duration(now - entry.saved_at),
+                    "yes" if entry.pinned else "-",
+                    printable(", ".join(f"{n}={v:.6g}" for n, v in entry.metrics.items())) or "-",
+                )
+                for entry in complete
+            ]
+            header = ("STEP", "SIZE", "AGE", "PINNED", "METRICS")
+            yield Table(header, rows, right=frozenset({"STEP", "SIZE", "AGE"}))
+            yield ""
+        for entry in self.steps:
+            if not entry.complete:
+                yield printable(f"{entry.state}: {entry.name} ({size(entry.bytes)})")
+        total = sum(entry.bytes for entry in self.steps)
+        left = len(self.steps) - len(complete)
+        leftovers = f", {plural(left, 'leftover')}" if left else ""
+        yield f"total: {plural(len(complete), 'complete step')}{leftovers}, {size(total)}"

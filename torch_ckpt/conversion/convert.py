@@ -12,13 +12,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
-from torch_ckpt._base.formatting import plural, printable, size, some_of
+from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
 from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
@@ -26,6 +25,7 @@ from torch_ckpt.conversion.selection import Selection, parse_dtype
 from torch_ckpt.conversion.source import Source
 from torch_ckpt.conversion.sources import open_source
 from torch_ckpt.conversion.targets import (
+    Target,
     Write,
     require_safetensors,
     write_dcp,
@@ -44,7 +44,7 @@ _NAMES = {"dcp": "a checkpoint directory", "torch": "torch.save", "safetensors":
 
 
 @dataclass
-class ConvertReport:
+class ConvertReport(Report):
     """Result of :func:`convert`.
 
     Attributes:
@@ -87,10 +87,6 @@ class ConvertReport:
             f"converted {self.source} ({_NAMES[self.source_format]}) to {self.target} "
             f"({_NAMES[self.target_format]}): {', '.join(parts)}"
         )
-
-    def document(self) -> dict[str, Any]:
-        """Returns the report as a JSON document."""
-        return asdict(self)
 
 
 def convert(
@@ -208,9 +204,7 @@ def convert(
                 if shown is not None:
                     shown(Progress(total, 0, report.bytes))
 
-            report.files = write(
-                opened, target_path, overwrite=overwrite, wave_bytes=max_host_bytes, wrote=wrote
-            )
+            report.files = write(opened, Target(target_path, overwrite, max_host_bytes, wrote))
         report.notes = notes + opened.notes
     report.seconds = time.perf_counter() - begun
     return report

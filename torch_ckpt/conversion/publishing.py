@@ -14,8 +14,8 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from typing import BinaryIO
+from contextlib import closing, contextmanager
+from functools import partial
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import warn
@@ -31,12 +31,7 @@ _MODEL_FILE = re.compile(
 _ADVICE = ". Convert again with overwrite=True (--overwrite)"
 
 
-def published_file(target: str, overwrite: bool) -> AbstractContextManager[BinaryIO]:
-    """Opens a file that is published when the block ends.
-
-    See :func:`torch_ckpt.checkpoint.publishing.published_file`.
-    """
-    return publishing.published_file(target, overwrite=overwrite, advice=_ADVICE)
+published_file = partial(publishing.published_file, advice=_ADVICE)
 
 
 @contextmanager

@@ -60,17 +60,11 @@ MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class TensorRange:
-    """A tensor in a file, and its byte range.
-
-    Attributes:
-        dtype, shape: the tensor's dtype and shape in torch.
-        begin: offset in the file, in bytes.
-        nbytes: size in bytes.
-    """
+    """A tensor in a file, and its byte range."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
+    shape: tuple[int, ...]  # in torch
+    begin: int  # offset in the file, in bytes
     nbytes: int
 
 

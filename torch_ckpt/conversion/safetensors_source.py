@@ -50,7 +50,7 @@ class _Safetensors(Source):
     def _read(self, name: str) -> torch.Tensor:
         stream, found = self._ranges[name]
         if not found.nbytes:
-            return allocate_tensor(self.tensors[name])
+            return allocate_tensor(found.shape, found.dtype)
         stream.seek(found.begin)
         data = read_exactly(stream, found.nbytes, stream.name, name)
         return torch.frombuffer(data, dtype=torch.uint8).view(found.dtype).view(found.shape)

@@ -86,12 +86,12 @@ def _allocate(count: int) -> bytearray | mmap.mmap:
     return bytearray(count) if count < _MAPPED_BYTES else mmap.mmap(-1, count)
 
 
-def allocate_tensor(entry: Entry) -> torch.Tensor:
+def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Allocates a tensor with its own storage."""
-    if not entry.nbytes:
-        return empty_tensor(entry.shape, entry.dtype)
-    flat = torch.frombuffer(_allocate(entry.nbytes), dtype=torch.uint8)
-    return flat.view(entry.dtype).view(entry.shape)
+    if 0 in shape:
+        return empty_tensor(shape, dtype)
+    memory = _allocate(math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def read_exactly(stream: BinaryIO, count: int, path: str, name: str) -> bytearray | mmap.mmap:

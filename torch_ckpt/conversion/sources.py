@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 
 import torch
 
-from torch_ckpt import _C
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.locating import format_of, is_step_number
@@ -68,7 +67,11 @@ class DcpSource(Source):
             raise
 
     def _list(self) -> None:
+        paths = self._stored.paths()
         for name in self._stored.names:
+            path = paths.get(name)
+            # Other planners may have stored anything here.
+            self.paths[name] = path if _is_path(path) else (name,)
             tensor = self._stored.tensor(name)
             if tensor is None:
                 self.objects.append(name)
@@ -79,35 +82,21 @@ class DcpSource(Source):
                     "the tensor, or store its integers and scales as tensors"
                 )
             self.tensors[name] = Entry(tensor.dtype, tensor.shape)
-        paths = self._stored.paths()
-        for name in self._stored.names:
-            path = paths.get(name)
-            # Other planners may have stored anything here.
-            self.paths[name] = path if _is_path(path) else (name,)
 
     def read(self, names: list[str]) -> list[torch.Tensor]:
-        reads = _C.TensorReads()
-        targets = []
-        for name in names:
-            entry = self.tensors[name]
-            target = allocate_tensor(entry)
-            box = (0,) * len(entry.shape), entry.shape
-            self._stored.add_reads(reads, name, box, target)
-            targets.append(target)
-        if not len(reads):
-            return targets
+        shapes = [self.tensors[name].shape for name in names]
+        boxes = [(n, ((0,) * len(shape), shape)) for n, shape in zip(names, shapes, strict=True)]
         try:
-            self._stored.reader.read_tensors(reads)
+            return self._stored.read_boxes(boxes, allocate_tensor)
         except ValueError as error:
             # The record can be read only by torch.load, and is larger than the limit.
             raise CheckpointError(f"{some_of(names)}: cannot be read in parts: {error}") from error
-        return targets
 
     def read_object(self, name: str) -> Any:
         return self._stored.read_object(name)
 
     def close(self) -> None:
-        self._stored.reader.release()
+        self._stored.close()
 
 
 def _is_path(path: Any) -> TypeGuard[Path]:

@@ -6,12 +6,12 @@ checkpoint directory is committed like any save. torch_target.py writes ``torch.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, BinaryIO, Protocol
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.publishing import new_file, require_absent
+from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
 from torch_ckpt.conversion.publishing import published_directory, published_file
 from torch_ckpt.conversion.safetensors_header import (
     DTYPES,
@@ -35,29 +36,28 @@ from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.saving.items import resolve, results_of
 from torch_ckpt.saving.writer import FileSystemWriter
 
-#: Called with the number of tensor bytes written since the last call.
-Wrote = Callable[[int], None]
+
+@dataclass(frozen=True)
+class Target:
+    """A target to write."""
+
+    path: str
+    overwrite: bool  # replace an existing target
+    wave_bytes: int  # maximum number of tensor bytes to hold in memory
+    wrote: Callable[
+        [int], None
+    ]  # called with the number of tensor bytes written since the last call
 
 
-class Write(Protocol):
-    """Writes a target and returns the paths of its files.
-
-    Args:
-        overwrite: replace an existing target.
-        wave_bytes: maximum number of tensor bytes to hold in memory.
-        wrote: called to report progress.
-    """
-
-    def __call__(
-        self, source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
-    ) -> list[str]: ...
+#: Writes a target and returns the paths of its files.
+Write = Callable[[Source, Target], list[str]]
 
 
 def read_in_waves(
-    source: Source, tensors: Mapping[str, Entry], wave_bytes: int
+    source: Source, tensors: Mapping[str, Entry], target: Target
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields tensors, reading several at a time. Releases each one when the next is requested."""
-    for wave in in_waves(_sizes(tensors), wave_bytes):
+    for wave in in_waves(_sizes(tensors), target.wave_bytes):
         read = source.read(wave)[::-1]
         for name in wave:
             yield name, read.pop()
@@ -95,25 +95,16 @@ def require_safetensors(source: Source) -> None:
             )
 
 
-def write_safetensors(
-    source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
-) -> list[str]:
+def write_safetensors(source: Source, target: Target) -> list[str]:
     """Writes one file and returns its path."""
     layout = _lay_out(source, source.tensors)
-    with published_file(target, overwrite) as stream:
-        _write_safetensors(source, layout, stream, wave_bytes, wrote)
-    return [target]
+    with published_file(target.path, overwrite=target.overwrite) as stream:
+        _write_safetensors(source, layout, stream, target)
+    return [target.path]
 
 
 def write_safetensors_shards(
-    source: Source,
-    target: str,
-    *,
-    max_shard_size: int,
-    config: bytes | None,
-    overwrite: bool,
-    wave_bytes: int,
-    wrote: Wrote,
+    source: Source, target: Target, *, max_shard_size: int, config: bytes | None
 ) -> list[str]:
     """Writes a directory of files, with an index and a configuration, and returns the paths.
 
@@ -125,22 +116,23 @@ def write_safetensors_shards(
     if count == 1:
         names = ["model.safetensors"]
     layouts = [_lay_out(source, {n: source.tensors[n] for n in shard}) for shard in shards]
-    with published_directory(target, overwrite) as directory:
+    with published_directory(target.path, target.overwrite) as directory:
         for file, layout in zip(names, layouts, strict=True):
             with new_file(os.path.join(directory, file)) as stream:
-                _write_safetensors(source, layout, stream, wave_bytes, wrote)
+                _write_safetensors(source, layout, stream, target)
+        texts = {}
         if count > 1:
             files = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
             total = sum(entry.nbytes for entry in source.tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-            names.append("model.safetensors.index.json")
-            with new_file(os.path.join(directory, names[-1])) as stream:
-                stream.write(json.dumps(index, indent=2).encode() + b"\n")
+            text = json.dumps(index, indent=2).encode() + b"\n"
+            texts["model.safetensors.index.json"] = text
         if config is not None:
-            names.append(CONFIG_NAME)
-            with new_file(os.path.join(directory, CONFIG_NAME)) as stream:
-                stream.write(config)
-    return [os.path.join(target, name) for name in names]
+            texts[CONFIG_NAME] = config
+        for file, text in texts.items():
+            with new_file(os.path.join(directory, file)) as stream:
+                stream.write(text)
+    return [os.path.join(target.path, name) for name in [*names, *texts]]
 
 
 def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:
@@ -153,27 +145,14 @@ def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, En
 
 
 def _write_safetensors(
-    source: Source,
-    layout: tuple[dict[str, Entry], bytes],
-    stream: BinaryIO,
-    wave_bytes: int,
-    wrote: Wrote,
+    source: Source, layout: tuple[dict[str, Entry], bytes], stream: BinaryIO, target: Target
 ) -> None:
     tensors, header = layout
     stream.write(header)
-    for _name, tensor in read_in_waves(source, tensors, wave_bytes):
-        if tensor.nbytes:
-            stream.write(_view_bytes(tensor))
-        wrote(tensor.nbytes)
-
-
-def _view_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns a view of a tensor's memory, which the caller must keep alive.
-
-    Avoids Tensor.numpy(), because torch may be installed without numpy.
-    """
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(memory)
+    for _name, tensor in read_in_waves(source, tensors, target):
+        for piece in host_pieces(as_bytes(tensor)):
+            stream.write(piece)
+        target.wrote(tensor.nbytes)
 
 
 # --- checkpoint directories ----------------------------------------------------------------------
@@ -195,14 +174,13 @@ class _Planner(DefaultSavePlanner):
         self.mappings: dict[str, Path] = {name: source.paths[name] for name in order}
 
 
-def write_dcp(
-    source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
-) -> list[str]:
+def write_dcp(source: Source, target: Target) -> list[str]:
     """Writes a checkpoint directory, a few tensors at a time, and returns its path."""
-    is_new = not os.path.lexists(target)
-    if not is_new and not (os.path.isdir(target) and not os.listdir(target)):
-        require_absent(target, overwrite)
-    writer = FileSystemWriter(target, overwrite=overwrite)
+    path = target.path
+    is_new = not os.path.lexists(path)
+    if not is_new and not (os.path.isdir(path) and not os.listdir(path)):
+        require_absent(path, target.overwrite)
+    writer = FileSystemWriter(path, overwrite=target.overwrite)
     planner = _Planner()
     planner.set_up(source, writer)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
@@ -217,15 +195,15 @@ def write_dcp(
 
     try:
         write(source.objects, [resolve(planner, items[name]) for name in source.objects])
-        for wave in in_waves(_sizes(source.tensors), wave_bytes):
+        for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
             write(wave, source.read(wave))
-            wrote(sum(source.tensors[name].nbytes for name in wave))
+            target.wrote(sum(source.tensors[name].nbytes for name in wave))
         writer.finish(metadata, [results])
     except BaseException:
         # Remove the files of all waves.
         writer.abandon()
         if is_new:
             with suppress(OSError):
-                os.rmdir(target)
+                os.rmdir(path)
         raise
-    return [target]
+    return [path]

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import some_of
+from torch_ckpt.checkpoint.tensor_bytes import BITS
 from torch_ckpt.conversion.source import Entry, Source, allocate_tensor, first_line, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.inspection.stored_tensors import QUANTIZED
@@ -27,19 +28,13 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _View:
-    """The location of a tensor's elements in a file.
+    """The location of a tensor's elements in a file."""
 
-    Attributes:
-        begin: offset of the tensor's storage in the file, in bytes.
-        storage_bytes: size of the storage in bytes.
-        offset, stride: offset and strides in the storage, in elements.
-        is_conj, is_neg: whether to conjugate or negate the values when they are read.
-    """
-
-    begin: int
+    begin: int  # offset of the tensor's storage in the file, in bytes
     storage_bytes: int
-    offset: int
-    stride: tuple[int, ...]
+    offset: int  # in the storage, in elements
+    stride: tuple[int, ...]  # in elements
+    # Whether to conjugate or negate the values when they are read.
     is_conj: bool
     is_neg: bool
 
@@ -202,7 +197,7 @@ class TorchSource(Source):
 
     def _read(self, name: str, entry: Entry, view: _View) -> torch.Tensor:
         if 0 in entry.shape:
-            return allocate_tensor(entry)
+            return allocate_tensor(entry.shape, entry.dtype)
         width = entry.dtype.itemsize
         # Number of elements from the tensor's first element to its last.
         pairs = zip(entry.shape, view.stride, strict=True)
@@ -253,10 +248,4 @@ class TorchSource(Source):
 
 
 # Dtypes for copying elements, by size in bytes.
-_SAME_WIDTH = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
+_SAME_WIDTH = {**BITS, 16: torch.complex128}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.conversion.publishing import published_file
 from torch_ckpt.conversion.source import Entry, Source
-from torch_ckpt.conversion.targets import Wrote, read_in_waves
+from torch_ckpt.conversion.targets import Target, read_in_waves
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.state.splitting import as_states
 
@@ -91,9 +91,7 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, kind), str(key), "cpu", count
 
 
-def write_torch(
-    source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
-) -> list[str]:
+def write_torch(source: Source, target: Target) -> list[str]:
     """Writes one file for torch.load, nested like the source, and returns its path."""
     objects = {name: source.read_object(name) for name in source.objects}
     # Check them before as_states() below puts tensor placeholders into them.
@@ -106,7 +104,10 @@ def write_torch(
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(as_states(_nest(source, objects)))
-    with published_file(target, overwrite) as stream, _archive(stream) as archive:
+    with (
+        published_file(target.path, overwrite=target.overwrite) as stream,
+        _archive(stream) as archive,
+    ):
         data = pickled.getvalue()
         archive.write_record("data.pkl", data, len(data))
         for name, text in (
@@ -117,15 +118,15 @@ def write_torch(
             archive.write_record(name, text.encode(), len(text))
         keys = {stored: key for key, stored in enumerate(pickler.storages) if type(stored) is str}
         tensors = {name: source.tensors[name] for name in keys}
-        for name, tensor in read_in_waves(source, tensors, wave_bytes):
+        for name, tensor in read_in_waves(source, tensors, target):
             storage = tensor.untyped_storage()
             assert storage.nbytes() == tensor.nbytes
             archive.write_record(f"data/{keys[name]}", storage, tensor.nbytes)
-            wrote(tensor.nbytes)
+            target.wrote(tensor.nbytes)
         for key, stored in enumerate(pickler.storages):
             if isinstance(stored, torch.UntypedStorage):
                 archive.write_record(f"data/{key}", stored, stored.nbytes())
-    return [target]
+    return [target.path]
 
 
 @contextmanager

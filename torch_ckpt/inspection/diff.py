@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from torch_ckpt import _C
 from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
-from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 from torch_ckpt.inspection.listing import select_names
@@ -35,6 +33,7 @@ from torch_ckpt.inspection.stored_tensors import (
     split_into_boxes,
     widen,
 )
+from torch_ckpt.loading.reading import in_waves
 
 # Elements compared per pass. Keeps the temporaries of a comparison below 64 MiB.
 _ELEMENTS_PER_PASS = 1 << 20
@@ -87,24 +86,21 @@ def diff(
     require_at_least("max_inflight_bytes", max_inflight_bytes, 8 * LEAST_INFLIGHT_BYTES)
     # A quarter for each side's values, one for the readers and one for the comparison.
     quarter = max_inflight_bytes // 4
-    report = DiffReport(os.fspath(a), os.fspath(b), atol is not None or rtol is not None)
-    sides: list[StoredTensors] = []
-    try:
-        for path in (a, b):
-            sides.append(StoredTensors(path, quarter))
-        report.a, report.b = (side.path for side in sides)
-        chosen = None
-        if names is not None:
-            present = {name for side in sides for name in side.names}
-            chosen = set(select_names(present, list(names), f"{report.a} and {report.b}"))
-        _Comparison(sides[0], sides[1], report, atol or 0.0, rtol or 0.0, quarter).run(
-            progress, chosen
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{a} and {b} cannot be compared: {error}") from error
-    finally:
-        for side in sides:
-            side.reader.release()
+    with ExitStack() as stack:
+        try:
+            one, other = (
+                stack.enter_context(closing(StoredTensors(path, quarter))) for path in (a, b)
+            )
+            is_tolerant = atol is not None or rtol is not None
+            report = DiffReport(one.path, other.path, is_tolerant)
+            chosen = None
+            if names is not None:
+                present = {*one.names, *other.names}
+                chosen = set(select_names(present, list(names), f"{report.a} and {report.b}"))
+            comparison = _Comparison(one, other, report, atol or 0.0, rtol or 0.0, quarter)
+            comparison.run(progress, chosen)
+        except ValueError as error:
+            raise CheckpointError(f"{a} and {b} cannot be compared: {error}") from error
     return report
 
 
@@ -123,150 +119,140 @@ class _Tally:
     bits_differ: bool = False
     only_bytes: bool = False  # some bytes differ, and torch cannot convert the dtype to numbers
 
+    @property
+    def element_bytes(self) -> int:
+        """Size of an element in both checkpoints together."""
+        return sum(dtype.itemsize for dtype in self.dtypes)
 
+
+@dataclass
 class _Comparison:
-    def __init__(
-        self,
-        a: StoredTensors,
-        b: StoredTensors,
-        report: DiffReport,
-        atol: float,
-        rtol: float,
-        bytes_per_side: int,
-    ) -> None:
-        self._a, self._b, self._report = a, b, report
-        self._atol, self._rtol = atol, rtol
-        self._bytes_per_side = bytes_per_side
-        # Boxes to read together; the tensors receive the values from a and from b.
-        self._batch: list[tuple[_Tally, Box, torch.Tensor, torch.Tensor]] = []
-        self._batch_bytes = 0
+    a: StoredTensors
+    b: StoredTensors
+    report: DiffReport
+    atol: float
+    rtol: float
+    bytes_per_side: int
 
     def run(self, progress: ProgressOption, chosen: set[str] | None) -> None:
         """Compares the chosen names, or all names if ``chosen`` is None."""
-        report = self._report
+        report = self.report
         of_a, of_b = (
             [name for name in side.names if chosen is None or name in chosen]
-            for side in (self._a, self._b)
+            for side in (self.a, self.b)
         )
-        report.only_in_a = [name for name in of_a if name not in self._b]
-        report.only_in_b = [name for name in of_b if name not in self._a]
+        report.only_in_a = [name for name in of_a if name not in self.b]
+        report.only_in_b = [name for name in of_b if name not in self.a]
         tensors: list[_Tally] = []
-        quantized: list[str] = []
-        objects: list[str] = []
-        total = 0
+        stored: list[str] = []  # names whose stored bytes are compared
         for name in of_a:
-            if name not in self._b:
+            if name not in self.b:
                 continue
-            a, b = self._a.tensor(name), self._b.tensor(name)
-            if a is None and b is None:
-                objects.append(name)
-            elif a is None or b is None:
-                kinds = ["an object" if side is None else "a tensor" for side in (a, b)]
-                report.kinds.append((name, kinds[0], kinds[1]))
+            a, b = self.a.tensor(name), self.b.tensor(name)
+            if a is None or b is None:
+                if a is b:
+                    stored.append(name)
+                else:
+                    in_a, in_b = ("an object" if side is None else "a tensor" for side in (a, b))
+                    report.kinds.append((name, in_a, in_b))
             elif a.shape != b.shape:
                 report.shapes.append((name, a.shape, b.shape))
             else:
                 dtypes = a.dtype, b.dtype
-                if dtypes[0] != dtypes[1]:
+                if a.dtype != b.dtype:
                     in_a, in_b = (str(dtype).removeprefix("torch.") for dtype in dtypes)
                     report.dtypes.append((name, in_a, in_b))
-                if not any(dtype in QUANTIZED for dtype in dtypes):
+                if QUANTIZED.isdisjoint(dtypes):
                     tensors.append(_Tally(name, a.shape, dtypes))
-                    total += math.prod(a.shape) * sum(d.itemsize for d in dtypes)
                 else:
-                    quantized.append(name)
-        self._compare_all(tensors, total, progress)
-        for name in quantized:
-            self._compare_quantized(name)
-        for name in objects:
-            if self._has_equal_bytes(name, self._a.records(name)[0], self._b.records(name)[0]):
+                    stored.append(name)
+        self._compare_values(tensors, progress)
+        for tally in tensors:
+            self._report_tensor(tally)
+        for name in stored:
+            tensor = self.a.tensor(name)
+            if self._has_equal_records(name):
                 report.same += 1
-            else:
+            elif tensor is None:
                 report.objects.append(name)
+            else:
+                report.tensors.append(_differs_in_bytes(name, tensor.shape))
 
-    def _compare_all(self, tallies: list[_Tally], total: int, progress: ProgressOption) -> None:
+    def _compare_values(self, tallies: list[_Tally], progress: ProgressOption) -> None:
+        total = sum(math.prod(tally.shape) * tally.element_bytes for tally in tallies)
+        done = 0
         with reporting(progress, "compare", None, total) as shown:
-            done = 0
-
-            def advance() -> None:
-                nonlocal done
-                done += self._batch_bytes
-                self._run_batch()
+            for wave in in_waves(self._boxes(tallies), 2 * self.bytes_per_side):
+                boxes = [(tally.name, box) for tally, box in wave]
+                parts_a, parts_b = self.a.read_boxes(boxes), self.b.read_boxes(boxes)
+                for (tally, box), a, b in zip(wave, parts_a, parts_b, strict=True):
+                    self._compare(tally, box, a.reshape(-1), b.reshape(-1))
+                    done += a.nbytes + b.nbytes
                 if shown is not None:
                     shown(Progress(total, 0, done))
 
-            for tally in tallies:
-                dtypes = tally.dtypes
-                widest = max(dtype.itemsize for dtype in dtypes)
-                for box in split_into_boxes(tally.shape, max(1, self._bytes_per_side // widest)):
-                    count = math.prod(box[1])
-                    held = count * sum(dtype.itemsize for dtype in dtypes)
-                    if self._batch and self._batch_bytes + held > 2 * self._bytes_per_side:
-                        advance()
-                    a, b = (empty_tensor(box[1], dtype) for dtype in dtypes)
-                    self._batch.append((tally, box, a, b))
-                    self._batch_bytes += held
-            advance()
+    def _boxes(self, tallies: list[_Tally]) -> Iterator[tuple[tuple[_Tally, Box], int]]:
+        """Yields boxes, with the size of their values in both checkpoints."""
         for tally in tallies:
-            self._report_tensor(tally)
-
-    def _run_batch(self) -> None:
-        batch, self._batch, self._batch_bytes = self._batch, [], 0
-        for side, which in ((self._a, 2), (self._b, 3)):
-            reads = _C.TensorReads()
-            for entry in batch:
-                side.add_reads(reads, entry[0].name, entry[1], cast(torch.Tensor, entry[which]))
-            if len(reads):
-                side.reader.read_tensors(reads)
-        for tally, box, a, b in batch:
-            self._compare(tally, box, a.reshape(-1), b.reshape(-1))
+            widest = max(dtype.itemsize for dtype in tally.dtypes)
+            for box in split_into_boxes(tally.shape, max(1, self.bytes_per_side // widest)):
+                yield (tally, box), math.prod(box[1]) * tally.element_bytes
 
     def _compare(self, tally: _Tally, box: Box, a: torch.Tensor, b: torch.Tensor) -> None:
-        if a.dtype == b.dtype:
-            if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-                return
-            tally.bits_differ = True
+        if _have_equal_bytes(a, b):
+            return
+        tally.bits_differ |= a.dtype == b.dtype
         for begin in range(0, a.numel(), _ELEMENTS_PER_PASS):
             part_a, part_b = (t[begin : begin + _ELEMENTS_PER_PASS] for t in (a, b))
             try:
-                found = _find_differences(part_a, part_b)
+                self._count_differences(tally, box, begin, part_a, part_b)
             except (NotImplementedError, RuntimeError):
                 # torch cannot convert this dtype to numbers.
-                same = a.dtype == b.dtype and torch.equal(
-                    part_a.view(torch.uint8), part_b.view(torch.uint8)
-                )
-                tally.only_bytes = tally.only_bytes or not same
-                continue
-            if found is None:
-                continue
-            self._add_to_tally(tally, box, begin, found)
+                tally.only_bytes |= not _have_equal_bytes(part_a, part_b)
 
-    def _add_to_tally(self, tally: _Tally, box: Box, begin: int, found: _Differences) -> None:
-        allowed = self._atol + self._rtol * found.magnitude_b
-        outside = ~(found.absolute <= allowed) | found.absolute.isinf()
-        tally.differing += found.positions.numel()
-        tally.outside += int(outside.sum())
-        relative = found.absolute / torch.maximum(found.magnitude_a, found.magnitude_b)
+    def _count_differences(
+        self, tally: _Tally, box: Box, begin: int, a: torch.Tensor, b: torch.Tensor
+    ) -> None:
+        """Adds the elements whose values differ to the tally. NaN equals NaN."""
+        is_exact = not any(t.is_floating_point() or t.is_complex() for t in (a, b))
+        if is_exact:
+            positions = _differing_integers(a, b).nonzero().reshape(-1)
+            a, b = _select_integers(a, positions), _select_integers(b, positions)
+            wide_a, wide_b = as_float64(a), as_float64(b)
+            absolute = _integer_distance(a, b, wide_a, wide_b)
+        else:
+            wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+            wide_a, wide_b = widen(a, wide), widen(b, wide)
+            positions = (~_equal_or_both_nan(wide_a, wide_b)).nonzero().reshape(-1)
+            wide_a, wide_b = wide_a[positions], wide_b[positions]
+            absolute = (wide_a - wide_b).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        if positions.numel() == 0:
+            return
+        magnitude_a, magnitude_b = wide_a.abs(), wide_b.abs()
+        allowed = self.atol + self.rtol * magnitude_b
+        tally.differing += positions.numel()
+        tally.outside += int((~(absolute <= allowed) | absolute.isinf()).sum())
+        relative = absolute / torch.maximum(magnitude_a, magnitude_b)
         relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
         tally.relative = max(tally.relative, float(relative.max()))
-        largest = found.exact_distance(int(found.absolute.argmax()))
+        at = int(absolute.argmax())
+        largest: float | int = float(absolute[at])
+        if is_exact:
+            largest = abs(int(a[at].item()) - int(b[at].item()))
         if largest > tally.absolute:
             tally.absolute = largest
-            position = begin + int(found.positions[found.absolute.argmax()])
-            tally.index = _index_in_tensor(position, box)
+            tally.index = _index_in_tensor(begin + int(positions[at]), box)
 
     def _report_tensor(self, tally: _Tally) -> None:
-        report, elements = self._report, math.prod(tally.shape)
+        report = self.report
         if tally.only_bytes:
-            report.tensors.append(
-                TensorDifference(tally.name, tally.shape, elements, None, 1, None, None, None)
-            )
+            report.tensors.append(_differs_in_bytes(tally.name, tally.shape))
         elif tally.differing:
             report.tensors.append(
                 TensorDifference(
                     tally.name,
                     tally.shape,
-                    elements,
+                    math.prod(tally.shape),
                     tally.differing,
                     tally.outside,
                     tally.absolute,
@@ -279,86 +265,38 @@ class _Comparison:
             if tally.bits_differ:
                 report.bits.append(tally.name)
 
-    def _compare_quantized(self, name: str) -> None:
-        """Compares the stored bytes of the shards; differently sharded tensors count as different.
+    def _has_equal_records(self, name: str) -> bool:
+        """Compares the stored bytes of an object, or of the shards of a quantized tensor.
 
-        The values cannot be compared: only torch.load can decode them.
+        Only torch.load can decode quantized values. Differently sharded tensors count as different.
         """
-        a, b = self._a.tensor(name), self._b.tensor(name)
-        assert a is not None
-        assert b is not None
-        in_a = {(record.offsets, record.sizes): record for record in self._a.records(name)}
-        in_b = {(record.offsets, record.sizes): record for record in self._b.records(name)}
-        if (
-            a.dtype == b.dtype
-            and in_a.keys() == in_b.keys()
-            and all(self._has_equal_bytes(name, in_a[shard], in_b[shard]) for shard in in_a)
-        ):
-            self._report.same += 1
-            return
-        shape = a.shape
-        self._report.tensors.append(
-            TensorDifference(name, shape, math.prod(shape), None, 1, None, None, None)
+        a, b = (
+            {(record.offsets, record.sizes): record for record in side.records(name)}
+            for side in (self.a, self.b)
+        )
+        return (
+            self.a.tensor(name) == self.b.tensor(name)
+            and a.keys() == b.keys()
+            and all(self._has_equal_bytes(name, a[shard], b[shard]) for shard in a)
         )
 
     def _has_equal_bytes(self, name: str, in_a: Record, in_b: Record) -> bool:
-        if in_a.length != in_b.length:
-            return False
-        return all(
+        return in_a.length == in_b.length and all(
             a == b
             for a, b in zip(
-                self._a.read_chunks(name, in_a, self._bytes_per_side),
-                self._b.read_chunks(name, in_b, self._bytes_per_side),
+                self.a.read_chunks(name, in_a, self.bytes_per_side),
+                self.b.read_chunks(name, in_b, self.bytes_per_side),
                 strict=True,
             )
         )
 
 
-@dataclass
-class _Differences:
-    """The differing elements of one pass.
-
-    Attributes:
-        positions: flat positions.
-        a, b: values in each checkpoint; exact for integers.
-        absolute: absolute differences; rounded to float64 for integers.
-        magnitude_a, magnitude_b: absolute values of a and b.
-    """
-
-    positions: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
-    absolute: torch.Tensor
-    magnitude_a: torch.Tensor
-    magnitude_b: torch.Tensor
-
-    def exact_distance(self, which: int) -> float | int:
-        """Returns the absolute difference of one element; exact for integers."""
-        if self.a.dtype.is_floating_point or self.b.dtype.is_floating_point:
-            return float(self.absolute[which])
-        if self.a.is_complex() or self.b.is_complex():
-            return float(self.absolute[which])
-        return abs(int(self.a[which].item()) - int(self.b[which].item()))
+def _differs_in_bytes(name: str, shape: tuple[int, ...]) -> TensorDifference:
+    return TensorDifference(name, shape, math.prod(shape), None, 1, None, None, None)
 
 
-def _find_differences(a: torch.Tensor, b: torch.Tensor) -> _Differences | None:
-    """Finds the elements whose values differ; None if there are none. NaN equals NaN."""
-    if not any(t.is_floating_point() or t.is_complex() for t in (a, b)):
-        positions = _differing_integers(a, b).nonzero().reshape(-1)
-        if positions.numel() == 0:
-            return None
-        a, b = _select_integers(a, positions), _select_integers(b, positions)
-        float_a, float_b = as_float64(a), as_float64(b)
-        distance = _integer_distance(a, b, float_a, float_b)
-        return _Differences(positions, a, b, distance, float_a.abs(), float_b.abs())
-    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    wide_a, wide_b = widen(a, wide), widen(b, wide)
-    positions = (~_equal_or_both_nan(wide_a, wide_b)).nonzero().reshape(-1)
-    if positions.numel() == 0:
-        return None
-    wide_a, wide_b = wide_a[positions], wide_b[positions]
-    absolute = (wide_a - wide_b).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    return _Differences(positions, wide_a, wide_b, absolute, wide_a.abs(), wide_b.abs())
+def _have_equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _equal_or_both_nan(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -370,16 +308,16 @@ def _equal_or_both_nan(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _select_integers(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Returns values[positions], which torch does not implement for unsigned integers."""
-    if values.dtype == torch.uint64:
-        return values.view(torch.int64)[positions].view(torch.uint64)
-    return values.to(torch.int64)[positions]
+    chosen = as_int64(values)[positions]
+    return chosen.view(torch.uint64) if values.dtype == torch.uint64 else chosen
 
 
 def _differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    bits_a, bits_b = as_int64(a), as_int64(b)
     if (a.dtype == torch.uint64) == (b.dtype == torch.uint64):
-        return as_int64(a) != as_int64(b)
+        return bits_a != bits_b
     # Only one dtype is uint64, so a value that is negative as int64 is out of range for one dtype.
-    return (as_int64(a) != as_int64(b)) | (as_int64(a) < 0) | (as_int64(b) < 0)
+    return (bits_a != bits_b) | (bits_a < 0) | (bits_b < 0)
 
 
 def _integer_distance(
@@ -389,9 +327,9 @@ def _integer_distance(
 
     Subtracts before rounding if possible, because large adjacent integers are equal in float64.
     """
-    bits_a, bits_b = as_int64(a), as_int64(b)
     if (a.dtype == torch.uint64) != (b.dtype == torch.uint64):
         return (float_a - float_b).abs()
+    bits_a, bits_b = as_int64(a), as_int64(b)
     sign_bit = _LEAST_INT64 if a.dtype == torch.uint64 else 0
     larger = (bits_a ^ sign_bit) > (bits_b ^ sign_bit)
     # The subtraction wraps modulo 2^64, but the distance is less than 2^64.

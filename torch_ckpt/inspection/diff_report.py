@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch_ckpt._base.formatting import plural, printable
+from torch_ckpt._base.formatting import Report, plural, printable
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TensorDifference:
 
 
 @dataclass
-class DiffReport:
+class DiffReport(Report):
     """Result of :func:`diff`.
 
     Attributes:
@@ -132,35 +132,14 @@ class DiffReport:
             f"{self.a} and {self.b} are {verdict}: {plural(self.same, 'name')} with equal values"
         )
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
     def document(self) -> dict[str, Any]:
         """Returns the report as a JSON document. Infinities and NaN become strings."""
-
-        def number(value: float | int | None) -> float | int | str | None:
-            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-        def pairs(entries: list[Any]) -> list[dict[str, Any]]:
-            return [{"name": name, "a": a, "b": b} for name, a, b in entries]
-
-        return {
-            "a": self.a,
-            "b": self.b,
-            "equal": self.equal,
-            "same": self.same,
-            "only_in_a": self.only_in_a,
-            "only_in_b": self.only_in_b,
-            "kinds": pairs(self.kinds),
-            "shapes": pairs(self.shapes),
-            "dtypes": pairs(self.dtypes),
-            "tensors": [
-                {
-                    key: number(value) if isinstance(value, float) else value
-                    for key, value in asdict(tensor).items()
-                }
-                for tensor in self.tensors
-            ],
-            "bits": self.bits,
-            "objects": self.objects,
-        }
+        document: dict[str, Any] = {"a": self.a, "b": self.b, "equal": self.equal} | asdict(self)
+        del document["tolerant"]
+        for key in ("kinds", "shapes", "dtypes"):
+            document[key] = [{"name": name, "a": a, "b": b} for name, a, b in document[key]]
+        for tensor in document["tensors"]:
+            for key, value in tensor.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    tensor[key] = str(value)
+        return document

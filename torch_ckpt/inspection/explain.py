@@ -13,11 +13,11 @@ import re
 import statistics
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import Block, Table, plural, printable, size, text_lines
+from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
 from torch_ckpt.checkpoint.index import read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
 
@@ -30,51 +30,29 @@ _NOTABLE_SECONDS = 0.1
 
 @dataclass
 class RankShare:
-    """The records that one rank wrote, and the durations of its phases.
+    """The records that one rank wrote, and the durations of its phases; None if not recorded."""
 
-    Attributes:
-        rank: the rank; None for files whose names contain no rank.
-        records: number of records; each shard of a tensor is one.
-        bytes: total size of these records in the files.
-        whole_bytes: the part of ``bytes`` that belongs to unsharded tensors and to objects, of
-            which other ranks may have had replicas.
-        files: file names relative to the checkpoint directory.
-        largest: name and size in bytes of the rank's largest record.
-        plan_s: seconds from the state dict to the finished plan, including waiting for other ranks;
-            None if not recorded.
-        find_s: seconds to resolve all values, including pickling objects; None if not
-            recorded.
-        write_s: seconds until the rank's files were durable; None if not recorded.
-    """
-
-    rank: int | None
-    records: int = 0
-    bytes: int = 0
+    rank: int | None  # None for files whose names contain no rank
+    records: int = 0  # each shard of a tensor is one
+    bytes: int = 0  # total size of these records in the files
+    # The part of `bytes` that belongs to unsharded tensors and to objects, of which other ranks may
+    # have had replicas.
     whole_bytes: int = 0
-    files: list[str] = field(default_factory=list)
-    largest: tuple[str, int] = ("", -1)
+    files: list[str] = field(default_factory=list)  # relative to the checkpoint directory
+    largest: tuple[str, int] = ("", -1)  # name and size in bytes of the largest record
+    # Seconds from the state dict to the finished plan, including waiting for other ranks.
     plan_s: float | None = None
-    find_s: float | None = None
-    write_s: float | None = None
+    find_s: float | None = None  # seconds to resolve all values, including pickling objects
+    write_s: float | None = None  # seconds until the rank's files were durable
 
 
 @dataclass
-class Explanation:
-    """Result of :func:`explain`.
+class Explanation(Report):
+    """Result of :func:`explain`."""
 
-    Attributes:
-        checkpoint: the checkpoint directory.
-        ranks: the ranks that wrote a record or whose durations are recorded.
-        remarks: a summary, and a sentence about each rank that stands out.
-    """
-
-    checkpoint: str
-    ranks: list[RankShare]
-    remarks: list[str]
-
-    def lines(self) -> Iterator[str]:
-        """Yields the report as plain text, with escaped names."""
-        return text_lines(self.blocks())
+    checkpoint: str  # the checkpoint directory
+    ranks: list[RankShare]  # ranks that wrote a record or whose durations are recorded
+    remarks: list[str]  # a summary, and a sentence about each rank that stands out
 
     def blocks(self) -> Iterator[Block]:
         """Yields a table with a row for each rank, and the remarks."""
@@ -98,10 +76,6 @@ class Explanation:
         yield Table(header, rows, frozenset(header), optional)
         yield ""
         yield from map(printable, self.remarks)
-
-    def document(self) -> dict[str, Any]:
-        """Returns the explanation as a JSON document."""
-        return asdict(self)
 
 
 def explain(path: str | os.PathLike[str]) -> Explanation:

@@ -6,7 +6,8 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import Table, plural, printable, size
+from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
@@ -59,8 +60,8 @@ class _File:
     state: str  # "ok", "missing", "too short", "unreadable" (not a regular file) or "unreferenced"
 
 
-@dataclass(frozen=True)
-class Listing:
+@dataclass
+class Listing(Report):
     """The items, files and totals of one checkpoint."""
 
     path: str  # the checkpoint directory
@@ -68,6 +69,7 @@ class Listing:
     files: list[_File]  # in natural order of their names
     disk_bytes: int  # size of the referenced files and the metadata
     committed: datetime  # modification time of the metadata, in the local time zone
+    shows_files: bool = False  # whether ``blocks`` has the files instead of the items
 
     @property
     def referenced(self) -> list[_File]:
@@ -111,6 +113,88 @@ class Listing:
             if item.stored_shards < item.shards
         ]
         return files + items
+
+    def blocks(self) -> Iterator[Block]:
+        """Yields tables of the items and of top-level keys, or of the files, and the totals."""
+        if self.shows_files:
+            yield self._file_table()
+            yield ""
+        else:
+            yield self._item_table()
+            yield ""
+            # If every item has a top-level key of its own, the table would repeat the items.
+            if len(self.parts) < len(self.items):
+                yield self._part_table()
+                yield ""
+        totals = (
+            plural(self.tensors, "tensor"),
+            f"{self.parameters:,} {'parameter' if self.parameters == 1 else 'parameters'}",
+            plural(len(self.items) - self.tensors, "object"),
+            plural(len(self.referenced), "file"),
+            f"{size(self.disk_bytes)} on disk",
+            f"committed {self.committed:%Y-%m-%d %H:%M:%S %z}",
+        )
+        yield f"total: {', '.join(totals)}"
+
+    def _item_table(self) -> Table:
+        rows = [
+            (
+                printable(item.name),
+                item.dtype or "bytes",
+                "-" if item.shape is None else str(item.shape),
+                str(item.shards),
+                size(item.stored_bytes),
+                ", ".join(map(printable, item.files)) or "-",
+            )
+            for item in self.items
+        ]
+        header = ("NAME", "DTYPE", "SHAPE", "SHARDS", "STORED", "FILES")
+        return Table(header, rows, frozenset({"SHARDS", "STORED"}), optional=("FILES", "SHARDS"))
+
+    def _file_table(self) -> Table:
+        rows = [
+            (
+                printable(file.name),
+                str(file.records),
+                size(file.stored_bytes),
+                "-" if file.disk_bytes is None else size(file.disk_bytes),
+                file.state,
+            )
+            for file in self.files
+        ]
+        header = ("FILE", "RECORDS", "STORED", "ON DISK", "STATE")
+        return Table(header, rows, frozenset(header[1:4]), optional=("RECORDS", "STORED"))
+
+    def _part_table(self) -> Table:
+        rows = [
+            (
+                printable(part.key),
+                str(part.tensors),
+                str(part.objects),
+                f"{part.parameters:,}",
+                size(part.stored_bytes),
+            )
+            for part in self.parts
+        ]
+        header = ("KEY", "TENSORS", "OBJECTS", "PARAMETERS", "STORED")
+        return Table(header, rows, frozenset(header[1:]), optional=("OBJECTS", "TENSORS"))
+
+    def document(self) -> dict[str, Any]:
+        """Returns the listing as a JSON document."""
+        return {
+            "checkpoint": self.path,
+            "items": [asdict(item) for item in self.items],
+            "files": [asdict(file) for file in self.files],
+            "total": {
+                "tensors": self.tensors,
+                "bytes_items": len(self.items) - self.tensors,
+                "parameters": self.parameters,
+                "keys": [asdict(part) for part in self.parts],
+                "files": len(self.referenced),
+                "disk_bytes": self.disk_bytes,
+                "committed": self.committed.isoformat(),
+            },
+        }
 
 
 def natural_order(name: str) -> list[str | int]:
@@ -176,23 +260,35 @@ def _find_unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File
     return found
 
 
-def _build_listing(
-    directory: Path,
-    opened: OpenDirectory,
-    index: _core.CheckpointIndex,
-    patterns: Sequence[str] | None,
+def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> Listing:
+    """Lists a checkpoint from its metadata and file lengths.
+
+    Args:
+        path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
+            step.
+        names: names, prefixes or :mod:`fnmatch` patterns; None lists everything. Only files
+            with a selected item are listed.
+
+    Raises:
+        CheckpointError, OSError: no checkpoint can be read, or a pattern matches no name.
+    """
+    with closing(open_checkpoint(path)) as opened:
+        return _list(opened, read_index_in(opened), names)
+
+
+def _list(
+    opened: OpenDirectory, index: _core.CheckpointIndex, patterns: Sequence[str] | None
 ) -> Listing:
     """Combines the metadata with the file lengths. Reads no data file."""
+    directory = Path(opened.path)
     chosen = select_names(index.names(), patterns, directory)
-    records: dict[str, int] = {}
-    stored: dict[str, int] = {}
-    ends: dict[str, int] = {}
+    records, stored, ends = Counter[str](), Counter[str](), Counter[str]()
 
     def count(locations: Iterable[tuple[str, int, int]]) -> None:
         for file, offset, length in locations:
-            records[file] = records.get(file, 0) + 1
-            stored[file] = stored.get(file, 0) + length
-            ends[file] = max(ends.get(file, 0), offset + length)
+            records[file] += 1
+            stored[file] += length
+            ends[file] = max(ends[file], offset + length)
 
     items = []
     for name in chosen:
@@ -228,104 +324,3 @@ def _build_listing(
         disk_bytes=status.st_size + sum(file.disk_bytes or 0 for file in named),
         committed=datetime.fromtimestamp(status.st_mtime).astimezone(),
     )
-
-
-def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> Listing:
-    """Lists a checkpoint from its metadata and file lengths.
-
-    Args:
-        path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
-            step.
-        names: names, prefixes or :mod:`fnmatch` patterns; None lists everything. Only files
-            with a selected item are listed.
-
-    Raises:
-        CheckpointError, OSError: no checkpoint can be read, or a pattern matches no name.
-    """
-    with closing(open_checkpoint(path)) as opened:
-        return _build_listing(Path(opened.path), opened, read_index_in(opened), names)
-
-
-def item_table(listing: Listing) -> Table:
-    """Tabulates the items."""
-    rows = [
-        (
-            printable(item.name),
-            item.dtype or "bytes",
-            "-" if item.shape is None else str(item.shape),
-            str(item.shards),
-            size(item.stored_bytes),
-            ", ".join(map(printable, item.files)) or "-",
-        )
-        for item in listing.items
-    ]
-    header = ("NAME", "DTYPE", "SHAPE", "SHARDS", "STORED", "FILES")
-    right = frozenset({"SHARDS", "STORED"})
-    return Table(header, rows, right, optional=("FILES", "SHARDS"))
-
-
-def file_table(listing: Listing) -> Table:
-    """Tabulates the files."""
-    rows = [
-        (
-            printable(file.name),
-            str(file.records),
-            size(file.stored_bytes),
-            "-" if file.disk_bytes is None else size(file.disk_bytes),
-            file.state,
-        )
-        for file in listing.files
-    ]
-    header = ("FILE", "RECORDS", "STORED", "ON DISK", "STATE")
-    right = frozenset({"RECORDS", "STORED", "ON DISK"})
-    return Table(header, rows, right, optional=("RECORDS", "STORED"))
-
-
-def part_table(listing: Listing) -> Table | None:
-    """Tabulates the totals by top-level key; None if every item has a top-level key of its own."""
-    parts = listing.parts
-    if len(parts) == len(listing.items):
-        return None
-    rows = [
-        (
-            printable(part.key),
-            str(part.tensors),
-            str(part.objects),
-            f"{part.parameters:,}",
-            size(part.stored_bytes),
-        )
-        for part in parts
-    ]
-    header = ("KEY", "TENSORS", "OBJECTS", "PARAMETERS", "STORED")
-    return Table(header, rows, frozenset(header[1:]), optional=("OBJECTS", "TENSORS"))
-
-
-def total_line(listing: Listing) -> str:
-    """Formats the totals."""
-    parts = (
-        plural(listing.tensors, "tensor"),
-        f"{listing.parameters:,} {'parameter' if listing.parameters == 1 else 'parameters'}",
-        plural(len(listing.items) - listing.tensors, "object"),
-        plural(len(listing.referenced), "file"),
-        f"{size(listing.disk_bytes)} on disk",
-        f"committed {listing.committed:%Y-%m-%d %H:%M:%S %z}",
-    )
-    return f"total: {', '.join(parts)}"
-
-
-def document(listing: Listing) -> dict[str, Any]:
-    """Returns the listing as a JSON document."""
-    return {
-        "checkpoint": listing.path,
-        "items": [asdict(item) for item in listing.items],
-        "files": [asdict(file) for file in listing.files],
-        "total": {
-            "tensors": listing.tensors,
-            "bytes_items": len(listing.items) - listing.tensors,
-            "parameters": listing.parameters,
-            "keys": [asdict(part) for part in listing.parts],
-            "files": len(listing.referenced),
-            "disk_bytes": listing.disk_bytes,
-            "committed": listing.committed.isoformat(),
-        },
-    }

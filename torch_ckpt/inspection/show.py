@@ -14,21 +14,18 @@ import math
 import os
 import pprint
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from torch_ckpt import _C
-from torch_ckpt._base.formatting import plural, printable, sentence, size
+from torch_ckpt._base.formatting import Report, plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
-from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.inspection.listing import select_names
 from torch_ckpt.inspection.stored_tensors import (
     QUANTIZED,
-    Box,
-    StoredTensor,
     StoredTensors,
     as_float64,
     as_int64,
@@ -183,7 +180,7 @@ class ShownObject:
 
 
 @dataclass(frozen=True)
-class ShowReport:
+class ShowReport(Report):
     """Result of :func:`show`.
 
     Attributes:
@@ -213,9 +210,6 @@ class ShowReport:
             yield from item.lines()
         for name, what in self.damaged:
             yield printable(f"damaged: {name}: {what}")
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
         """Returns the report as a JSON document. Values that JSON cannot represent become
@@ -273,56 +267,51 @@ def show(
         raise ValueError(f"names must be a list of patterns, got the string {names!r}")
     if first < 0:
         raise ValueError(f"first must not be negative, got {first}")
-    stored = StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)
     try:
-        chosen = select_names(stored.names, None if names is None else list(names), stored.path)
-        sizes = {name: stored.tensor_bytes(name) for name in chosen}
-        total, done = sum(sizes.values()), 0
-        report = ShowReport(stored.path, [])
-        with reporting(progress, "show", None, total) as shown:
-            for name in chosen:
-                try:
-                    report.items.append(_read_item(stored, name, first))
-                except (Corrupt, Unsafe, OSError) as error:
-                    if isinstance(error, OSError) and not is_file_damage(error.errno or 0):
-                        raise
-                    report.damaged.append((name, sentence(error)))
-                done += sizes[name]
-                if shown is not None:
-                    shown(Progress(total, 0, done))
-        return report
+        with closing(StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)) as stored:
+            chosen = select_names(stored.names, None if names is None else list(names), stored.path)
+            return _show(stored, chosen, first, progress)
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be shown: {error}") from error
-    finally:
-        stored.reader.release()
+
+
+def _show(
+    stored: StoredTensors, names: list[str], first: int, progress: ProgressOption
+) -> ShowReport:
+    report = ShowReport(stored.path, [])
+    sizes = {name: stored.tensor_bytes(name) for name in names}
+    total, done = sum(sizes.values()), 0
+    with reporting(progress, "show", None, total) as shown:
+        for name in names:
+            try:
+                report.items.append(_read_item(stored, name, first))
+            except (Corrupt, Unsafe, OSError) as error:
+                if isinstance(error, OSError) and not is_file_damage(error.errno or 0):
+                    raise
+                report.damaged.append((name, sentence(error)))
+            done += sizes[name]
+            if shown is not None:
+                shown(Progress(total, 0, done))
+    return report
 
 
 def _read_item(stored: StoredTensors, name: str, first: int) -> ShownTensor | ShownObject:
-    tensor = stored.tensor(name)
-    if tensor is None:
-        return _read_object(stored, name)
-    return _read_tensor(stored, name, tensor, first)
-
-
-def _read_object(stored: StoredTensors, name: str) -> ShownObject:
-    (record,) = stored.records(name)
-    place = Place(record.file, record.offset, record.length)
-    try:
-        return ShownObject(name, place, stored.read_object(name))
-    except Unsafe as error:
-        return ShownObject(name, place, None, f"not unpickled: {error}")
-
-
-def _read_tensor(stored: StoredTensors, name: str, tensor: StoredTensor, first: int) -> ShownTensor:
-    dtype, shape = tensor
+    tensor, records = stored.tensor(name), stored.records(name)
     # The fields of Record and Place have the same order.
-    places = [Place(*record) for record in stored.records(name)]
+    if tensor is None:
+        place = Place(*records[0][:3])
+        try:
+            return ShownObject(name, place, stored.read_object(name))
+        except Unsafe as error:
+            return ShownObject(name, place, None, f"not unpickled: {error}")
+    dtype, shape = tensor
     statistics: Statistics | None = None
     values: list[Any] = []
     # Quantized tensors cannot be read in boxes, because their elements need separate scales.
     if dtype not in QUANTIZED:
         statistics, values = _summarize(stored, name, shape, dtype, first)
     title = str(dtype).removeprefix("torch.")
+    places = [Place(*record) for record in records]
     return ShownTensor(name, title, shape, stored.tensor_bytes(name), places, statistics, values)
 
 
@@ -333,7 +322,8 @@ def _summarize(
     tally = _Tally()
     values: list[Any] = []
     for box in split_into_boxes(shape, _BOX_BYTES // dtype.itemsize):
-        part = _read_box(stored, name, box, dtype)
+        [part] = stored.read_boxes([(name, box)])
+        part = part.reshape(-1)
         try:
             tally.add(part)
             # Boxes arrive in row-major order.
@@ -342,16 +332,6 @@ def _summarize(
             # torch cannot convert this dtype to numbers.
             return None, []
     return tally.statistics(), values
-
-
-def _read_box(stored: StoredTensors, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """Reads a box into a one-dimensional tensor."""
-    target = empty_tensor(box[1], dtype)
-    reads = _C.TensorReads()
-    stored.add_reads(reads, name, box, target)
-    if len(reads):
-        stored.reader.read_tensors(reads)
-    return target.reshape(-1)
 
 
 class _Tally:

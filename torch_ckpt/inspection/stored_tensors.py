@@ -6,15 +6,17 @@ import io
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import torch
 
 from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.objects import decode
+from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.inspection.verify import find_shard_fault
 from torch_ckpt.loading.reader import FileSystemReader
@@ -53,7 +55,7 @@ class Record(NamedTuple):
 class StoredTensors:
     """Reads boxes of a checkpoint's tensors, regardless of the sharding.
 
-    Keeps the directory open until ``reader.release()``.
+    Keeps the directory open until ``close()``.
 
     Args:
         path: the checkpoint, as for :func:`open_checkpoint`.
@@ -81,6 +83,10 @@ class StoredTensors:
         self.names: list[str] = self._index.names()
         # The last result of records(), because many boxes of one tensor are read in succession.
         self._last_records: tuple[str | None, list[Record]] = None, []
+
+    def close(self) -> None:
+        """Closes the directory. Further calls do nothing."""
+        self.reader.release()
 
     def __contains__(self, name: str) -> bool:
         return name in self._index
@@ -136,32 +142,43 @@ class StoredTensors:
         self._last_records = name, records
         return records
 
-    def add_reads(self, reads: _C.TensorReads, name: str, box: Box, target: torch.Tensor) -> None:
-        """Adds the reads that copy a box of a tensor into the target."""
-        found = self._index.tensor(name)
-        assert found is not None
-        for record in self.records(name):
-            begins = [max(x, y) for x, y in zip(box[0], record.offsets, strict=True)]
-            ends = [
-                min(x + n, y + m)
-                for x, n, y, m in zip(*box, record.offsets, record.sizes, strict=True)
-            ]
-            if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
-                continue
-            part = target
-            for dim, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-                part = part.narrow(dim, begin - box[0][dim], end - begin)
-            reads.add(
-                name,
-                record.file,
-                record.offset,
-                record.length,
-                getattr(torch, found[0]),
-                record.sizes,
-                [x - y for x, y in zip(begins, record.offsets, strict=True)],
-                part.shape,
-                part,
-            )
+    def read_boxes(
+        self,
+        boxes: Sequence[tuple[str, Box]],
+        allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = empty_tensor,
+    ) -> list[torch.Tensor]:
+        """Reads boxes of tensors, given as names and boxes, into tensors from ``allocate``."""
+        reads = _C.TensorReads()
+        targets = []
+        for name, (offsets, sizes) in boxes:
+            found = self._index.tensor(name)
+            assert found is not None
+            dtype = getattr(torch, found[0])
+            target = allocate(sizes, dtype)
+            targets.append(target)
+            for record in self.records(name):
+                begins = [*map(max, offsets, record.offsets)]
+                ends = [*map(min, map(add, offsets, sizes), map(add, record.offsets, record.sizes))]
+                lengths = [*map(sub, ends, begins)]
+                if any(length <= 0 for length in lengths):
+                    continue
+                part = target
+                for dim, length in enumerate(lengths):
+                    part = part.narrow(dim, begins[dim] - offsets[dim], length)
+                reads.add(
+                    name,
+                    record.file,
+                    record.offset,
+                    record.length,
+                    dtype,
+                    record.sizes,
+                    [*map(sub, begins, record.offsets)],
+                    part.shape,
+                    part,
+                )
+        if len(reads):
+            self.reader.read_tensors(reads)
+        return targets
 
     def read_object(self, name: str) -> Any:
         """Reads an object; only allow-listed types unless ``allow_pickle`` is True.

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import plural, printable, size
+from torch_ckpt._base.formatting import Report, plural, printable, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.coverage import gap_in
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
@@ -90,7 +90,7 @@ class Damage:
 
 
 @dataclass
-class VerifyReport:
+class VerifyReport(Report):
     """Result of :func:`verify`.
 
     Attributes:
@@ -175,24 +175,12 @@ class VerifyReport:
             f"{self.seconds:.2f} s, {rate:.2f} GB/s: {verdict}"
         )
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
     def document(self) -> dict[str, Any]:
         """Returns the report as a JSON document."""
-        return {
-            "checkpoint": self.checkpoint,
-            "ok": self.ok,
-            "records": self.records,
-            "bytes": self.bytes,
-            "seconds": self.seconds,
-            "damaged": [asdict(damage) for damage in self.damaged],
-            "missing": [{"file": file, "names": names} for file, names in self.missing],
-            "incomplete": [{"name": name, "what": what} for name, what in self.incomplete],
-            "unread": [asdict(unread) for unread in self.unread],
-            "unverifiable": self.unverifiable,
-            "unreferenced": self.unreferenced,
-        }
+        document = {"checkpoint": self.checkpoint, "ok": self.ok} | asdict(self)
+        document["missing"] = [{"file": file, "names": names} for file, names in self.missing]
+        document["incomplete"] = [{"name": name, "what": what} for name, what in self.incomplete]
+        return document
 
 
 def verify(

@@ -101,21 +101,17 @@ def install(
 
 def _bases() -> tuple[type, ...]:
     """Returns each Lightning package's base class, because each Trainer requires its own."""
-    found: list[type] = []
-    if importlib.util.find_spec("lightning") is not None:
-        from lightning.fabric.plugins import CheckpointIO
-
-        found.append(CheckpointIO)
-    if importlib.util.find_spec("lightning_fabric") is not None:
-        from lightning_fabric.plugins import CheckpointIO as FabricCheckpointIO
-
-        found.append(FabricCheckpointIO)
+    found = tuple(
+        importlib.import_module(f"{fabric}.plugins").CheckpointIO
+        for fabric in ("lightning.fabric", "lightning_fabric")
+        if importlib.util.find_spec(fabric.partition(".")[0]) is not None
+    )
     if not found:
         raise ModuleNotFoundError(
             "torch_ckpt.integrations.lightning needs Lightning. Run "
             "pip install 'torch_ckpt[lightning]' (or pip install pytorch-lightning)"
         )
-    return tuple(found)
+    return found
 
 
 # Name of the object that contains everything except the tensors.

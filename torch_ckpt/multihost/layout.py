@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,9 +19,14 @@ from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 #: The placements of a leaf, one per mesh dimension; None leaves the leaf unchanged.
 Placements = Sequence[Placement] | None
 
-# The dtype, shape and placements of a leaf on one rank, and its dimensions in order of descending
-# stride.
-_Local = tuple[str, tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]
+
+class _Local(NamedTuple):
+    """A leaf on one rank."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...]  # dimensions in order of descending stride
 
 
 def local_to_global(
@@ -57,39 +64,38 @@ def local_to_global(
     ranks = mesh.mesh.flatten().tolist()
     with CollectiveCall("local_to_global()", None, timeout, ranks) as call:
         own = Tree(tree)
-        tensors: dict[str, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        described: dict[str, _Local] = {}
 
-        def describe() -> dict[str, _Local]:
+        def describe() -> bytes:
             for name, leaf, by in _match_placements(own, tree, mesh, placements):
                 if by is None or isinstance(leaf, DTensor):
                     continue
                 if isinstance(leaf, torch.Tensor) or is_array(leaf):
-                    tensor = torch.as_tensor(leaf)
-                    _check_device(name, tensor, mesh)
-                    tensors[name] = tensor, _normalize(name, tensor, by)
-            return {name: _local(tensor, by) for name, (tensor, by) in tensors.items()}
+                    tensor = tensors[name] = torch.as_tensor(leaf)
+                    if tensor.device.type != mesh.device_type:
+                        raise ValueError(
+                            f"{name or 'the tree'} is on {tensor.device}, but the mesh is on "
+                            f"{mesh.device_type}; move the tensor to {mesh.device_type} first"
+                        )
+                    normal = _normalize(name, tensor, by)
+                    dtype, shape = str(tensor.dtype), tuple(tensor.shape)
+                    described[name] = _Local(dtype, shape, normal, _order(tensor))
+            return digest({name: repr(local) for name, local in described.items()})
 
-        def agree(digests: list[bytes]) -> bool:
-            return len(set(digests)) == 1
-
-        def offer() -> bytes:
-            return digest({name: repr(local) for name, local in describe().items()})
-
-        if call.agree(offer, agree):
+        if call.agree(describe, lambda digests: len(set(digests)) == 1):
             # All ranks have the same shapes, so multiply them by the size of the mesh.
             shapes = {
-                name: (_multiply(tensor.shape, by, mesh.shape), _order(tensor))
-                for name, (tensor, by) in tensors.items()
+                name: (_multiply(local.shape, local.placements, mesh.shape), local.order)
+                for name, local in described.items()
             }
         else:
-            described = {name: _local(tensor, by) for name, (tensor, by) in tensors.items()}
-            shapes = call.agree(lambda: described, _global_shapes(tuple(mesh.shape)))
+            shapes = call.agree(lambda: described, partial(_global_shapes, tuple(mesh.shape)))
 
         def convert(name: str, leaf: Any) -> Any:
             if name not in tensors:
                 return leaf
-            tensor, by = tensors[name]
-            shape, order = shapes[name]
+            tensor, (shape, order), by = tensors[name], shapes[name], described[name].placements
             strides = _strides(shape, order)
             return DTensor.from_local(
                 tensor, mesh, by, run_check=False, shape=torch.Size(shape), stride=strides
@@ -168,14 +174,12 @@ def _collect_placements(name: str, node: Any, placements: Any, found: list[Place
         and bool(placements)
         and all(isinstance(placement, Placement) for placement in placements)
     )
+    given = None if is_for_all else children(placements)
     if is_for_all and inside is None:
         found.append(placements)
         return
     if is_for_all:
-        for key, child in inside or ():
-            _collect_placements(f"{name}.{key}" if name else key, child, placements, found)
-        return
-    given = children(placements)
+        given = [(key, placements) for key, _child in inside or ()]
     if inside is None or given is None:
         raise ValueError(
             f"{name or 'the tree'} has {placements!r} instead of placements; pass a list of "
@@ -209,19 +213,7 @@ def _normalize(
     return tuple(normal)
 
 
-def _check_device(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    if tensor.device.type != mesh.device_type:
-        raise ValueError(
-            f"{name or 'the tree'} is on {tensor.device}, but the mesh is on {mesh.device_type}; "
-            f"move the tensor to {mesh.device_type} first"
-        )
-
-
 # --- shapes --------------------------------------------------------------------------------------
-
-
-def _local(tensor: torch.Tensor, placements: tuple[Placement, ...]) -> _Local:
-    return str(tensor.dtype), tuple(tensor.shape), placements, _order(tensor)
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -249,53 +241,39 @@ def _multiply(
 
 
 def _global_shapes(
-    mesh: tuple[int, ...],
-) -> Callable[[list[dict[str, _Local]]], dict[str, tuple[Any, ...]] | Disagreement]:
-    """Returns a function that computes global shapes from the local shapes of all ranks.
-
-    The local shapes must be in mesh order.
-    """
-    coordinates = [
-        tuple(coordinate)
-        for coordinate in torch.cartesian_prod(*map(torch.arange, mesh))
-        .view(-1, len(mesh))
-        .tolist()
-    ]
-
-    def combine(
-        by_rank: list[dict[str, _Local]],
-    ) -> dict[str, tuple[Any, ...]] | Disagreement:
-        lines = differences(
-            [
-                {
-                    name: f"a tensor of {dtype.removeprefix('torch.')} with {len(shape)} "
-                    f"dimensions, placements {list(placements)}"
-                    for name, (dtype, shape, placements, _order) in leaves.items()
-                }
-                for leaves in by_rank
-            ]
-        )
-        if lines:
-            return Disagreement("the trees differ; all ranks must pass the same leaves:", lines)
-        found = {}
-        for name, (_dtype, _shape, placements, order) in by_rank[0].items():
-            shapes = [leaves[name][1] for leaves in by_rank]
-            total = _sum_shapes(shapes, placements, coordinates)
-            found[name] = total, order
-            for index, (shape, coordinate) in enumerate(zip(shapes, coordinates, strict=True)):
-                expected = _local_shape(total, placements, mesh, coordinate)
-                if shape != expected:
-                    lines.append(
-                        f"{name or 'the tree'}: the local tensor at mesh index {index} has shape "
-                        f"{shape}, but a tensor with shape {total} and placements "
-                        f"{list(placements)} requires shape {expected} there"
-                    )
-        if lines:
-            text = "the local shapes differ from those that distribute_tensor would produce:"
-            return Disagreement(text, lines)
-        return found
-
-    return combine
+    mesh: tuple[int, ...], by_rank: list[dict[str, _Local]]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | Disagreement:
+    """Computes global shapes, and orders of dimensions, from the local shapes in mesh order."""
+    lines = differences(
+        [
+            {
+                name: f"a tensor of {local.dtype.removeprefix('torch.')} with {len(local.shape)} "
+                f"dimensions, placements {list(local.placements)}"
+                for name, local in leaves.items()
+            }
+            for leaves in by_rank
+        ]
+    )
+    if lines:
+        return Disagreement("the trees differ; all ranks must pass the same leaves:", lines)
+    coordinates = list(itertools.product(*map(range, mesh)))
+    found = {}
+    for name, first in by_rank[0].items():
+        shapes = [leaves[name].shape for leaves in by_rank]
+        total = _sum_shapes(shapes, first.placements, coordinates)
+        found[name] = total, first.order
+        for index, (shape, coordinate) in enumerate(zip(shapes, coordinates, strict=True)):
+            expected = _local_shape(total, first.placements, mesh, coordinate)
+            if shape != expected:
+                lines.append(
+                    f"{name or 'the tree'}: the local tensor at mesh index {index} has shape "
+                    f"{shape}, but a tensor with shape {total} and placements "
+                    f"{list(first.placements)} requires shape {expected} there"
+                )
+    if lines:
+        text = "the local shapes differ from those that distribute_tensor would produce:"
+        return Disagreement(text, lines)
+    return found
 
 
 def _sum_shapes(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import ranks_text
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, empty_tensor
+from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.loading.shared_reads import _batches, _current_index, _device_of
 from torch_ckpt.multihost.trees import (
     Tree,
@@ -413,34 +414,28 @@ def _gather_all(
             gather.parts[0].copy_(gather.own)
         return
     limit = max(1 << 16, BATCH_BYTES // call.size)
+    # All ranks must send the same number of bytes, so shorter leaves are padded.
+    pieces = [
+        (gather, begin, min(begin + limit, longest))
+        for gather in gathers
+        for longest in [max(gather.lengths)]
+        for begin in range(0, longest, limit)
+    ]
+    sizes = [end - begin for _gather, begin, end in pieces]
     # Reused for all batches, since allocating memory costs more than copying into it.
-    batch_bytes = min(limit, sum(max(gather.lengths) for gather in gathers))
+    batch_bytes = min(limit, sum(sizes))
     buffer = torch.empty(batch_bytes * (1 + call.size), dtype=torch.uint8, device=_device(wire))
-    batch: list[tuple[_Gather, int, int]] = []
-    held = 0
-    for gather in gathers:
-        # All ranks must send the same number of bytes, so shorter leaves are padded.
-        longest = max(gather.lengths)
-        begin = 0
-        while begin < longest:
-            end = min(longest, begin + limit - held)
-            batch.append((gather, begin, end))
-            held += end - begin
-            begin = end
-            if held == limit:
-                _gather_batch(batch, held, buffer, call, group)
-                batch, held = [], 0
-    if batch:
-        _gather_batch(batch, held, buffer, call, group)
+    for batch in in_waves(zip(pieces, sizes, strict=True), limit):
+        _gather_batch(batch, buffer, call, group)
 
 
 def _gather_batch(
     batch: list[tuple[_Gather, int, int]],
-    size: int,
     buffer: torch.Tensor,
     call: CollectiveCall,
     group: dist.ProcessGroup | None,
 ) -> None:
+    size = sum(end - begin for _gather, begin, end in batch)
     own, gathered = torch.split(buffer[: size * (1 + call.size)], [size, size * call.size])
     at = 0
     for gather, begin, end in batch:

@@ -199,7 +199,10 @@ def load_checkpoint_if_it_exists(
         if load_options.get("names") is None:
             # Only names that no rank has: each pipeline stage lacks the names of the other stages.
             with CollectiveCall(_LOAD, process_group, timeout) as call:
-                unused = call.agree(lambda: _unused_names(reports[0], state), _intersection)
+                unused: list[str] = call.agree(
+                    lambda: _unused_names(reports[0], state),
+                    lambda names: sorted(set.intersection(*names)),
+                )
             if unused:
                 warned.append(
                     f"step {newest} has names that are not in the state and were not loaded: "
@@ -237,10 +240,6 @@ def _converted_tensors(report: LoadReport | None) -> list[str]:
         for name, stored, loaded in report.dtypes
         if name not in narrowed
     ]
-
-
-def _intersection(names: list[set[str]]) -> list[str]:
-    return sorted(set.intersection(*names))
 
 
 def _with_threads(options: dict[str, Any], max_io_threads: int | None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
 
 import torch
@@ -115,11 +114,17 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
     """
     number = operator.index(step)
     refusals: list[str] = []
-    entries = list(_entries(output, refusals))
+    leaves = list(_convert_leaves(output, refusals))
     is_writer = own_rank() == 0
-    values = _fetch_values(entries, is_writer)
+    values = _fetch_values(leaves, is_writer)
     if refusals:
-        raise ValueError(_refusal_message(number, refusals))
+        more = len(refusals) - _MAX_REFUSALS
+        raise ValueError(
+            f"step {number} cannot be logged: {'; '.join(refusals[:_MAX_REFUSALS])}"
+            + (f"; and {more} more" if more > 0 else "")
+            + ". Only numbers and dense tensors of real numbers can be logged. Remove or convert "
+            "the other values"
+        )
     if not is_writer:
         return
     if logger is None:
@@ -133,17 +138,14 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
 # --- names and types of values -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    value: float | torch.Tensor
+Value = float | torch.Tensor
 
 
 class _Refused(Exception):
     """Raised for a leaf that cannot be logged; the message describes the leaf."""
 
 
-def _entries(output: Any, refusals: list[str]) -> Iterator[_Entry]:
+def _convert_leaves(output: Any, refusals: list[str]) -> Iterator[tuple[str, Value]]:
     """Yields the leaves that can be logged, in tree order; adds other leaves to ``refusals``."""
     names: set[str] = set()
     for name, leaf in _leaves(output, ""):
@@ -152,7 +154,7 @@ def _entries(output: Any, refusals: list[str]) -> Iterator[_Entry]:
             refusals.append(f"{name!r}: two values have this name")
         names.add(name)
         try:
-            yield _Entry(name, _convert_leaf(leaf))
+            yield name, _convert_leaf(leaf)
         except _Refused as refused:
             refusals.append(f"{name!r}: {refused}")
 
@@ -179,7 +181,7 @@ def _children(tree: Any) -> Iterator[tuple[Any, Any]] | None:
     return None
 
 
-def _convert_leaf(leaf: Any) -> float | torch.Tensor:
+def _convert_leaf(leaf: Any) -> Value:
     """Converts a leaf to a number or tensor; raises _Refused if the leaf cannot be logged."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, numpy.generic):
@@ -237,34 +239,20 @@ def _is_real(dtype: torch.dtype) -> bool:
     return True
 
 
-def _refusal_message(step: int, refusals: Sequence[str]) -> str:
-    shown = refusals[:_MAX_REFUSALS]
-    more = len(refusals) - len(shown)
-    return (
-        f"step {step} cannot be logged: {'; '.join(shown)}"
-        + (f"; and {more} more" if more else "")
-        + ". Only numbers and dense tensors of real numbers can be logged. Remove or convert the "
-        "other values"
-    )
-
-
 # --- values --------------------------------------------------------------------------------------
-
-Value = float | torch.Tensor
 
 
 @torch.no_grad()
-def _fetch_values(entries: Sequence[_Entry], is_writer: bool) -> list[tuple[str, Value]]:
+def _fetch_values(leaves: Sequence[tuple[str, Value]], is_writer: bool) -> list[tuple[str, Value]]:
     """Returns the values as numbers and CPU tensors on the writer.
 
     Other ranks only take part in gathering DTensors, and get an empty list.
     """
-    tensors = [entry.value for entry in entries if isinstance(entry.value, torch.Tensor)]
+    tensors = [value for _name, value in leaves if isinstance(value, torch.Tensor)]
     on_cuda = [tensor for tensor in tensors if tensor.device.type == "cuda"]
     buffers = iter(_allocate_buffers(on_cuda, pinned=True) if is_writer and on_cuda else [])
     fetched: list[tuple[str, Value]] = []
-    for entry in entries:
-        value = entry.value
+    for name, value in leaves:
         if isinstance(value, DTensor):
             if value.device_mesh.get_coordinate() is None:
                 continue
@@ -275,11 +263,14 @@ def _fetch_values(entries: Sequence[_Entry], is_writer: bool) -> list[tuple[str,
         if isinstance(value, torch.Tensor):
             on_device = value.device.type == "cuda"
             value = next(buffers).copy_(value, non_blocking=True) if on_device else value.cpu()
-        fetched.append((entry.name, value))
+        fetched.append((name, value))
     if is_writer:
         for device in {tensor.device for tensor in on_cuda}:
             torch.cuda.current_stream(device).synchronize()
-    return [(name, _number(value)) for name, value in fetched]
+    return [
+        (name, value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value)
+        for name, value in fetched
+    ]
 
 
 def _allocate_buffers(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
@@ -287,21 +278,13 @@ def _allocate_buffers(tensors: Sequence[torch.Tensor], pinned: bool) -> list[tor
 
     Makes a single allocation, because allocating pinned memory is slow.
     """
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.numel() * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors]
+    rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    memory = torch.empty(sum(rooms), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     return [
-        memory[start : start + tensor.numel() * tensor.dtype.itemsize]
-        .view(tensor.dtype)
-        .view(tensor.shape)
-        for start, tensor in zip(starts, tensors, strict=True)
+        room[:size].view(tensor.dtype).view(tensor.shape)
+        for room, size, tensor in zip(torch.split(memory, rooms), sizes, tensors, strict=True)
     ]
-
-
-def _number(value: Value) -> Value:
-    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 # --- loggers -------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity, profile
 
 
-@dataclass(frozen=True)
-class _RunningProfile:
+class _RunningProfile(NamedTuple):
     profiler: profile | None  # None on ranks that do not profile
     rank: int
     thread: int

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt import cli
+from tests.commands import Run
 from torch_ckpt.steps import LocalSteps
 
 
@@ -28,80 +28,50 @@ COMMANDS = {
     "ls": ["ls", "PATH"],
     "show": ["show", "PATH"],
     "verify": ["verify", "PATH"],
+    "explain": ["explain", "PATH"],
     "diff": ["diff", "PATH", "PATH"],
 }
 
 
-def output_of(capsys: pytest.CaptureFixture[str], command: str, path: object, code: int) -> str:
-    """Runs a command on the path; returns the output, or the error without its prefix."""
-    arguments = [str(path) if word == "PATH" else word for word in COMMANDS[command]]
-    assert cli.main(arguments) == code
-    output = capsys.readouterr()
-    if code == 0:
-        assert output.err == ""
-        return output.out
-    assert output.out == ""
-    assert output.err.count("\n") == 1
-    return output.err.removeprefix("torch-ckpt: ").rstrip("\n")
+def on_path(command: str, path: object) -> list[object]:
+    return [path if word == "PATH" else word for word in COMMANDS[command]]
+
+
+@pytest.mark.parametrize("step", ["40", ""], ids=["step", "newest"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_accepts_a_step_number_or_a_root(
+    root: Path, run: Run, command: str, step: str
+) -> None:
+    assert run(*on_path(command, root / step))
+    assert run.err == ""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_accepts_a_step_number(
-    root: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert output_of(capsys, command, root / "40", 0)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_uses_the_newest_step_of_a_root(
-    root: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert output_of(capsys, command, root, 0)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_distinguishes_a_missing_directory_from_missing_metadata(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    lacking = "no committed checkpoint: there is no"
-    assert output_of(capsys, command, tmp_path / "no", 2) == (
-        f"{tmp_path / 'no'}: {lacking} such directory"
-    )
-    assert (
-        output_of(capsys, command, tmp_path, 2)
-        == f"{tmp_path}: {lacking} .metadata in the directory"
-    )
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_refuses_an_empty_path(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([word if word != "PATH" else "" for word in COMMANDS[command]])
-    assert "must be a path, got an empty string" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_recommends_convert_for_another_format(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_each_command_prints_the_same_error(tmp_path: Path, run: Run, command: str) -> None:
+    (tmp_path / "empty").mkdir()
     torch.save({"t": torch.ones(3)}, tmp_path / "model.pt")
-    assert output_of(capsys, command, tmp_path / "model.pt", 2) == (
-        f"{tmp_path / 'model.pt'} is not a directory but a torch.save file; convert it to a "
-        "checkpoint with torch-ckpt convert (torch_ckpt.convert)"
+    lacking = "no committed checkpoint: there is no"
+    for path, error in (
+        (tmp_path / "no", f"{lacking} such directory"),
+        (tmp_path / "empty", f"{lacking} .metadata in the directory"),
+    ):
+        assert run.refused(*on_path(command, path)) == f"torch-ckpt: {path}: {error}\n"
+    assert run.refused(*on_path(command, tmp_path / "model.pt")) == (
+        f"torch-ckpt: {tmp_path / 'model.pt'} is not a directory but a torch.save file; convert it "
+        "to a checkpoint with torch-ckpt convert (torch_ckpt.convert)\n"
     )
+    assert "must be a path, got an empty string" in run(*on_path(command, ""), code=2)
 
 
-def test_verify_does_not_list_the_markers_of_a_step(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_does_not_list_the_markers_of_a_step(root: Path, run: Run) -> None:
     LocalSteps(root).set_pinned(3, True)
-    assert "unreferenced" not in output_of(capsys, "verify", root / "3", 0)
+    assert "unreferenced" not in run("verify", root / "3")
     assert torch_ckpt.verify(root / "3").unreferenced == []
 
 
 @pytest.mark.parametrize("source", ["40", ""])
-def test_convert_accepts_a_step_number_or_a_root(root: Path, tmp_path: Path, source: str) -> None:
-    assert cli.main(["convert", str(root / source), str(tmp_path / "model.pt")]) == 0
+def test_convert_accepts_a_step_number_or_a_root(
+    root: Path, tmp_path: Path, run: Run, source: str
+) -> None:
+    run("convert", root / source, tmp_path / "model.pt")
     assert torch.load(tmp_path / "model.pt")["t"].tolist() == [1.0] * 5

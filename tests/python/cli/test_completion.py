@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_ckpt import cli
+from tests.commands import Run
 from torch_ckpt.cli.arguments import build_parser
 from torch_ckpt.cli.completion import SHELLS, completion_script, subcommands
 
@@ -55,11 +55,8 @@ def test_bash_completes_paths_if_no_word_is_expected() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_script_of_each_shell_has_every_command_and_option(
-    capsys: pytest.CaptureFixture[str], shell: str
-) -> None:
-    assert cli.main(["completion", shell]) == 0
-    script = capsys.readouterr().out
+def test_the_script_of_each_shell_has_every_command_and_option(run: Run, shell: str) -> None:
+    script = run("completion", shell)
     for name, parser in subcommands(build_parser()).items():
         assert name in script
         for action in parser._actions:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import Run
 from tests.fault_hooks import before
 from tests.support import data_files, save
-from torch_ckpt import cli
 from torch_ckpt.cli.arguments import build_parser
 from torch_ckpt.cli.completion import subcommands
 from torch_ckpt.cli.exit_codes import ExitCode
@@ -25,14 +25,9 @@ def test_every_exit_code_is_documented() -> None:
     assert rows == [(str(code.value), code.meaning) for code in ExitCode]
 
 
-def test_help_lists_the_exit_codes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_lists_the_exit_codes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "70")
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["--help"])
-    assert exit_.value.code == ExitCode.SUCCESS
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("--help").splitlines()
     assert all(len(line) <= 70 for line in lines)
     table = " ".join(" ".join(lines[lines.index("exit codes:") + 1 :]).split())
     assert table == " ".join(f"{code.value} {code.meaning}" for code in ExitCode)
@@ -43,30 +38,30 @@ def test_every_command_is_documented() -> None:
     assert [name for name in subcommands(build_parser()) if f"`{name} " not in text] == []
 
 
-def test_success_is_0(tmp_path: Path) -> None:
+def test_success_is_0(tmp_path: Path, run: Run) -> None:
     save({"weight": torch.zeros(3)}, tmp_path)
-    for command in (["ls"], ["show"], ["verify"], ["explain"], ["diff", str(tmp_path)]):
-        assert cli.main([*command, str(tmp_path)]) == ExitCode.SUCCESS
+    for command in (["ls"], ["show"], ["verify"], ["explain"], ["diff", tmp_path]):
+        run(*command, tmp_path, code=ExitCode.SUCCESS)
 
 
-def test_a_finding_is_1(tmp_path: Path) -> None:
+def test_a_finding_is_1(tmp_path: Path, run: Run) -> None:
     for name, value in (("a", 0.0), ("b", 1.0)):
         save({"weight": torch.full((3,), value)}, tmp_path / name)
-    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == ExitCode.FINDING
+    run("diff", tmp_path / "a", tmp_path / "b", code=ExitCode.FINDING)
     data_files(tmp_path / "a")[0].unlink()
     for command in ("ls", "show", "verify"):
-        assert cli.main([command, str(tmp_path / "a")]) == ExitCode.FINDING
+        run(command, tmp_path / "a", code=ExitCode.FINDING)
 
 
-def test_an_error_is_2_with_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(tmp_path / "none")
+def test_an_error_is_2_with_json_too(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "none"
     for command in (
         ["ls", path],
         ["show", path],
         ["verify", path],
         ["explain", path],
         ["diff", path, path],
-        ["convert", path, str(tmp_path / "model.pt")],
+        ["convert", path, tmp_path / "model.pt"],
         ["steps", path],
         ["gc", path, "--keep-last", "1"],
         ["delete", path, "1"],
@@ -74,26 +69,21 @@ def test_an_error_is_2_with_json_too(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["unpin", path, "1"],
         ["doctor", path],
     ):
-        assert cli.main([*command, "--json"]) == ExitCode.ERROR
-        output = capsys.readouterr()
-        assert output.out == ""
-        assert re.fullmatch(r"torch-ckpt: .*\n", output.err)
+        assert run.refused(*command, "--json").startswith("torch-ckpt: ")
 
 
-def test_ctrl_c_is_130_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_is_130_and_one_line(tmp_path: Path, run: Run) -> None:
     save({"weight": torch.zeros(3)}, tmp_path)
-
     with before("pread", lambda: os.kill(os.getpid(), signal.SIGINT)):
-        assert cli.main(["verify", str(tmp_path)]) == ExitCode.INTERRUPTED
-    assert capsys.readouterr().err == "torch-ckpt: interrupted\n"
+        run("verify", tmp_path, code=ExitCode.INTERRUPTED)
+    assert run.err == "torch-ckpt: interrupted\n"
 
 
 # --- wrong command lines -------------------------------------------------------------------------
 
 
-def test_no_command_prints_examples_that_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == ExitCode.ERROR
-    text = capsys.readouterr().err
+def test_no_command_prints_examples_that_are_valid(run: Run) -> None:
+    text = run(code=ExitCode.ERROR)
     examples = re.findall(r"^  torch-ckpt (.*)$", text, re.M)
     assert len(examples) == 5
     for example in examples:
@@ -109,13 +99,8 @@ def test_no_command_prints_examples_that_are_valid(capsys: pytest.CaptureFixture
         ("step", "did you mean 'steps'?"),
     ],
 )
-def test_a_misspelled_command_is_an_error_with_a_suggestion(
-    capsys: pytest.CaptureFixture[str], word: str, hint: str
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main([word, "checkpoint"])
-    assert exit_.value.code == ExitCode.ERROR
-    assert f"unknown command {word!r}; {hint}" in capsys.readouterr().err
+def test_a_misspelled_command_is_an_error_with_a_suggestion(run: Run, word: str, hint: str) -> None:
+    assert f"unknown command {word!r}; {hint}" in run(word, "checkpoint", code=ExitCode.ERROR)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +114,13 @@ def test_a_misspelled_command_is_an_error_with_a_suggestion(
     ],
 )
 def test_an_unknown_argument_is_an_error_with_a_suggestion(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], command: str, error: str
+    run: Run, arguments: list[str], command: str, error: str
 ) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(arguments)
-    assert exit_.value.code == ExitCode.ERROR
-    text = capsys.readouterr().err
+    text = run(*arguments, code=ExitCode.ERROR)
     assert text.startswith(f"usage: torch-ckpt {command} ")
     assert text.endswith(f"unrecognized arguments: {error}\n")
 
 
-def test_names_may_follow_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_may_follow_options(tmp_path: Path, run: Run) -> None:
     save({"weight": torch.zeros(3), "bias": torch.zeros(3)}, tmp_path)
-    assert cli.main(["ls", str(tmp_path), "--files", "weight"]) == ExitCode.SUCCESS
-    assert "total: 1 tensor, " in capsys.readouterr().out
+    assert "total: 1 tensor, " in run("ls", tmp_path, "--files", "weight")

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.commands import Run
 from tests.support import data_files, save
-from torch_ckpt import cli
+from torch_ckpt.cli.arguments import build_parser
+from torch_ckpt.cli.completion import subcommands
 from torch_ckpt.cli.output import print_json
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 from torch_ckpt.inspection.verify import Damage, VerifyReport
@@ -63,12 +65,6 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def document_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
-    assert cli.main([*arguments, "--json"]) == code
-    output = capsys.readouterr()
-    return json.loads(output.out)
-
-
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
@@ -85,31 +81,24 @@ def document_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int =
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_command_prints_the_documented_shape(
-    root: Path, capsys: pytest.CaptureFixture[str], command: str, arguments: list[str]
+    root: Path, run: Run, command: str, arguments: list[str]
 ) -> None:
     words = [word.replace("ROOT", str(root)) for word in arguments]
-    code = 1 if command == "doctor" else 0
-    if command == "doctor":  # the outcome depends on the file system of the tests
-        code = cli.main([command, *words, "--json"])
-        document = json.loads(capsys.readouterr().out)
-        assert document["ok"] == (code == 0)
-    else:
-        document = document_of(capsys, command, *words)
+    document = run.json(command, *words, code=None)
+    # doctor's outcome depends on the file system of the tests.
+    assert run.code == (0 if document.get("ok", True) else 1)
     shape = shape_of(document)
     if command == "delete":  # shares its shape with gc; no rule keeps a step
         shape = shape.replace("kept", "kept: [{step, reasons}]")
     assert shape == documented()[command]
 
 
-def test_show_prints_the_documented_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_the_documented_shape(tmp_path: Path, run: Run) -> None:
     save({"a": torch.ones(5), "b": 3}, tmp_path / "sound", thread_count=1)
     save({"a": torch.ones(5)}, tmp_path / "damaged", thread_count=1)
     data_files(tmp_path / "damaged")[0].unlink()
-    document = document_of(capsys, "show", str(tmp_path / "sound"))
-    damaged = document_of(capsys, "show", str(tmp_path / "damaged"), code=1)
-    document["damaged"] = damaged["damaged"]
+    document = run.json("show", tmp_path / "sound")
+    document["damaged"] = run.json("show", tmp_path / "damaged", code=1)["damaged"]
     assert shape_of(document) == documented()["show"]
 
 
@@ -138,9 +127,6 @@ def test_diff_prints_the_documented_shape() -> None:
 
 
 def test_every_command_that_prints_facts_is_documented() -> None:
-    from torch_ckpt.cli.arguments import build_parser
-    from torch_ckpt.cli.completion import subcommands
-
     with_json = {
         name
         for name, parser in subcommands(build_parser()).items()

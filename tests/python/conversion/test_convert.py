@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_ckpt
+from tests.commands import Run
 from tests.conversions import STATE, TENSORS, loaded, names_in, refused
 from tests.support import (
     DTYPES,
@@ -34,7 +35,6 @@ from tests.support import (
     stock_load,
     stock_save,
 )
-from torch_ckpt import cli
 from torch_ckpt.cli import arguments
 from torch_ckpt.conversion.convert import ConvertReport, convert
 from torch_ckpt.conversion.safetensors_header import DTYPES as SAFETENSORS_DTYPES
@@ -249,37 +249,29 @@ def test_a_directory_with_a_single_file_needs_no_index(tmp_path: Path) -> None:
     assert torch_ckpt.verify(tmp_path / "ckpt").ok
 
 
-def sharded(tmp_path: Path, weight_map: Any) -> None:
-    """Writes a directory with one file of the tensor "a" and an index of the caller's."""
+@pytest.mark.parametrize(
+    ("weight_map", "error", "match"),
+    [
+        ({"a": "../x.safetensors"}, torch_ckpt.Unsafe, "x.safetensors', which is not a path"),
+        (
+            {"a": "x.safetensors", "b": "x.safetensors"},
+            torch_ckpt.Corrupt,
+            "assigns b to x.safe.*, but no file contains",
+        ),
+        ({"b": "y.safetensors"}, torch_ckpt.Corrupt, "the index assigns b to"),
+        (["a"], torch_ckpt.Corrupt, "is not a valid index"),
+    ],
+    ids=["a file elsewhere", "a missing tensor", "a tensor that it does not name", "no map"],
+)
+def test_an_index_that_does_not_match_the_files_is_refused(
+    tmp_path: Path, weight_map: Any, error: type[Exception], match: str
+) -> None:
     (tmp_path / "hf").mkdir()
-    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "hf/x.safetensors")
+    for name in "xy":
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / f"hf/{name}.safetensors")
     index = tmp_path / "hf/model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-
-
-def test_an_index_that_names_a_file_elsewhere_is_unsafe(tmp_path: Path) -> None:
-    sharded(tmp_path, {"a": "../x.safetensors"})
-    refused(tmp_path, torch_ckpt.Unsafe, "x.safetensors', which is not a path", "hf", "m.pt")
-
-
-def test_an_index_that_names_a_missing_tensor_is_corrupt(tmp_path: Path) -> None:
-    sharded(tmp_path, {"a": "x.safetensors", "b": "x.safetensors"})
-    refused(
-        tmp_path, torch_ckpt.Corrupt, "assigns b to x.safe.*, but no file contains", "hf", "m.pt"
-    )
-
-
-def test_a_tensor_that_the_index_does_not_name_is_corrupt(tmp_path: Path) -> None:
-    sharded(tmp_path, {})
-    (tmp_path / "hf/y.safetensors").write_bytes((tmp_path / "hf/x.safetensors").read_bytes())
-    index = tmp_path / "hf/model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"b": "y.safetensors"}}))
-    refused(tmp_path, torch_ckpt.Corrupt, "the index assigns b to", "hf", "m.pt")
-
-
-def test_an_index_without_a_map_is_corrupt(tmp_path: Path) -> None:
-    sharded(tmp_path, ["a"])
-    refused(tmp_path, torch_ckpt.Corrupt, "is not a valid index", "hf", "m.pt")
+    refused(tmp_path, error, match, "hf", "m.pt")
 
 
 def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
@@ -289,32 +281,23 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, torch_ckpt.CheckpointError, "2 safetensors files and 0 ind", "hf", "m.pt")
 
 
-def test_the_command_converts_and_prints_a_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_converts_and_prints_a_summary(tmp_path: Path, run: Run) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
-    assert cli.main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "m.safetensors")]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = run("convert", tmp_path / "a.pt", tmp_path / "m.safetensors").splitlines()
     assert line.startswith(f"converted {tmp_path}/a.pt (torch.save) to {tmp_path}/m.safetensors")
     assert "3 tensors, 29 B" in line
 
 
-def test_the_command_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_gives_json(tmp_path: Path, run: Run) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
-    size = ["--max-shard-size", "1kB"]
-    assert cli.main(["convert", "--json", str(tmp_path / "a.pt"), str(tmp_path / "hf"), *size]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = run.json("convert", tmp_path / "a.pt", tmp_path / "hf", "--max-shard-size", "1kB")
     assert document["files"] == [str(tmp_path / "hf/model.safetensors")]
     assert (document["source_format"], document["target_format"]) == ("torch", "safetensors")
 
 
-def test_the_command_refuses_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_in_one_sentence(tmp_path: Path, run: Run) -> None:
     torch.save({"a": 1}, tmp_path / "a.pt")
-    assert cli.main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "m.safetensors")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error = run.refused("convert", tmp_path / "a.pt", tmp_path / "m.safetensors")
     assert "--tensors-only" in error
 
 
@@ -322,13 +305,13 @@ def test_the_command_refuses_in_one_sentence(
     ("text", "count"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("800", 800), ("2k", 2000)]
 )
 def test_sizes_are_read_in_the_usual_units(text: str, count: int) -> None:
-    assert arguments._parse_size(text) == count
+    assert arguments._size(1)(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1e9", "5 bytes"])
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        arguments._parse_size(text)
+        arguments._size(1)(text)
 
 
 def test_a_report_escapes_control_characters(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 import torch_ckpt
+from tests.commands import Run
 from tests.conversions import STATE, TENSORS, Foreign, loaded, names_in, refused
 from tests.support import (
     DTYPES,
@@ -23,7 +24,6 @@ from tests.support import (
     save,
     stock_save,
 )
-from torch_ckpt import cli
 from torch_ckpt.conversion.convert import convert
 from torch_ckpt.conversion.safetensors_header import DTYPES as SAFETENSORS_DTYPES
 
@@ -33,10 +33,97 @@ pytestmark = [
 ]
 
 
-def test_objects_are_refused_by_name_in_safetensors(tmp_path: Path) -> None:
-    save(STATE, tmp_path / "ckpt")
-    error = torch_ckpt.CheckpointError
-    refused(tmp_path, error, "these values are not tensors: epoch, rng", "ckpt", "m.safetensors")
+def header(**tensors: Any) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+ONE = torch.ones(1)
+
+#: Name of the source, its contents, name of the target, error and its message.
+REFUSALS: dict[str, tuple[str, Any, str, type[Exception], str]] = {
+    "objects in safetensors": (
+        *("ckpt", STATE, "m.safetensors", torch_ckpt.CheckpointError),
+        "these values are not tensors: epoch, rng",
+    ),
+    "no change": ("a.pt", TENSORS, "b.pth", torch_ckpt.CheckpointError, "are both torch.save"),
+    "an unknown format": (
+        *("a.pt", b"no model at all", "b", torch_ckpt.CheckpointError),
+        "is neither a safetensors file",
+    ),
+    "no checkpoint": ("d", None, "m.pt", FileNotFoundError, "no committed checkpoint"),
+    "code in a file": (
+        *("a.pt", {"a": ONE, "b": Foreign()}, "ckpt", torch_ckpt.Unsafe),
+        "allow_pickle=True",
+    ),
+    "code in a checkpoint": (
+        *("ckpt", {"b": Foreign()}, "m.pt", torch_ckpt.Unsafe),
+        "b: the object in",
+    ),
+    "a name that is not Unicode": (
+        *("ckpt", {"\ud800": ONE}, "m.safetensors", torch_ckpt.CheckpointError),
+        "UTF-8 names",
+    ),
+    "metadata that is not Unicode": (
+        *("a.safetensors", {"a": "\ud800"}, "m.safetensors", torch_ckpt.Corrupt),
+        "not Unicode",
+    ),
+    "the reserved name": (
+        *("ckpt", {"__metadata__": ONE}, "m.safetensors", torch_ckpt.CheckpointError),
+        "reserve this name",
+    ),
+    "one flat name": (
+        *("a.pt", {"a.b": ONE, "a": {"b": ONE}}, "ckpt", torch_ckpt.CheckpointError),
+        "two values have the same name",
+    ),
+    "no dict": ("a.pt", [ONE], "ckpt", torch_ckpt.CheckpointError, "contains a list"),
+    "too many dimensions": (
+        *("a.pt", {"a": torch.ones((1,) * 65)}, "m.safetensors", torch_ckpt.CheckpointError),
+        "a: .*65 dimensions",
+    ),
+}
+
+
+def write(path: Path, contents: Any) -> None:
+    """Writes bytes, a directory (None), safetensors metadata, a torch.save file or a checkpoint."""
+    if isinstance(contents, bytes):
+        path.write_bytes(contents)
+    elif contents is None:
+        path.mkdir()
+    elif path.suffix == ".safetensors":
+        path.write_bytes(header(__metadata__=contents))
+    elif path.suffix == ".pt":
+        torch.save(contents, path)
+    else:
+        save(contents, path)
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_model_that_cannot_be_converted_is_refused(tmp_path: Path, case: str) -> None:
+    source, contents, target, error, match = REFUSALS[case]
+    write(tmp_path / source, contents)
+    refused(tmp_path, error, match, source, target)
+
+
+@pytest.mark.parametrize(
+    ("source", "tensor", "message"),
+    [
+        ("a.pt", torch.ones(1000), "data of t does not match its checksum"),
+        ("a.pt", torch.ones(1000)[:10], "data of t does not match its checksum"),
+        ("ckpt", torch.ones(1000), "t"),
+    ],
+    ids=["a torch.save file", "a torch.save file, outside of a view", "a checkpoint"],
+)
+def test_a_flipped_bit_is_found(
+    tmp_path: Path, source: str, tensor: torch.Tensor, message: str
+) -> None:
+    write(tmp_path / source, {"t": tensor})
+    pattern = torch.ones(4).numpy().tobytes()
+    files = [tmp_path / source, *(tmp_path / source).glob("*.distcp")]
+    (file,) = (f for f in files if f.is_file() and pattern in f.read_bytes())
+    flip_bit(file, file.read_bytes().index(pattern) + 2000, 3)
+    target = "m.safetensors" if source == "a.pt" else "m.pt"
+    refused(tmp_path, torch_ckpt.Corrupt, message, source, target)
 
 
 def test_tensors_only_leaves_objects_out_and_notes_them(tmp_path: Path) -> None:
@@ -55,31 +142,6 @@ def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path, dtype: torch.
     refused(tmp_path, torch_ckpt.CheckpointError, match, "a.pt", "m.safetensors")
 
 
-def test_a_conversion_that_changes_nothing_is_refused(tmp_path: Path) -> None:
-    torch.save(TENSORS, tmp_path / "a.pt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "are both torch.save", "a.pt", "b.pth")
-
-
-def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.pt").write_bytes(b"no model at all")
-    refused(tmp_path, torch_ckpt.CheckpointError, "is neither a safetensors file", "a.pt", "b")
-
-
-def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    refused(tmp_path, FileNotFoundError, "no committed checkpoint", "d", "m.pt")
-
-
-def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(1), "b": Foreign()}, tmp_path / "a.pt")
-    refused(tmp_path, torch_ckpt.Unsafe, "allow_pickle=True", "a.pt", "ckpt")
-
-
-def test_an_object_of_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    save({"b": Foreign()}, tmp_path / "ckpt")
-    refused(tmp_path, torch_ckpt.Unsafe, "b: the object in", "ckpt", "m.pt")
-
-
 @pytest.mark.parametrize("source", ["a.pt", "a"])
 def test_allow_pickle_converts_objects_of_any_type(tmp_path: Path, source: str) -> None:
     state = {"a": torch.ones(1), "b": Foreign()}
@@ -88,44 +150,6 @@ def test_allow_pickle_converts_objects_of_any_type(tmp_path: Path, source: str) 
     target = tmp_path / ("ckpt" if source == "a.pt" else "m.pt")
     report = convert(tmp_path / source, target, allow_pickle=True)
     assert (report.tensors, report.objects) == (1, 1)
-
-
-def test_a_flipped_bit_of_a_torch_save_file_is_found(tmp_path: Path) -> None:
-    torch.save({"t": torch.ones(1000)}, tmp_path / "a.pt")
-    begin = (tmp_path / "a.pt").read_bytes().index(torch.ones(4).numpy().tobytes())
-    flip_bit(tmp_path / "a.pt", begin + 2000, 3)
-    refused(
-        tmp_path,
-        torch_ckpt.Corrupt,
-        "data of t does not match its checksum",
-        "a.pt",
-        "m.safetensors",
-    )
-
-
-def test_a_flipped_bit_outside_of_a_view_is_found(tmp_path: Path) -> None:
-    torch.save({"t": torch.ones(1000)[:10]}, tmp_path / "a.pt")
-    begin = (tmp_path / "a.pt").read_bytes().index(torch.ones(4).numpy().tobytes())
-    flip_bit(tmp_path / "a.pt", begin + 2000, 3)
-    refused(
-        tmp_path,
-        torch_ckpt.Corrupt,
-        "data of t does not match its checksum",
-        "a.pt",
-        "m.safetensors",
-    )
-
-
-def test_a_flipped_bit_of_a_checkpoint_is_found(tmp_path: Path) -> None:
-    save({"t": torch.ones(1000)}, tmp_path / "ckpt")
-    (file,) = (f for f in (tmp_path / "ckpt").glob("*.distcp") if f.stat().st_size)
-    flip_bit(file, file.read_bytes().index(torch.ones(4).numpy().tobytes()) + 2000, 3)
-    refused(tmp_path, torch_ckpt.Corrupt, "t", "ckpt", "m.pt")
-
-
-def header(**tensors: Any) -> bytes:
-    text = json.dumps(tensors).encode()
-    return len(text).to_bytes(8, "little") + text
 
 
 def entry(begin: int, end: int, dtype: str = "U8", shape: Any = None) -> dict[str, Any]:
@@ -183,26 +207,6 @@ def test_tensors_that_are_not_plain_are_refused(tmp_path: Path, value: torch.Ten
     torch.save({"t": value}, tmp_path / "a.pt")
     options = {"allow_pickle": True}
     refused(tmp_path, torch_ckpt.CheckpointError, "a.pt", "a.pt", "ckpt", **options)
-
-
-def test_names_that_are_not_unicode_are_refused_for_safetensors(tmp_path: Path) -> None:
-    save({"\ud800": torch.ones(1)}, tmp_path / "ckpt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "UTF-8 names", "ckpt", "m.safetensors")
-
-
-def test_the_reserved_name_of_safetensors_is_refused(tmp_path: Path) -> None:
-    save({"__metadata__": torch.ones(1)}, tmp_path / "ckpt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "reserve this name", "ckpt", "m.safetensors")
-
-
-def test_two_values_with_the_same_flat_name_are_refused(tmp_path: Path) -> None:
-    torch.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, tmp_path / "a.pt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "two values have the same name", "a.pt", "ckpt")
-
-
-def test_a_file_that_contains_no_dict_is_refused(tmp_path: Path) -> None:
-    torch.save([torch.ones(1)], tmp_path / "a.pt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "contains a list", "a.pt", "ckpt")
 
 
 def rewritten(path: Path, compression: int = zipfile.ZIP_STORED, **contents: bytes) -> None:
@@ -281,13 +285,11 @@ def test_a_damaged_safetensors_file_is_converted_or_refused(
     assert report.tensors == len(TENSORS)
 
 
-def test_contradictory_options_fail_with_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contradictory_options_fail_with_one_sentence(tmp_path: Path, run: Run) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
     arguments = [str(tmp_path / "a.pt"), str(tmp_path / "m.safetensors"), "--max-shard-size", "5GB"]
-    assert cli.main(["convert", *arguments]) == 2
-    assert capsys.readouterr().err.startswith("torch-ckpt: max_shard_size writes a directory")
+    run("convert", *arguments, code=2)
+    assert run.err.startswith("torch-ckpt: max_shard_size writes a directory")
 
 
 def checkpoint_with_paths(directory: Path, paths: Any) -> None:
@@ -313,17 +315,6 @@ def test_an_invalid_path_is_replaced_by_the_flat_name(tmp_path: Path, path: Any)
     checkpoint_with_paths(tmp_path / "ckpt", {"a": path, "b": ("x", "b")})
     convert(tmp_path / "ckpt", tmp_path / "m.pt")
     assert_equal(loaded(tmp_path / "m.pt"), {"a": torch.ones(1), "x": {"b": torch.zeros(1)}})
-
-
-def test_metadata_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
-    header = rb'{"__metadata__":{"a":"\ud800"}}'
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    refused(tmp_path, torch_ckpt.Corrupt, "not Unicode", "a.safetensors", "m.safetensors")
-
-
-def test_tensors_with_too_many_dimensions_for_safetensors_are_refused(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones((1,) * 65)}, tmp_path / "a.pt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "a: .*65 dimensions", "a.pt", "m.safetensors")
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 1}], ids=["file", "directory"])

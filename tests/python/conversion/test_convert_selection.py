@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import torch_ckpt
+from tests.commands import Run
 from tests.support import assert_equal, save
-from torch_ckpt import cli
 from torch_ckpt.conversion.convert import ConvertReport, convert
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.state.app_state import AppState, PerRank, RNGState
@@ -121,9 +121,7 @@ def test_values_that_overflow_a_dtype_are_noted(tmp_path: Path) -> None:
 # --- transformers --------------------------------------------------------------------------------
 
 
-def test_transformers_loads_a_converted_step_without_missing_keys(
-    tmp_path: Path,
-) -> None:
+def test_transformers_loads_a_converted_step_without_missing_keys(tmp_path: Path, run: Run) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8, bos_token_id=0, eos_token_id=0
@@ -139,7 +137,7 @@ def test_transformers_loads_a_converted_step_without_missing_keys(
     arguments = ["--select", "model.*", "--strip-prefix", "model.", "--dtype", "bf16"]
     source, target = str(tmp_path / "run/0000000001"), str(tmp_path / "hf")
     more = ["--config", str(tmp_path / "config"), "--max-shard-size", "2kB", "--json"]
-    assert cli.main(["convert", source, target, *arguments, *more]) == 0
+    run("convert", source, target, *arguments, *more)
     found, info = transformers.GPT2LMHeadModel.from_pretrained(
         target, output_loading_info=True, dtype="auto", local_files_only=True
     )

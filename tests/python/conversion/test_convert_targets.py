@@ -90,30 +90,24 @@ def test_overwrite_replaces_the_target(tmp_path: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_interruption_removes_a_new_target(tmp_path: Path, target: str) -> None:
+def test_an_interruption_removes_a_new_target_and_keeps_an_old_one(
+    tmp_path: Path, target: str
+) -> None:
     source = source_for(tmp_path, target)
 
     def interrupt(_progress: torch_ckpt._base.progress.Progress) -> None:
         raise KeyboardInterrupt
 
-    options = {"max_host_bytes": 400, "progress": interrupt, **TARGETS[target]}
+    options = {"max_host_bytes": 400, **TARGETS[target]}
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / target, **options)
+        convert(source, tmp_path / target, progress=interrupt, **options)
     assert names_in(tmp_path) == [source.name]
 
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_interruption_keeps_the_old_target(tmp_path: Path, target: str) -> None:
-    convert(source_for(tmp_path, target), tmp_path / target, **TARGETS[target])
+    convert(source, tmp_path / target, **options)
     before = names_in(tmp_path)
     source = source_for(tmp_path, target, 2.0)
-
-    def interrupt(_progress: torch_ckpt._base.progress.Progress) -> None:
-        raise KeyboardInterrupt
-
-    options = {"max_host_bytes": 400, "progress": interrupt, **TARGETS[target]}
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / target, overwrite=True, **options)
+        convert(source, tmp_path / target, overwrite=True, progress=interrupt, **options)
     assert names_in(tmp_path) == before
     assert first_value(tmp_path / target) == 1.0
 

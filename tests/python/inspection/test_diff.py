@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_ckpt
+from tests.commands import Run
 from tests.support import (
     DTYPES,
     StateDict,
@@ -32,7 +33,6 @@ from tests.support import (
     save,
     stock_save,
 )
-from torch_ckpt import cli
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError
@@ -90,19 +90,12 @@ def shards(path: Path, name: str, tensor: torch.Tensor, boxes: list[Any]) -> Non
 
 @pytest.mark.parametrize("write", [save, stock_save])
 def test_two_checkpoints_of_one_state_are_equal(tmp_path: Path, write: Callable[..., Any]) -> None:
-    report = compared(tmp_path, STATE, STATE, write=write)
-    assert report.equal, str(report)
-    assert report.same == len(STATE)
-    assert "are equal: 6 names with equal values" in str(report)
-
-
-@pytest.mark.parametrize("write", [save, stock_save])
-def test_the_same_bits_of_every_dtype_are_equal(tmp_path: Path, write: Callable[..., Any]) -> None:
-    # Random bits, which include many NaNs.
-    state = {str(dtype): random_tensor((30, 40), dtype) for dtype in DTYPES}
+    # Random bits of every dtype, which include many NaNs.
+    state = STATE | {str(dtype): random_tensor((30, 40), dtype) for dtype in DTYPES}
     report = compared(tmp_path, state, state, write=write)
     assert report.equal, str(report)
-    assert report.same == len(DTYPES)
+    assert report.same == len(state)
+    assert f"are equal: {len(state)} names with equal values" in str(report)
 
 
 def test_different_shards_of_one_tensor_are_equal(tmp_path: Path) -> None:
@@ -136,16 +129,17 @@ def test_names_in_only_one_checkpoint_are_listed(tmp_path: Path) -> None:
     assert report.same == 1
 
 
-def test_a_tensor_and_an_object_have_different_kinds(tmp_path: Path) -> None:
-    report = compared(tmp_path, {"x": torch.zeros(1)}, {"x": 0})
+@pytest.mark.parametrize(
+    ("b", "attribute", "difference"),
+    [(0, "kinds", ("a tensor", "an object")), (torch.zeros(4, 3), "shapes", ((3, 4), (4, 3)))],
+    ids=["kinds", "shapes"],
+)
+def test_different_kinds_and_shapes_are_reported(
+    tmp_path: Path, b: Any, attribute: str, difference: Any
+) -> None:
+    report = compared(tmp_path, {"x": torch.zeros(3, 4)}, {"x": b})
     assert not report.equal
-    assert report.kinds == [("x", "a tensor", "an object")]
-
-
-def test_different_shapes_are_reported(tmp_path: Path) -> None:
-    report = compared(tmp_path, {"x": torch.zeros(3, 4)}, {"x": torch.zeros(4, 3)})
-    assert not report.equal
-    assert report.shapes == [("x", (3, 4), (4, 3))]
+    assert getattr(report, attribute) == [("x", *difference)]
 
 
 def test_different_dtypes_are_reported_and_values_are_compared(tmp_path: Path) -> None:
@@ -405,23 +399,17 @@ def test_progress_reaches_the_total(tmp_path: Path) -> None:
 # --- the command line ----------------------------------------------------------------------------
 
 
-def test_the_commands_exit_code_depends_on_equality(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_exit_code_depends_on_equality(tmp_path: Path, run: Run) -> None:
     save({"x": torch.tensor([1.0, 2.0])}, tmp_path / "a")
     stock_save({"x": torch.tensor([1.0, 2.5])}, tmp_path / "b")
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    assert cli.main(["diff", a, a]) == 0
-    assert cli.main(["diff", a, b]) == 1
-    assert (
-        "values: x: 1 of 2 elements differ; largest difference 0.5 at [1]"
-        in capsys.readouterr().out
-    )
-    assert cli.main(["diff", a, b, "--atol", "0.6"]) == 0
-    assert cli.main(["diff", a, b, "--rtol", "1e-3"]) == 1
-    assert "beyond the tolerances" in capsys.readouterr().out
-    assert cli.main(["diff", a, str(tmp_path / "none")]) == 2
-    assert "there is no such directory" in capsys.readouterr().err
+    run("diff", a, a)
+    run("diff", a, b, code=1)
+    assert "values: x: 1 of 2 elements differ; largest difference 0.5 at [1]" in run.out
+    run("diff", a, b, "--atol", "0.6")
+    assert "beyond the tolerances" in run("diff", a, b, "--rtol", "1e-3", code=1)
+    run("diff", a, tmp_path / "none", code=2)
+    assert "there is no such directory" in run.err
 
 
 def test_names_select_the_compared_values(tmp_path: Path) -> None:
@@ -437,44 +425,36 @@ def test_names_select_the_compared_values(tmp_path: Path) -> None:
         torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["other"])
 
 
-def test_the_command_can_print_only_differences(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_can_print_only_differences(tmp_path: Path, run: Run) -> None:
     save({"x": torch.zeros(3), "n": 1}, tmp_path / "a")
     save({"x": torch.zeros(3), "n": 2}, tmp_path / "b")
-    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "x", "--quiet"]) == 0
-    assert capsys.readouterr().out == ""
-    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--quiet"]) == 1
-    assert "object: n: the stored bytes differ" in capsys.readouterr().out
+    both = [tmp_path / "a", tmp_path / "b"]
+    assert run("diff", *both, "x", "--quiet") == ""
+    assert "object: n: the stored bytes differ" in run("diff", *both, "--quiet", code=1)
 
 
-def test_the_command_writes_json_without_infinities(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_json_without_infinities(tmp_path: Path, run: Run) -> None:
     save({"x": torch.tensor([1.0, math.inf])}, tmp_path / "a")
     save({"x": torch.tensor([1.0, 2.0])}, tmp_path / "b")
-    assert cli.main(["diff", "--json", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    run("diff", "--json", tmp_path / "a", tmp_path / "b", code=1)
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
-    document = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    document = json.loads(run.out, parse_constant=refuse)
     (tensor,) = document["tensors"]
     assert (tensor["largest_absolute"], tensor["index"]) == ("inf", [1])
     assert document["equal"] is False
 
 
-def test_the_command_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_escapes_names(tmp_path: Path, run: Run) -> None:
     save({"\x1b[2Jname": 1}, tmp_path / "a")
     save({}, tmp_path / "b")
-    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    output = capsys.readouterr().out
+    output = run("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert "\x1b" not in output
     assert r"\x1b[2Jname" in output
 
 
 @pytest.mark.parametrize("tolerance", ["-1", "nan", "much"])
-def test_an_invalid_tolerance_is_a_wrong_command_line(tolerance: str) -> None:
-    with pytest.raises(SystemExit) as error:
-        cli.main(["diff", "a", "b", f"--atol={tolerance}"])
-    assert error.value.code == 2
+def test_an_invalid_tolerance_is_a_wrong_command_line(run: Run, tolerance: str) -> None:
+    run("diff", "a", "b", f"--atol={tolerance}", code=2)

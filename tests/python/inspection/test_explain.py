@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_ckpt
+from tests.commands import Run
 from tests.support import stock_save
 from torch_ckpt.checkpoint.metadata import encode_metadata
-from torch_ckpt.cli.main import main
 from torch_ckpt.inspection.explain import explain
 
 MB = 1_000_000
@@ -112,18 +111,12 @@ def test_an_invalid_duration_is_ignored(tmp_path: Path, phases: str) -> None:
     assert [share.write_s for share in found.ranks] == [None, None]
 
 
-def test_the_command_prints_a_line_for_each_rank(tmp_path: Path, capsys: Any) -> None:
-    assert main(["explain", str(checkpoint(tmp_path, [MB, MB]))]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_prints_a_line_for_each_rank(tmp_path: Path, run: Run) -> None:
+    lines = run("explain", checkpoint(tmp_path, [MB, MB])).splitlines()
     assert lines[0].split()[:3] == ["RANK", "RECORDS", "BYTES"]
     assert [line.split()[0] for line in lines[1:3]] == ["0", "1"]
 
 
-def test_the_command_writes_json(tmp_path: Path, capsys: Any) -> None:
-    assert main(["explain", "--json", str(checkpoint(tmp_path, [MB, MB]))]) == 0
-    assert [share["rank"] for share in json.loads(capsys.readouterr().out)["ranks"]] == [0, 1]
-
-
-def test_the_command_reports_a_missing_checkpoint(tmp_path: Path, capsys: Any) -> None:
-    assert main(["explain", str(tmp_path)]) == 2
-    assert "there is no .metadata" in capsys.readouterr().err
+def test_the_command_writes_json(tmp_path: Path, run: Run) -> None:
+    document = run.json("explain", checkpoint(tmp_path, [MB, MB]))
+    assert [share["rank"] for share in document["ranks"]] == [0, 1]

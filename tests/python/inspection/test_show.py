@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.commands import Run
 from tests.fault_hooks import failing
 from tests.python.inspection.test_diff import shards
 from tests.support import (
@@ -24,7 +24,7 @@ from tests.support import (
     save,
     stock_save,
 )
-from torch_ckpt import ShownObject, ShownTensor, cli
+from torch_ckpt import ShownObject, ShownTensor
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.inspection import show
 
@@ -196,9 +196,7 @@ def test_control_characters_are_escaped(tmp_path: Path) -> None:
     assert all(line.isprintable() for line in torch_ckpt.show(tmp_path).lines())
 
 
-def test_damaged_values_are_named_and_the_others_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_values_are_named_and_the_others_are_shown(tmp_path: Path, run: Run) -> None:
     save(STATE, tmp_path)
     info = place_of(read_metadata(tmp_path), "layers.10.weight")
     flip_bit(tmp_path / info.relative_path, info.offset + info.length // 2, 3)
@@ -208,8 +206,7 @@ def test_damaged_values_are_named_and_the_others_are_shown(
     assert name == "layers.10.weight"
     assert "CRC-32" in what
     assert not report.ok
-    assert cli.main(["show", str(tmp_path)]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = run("show", tmp_path, code=1).splitlines()[-1]
     assert last.startswith("damaged: layers.10.weight: ")
 
 
@@ -236,12 +233,9 @@ def test_options_out_of_range_are_refused(tmp_path: Path) -> None:
         torch_ckpt.show(tmp_path, "layers.*")
 
 
-def test_the_command_line_prints_the_selected_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_prints_the_selected_values(tmp_path: Path, run: Run) -> None:
     save(STATE, tmp_path)
-    assert cli.main(["show", str(tmp_path), "layers.1*", "step", "--first", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("show", tmp_path, "layers.1*", "step", "--first", "2").splitlines()
     assert lines[:3] == [
         "layers.10.weight: float32 [20, 30], 2.4 kB",
         "  min 0, max 599, mean 299.5, std 173.205, 1 zero",
@@ -250,13 +244,9 @@ def test_the_command_line_prints_the_selected_values(
     assert lines[4:6] == ["step: an object, 1.3 kB", "  7"]
 
 
-def test_the_command_line_writes_all_values_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_writes_all_values_as_json(tmp_path: Path, run: Run) -> None:
     save(STATE | {"bad": torch.tensor([math.nan, 1j])}, tmp_path)
-    assert cli.main(["show", str(tmp_path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    items = {item["name"]: item for item in document["items"]}
+    items = {item["name"]: item for item in run.json("show", tmp_path)["items"]}
     assert items["step"]["value"] == 7
     # JSON has no tuples.
     assert items["config.betas"]["text"] == "(0.9, 0.95)"
@@ -265,13 +255,6 @@ def test_the_command_line_writes_all_values_as_json(
 
 
 @pytest.mark.parametrize("arguments", [["heads"], ["--first", "-1"]])
-def test_the_command_line_reports_errors(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_reports_errors(arguments: list[str], tmp_path: Path, run: Run) -> None:
     save(STATE, tmp_path)
-    try:
-        code: Any = cli.main(["show", str(tmp_path), *arguments])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    assert arguments[-1] in capsys.readouterr().err
+    assert arguments[-1] in run("show", tmp_path, *arguments, code=2)

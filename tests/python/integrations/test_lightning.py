@@ -221,23 +221,15 @@ def full_disk() -> Iterator[Callable[[], None]]:
         yield lambda: stack.enter_context(failing("rename", ENOSPC, "*/.metadata"))
 
 
-def test_teardown_raises_the_error_of_a_save_once(
+def test_the_next_save_or_teardown_raises_the_error_of_a_save_once(
     io: Any, tmp_path: Path, full_disk: Callable[[], None]
 ) -> None:
     full_disk()
-    io.save_checkpoint(checkpoint_of(0.5), tmp_path / "c")
-    with pytest.raises(CheckpointException, match="No space left"):
+    for next_call in (io.teardown, lambda: io.save_checkpoint(checkpoint_of(0.5), tmp_path / "d")):
+        io.save_checkpoint(checkpoint_of(0.5), tmp_path / "c")
+        with pytest.raises(CheckpointException, match="No space left"):
+            next_call()
         io.teardown()
-    io.teardown()
-
-
-def test_the_next_save_raises_the_error_of_the_previous_one(
-    io: Any, tmp_path: Path, full_disk: Callable[[], None]
-) -> None:
-    full_disk()
-    io.save_checkpoint(checkpoint_of(0.5), tmp_path / "c")
-    with pytest.raises(CheckpointException, match="No space left"):
-        io.save_checkpoint(checkpoint_of(0.5), tmp_path / "d")
 
 
 def test_an_old_checkpoint_is_kept_if_the_new_save_fails(
@@ -303,17 +295,20 @@ def test_objects_of_other_classes_are_loaded_only_with_weights_only_false(
     assert type(loaded["hyper_parameters"]["own"]) is Own
 
 
-@pytest.mark.parametrize("second", [torch.ones(1), None])
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ({"a": {0: torch.zeros(1), "0": torch.ones(1)}}, r"a\.0"),
+        ({"a": {0: torch.zeros(1), "0": None}}, r"a\.0"),
+        ({"lightning": torch.zeros(1)}, "lightning"),
+    ],
+    ids=["two tensors", "a tensor and None", "the reserved name"],
+)
 def test_two_values_with_the_same_name_are_refused(
-    io: Any, tmp_path: Path, second: Tensor | None
+    io: Any, tmp_path: Path, checkpoint: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"have the name a\.0"):
-        io.save_checkpoint({"a": {0: torch.zeros(1), "0": second}}, tmp_path / "c")
-
-
-def test_a_tensor_with_the_reserved_name_is_refused(io: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="have the name lightning"):
-        io.save_checkpoint({"lightning": torch.zeros(1)}, tmp_path / "c")
+    with pytest.raises(ValueError, match=f"have the name {name}"):
+        io.save_checkpoint(checkpoint, tmp_path / "c")
 
 
 def test_a_url_is_refused(io: Any) -> None:

@@ -124,7 +124,7 @@ class Packages:
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
+def no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
     def forget() -> dict[str, ModuleType]:
         names = [name for name in sys.modules if name.partition(".")[0] in TOPS]
         return {name: sys.modules.pop(name) for name in names}
@@ -137,6 +137,12 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
     uninstall()
     forget()
     sys.modules.update(real)
+
+
+@pytest.fixture
+def packages(no_packages: Packages) -> Packages:
+    no_packages.write_both()
+    return no_packages
 
 
 def imported(module: str) -> Any:
@@ -158,7 +164,6 @@ def all_names() -> dict[tuple[str, str], object]:
 
 
 def test_names_are_replaced_in_the_modules_that_define_them(packages: Packages) -> None:
-    packages.write_both()
     install()
     assert strategy("filesystem_async").FileSystemWriterAsync is megatron.FileSystemWriterAsync
     assert strategy("async_utils").AsyncCallsQueue is megatron.AsyncCallsQueue
@@ -180,9 +185,13 @@ def test_the_results_queue_is_replaced_under_its_old_and_new_name(
     assert replaced is nvrx.get_write_results_queue
 
 
-def test_every_replaced_name_has_a_line(packages: Packages) -> None:
-    packages.write_both()
-    assert install() == [
+def test_every_replaced_name_has_a_line_which_is_logged(
+    packages: Packages, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
+        lines = install()
+    assert [record.getMessage() for record in caplog.records] == [f"replaced {x}" for x in lines]
+    assert lines == [
         f"{STRATEGIES}.async_utils.AsyncCallsQueue -> torch_ckpt.megatron.AsyncCallsQueue",
         f"{STRATEGIES}.async_utils.AsyncRequest -> torch_ckpt.megatron.AsyncRequest",
         f"{STRATEGIES}.cached_metadata_filesystem_reader.CachedMetadataFileSystemReader"
@@ -220,15 +229,7 @@ def test_every_replaced_name_has_a_line(packages: Packages) -> None:
     ]
 
 
-def test_every_line_is_logged(packages: Packages, caplog: pytest.LogCaptureFixture) -> None:
-    packages.write_both()
-    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
-        lines = install()
-    assert [record.getMessage() for record in caplog.records] == [f"replaced {x}" for x in lines]
-
-
 def test_names_imported_before_are_replaced(packages: Packages) -> None:
-    packages.write_both()
     packages.write(
         "megatron.training",
         {"saving": f"from {ASYNC_CKPT}.core import AsyncRequest as Request"},
@@ -244,7 +245,6 @@ def test_names_imported_before_are_replaced(packages: Packages) -> None:
 def test_a_name_that_another_package_has_imported_is_kept_and_reported(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packages.write_both()
     theirs = strategy("filesystem_async").FileSystemWriterAsync
     trainer = ModuleType("trainer")
     trainer.Writer = theirs
@@ -256,7 +256,6 @@ def test_a_name_that_another_package_has_imported_is_kept_and_reported(
 
 def test_names_that_are_looked_up_at_each_save_are_ours(packages: Packages) -> None:
     """Newer Megatron-core does so, and then chooses between the two packages."""
-    packages.write_both()
     source = f"""
 def get_async_strategy(name):
     if name == "nvrx":
@@ -276,7 +275,6 @@ def get_async_strategy(name):
 
 
 def test_an_idle_queue_from_before_is_replaced(packages: Packages) -> None:
-    packages.write_both()
     base = strategy("base")
     install()
     assert type(base.async_calls) is megatron.AsyncCallsQueue
@@ -285,7 +283,6 @@ def test_an_idle_queue_from_before_is_replaced(packages: Packages) -> None:
 def test_a_queue_with_running_saves_is_kept_and_named(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packages.write_both()
     theirs = strategy("base").async_calls
     theirs.calls = 1
     install()
@@ -294,7 +291,6 @@ def test_a_queue_with_running_saves_is_kept_and_named(
 
 
 def test_a_second_install_has_the_same_result(packages: Packages) -> None:
-    packages.write_both()
     strategy("torch")
     lines = install()
     names = all_names()
@@ -302,8 +298,7 @@ def test_a_second_install_has_the_same_result(packages: Packages) -> None:
     assert all_names() == names
 
 
-def test_uninstall_restores_all_names(packages: Packages) -> None:
-    packages.write_both()
+def test_uninstall_restores_all_names_once(packages: Packages) -> None:
     strategy("torch")
     strategy("base")
     for module in ("core", "torch_ckpt", "filesystem_async", "state_dict_saver"):
@@ -315,17 +310,10 @@ def test_uninstall_restores_all_names(packages: Packages) -> None:
     lines = install()
     assert uninstall() == lines
     assert all_names() == before
-
-
-def test_a_second_uninstall_does_nothing(packages: Packages) -> None:
-    packages.write_both()
-    install()
-    uninstall()
     assert uninstall() == []
 
 
 def test_uninstall_restores_names_imported_after_install(packages: Packages) -> None:
-    packages.write_both()
     theirs = imported(f"{STRATEGIES}.filesystem_async").FileSystemWriterAsync
     install()
     of_strategies = strategy("torch")
@@ -341,7 +329,6 @@ def test_uninstall_restores_names_imported_after_install(packages: Packages) -> 
 def test_uninstall_keeps_what_other_code_has_replaced(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packages.write_both()
     install()
     other = type("Other", (), {})
     strategy("filesystem_async").FileSystemWriterAsync = other
@@ -353,7 +340,6 @@ def test_uninstall_keeps_what_other_code_has_replaced(
 def test_our_queue_with_running_saves_is_restored_after_they_are_finalized(
     packages: Packages,
 ) -> None:
-    packages.write_both()
     base = strategy("base")
     theirs = base.async_calls
     install()
@@ -370,7 +356,6 @@ def test_our_queue_with_running_saves_is_restored_after_they_are_finalized(
 
 def test_a_request_of_ours_is_a_request_of_theirs_in_their_worker(packages: Packages) -> None:
     """Nothing is installed in the worker, and it drops other requests silently."""
-    packages.write_both()
     of_megatron = strategy("async_utils").AsyncRequest
     of_nvrx = imported(f"{ASYNC_CKPT}.core").AsyncRequest
     sent = pickle.dumps(megatron.AsyncRequest(print, ("a",), [], call_idx=3))
@@ -380,13 +365,13 @@ def test_a_request_of_ours_is_a_request_of_theirs_in_their_worker(packages: Pack
     assert received == megatron.AsyncRequest(print, ("a",), [], call_idx=3)
 
 
-def test_a_request_of_ours_is_ours_if_theirs_are_not_imported(packages: Packages) -> None:
+def test_a_request_of_ours_is_ours_if_theirs_are_not_imported(no_packages: Packages) -> None:
     received = pickle.loads(pickle.dumps(megatron.AsyncRequest(None, (), [])))
     assert type(received) is megatron.AsyncRequest
 
 
 def test_without_the_packages_nothing_is_replaced_and_a_warning_is_given(
-    packages: Packages, caplog: pytest.LogCaptureFixture
+    no_packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert install() == []
     (record,) = caplog.records
@@ -398,7 +383,6 @@ def test_without_the_packages_nothing_is_replaced_and_a_warning_is_given(
 def test_a_package_that_fails_to_import_is_named_with_the_reason(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packages.write_both()
     packages.write(STRATEGIES, {"__init__": "assert False, 'Minimum required nvrx is 0.6.0'"})
     with caplog.at_level(logging.INFO, logger="torch_ckpt"):
         lines = install()
@@ -413,7 +397,6 @@ def test_a_package_that_fails_to_import_is_named_with_the_reason(
 def test_a_package_with_a_missing_dependency_is_not_reported_as_not_installed(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packages.write_both()
     packages.write(ASYNC_CKPT, {"filesystem_async": "import there_is_no_such_module"})
     with caplog.at_level(logging.INFO, logger="torch_ckpt"):
         install()
@@ -424,7 +407,6 @@ def test_a_package_with_a_missing_dependency_is_not_reported_as_not_installed(
 
 
 def test_a_version_without_a_module_gets_the_other_replacements(packages: Packages) -> None:
-    packages.write_both()
     (packages.directory / ASYNC_CKPT.replace(".", "/") / "torch_ckpt.py").unlink()
     lines = install()
     assert f"{ASYNC_CKPT}.core.AsyncRequest -> torch_ckpt.nvrx.AsyncRequest" in lines
@@ -434,7 +416,6 @@ def test_a_version_without_a_module_gets_the_other_replacements(packages: Packag
 def test_options_of_the_writer_override_megatrons_arguments(
     packages: Packages, tmp_path: Path
 ) -> None:
-    packages.write_both()
     install(writer={"thread_count": 3})
     for module in (f"{STRATEGIES}.filesystem_async", f"{ASYNC_CKPT}.filesystem_async"):
         writer = imported(module).FileSystemWriterAsync(tmp_path, thread_count=1)
@@ -442,7 +423,6 @@ def test_options_of_the_writer_override_megatrons_arguments(
 
 
 def test_options_of_the_reader_reach_it(packages: Packages, tmp_path: Path) -> None:
-    packages.write_both()
     install(reader={"allow_pickle": True})
     module = f"{STRATEGIES}.cached_metadata_filesystem_reader"
     assert imported(module).CachedMetadataFileSystemReader(tmp_path).allow_pickle
@@ -450,7 +430,6 @@ def test_options_of_the_reader_reach_it(packages: Packages, tmp_path: Path) -> N
 
 def test_a_class_with_options_has_the_signature_of_the_class_without(packages: Packages) -> None:
     """Megatron reads the options from the signature."""
-    packages.write_both()
     install(writer={"thread_count": 3})
     replaced = imported(f"{ASYNC_CKPT}.filesystem_async").FileSystemWriterAsync
     assert inspect.signature(replaced) == inspect.signature(nvrx.FileSystemWriterAsync)
@@ -469,7 +448,6 @@ def test_a_class_with_options_has_the_signature_of_the_class_without(packages: P
 def test_a_refused_option_replaces_nothing(
     packages: Packages, call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
-    packages.write_both()
     theirs = imported(f"{STRATEGIES}.filesystem_async").FileSystemWriterAsync
     with pytest.raises(error, match=message):
         call()

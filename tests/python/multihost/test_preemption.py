@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import weakref
-from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,8 +30,6 @@ PATIENCE = 60.0
 
 #: Seconds between two polls of a watch.
 POLL = 0.02
-
-Pair = namedtuple("Pair", ["one", "two"])
 
 
 @pytest.fixture

@@ -69,19 +69,14 @@ def test_without_a_step_the_state_is_unchanged_and_the_result_is_0(directory: st
     assert_equal(state, blank())
 
 
-def test_a_complete_step_is_refused(directory: str) -> None:
+def test_a_complete_step_is_replaced_only_with_overwrite(directory: str) -> None:
     save_checkpoint(directory, 1, state_of(1))
     with pytest.raises(FileExistsError, match="already exists and is complete"):
         save_checkpoint(directory, 1, state_of(2))
     state = blank()
-    load_checkpoint_if_it_exists(directory, state)
+    assert load_checkpoint_if_it_exists(directory, state) == 1
     assert_equal(state, state_of(1))
-
-
-def test_overwrite_replaces_a_complete_step(directory: str) -> None:
-    save_checkpoint(directory, 1, state_of(1))
     save_checkpoint(directory, 1, state_of(2), overwrite=True)
-    state = blank()
     assert load_checkpoint_if_it_exists(directory, state) == 1
     assert_equal(state, state_of(2))
 
@@ -156,16 +151,11 @@ def test_every_conversion_without_strict_is_named_once(directory: str) -> None:
     assert_equal(state, {name: stored[name].to(state[name].dtype) for name in state})
 
 
-def test_an_incomplete_step_is_skipped_and_named(tmp_path: Path) -> None:
+def test_an_incomplete_step_is_skipped_and_named_after_the_load(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, state_of(1))
     (tmp_path / "0000000002").mkdir()
     with pytest.warns(UserWarning, match="skipped.*0000000002"):
         assert load_checkpoint_if_it_exists(tmp_path, blank()) == 1
-
-
-def test_the_warning_about_an_incomplete_step_follows_the_load(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, state_of(1))
-    (tmp_path / "0000000002").mkdir()
     state = blank()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="skipped")
@@ -182,29 +172,29 @@ def test_the_next_save_removes_leftovers_of_an_interrupted_save(tmp_path: Path) 
     assert [entry.name for entry in tmp_path.iterdir()] == ["0000000001"]
 
 
-def test_a_fresh_optimizer_gets_its_state(directory: str) -> None:
-    saved = trained(1)
-    save_checkpoint(directory, 1, saved)
-    fresh = program(2)
-    load_checkpoint_if_it_exists(directory, fresh)
-    assert_equal(plain(fresh), plain(saved))
-
-
-def test_the_manager_restores_a_step_of_save_checkpoint(directory: str) -> None:
-    saved = trained(1)
-    save_checkpoint(directory, 1, saved)
-    fresh = program(2)
-    with CheckpointManager(directory, read_only=True) as manager:
-        assert manager.restore(fresh) == 1
-    assert_equal(plain(fresh), plain(saved))
-
-
-def test_a_step_of_the_manager_is_loaded(directory: str) -> None:
-    saved = trained(1)
+def save_with_manager(directory: str, step: int, state: dict[str, Any]) -> None:
     with CheckpointManager(directory) as manager:
-        manager.save(1, saved, force=True)
-    fresh = program(2)
-    assert load_checkpoint_if_it_exists(directory, fresh) == 1
+        manager.save(step, state, force=True)
+
+
+def restore_with_manager(directory: str, state: dict[str, Any]) -> int | None:
+    with CheckpointManager(directory, read_only=True) as manager:
+        return manager.restore(state)
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (save_checkpoint, load_checkpoint_if_it_exists),
+        (save_checkpoint, restore_with_manager),
+        (save_with_manager, load_checkpoint_if_it_exists),
+    ],
+    ids=["alone", "loaded by the manager", "saved by the manager"],
+)
+def test_a_fresh_optimizer_gets_its_state(directory: str, save: Any, load: Any) -> None:
+    saved, fresh = trained(1), program(2)
+    save(directory, 1, saved)
+    assert load(directory, fresh) == 1
     assert_equal(plain(fresh), plain(saved))
 
 

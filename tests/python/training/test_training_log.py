@@ -155,10 +155,6 @@ def test_a_bool_is_a_scalar_of_0_or_1(value: Any) -> None:
     assert scalar({"x": value}) == 1.0
 
 
-def test_a_scalar_that_is_not_finite_is_logged_unchanged() -> None:
-    assert math.isnan(scalar({"x": torch.tensor(math.nan)}))
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.uint8],
@@ -169,25 +165,21 @@ def test_a_tensor_is_a_histogram_of_its_elements(dtype: torch.dtype) -> None:
     assert values.tolist() == [1, 2, 3, 4]
 
 
-def test_a_tensor_of_one_element_and_dimension_is_a_histogram() -> None:
-    assert histogram({"x": torch.tensor([2.0])}).tolist() == [2.0]
+@pytest.mark.parametrize(
+    ("value", "elements"),
+    [(torch.tensor([2.0]), [2.0]), (np.arange(3.0)[::-1], [2, 1, 0])],
+    ids=["one element", "negative strides"],
+)
+def test_any_array_with_dimensions_is_a_histogram(value: Any, elements: list[float]) -> None:
+    assert histogram({"x": value}).tolist() == elements
 
 
-def test_a_numpy_array_with_negative_strides_is_a_histogram() -> None:
-    assert histogram({"x": np.arange(3.0)[::-1]}).tolist() == [2, 1, 0]
-
-
-def test_a_histogram_counts_finite_values() -> None:
-    assert histogram({"x": torch.tensor([1, math.nan, -math.inf, 2])}).tolist() == [1, 2]
-
-
-def test_nonfinite_values_of_a_histogram_are_counted_by_a_scalar() -> None:
+def test_nonfinite_values_are_counted_by_a_scalar_and_not_in_a_histogram() -> None:
     logger = recorded({"x": torch.tensor([1, math.nan, -math.inf, 2])})
     assert logger.scalars == [("x/nonfinite", 2.0, 3)]
-
-
-def test_a_tensor_without_finite_values_has_no_histogram() -> None:
+    assert logger.histograms[0][1].tolist() == [1, 2]
     assert recorded({"x": torch.full((4,), math.nan)}).histograms == []
+    assert math.isnan(scalar({"x": torch.tensor(math.nan)}))
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -232,14 +224,9 @@ def test_a_fake_tensor_is_refused() -> None:
     assert "'x': a FakeTensor" in refusal({"x": fake})
 
 
-def test_all_refused_values_are_named_in_one_error() -> None:
-    text = refusal({"a": None, "b": 1.0, "c": "text"})
-    assert "'a': None; 'c': a str." in text
-
-
-def test_an_error_names_ten_refused_values_and_counts_the_others() -> None:
-    text = refusal([None] * 13)
-    assert "'9': None; and 3 more." in text
+def test_one_error_names_ten_refused_values_and_counts_the_others() -> None:
+    assert "'a': None; 'c': a str." in refusal({"a": None, "b": 1.0, "c": "text"})
+    assert "'9': None; and 3 more." in refusal([None] * 13)
 
 
 def test_a_step_that_is_not_an_integer_is_refused() -> None:
@@ -259,21 +246,16 @@ OUTPUT = {"loss": 0.25, "tokens": 1024, "w": torch.tensor([1.0, 2.0, 3.0, math.i
 LINE = "step 3: loss=0.25, tokens=1024, w={mean=2, std=0.816497, min=1, max=3, n=3, nonfinite=1}"
 
 
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [(OUTPUT, LINE), ({"a\nb": 1.0}, "step 3: a\\nb=1"), ({}, "step 3")],
+    ids=["values", "a newline in a name", "nothing"],
+)
 def test_without_a_logger_a_step_is_printed_on_one_line(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], output: Any, line: str
 ) -> None:
-    log(3, None, OUTPUT)
-    assert capsys.readouterr().out == LINE + "\n"
-
-
-def test_newlines_in_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    log(3, None, {"a\nb": 1.0})
-    assert capsys.readouterr().out == "step 3: a\\nb=1\n"
-
-
-def test_an_empty_output_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    log(3, None, {})
-    assert capsys.readouterr().out == "step 3\n"
+    log(3, None, output)
+    assert capsys.readouterr().out == line + "\n"
 
 
 @pytest.mark.parametrize("adapt", [lambda it: it, lambda it: logging.LoggerAdapter(it, {})])
