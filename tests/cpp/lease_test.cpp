@@ -42,6 +42,15 @@ class LeaseTest : public ::testing::Test {
   void has(const std::string& name, std::string_view contents = "") {
     write_file(directory_.file(name), contents);
   }
+  /// A checkpoint of one file, and the file of the next save.
+  void has_old_and_new() {
+    has("__0_0.distcp", "old");
+    has(".metadata", "__0_0.distcp\n");
+    has("__0_5f0c19ab_0.distcp", "new");
+  }
+  PublishOutcome commit_new(PublishMode mode = {}) {
+    return commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"}, mode);
+  }
   PublishOutcome commit(Lease lease, std::string_view contents, const std::set<std::string>& files,
                         PublishMode mode = {}) {
     return lease.commit(bytes_of(contents), files, mode, named, warnings_);
@@ -108,13 +117,11 @@ TEST_F(LeaseTest, StopsWaitingAfterAnInterrupt) {
 }
 
 TEST_F(LeaseTest, ACommitRemovesFilesThatNoMetadataNames) {
-  has("__0_0.distcp", "old");
-  has(".metadata", "__0_0.distcp\n");
+  has_old_and_new();
   has("__1_0.distcp", "left by a dead save");
   has(".metadata.tmp", "left, too");
   has("notes.txt", "of a user");
-  has("__0_5f0c19ab_0.distcp", "new");
-  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
+  const auto outcome = commit_new();
   EXPECT_EQ(outcome.state, PublishState::published);
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_5f0c19ab_0.distcp", "notes.txt"}));
   EXPECT_EQ(warnings_, Warnings());
@@ -183,9 +190,7 @@ TEST_F(LeaseTest, WithoutLocksACommitKeepsTheFilesOfOtherSaves) {
 }
 
 TEST_F(LeaseTest, ACommitWithAMissingFileFailsAndNamesTheFile) {
-  has("__0_0.distcp", "old");
-  has(".metadata", "__0_0.distcp\n");
-  has("__0_5f0c19ab_0.distcp", "new");
+  has_old_and_new();
   const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n__1_5f0c19ab_0.distcp\n",
                               {"__0_5f0c19ab_0.distcp", "__1_5f0c19ab_0.distcp"});
   EXPECT_EQ(outcome.state, PublishState::not_published);
@@ -203,11 +208,8 @@ TEST_F(LeaseTest, ACommitChecksFilesInSubdirectories) {
 }
 
 TEST_F(LeaseTest, AFailedCommitRemovesTheFilesOfTheSave) {
-  has("__0_0.distcp", "old");
-  has(".metadata", "__0_0.distcp\n");
-  has("__0_5f0c19ab_0.distcp", "new");
-  const auto outcome =
-      commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"}, {.replace = false});
+  has_old_and_new();
+  const auto outcome = commit_new({.replace = false});
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, EEXIST);
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
@@ -215,24 +217,20 @@ TEST_F(LeaseTest, AFailedCommitRemovesTheFilesOfTheSave) {
 }
 
 TEST_F(LeaseTest, ACommitThatMayNotBeDurableRemovesNothing) {
-  has("__0_0.distcp", "old");
-  has(".metadata", "__0_0.distcp\n");
-  has("__0_5f0c19ab_0.distcp", "new");
+  has_old_and_new();
   bool is_renamed = false;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     is_renamed = is_renamed || operation == "rename";
     return is_renamed && operation == "fsync_directory" ? EIO : 0;
   });
-  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
+  const auto outcome = commit_new();
   EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp", "__0_5f0c19ab_0.distcp"}));
   EXPECT_TRUE(is_free());
 }
 
 TEST_F(LeaseTest, ACommitWhoseCompletedRenameReportsAnErrorKeepsItsFiles) {
-  has("__0_0.distcp", "old");
-  has(".metadata", "__0_0.distcp\n");
-  has("__0_5f0c19ab_0.distcp", "new");
+  has_old_and_new();
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation != "rename") return 0;
     for (const std::string& name : directory_.names()) {
@@ -241,17 +239,15 @@ TEST_F(LeaseTest, ACommitWhoseCompletedRenameReportsAnErrorKeepsItsFiles) {
     }
     return ENOENT;
   });
-  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
+  const auto outcome = commit_new();
   EXPECT_EQ(outcome.state, PublishState::published) << outcome.error.message();
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_5f0c19ab_0.distcp"}));
 }
 
 TEST_F(LeaseTest, ACommitWhoseRenameMayStillBeCarriedOutRemovesNothing) {
-  has("__0_0.distcp", "old");
-  has(".metadata", "__0_0.distcp\n");
-  has("__0_5f0c19ab_0.distcp", "new");
+  has_old_and_new();
   ScopedFaultHook hook(NthCallFails("rename", 1, EIO));
-  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
+  const auto outcome = commit_new();
   EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
   EXPECT_EQ(directory_.names().size(), 4) << "the new metadata's temporary file is the fourth";
   EXPECT_EQ(read_file(directory_.file(".metadata")), "__0_0.distcp\n");
