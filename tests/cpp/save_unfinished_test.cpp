@@ -36,7 +36,23 @@ void expect_file(const FileProgress& found, std::size_t file, FilePhase phase,
   EXPECT_EQ(found.bytes, bytes);
 }
 
-using Unfinished = FilesTest;
+class Unfinished : public FilesTest {
+ protected:
+  /// The unfinished files of a save whose calls of an operation are held, from the n-th on.
+  std::vector<FileProgress> held_at(const std::string& operation,
+                                    const SaveOptions& options = in_pages(), std::size_t n = 1) {
+    HeldOperation held(operation, n);
+    const auto session = start(directory_, files_, options);
+    if (options.snapshot) {
+      EXPECT_TRUE(session->wait_staged(std::chrono::minutes(2)));
+    }
+    held.wait_until_held();
+    const auto found = session->unfinished();
+    held.open();
+    wait_for_end(*session);
+    return found;
+  }
+};
 
 TEST_F(Unfinished, IsEmptyAfterASaveHasEnded) {
   files_.add_file(std::string(3 * kPage, 'x'));
@@ -77,113 +93,71 @@ TEST_F(Unfinished, AFileThatWaitsForItsSourceIsStaging) {
 
 TEST_F(Unfinished, AFileThatWaitsForItsWritesIsWriting) {
   files_.add_file(std::string(3 * kPage + 1, 'x'));
-  HeldOperation writes("pwrite");
-  const auto session = start(directory_, files_, in_pages());
-  writes.wait_until_held();
-  const auto found = session->unfinished();
+  const auto found = held_at("pwrite");
   ASSERT_EQ(found.size(), 1);
   expect_file(found[0], 0, FilePhase::writing, 0, 3 * kPage + 1);
-  writes.open();
-  wait_for_end(*session);
 }
 
 TEST_F(Unfinished, AFileAtItsLastWriteHasWrittenAllBytesBeforeIt) {
   files_.add_file(std::string(4 * kPage, 'x'));
-  HeldOperation last("pwrite", 4);
   // With one chunk, so that there is one write at a time.
   SaveOptions options = in_pages();
   options.max_host_bytes = kPage;
-  const auto session = start(directory_, files_, options);
-  last.wait_until_held();
-  const auto found = session->unfinished();
+  const auto found = held_at("pwrite", options, 4);
   ASSERT_EQ(found.size(), 1);
   expect_file(found[0], 0, FilePhase::writing, 3 * kPage, 4 * kPage);
-  last.open();
-  wait_for_end(*session);
 }
 
 TEST_F(Unfinished, AStagedFileThatIsNotOpenYetIsWriting) {
   files_.add_file(std::string(2 * kPage, 'x'));
-  HeldOperation opens("open");
   SaveOptions options = in_pages();
   options.snapshot = true;
-  const auto session = start(directory_, files_, options);
-  EXPECT_TRUE(session->wait_staged(std::chrono::minutes(2)));
-  opens.wait_until_held();
-  const auto found = session->unfinished();
+  const auto found = held_at("open", options);
   ASSERT_EQ(found.size(), 1);
   expect_file(found[0], 0, FilePhase::writing, 0, 2 * kPage);
-  opens.open();
-  wait_for_end(*session);
 }
 
 TEST_F(Unfinished, AFileInFsyncHasWrittenAllBytes) {
   files_.add_file(std::string(3 * kPage, 'x'));
-  HeldOperation syncs("fsync");
-  const auto session = start(directory_, files_, in_pages());
-  syncs.wait_until_held();
-  const auto found = session->unfinished();
+  const auto found = held_at("fsync");
   ASSERT_EQ(found.size(), 1);
   expect_file(found[0], 0, FilePhase::fsync, 3 * kPage, 3 * kPage);
-  syncs.open();
-  wait_for_end(*session);
 }
 
 TEST_F(Unfinished, AnEmptyFileCanBeInFsync) {
   files_.begin_file();
-  HeldOperation syncs("fsync");
-  const auto session = start(directory_, files_, in_pages());
-  syncs.wait_until_held();
-  const auto found = session->unfinished();
+  const auto found = held_at("fsync");
   ASSERT_EQ(found.size(), 1);
   expect_file(found[0], 0, FilePhase::fsync, 0, 0);
-  syncs.open();
-  wait_for_end(*session);
 }
 
 TEST_F(Unfinished, TheLastFileIsInFsyncDuringTheFsyncOfTheDirectory) {
   files_.add_file(std::string(kPage, 'x'));
   files_.add_file(std::string(kPage, 'y'));
-  HeldOperation directory("fsync_directory");
-  const auto session = start(directory_, files_, in_pages(1));
-  directory.wait_until_held();
-  const auto found = session->unfinished();
+  const auto found = held_at("fsync_directory", in_pages(1));
   ASSERT_EQ(found.size(), 1);
   expect_file(found[0], 1, FilePhase::fsync, kPage, kPage);
-  directory.open();
-  wait_for_end(*session);
 }
 
 TEST_F(Unfinished, AFileQueuedBehindAnotherIsWaiting) {
   files_.add_file(std::string(3 * kPage, 'x'));
   files_.add_file(std::string(2 * kPage, 'y'));
-  HeldOperation writes("pwrite");
   SaveOptions options = in_pages(1);
   options.max_host_bytes = kPage;
-  const auto session = start(directory_, files_, options);
-  writes.wait_until_held();
-  const auto found = session->unfinished();
+  const auto found = held_at("pwrite", options);
   ASSERT_EQ(found.size(), 2);
   expect_file(found[0], 0, FilePhase::writing, 0, 3 * kPage);
   expect_file(found[1], 1, FilePhase::waiting, 0, 2 * kPage);
-  writes.open();
-  wait_for_end(*session);
 }
 
 TEST_F(Unfinished, AStagedFileQueuedBehindAnotherIsWaiting) {
   files_.add_file(std::string(3 * kPage, 'x'));
   files_.add_file(std::string(2 * kPage, 'y'));
-  HeldOperation writes("pwrite");
   SaveOptions options = in_pages(1);
   options.snapshot = true;
-  const auto session = start(directory_, files_, options);
-  EXPECT_TRUE(session->wait_staged(std::chrono::minutes(2)));
-  writes.wait_until_held();
-  const auto found = session->unfinished();
+  const auto found = held_at("pwrite", options);
   ASSERT_EQ(found.size(), 2);
   expect_file(found[1], 1, FilePhase::waiting, 0, 2 * kPage);
-  writes.open();
-  wait_for_end(*session);
 }
 
 TEST_F(Unfinished, ContainsOnlyFilesThatHaveNotEnded) {

@@ -32,6 +32,16 @@ constexpr std::size_t kMebi = std::size_t{1} << 20;
 /// Record, offset in the file and number of damaged bytes of a finding.
 using Found = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
 
+NamedRecord named(const Stored& stored) {
+  NamedRecord record;
+  record.offset = stored.offset();
+  record.length = stored.record.size();
+  record.tensor = !stored.sums.raw;
+  record.dtype = stored.header.dtype;
+  record.sizes = stored.header.sizes;
+  return record;
+}
+
 // Files of records, with or without checksum tables, and the findings of their verification.
 class Verified {
  public:
@@ -45,12 +55,10 @@ class Verified {
     sums_.emplace_back();
   }
   std::size_t add_tensor(const format::TensorHeader& header, std::string payload) {
-    const Stored stored = store(header, std::move(payload), contents_.back().size());
-    return add(stored, true, header);
+    return add(store(header, std::move(payload), contents_.back().size()));
   }
   std::size_t add_bytes(std::string bytes) {
-    const Stored stored = store_raw(std::move(bytes), contents_.back().size());
-    return add(stored, false, {});
+    return add(store_raw(std::move(bytes), contents_.back().size()));
   }
   NamedRecord& record(std::size_t number) { return records_[number]; }
   /// The offset of the record's payload in the file.
@@ -92,15 +100,9 @@ class Verified {
   TempDir& directory() { return directory_; }
 
  private:
-  std::size_t add(const Stored& stored, bool tensor, const format::TensorHeader& header) {
-    NamedRecord record;
-    record.file = files_.size() - 1;
-    record.offset = stored.offset();
-    record.length = stored.record.size();
-    record.tensor = tensor;
-    record.dtype = header.dtype;
-    record.sizes = header.sizes;
-    records_.push_back(record);
+  std::size_t add(const Stored& stored) {
+    records_.push_back(named(stored));
+    records_.back().file = files_.size() - 1;
     payloads_.push_back(stored.payload_at);
     contents_.back() += stored.record;
     if (!stored.record.empty()) sums_.back().push_back(stored.sums);
@@ -339,13 +341,8 @@ TEST(VerifySession, ReportsADamagedTableOnceAndChecksTheArchive) {
   TempDir directory;
   const Stored stored = store(row_major("uint8", {100}), std::string(100, 'x'));
   test::write_file(directory.file("a"), stored.record);
-  NamedRecord record;
-  record.length = stored.record.size();
-  record.tensor = true;
-  record.dtype = stored.header.dtype;
-  record.sizes = {100};
-  auto session =
-      VerifySession::start(context(), open_directory(directory), {{"a", "no table"}}, {record}, {});
+  auto session = VerifySession::start(context(), open_directory(directory), {{"a", "no table"}},
+                                      {named(stored)}, {});
   ASSERT_TRUE(ok(session));
   ASSERT_TRUE((*session)->wait_for(std::chrono::minutes(2)));
   const auto findings = (*session)->findings();
@@ -381,11 +378,6 @@ TEST(VerifySession, FailsWhenCancelled) {
   const std::string payload = random.bytes(4 * kMebi);
   const Stored stored = store(row_major("uint8", {4 * kMebi}), payload);
   test::write_file(directory.file("a"), stored.record);
-  NamedRecord record;
-  record.length = stored.record.size();
-  record.tensor = true;
-  record.dtype = stored.header.dtype;
-  record.sizes = {4 * kMebi};
   // The session waits in its first read until it has been cancelled.
   std::latch cancelled(1);
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
@@ -393,7 +385,7 @@ TEST(VerifySession, FailsWhenCancelled) {
     return 0;
   });
   auto session =
-      VerifySession::start(context(), open_directory(directory), {{"a", {}}}, {record}, {});
+      VerifySession::start(context(), open_directory(directory), {{"a", {}}}, {named(stored)}, {});
   ASSERT_TRUE(ok(session));
   (*session)->cancel();
   cancelled.count_down();
