@@ -156,7 +156,7 @@ class Simulation:
             for one in exchanges:
                 one._step, one._steps = step, one._steps + 1
                 one._key = f"{prefix}/{one._steps}.{step}"
-                one._connect()
+                one._store = self._store
             for rank in range(1, self.world):
                 exchanges[rank]._post(value_of(rank))
             mine = value_of(0)

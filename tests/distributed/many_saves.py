@@ -74,7 +74,7 @@ def play(connection: Connection, workdir: Path, saves: int, seed: int) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=STORE_SECONDS))
     group = RankGroup.of(None)
     watched = Watched(group.connection())
-    group._connections[:] = [watched]
+    group.connections[:] = [watched]
     chance = random.Random(seed)  # the same choices on all ranks
     failures: dict[int, str] = {}
     longest = 0.0

@@ -407,7 +407,7 @@ class _Collectives:
 
         def combine_to_list(values: list[T]) -> list[Any]:
             answer: Any = combine(values)
-            return answer.by_rank if isinstance(answer, Answers) else [answer] * len(values)
+            return answer if isinstance(answer, Answers) else [answer] * len(values)
 
         with raised_as_ours(self._wrapper.get_rank()):
             answer = self._wrapper.reduce_scatter(step, send_only, combine_to_list)

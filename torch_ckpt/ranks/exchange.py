@@ -42,12 +42,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar, cast, overload
+from typing import Any, NoReturn, Self, TypeVar, cast, overload
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -67,7 +66,6 @@ from torch_ckpt.ranks.store import peek
 T = TypeVar("T")
 K = TypeVar("K")
 R = TypeVar("R")
-E = TypeVar("E", bound="Exchange")
 
 # The other ranks wait for the coordinator longer by this factor. Otherwise they might declare it
 # dead while it is about to declare another rank dead.
@@ -88,12 +86,9 @@ _DECIDED = b"the coordinator goes on"
 MAY_HAVE_COMMITTED = "; rank 0 may have committed, so also check whether the checkpoint exists"
 
 
-class Answers(Generic[R]):
+class Answers(list[R]):
     """Separate answers to the ranks, indexed by rank. If all of them are the same object, it is
     sent only once."""
-
-    def __init__(self, by_rank: list[R]) -> None:
-        self.by_rank = by_rank
 
 
 class _OwnAnswer:
@@ -141,7 +136,7 @@ class Exchange:
         self._timeout = timeout
         self._limit = _LONGER * timeout
         self._pulse = min(timeout / 10, _HEARTBEAT_SECONDS)
-        self._store: Any = None  # created on first use
+        self._store = group.connections[0] if group.connections else None
         self._lost: dict[int, Any] | None = None  # set once the store is lost
         self._steps = 0
         self._step = ""
@@ -149,7 +144,7 @@ class Exchange:
         self._commits = False  # the coordinator may commit in this step
         self._is_declared_dead = False  # this rank is the coordinator and was declared dead
         self._cancelled: Failure | None = None
-        self._woken = threading.Event()
+        self._woken = group.clock.Event()
         # Last time at which this rank is known to have run, and the longest time between two
         # heartbeats. Set while heartbeats are sent.
         self._ran_at: float | None = None
@@ -211,8 +206,8 @@ class Exchange:
         self._commits = undo is not None
         local = capture_exceptions(send)
         value = local if isinstance(local, Failure) else local[0]
-        if self.size > 1:
-            self._connect()
+        if self.size > 1 and self._store is None:
+            self._store = self._request(self._group.connection)
         if self.rank != 0:
             self._post(value)
             answer = self._receive()
@@ -232,7 +227,7 @@ class Exchange:
     def run(self, step: str, local: Callable[[], K]) -> K:
         """Runs ``local`` on all ranks, and returns its result. If it fails on any rank, all ranks
         raise."""
-        return self.exchange(step, lambda: (None, local()), _no_answer)[1]
+        return self.exchange(step, lambda: (None, local()), lambda _values: None)[1]
 
     @contextmanager
     def alive(self, counter: Callable[[], int]) -> Iterator[None]:
@@ -250,19 +245,21 @@ class Exchange:
             now = self._clock.monotonic()
             if self._ran_at is not None:
                 self._lapse = max(self._lapse, now - self._ran_at)
-                # Set this last, because _verdict() reads it first.
+                # Set this last, because _collect() reads it first.
                 self._ran_at = now
             with suppress(RuntimeError):  # the next step reports a lost store
-                store = self._store or self._group.connection()
-                store.set(f"{self._prefix}/alive/{self.rank}", f"{begun}/{counter()}")
+                (self._store or self._group.connection()).set(
+                    f"{self._prefix}/alive/{self.rank}", f"{begun}/{counter()}"
+                )
 
         self._ran_at, self._lapse = begun, 0.0
-        end = self._clock.repeat(self._pulse, beat)
+        ended, thread = self._clock.repeat(self._pulse, beat)
         try:
             yield
         finally:
-            # Wait only briefly, because a stopped store does not answer.
-            end(self._pulse if self._lost is None else 0.0)
+            ended.set()
+            if thread is not None and self._lost is None:
+                thread.join(self._pulse)  # limited, because a stopped store does not answer
             self._ran_at = None
 
     def share(self, data: bytes) -> bytes | str:
@@ -273,8 +270,14 @@ class Exchange:
         token = f"{self._prefix}/shared/{hashlib.sha256(data).hexdigest()}"
         if self.rank == 0:
             self._shared[token] = data
-        self._connect()
-        self._request(self._post_shared, token, data)
+        if self._store is None:
+            self._store = self._request(self._group.connection)
+        owner, me = f"{token}/owner", str(self.rank).encode()
+        # Use an atomic operation: with a check and a set, two ranks could become the owner.
+        if token not in self._owned and self._request(self._store.compare_set, owner, "", me) == me:
+            self._owned[token] = [owner]
+            if self.rank != 0:
+                self._owned[token] += self._request(self._set, token, data)
         return token
 
     def shared(self, token: bytes | str) -> bytes:
@@ -321,7 +324,8 @@ class Exchange:
             return
         self._limit = min(self._limit, timeout)
         with suppress(CheckpointException):
-            self._connect()
+            if self._store is None:
+                self._store = self._request(self._group.connection)
             if self._owned and not self._may_be_read:
                 self._request(self._delete, [key for keys in self._owned.values() for key in keys])
             if self.rank != 0:
@@ -355,7 +359,7 @@ class Exchange:
         with suppress(RuntimeError):  # no new threads at interpreter exit
             exit_threads.spawn(report)
 
-    def __enter__(self: E) -> E:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -380,7 +384,12 @@ class Exchange:
         if self.size > 1:
             keys = {rank: f"{self._key}/from/{rank}" for rank in range(1, self.size)}
             silent = self._wait(keys, self._timeout)
-            mine, verdict_key = self._verdict(), f"{self._key}/verdict"
+            # Without these heartbeats, the other ranks may have declared this rank dead.
+            ran_at, now = self._ran_at, self._clock.monotonic()
+            lapse = 0.0 if ran_at is None else max(now - ran_at, self._lapse)
+            is_in_time = not self._commits or lapse < self._limit - self._pulse
+            mine = _DECIDED if is_in_time else self._refuse_to_commit(lapse)
+            verdict_key = f"{self._key}/verdict"
             verdict = self._request(self._store.compare_set, verdict_key, "", mine)
             self._common_keys.append(verdict_key)
             self._is_declared_dead = verdict != mine
@@ -400,7 +409,7 @@ class Exchange:
         """Posts the answers, the answer to all ranks last. Returns the answer to this rank."""
         by_key: dict[str, Any] = {f"{self._key}/to/all": answer}
         if isinstance(answer, Answers):
-            by_rank, answer = answer.by_rank, answer.by_rank[0]
+            by_rank, answer = answer, answer[0]
             by_key = {f"{self._key}/to/all": answer}
             if any(other is not answer for other in by_rank):
                 by_key = {f"{self._key}/to/{rank}": by_rank[rank] for rank in range(1, self.size)}
@@ -416,12 +425,8 @@ class Exchange:
         self._common_keys += posted
         return answer
 
-    def _verdict(self) -> bytes:
-        """Returns the verdict of the coordinator, which has stopped waiting for other ranks."""
-        ran_at = self._ran_at
-        lapse = 0.0 if ran_at is None else max(self._clock.monotonic() - ran_at, self._lapse)
-        if not self._commits or lapse < self._limit - self._pulse:
-            return _DECIDED
+    def _refuse_to_commit(self, lapse: float) -> bytes:
+        """Returns the verdict of a coordinator that did not run for some seconds."""
         error = TimeoutError(
             f"rank 0, the coordinator, did not run for {lapse:.1f} s during '{self._step}', so "
             "other ranks may have declared it dead: check whether its process or machine was "
@@ -505,7 +510,7 @@ class Exchange:
                     return [rank for rank, then in heard.items() if now - then >= patience / 2]
             _core.fault_point("wait for ranks", self._step)
             pause = min(1.0, pulse, max(0.001, (now - calm_since) / 10))
-            if self._clock.wait(self._woken, pause):
+            if self._woken.wait(pause):
                 self._woken.clear()
                 calm_since = self._clock.monotonic()
         return []
@@ -522,10 +527,6 @@ class Exchange:
         return beats
 
     # --- requests to the store -------------------------------------------------------------------
-
-    def _connect(self) -> None:
-        if self._store is None:
-            self._store = self._request(self._group.connection)
 
     def _request(self, work: Callable[..., T], *args: Any) -> T:
         """Runs a request to the store. Fails at once if the store is already lost."""
@@ -555,15 +556,6 @@ class Exchange:
         self._store.set(key, str(len(starts)))
         return [*pieces, key]
 
-    def _post_shared(self, token: str, data: bytes) -> None:
-        owner, me = f"{token}/owner", str(self.rank).encode()
-        # Use an atomic operation: with a check and a set, two ranks could become the owner.
-        if token in self._owned or self._store.compare_set(owner, "", me) != me:
-            return
-        self._owned[token] = [owner]
-        if self.rank != 0:
-            self._owned[token] += self._set(token, data)
-
     def _read(self, keys: list[str], take: bool = False) -> list[bytes | None]:
         """Returns the values of keys; None for an absent key. ``take`` also deletes the keys, which
         no other rank may do."""
@@ -581,8 +573,8 @@ class Exchange:
                 pieces = [f"{key}/{number}" for number in range(int(head))]
                 value = b"".join(peek(self._store, piece) or b"" for piece in pieces)
             values.append(value)
-            if take and head is not None:
-                self._delete([*pieces, key])
+            for each in (*pieces, key) if take and head is not None else ():
+                self._store.delete_key(each)
         return values
 
     def _read_one(self, key: str) -> bytes:
@@ -594,7 +586,3 @@ class Exchange:
     def _delete(self, keys: list[str]) -> None:
         for key in keys:
             self._store.delete_key(key)
-
-
-def _no_answer(values: list[Any]) -> None:
-    pass

@@ -34,6 +34,9 @@ class RankGroup:
         name: prefix of the keys, unique among the groups that use the store.
         store_thread: the thread that runs the requests to the store.
         clock: the time and threads of the exchanges.
+
+    Attributes:
+        connections: has the connection to the store, once it has been created.
     """
 
     _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, RankGroup]] = WeakKeyDictionary()
@@ -58,7 +61,7 @@ class RankGroup:
         # The server runs until the store that started it is freed, even after
         # destroy_process_group().
         self._store = store
-        self._connections: list[Any] = []  # at most one, created on first use
+        self.connections: list[Any] = []
         # A lock of its own: connecting may take long, and a stopped store never answers.
         self._connecting = threading.Lock()
         self._lock = threading.Lock()
@@ -75,7 +78,7 @@ class RankGroup:
         Raises:
             ValueError: this process is not in the group.
         """
-        if not is_distributed(no_dist):
+        if no_dist or not dist.is_available() or not dist.is_initialized():
             return SINGLE_RANK
         c10d = dist.distributed_c10d
         group = c10d._get_default_group() if process_group is None else process_group
@@ -118,7 +121,7 @@ class RankGroup:
                 )
                 # Do not store a reference to this object: the cycle would keep the server alive
                 # after the group is destroyed.
-                other._connections, other._connecting = self._connections, self._connecting
+                other.connections, other._connecting = self.connections, self._connecting
                 self._subgroups[name] = other
             return self._subgroups[name]
 
@@ -155,12 +158,12 @@ class RankGroup:
         """
         with self._connecting:
             assert self._store is not None
-            if not self._connections:
+            if not self.connections:
                 try:
-                    self._connections.append(self._store.clone())
+                    self.connections.append(self._store.clone())
                 except (AttributeError, RuntimeError):
-                    self._connections.append(self._store)
-            return self._connections[0]
+                    self.connections.append(self._store)
+            return self.connections[0]
 
 
 #: A process that saves or loads without other ranks.

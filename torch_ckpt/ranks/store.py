@@ -6,13 +6,18 @@ import os
 import queue
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from torch_ckpt.ranks.failures import Failure, capture_exceptions, failed_on, first_line
+from torch_ckpt.ranks.failures import (
+    CheckpointFailed,
+    Failure,
+    capture_exceptions,
+    failed_on,
+    failure_of,
+    first_line,
+)
 
 T = TypeVar("T")
 
@@ -36,14 +41,13 @@ class Clock:
     """The time and the threads of exchanges. Tests simulate them."""
 
     monotonic = staticmethod(time.monotonic)
+    Event = threading.Event
 
-    def wait(self, event: threading.Event, seconds: float) -> bool:
-        """Waits for an event, at most for some seconds. Returns True if the event is set."""
-        return event.wait(seconds)
-
-    def repeat(self, seconds: float, function: Callable[[], None]) -> Callable[[float], None]:
-        """Calls a function every few seconds, in a separate thread. Returns a function that ends
-        the calls. It waits for the running call, at most for the given number of seconds."""
+    def repeat(
+        self, seconds: float, function: Callable[[], None]
+    ) -> tuple[threading.Event, threading.Thread | None]:
+        """Calls a function every few seconds, until the returned event is set. The thread that
+        calls it is None if the interpreter is exiting, which allows no new threads."""
         ended = threading.Event()
 
         def run() -> None:
@@ -51,15 +55,11 @@ class Clock:
                 function()
 
         thread = threading.Thread(target=run, name="torch_ckpt alive", daemon=True)
-        with suppress(RuntimeError):  # no new threads at interpreter exit
+        try:
             thread.start()
-
-        def end(limit: float) -> None:
-            ended.set()
-            if thread.ident is not None:
-                thread.join(limit)
-
-        return end
+        except RuntimeError:
+            return ended, None
+        return ended, thread
 
 
 class StoreThread:
@@ -98,46 +98,56 @@ class StoreThread:
             CheckpointException: the store is lost or does not answer; the cause is a
                 ConnectionError.
         """
-        outcome = self._outcome(limit, work, args)
-        if not isinstance(outcome, Failure):
-            return cast(T, outcome)
-        error = ConnectionError(
-            f"rank {rank} lost the connection to the process group's store during '{step}' "
-            f"({first_line(outcome.error)}): check that the process that hosts the store (rank 0 "
-            f"or torchrun's agent) is still running{advice}"
-        )
-        raise failed_on(step, {rank: Failure(error, outcome.stack)})
-
-    # --- private ---------------------------------------------------------------------------------
-
-    def _outcome(self, limit: float, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Returns the result of ``work``, or its failure."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._lock:
             # A forked child does not have the parent's thread.
             if self._requests is None or self._pid != os.getpid():
-                requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-                thread = threading.Thread(
-                    target=_serve, args=(requests,), name="torch_ckpt store", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:  # the interpreter is exiting (Python 3.12)
-                    return capture_exceptions(work, *args)
-                self._requests, self._pid = requests, os.getpid()
-                weakref.finalize(self, requests.put, None).atexit = False
+                self._requests, self._pid = self._started(), os.getpid()
             requests = self._requests
-        requests.put((answer, work, args))
+        if requests is None:
+            answer.put(capture_exceptions(work, *args))
+        else:
+            requests.put((answer, work, args))
         try:
-            return answer.get(timeout=limit)
+            outcome = answer.get(timeout=limit)
         except queue.Empty:
             with self._lock:
-                if self._requests is requests:
+                if requests is not None and self._requests is requests:
                     self._requests = None
                     # End the thread in case the store ever answers.
                     requests.put(None)
-            error = TimeoutError(f"no answer for {limit:g} s")
-            return Failure(error, traceback.StackSummary())
+            outcome = failure_of(TimeoutError(f"no answer for {limit:g} s"))
+        if isinstance(outcome, Failure):
+            raise lost_store(step, rank, outcome, advice)
+        return cast(T, outcome)
+
+    def _started(self) -> queue.SimpleQueue[Any] | None:
+        """Returns the queue of a new thread, or None if the interpreter is exiting (Python 3.12),
+        which allows no new threads."""
+        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_serve, args=(requests,), name="torch_ckpt store", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            return None
+        weakref.finalize(self, requests.put, None).atexit = False
+        return requests
+
+
+def lost_store(step: str, rank: int, failure: Failure, advice: str = "") -> CheckpointFailed:
+    """Returns the error of a rank whose request to the store has failed.
+
+    Args:
+        advice: what else the user should check; appended to the error.
+    """
+    error = ConnectionError(
+        f"rank {rank} lost the connection to the process group's store during '{step}' "
+        f"({first_line(failure.error)}): check that the process that hosts the store (rank 0 or "
+        f"torchrun's agent) is still running{advice}"
+    )
+    return failed_on(step, {rank: Failure(error, failure.stack)})
 
 
 def _serve(requests: queue.SimpleQueue[Any]) -> None:
