@@ -136,7 +136,7 @@ class Exchange:
         self._timeout = timeout
         self._limit = _LONGER * timeout
         self._pulse = min(timeout / 10, _HEARTBEAT_SECONDS)
-        self._store = group.connections[0] if group.connections else None
+        self._store: Any = group.connections[0] if group.connections else None
         self._lost: dict[int, Any] | None = None  # set once the store is lost
         self._steps = 0
         self._step = ""
@@ -391,7 +391,7 @@ class Exchange:
             mine = _DECIDED if is_in_time else self._refuse_to_commit(lapse)
             verdict_key = f"{self._key}/verdict"
             verdict = self._request(self._store.compare_set, verdict_key, "", mine)
-            self._common_keys.append(verdict_key)
+            self._common_keys += [verdict_key, f"{self._key}/to/all"]
             self._is_declared_dead = verdict != mine
             if verdict != _DECIDED:
                 failures = pickle.loads(verdict).by_rank
@@ -422,7 +422,7 @@ class Exchange:
             data = {f"{self._key}/to/all": pickle.dumps(answer)}
         for key, value in data.items():
             posted = self._request(self._set, key, value)
-        self._common_keys += posted
+        self._common_keys += posted[:-1]
         return answer
 
     def _refuse_to_commit(self, lapse: float) -> bytes:
@@ -446,8 +446,9 @@ class Exchange:
     def _receive(self) -> Any:
         """Returns the answer of the coordinator, or of the rank that declared it dead."""
         key = f"{self._key}/to/all"
-        if self._wait({0: key}, self._limit):
-            return self._request(self._declare_coordinator_dead)
+        silent = self._wait({0: key}, self._limit)
+        if silent:
+            return self._request(self._declare_dead, silent)
         if self._cancelled is not None:
             raise failed_on(self._step, {self.rank: self._cancelled})
         received = pickle.loads(self._request(self._read_one, key))
@@ -464,12 +465,14 @@ class Exchange:
             # The coordinator has read this rank's value, or never will.
             self._delete(self._posted)
 
-    def _declare_coordinator_dead(self) -> RankFailures:
+    def _declare_dead(self, silent: list[int]) -> RankFailures:
         """Sets the verdict in place of a coordinator that sends no heartbeat, unless it is already
-        set."""
-        others = range(1, self.size)
-        absent = [r for r in others if not self._store.check([f"{self._key}/from/{r}"])]
-        failures = silent_ranks(self._step, [0, *absent], self._limit)
+        set.
+
+        Args:
+            silent: the ranks that send no heartbeat, including the coordinator.
+        """
+        failures = silent_ranks(self._step, silent, self._limit)
         mine = pickle.dumps(RankFailures(failures))
         verdict = self._store.compare_set(f"{self._key}/verdict", "", mine)
         if verdict == _DECIDED:
@@ -490,6 +493,9 @@ class Exchange:
         """Waits for a key from each rank, unless the wait is cancelled. Returns the ranks that are
         declared dead.
 
+        If the coordinator is declared dead, so are the other ranks that have not posted their
+        values and send no heartbeat either.
+
         Polls, because the store's own wait blocks the connection for other threads, and prints two
         warnings if it times out.
         """
@@ -497,17 +503,29 @@ class Exchange:
         heard = dict.fromkeys(keys, looked)
         beats = dict.fromkeys(keys, b"")
         pulse = min(self._pulse, patience / 10)
+        others = {rank: f"{self._key}/from/{rank}" for rank in range(1, self.size)}
+        before_timeout: dict[int, bytes] | None = None  # heartbeats of the other ranks
         while not self._request(self._store.check, [keys[rank] for rank in beats]):
             if self._cancelled is not None:
                 return []
             now = self._clock.monotonic()
             if now >= looked + pulse:
+                # The time for which this rank did not run does not count.
+                lapse = max(0.0, now - looked - 2 * pulse)
                 looked, before = now, beats
                 beats = self._request(self._heartbeats, {rank: keys[rank] for rank in before})
-                heard = {r: heard[r] if beats[r] == before[r] else now for r in beats}
-                if any(now - then >= patience for then in heard.values()):
+                heard = {r: heard[r] + lapse if beats[r] == before[r] else now for r in beats}
+                silence = now - min(heard.values(), default=now)
+                if silence >= patience and self.rank == 0:
                     # Also report ranks whose heartbeats stopped a little later.
                     return [rank for rank, then in heard.items() if now - then >= patience / 2]
+                if self.rank != 0 and silence < patience - 2 * pulse:
+                    before_timeout = None
+                elif self.rank != 0:
+                    last = self._request(self._heartbeats, others)
+                    before_timeout = before_timeout or last
+                    if silence >= patience:
+                        return [0, *(r for r in last if last[r] == before_timeout.get(r))]
             _core.fault_point("wait for ranks", self._step)
             pause = min(1.0, pulse, max(0.001, (now - calm_since) / 10))
             if self._woken.wait(pause):
