@@ -40,7 +40,12 @@ from torch_ckpt.inspection.verify import VerifyReport
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
-from torch_ckpt.manager.options import Interval, PreemptionOptions, SaveOptions, ScheduleOptions
+from torch_ckpt.manager.option_groups import (
+    Interval,
+    PreemptionOptions,
+    SaveOptions,
+    ScheduleOptions,
+)
 from torch_ckpt.manager.preemption_notice import PreemptionNotice
 from torch_ckpt.manager.reporters import Reporters
 from torch_ckpt.manager.restoring import Restorer

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.manager.options import PreemptionOptions
+from torch_ckpt.manager.option_groups import PreemptionOptions
 from torch_ckpt.multihost.preemption import PreemptionWatch, current_watch, watch_for_preemption
 
 

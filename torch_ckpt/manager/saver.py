@@ -39,7 +39,7 @@ from torch_ckpt.api import async_save
 from torch_ckpt.errors import OnCommitFailed
 from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
-from torch_ckpt.manager.options import SaveOptions
+from torch_ckpt.manager.option_groups import SaveOptions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline

@@ -25,7 +25,7 @@ from typing import SupportsIndex, TypeVar
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.intervals import AutoInterval
-from torch_ckpt.manager.options import ScheduleOptions
+from torch_ckpt.manager.option_groups import ScheduleOptions
 from torch_ckpt.ranks.failures import failed_on, silent_ranks
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.ranks.store import peek

@@ -8,7 +8,7 @@ writes. Ranks wait for each other only in :func:`log`, for the values of DTensor
 
 import torch_ckpt._base.supported_torch  # noqa: F401
 from torch_ckpt.training.checkpoints import load_checkpoint_if_it_exists, save_checkpoint
-from torch_ckpt.training.files import mkdir
+from torch_ckpt.training.file_operations import mkdir
 from torch_ckpt.training.graphs import GraphRecorder, save_graph
 from torch_ckpt.training.logs import ReportLogger, SummaryLogger, log
 from torch_ckpt.training.peaks import flops_per_device

@@ -13,7 +13,7 @@ import uuid
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch_ckpt.training.files import StrPath, join
+from torch_ckpt.training.file_operations import StrPath, join
 
 # The functions import the engine when called, so that importing this package does not.
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import _get_qualified_name
 
 from torch_ckpt.ranks.group import own_rank
-from torch_ckpt.training.files import StrPath, put
+from torch_ckpt.training.file_operations import StrPath, put
 
 #: Compiles a graph module with example inputs into a function.
 Backend = Callable[..., Callable[..., Any]]

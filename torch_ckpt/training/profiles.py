@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from torch_ckpt.ranks.group import own_rank
-from torch_ckpt.training.files import StrPath, check, join, put
+from torch_ckpt.training.file_operations import StrPath, check, join, put
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity, profile

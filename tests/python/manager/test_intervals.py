@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.intervals import AutoInterval
-from torch_ckpt.manager.options import Interval, ScheduleOptions
+from torch_ckpt.manager.option_groups import Interval, ScheduleOptions
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.ranks.group import RankGroup
 

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from torch_ckpt.training import mkdir
-from torch_ckpt.training.files import join, put
+from torch_ckpt.training.file_operations import join, put
 
 AFTERWARDS = """
 import sys
