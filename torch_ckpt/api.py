@@ -4,7 +4,7 @@ They write and read the same files as ``dcp.save`` and ``dcp.load``, except for 
 with a ``state_dict``, such as modules and optimizers: state/app_state.py saves and restores these.
 The engine plans plain tensors and DTensors. torch's planners plan only other kinds of tensors, such
 as ShardedTensors. In a save, ranks exchange plans and results in a compact form
-(saving/session.py). In a load (loading/load.py), they exchange no plans.
+(saving/session.py). In a load (state/load_session.py), they exchange no plans.
 """
 
 from __future__ import annotations
