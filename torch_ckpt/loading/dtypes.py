@@ -16,11 +16,13 @@ from torch_ckpt._base.formatting import MOST_NAMES
 Conversions = dict[str, tuple[torch.dtype, torch.dtype]]
 
 
-def note_lost_precision(narrowed: Conversions, reads: _C.TensorReads) -> None:
-    """Adds the tensors that lose precision or range to ``narrowed``."""
-    for name, stored, target in reads.conversions():
-        if loses_precision(stored, target):
-            narrowed[name] = (stored, target)
+def lost_precision(reads: _C.TensorReads) -> Conversions:
+    """Returns the tensors that lose precision or range."""
+    return {
+        name: (stored, target)
+        for name, stored, target in reads.conversions()
+        if loses_precision(stored, target)
+    }
 
 
 def warn_of_lost_precision(narrowed: Conversions) -> None:

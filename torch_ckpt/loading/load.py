@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -128,7 +128,8 @@ class Match:
         values: the state dict.
         state: the flattened state dict.
         report: the comparison.
-        loaded_keys: top-level keys with at least one value to load.
+        loaded_keys: top-level keys with at least one value to load; all keys if the caller passed
+            no ``names``.
         reading: the reads of the values that can be loaded.
         by_torch: tensors and objects that torch's planner plans, by name.
     """
@@ -136,7 +137,7 @@ class Match:
     values: StateDict
     state: _C.LoadState
     report: LoadReport
-    loaded_keys: set[str]
+    loaded_keys: Set[str]
     reading: Reading
     by_torch: StateDict
 
@@ -162,8 +163,10 @@ class Load:
     ) -> None:
         self.reader = reader
         self._rank = rank
-        self._rename = reusable(rename)
+        self._rename = None if rename is None else reusable(rename)
         self._chosen = None if names is None else _Chosen(names)
+        #: True if all names are loaded, because the caller passed no ``names``.
+        self.loads_all = names is None
         self._opened = opened
         self._is_renamed = False
 
@@ -171,11 +174,6 @@ class Load:
     def unmatched(self) -> list[str]:
         """The patterns in ``names`` that have not matched any name so far."""
         return [] if self._chosen is None else self._chosen.unmatched()
-
-    @property
-    def loads_all(self) -> bool:
-        """True if all names are loaded, because the caller passed no ``names``."""
-        return self._chosen is None
 
     @property
     def index(self) -> _core.CheckpointIndex:
@@ -191,16 +189,18 @@ class Load:
     def match(self, values: StateDict) -> Match:
         """Compares a complete or partial state dict with the checkpoint, and plans the reads of all
         values that fit. Changes no value."""
+        # Decode the metadata first: its index needs less memory than the decoding.
+        index = self.index
         state = _C.LoadState(values, chunks_here)
         flatten_sharded_tensors(state)
-        match = self._match(values, state)
+        match = self._match(values, state, index)
         if match.report.missing and match.report.unexpected:
             old = _flattened_as_2_3(values)
             if not old.keys().isdisjoint(match.report.unexpected):
                 state = _C.LoadState({}, chunks_here)
                 for name, (path, value) in old.items():
                     state.add(name, path, value)
-                match = self._match(values, state)
+                match = self._match(values, state, index)
         self._plan(match)
         return match
 
@@ -222,9 +222,14 @@ class Load:
                 report,
             )
 
-    def begin(self, match: Match) -> Reading:
+    def begin(self, match: Match, *, is_last: bool = False) -> Reading:
         """Allocates memory for meta tensors, zeroes the regions that are not stored, and returns
-        the reads."""
+        the reads.
+
+        Args:
+            is_last: True to release the flattened state and, if the reads do not need it, the
+                metadata. Nothing can be matched afterwards.
+        """
         on_meta = match.state.loaded_on_meta()
         for row in on_meta:
             real = _allocate(match.state.value(row))
@@ -236,7 +241,13 @@ class Load:
             match.state.zero_unstored()
             if match.by_torch:
                 zero_what_is_not_stored(match.by_torch, self._metadata())
-        return match.reading
+        reading = match.reading
+        if is_last:
+            match.state, match.reading = _C.LoadState({}, chunks_here), Reading()
+            if not match.by_torch:
+                self._opened = None
+                self.reader.release_metadata()
+        return reading
 
     def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
         """Reads tensors in place. Frees each object before reading its replacement.
@@ -265,8 +276,7 @@ class Load:
             self._is_renamed = True
         return metadata
 
-    def _match(self, values: StateDict, state: _C.LoadState) -> Match:
-        index = self.index
+    def _match(self, values: StateDict, state: _C.LoadState, index: _core.CheckpointIndex) -> Match:
         for row in state.others():
             value = state.value(row)
             if not isinstance(value, Placeholder):
@@ -294,7 +304,8 @@ class Load:
             is_chosen = isinstance(value, Placeholder)
             wanted = "an object" if is_chosen else f"a {type(value).__name__}"
             report.kinds.append((name, stored, wanted))
-        return Match(values, state, report, set(match.loaded_keys), Reading(), {})
+        loaded_keys = values.keys() if self.loads_all else set(match.loaded_keys)
+        return Match(values, state, report, loaded_keys, Reading(), {})
 
     def _plan(self, match: Match) -> None:
         """Plans the reads: the engine those of most values, torch's planner the rest."""

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.dtypes import Conversions, note_lost_precision, warn_of_lost_precision
+from torch_ckpt.loading.dtypes import Conversions, lost_precision, warn_of_lost_precision
 from torch_ckpt.loading.reading import (
     BytesMoved,
     PlansByEngine,
@@ -348,6 +348,13 @@ class FileSystemReader(StockReader):
         self.rank = rank  # type: ignore[assignment]  # torch declares None
         self.narrowed = {}  # forget the tensors of a failed load
 
+    def release_metadata(self) -> None:
+        """Releases the metadata, which can be large. The rest of the load needs only its index."""
+        empty = Metadata({}, storage_data={})
+        if self._identity[0] is self._metadata:
+            self._identity = empty, self._identity[1]
+        self._metadata = empty
+
     @property
     def storage_data(self) -> dict[MetadataIndex, _StorageInfo]:
         """The locations of the items in the checkpoint that is being loaded."""
@@ -387,8 +394,8 @@ class FileSystemReader(StockReader):
         """Reads objects, and items that were written through a stream transform."""
         if reading.transformed:
             assert reading.planner is not None
-            with self._opened() as directory, self.moved.elsewhere():
-                before, self.fs = self.fs, FilesBeneath(directory)
+            with self._engine_arguments() as arguments, self.moved.elsewhere():
+                before, self.fs = self.fs, FilesBeneath(arguments["directory"])
                 try:
                     super().read_data(LoadPlan(reading.transformed), self._guarded(reading.planner))
                 finally:
@@ -408,18 +415,6 @@ class FileSystemReader(StockReader):
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class docstring.
         """
-        unknown = self._load(reads)
-        note_lost_precision(self.narrowed, reads)
-        for number in unknown:
-            read = reads[number]
-            record = _core.ObjectRead(read.name, read.file, read.offset, read.length)
-            with self.moved.elsewhere():
-                # Free each record before the next one is read.
-                copy_by_torch(self.read_bytes([record])[0], read)
-
-    def _load(self, reads: _C.TensorReads) -> list[int]:
-        """Calls the engine and reports the progress of the load. Returns the numbers of the reads
-        whose records only torch.load can decode."""
         before = self.moved.bytes
         planned = reads.stored_bytes if self.progress else 0
         events = []
@@ -431,24 +426,26 @@ class FileSystemReader(StockReader):
             if shown is not None:
                 shown(Progress(planned, 0, done))
 
-        with (
-            self._opened() as directory,
-            reporting(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown,
-        ):
-            return reads.load(
-                directory=directory,
-                tables=self._tables(),
-                options=self.options,
-                progress=report,
-                ready=[(device.index, event.cuda_event) for event, device in events],
-            )
+        showing: AbstractContextManager[Callable[[Progress], None] | None] = nullcontext()
+        if self.progress:
+            title = f"load {Path(self.path).name}"
+            showing = reporting(self.progress, title, self.rank, planned)
+        with self._engine_arguments() as arguments, showing as shown:
+            ready = [(device.index, event.cuda_event) for event, device in events]
+            unknown = reads.load(**arguments, progress=report, ready=ready)
+        if reads.conversions():
+            self.narrowed.update(lost_precision(reads))
+        for number in unknown:
+            read = reads[number]
+            record = _core.ObjectRead(read.name, read.file, read.offset, read.length)
+            with self.moved.elsewhere():
+                # Free each record before the next one is read.
+                copy_by_torch(self.read_bytes([record])[0], read)
 
     def read_bytes(self, reads: list[_core.ObjectRead]) -> list[bytes]:
         """Returns the stored bytes of objects."""
-        with self._opened() as directory:
-            return _core.load_bytes(
-                reads, directory=directory, tables=self._tables(), options=self.options
-            )
+        with self._engine_arguments() as arguments:
+            return _core.load_bytes(reads, **arguments)
 
     @property
     def identity(self) -> bytes | None:
@@ -464,15 +461,13 @@ class FileSystemReader(StockReader):
         reads as strictly as in full reads."""
         if not self.options.verify:
             return lambda _file: True
-        tables = self._tables()
-        names = tables if isinstance(tables, Mapping) else tables.tables()
-        return names.__contains__
+        return self.checksum_tables().__contains__
+
+    def checksum_tables(self) -> dict[str, bytes]:
+        """Returns the encoded checksum table of each file that has one, by file name."""
+        return checksum_tables(self._metadata) if self._index is None else self._index.tables()
 
     # --- private ---------------------------------------------------------------------------------
-
-    def _tables(self) -> _core.CheckpointIndex | Mapping[str, bytes]:
-        """Returns the checksum table of each file, or the index that has them."""
-        return checksum_tables(self._metadata) if self._index is None else self._index
 
     def _read_metadata(self, rank: int | None) -> tuple[Metadata, _core.CheckpointIndex | None]:
         """Opens the directory, and reads the metadata and, unless it is unpickled, its index.
@@ -548,17 +543,18 @@ class FileSystemReader(StockReader):
             refuse_url(self._given_path)
 
     @contextmanager
-    def _opened(self) -> Iterator[OpenDirectory]:
-        """Yields the open directory. If ``read_metadata`` has not opened one, opens it for the
-        block."""
-        if self._directory is not None:
-            yield self._directory
-            return
-        directory = share_or_warn(open_checkpoint(self.path))
+    def _engine_arguments(self) -> Iterator[dict[str, Any]]:
+        """Block with the arguments of the engine's loads: the open directory, the checksum tables
+        of its files, and the options. If ``read_metadata`` has not opened the directory, opens it
+        for the block."""
+        is_open = self._directory is not None
+        directory = self._directory or share_or_warn(open_checkpoint(self.path))
+        tables = checksum_tables(self._metadata) if self._index is None else self._index
         try:
-            yield directory
+            yield {"directory": directory, "tables": tables, "options": self.options}
         finally:
-            directory.close()
+            if not is_open:
+                directory.close()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes
-from torch_ckpt.loading.dtypes import Conversions, note_lost_precision
+from torch_ckpt.loading.dtypes import Conversions, lost_precision
 from torch_ckpt.loading.reading import BytesMoved, Reading
 
 #: Maximum size in bytes of a batch, and of a part of a large tensor.
@@ -99,7 +99,7 @@ def read_once(
     if not _exchange(reader, read, group):
         return
     # This rank also converts the tensors that other ranks have read.
-    note_lost_precision(reader.narrowed, reading.tensors)
+    reader.narrowed.update(lost_precision(reading.tensors))
     targets = {
         digest: read.tensor
         for read, (digest, _bytes) in zip(reads, digests, strict=True)

@@ -12,8 +12,8 @@ With ``free_before_read``, steps 2 and 3 are made for one top-level key at a tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,25 @@ from torch_ckpt.loading.load import Load, Match, StateDict, Strict, T
 from torch_ckpt.loading.reader import require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
-from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.state.app_state import States, stateful_keys
 from torch_ckpt.state.splitting import OBJECTS
+
+
+class _RankPlan(NamedTuple):
+    """A message of a rank about its plan.
+
+    Attributes:
+        unmatched: the patterns in ``names`` that match none of its names.
+        version: the directory that it has opened, if all ranks must open the same one.
+        skipped: the names that it does not load, with the reasons.
+        by_state: True if it restores values through their state.
+    """
+
+    unmatched: list[str]
+    version: str | None
+    skipped: list[str]
+    by_state: bool
 
 
 class LoadSession:
@@ -49,11 +65,14 @@ class LoadSession:
         self._state_dict = state_dict
         self._load = load
         self._only_compared = only_compared
-        self._states = States(state_dict, wraps_errors=False)
         # Keys of values that have a state. All ranks read the values in this order, because
         # state_dict() may be a collective operation.
         self._stateful = sorted(stateful_keys(state_dict))
         self._by_state = set(self._stateful)
+
+    @cached_property
+    def _states(self) -> States:
+        return States(self._state_dict, wraps_errors=False)
 
     def run(
         self, ranks: Exchange, strict: Strict, process_group: dist.ProcessGroup | None
@@ -74,9 +93,12 @@ class LoadSession:
             self._require_fit(match.report, strict)
             return match
 
-        match = self._plan(ranks, match_all, lambda match: match.report)
+        match, by_state = self._plan(ranks, match_all, lambda match: match.report)
         ranks.run("load", lambda: self._read(ranks, match, process_group))
-        ranks.run("finish", lambda: self._restore_all(match))
+        if by_state:
+            ranks.run("finish", lambda: self._restore_all(match))
+        else:
+            self._restore_all(match)
         return match.report
 
     def run_freeing(self, ranks: Exchange, strict: Strict) -> LoadReport:
@@ -141,32 +163,40 @@ class LoadSession:
 
     def _plan(
         self, ranks: Exchange, local: Callable[[], T], report_of: Callable[[T], LoadReport]
-    ) -> T:
-        """Runs ``local`` on all ranks and returns its result on this rank.
+    ) -> tuple[T, bool]:
+        """Runs ``local`` on all ranks. Returns its result on this rank, and True if any rank
+        restores a value through its state, which can fail.
 
         Raises on all ranks if a pattern matched nothing on any rank, or if the ranks read the
         metadata of different saves. Rank 0 warns about names that any rank skips.
         """
         load = self._load
 
-        def on_this_rank() -> tuple[tuple[list[str], str | None, list[str]], T]:
+        def on_this_rank() -> tuple[_RankPlan, T]:
             kept = local()
-            return (load.unmatched, load.reader.version, report_of(kept).skipped), kept
+            report = report_of(kept)
+            skipped = [] if report.fits else report.skipped
+            by_state = bool(self._by_state)
+            return _RankPlan(load.unmatched, load.reader.version, skipped, by_state), kept
 
-        def check(found: list[tuple[list[str], str | None, list[str]]]) -> Answers[list[str]]:
-            require_one_version((version for _unmatched, version, _skipped in found), load.reader)
-            unmatched = [patterns for patterns, _version, _skipped in found]
-            _require_matches(p for p in unmatched[0] if all(p in names for names in unmatched))
-            skipped = dict.fromkeys(name for _unmatched, _version, names in found for name in names)
-            return Answers([list(skipped), *([] for _other in found[1:])])
+        def check(plans: list[_RankPlan]) -> tuple[list[str], bool]:
+            require_one_version((plan.version for plan in plans), load.reader)
+            if plans[0].unmatched:
+                _require_matches(
+                    pattern
+                    for pattern in plans[0].unmatched
+                    if all(pattern in plan.unmatched for plan in plans)
+                )
+            skipped = dict.fromkeys(name for plan in plans for name in plan.skipped)
+            return list(skipped), any(plan.by_state for plan in plans)
 
-        skipped, kept = ranks.exchange("plan", on_this_rank, check)
-        if skipped:
+        (skipped, by_state), kept = ranks.exchange("plan", on_this_rank, check)
+        if skipped and ranks.rank == 0:
             path, loaded = load.reader.checkpoint_id, report_of(kept).loaded
             LOGGER.info("%s: %d names match, %d skipped", path, len(loaded), len(skipped))
             # Attribute the warning to the line that calls load.
             warn(f"{path}: skipped because of strict=False: {some_of(skipped)}", stacklevel=4)
-        return kept
+        return kept, by_state
 
     # --- 2. the reads ----------------------------------------------------------------------------
 
@@ -174,9 +204,9 @@ class LoadSession:
         reader = self._load.reader
         with ranks.alive(reader.moved):
             if reader.read_once and ranks.distributed:
-                read_once(reader, lambda: self._load.begin(match), process_group)
+                read_once(reader, lambda: self._load.begin(match, is_last=True), process_group)
             else:
-                reader.read(self._load.begin(match))
+                reader.read(self._load.begin(match, is_last=True))
 
     # --- 3. the values that are not filled in place ----------------------------------------------
 
@@ -184,9 +214,10 @@ class LoadSession:
         old_and_new = zip(self._state_dict.items(), match.values.values(), strict=True)
         replaced = [key for (key, old), new in old_and_new if new is not old]
         for key in sorted({*replaced, *self._stateful}):
-            if self._load.loads_all or key in match.loaded_keys:
+            if key in match.loaded_keys:
                 self._restore(key, match.values[key])
-        self._states.warn_of_missing_ranks()
+        if self._by_state:
+            self._states.warn_of_missing_ranks()
 
     def _restore(self, key: str, loaded: Any) -> None:
         """Restores the value of a key from its loaded target."""
@@ -217,7 +248,7 @@ class LoadSession:
     def _read_key_freeing(self, key: str) -> None:
         values = {key: self._target(key)}
         match = self._load.match(values)
-        is_loaded = self._load.loads_all or key in match.loaded_keys
+        is_loaded = key in match.loaded_keys
         # Only `reading` may refer to the values, so that they can be freed during the read.
         reading = self._load.begin(match)
         del match

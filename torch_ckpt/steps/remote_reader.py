@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
-from torch_ckpt.checkpoint.metadata import checksum_tables
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.reader import FileSystemReader
@@ -86,6 +85,7 @@ class RemoteReader(FileSystemReader):
         self._end_staging: Callable[[], Any] = lambda: None
         self._staged_path = Path()
         self._sizes: dict[str, int] = {}
+        self._tables: dict[str, bytes] = {}
         self._blocks: dict[str, dict[int, int]] = {}
         self._version: str | None = None
 
@@ -135,7 +135,7 @@ class RemoteReader(FileSystemReader):
                     errno.ENOENT, f"not a complete checkpoint: {needed} is missing", self._files.url
                 )
         self._sizes = {file: entry.bytes for file, entry in listing.items()}
-        self._blocks = {}
+        self._tables, self._blocks = {}, {}
         if self._sizes[name] > MAX_METADATA_BYTES:
             raise CheckpointError(
                 f"{self._files.url_of(name)} has {self._sizes[name]} bytes, more than the limit of "
@@ -263,8 +263,9 @@ class RemoteReader(FileSystemReader):
     def _block_bytes(self, file: str, offset: int) -> int:
         """Returns the size of a record's checksummed blocks, in bytes; 1 if it has none."""
         if file not in self._blocks:
-            table = checksum_tables(self._metadata).get(file, b"") if self.options.verify else b""
-            self._blocks[file] = block_sizes(table)
+            if self.options.verify and not self._tables:
+                self._tables = self.checksum_tables()
+            self._blocks[file] = block_sizes(self._tables.get(file, b""))
         return self._blocks[file].get(offset, 1)
 
     def _fetch(self, wanted: _Wanted) -> None:
