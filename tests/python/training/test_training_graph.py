@@ -120,10 +120,7 @@ def test_the_source_has_a_box_for_each_node_and_an_edge_for_each_input() -> None
     source = dot_source(compiled_graph())
     assert source.count("[label=") == 6  # x, w, matmul, relu, sum, output
     assert source.count(" -> ") == 5
-
-
-def test_a_box_shows_the_called_function_and_its_result() -> None:
-    source = dot_source(compiled_graph())
+    # A box shows the called function and its result.
     assert 'label="l_x_\\nfloat32[2, 3]"' in source
     assert 'label="relu\\ntorch.relu\\nfloat32[2, 4]"' in source
 
@@ -166,15 +163,12 @@ def test_the_source_is_saved_to_another_file_system() -> None:
     assert fsspec.filesystem("memory").cat_file(path).decode() == dot_source(graph)
 
 
-def test_without_graphviz_the_error_names_the_package_to_install(
+def test_an_svg_without_graphviz_and_another_suffix_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match=r"step\.svg requires .*apt-get install graphviz"):
         save_graph(Graph(), tmp_path / "step.svg")
-
-
-def test_another_suffix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in \.svg or \.dot, got .*step\.png"):
         save_graph(Graph(), tmp_path / "step.png")
 
@@ -195,21 +189,28 @@ def test_an_svg_shows_any_name_unchanged(tmp_path: Path) -> None:
     assert 'a"];\\<é&' in texts
 
 
-def test_a_failure_of_dot_is_reported_with_its_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "error", "message"),
+    [
+        ("echo no layout >&2\nexit 3\n", RuntimeError, r"step\.svg with exit code 3: no layout"),
+        ("read forever < /dev/zero\n", TimeoutError, r"step\.svg within 0\.5 s"),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_a_failure_of_dot_and_its_time_limit_are_reported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    error: type[Exception],
+    message: str,
 ) -> None:
     program = tmp_path / "dot"
-    program.write_text("#!/bin/sh\necho no layout >&2\nexit 3\n")
+    program.write_text(f"#!/bin/sh\n{script}")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"step\.svg with exit code 3: no layout"):
-        save_graph(Graph(), tmp_path / "step.svg")
-
-
-def test_dot_is_stopped_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "dot"
-    program.write_text("#!/bin/sh\nread forever < /dev/zero\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(TimeoutError, match=r"step\.svg within 0\.1 s"):
-        save_graph(Graph(), tmp_path / "step.svg", timeout_seconds=0.1)
+    with pytest.raises(error, match=message):
+        save_graph(
+            Graph(),
+            tmp_path / "step.svg",
+            timeout_seconds=0.5 if error is TimeoutError else None,
+        )
