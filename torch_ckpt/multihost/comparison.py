@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ def assert_equal(
         if outcome == "same":
             return
         begin = f"{message}: " if message else ""
-        call.agree(summary.details, _compare_details(begin))
+        call.agree(lambda: summary.details, partial(_compare_details, begin))
 
 
 @dataclass
@@ -152,12 +152,12 @@ class _Summary:
 
     def __init__(self) -> None:
         self.bytes_done = 0
-        self._details = _Details()
+        self.details = _Details()
 
     def digest_tree(self, tree: Any) -> dict[str, bytes]:
         """Returns a digest for each part; the digest of part "" must be equal on all ranks."""
         own = Tree(tree)
-        details = self._details
+        details = self.details
         described = []
         for name, leaf in zip(own.names, own.leaves, strict=True):
             description, checksum = self._describe_leaf(name, leaf)
@@ -169,9 +169,6 @@ class _Summary:
         digests = {part: digest(checksums) for part, checksums in details.checksums.items()}
         common = digest(details.described) + digests.get("", b"")
         return {**digests, "": common}
-
-    def details(self) -> _Details:
-        return self._details
 
     def _describe_leaf(self, name: str, leaf: Any) -> tuple[str, str]:
         """Returns the description of a leaf, and the checksum of its value."""
@@ -195,7 +192,7 @@ class _Summary:
             shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
             return f"{type_name} {shown}", hashlib.blake2b(text.encode()).hexdigest()
         pickled = pickle.dumps(leaf)
-        self._details.pickles[name] = pickled
+        self.details.pickles[name] = pickled
         return type_name, hashlib.blake2b(pickled, digest_size=16).hexdigest()
 
     def _checksum(self, data: torch.Tensor) -> str:
@@ -235,34 +232,31 @@ def _compare_digests(by_rank: list[dict[str, bytes]]) -> str:
     return "same"
 
 
-def _compare_details(begin: str) -> Callable[[list[_Details]], Disagreement | None]:
-    def compare(by_rank: list[_Details]) -> Disagreement | None:
-        described = [details.described for details in by_rank]
-        lines = differences(described)
-        kinds = {name for name in described[0] if len({d.get(name) for d in described}) == 1}
-        by_part: dict[str, dict[str, list[int]]] = {}
-        for rank, details in enumerate(by_rank):
-            for part, checksums in details.checksums.items():
-                for name in checksums:
-                    by_part.setdefault(part, {}).setdefault(name, []).append(rank)
-        for part, names in by_part.items():
-            for name, ranks in names.items():
-                groups = _group_by_value(by_rank, part, name, ranks)
-                if name in kinds and len(groups) > 1:
-                    values = ", ".join(
-                        f"{ranks_text(group)} {'has' if len(group) == 1 else 'have'} "
-                        f"{'another' if number else 'one value'}"
-                        for number, group in enumerate(groups)
-                    )
-                    what = described[0][name]
-                    shard = f", its shard {part.split(']')[0]}]" if part.startswith("[") else ""
-                    lines.append(f"{name or 'the tree'} ({what}{shard}) differs: {values}")
-        if not lines:
-            return None
-        count = "1 leaf" if len(lines) == 1 else f"{len(lines)} leaves"
-        return Disagreement(f"{begin}ranks differ in {count}:", lines)
-
-    return compare
+def _compare_details(begin: str, by_rank: list[_Details]) -> Disagreement | None:
+    described = [details.described for details in by_rank]
+    lines = differences(described)
+    kinds = {name for name in described[0] if len({d.get(name) for d in described}) == 1}
+    by_part: dict[str, dict[str, list[int]]] = {}
+    for rank, details in enumerate(by_rank):
+        for part, checksums in details.checksums.items():
+            for name in checksums:
+                by_part.setdefault(part, {}).setdefault(name, []).append(rank)
+    for part, names in by_part.items():
+        for name, ranks in names.items():
+            groups = _group_by_value(by_rank, part, name, ranks)
+            if name in kinds and len(groups) > 1:
+                values = ", ".join(
+                    f"{ranks_text(group)} {'has' if len(group) == 1 else 'have'} "
+                    f"{'another' if number else 'one value'}"
+                    for number, group in enumerate(groups)
+                )
+                what = described[0][name]
+                shard = f", its shard {part.split(']')[0]}]" if part.startswith("[") else ""
+                lines.append(f"{name or 'the tree'} ({what}{shard}) differs: {values}")
+    if not lines:
+        return None
+    count = "1 leaf" if len(lines) == 1 else f"{len(lines)} leaves"
+    return Disagreement(f"{begin}ranks differ in {count}:", lines)
 
 
 def _group_by_value(
