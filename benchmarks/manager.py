@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_ckpt
-from torch_ckpt.saving.replica_check import checksums_of
+from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.state.app_state import AppState
 
 from . import ranks, states
@@ -166,7 +166,7 @@ def _entries(world: int, state_bytes: int, directory: Path) -> Iterator[list[_Ti
     infos = {info.name.rpartition("_")[0]: info for info in contenders(world)}
     calls: dict[str, Callable[[], object]] = {
         "state": AppState(modules).state_dict,
-        "replicas": lambda: checksums_of(tensors.values(), (), "error"),
+        "replicas": lambda: SaveState(tensors).fingerprints("error"),
     }
     waits: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:

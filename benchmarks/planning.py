@@ -37,9 +37,10 @@ from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
 from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.ranks.store import StoreThread
+from torch_ckpt.saving.global_plan import Contents
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.save_state import SaveState
-from torch_ckpt.saving.session import PlanCache, RankMessage
+from torch_ckpt.saving.session import PlanCache, RankMessage, Reply
 
 from . import machine, ranks
 from .memory import measure_growth
@@ -146,8 +147,21 @@ class Simulation:
         coordinator, cache = exchanges[0], caches[0]
 
         def make_message(rank: int) -> RankMessage:
-            contents = caches[rank].contents_to_send(self.states[rank], exchanges[rank])
-            return RankMessage(contents, "simulation", self._place)
+            state, known = self.states[rank], caches[rank]
+            contents: Contents | int = known.number
+            if state.structure != known.structure:
+                contents = state.contents(exchanges[rank].share)
+            return RankMessage(contents, "simulation", self._place, None)
+
+        def make_replies() -> list[Reply]:
+            contents = [message.contents for message in messages]
+            assignments = cache.assign(contents, coordinator)
+            assert assignments is not None
+            unchanged = Reply(None, cache.last_number, "1")
+            return [
+                unchanged if one is None else unchanged._replace(assignment=one)
+                for one in assignments
+            ]
 
         def write(rank: int) -> Written:
             return self._simulate_write(rank, caches[rank])
@@ -168,14 +182,17 @@ class Simulation:
             return self._timed(f"{kind}: {part}", work)
 
         messages = gather("plan", make_message)
-        replies = timed("planned", lambda: cache.replies(messages, coordinator, "1"))
+        replies = timed("planned", make_replies)
         timed("answered", lambda: coordinator._answer(Answers(replies)))
         for rank in range(self.world):
             reply = replies[0] if rank == 0 else exchanges[rank]._receive()
-            caches[rank].keep(self.states[rank], reply)
+            caches[rank].number = reply.number
+            if reply.assignment is not None:
+                caches[rank].structure = self.states[rank].structure
+                caches[rank].assignment = reply.assignment
         plan = cache.plan
         assert plan is not None
-        timed("described, beside the writing", plan.describe)
+        timed("described, beside the writing", plan.engine.describe)
         results = gather("result", write)
         meta = StorageMeta(checkpoint_id="simulation", save_id=str(self._saves))
         data = timed("metadata", lambda: plan.encode(results, meta))
@@ -189,8 +206,7 @@ class Simulation:
         return data
 
     def _simulate_write(self, rank: int, cache: PlanCache) -> Written:
-        assert cache.assignment is not None
-        count = len(cache.assignment.rows)
+        count = len(cache.assignment.numbers) // 4
         files = []
         for file in range(_FILES):
             items = [

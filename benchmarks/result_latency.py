@@ -97,12 +97,13 @@ def measure_saves(rounds: int) -> list[float]:
 
 
 def _start(directory: _core.Directory, prefix: str, options: EngineOptions) -> _C.Save:
-    values = [torch.zeros(256) for _ in range(20)]
+    sources = _C.SaveSources()
+    for number in range(20):
+        sources.add(f"t{number}", torch.zeros(256))
     return _C.start_save(
         directory,
         prefix,
-        [f"t{n}" for n in range(len(values))],
-        values,
+        sources,
         buckets=2,
         file_per_item=False,
         separation_hint="",

@@ -61,11 +61,11 @@ def is_plain(value: object) -> bool:
 def is_dense(tensor: object) -> bool:
     """True if a tensor has no gaps, no overlap and no pending conjugation or negation."""
 
-def checksums_of_samples(tensors: list[Any], most_bytes: int, stripes: int) -> list[int | None]:
-    """The CRC-32 of each tensor, or of a sample of it if it has more than ``most_bytes``.
+def fingerprint(tensor: Any, whole: bool) -> int:
+    """A CRC-32 of the elements of a tensor, or 0 if the tensor is not plain.
 
-    A sample has ``most_bytes``, in ``stripes`` of equal length that are evenly spread over the
-    tensor. The result is None for a tensor that is not plain, or not contiguous in host memory.
+    The CRC is independent of the tensor's device and strides. If ``whole`` is False, reads at most
+    64 KiB, in stripes that are evenly spread over the tensor.
     """
 
 def copy_to_pool(tensors: list[Any]) -> list[Any]:
@@ -74,8 +74,7 @@ def copy_to_pool(tensors: list[Any]) -> list[Any]:
 def start_save(
     directory: Directory,
     prefix: str,
-    names: list[str],
-    values: list[Any],
+    sources: SaveSources,  # is emptied
     *,
     buckets: int,
     bytes_per_bucket: int = 0,
@@ -114,6 +113,21 @@ class SourceWatch:
     def release(self) -> None:
         """Releases the tensors and their holders."""
 
+class SaveSources:
+    """The values to write: plain tensors, and objects with a contiguous buffer."""
+
+    def __init__(self) -> None: ...
+    def add(self, name: str, value: Any) -> None:
+        """Adds a value. The name is used only for a separation hint."""
+
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def devices(self) -> list[torch.device]:
+        """The CUDA devices of the tensors."""
+
+    def clear(self) -> None: ...
+
 class FlatState:
     """A state dict as rows, one for each value, with the names that torch's planners give them.
 
@@ -136,12 +150,17 @@ class FlatState:
         second part has the offsets and sizes of this rank's shards of DTensors.
         """
 
-    def sources(self, rows: Sequence[int]) -> tuple[list[str], list[Any], list[int]]:
-        """Names and values of rows, and the positions of values that the caller must convert
-        first.
+    def unready(self, assignment: bytes) -> list[tuple[int, str, Any]]:
+        """Number, name and value of each assigned value that must be converted with ``replace``
+        before ``sources``: objects, and tensors that must be cloned or pickled.
 
-        The value of a DTensor is its local tensor.
+        The value of a DTensor is its local tensor. ``assignment`` has the numbers of values, as
+        ``GlobalPlan.assignment`` returns them.
         """
+
+    def sources(self, assignment: bytes, with_names: bool) -> SaveSources: ...
+    def fingerprints(self, whole: bool) -> bytes:
+        """A fingerprint of 4 bytes for each plain tensor."""
 
     def names(self) -> list[str]: ...
     def name(self, row: int) -> str: ...
@@ -150,12 +169,14 @@ class FlatState:
     def others(self) -> list[int]:
         """Rows that are neither plain tensors nor DTensors."""
 
-    def plain(self) -> list[torch.Tensor]: ...
+    def objects(self) -> list[int]:
+        """Those of the others that are saved as objects."""
+
+    def unplanned(self) -> list[int]:
+        """Those of the others that torch's planner plans."""
+
     def on_meta(self) -> list[int]:
         """Rows of plain tensors and DTensors on the meta device."""
-
-    def is_object(self, row: int) -> bool:
-        """True unless the value is a tensor, or torch's planner asks it for its parts."""
 
     def add(self, name: str, path: tuple[Any, ...], value: Any) -> None: ...
     def remove(self, row: int) -> None: ...

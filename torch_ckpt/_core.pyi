@@ -164,19 +164,25 @@ def bytes_sealed(file: bytes) -> int | None:
 class GlobalPlan:
     """Assigns the values of all ranks to the ranks that write them.
 
-    ``told`` has the results of ``torch_ckpt._C.told_of``, by rank. Raises ValueError if the values
+    ``contents`` has the results of ``FlatState.contents``, by rank. Raises ValueError if the values
     of a name differ in kind, dtype or size between ranks, or if the shards of a tensor do not
-    cover it. ``before``, ``now`` and ``written`` are by rank; the items of a rank are the rows that
-    it owns, in order, and after them the items planned by torch.
+    cover it. ``before``, ``now`` and ``written`` are by rank; the items of a rank are its assigned
+    values, in order, and after them the items planned by torch.
     """
 
-    def __init__(self, told: list[tuple[bytes, bytes]]) -> None: ...
-    def owned(self, rank: int) -> list[int]:
-        """The rows of a rank's template that this rank writes."""
+    def __init__(self, contents: list[tuple[bytes, bytes]]) -> None: ...
+    def assignment(self, rank: int) -> bytes:
+        """The numbers of the values that a rank writes, for ``FlatState.sources``."""
 
     def plans(self, name: str) -> bool: ...
-    def replicated_names(self, rank: int) -> list[str]:
-        """Names of a rank's plain tensors, followed by names of its objects."""
+    def differing_replicas(
+        self, fingerprints: list[bytes | None]
+    ) -> list[tuple[str, list[list[int]]]]:
+        """Names of the values that differ, and the groups of ranks that have the same version.
+
+        ``fingerprints`` has the 4-byte fingerprints of each rank's plain tensors and then of its
+        objects; None if a rank sent none. A fingerprint of 0 is not compared.
+        """
 
     def paths(self) -> dict[str, tuple[str | int, ...]]: ...
     def changes(

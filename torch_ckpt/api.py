@@ -118,13 +118,17 @@ def save(
                 # Do not raise the unreported error of an earlier background save here, because
                 # other ranks may already have raised it.
                 stack.enter_context(alone(ranks=ranks))
-                writer.reset(checkpoint_id)
+                if storage_writer is not None:
+                    writer.reset(checkpoint_id)
                 if planner is None and writer.engine_can_write():
-                    try:
-                        session = SaveSession(writer, ranks, plans, check_replicas)
-                        return session.run(lambda: SaveState(saved_values(state_dict)))
-                    finally:
-                        writer.abandon()
+                    return SaveSession(
+                        writer,
+                        ranks,
+                        plans,
+                        check_replicas,
+                        state_dict=state_dict,
+                        read_values=saved_values,
+                    ).run()
             # dcp.save does not notify a writer of a failed save.
             stack.callback(writer.abandon)
             with raised_as_ours(ranks.rank):
@@ -249,15 +253,7 @@ def async_save(
                 warn_unchanged=warn_unchanged,
             )
             job.reported = writer.reported_elsewhere
-
-            def run(job: Job) -> Metadata:
-                try:
-                    session = SaveSession(writer, ranks, plans, check_replicas, job)
-                    return session.run(job.snapshot)
-                finally:
-                    writer.abandon()
-
-            handle = start(job, run)
+            handle = start(job, SaveSession(writer, ranks, plans, check_replicas, job=job).run)
     except BaseException as error:
         # The other ranks wait for this rank until the job's thread, or this one, reports the error.
         if job is None or job.take():

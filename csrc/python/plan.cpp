@@ -13,6 +13,7 @@
 #include "planning/changes.h"
 #include "planning/global_plan.h"
 #include "planning/plan_metadata.h"
+#include "planning/replicas.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
@@ -58,10 +59,6 @@ std::unique_ptr<PlanWithMetadata> plan_of(
 }
 
 using Written = std::vector<const WrittenFiles*>;
-
-py::index_error no_such_rank(std::size_t rank) {
-  return py::index_error("the plan has no rank " + std::to_string(rank));
-}
 
 std::vector<planning::WrittenFiles> files_of(const Written& written) {
   std::vector<planning::WrittenFiles> files;
@@ -133,40 +130,40 @@ py::dict paths_of(const PlanWithMetadata& save) {
   return paths;
 }
 
-/// Returns the names of items assumed to be replicated: first the plain tensors, then the objects.
-py::list replicated_names(const PlanWithMetadata& save, std::size_t rank) {
-  const GlobalPlan& plan = save.plan;
-  if (rank >= plan.ranks()) throw no_such_rank(rank);
-  py::list names;
-  const StateTemplate& here = plan.of_rank(rank).state();
-  for (const auto kind : {StateTemplate::Kind::tensor, StateTemplate::Kind::object}) {
-    for (std::size_t i = 0; i < here.size(); ++i) {
-      if (here.row(i).kind == kind) names.append(text_of(here.name(i)));
-    }
+/// Returns the numbers of the values that a rank writes, as SaveState.sources accepts them.
+py::bytes assignment_of(const PlanWithMetadata& save, std::size_t rank) {
+  const auto owned = save.plan.owned(rank);
+  return {reinterpret_cast<const char*>(owned.data()), owned.size_bytes()};
+}
+
+/// Returns the name of each value that differs, and the ranks that have each version of it.
+py::list differing_replicas(const PlanWithMetadata& save,
+                            const std::vector<std::optional<py::bytes>>& fingerprints) {
+  std::vector<std::string_view> of_ranks;
+  for (const auto& of_rank : fingerprints) {
+    of_ranks.push_back(of_rank ? std::string_view(*of_rank) : std::string_view());
   }
-  return names;
+  py::list differing;
+  for (const auto& [name, groups] :
+       without_gil([&] { return planning::differing_replicas(save.plan, of_ranks); })) {
+    differing.append(py::make_tuple(text_of(name), groups));
+  }
+  return differing;
 }
 
 }  // namespace
 
 void bind_plan(py::module_& module) {
   py::class_<PlanWithMetadata>(module, "GlobalPlan")
-      .def(py::init(&plan_of), py::arg("told"))
-      .def(
-          "owned",
-          [](const PlanWithMetadata& save, std::size_t rank) {
-            if (rank >= save.plan.ranks()) throw no_such_rank(rank);
-            const auto rows = save.plan.owned(rank);
-            return std::vector<std::uint32_t>(rows.begin(), rows.end());
-          },
-          py::arg("rank"))
+      .def(py::init(&plan_of), py::arg("contents"))
+      .def("assignment", &assignment_of, py::arg("rank"))
       .def(
           "plans",
           [](const PlanWithMetadata& save, const py::str& name) {
             return save.plan.plans(bytes_of(name));
           },
           py::arg("name"))
-      .def("replicated_names", &replicated_names, py::arg("rank"))
+      .def("differing_replicas", &differing_replicas, py::arg("fingerprints"))
       .def("paths", &paths_of)
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
       .def(

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "python/released_gil.h"
+#include "torch/fingerprint.h"
 #include "torch/tensor_checks.h"
 
 namespace torch_ckpt::tensors {
@@ -361,6 +362,26 @@ planning::RankState FlatState::to_rank_state() const {
       made.set_box(i, extents_.at(local_box.offsets), extents_.at(local_box.sizes));
   }
   return made;
+}
+
+std::vector<std::uint32_t> FlatState::unready(std::span<const std::uint32_t> rows) const {
+  std::vector<std::uint32_t> found;
+  for (const std::uint32_t number : rows) {
+    const at::Tensor& local = rows_.at(number).local;
+    if (rows_.at(number).kind == Kind::other || !is_plain(local) ||
+        (local.is_cuda() && !is_dense(local))) {
+      found.push_back(number);
+    }
+  }
+  return found;
+}
+
+std::vector<std::uint32_t> FlatState::fingerprints(bool whole) const {
+  std::vector<std::uint32_t> found;
+  for (const Row& row : rows_) {
+    if (row.kind == Kind::plain) found.push_back(fingerprint_of(row.local, whole));
+  }
+  return found;
 }
 
 void FlatState::add(std::string_view name, PyObject* path, PyObject* value) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -83,6 +84,13 @@ class FlatState {
   bool is_object(const Row& row) const;
   /// Describes the state dict for a save plan.
   planning::RankState to_rank_state() const;
+
+  /// Returns those of the given rows that the engine cannot write as they are: objects, and tensors
+  /// that must be cloned or pickled first.
+  std::vector<std::uint32_t> unready(std::span<const std::uint32_t> rows) const;
+  /// Returns a fingerprint (torch/fingerprint.h) of each plain tensor, in the order of the rows.
+  /// Runs without the GIL; the caller does not change the state in the meantime.
+  std::vector<std::uint32_t> fingerprints(bool whole) const;
 
   /// Removes a value; its row stays.
   void remove(std::size_t number);

@@ -44,6 +44,23 @@ void SaveSources::add(std::string name, std::span<const std::byte> bytes,
   owners_.push_back(std::move(owner));
 }
 
+std::uint64_t SaveSources::bytes() const {
+  std::uint64_t bytes = 0;
+  for (const engine::SaveItem& item : items_) bytes += item.source.bytes;
+  for (const at::Tensor& tensor : tensors_) bytes += tensor.nbytes();
+  return bytes;
+}
+
+std::vector<at::Device> SaveSources::devices() const {
+  std::vector<at::Device> found;
+  for (const at::Tensor& tensor : tensors_) {
+    if (tensor.is_cuda() && std::ranges::find(found, tensor.device()) == found.end()) {
+      found.push_back(tensor.device());
+    }
+  }
+  return found;
+}
+
 TensorSave::TensorSave(engine::Context& context, const os::Directory& directory,
                        SaveSources& sources, const engine::NamingOptions& naming,
                        const engine::SaveOptions& options) {

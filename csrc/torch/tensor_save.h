@@ -15,11 +15,18 @@
 
 namespace torch_ckpt::tensors {
 
-// The sources of a save and the owners of their memory.
+/// The sources of a save and the owners of their memory. Names are needed only for a separation
+/// hint. clear() and the destructor need the GIL, because they can release Python objects.
 class SaveSources {
  public:
   void add(std::string name, const at::Tensor& tensor);
   void add(std::string name, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
+  std::size_t size() const { return items_.size(); }
+  /// Returns the size of all values, in bytes.
+  std::uint64_t bytes() const;
+  /// Returns the CUDA devices that have tensors of the save.
+  std::vector<at::Device> devices() const;
+  void clear() { *this = {}; }
 
  private:
   friend class TensorSave;
@@ -40,6 +47,7 @@ class SaveSources {
 // the destructor need the GIL, because they release Python objects.
 class TensorSave {
  public:
+  /// Empties `sources`.
   TensorSave(engine::Context& context, const os::Directory& directory, SaveSources& sources,
              const engine::NamingOptions& naming, const engine::SaveOptions& options);
   /// Cancels the save and waits until it has ended, because the engine reads the sources until
@@ -55,7 +63,7 @@ class TensorSave {
   Result<bool> wait_submitted(double seconds);
 
   Result<> make_stream_wait(int device, std::uintptr_t stream);
-  void release_sources() { sources_ = {}; }
+  void release_sources() { sources_.clear(); }
   void cancel() { session_->cancel(); }
 
   double elapsed() const;

@@ -109,14 +109,4 @@ std::vector<at::Tensor> copies_in_pool(engine::Context& context,
   return copies;
 }
 
-std::optional<std::uint32_t> crc_of_sample(const at::Tensor& tensor, std::uint64_t most_bytes,
-                                           std::uint64_t stripes) {
-  if (!is_plain(tensor) || !tensor.is_cpu() || !tensor.is_contiguous() || !is_dense(tensor)) {
-    return std::nullopt;
-  }
-  const auto* const memory = static_cast<const std::byte*>(tensor.const_data_ptr());
-  return format::crc32_of_sample({memory, tensor.nbytes()},
-                                 {tensor.itemsize(), most_bytes, stripes});
-}
-
 }  // namespace torch_ckpt::tensors

@@ -2,8 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "engine/context.h"
@@ -27,10 +25,5 @@ TensorSource source_of(const at::Tensor& tensor);
 /// Copies dense CPU tensors into memory of the chunk pool. The copies have the same strides.
 std::vector<at::Tensor> copies_in_pool(engine::Context& context,
                                        const std::vector<at::Tensor>& tensors);
-
-/// Computes the CRC-32 of a sample (format/crc32.h) of a plain, contiguous tensor in host memory.
-/// Returns nullopt for other tensors.
-std::optional<std::uint32_t> crc_of_sample(const at::Tensor& tensor, std::uint64_t most_bytes,
-                                           std::uint64_t stripes);
 
 }  // namespace torch_ckpt::tensors

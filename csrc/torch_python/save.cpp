@@ -38,34 +38,12 @@ void add_background(engine::SaveOptions& options, const py::object& background) 
   options.children = channel_of(background.attr("children"));
 }
 
-void add_value(tensors::SaveSources& sources, const py::handle& name, bool is_name_needed,
-               const py::handle& value) {
-  // Convert the name only if it is needed: the cast throws if UTF-8 cannot encode the name.
-  std::string text = is_name_needed ? name.cast<std::string>() : std::string();
-  if (THPVariable_Check(value.ptr())) {
-    return sources.add(std::move(text), THPVariable_Unpack(value.ptr()));
-  }
-  auto memory = std::make_shared<const Memory>(value, PyBUF_STRIDES);
-  if (!memory->is_contiguous()) {
-    throw py::value_error(py::str(name).cast<std::string>() +
-                          ": the buffer must be contiguous in memory");
-  }
-  sources.add(std::move(text), memory->bytes(), memory);
-}
-
 std::unique_ptr<TensorSave> start_save(const os::Directory& directory, const std::string& prefix,
-                                       const py::list& names, const py::list& values,
-                                       std::size_t buckets, std::uint64_t bytes_per_bucket,
-                                       bool file_per_item, const std::string& separation_hint,
-                                       std::size_t chunk_bytes, std::size_t max_host_bytes,
-                                       const py::object& direct_io, bool sync,
-                                       const py::object& background) {
-  if (names.size() != values.size())
-    throw py::value_error("names and values must have equal lengths");
-  tensors::SaveSources sources;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    add_value(sources, names[i], !separation_hint.empty(), values[i]);
-  }
+                                       tensors::SaveSources& sources, std::size_t buckets,
+                                       std::uint64_t bytes_per_bucket, bool file_per_item,
+                                       const std::string& separation_hint, std::size_t chunk_bytes,
+                                       std::size_t max_host_bytes, const py::object& direct_io,
+                                       bool sync, const py::object& background) {
   const engine::NamingOptions naming{
       prefix, {buckets, bytes_per_bucket}, file_per_item, separation_hint};
   engine::SaveOptions options;
@@ -100,26 +78,9 @@ bool is_dense(const py::handle& value) {
   return THPVariable_Check(value.ptr()) && tensors::is_dense(THPVariable_Unpack(value.ptr()));
 }
 
-std::vector<std::optional<std::uint32_t>> checksums_of_samples(const py::list& values,
-                                                               std::uint64_t most_bytes,
-                                                               std::uint64_t stripes) {
-  std::vector<at::Tensor> exact(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (is_plain(values[i])) exact[i] = values[i].cast<at::Tensor>();
-  }
-  std::vector<std::optional<std::uint32_t>> found;
-  const ReleasedGil released;
-  for (const at::Tensor& tensor : exact) {
-    found.push_back(tensors::crc_of_sample(tensor, most_bytes, stripes));
-  }
-  return found;
-}
-
 }  // namespace
 
 void bind_save(py::module_& module) {
-  module.def("checksums_of_samples", &checksums_of_samples, py::arg("tensors"),
-             py::arg("most_bytes"), py::arg("stripes"));
   module.def("is_plain", &is_plain, py::arg("value"));
   module.def("is_dense", &is_dense, py::arg("tensor"));
   module.def(
@@ -128,8 +89,8 @@ void bind_save(py::module_& module) {
         return tensors::copies_in_pool(Context::process(), given);
       },
       py::arg("tensors"), NoGil());
-  module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("names"),
-             py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
+  module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("sources"),
+             py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
              py::arg("file_per_item"), py::arg("separation_hint"), py::arg("chunk_bytes") = 0,
              py::arg("max_host_bytes"), py::arg("direct_io"), py::arg("sync"),
              py::arg("background"));

@@ -4,16 +4,20 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "planning/state_template.h"
 #include "python/gil.h"
+#include "python/memory.h"
 #include "python/text.h"
+#include "torch/fingerprint.h"
 #include "torch/flat_state.h"
 #include "torch/source_watch.h"
-#include "torch/tensor_checks.h"
+#include "torch/tensor_save.h"
 #include "torch_python/bindings.h"
 
 namespace py = pybind11;
@@ -24,6 +28,7 @@ namespace {
 using planning::RankState;
 using tensors::FlatState;
 using tensors::PythonRef;
+using tensors::SaveSources;
 using tensors::SourceWatch;
 
 py::object object_of(PythonRef object) {
@@ -43,25 +48,63 @@ py::tuple contents_of(const FlatState& state) {
   return py::make_tuple(py::bytes(of_template), py::bytes(of_rank));
 }
 
-/// Returns the names and the values of rows, and the positions of the values that the engine cannot
-/// write as they are, so that the caller must convert them first.
-py::tuple sources_of(const FlatState& state, const std::vector<std::size_t>& rows) {
-  py::list names(rows.size());
-  py::list values(rows.size());
-  py::list others;
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i] >= state.size()) throw py::index_error("row number out of range");
-    const FlatState::Row& row = state.row(rows[i]);
-    names[i] = text_of(state.name(rows[i]));
-    values[i] = row.kind == FlatState::Kind::dtensor
-                    ? py::reinterpret_steal<py::object>(THPVariable_Wrap(row.local))
-                    : py::reinterpret_borrow<py::object>(row.value.get());
-    const bool is_written_as_it_is = row.kind != FlatState::Kind::other &&
-                                     tensors::is_plain(row.local) &&
-                                     (!row.local.is_cuda() || tensors::is_dense(row.local));
-    if (!is_written_as_it_is) others.append(i);
+/// Adds a tensor, or an object with a contiguous buffer.
+void add_source(SaveSources& sources, std::string name, const py::handle& value) {
+  if (THPVariable_Check(value.ptr())) {
+    return sources.add(std::move(name), THPVariable_Unpack(value.ptr()));
   }
-  return py::make_tuple(names, values, others);
+  auto memory = std::make_shared<const Memory>(value, PyBUF_STRIDES);
+  if (!memory->is_contiguous()) {
+    throw py::value_error(name + ": the buffer must be contiguous in memory");
+  }
+  sources.add(std::move(name), memory->bytes(), memory);
+}
+
+std::span<const std::uint32_t> numbers_of(const py::bytes& assignment) {
+  const std::string_view bytes = assignment;
+  return {reinterpret_cast<const std::uint32_t*>(bytes.data()),
+          bytes.size() / sizeof(std::uint32_t)};
+}
+
+/// Returns the number, name and value of each value that Python must convert for the engine. The
+/// value of a DTensor is its local tensor.
+py::list unready_values(const FlatState& state, const py::bytes& assignment) {
+  py::list values;
+  for (const std::uint32_t number : state.unready(numbers_of(assignment))) {
+    const FlatState::Row& row = state.row(number);
+    const auto value = row.kind == FlatState::Kind::dtensor
+                           ? py::reinterpret_steal<py::object>(THPVariable_Wrap(row.local))
+                           : py::reinterpret_borrow<py::object>(row.value.get());
+    values.append(py::make_tuple(number, text_of(state.name(number)), value));
+  }
+  return values;
+}
+
+SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool with_names) {
+  SaveSources sources;
+  for (const std::uint32_t number : numbers_of(assignment)) {
+    const FlatState::Row& row = row_of(state, number);
+    std::string name = with_names ? std::string(state.name(number)) : std::string();
+    if (row.kind != FlatState::Kind::other) {
+      sources.add(std::move(name), row.local);
+    } else {
+      add_source(sources, std::move(name), row.value.get());
+    }
+  }
+  return sources;
+}
+
+/// Returns the numbers of the values that are neither plain tensors nor DTensors.
+std::vector<std::size_t> others_of(const FlatState& state, bool with_objects, bool with_unplanned) {
+  std::vector<std::size_t> numbers;
+  for (std::size_t i = 0; i < state.size(); ++i) {
+    const FlatState::Row& row = state.row(i);
+    if (row.kind != FlatState::Kind::other || row.is_removed) continue;
+    if (with_objects == with_unplanned || state.is_object(row) == with_objects) {
+      numbers.push_back(i);
+    }
+  }
+  return numbers;
 }
 
 }  // namespace
@@ -87,6 +130,19 @@ void bind_state(py::module_& module) {
            })
       .def_property_readonly("devices", &SourceWatch::devices)
       .def("release", &SourceWatch::release);
+  module.def("fingerprint", &tensors::fingerprint_of, py::arg("tensor"), py::arg("whole"), NoGil());
+  py::class_<SaveSources>(module, "SaveSources")
+      .def(py::init<>())
+      .def(
+          "add",
+          [](SaveSources& sources, const py::str& name, const py::handle& value) {
+            add_source(sources, bytes_of(name), value);
+          },
+          py::arg("name"), py::arg("value"))
+      .def("__len__", &SaveSources::size)
+      .def_property_readonly("nbytes", &SaveSources::bytes)
+      .def("devices", &SaveSources::devices)
+      .def("clear", &SaveSources::clear);
   py::class_<FlatState>(module, "FlatState")
       .def(py::init([](const py::object& state_dict, const py::object& chunks_here,
                        std::shared_ptr<SourceWatch> watch) {
@@ -95,7 +151,16 @@ void bind_state(py::module_& module) {
            }),
            py::arg("state_dict"), py::arg("chunks_here"), py::arg("watch") = nullptr)
       .def("contents", &contents_of)
-      .def("sources", &sources_of, py::arg("rows"))
+      .def("unready", &unready_values, py::arg("assignment"))
+      .def("sources", &sources_of, py::arg("assignment"), py::arg("with_names"))
+      .def(
+          "fingerprints",
+          [](const FlatState& state, bool whole) {
+            const auto found = without_gil([&] { return state.fingerprints(whole); });
+            return py::bytes(reinterpret_cast<const char*>(found.data()),
+                             found.size() * sizeof(found[0]));
+          },
+          py::arg("whole"))
       .def("__len__", &FlatState::size)
       .def("names",
            [](const FlatState& state) {
@@ -122,26 +187,9 @@ void bind_state(py::module_& module) {
             return object_of(state.path(row_of(state, row)));
           },
           py::arg("row"))
-      .def("others",
-           [](const FlatState& state) {
-             py::list rows;
-             for (std::size_t i = 0; i < state.size(); ++i) {
-               const FlatState::Row& row = state.row(i);
-               if (row.kind == FlatState::Kind::other && !row.is_removed) rows.append(i);
-             }
-             return rows;
-           })
-      .def("plain",
-           [](const FlatState& state) {
-             py::list values;
-             for (std::size_t i = 0; i < state.size(); ++i) {
-               const FlatState::Row& row = state.row(i);
-               if (row.kind == FlatState::Kind::plain) {
-                 values.append(py::reinterpret_borrow<py::object>(row.value.get()));
-               }
-             }
-             return values;
-           })
+      .def("others", [](const FlatState& state) { return others_of(state, true, true); })
+      .def("objects", [](const FlatState& state) { return others_of(state, true, false); })
+      .def("unplanned", [](const FlatState& state) { return others_of(state, false, true); })
       .def("on_meta",
            [](const FlatState& state) {
              py::list rows;
@@ -151,12 +199,6 @@ void bind_state(py::module_& module) {
              }
              return rows;
            })
-      .def(
-          "is_object",
-          [](const FlatState& state, std::size_t row) {
-            return state.is_object(row_of(state, row));
-          },
-          py::arg("row"))
       .def(
           "add",
           [](FlatState& state, const py::str& name, const py::tuple& path,

@@ -29,7 +29,7 @@ def flat_state(state_dict: dict[str, Any], watch: _C.SourceWatch | None = None) 
 def flatten_sharded_tensors(flat: _C.FlatState) -> None:
     """Replaces each ShardedTensor whose shards are ShardedTensors with this rank's shard, or
     removes it if this rank has none, as torch does."""
-    for row in flat.others():
+    for row in flat.unplanned():
         value = flat.value(row)
         if isinstance(value, ShardedTensor):
             name = flat.name(row)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt import _core
+from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.publishing import new_file, require_absent
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
@@ -190,7 +190,10 @@ def write_dcp(source: Source, target: Target) -> list[str]:
 
     def write(names: list[str], values: list[Any]) -> None:
         prefix = _core.choose_prefix(writer.directory, f"__0_{writer.tag}")
-        written = writer.write_values(prefix, names, values)
+        sources = _C.SaveSources()
+        for name, value in zip(names, values, strict=True):
+            sources.add(name, value)
+        written = writer.write_values(prefix, sources)
         results.extend(results_of([items[name] for name in names], written))
 
     try:

@@ -234,8 +234,11 @@ class WriteTask:
                 advice=ADVICE,
                 children=self._children,
             )
+            sources = _C.SaveSources()
+            for name, value in zip(names, values, strict=True):
+                sources.add(name, value)
             title = f"save {os.path.basename(self.directory)}"
-            arguments = opened, self.options, self.prefix, names, values, title, self.rank
+            arguments = opened, self.options, self.prefix, sources, title, self.rank
 
             def run() -> Results:
                 return _group_by_file(self.items, engine.run(*arguments))

@@ -62,7 +62,6 @@ class EngineOptions:
         snapshot: stage as far ahead of the disk as the memory budget allows.
         quiet_stagers: run the threads that copy from the sources at the low priority of the
             writers, too. False if the caller waits for these threads.
-        max_host_bytes: the memory budget in bytes, if the writer does not set one.
         ready: (CUDA device, event handle) pairs. The sources are complete after these events.
         trace: record the time spans of the work.
         children: channel that also passes the results to children forked during the save.
@@ -71,7 +70,6 @@ class EngineOptions:
     writers: Background
     snapshot: bool = True
     quiet_stagers: bool = True
-    max_host_bytes: int = 0
     ready: Sequence[tuple[int, int]] = field(default=())
     trace: bool = False
     children: _core.ProcessChannel | None = None

@@ -11,11 +11,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +25,6 @@ from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.saving.items import Written
 
 StateDict = dict[str, Any]
@@ -43,7 +39,7 @@ class Contents:
 
     Attributes:
         template: names, kinds, dtypes and sizes of the values that the engine plans, which are the
-            same on most ranks. A message has a token instead (see :meth:`Exchange.share`).
+            same on most ranks. During its transfer, a token (see :meth:`Exchange.share`).
         shards: offsets and sizes of this rank's shards of DTensors.
         torch_plan: torch's plan of all other items; None if there are none.
     """
@@ -52,26 +48,17 @@ class Contents:
     shards: bytes
     torch_plan: SavePlan | None
 
-    def to_send(self, ranks: Exchange) -> Contents:
-        """Returns a copy with a token in place of the template."""
-        assert isinstance(self.template, bytes)
-        return dataclasses.replace(self, template=ranks.share(self.template))
-
-    def received(self, ranks: Exchange) -> Contents:
-        """Returns a copy with the template in place of its token, on the coordinator."""
-        return dataclasses.replace(self, template=ranks.shared(self.template))
-
 
 @dataclass
 class Assignment:
     """The items that one rank writes.
 
     Attributes:
-        rows: numbers of values in the template.
+        numbers: encoded numbers of values in the template; see ``FlatState.sources``.
         torch_plan: the items that torch's planner assigns; None if there are none.
     """
 
-    rows: Sequence[int]
+    numbers: bytes
     torch_plan: SavePlan | None
 
 
@@ -81,6 +68,11 @@ class GlobalPlan:
     Args:
         contents: the contents of each rank, indexed by rank.
 
+    Attributes:
+        engine: the engine's part of the plan.
+        assignments: the assignments, indexed by rank.
+        torch_metadata: torch's metadata of the items that torch's planner assigns, by name.
+
     Raises:
         CheckpointError: the contents of several ranks contradict each other. The error gives names
             and ranks.
@@ -89,41 +81,42 @@ class GlobalPlan:
     @no_gc()
     def __init__(self, contents: list[Contents]) -> None:
         self.contents = contents
-        # Contents.received() has replaced all tokens by templates.
         texts = [(cast(bytes, of_rank.template), of_rank.shards) for of_rank in contents]
         try:
-            self._engine = _core.GlobalPlan(texts)
+            self.engine = _core.GlobalPlan(texts)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         self._torch_items: list[list[WriteItem]] = [[] for _ in contents]  # indexed by rank
-        self._torch_metadata: dict[str, Any] = {}
-        self._assignments = [Assignment(self._engine.owned(r), None) for r in range(len(contents))]
+        self.torch_metadata: dict[str, Any] = {}
+        self.assignments = [
+            Assignment(self.engine.assignment(rank), None) for rank in range(len(contents))
+        ]
         if any(of_rank.torch_plan for of_rank in contents):
             plans = [of_rank.torch_plan or SavePlan([]) for of_rank in contents]
             planner = DefaultSavePlanner(flatten_state_dict=False)
             plans, metadata = planner.create_global_plan(plans)
-            self._torch_metadata = metadata.state_dict_metadata
+            self.torch_metadata = metadata.state_dict_metadata
             self._torch_items = [list(plan.items) for plan in plans]
-            for assignment, plan in zip(self._assignments, plans, strict=True):
+            for assignment, plan in zip(self.assignments, plans, strict=True):
                 assignment.torch_plan = plan if plan.items else None
 
-    def has_names_of(self, other: GlobalPlan) -> bool:
+    def writes_same_items(self, other: GlobalPlan) -> bool:
         """Returns True if another plan writes the same items on the same ranks."""
-        return self is other or self._names() == other._names()
-
-    def assignments(self) -> list[Assignment]:
-        """Returns the assignments, indexed by rank."""
-        return self._assignments
-
-    def replicated_names(self) -> list[list[str]]:
-        """Returns the names of the values of :meth:`SaveState.replicated`, indexed by rank: tensors
-        first, then objects."""
-        return [self._engine.replicated_names(rank) for rank in range(len(self.contents))]
+        if self is other:
+            return True
+        one, two = (
+            [
+                (of_rank.template, of_rank.shards, [item.index for item in items])
+                for of_rank, items in zip(plan.contents, plan._torch_items, strict=True)
+            ]
+            for plan in (self, other)
+        )
+        return one == two
 
     @functools.cached_property
     def paths(self) -> dict[str, tuple[Any, ...]]:
         """The path of each name in the nested state dict."""
-        return self._engine.paths()
+        return self.engine.paths()
 
     @no_gc()
     def encode(self, written: list[Written], storage_meta: StorageMeta | None) -> bytes:
@@ -136,20 +129,12 @@ class GlobalPlan:
             CheckpointError: ranks have different kinds of values under one name.
         """
         files = [of_rank.files for of_rank in written]
+        torch_index = self._torch_index(files) if self.torch_metadata else None
         meta = [] if storage_meta is None else [*vars(storage_meta).items()]
         texts = [(name, text) for name, text in meta if text is None or isinstance(text, str)]
-        torch_index = self._torch_index(files)
-        phases = json.dumps([of_rank.seconds for of_rank in written], separators=(",", ":"))
-        return self._engine.encode(files, torch_index, texts, DCP_VERSION, phases)
-
-    def describe(self) -> None:
-        """Encodes the part of the metadata that depends only on the plan, once and without the GIL.
-
-        Ignores errors: :meth:`encode` encodes this part again.
-        """
-        if not self._torch_metadata:
-            with suppress(MemoryError):
-                self._engine.describe()
+        seconds = [[round(phase, 4) for phase in of_rank.seconds] for of_rank in written]
+        phases = json.dumps(seconds, separators=(",", ":"))
+        return self.engine.encode(files, torch_index, texts, DCP_VERSION, phases)
 
     def changes(
         self, before: list[Written], now: list[Written], counter: str
@@ -166,7 +151,7 @@ class GlobalPlan:
             all values under one key of the state dict.
         """
         files = [[of_rank.files for of_rank in written] for written in (before, now)]
-        moved, changed, unchanged = self._engine.changes(files[0], files[1], counter)
+        moved, changed, unchanged = self.engine.changes(files[0], files[1], counter)
         if moved is None:
             return None, {}
         for rank, items in enumerate(self._torch_items):
@@ -182,12 +167,10 @@ class GlobalPlan:
             unchanged.pop(group, None)
         return moved, unchanged
 
-    def _torch_index(self, files: list[_core.WrittenFiles]) -> _core.CheckpointIndex | None:
-        """Returns the index of the items planned by torch; None if there are none."""
-        if not self._torch_metadata:
-            return None
-        for name in self._torch_metadata:
-            if self._engine.plans(name):
+    def _torch_index(self, files: list[_core.WrittenFiles]) -> _core.CheckpointIndex:
+        """Returns the index of the items planned by torch."""
+        for name in self.torch_metadata:
+            if self.engine.plans(name):
                 raise CheckpointError(
                     f"{name}: ranks have different kinds of tensors or objects under this name"
                 )
@@ -196,15 +179,8 @@ class GlobalPlan:
             for rank, items in enumerate(self._torch_items)
             for item, place in zip(items, self._torch_places(files, rank), strict=True)
         }
-        return index_of(Metadata(self._torch_metadata, storage_data=storage), "torch's plan")
-
-    def _names(self) -> list[tuple[Any, ...]]:
-        """Returns each rank's template, shards and the items of torch's plan."""
-        return [
-            (of_rank.template, of_rank.shards, [item.index for item in items])
-            for of_rank, items in zip(self.contents, self._torch_items, strict=True)
-        ]
+        return index_of(Metadata(self.torch_metadata, storage_data=storage), "torch's plan")
 
     def _torch_places(self, files: list[_core.WrittenFiles], rank: int) -> list[Place]:
         """Returns the locations of a rank's items planned by torch, which follow the engine's."""
-        return files[rank].places(len(self._assignments[rank].rows))
+        return files[rank].places(len(self.assignments[rank].numbers) // 4)

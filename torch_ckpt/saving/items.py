@@ -35,12 +35,13 @@ class Written:
     Attributes:
         files: the files, with the location and CRC-32 of each value.
         directory: identity of the directory that contains the files.
-        seconds: durations of planning, of resolving the values and of writing; None if unknown.
+        seconds: durations of planning, of looking up the values and of writing. Only the duration
+            of writing if the engine did not plan.
     """
 
     files: _core.WrittenFiles
     directory: Place
-    seconds: tuple[float, float, float] | None = None
+    seconds: tuple[float, ...] = ()
 
 
 def names_of_files(written: list[Written]) -> set[str]:
@@ -75,7 +76,7 @@ def as_value(tensor: torch.Tensor) -> Any:
     otherwise the bytes that torch.save writes for it."""
     if tensor.is_cuda and not _C.is_dense(tensor):
         # Let the device gather the elements, because the engine copies only contiguous runs of
-        # device memory. This must precede _wait_for_devices, which waits for the copy.
+        # device memory. RankWrite.run waits for the clone.
         tensor = tensor.detach().clone()
     if _C.is_plain(tensor):
         return tensor

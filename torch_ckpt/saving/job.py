@@ -36,8 +36,6 @@ from torch_ckpt.errors import CheckpointError, OnCommitFailed
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import CheckpointFailed, drop_frames
 from torch_ckpt.saving.background import Background
-from torch_ckpt.saving.global_plan import GlobalPlan
-from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.metrics import SaveMetrics, Span, write_trace
 from torch_ckpt.saving.rank_write import RankWrite
 from torch_ckpt.saving.save_state import SaveState
@@ -111,16 +109,18 @@ class Job:
         self.committed: Future[Metadata] = _Reporting(self)
         self.metrics = SaveMetrics(path=path, rank=ranks.rank)
         self.write_done = write_done
-        self._begun = begun
+        self.begun = begun
         self._trace = trace
-        self._spans: list[Span] = []
-        self._on_commit = on_commit
+        self.on_commit = on_commit
         self._is_calling_back = False
-        self._warn_unchanged = warn_unchanged
-        self._warning: str | None = None
+        #: True if unchanged tensors cause a warning.
+        self.warns_of_unchanged = warn_unchanged
+        #: The text of the warning, if there are unchanged tensors.
+        self.warning: str | None = None
         self._lock = threading.Lock()
         self._taken = False
-        self._abandoned: BaseException | None = None
+        #: The error that ended the call, if the job's thread must raise it.
+        self.abandoned: BaseException | None = None
         self._go = threading.Event()
 
     def take(self) -> bool:
@@ -132,7 +132,7 @@ class Job:
 
     # --- by the thread ---------------------------------------------------------------------------
 
-    def run(self, save: Callable[[Job], Metadata]) -> None:
+    def run(self, save: Callable[[], Metadata]) -> None:
         """Runs ``save`` and completes the futures. Never raises."""
         if not self.take():
             return
@@ -141,9 +141,11 @@ class Job:
         metadata: Metadata | None = None
         try:
             _core.fault_point("background save begins", self.metrics.path)
-            metadata = save(self)
-            self.metrics.commit_s = self._now() - self.metrics.written_s
-            self._warn()
+            metadata = save()
+            now = time.perf_counter() - self.begun
+            self.metrics.commit_s = now - self.metrics.written_s
+            if self.warning is not None and self.warns_of_unchanged:
+                self._warn(self.warning)
         except BaseException as error:
             failure = error
             drop_frames(error)
@@ -160,48 +162,21 @@ class Job:
         except Exception as error:
             LOGGER.warning("could not notify the other ranks that the save has ended: %s", error)
 
-    def snapshot(self) -> SaveState:
-        """Returns the state to save.
-
-        Raises:
-            BaseException: the error that ended the call.
-        """
-        if self._abandoned is not None:
-            raise self._abandoned
-        return self.state
-
-    def planned(self) -> None:
-        """Records that this rank knows what to write."""
-        self.metrics.planning_s = self._now()
-        self._spans.append(("python", "plan", 0.0, self.metrics.planning_s))
-
     def bytes_moved(self) -> int:
         """Returns a number that grows while the save makes progress."""
         of_callback = time.monotonic_ns() if self._is_calling_back else 0
         return self.state.resolved + self.write.moved() + of_callback
 
-    def written(self) -> None:
-        """Records that this rank's files are durable, and calls ``write_done``."""
-        self.metrics.written_s = self._now()
-        if self.write_done is not None:
-            self.write_done()
-
-    def committed_items(self, plan: GlobalPlan, written: list[Written]) -> None:
-        """Compares a committed save with the previous one, on the coordinator."""
-        assert self.unchanged is not None
-        self._warning = self.unchanged.check(plan, written, self.metrics.path)
-
-    def call_back(self, metadata: Metadata) -> None:
+    def call_on_commit(self, metadata: Metadata) -> None:
         """Calls ``on_commit`` on the coordinator, after the commit; the other ranks wait for it.
 
         Raises:
             OnCommitFailed: ``on_commit`` failed.
         """
-        if self._on_commit is None:
-            return
+        assert self.on_commit is not None
         self._is_calling_back = True
         try:
-            self._on_commit(metadata)
+            self.on_commit(metadata)
         except BaseException as error:  # torch's CheckpointException is not an Exception
             raise OnCommitFailed(
                 f"on_commit failed ({error}); the checkpoint in {self.metrics.path} is committed"
@@ -217,7 +192,7 @@ class Job:
 
     def abandon(self, error: BaseException) -> None:
         """Makes the job fail with the error that the call raises."""
-        self._abandoned = error
+        self.abandoned = error
         self.reported = True
         self.go()
 
@@ -252,15 +227,10 @@ class Job:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _now(self) -> float:
-        return time.perf_counter() - self._begun
-
-    def _warn(self) -> None:
-        if self._warning is None or not self._warn_unchanged:
-            return
+    def _warn(self, text: str) -> None:
         try:
             # A filter may turn the warning into an exception.
-            warnings.warn(self._warning, stacklevel=2)
+            warnings.warn(text, stacklevel=2)
         except Warning as error:
             raise CheckpointError(
                 f"a filter turned the warning of unchanged tensors into an error ({error}); the "
@@ -271,7 +241,7 @@ class Job:
         write = self.write
         write.end(failure)
         metrics = self.metrics
-        metrics.total_s = self._now()
+        metrics.total_s = time.perf_counter() - self.begun
         # CPU time of this thread, which runs only this save.
         metrics.python_s = time.thread_time() - _core.seconds_without_gil()
         metrics.messages, metrics.message_bytes = self.ranks.sent
@@ -289,13 +259,15 @@ class Job:
                 LOGGER.warning("could not write the trace to %s: %s", self._trace, error)
 
     def _write_trace(self, path: Path) -> None:
-        spans = [*self._spans]
+        metrics = self.metrics
+        spans: list[Span] = []
+        if metrics.planning_s:
+            spans.append(("python", "plan", 0.0, metrics.planning_s))
         for name, file, begin, end in self.write.stretches:
             assert self.write.begun is not None
             lane = "sources" if name == "stage" else "disk"
-            begun = self.write.begun - self._begun
+            begun = self.write.begun - self.begun
             spans.append((f"{lane} {file}", name, begun + begin, begun + end))
-        metrics = self.metrics
         spans.append(("python", "commit", metrics.written_s, metrics.total_s))
         spans.append(("caller", "blocked", 0.0, metrics.blocked_s))
         if self.ranks.size > 1:

@@ -172,8 +172,7 @@ class RankWrite:
         directory: OpenDirectory,
         options: WriteOptions,
         prefix: str,
-        names: list[str],
-        values: list[Any],
+        sources: _C.SaveSources,
         title: str,
         rank: int | None,
     ) -> Written:
@@ -181,9 +180,7 @@ class RankWrite:
 
         Args:
             prefix: prefix of the file names, ``__{rank}_``.
-            names: fully qualified names, one for each value.
-            values: plain tensors (see ``_C.is_plain``) or bytes-like objects. For a snapshot the
-                list is emptied as soon as the values have been copied.
+            sources: the values to write. This method empties the sources.
             title: title of the progress bar.
             rank: the rank of this process, which decides whether to show a bar.
 
@@ -191,47 +188,64 @@ class RankWrite:
             OSError: a system call failed. All files of this write were removed.
             SourceChanged: a source was written to before it was copied.
         """
+        begin = time.perf_counter()
         is_snapshot = self._sources is not None
         if not is_snapshot:
-            _wait_for_devices(values)
-        engine_options = self._engine_options()
+            # Other streams read the CUDA tensors that the current streams compute.
+            for device in sources.devices():
+                torch.cuda.current_stream(device).synchronize()
+        engine_options = None
+        if self._background is not None:
+            engine_options = EngineOptions(
+                self._background,
+                snapshot=is_snapshot,
+                quiet_stagers=self._quiet_stagers,
+                ready=[(device.index, event.cuda_event) for event, device in self._ready],
+                trace=self._trace,
+                children=self._children,
+            )
+        max_host_bytes = options.max_host_bytes or 0
+        if is_snapshot and not max_host_bytes:
+            max_host_bytes = default_snapshot_bytes(self._ranks)
         place = Place.of(directory)
         save = _C.start_save(
             directory,
             prefix,
-            names,
-            values,
+            sources,
             buckets=options.thread_count,
             bytes_per_bucket=options.bytes_per_file,
             file_per_item=not options.single_file_per_rank,
             separation_hint=options.separation_hint or "",
-            max_host_bytes=options.max_host_bytes
-            or (engine_options.max_host_bytes if engine_options else 0),
+            max_host_bytes=max_host_bytes,
             direct_io=options.direct_io,
             sync=options.sync_files,
             background=engine_options,
         )
         self._save = save
         try:
-            with reporting(options.progress, title, rank, save.progress()[0]) as shown:
-
-                def show() -> None:
-                    if shown is not None:
-                        shown(self.progress())
-
+            with reporting(options.progress, title, rank, save.progress()[0]) as show:
                 # Wake up regularly to show progress and to let Ctrl-C in, which only reaches the
                 # main thread.
-                rest = _SHOWN_SECONDS if shown is not None or not is_snapshot else _REST_SECONDS
-                if is_snapshot:
+                rest = _SHOWN_SECONDS if show is not None or not is_snapshot else _REST_SECONDS
+                if self._sources is not None:
                     _core.fault_point("engine has begun", directory.path)
-                    self._has_begun(save)
-                    _wait_for(save.wait_staged, rest, show)
-                    values.clear()
+                    self.begun = time.perf_counter() - save.elapsed()
+                    if self._is_cancelled:
+                        save.cancel()
+                    self._started.set()
+                    self._wait_for(save.wait_staged, rest, show)
                     save.release_sources()
                     _core.fault_point("sources are copied", directory.path)
-                    self._sources_copied()
+                    with self._lock:
+                        changed = self._changed
+                        if changed is None:
+                            changed = self._sources.changed()
+                    self._sources.release()
+                    if changed:
+                        raise source_changed(changed, self._advice)
+                    self.staged.set_result(None)
                 self.meanwhile()
-                _wait_for(save.wait, rest, show)
+                self._wait_for(save.wait, rest, show)
                 _core.fault_point("files are written", directory.path)
         except BaseException:
             # The error refers to this frame and thereby to `save`, so dropping `save` would not end
@@ -239,11 +253,16 @@ class RankWrite:
             _give_up(save, directory)
             raise
         finally:
-            self._has_ended(save)
+            self._progress = Progress(*save.progress()[:3])
+            self.timing = save.timing()
+            if self._trace:
+                self.stretches = list(save.trace())
+            # The session has returned its chunks to the pool. Release its own memory, too.
+            self._save = None
             # A kept error keeps this frame alive, but must not keep the directory open.
             del directory
         with no_gc():
-            return Written(save.results(), place)
+            return Written(save.results(), place, (time.perf_counter() - begin,))
 
     def end(self, error: BaseException | None) -> None:
         """Releases the sources and all waiting threads: the write has ended, or will not start.
@@ -339,56 +358,19 @@ class RankWrite:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _engine_options(self) -> EngineOptions | None:
-        if self._background is None:
-            return None
-        is_snapshot = self._sources is not None
-        return EngineOptions(
-            self._background,
-            snapshot=is_snapshot,
-            quiet_stagers=self._quiet_stagers,
-            max_host_bytes=default_snapshot_bytes(self._ranks) if is_snapshot else 0,
-            ready=[(device.index, event.cuda_event) for event, device in self._ready],
-            trace=self._trace,
-            children=self._children,
-        )
-
-    def _has_begun(self, save: _C.Save) -> None:
-        self.begun = time.perf_counter() - save.elapsed()
-        if self._is_cancelled:
-            save.cancel()
-        self._started.set()
-
-    def _sources_copied(self) -> None:
-        assert self._sources is not None
-        with self._lock:
-            changed = self._sources.changed() if self._changed is None else self._changed
-        self._sources.release()
-        if changed:
-            raise source_changed(changed, self._advice)
-        self.staged.set_result(None)
-
-    def _has_ended(self, save: _C.Save) -> None:
-        self.progress()
-        self.timing = save.timing()
-        if self._trace:
-            self.stretches = list(save.trace())
-        # The session has returned its chunks to the pool. Release its own memory, too.
-        self._save = None
+    def _wait_for(
+        self, wait: Callable[[float], bool], rest: float, show: Callable[[Progress], None] | None
+    ) -> None:
+        is_done = False
+        while not is_done:
+            is_done = wait(rest)
+            if show is not None:
+                show(self.progress())
 
 
 def wait_quietly(future: Future[Any]) -> None:
     """Waits until the future is done. Does not mark its error as reported."""
     Future.exception(future)
-
-
-def _wait_for_devices(values: list[Any]) -> None:
-    """Waits for the streams that compute the CUDA tensors, because other streams read these."""
-    if not torch.cuda.is_available():
-        return
-    devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda}
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _give_up(save: _C.Save, directory: OpenDirectory) -> None:
@@ -400,9 +382,3 @@ def _give_up(save: _C.Save, directory: OpenDirectory) -> None:
     except Exception:
         return  # a failed save has removed its files
     _core.remove_files(directory, save.file_names)
-
-
-def _wait_for(wait: Callable[[float], bool], rest: float, between: Callable[[], None]) -> None:
-    while not wait(rest):
-        between()
-    between()

@@ -73,7 +73,7 @@ class _RunningSaves:
                     wait_quietly(job.committed)
             yield
 
-    def start(self, job: Job, save: Callable[[Job], Metadata]) -> AsyncSave:
+    def start(self, job: Job, save: Callable[[], Metadata]) -> AsyncSave:
         """Runs ``save`` in a new thread."""
         self.collect()
         job.unchanged = self._unchanged

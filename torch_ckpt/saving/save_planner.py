@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from torch_ckpt import _C
 from torch_ckpt.checkpoint.lazy_metadata import LazyMetadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan
-from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.save_state import SaveState, StateDict
 
 # Name of the metadata's attribute in which the planner passes the global plan to the writer, on the
@@ -95,7 +94,7 @@ class SavePlanner(DefaultSavePlanner):
         plan_of_all = GlobalPlan([plan.planner_data for plan in all_plans])
         metadata = LazyMetadata()
         setattr(metadata, _PLAN, plan_of_all)
-        return [_plan_with(one) for one in plan_of_all.assignments()], metadata
+        return [_plan_with(one) for one in plan_of_all.assignments], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan if self._by_engine else super().finish_plan(new_plan)
@@ -112,11 +111,14 @@ class SavePlanner(DefaultSavePlanner):
         """Returns True if the engine made the plan, and False if torch's planner made it."""
         return self._by_engine
 
-    def write(self, plan: SavePlan, write: Callable[[list[str], list[Any]], Written]) -> Written:
-        """Writes the items assigned to this rank, and releases the state dict.
+    def take_sources(
+        self, plan: SavePlan, with_names: bool
+    ) -> tuple[_C.SaveSources, tuple[float, float]]:
+        """Returns the values assigned to this rank, and :attr:`SaveState.seconds`. Releases the
+        state dict.
 
         Args:
-            write: function that writes the given names and values.
+            with_names: see :meth:`SaveState.sources`.
 
         Raises:
             CheckpointError: a value cannot be pickled.
@@ -125,7 +127,7 @@ class SavePlanner(DefaultSavePlanner):
         assert state is not None
         assignment = plan.planner_data
         assert isinstance(assignment, Assignment)
-        return state.add_seconds(write(*state.values(assignment)))
+        return state.sources(assignment, with_names), state.seconds
 
 
 def global_plan_of(metadata: Metadata) -> GlobalPlan | None:

@@ -5,14 +5,15 @@
 2. :meth:`SaveState.plan` checks the values. torch's planner plans those that the engine does not
    plan, such as ShardedTensors.
 3. :meth:`SaveState.contents` returns the part that the coordinator must know.
-4. :meth:`SaveState.values` looks up the values of this rank's assignment.
+4. :meth:`SaveState.sources` looks up the values of this rank's assignment.
 5. :meth:`SaveState.release` releases all values, when they have been copied.
 """
 
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +30,9 @@ from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.checkpoint.objects import pickled, unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.global_plan import Assignment, Contents
-from torch_ckpt.saving.items import Written, as_value, resolve
-from torch_ckpt.saving.snapshots import snapshot_of
+from torch_ckpt.saving.items import as_value, resolve
+from torch_ckpt.saving.replica_check import fingerprint_of
+from torch_ckpt.saving.snapshots import IMMUTABLE, snapshot_of
 from torch_ckpt.saving.structure import structure_of
 
 StateDict = dict[str, Any]
@@ -45,7 +47,7 @@ class SaveState:
 
     Attributes:
         structure: the inputs of a plan, set by :meth:`plan`; None if they are unknown.
-        resolved: number of values that :meth:`values` has pickled or got from torch's planner.
+        resolved: number of values that :meth:`sources` has pickled or got from torch's planner.
 
     Raises:
         ValueError: two values have the same name.
@@ -60,6 +62,8 @@ class SaveState:
         if self._watch is not None:
             for row in self._flat.others():
                 name, value = self._flat.name(row), self._flat.value(row)
+                if isinstance(value, IMMUTABLE):
+                    continue
                 kept = snapshot_of(value, name, self._watch)
                 if kept is not value:
                     self._flat.replace(row, kept)
@@ -68,9 +72,8 @@ class SaveState:
         self._template, self._shards = b"", b""
         self.structure: Any = None
         self.resolved = 0
-        self._walk_seconds = time.perf_counter() - begin
-        #: Times at which planning began, planning ended, and the lookup of values ended.
-        self._moments: list[float] = []
+        #: Seconds spent on planning and on the lookup of values.
+        self.seconds = time.perf_counter() - begin, 0.0
 
     # --- the plan --------------------------------------------------------------------------------
 
@@ -82,14 +85,13 @@ class SaveState:
             CheckpointError: a tensor has no values, or this rank's part of a DTensor is not a
                 single block.
         """
-        self._moments.append(time.perf_counter())
+        begin = time.perf_counter()
         torch_values = {}
-        for row in self._flat.others():
+        for row in self._flat.unplanned():
             name, value = self._flat.name(row), self._flat.value(row)
             _require_values(name, value)
             require_consecutive(name, value)
-            if not self._flat.is_object(row):
-                torch_values[name] = value
+            torch_values[name] = value
         for row in self._flat.on_meta():
             _require_values(self._flat.name(row), self._flat.value(row))
         if torch_values:
@@ -99,52 +101,51 @@ class SaveState:
         self._template, self._shards = self._flat.contents()
         known = structure_of(torch_values) if torch_values else []
         self.structure = None if known is None else (self._template, self._shards, known)
+        self.seconds = self.seconds[0] + time.perf_counter() - begin, 0.0
 
-    def contents(self) -> Contents:
-        """Returns the part that the coordinator must know."""
+    def contents(self, share: Callable[[bytes], bytes | str] = bytes) -> Contents:
+        """Returns the part that the coordinator must know.
+
+        Args:
+            share: replaces the template by a token for its transfer; see :meth:`Ranks.share`.
+        """
         torch_plan = None if self._planner is None else self._planner.create_local_plan()
-        return Contents(self._template, self._shards, torch_plan)
+        return Contents(share(self._template), self._shards, torch_plan)
 
-    def replicated(self) -> tuple[list[torch.Tensor], list[Any]]:
-        """Returns the plain tensors and the objects, which are assumed to be identical on all
-        ranks."""
-        rows = [row for row in self._flat.others() if self._flat.is_object(row)]
-        return self._flat.plain(), [self._flat.value(row) for row in rows]
+    def fingerprints(self, mode: str) -> bytes:
+        """Returns 4 bytes for each plain tensor, then for each object. These values are assumed to
+        be identical on all ranks.
+
+        Args:
+            mode: "error" reads all bytes of every tensor. "warn" reads at most 64 KiB of a tensor,
+                which is enough to detect that each rank has its own value.
+        """
+        objects = [fingerprint_of(self._flat.value(row)) for row in self._flat.objects()]
+        return self._flat.fingerprints(mode == "error") + array("I", objects).tobytes()
 
     # --- the write -------------------------------------------------------------------------------
 
     @no_gc()
-    def values(self, assignment: Assignment) -> tuple[list[str], list[Any]]:
-        """Returns the names and the values of an assignment: the engine's items first, then the
-        items planned by torch.
+    def sources(self, assignment: Assignment, with_names: bool = False) -> _C.SaveSources:
+        """Returns the values of an assignment: the engine's items first, then the items planned by
+        torch.
+
+        Args:
+            with_names: also return the names.
 
         Raises:
             CheckpointError: a value cannot be pickled.
         """
-        self._moments.append(time.perf_counter())
-        names, values, others = self._flat.sources(assignment.rows)
-        for number in others:
-            name, value = names[number], values[number]
-            if self._flat.is_object(assignment.rows[number]):
-                values[number] = self._pickle_object(name, value)
-                self.resolved += 1
-            elif isinstance(value, torch.Tensor):
-                values[number] = as_value(value)
+        begin = time.perf_counter()
+        for row, name, value in self._flat.unready(assignment.numbers):
+            is_tensor = isinstance(value, torch.Tensor)
+            self._flat.replace(row, as_value(value) if is_tensor else self._pickle(name, value))
+        sources = self._flat.sources(assignment.numbers, with_names)
         if self._planner is not None and assignment.torch_plan is not None:
             for item in self._planner.finish_plan(assignment.torch_plan).items:
-                names.append(item.index.fqn)
-                values.append(self._resolve(self._planner, item))
-                self.resolved += 1
-        self._moments.append(time.perf_counter())
-        return names, values
-
-    def add_seconds(self, written: Written) -> Written:
-        """Adds the durations until now to a result."""
-        moments = [*self._moments, time.perf_counter()]
-        plan, find, write = (end - begin for begin, end in pairwise(moments))
-        plan += self._walk_seconds
-        written.seconds = round(plan, 4), round(find, 4), round(write, 4)
-        return written
+                sources.add(item.index.fqn, self._resolve(self._planner, item))
+        self.seconds = self.seconds[0], time.perf_counter() - begin
+        return sources
 
     # --- the sources of a snapshot ---------------------------------------------------------------
 
@@ -166,7 +167,7 @@ class SaveState:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _pickle_object(self, name: str, value: Any) -> Any:
+    def _pickle(self, name: str, value: Any) -> Any:
         try:
             found = pickled(value)
         except Exception as error:
@@ -174,14 +175,16 @@ class SaveState:
         # AppState wraps values in this type, and has checked them under the caller's names.
         if type(value) is not SimpleNamespace:
             warn_of_what_will_not_load(name, value, found)
+        self.resolved += 1
         return found
 
     def _resolve(self, planner: DefaultSavePlanner, item: WriteItem) -> Any:
         name = item.index.fqn
         value = planner.state_dict.get(name)
         if item.type == WriteItemType.BYTE_IO:
-            return self._pickle_object(name, value)
+            return self._pickle(name, value)
         found = resolve(planner, item)
+        self.resolved += 1
         if type(value) is not DTensor and not isinstance(found, torch.Tensor):
             warn_of_what_will_not_load(name, value, found)
         return found

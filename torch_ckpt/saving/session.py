@@ -11,15 +11,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _core
-from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import Place, require_one_directory
@@ -31,8 +30,8 @@ from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan
 from torch_ckpt.saving.items import Written, names_of_files
 from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.rank_write import RankWrite
-from torch_ckpt.saving.replica_check import checksums_of, described, differing_values
-from torch_ckpt.saving.save_state import SaveState
+from torch_ckpt.saving.replica_check import description_of
+from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.writer import FileSystemWriter
 
 
@@ -43,52 +42,75 @@ class RankMessage(NamedTuple):
         contents: the rank's contents, or the number of the plan that it has.
         identity: see :attr:`FileSystemWriter.identity`.
         directory: identity of the directory that the rank has opened.
-        checksums: of the replicated values, in their order; None if they are not compared.
+        fingerprints: see :meth:`SaveState.fingerprints`; None if replicas are not compared.
     """
 
     contents: Contents | int
-    identity: str | None = None
-    directory: Place | None = None
-    checksums: bytes | None = None
+    identity: str | None
+    directory: Place
+    fingerprints: bytes | None
 
 
 class Reply(NamedTuple):
     """The coordinator's reply to a rank.
 
     Attributes:
-        assignment: the rank's assignment. None: repeat the last one. ``IN_FULL``: the rank must
-            send its contents.
-        number: number of the plan.
+        assignment: the rank's assignment. None: repeat the last one.
+        number: number of the plan; 0 asks all ranks for their contents.
         tag: the text after ``__{rank}_`` in the names of all data files.
         differing: the values that differ between ranks, if they were compared.
     """
 
-    assignment: Assignment | str | None
+    assignment: Assignment | None
     number: int
-    tag: str
+    tag: str = ""
     differing: str = ""
 
 
-#: Asks a rank that sent the number of a plan for its contents.
-IN_FULL = "in full"
-
-
 class PlanCache:
-    """The last plan on which the ranks of a group have agreed. Plans are numbered.
+    """The last plan on which the ranks of a group have agreed. Plans are numbered from 1.
 
-    The number 0 means that there is no plan. A rank that missed a reply has an older number than
-    the coordinator; then all ranks plan from scratch.
+    A rank that missed a reply has an older number than the coordinator; then all ranks plan from
+    scratch.
     """
 
     _of: ClassVar[WeakKeyDictionary[RankGroup, PlanCache]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.structure: Any = None
-        self.assignment: Assignment | None = None
+        self.assignment = Assignment(b"", None)
         self.number = 0
         # Used on the coordinator only.
         self.last_number = 0
         self.plan: GlobalPlan | None = None
+
+    def assign(
+        self, contents: list[Contents | int], ranks: Exchange
+    ) -> Sequence[Assignment | None] | None:
+        """Returns the assignments, indexed by rank, on the coordinator.
+
+        An assignment is None if the rank repeats its last one. Instead of all assignments, returns
+        None if all ranks must send their contents.
+
+        Args:
+            contents: the contents of each rank, or the number of the plan that the rank has.
+        """
+        if any(isinstance(one, int) and one != self.last_number for one in contents):
+            return None
+        if all(isinstance(one, int) for one in contents):
+            return [None] * len(contents)
+        _core.fault_point("plan of all ranks")
+        complete = []
+        for rank, one in enumerate(contents):
+            if isinstance(one, Contents):
+                one.template = ranks.shared(one.template)
+                complete.append(one)
+            else:
+                assert self.plan is not None
+                complete.append(self.plan.contents[rank])
+        self.plan = GlobalPlan(complete)
+        self.last_number += 1
+        return self.plan.assignments
 
     @classmethod
     def of(cls, group: RankGroup) -> PlanCache:
@@ -100,51 +122,6 @@ class PlanCache:
         """Forgets all plans in a forked child, which plans independently."""
         cls._of.clear()
 
-    def contents_to_send(self, state: SaveState, ranks: Exchange) -> Contents | int:
-        """Returns a rank's contents, or the number of the plan that it has."""
-        if self.assignment is not None and state.structure and state.structure == self.structure:
-            return self.number
-        return state.contents().to_send(ranks)
-
-    def replies(self, messages: list[RankMessage], ranks: Exchange, tag: str) -> list[Reply]:
-        """Returns the replies, indexed by rank, on the coordinator. Equal replies are one
-        object, which is sent only once."""
-        contents = [message.contents for message in messages]
-        assignments = self._assignments_for(
-            [one.received(ranks) if isinstance(one, Contents) else one for one in contents]
-        )
-        first = Reply(assignments[0], self.last_number, tag)
-        return [
-            first if one is assignments[0] else first._replace(assignment=one)
-            for one in assignments
-        ]
-
-    @no_gc()
-    def _assignments_for(self, contents: list[Contents | int]) -> Sequence[Assignment | str | None]:
-        """Returns the assignments, indexed by rank. None repeats the rank's last assignment."""
-        numbers = {of_rank for of_rank in contents if isinstance(of_rank, int)}
-        if not numbers <= {self.last_number}:
-            return [IN_FULL] * len(contents)
-        if all(isinstance(of_rank, int) for of_rank in contents):
-            return [None] * len(contents)
-        _core.fault_point("plan of all ranks")
-        before = self.plan.contents if self.plan is not None else []
-        in_all = [
-            before[rank] if isinstance(of_rank, int) else of_rank
-            for rank, of_rank in enumerate(contents)
-        ]
-        plan = GlobalPlan(in_all)
-        self.last_number, self.plan = self.last_number + 1, plan
-        return plan.assignments()
-
-    def keep(self, state: SaveState, reply: Reply) -> Assignment:
-        """Returns the assignment in a reply. Keeps it for this rank's next save."""
-        if isinstance(reply.assignment, Assignment):
-            self.structure, self.assignment = state.structure, reply.assignment
-            self.number = reply.number
-        assert self.assignment is not None
-        return self.assignment
-
 
 register(Part.PLANS, in_child=PlanCache.forget_in_child)
 
@@ -152,12 +129,13 @@ register(Part.PLANS, in_child=PlanCache.forget_in_child)
 class SaveSession:
     """One save on this rank. The methods follow the steps in the module's docstring.
 
-    If the save fails, the caller abandons the writer.
-
     Args:
         plans: the cached plan of these ranks. Either all ranks pass the cache of the same saves, or
             all pass a new cache.
         check_replicas: see :func:`torch_ckpt.save`.
+        state_dict: see :func:`torch_ckpt.save`. A background save has read it already.
+        read_values: returns the values of ``state_dict``, without ``Stateful`` values. An exception
+            fails the save on all ranks.
         job: the background save that this session belongs to; None: the caller waits for the end.
     """
 
@@ -167,107 +145,121 @@ class SaveSession:
         ranks: Exchange,
         plans: PlanCache,
         check_replicas: str,
+        *,
+        state_dict: StateDict | Callable[[], StateDict] | None = None,
+        read_values: Callable[[Any], StateDict] = dict,
         job: Job | None = None,
     ) -> None:
         self._writer = writer
         self._ranks = ranks
         self._plans = plans
         self._check_replicas = check_replicas
+        self._state_dict = state_dict
+        self._read_values = read_values
         self._job = job
         self._write = job.write if job is not None else RankWrite()
 
-    def run(self, read_state: Callable[[], SaveState]) -> Metadata:
-        """Saves a state.
-
-        Args:
-            read_state: returns this rank's state. Its exception fails the save on all ranks.
+    def run(self) -> Metadata:
+        """Saves the state dict.
 
         Raises:
             CheckpointException: on every rank, with the cause of each rank that failed.
         """
-        reply, state = self._ranks.exchange("plan", lambda: self._message(read_state), self._plan)
-        if reply.assignment == IN_FULL:
-            reply, _ = self._ranks.exchange("plan", lambda: self._in_full(state), self._plan)
-        assignment = self._plans.keep(state, reply)
-        if self._job is not None:
-            self._job.differing = reply.differing
-        with self._ranks.alive(self._bytes_moved):
-            saved, _ = self._ranks.exchange(
-                "write",
-                lambda: self._write_assignment(state, assignment, reply.tag),
-                self._commit,
-                self._writer.undo,
-            )
-        return saved.metadata()
+        ranks, writer = self._ranks, self._writer
+        try:
+            reply, state = ranks.exchange("plan", self._read_and_describe, self._plan)
+            if reply.number == 0:
+                reply, _ = ranks.exchange("plan", lambda: self._describe(state, 0), self._plan)
+            with ranks.alive(writer.bytes_moved if self._job is None else self._job.bytes_moved):
+                saved, _ = ranks.exchange(
+                    "write", lambda: self._write_values(state, reply), self._commit, writer.undo
+                )
+            return saved.metadata()
+        finally:
+            writer.abandon()
 
     # --- 1. the message --------------------------------------------------------------------------
 
-    def _message(self, read_state: Callable[[], SaveState]) -> tuple[RankMessage, SaveState]:
-        writer, state = self._writer, read_state()
-        state.plan(writer.storage_meta(), self._ranks.is_coordinator)
-        writer.set_up_for_save(self._ranks.rank)
-        message = RankMessage(
-            self._plans.contents_to_send(state, self._ranks),
-            writer.identity,
-            Place.of(writer.directory),
-            self._checksums(state),
-        )
-        return message, state
+    def _read_and_describe(self) -> tuple[RankMessage, SaveState]:
+        if self._job is None:
+            state = SaveState(self._read_values(self._state_dict))
+        elif self._job.abandoned is not None:
+            raise self._job.abandoned
+        else:
+            state = self._job.state
+        state.plan(self._writer.storage_meta(), self._ranks.is_coordinator)
+        self._writer.set_up_for_save(self._ranks.rank)
+        is_known = state.structure is not None and state.structure == self._plans.structure
+        return self._describe(state, self._plans.number if is_known else 0)
 
-    def _in_full(self, state: SaveState) -> tuple[RankMessage, None]:
-        contents = state.contents().to_send(self._ranks)
-        return RankMessage(contents, checksums=self._checksums(state)), None
-
-    def _checksums(self, state: SaveState) -> bytes | None:
-        if self._check_replicas == "off" or self._ranks.size == 1:
-            return None
-        with self._device_streams():
-            return checksums_of(*state.replicated(), self._check_replicas)
+    def _describe(self, state: SaveState, number: int) -> tuple[RankMessage, SaveState]:
+        """Returns this rank's message, with its contents unless it has a plan."""
+        fingerprints = None
+        if self._check_replicas != "off" and self._ranks.size > 1:
+            with self._write.device_streams():
+                fingerprints = state.fingerprints(self._check_replicas)
+        contents = number or state.contents(self._ranks.share)
+        directory = Place.of(self._writer.directory)
+        return RankMessage(contents, self._writer.identity, directory, fingerprints), state
 
     # --- 2. the plan, on the coordinator ---------------------------------------------------------
 
     def _plan(self, messages: list[RankMessage]) -> Answers[Reply]:
-        _check_same_checkpoint([message.identity for message in messages])
+        """Returns the replies, indexed by rank. Equal replies are one object, which is sent only
+        once."""
+        _require_one_checkpoint([message.identity for message in messages])
         require_one_directory([message.directory for message in messages])
-        replies = self._plans.replies(messages, self._ranks, self._writer.tag)
-        if replies[0].assignment != IN_FULL:
-            differing = self._compare_replicas([message.checksums for message in messages])
-            if differing:
-                replies = [reply._replace(differing=differing) for reply in replies]
-        return Answers(replies)
+        plans = self._plans
+        assignments = plans.assign([message.contents for message in messages], self._ranks)
+        if assignments is None:
+            return Answers([Reply(None, 0)] * len(messages))
+        differing = self._compare_replicas([message.fingerprints for message in messages])
+        first = Reply(assignments[0], plans.last_number, self._writer.tag, differing)
+        return Answers(
+            [
+                first if one is assignments[0] else first._replace(assignment=one)
+                for one in assignments
+            ]
+        )
 
-    def _compare_replicas(self, checksums: list[bytes | None]) -> str:
+    def _compare_replicas(self, fingerprints: list[bytes | None]) -> str:
+        """Returns a description of the values that differ between ranks, or an empty string."""
         assert self._plans.plan is not None
-        if not any(checksums):
+        differing = self._plans.plan.engine.differing_replicas(fingerprints)
+        if not differing:
             return ""
-        text = described(differing_values(self._plans.plan.replicated_names(), checksums))
-        if text and self._check_replicas == "error":
+        text = description_of(differing)
+        if self._check_replicas == "error":
             raise CheckpointError(text)
-        if text:
-            warn(f"{self._writer.destination}: {text}")
+        warn(f"{self._writer.destination}: {text}")
         return text
 
     # --- 3. the write ----------------------------------------------------------------------------
 
-    def _write_assignment(
-        self, state: SaveState, assignment: Assignment, tag: str
-    ) -> tuple[Written, Written]:
-        job, writer = self._job, self._writer
-        with self._device_streams():
-            names, values = state.values(assignment)
-        prefix = _core.choose_prefix(writer.directory, f"__{self._ranks.rank}_{tag}")
-        if self._plans.plan is not None:
-            self._write.meanwhile = self._plans.plan.describe
+    def _write_values(self, state: SaveState, reply: Reply) -> tuple[Written, Written]:
+        """Writes the assignment of this rank."""
+        job, writer, plans = self._job, self._writer, self._plans
+        if reply.assignment is not None:
+            plans.structure, plans.assignment = state.structure, reply.assignment
+        plans.number = reply.number
+        with self._write.device_streams():
+            sources = state.sources(plans.assignment, bool(writer.separation_hint))
+        prefix = _core.choose_prefix(writer.directory, f"__{self._ranks.rank}_{reply.tag}")
+        if plans.plan is not None and not plans.plan.torch_metadata:
+            self._write.meanwhile = plans.plan.engine.describe
         if job is not None:
-            job.planned()
-        written = state.add_seconds(writer.write_values(prefix, names, values, self._write))
-        if job is None:
-            return written, written
-        try:
-            job.written()
-        except BaseException:
-            writer.undo(written)
-            raise
+            job.differing = reply.differing
+            job.metrics.planning_s = time.perf_counter() - job.begun
+        written = writer.write_values(prefix, sources, self._write)
+        written.seconds = (*state.seconds, *written.seconds)
+        if job is not None:
+            job.metrics.written_s = time.perf_counter() - job.begun
+            try:
+                if job.write_done is not None:
+                    job.write_done()
+            except BaseException:
+                writer.undo(written)
+                raise
         return written, written
 
     # --- 4. the commit, on the coordinator -------------------------------------------------------
@@ -278,22 +270,15 @@ class SaveSession:
         data = plan.encode(written, writer.storage_meta())
         writer.commit(data, names_of_files(written))
         saved = SavedMetadata(data, writer.destination, self._ranks.size)
-        if self._job is not None:
-            self._job.committed_items(plan, written)
-            self._job.call_back(saved.metadata())
+        job = self._job
+        if job is not None and job.unchanged is not None:
+            job.warning = job.unchanged.check(plan, written, job.metrics.path)
+        if job is not None and job.on_commit is not None:
+            job.call_on_commit(saved.metadata())
         return saved
 
-    # --- shared by the steps ---------------------------------------------------------------------
 
-    def _device_streams(self) -> AbstractContextManager[object]:
-        return self._write.device_streams() if self._job is not None else nullcontext()
-
-    def _bytes_moved(self) -> int:
-        moved = self._writer.bytes_moved()
-        return moved if self._job is None else moved + self._job.bytes_moved()
-
-
-def _check_same_checkpoint(identities: list[str | None]) -> None:
+def _require_one_checkpoint(identities: list[str | None]) -> None:
     if len(set(identities)) > 1:
         of_ranks = ", ".join(f"rank {rank}: {identity}" for rank, identity in enumerate(identities))
         raise CheckpointError(

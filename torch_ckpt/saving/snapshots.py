@@ -21,7 +21,8 @@ from torch_ckpt import _C
 from torch_ckpt.checkpoint.objects import unpicklable
 from torch_ckpt.errors import SourceChanged
 
-_IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+#: Types whose instances a snapshot keeps without a copy.
+IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
 def snapshot_of(value: Any, name: str, watch: _C.SourceWatch) -> Any:
@@ -39,7 +40,7 @@ def snapshot_of(value: Any, name: str, watch: _C.SourceWatch) -> Any:
             alias = leaf.detach().requires_grad_(leaf.requires_grad)
             watch.add(name, alias)
             return alias
-        if isinstance(leaf, _IMMUTABLE):
+        if isinstance(leaf, IMMUTABLE):
             return leaf
         if isinstance(leaf, DTensor):
             watch.add(name, leaf._local_tensor.detach(), leaf, "_local_tensor")
@@ -169,7 +170,7 @@ def _with_tensors(
             )
         if isinstance(leaf, torch.Tensor):
             return of_tensor(leaf)
-        return leaf if isinstance(leaf, _IMMUTABLE) else of_object(leaf)
+        return leaf if isinstance(leaf, IMMUTABLE) else of_object(leaf)
 
     return _mapped(value, changed)
 

@@ -36,7 +36,7 @@ class UnchangedDetector:
             where: the checkpoint's directory.
         """
         last, self._last = self._last, (plan, written)
-        if last is None or not last[0].has_names_of(plan):
+        if last is None or not last[0].writes_same_items(plan):
             return None
         moved, groups = plan.changes(last[1], written, SAVE_COUNTER)
         stale = [group for group in groups if group not in self._named]

@@ -7,7 +7,6 @@ csrc/directory/lease.h describes the commit protocol.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as TorchsSavePlanne
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torch_ckpt import _core
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
@@ -252,14 +251,16 @@ class FileSystemWriter(StockWriter):
             return self._write_through_torch(plan, planner, prefix)
         if isinstance(planner, SavePlanner) and planner.has_planned():
             # DCP passes the result of a rank to the coordinator unchanged, so it may have any type.
-            return completed([planner.write(plan, functools.partial(self.write_values, prefix))])
-        items = list(plan.items)
-        names = [item.index.fqn for item in items]
+            sources, seconds = planner.take_sources(plan, bool(self.separation_hint))
+            written = self.write_values(prefix, sources)
+            written.seconds = (*seconds, *written.seconds)
+            return completed([written])
+        sources = _C.SaveSources()
         with no_gc():
             direct = keeps_default_lookup(planner)
-            values = [resolve(planner, item, direct) for item in items]
-        written = self.write_values(prefix, names, values)
-        return completed(results_of(items, written))
+            for item in plan.items:
+                sources.add(item.index.fqn, resolve(planner, item, direct))
+        return completed(results_of(plan.items, self.write_values(prefix, sources)))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if not self._is_local():
@@ -387,12 +388,12 @@ class FileSystemWriter(StockWriter):
         self._directory = None
 
     def write_values(
-        self, prefix: str, names: list[str], values: list[Any], write: RankWrite | None = None
+        self, prefix: str, sources: _C.SaveSources, write: RankWrite | None = None
     ) -> Written:
         """Writes tensors and bytes, fsyncs the files, and blocks until the write is done.
 
         Args:
-            prefix, names, values: see :meth:`RankWrite.run`.
+            prefix, sources: see :meth:`RankWrite.run`.
             write: the RankWrite to use; None creates one. Pass a RankWrite to write a snapshot, or
                 to run other work while the engine writes.
 
@@ -405,7 +406,7 @@ class FileSystemWriter(StockWriter):
         title = f"save {Path(self.path).name}"
         try:
             return self._write.run(
-                self.directory, self.write_options, prefix, names, values, title, self.rank
+                self.directory, self.write_options, prefix, sources, title, self.rank
             )
         finally:
             self._write = None

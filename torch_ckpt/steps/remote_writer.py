@@ -31,6 +31,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torch_ckpt import _C
 from torch_ckpt._base.life_cycle import before_thread_pools_end
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.index import METADATA_NAME
@@ -125,7 +126,7 @@ class RemoteWriter(FileSystemWriter):
         return plan
 
     def write_values(
-        self, prefix: str, names: list[str], values: list[Any], write: RankWrite | None = None
+        self, prefix: str, sources: _C.SaveSources, write: RankWrite | None = None
     ) -> Written:
         """Writes this rank's files, as the base class does, and uploads them.
 
@@ -133,9 +134,8 @@ class RemoteWriter(FileSystemWriter):
             OSError: a file could not be written or uploaded. The files of this call are removed.
         """
         assert self._upload is not None
-        wanted = sum(value.nbytes for value in values)
-        require_staging_room(str(self.path), wanted, self._files.url)
-        written = super().write_values(prefix, names, values, write)
+        require_staging_room(str(self.path), sources.nbytes, self._files.url)
+        written = super().write_values(prefix, sources, write)
         files = set(written.files.names)
         try:
             self._files.for_each(self._upload_file, ((file,) for file in sorted(files)))

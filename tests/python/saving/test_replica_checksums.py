@@ -9,7 +9,24 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.saving.replica_check import checksums_of, differing_values
+from torch_ckpt import _core
+from torch_ckpt.saving.replica_check import fingerprint_of
+from torch_ckpt.saving.save_state import SaveState
+
+
+def fingerprints_of(value: torch.Tensor, mode: str = "warn") -> bytes:
+    """Returns the fingerprint of a tensor."""
+    return SaveState({"value": value}).fingerprints(mode)
+
+
+def differing(*values: Any) -> list[tuple[str, list[list[int]]]]:
+    """Compares values that ranks save under one name. None is a rank that has no such value."""
+    states = [SaveState({} if value is None else {"a": value}) for value in values]
+    for state in states:
+        state.plan(None, False)
+    contents = [state.contents() for state in states]
+    plan = _core.GlobalPlan([(one.template, one.shards) for one in contents])
+    return plan.differing_replicas([state.fingerprints("warn") for state in states])
 
 
 @pytest.mark.parametrize("mode", ["warn", "error"])
@@ -21,7 +38,7 @@ def test_the_checksum_is_independent_of_the_memory_layout(
     tensor = (torch.rand(shape) * 100).to(dtype)
     other = tensor.mT.contiguous().mT if tensor.dim() else tensor
     apart = torch.zeros((*shape, 2), dtype=dtype)[..., 0].copy_(tensor)
-    sums = [checksums_of([t], [], mode) for t in (tensor, other, apart)]
+    sums = [fingerprints_of(t, mode) for t in (tensor, other, apart)]
     assert sums[0] == sums[1] == sums[2] != bytes(4)
 
 
@@ -29,35 +46,36 @@ def test_the_checksum_is_independent_of_the_memory_layout(
 def test_a_single_element_has_the_same_checksum_with_any_stride(mode: str) -> None:
     element = torch.arange(3.0)[1::2]
     assert element.stride() == (2,)
-    assert checksums_of([element], [], mode) == checksums_of([torch.tensor([1.0])], [], mode)
+    assert fingerprints_of(element, mode) == fingerprints_of(torch.tensor([1.0]), mode)
 
 
 def test_the_first_and_the_last_item_of_a_large_tensor_are_checked() -> None:
-    before = checksums_of([torch.zeros(1_000_003)], [], "warn")
+    before = fingerprints_of(torch.zeros(1_000_003))
     for place in (0, -1):
         changed = torch.zeros(1_000_003)
         changed[place] = 1
-        assert checksums_of([changed], [], "warn") != before
+        assert fingerprints_of(changed) != before
 
 
-def test_names_of_some_ranks_are_compared_among_these_ranks() -> None:
-    one, other = (
-        checksums_of([torch.zeros(1)], [], "warn"),
-        checksums_of([torch.ones(1)], [], "warn"),
-    )
-    assert differing_values([["a"], ["b"], ["b"]], [one, other, other]) == []
-    assert differing_values([["a"], ["a"], ["b"]], [one, other, None]) == [
-        "a: rank 0 has one value, rank 1 another"
-    ]
+def test_the_groups_of_ranks_with_equal_values_are_found() -> None:
+    zero, one = torch.zeros(1), torch.ones(1)
+    assert differing(zero, zero, zero) == []
+    assert differing(one, one, None, zero, one) == [("a", [[0, 1, 4], [3]])]
+    assert differing(1, None, 2) == [("a", [[0], [2]])]
+
+
+def test_a_rank_without_fingerprints_is_not_compared() -> None:
+    states = [SaveState({"a": torch.zeros(1) + rank}) for rank in range(2)]
+    for state in states:
+        state.plan(None, False)
+    contents = [state.contents() for state in states]
+    plan = _core.GlobalPlan([(one.template, one.shards) for one in contents])
+    assert plan.differing_replicas([states[0].fingerprints("warn"), None]) == []
 
 
 class Own:
     def __init__(self, **parts: Any) -> None:
         self.__dict__.update(parts)
-
-
-def of_object(value: Any) -> bytes:
-    return checksums_of([], [value], "warn")
 
 
 #: Pairs of equal objects that were built differently.
@@ -74,7 +92,7 @@ EQUAL: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("one", "other"), EQUAL, ids=lambda value: type(value).__name__)
 def test_equal_objects_have_the_same_checksum(one: Any, other: Any) -> None:
-    assert of_object(one) == of_object(other)
+    assert fingerprint_of(one) == fingerprint_of(other)
 
 
 def test_different_objects_have_different_checksums() -> None:
@@ -83,14 +101,17 @@ def test_different_objects_have_different_checksums() -> None:
         *(Own(x=1), Own(x=2), {"t": torch.zeros(2)}, {"t": torch.ones(2)}),
         {"t": torch.zeros(2, dtype=torch.int32)},
     ]
-    assert len({of_object(value) for value in objects}) == len(objects)
+    assert len({fingerprint_of(value) for value in objects}) == len(objects)
 
 
 def test_an_object_that_contains_itself_is_not_compared() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
-    assert of_object(cycle) == bytes(4)
-    assert differing_values([["a"], ["a"]], [of_object(cycle), of_object([1])]) == []
+    assert fingerprint_of(cycle) == 0
+
+
+def test_an_object_that_cannot_be_pickled_is_not_compared() -> None:
+    assert differing(lambda: 0, 1) == []
 
 
 def test_other_modes_are_refused() -> None:

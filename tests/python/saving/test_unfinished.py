@@ -23,11 +23,13 @@ LIMIT = 60.0
 
 
 def start(path: Path, values: list[Any], background: Background, buckets: int = 1) -> _C.Save:
+    sources = _C.SaveSources()
+    for number, value in enumerate(values):
+        sources.add(f"value {number}", value)
     return _C.start_save(
         _core.Directory(path),
         "__0_",
-        [f"value {number}" for number in range(len(values))],
-        values,
+        sources,
         buckets=buckets,
         file_per_item=False,
         separation_hint="",
