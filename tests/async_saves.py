@@ -114,8 +114,8 @@ class PlannedSave:
 
     def stage(self) -> Any:
         """Runs the preload function. Returns the staged task."""
-        self.arguments[1] = self.preload()
-        return self.arguments[1]
+        (task,) = self.arguments[1] = self.preload()
+        return task
 
     def run(self) -> None:
         """Runs the save function."""

@@ -71,9 +71,6 @@ def staging_for(staged: StagedWrites) -> Iterator[None]:
 class WriteTask:
     """One rank's write; see the docstring of this module. Thread-safe.
 
-    Megatron expects a sequence of buckets, so a task is a sequence whose only element is the task
-    itself.
-
     Attributes:
         directory: the checkpoint directory.
         prefix: prefix of this rank's file names.
@@ -133,12 +130,6 @@ class WriteTask:
         self.__post_init__()
         # This process does not know whether the writer has claimed the results.
         self._is_claimed = True
-
-    def __iter__(self) -> Iterator[WriteTask]:
-        yield self
-
-    def __len__(self) -> int:
-        return 1
 
     # --- in the process that writes --------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import queue
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -53,7 +53,8 @@ from torch_ckpt.ranks.group import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.writer import FileSystemWriter, completed
 
-Staged = WriteTask | Sequence[WriteTask]  # empty: nothing to write
+# Megatron expects a list of buckets. This one has one task, or none if there is nothing to write.
+Buckets = list[WriteTask]
 
 #: Names of the last three arguments of ``write_preloaded_data_multithread``, in any version.
 _LAST_ARGUMENTS = ("rank", "staged", "write_buckets", "results_queue", "global_results_queue")
@@ -134,7 +135,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.prefix = ""
         #: Text after the rank in this save's file names, as chosen by the coordinator's lease.
         self.tag_of_save = ""
-        self.write_buckets: list[WriteTask] | None = None
+        self.write_buckets: Buckets | None = None
         self._failure: Exception | None = None
 
     # --- in the order of a save ------------------------------------------------------------------
@@ -235,7 +236,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def get_save_function_and_args(
         self,
-    ) -> tuple[Callable[..., None] | None, Callable[[], Staged] | None, list[Any]]:
+    ) -> tuple[Callable[..., None] | None, Callable[[], Buckets] | None, list[Any]]:
         """Returns the functions of the planned save, for an asynchronous queue.
 
         Returns:
@@ -246,15 +247,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if not self.write_buckets:
             return None, None, []
-        (task,) = self.write_buckets
         return (
             partial(self.write_preloaded_data_multithread, [self.transforms], self.use_msc),
-            partial(type(self).preload_tensors, task, True),
-            [task.rank, task, self.results_queue],
+            partial(self.preload_tensors, self.write_buckets, True),
+            [own_rank(), self.write_buckets, self.results_queue],
         )
 
     @staticmethod
-    def preload_tensors(write_buckets: Staged, non_blocking: bool = True) -> Staged:
+    def preload_tensors(write_buckets: Buckets, non_blocking: bool = True) -> Buckets:
         """Stages a task and starts writing the task's files. Returns as soon as the tensors being
         saved can safely be modified.
 
@@ -277,7 +277,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 f"cannot stage {len(write_buckets)} write tasks at once; pass the write_buckets "
                 "of a single writer, which contain one task"
             )
-        return next(iter(write_buckets)).stage() if len(write_buckets) else write_buckets
+        return [task.stage() for task in write_buckets]
 
     @staticmethod
     def write_preloaded_data_multithread(
@@ -336,7 +336,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 stores this option.
             others: other arguments, such as ``use_msc``; ignored.
         """
-        outcome = _outcome_of(write_bucket)
+        outcome = _outcome_of([write_bucket])
         if isinstance(outcome, dict):
             results_queue.put((local_proc_idx, list(chain.from_iterable(outcome.values()))))
         else:
@@ -471,12 +471,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         return results
 
 
-def _outcome_of(staged: Staged) -> Results | Exception:
+def _outcome_of(buckets: Buckets) -> Results | Exception:
     """Waits until a task has ended, staging it first if necessary. Returns an error instead of
     raising it."""
     try:
-        task = FileSystemWriterAsync.preload_tensors(staged)
-        return task.outcome() if isinstance(task, WriteTask) else {}
+        staged = FileSystemWriterAsync.preload_tensors(buckets)
+        return staged[0].outcome() if staged else {}
     except Exception as error:
         return make_portable(error)
 

@@ -135,9 +135,9 @@ def test_an_empty_list_of_tasks_gives_no_results() -> None:
 
 
 def test_tasks_of_several_writers_are_rejected(tmp_path: Path) -> None:
-    tasks = [plan_save(small_state(), tmp_path / name).arguments[1] for name in "ab"]
+    one, other = (plan_save(small_state(), tmp_path / name).arguments[1] for name in "ab")
     with pytest.raises(ValueError, match="cannot stage 2 write tasks at once"):
-        FileSystemWriterAsync.preload_tensors(tasks)
+        FileSystemWriterAsync.preload_tensors(one + other)
 
 
 @pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}])
@@ -184,7 +184,7 @@ def test_a_cancel_in_a_worker_process_keeps_the_files_it_has_written(tmp_path: P
 
 def test_a_task_that_cannot_be_staged_puts_its_error(tmp_path: Path) -> None:
     planned = plan_save(small_state(), tmp_path / "c")
-    planned.arguments[1] = [planned.arguments[1]] * 2
+    planned.arguments[1] = planned.arguments[1] * 2
     planned.run()
     assert "Worker failure: cannot stage 2 write tasks at once" in planned.failure()
 
