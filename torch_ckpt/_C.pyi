@@ -170,10 +170,10 @@ class FlatState:
         """Rows that are neither plain tensors nor DTensors."""
 
     def objects(self) -> list[int]:
-        """Those of the others that are saved as objects."""
+        """Numbers of the values that are saved as objects."""
 
     def unplanned(self) -> list[int]:
-        """Those of the others that torch's planner plans."""
+        """Numbers of the values that torch's planner plans."""
 
     def on_meta(self) -> list[int]:
         """Rows of plain tensors and DTensors on the meta device."""
