@@ -206,11 +206,12 @@ class WriteTask:
                 "process or an interrupted call staged them; plan the save again"
             )
         opened, values = self._open(), self.values
-        names = [item.index.fqn for item in self.items]
-        watched = _C.SourceWatch()
-        for name, value in zip(names, values, strict=True):
+        watched, sources = _C.SourceWatch(), _C.SaveSources()
+        for item, value in zip(self.items, values, strict=True):
             if isinstance(value, torch.Tensor):
-                watched.add(name, value)
+                watched.add(item.index.fqn, value)
+            if self.by_engine:
+                sources.add(item.index.fqn, value)
         # Without a channel, only children that are forked during the save fail.
         with contextlib.suppress(OSError):
             self._children = _core.ProcessChannel()
@@ -225,9 +226,6 @@ class WriteTask:
                 advice=ADVICE,
                 children=self._children,
             )
-            sources = _C.SaveSources()
-            for name, value in zip(names, values, strict=True):
-                sources.add(name, value)
             title = f"save {os.path.basename(self.directory)}"
             arguments = opened, self.options, self.prefix, sources, title, self.rank
 
