@@ -1,7 +1,4 @@
-"""Background threads for which the interpreter waits when it exits.
-
-saving/running_saves.py calls :func:`join` at exit, and :func:`forget` in forked children.
-"""
+"""Background threads for which the interpreter waits when it exits."""
 
 from __future__ import annotations
 
@@ -9,8 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from torch_ckpt._base.life_cycle import Part, register
+
+#: Maximum number of seconds for which the interpreter waits for the threads when it exits.
+EXIT_LIMIT_SECONDS = 3600.0
+
 _threads: list[threading.Thread] = []
 _lock = threading.Lock()
+_has_timed_out = False
 
 
 def spawn(function: Callable[[], None]) -> threading.Thread:
@@ -28,16 +31,27 @@ def let_go(thread: threading.Thread) -> None:
         _threads[:] = [one for one in _threads if one is not thread]
 
 
-def join(limit: float) -> bool:
-    """Waits for the threads, up to a limit in seconds. Returns True if all of them have ended."""
-    deadline = time.monotonic() + limit
+def join() -> bool:
+    """Waits for the threads, up to the limit. Returns True if all of them have ended."""
+    global _has_timed_out
+    deadline = time.monotonic() + EXIT_LIMIT_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in _threads)
+    _has_timed_out = any(thread.is_alive() for thread in _threads)
+    return not _has_timed_out
 
 
-def forget() -> None:
+def _leave() -> None:
+    # The hook of the running saves may already have waited for the limit.
+    if not _has_timed_out:
+        join()
+
+
+def _forget_in_child() -> None:
     """Forgets the threads in a forked child, which does not have them."""
     global _lock
     _lock = threading.Lock()
     _threads.clear()
+
+
+register(Part.THREADS, at_exit=_leave, in_child=_forget_in_child)

@@ -36,6 +36,8 @@ class Part(IntEnum):
     PLANS = auto()
     #: Running saves. At exit they are ended, together with the engine's threads.
     SAVES = auto()
+    #: Threads that end saves and exchanges. At exit they are joined.
+    THREADS = auto()
     #: Memory reserved for saves, which belongs to the parent.
     MEMORY = auto()
     #: Queues through which children send results.

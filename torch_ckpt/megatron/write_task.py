@@ -29,6 +29,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import WriteItem
 
+# At interpreter exit, its hook waits for the engine's threads.
+import torch_ckpt.saving.running_saves  # noqa: F401
 from torch_ckpt import _C, _core
 from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.log import LOGGER

@@ -22,9 +22,6 @@ from torch_ckpt.saving.job import Job, wait_for
 from torch_ckpt.saving.rank_write import wait_quietly
 from torch_ckpt.saving.unchanged import UnchangedDetector
 
-#: Maximum number of seconds for which the interpreter waits for a running save when it exits.
-EXIT_LIMIT_SECONDS = 3600.0
-
 
 class _RunningSaves:
     """The background saves of this process. Only one save runs at a time."""
@@ -97,7 +94,7 @@ class _RunningSaves:
 
         At interpreter exit, this runs before the thread pools that a save may need are shut down.
         """
-        return exit_threads.join(EXIT_LIMIT_SECONDS)
+        return exit_threads.join()
 
     def leave(self) -> None:
         """Waits for the running save, then for the engine's threads. Called at interpreter exit."""
@@ -108,7 +105,7 @@ class _RunningSaves:
                 "the save to %s did not end within %.0f s; the interpreter exits without waiting "
                 "any longer",
                 path,
-                EXIT_LIMIT_SECONDS,
+                exit_threads.EXIT_LIMIT_SECONDS,
             )
             return
         self.collect()
@@ -133,7 +130,6 @@ class _RunningSaves:
         """Forgets all saves in a forked child, because only the parent runs them."""
         if self._job is not None:
             self._job.disown()
-        exit_threads.forget()
         self.__init__()  # type: ignore[misc]
 
     def _under_way(self) -> Job | None:

@@ -69,7 +69,7 @@ def test_the_interpreter_logs_an_unreported_error_at_exit(tmp_path: Path) -> Non
 
 LEAVES_A_SAVE_THAT_HANGS = """
 import sys, threading, torch, torch_ckpt
-torch_ckpt.saving.running_saves.EXIT_LIMIT_SECONDS = 0.05
+torch_ckpt._base.exit_threads.EXIT_LIMIT_SECONDS = 0.05
 reached = threading.Event()
 def hang():
     reached.set()
