@@ -57,32 +57,6 @@ def _make_set(items: Any = ()) -> Any:
     return set(map(as_key, items))
 
 
-def _make_frozenset(items: Any = ()) -> Any:
-    return frozenset(_make_set(items))
-
-
-def _make_complex(real: Any, imaginary: Any) -> Any:
-    require(type(real) is float and type(imaginary) is float, "a complex number")
-    return complex(real, imaginary)
-
-
-def _make_slice(*ends: Any) -> Any:
-    # Allow only ints and None: destroying deeply nested slices recurses in C and could overflow the
-    # stack.
-    require(len(ends) == 3 and all(e is None or type(e) is int for e in ends), "a slice")
-    return slice(*ends)
-
-
-def _make_range(*ends: Any) -> Any:
-    require(all(type(e) is int for e in ends), "a range")
-    return range(*ends)
-
-
-def _make_bytes(*nothing: Any) -> Any:
-    require(not nothing, "bytes")
-    return b""
-
-
 def _make_bytearray(*content: Any) -> Any:
     if len(content) == 2:
         content = (encode(*content),)
@@ -96,66 +70,33 @@ def encode(text: Any, encoding: Any) -> bytes:
     return str(text).encode("latin1")
 
 
-def make_path(kind: type) -> Callable[..., Any]:
-    def make(*parts: Any) -> Any:
-        require(all(type(part) is str for part in parts), "a path")
-        return kind(*parts)
-
-    return make
-
-
-def _make_ordered(*nothing: Any) -> Any:
-    require(not nothing or nothing == ([],), "an OrderedDict")
-    return OrderedDict()
-
-
-def _make_defaultdict(factory: Any = None) -> Any:
-    require(factory is None or any(factory is kind for kind in FACTORIES), "a defaultdict")
-    return defaultdict(factory)
-
-
-def _make_counter(counts: Any = None) -> Any:
-    require(counts is None or type(counts) is dict, "a Counter")
-    return Counter(counts or {})
-
-
-def _make_deque(items: Any = (), limit: Any = None) -> Any:
-    require(type(items) in (tuple, list) and (limit is None or type(limit) is int), "a deque")
-    return deque(items, limit)
-
-
-def _make_namespace() -> Any:
-    return types.SimpleNamespace()
-
-
-def _make_date(kind: type) -> Callable[..., Any]:
-    def make(*parts: Any) -> Any:
-        # A pickled date is bytes and a time zone, which _make_timezone has constructed.
-        require(all(type(p) in (bytes, int, str, datetime.timezone) for p in parts), "a date")
-        return kind(*parts)
-
-    return make
-
-
-def _make_timedelta(*parts: Any) -> Any:
-    require(all(type(part) is int for part in parts), "a timedelta")
-    return datetime.timedelta(*parts)
-
-
-def _make_timezone(offset: Any, *name: Any) -> Any:
-    require(type(offset) is datetime.timedelta and all(type(n) is str for n in name), "a zone")
-    return datetime.timezone(offset, *name)
-
-
 def make_size(sizes: Any) -> Any:
     require(isinstance(sizes, tuple | list), "a torch.Size")
     require(all(type(size) is int and size >= 0 for size in sizes), "a torch.Size")
     return torch.Size(sizes)
 
 
-def _make_device(*parts: Any) -> Any:
-    require(all(type(part) in (str, int) for part in parts), "a torch.device")
-    return torch.device(*parts)
+def _checked(kind: type, what: str, accepts: Callable[..., bool]) -> Callable[..., Any]:
+    """Returns a function that calls a type if ``accepts`` returns True for the arguments."""
+
+    def make(*arguments: Any) -> Any:
+        require(accepts(*arguments), what)
+        return kind(*arguments)
+
+    return make
+
+
+def _each_is(*kinds: type) -> Callable[..., bool]:
+    return lambda *arguments: all(type(argument) in kinds for argument in arguments)
+
+
+def make_path(kind: type) -> Callable[..., Any]:
+    return _checked(kind, "a path", _each_is(str))
+
+
+def _make_date(kind: type) -> Callable[..., Any]:
+    # A pickled date is bytes and a time zone.
+    return _checked(kind, "a date", _each_is(bytes, int, str, datetime.timezone))
 
 
 FACTORIES = (int, float, complex, str, bytes, bool, list, dict, tuple, set, frozenset, deque)
@@ -163,26 +104,48 @@ FACTORIES = (int, float, complex, str, bytes, bool, list, dict, tuple, set, froz
 #: Types whose objects are constructed empty, before their state is set.
 EMPTY = frozenset({argparse.Namespace, types.SimpleNamespace, io.BytesIO, OrderedDict})
 
+# The ends of slices are ints and None: destroying deeply nested slices recurses in C and could
+# overflow the stack.
+_is_slice = _each_is(int, type(None))
+
 MAKERS: dict[Any, Callable[..., Any]] = {
     set: _make_set,
-    frozenset: _make_frozenset,
-    complex: _make_complex,
-    slice: _make_slice,
-    range: _make_range,
-    bytes: _make_bytes,
+    frozenset: lambda items=(): frozenset(_make_set(items)),
+    complex: _checked(complex, "a complex number", lambda *z: len(z) == 2 and _each_is(float)(*z)),
+    slice: _checked(slice, "a slice", lambda *ends: len(ends) == 3 and _is_slice(*ends)),
+    range: _checked(range, "a range", _each_is(int)),
+    bytes: _checked(bytes, "bytes", lambda *nothing: not nothing),
     bytearray: _make_bytearray,
-    OrderedDict: _make_ordered,
-    defaultdict: _make_defaultdict,
-    Counter: _make_counter,
-    deque: _make_deque,
-    types.SimpleNamespace: _make_namespace,
+    OrderedDict: _checked(
+        OrderedDict, "an OrderedDict", lambda *nothing: not nothing or nothing == ([],)
+    ),
+    defaultdict: _checked(
+        defaultdict,
+        "a defaultdict",
+        lambda factory=None: factory is None or any(factory is kind for kind in FACTORIES),
+    ),
+    Counter: _checked(
+        Counter, "a Counter", lambda counts=None: counts is None or type(counts) is dict
+    ),
+    deque: _checked(
+        deque,
+        "a deque",
+        lambda items=(), limit=None: (
+            type(items) in (tuple, list) and (limit is None or type(limit) is int)
+        ),
+    ),
+    types.SimpleNamespace: _checked(types.SimpleNamespace, "a namespace", lambda *no: not no),
     datetime.datetime: _make_date(datetime.datetime),
     datetime.date: _make_date(datetime.date),
     datetime.time: _make_date(datetime.time),
-    datetime.timedelta: _make_timedelta,
-    datetime.timezone: _make_timezone,
+    datetime.timedelta: _checked(datetime.timedelta, "a timedelta", _each_is(int)),
+    datetime.timezone: _checked(
+        datetime.timezone,
+        "a zone",
+        lambda offset, *name: type(offset) is datetime.timedelta and _each_is(str)(*name),
+    ),
     torch.Size: make_size,
-    torch.device: _make_device,
+    torch.device: _checked(torch.device, "a torch.device", _each_is(str, int)),
 }
 
 
