@@ -47,7 +47,7 @@ CSRC_LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("index",),
     ("format", "os"),
-    ("checked_math", "error", "seeded_hash"),
+    ("checked_math", "error", "file_name", "seeded_hash"),
 )
 
 #: The extension modules of torch_ckpt.
@@ -179,6 +179,7 @@ CSRC = {
     "os": "The only folder with system calls, and the fault points for tests.",
     "planning": "Assignment of data: templates of states, owners, buckets, regions, read units.",
     "checked_math": "The only place that adds or compares offsets from outside.",
+    "file_name": "The form that untrusted file names must have.",
     "error": "One code for each defect, and Result<T>.",
     "seeded_hash": "Seeded hashes for tables with untrusted keys.",
 }

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from tests.metadata import read_metadata
 from tests.support import (
     StateDict,
     place_of,
     random_tensor,
 )
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 STATE: StateDict = {
     "small": random_tensor((40, 3), torch.float32),

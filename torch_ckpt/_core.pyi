@@ -4,7 +4,7 @@ Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its class
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch_ckpt.checkpoint.read_options import ReadOptions
@@ -152,6 +152,9 @@ class WrittenFiles:
 #: Length of a seal.
 SEAL_BYTES: int
 
+#: Maximum size of a ``.metadata`` file.
+MAX_METADATA_BYTES: int
+
 def seal_of(pickled: bytes) -> bytes:
     """The bytes that follow the pickle in a ``.metadata`` file."""
 
@@ -267,8 +270,8 @@ def names_file_beneath(name: str) -> bool:
 class DirectoryLease:
     """A save's hold on a checkpoint's directory; csrc/directory/lease.h has the protocol.
 
-    ``named(directory, metadata_name)`` returns the data files that a metadata file names. If it
-    raises, no file is removed, with a warning. A file that cannot be removed is a warning, too.
+    If a metadata file cannot be read, no file is removed, with a warning. A file that cannot be
+    removed is a warning, too.
     """
 
     def __init__(self, directory: Directory, rank: int | None, patience: float) -> None:
@@ -280,20 +283,16 @@ class DirectoryLease:
         """
     @property
     def tag(self) -> str: ...
-    def commit(
-        self, metadata: bytes, files: list[str], sync: bool, replace: bool, named: _NamedFiles
-    ) -> None:
+    def commit(self, metadata: bytes, files: list[str], sync: bool, replace: bool) -> None:
         """Publishes the metadata, removes files that no metadata names, and ends the lease.
 
         Raises NotCommitted and DurabilityUncertain.
         """
-    def abandon(self, named: _NamedFiles) -> None:
+    def abandon(self) -> None:
         """Removes the save's files and ends the lease."""
     def remove(self, names: list[str]) -> None: ...
     def close(self) -> None:
         """Ends the lease and removes nothing."""
-
-_NamedFiles = Callable[[Directory, str], Iterable[str]]
 
 def metadata_name(rank: int | None) -> str: ...
 def choose_prefix(directory: Directory, prefix: str, taken: Set[str] = ...) -> str:
@@ -307,14 +306,14 @@ def choose_prefix(directory: Directory, prefix: str, taken: Set[str] = ...) -> s
 def remove_files(directory: Directory, names: list[str]) -> None:
     """Removes files that no metadata names, which the caller has checked. Warns if that fails."""
 
-def remove_own(directory: Directory, names: list[str], named: _NamedFiles) -> None:
+def remove_own(directory: Directory, names: list[str]) -> None:
     """Removes a failed save's files if no other process holds a lock. Warns if that fails."""
 
-def remove_leftovers(directory: Directory, named: _NamedFiles) -> list[str] | None:
+def remove_leftovers(directory: Directory) -> list[str] | None:
     """Removes the files of interrupted saves, and returns the names of these files.
 
-    Returns None if a save or a load holds the directory's lock. Raises OSError, and the exceptions
-    of ``named``.
+    Returns None if a save or a load holds the directory's lock. Raises OSError, and Unsafe or
+    Corrupt if a metadata file cannot be decoded.
     """
 
 def publish(
@@ -348,9 +347,13 @@ def publish_contents(
 ) -> None:
     """Writes a file and publishes it as ``publish`` does."""
 
-def tile(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """True if boxes, given as offsets and sizes, cover a tensor of size ``whole``, each element
-    exactly once. No box may be empty. False, too, if csrc/planning/tiling.h cannot decide it."""
+def first_gap(
+    whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[int] | None:
+    """The first element of a tensor that no box covers; None if there is none.
+
+    ``whole`` is the size of the tensor, which contains all boxes. A box is offsets and sizes.
+    """
 
 #: Offsets and sizes in elements, file, offset and length in bytes, and True if it was written
 #: through a stream transform. The file is None if the metadata does not give it.
@@ -376,8 +379,8 @@ class CheckpointIndex:
         """Names and locations of records that the metadata does not describe."""
 
     def uncovered(self) -> list[str]:
-        """Tensors whose shards do not cover each element exactly once, or for which ``tile``
-        cannot decide it."""
+        """Tensors whose shards do not cover each element exactly once, or that are divided in
+        more than six dimensions."""
 
     def tables(self) -> dict[str, bytes]:
         """Encoded checksum tables by file name."""
@@ -385,28 +388,34 @@ class CheckpointIndex:
     def phases(self) -> str:
         """Durations of each rank's phases, as unchecked JSON; "" if they are unknown."""
 
-    def rename(self, names: list[str]) -> None:
-        """Renames all entries, in their order."""
+    def renamed(self, names: list[str]) -> CheckpointIndex:
+        """Returns a copy with other names, which are in the order of the entries."""
 
-class MetadataProgram:
-    """A metadata pickle that is safe to load: its program was checked without running it.
+def allow_dtypes(names: list[str]) -> None:
+    """Adds names of dtypes in the module torch to the names that metadata may contain."""
 
-    ``roles`` maps the allow-listed names, as "module name", to their roles in
-    csrc/index/metadata_pickle.h. Raises Unsafe for other names, Corrupt for all other defects, and
-    ValueError if a role is unknown.
+def allowed_globals() -> dict[str, str]:
+    """The names that metadata may contain, as "module name", and their roles; see
+    csrc/index/allowed_globals.h."""
+
+def walk_pickle(data: bytes) -> int:
+    """Checks that running a metadata pickle is safe. Returns the number of bytes up to STOP.
+
+    Raises Unsafe for names that metadata must not contain, and Corrupt for all other defects.
     """
 
-    def __init__(self, data: bytes, roles: dict[str, str]) -> None: ...
-    @property
-    def end(self) -> int:
-        """The number of bytes up to and including STOP."""
+def decode_index(data: bytes, source: str) -> CheckpointIndex:
+    """Decodes the contents of a ``.metadata`` file without running the pickle.
 
-    def index(self) -> CheckpointIndex:
-        """The index of the checkpoint.
+    Raises Unsafe for names that metadata must not contain and for data outside of the checkpoint's
+    directory, and Corrupt for all other defects. ``source`` is the origin of the bytes.
+    """
 
-        Raises Corrupt, with the name of the entry, if the metadata contradicts itself, and Unsafe
-        for data outside of the checkpoint's directory.
-        """
+def decode_objects(pickled: bytes, source: str) -> CheckpointIndex:
+    """Decodes a pickle of torch's ``Metadata`` that this process has made.
+
+    Raises Unsafe and Corrupt.
+    """
 
 def crc32(data: Any, crc: int = 0) -> int:
     """Returns the same as ``zlib.crc32``, at memory speed. ``data`` is a contiguous buffer."""

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "directory/file_names.h"
+#include "index/checkpoint_index.h"
 #include "os/file.h"
 
 namespace torch_ckpt::directory {
@@ -77,6 +78,30 @@ void warn_unless_done(const os::Directory& directory, Warnings& warnings, Remove
 }
 
 }  // namespace
+
+Result<std::set<std::string>> named_files(const os::Directory& directory, const std::string& name) {
+  auto file = directory.open_for_read(name);
+  if (!file) return file.error();
+  const auto size = file->size();
+  if (!size) return size.error();
+  const std::string path = directory.path_of(name);
+  if (*size > index::CheckpointIndex::kMaxFileBytes) {
+    return format_error(Errc::metadata_inconsistent,
+                        path + " is too large: it has " + std::to_string(*size) +
+                            " bytes, and the limit is " +
+                            std::to_string(index::CheckpointIndex::kMaxFileBytes));
+  }
+  std::vector<std::byte> contents(*size);
+  if (auto read = file->read_at(contents, 0); !read) return read.error();
+  const auto index = index::CheckpointIndex::decode(contents, path);
+  if (!index) return index.error();
+  std::set<std::string> files;
+  for (const auto& named : index->files()) {
+    // Normalize the names, because readers also accept names such as "./__0_0.distcp".
+    files.insert(index::normalized_path(index->text(named)));
+  }
+  return files;
+}
 
 Result<bool> share(os::Directory& directory, double patience_s,
                    const InterruptCheck& check_interrupt) {

@@ -68,6 +68,9 @@ namespace torch_ckpt::directory {
 using NamedFiles = std::function<Result<std::set<std::string>>(const os::Directory& directory,
                                                                const std::string&)>;
 
+/// Reads and decodes a metadata file. Fails if it cannot be read and decoded completely.
+Result<std::set<std::string>> named_files(const os::Directory& directory, const std::string& name);
+
 /// Called between attempts to lock. An error ends the wait.
 using InterruptCheck = std::function<Result<>()>;
 

@@ -10,8 +10,9 @@
 #include <utility>
 
 #include "checked_math.h"
+#include "file_name.h"
 #include "format/dtype.h"
-#include "os/beneath.h"
+#include "index/metadata_seal.h"
 #include "seeded_hash.h"
 
 namespace torch_ckpt::index {
@@ -53,20 +54,7 @@ bool has_surrogates(std::string_view text) {
 }
 
 bool is_beneath(std::string_view file) {
-  return file.size() <= kMaxPathBytes && !has_surrogates(file) && os::names_file_beneath(file);
-}
-
-/// Removes empty and "." components from a path.
-std::string normalized(std::string_view file) {
-  std::string path;
-  while (!file.empty()) {
-    const std::string_view part = file.substr(0, file.find('/'));
-    file.remove_prefix(std::min(file.size(), part.size() + 1));
-    if (part.empty() || part == ".") continue;
-    if (!path.empty()) path += '/';
-    path += part;
-  }
-  return path;
+  return file.size() <= kMaxPathBytes && !has_surrogates(file) && names_file_beneath(file);
 }
 
 /// Formats a file name like Python's repr(), truncated to 200 bytes.
@@ -89,14 +77,21 @@ std::string quoted(std::string_view file) {
   return text + (file.size() > kMaxShown ? "..." : "'");
 }
 
+Result<CheckpointIndex> named_source(Result<CheckpointIndex> built, const std::string& source) {
+  if (built) return built;
+  const Error& error = built.error();
+  return format_error(error.code, error.message() + " (" + source + ")");
+}
+
 }  // namespace
 
 class IndexBuilder {
  public:
-  explicit IndexBuilder(const PickleValues& values) : values_(values) {}
+  explicit IndexBuilder(const MetadataPickle& pickle)
+      : values_(pickle.values), records_(pickle.records) {}
 
   Result<CheckpointIndex> run() {
-    if (values_.type(values_.root) != Class::metadata) {
+    if (values_.type(values_.root) != TorchClass::metadata) {
       fail("expected a checkpoint's metadata, found " + values_.kind(values_.root));
     } else {
       metadata_ = &values_.objects[values_.root.number()];
@@ -152,11 +147,11 @@ class IndexBuilder {
   static constexpr std::size_t kShortBytes = 256;
 
   LongText* long_text(const Value& value, std::string_view text) {
-    return text.size() > kShortBytes ? &long_texts_[value.payload] : nullptr;
+    return text.size() > kShortBytes ? &long_texts_[value.opcode_at()] : nullptr;
   }
   /// Copies the text to the index once for each opcode that pushes it.
   TextRef added_text(const Value& value) {
-    const auto [known, is_new] = added_texts_.try_emplace(value.payload);
+    const auto [known, is_new] = added_texts_.try_emplace(value.opcode_at());
     if (is_new) known->second = index_.add_text(values_.text(value));
     return known->second;
   }
@@ -183,7 +178,7 @@ class IndexBuilder {
     const std::size_t count = values_.count(*dict) / 2;
     index_.names_.reserve(count);
     index_.entries_.reserve(count);
-    index_.shards_.reserve(std::max(count, values_.storage_infos.size()));
+    index_.shards_.reserve(std::max(count, records_.storage_infos.size()));
     values_.for_each_pair(*dict, [&](const Value& key, const Value& value) {
       if (!error_) add_entry(key, value);
     });
@@ -199,10 +194,10 @@ class IndexBuilder {
     Entry entry;
     entry.first_shard = static_cast<std::uint32_t>(index_.shards_.size());
     switch (values_.type(value)) {
-      case Class::object:
+      case TorchClass::object:
         index_.shards_.emplace_back();
         break;
-      case Class::tensor:
+      case TorchClass::tensor:
         entry.is_tensor = true;
         if (!add_tensor(name, values_.objects[value.number()], entry)) return false;
         break;
@@ -219,10 +214,10 @@ class IndexBuilder {
   }
 
   bool add_tensor(std::string_view name, const Object& instance, Entry& entry) {
-    if (!instance.built || !values_.tensors[instance.first].is_complete) {
+    if (!instance.is_built || !records_.tensors[instance.first].is_complete) {
       return fail(name, "the tensor's description in the metadata is incomplete");
     }
-    const TensorRecord& record = values_.tensors[instance.first];
+    const TensorRecord& record = records_.tensors[instance.first];
     const Object* chunks = values_.object(record.chunks, ObjectKind::list);
     if (chunks == nullptr) {
       return fail(
@@ -252,14 +247,14 @@ class IndexBuilder {
   }
 
   bool add_properties(std::string_view name, const Value& value, Entry& entry) {
-    if (values_.type(value) != Class::properties) {
+    if (values_.type(value) != TorchClass::properties) {
       return fail(name, "expected tensor properties in the metadata, found " + values_.kind(value));
     }
     const Object& instance = values_.objects[value.number()];
     const PropertiesRecord none;
-    const PropertiesRecord& record = instance.built ? values_.properties[instance.first] : none;
+    const PropertiesRecord& record = instance.is_built ? records_.properties[instance.first] : none;
     if (record.dtype.kind != ValueKind::global ||
-        values_.globals[record.dtype.number()].type != Class::dtype) {
+        values_.globals[record.dtype.number()].type != TorchClass::dtype) {
       return fail(name, "expected a dtype in the metadata, found " + values_.kind(record.dtype));
     }
     const auto [known, is_new] =
@@ -273,14 +268,14 @@ class IndexBuilder {
     }
     entry.dtype = known->second;
     entry.requires_grad =
-        record.requires_grad.kind == ValueKind::boolean && record.requires_grad.is(Value::kTrue);
+        record.requires_grad.kind == ValueKind::boolean && record.requires_grad.is_true;
     return true;
   }
 
   /// Checks extents and stores their product in products_.
   bool check_extents(std::string_view name, const ExtentsField& field, const char* what) {
     if (field.problem != Object::kNothing) {
-      std::string problem = values_.problems[field.problem];
+      std::string problem = records_.problems[field.problem];
       problem.replace(problem.find('%'), 1, what);
       return fail(name, "the metadata has " + problem);
     }
@@ -318,14 +313,14 @@ class IndexBuilder {
 
   bool add_shard(std::string_view name, const Value& value, const Entry& entry,
                  std::uint64_t& held) {
-    if (values_.type(value) != Class::shard) {
+    if (values_.type(value) != TorchClass::shard) {
       return fail(name, "expected a shard in the metadata, found " + values_.kind(value));
     }
     const Object& instance = values_.objects[value.number()];
-    if (!instance.built || !values_.shards[instance.first].is_complete) {
+    if (!instance.is_built || !records_.shards[instance.first].is_complete) {
       return fail(name, "the metadata has a shard without offsets or sizes");
     }
-    const ShardRecord& record = values_.shards[instance.first];
+    const ShardRecord& record = records_.shards[instance.first];
     if (!check_extents(name, record.offsets, "a shard offset") ||
         !check_extents(name, record.sizes, "a shard size")) {
       return false;
@@ -364,7 +359,7 @@ class IndexBuilder {
     const Object* dict = values_.object(*stored, ObjectKind::dict);
     if (dict == nullptr) return fail("storage_data is " + values_.kind(*stored) + ", not a dict");
     next_shards_.resize(index_.entries_.size());
-    is_key_seen_.resize(values_.keys.size());
+    is_key_seen_.resize(records_.keys.size());
     ranges_.reserve(values_.count(*dict) / 2);
     values_.for_each_pair(*dict, [&](const Value& key, const Value& value) {
       if (!error_) add_location(key, value);
@@ -375,12 +370,12 @@ class IndexBuilder {
   }
 
   bool add_location(const Value& key, const Value& value) {
-    if (values_.type(key) != Class::key) {
+    if (values_.type(key) != TorchClass::key) {
       return fail("storage_data has a key that is " + values_.kind(key));
     }
     const Object& instance = values_.objects[key.number()];
     const KeyRecord none;
-    const KeyRecord& index = instance.built ? values_.keys[instance.first] : none;
+    const KeyRecord& index = instance.is_built ? records_.keys[instance.first] : none;
     if (index.name.kind != ValueKind::text) {
       return fail("storage_data has a MetadataIndex whose fqn is " + values_.kind(index.name));
     }
@@ -389,43 +384,41 @@ class IndexBuilder {
     // A short pickle could otherwise repeat one key many times.
     if (is_key_seen_[instance.first]) return fail(name, "storage_data contains this key twice");
     is_key_seen_[instance.first] = true;
-    if (values_.type(value) != Class::storage_info) {
+    if (values_.type(value) != TorchClass::storage_info) {
       return fail(name, "expected a location in the metadata, found " + values_.kind(value));
     }
     const Object& stored = values_.objects[value.number()];
-    if (!stored.built || !values_.storage_infos[stored.first].is_complete) {
+    if (!stored.is_built || !records_.storage_infos[stored.first].is_complete) {
       return fail(name, "the location in the metadata is incomplete");
     }
-    const StorageInfoRecord& info = values_.storage_infos[stored.first];
+    const StorageInfoRecord& info = records_.storage_infos[stored.first];
     Shard found;
     if (!find_file(name, info.file, found.file)) return false;
     const auto is_count = [](const Value& number) {
-      return is_integer(number) && number.integer() >= 0;
+      return number.is_integer() && number.integer() >= 0;
     };
     const bool are_counts = is_count(info.offset) && is_count(info.length);
-    if (!are_counts || info.length.payload > kMaxBytes - info.offset.payload) {
+    const auto offset = static_cast<std::uint64_t>(info.offset.integer());
+    const auto length = static_cast<std::uint64_t>(info.length.integer());
+    if (!are_counts || length > kMaxBytes - offset) {
       return fail(name, "the metadata has an invalid location: file offset " +
                             values_.number(info.offset) + ", length " +
                             values_.number(info.length) +
                             (are_counts ? "; their sum is 2**63 or more" : ""));
     }
-    found.offset = info.offset.payload;
-    found.length = info.length.payload;
+    found.offset = offset;
+    found.length = length;
     if (!check_transforms(name, info.transforms, found.is_transformed)) return false;
     if (found.length > 0) ranges_.push_back({found.offset, found.length, found.file, index.name});
     assign_location(name, index, found);
     return true;
   }
 
-  static bool is_integer(const Value& value) {
-    return value.kind == ValueKind::small_integer || value.kind == ValueKind::integer;
-  }
-
   /// Sets `number` to the number of the file with this name. Adds the file if it is new.
   bool find_file(std::string_view name, const Value& value, std::uint32_t& number) {
     if (value.kind != ValueKind::text) return fail_outside(name, values_.kind(value));
     // Picklers write most file names once, so the offset of the opcode identifies the file.
-    if (value.payload == last_file_at_) {
+    if (value.opcode_at() == last_file_at_) {
       number = last_file_;
       return true;
     }
@@ -437,7 +430,7 @@ class IndexBuilder {
       if (!is_text(file) || !is_beneath(file)) return fail_outside(name, quoted(file));
       index_.files_.push_back(index_.add_text(file));
       if (file.find('/') != std::string_view::npos) {
-        const std::string path = normalized(file);
+        const std::string path = normalized_path(file);
         const auto same = normalized_.try_emplace(path, known->second).first;
         same_file_.push_back(same->second);
       } else {
@@ -445,7 +438,7 @@ class IndexBuilder {
             normalized_.try_emplace(std::string(file), known->second).first->second);
       }
     }
-    last_file_at_ = value.payload;
+    last_file_at_ = value.opcode_at();
     number = last_file_ = known->second;
     return true;
   }
@@ -464,7 +457,7 @@ class IndexBuilder {
     } else if (value.kind == ValueKind::tuple) {
       std::ranges::for_each(values_.tuple(value), visit);
     } else {
-      are_texts = value.kind == ValueKind::extents && value.is(Value::kTuple) &&
+      are_texts = value.kind == ValueKind::extents && !value.is_size &&
                   values_.extents.at(value.number()).empty();
     }
     if (count > CheckpointIndex::kMaxTransforms) {
@@ -480,45 +473,43 @@ class IndexBuilder {
     return true;
   }
 
-  // --- hash table of tensor shards, by entry and offsets ---
+  static std::uint64_t shard_hash(std::uint32_t entry, std::uint32_t offsets) {
+    return SeededHash()((std::uint64_t{entry} << 32) | offsets);
+  }
+  auto is_at(std::uint32_t entry, std::uint32_t offsets) const {
+    return [this, of = index_.entries_[entry], offsets](std::uint32_t shard) {
+      return index_.shards_[shard].offsets == offsets && shard >= of.first_shard &&
+             shard - of.first_shard < of.shard_count;
+    };
+  }
 
-  static std::uint64_t shard_key(std::uint32_t entry, std::uint32_t offsets) {
-    return (std::uint64_t{entry} << 32) | offsets;
+  /// Returns the first shard of an entry with these offsets, or nullptr. The entry must be a tensor
+  /// with several shards.
+  Shard* shard_at(std::uint32_t entry, std::uint32_t offsets) {
+    if (!std::exchange(are_shards_known_, true)) add_shard_ids();
+    const auto found = shard_ids_.find(shard_hash(entry, offsets), is_at(entry, offsets));
+    return found ? &index_.shards_[*found] : nullptr;
   }
-  /// Returns the slot that holds the shard, or the free slot for it. Slots hold shard numbers + 1.
-  std::uint32_t& slot_of(std::uint64_t key) {
-    if (shard_slots_.empty()) fill_shard_slots();
-    const std::size_t mask = shard_slots_.size() - 1;
-    std::size_t slot = SeededHash()(key) & mask;
-    while (shard_slots_[slot].second != 0 && shard_slots_[slot].first != key) {
-      slot = (slot + 1) & mask;
-    }
-    shard_slots_[slot].first = key;
-    return shard_slots_[slot].second;
-  }
-  void fill_shard_slots() {
-    std::size_t slots = 64;
-    while (slots < 2 * index_.shards_.size()) slots *= 2;
-    shard_slots_.assign(slots, {});
+  void add_shard_ids() {
+    shard_ids_.reserve(index_.shards_.size());
     for (std::uint32_t number = 0; number < index_.entries_.size(); ++number) {
       const Entry& entry = index_.entries_[number];
       if (!entry.is_tensor || entry.shard_count < 2) continue;
       for (std::uint32_t i = entry.first_shard; i < entry.first_shard + entry.shard_count; ++i) {
-        std::uint32_t& slot = slot_of(shard_key(number, index_.shards_[i].offsets));
-        if (slot == 0) slot = i + 1;
+        const std::uint32_t offsets = index_.shards_[i].offsets;
+        shard_ids_.add(shard_hash(number, offsets), i, is_at(number, offsets));
       }
     }
   }
-
   /// Returns the number of an entry. Looks up recent names by the offset of their opcode, because
   /// picklers write most names once.
   std::optional<std::uint32_t> entry_of(std::string_view name, const Value& text) {
-    Known& known = known_[(text.payload * 0x9e3779b97f4a7c15) >> (64 - kKnownBits)];
-    if (known.at == text.payload) return known.entry;
+    Known& known = known_[(text.opcode_at() * 0x9e3779b97f4a7c15) >> (64 - kKnownBits)];
+    if (known.at == text.opcode_at()) return known.entry;
     LongText* found = long_text(text, name);
     if (found != nullptr && found->is_looked_up) return found->entry;
     const auto entry = index_.find(name);
-    if (entry) known = {text.payload, *entry};
+    if (entry) known = {text.opcode_at(), *entry};
     if (found != nullptr) {
       found->entry = entry;
       found->is_looked_up = true;
@@ -541,8 +532,8 @@ class IndexBuilder {
         if (next < entry.shard_count &&
             index_.shards_[entry.first_shard + next].offsets == offsets) {
           shard = &index_.shards_[entry.first_shard + next++];
-        } else if (const std::uint32_t found = slot_of(shard_key(*number, offsets)); found != 0) {
-          shard = &index_.shards_[found - 1];
+        } else {
+          shard = shard_at(*number, offsets);
         }
       }
     }
@@ -567,7 +558,7 @@ class IndexBuilder {
       for (std::uint32_t i = entry.first_shard; i < entry.first_shard + entry.shard_count; ++i) {
         Shard& shard = index_.shards_[i];
         if (shard.file != kNone) continue;
-        const Shard& first = index_.shards_[slot_of(shard_key(number, shard.offsets)) - 1];
+        const Shard& first = *shard_at(number, shard.offsets);
         const std::uint32_t sizes = shard.sizes;
         shard = first;
         shard.sizes = sizes;
@@ -660,7 +651,10 @@ class IndexBuilder {
     const auto for_each_part = [&](const Value& path, const auto& visit) {
       if (path.kind == ValueKind::extents) {
         for (const std::int64_t number : values_.extents.at(path.number())) {
-          visit(Value{ValueKind::integer, 0, 0, 1, static_cast<std::uint64_t>(number)});
+          Value part;
+          part.kind = ValueKind::integer;
+          part.payload = static_cast<std::uint64_t>(number);
+          visit(part);
         }
       } else if (path.kind == ValueKind::tuple) {
         for (const Value& part : values_.tuple(path)) visit(part);
@@ -695,14 +689,14 @@ class IndexBuilder {
   /// list from `left`. Fails if `left` is too small.
   void check_index(const Value& key, const Value& part, std::uint64_t& items, std::uint64_t& left) {
     std::uint64_t end = 0;
-    if (is_integer(part) && part.integer() >= 0) {
-      end = part.payload + 1;
+    if (part.is_integer() && part.integer() >= 0) {
+      end = static_cast<std::uint64_t>(part.integer()) + 1;
     } else if (part.kind == ValueKind::real) {
       // If another part follows, set_element extends the list until it is longer than the number.
-      const auto number = std::bit_cast<double>(part.payload);
+      const auto number = part.real();
       if (!(number > 0)) return;
       end = number < 1e18 ? static_cast<std::uint64_t>(number) + 2 : kUnknown;
-    } else if (is_integer(part) || part.kind == ValueKind::large_integer) {
+    } else if (part.is_integer() || part.kind == ValueKind::large_integer) {
       end = kUnknown;
     }
     if (end <= items) return;
@@ -717,15 +711,14 @@ class IndexBuilder {
   }
 
   std::string describe_index(const Value& part) const {
-    return part.kind == ValueKind::real ? std::to_string(std::bit_cast<double>(part.payload))
-                                        : values_.number(part);
+    return part.kind == ValueKind::real ? std::to_string(part.real()) : values_.number(part);
   }
 
   // --- other attributes ---
 
   bool check_storage_meta() {
     const auto meta = values_.attribute(*metadata_, "storage_meta");
-    if (!meta || meta->kind == ValueKind::none || values_.type(*meta) == Class::storage_meta) {
+    if (!meta || meta->kind == ValueKind::none || values_.type(*meta) == TorchClass::storage_meta) {
       return true;
     }
     return fail("storage_meta is " + values_.kind(*meta) + ", not a StorageMeta");
@@ -747,7 +740,7 @@ class IndexBuilder {
         if (values_.text(key) == "phases") phases = value;
       });
     }
-    if (!version || !is_integer(*version)) {
+    if (!version || !version->is_integer()) {
       return fail("the metadata's attribute torch_ckpt has no valid version");
     }
     if (version->integer() != 1) return true;
@@ -791,6 +784,7 @@ class IndexBuilder {
   }
 
   const PickleValues& values_;
+  const TorchRecords& records_;
   const Object* metadata_ = nullptr;
   CheckpointIndex index_;
   std::optional<Error> error_;
@@ -805,7 +799,8 @@ class IndexBuilder {
   std::vector<std::uint32_t> same_file_;  // by file: the first file with the same normalized path
   std::uint64_t last_file_at_ = kNoOffset;
   std::uint32_t last_file_ = 0;
-  std::vector<std::pair<std::uint64_t, std::uint32_t>> shard_slots_;
+  IdTable shard_ids_;  // shards of tensors with several shards, by entry and offsets
+  bool are_shards_known_ = false;
   std::vector<std::uint32_t> next_shards_;  // by entry
   std::unordered_map<std::uint64_t, LongText, SeededHash> long_texts_;
   std::unordered_map<std::uint64_t, TextRef, SeededHash> added_texts_;
@@ -817,111 +812,72 @@ class IndexBuilder {
   std::vector<Known> known_ = std::vector<Known>(std::size_t{1} << kKnownBits);
 };
 
-CheckpointIndex::TextRef CheckpointIndex::add_text(std::string_view text) {
-  const TextRef added{texts_.size(), static_cast<std::uint32_t>(text.size())};
-  texts_ += text;
-  return added;
-}
-
-std::uint32_t CheckpointIndex::add_dtype(std::string_view dtype) {
-  const auto found = std::ranges::find(dtypes_, dtype);
-  if (found != dtypes_.end()) return static_cast<std::uint32_t>(found - dtypes_.begin());
-  dtypes_.emplace_back(dtype);
-  return static_cast<std::uint32_t>(dtypes_.size() - 1);
-}
-
-void CheckpointIndex::add_tensor(std::string_view name, std::string_view dtype, bool requires_grad,
-                                 std::span<const std::int64_t> size) {
-  names_.add(name);
-  entries_.push_back({true, requires_grad, add_dtype(dtype), extents_.intern(size),
-                      static_cast<std::uint32_t>(shards_.size()), 0});
-}
-
-void CheckpointIndex::add_object(std::string_view name) {
-  names_.add(name);
-  entries_.push_back({false, false, kNone, kNone, static_cast<std::uint32_t>(shards_.size()), 0});
-}
-
-std::uint32_t CheckpointIndex::add_shard(std::span<const std::int64_t> offsets,
-                                         std::span<const std::int64_t> sizes) {
-  Shard& shard = shards_.emplace_back();
-  if (entries_.back().is_tensor) {
-    shard.offsets = extents_.intern(offsets);
-    shard.sizes = extents_.intern(sizes);
-  }
-  return entries_.back().shard_count++;
-}
-
-void CheckpointIndex::set_files(
-    std::span<const std::pair<std::string_view, std::string_view>> files) {
-  texts_.clear();
-  files_.clear();
-  tables_.clear();
-  file_names_ = {};
-  for (const auto& [name, table] : files) {
-    files_.push_back(add_text(name));
-    tables_.push_back(add_text(table));
-    file_names_.add(name);
-  }
-}
-
-bool CheckpointIndex::set_location(ShardId shard, std::uint32_t file, std::uint64_t offset,
-                                   std::uint64_t length) {
-  Shard& location = shards_[entries_[shard.entry].first_shard + shard.number];
-  if (location.file == file && location.offset == offset && location.length == length) return false;
-  if (location.file == kNone) located_shards_.push_back(shard);
-  location.file = file;
-  location.offset = offset;
-  location.length = length;
-  return true;
-}
-
-void CheckpointIndex::copy_entry(const CheckpointIndex& other, std::string_view name) {
-  const auto found = other.find(name);
-  if (!found) return;
-  const Entry& entry = other.entries_[*found];
-  if (entry.is_tensor) {
-    add_tensor(name, other.dtypes_[entry.dtype], entry.requires_grad, other.extents(entry.size));
-  } else {
-    add_object(name);
-  }
-  const auto here = static_cast<std::uint32_t>(entries_.size() - 1);
-  for (const Shard& shard : other.shards(entry)) {
-    const bool has_extents = shard.offsets != kNone;
-    const std::uint32_t number =
-        has_extents ? add_shard(other.extents(shard.offsets), other.extents(shard.sizes))
-                    : add_shard({}, {});
-    if (shard.file == kNone) continue;
-    if (const auto file = file_names_.find(other.text(other.files_[shard.file]))) {
-      set_location({here, number}, *file, shard.offset, shard.length);
-    }
-  }
-}
-
-void CheckpointIndex::add_path(std::string_view name, std::span<const PathPart> parts) {
-  path_names_.add(name);
-  path_parts_.insert(path_parts_.end(), parts.begin(), parts.end());
-  path_begins_.push_back(path_parts_.size());
-}
-
-Result<> CheckpointIndex::rename(std::span<const std::string> names) {
+Result<CheckpointIndex> CheckpointIndex::renamed(std::span<const std::string> names) const {
   if (names.size() != entries_.size()) {
     return format_error(Errc::invalid_argument, "got " + std::to_string(names.size()) +
                                                     " names for " +
                                                     std::to_string(entries_.size()) + " entries");
   }
-  NameTable renamed;
+  CheckpointIndex made = *this;
+  made.names_ = {};
   for (const std::string& name : names) {
-    if (!renamed.add(name).second) {
+    if (!made.names_.add(name).second) {
       return format_error(Errc::invalid_argument, name + ": two entries would have this name");
     }
   }
-  names_ = std::move(renamed);
-  return {};
+  return made;
 }
 
-Result<CheckpointIndex> CheckpointIndex::build(const PickleValues& values) {
-  return IndexBuilder(values).run();
+std::string normalized_path(std::string_view file) {
+  std::string path;
+  while (!file.empty()) {
+    const std::string_view part = file.substr(0, file.find('/'));
+    file.remove_prefix(std::min(file.size(), part.size() + 1));
+    if (part.empty() || part == ".") continue;
+    if (!path.empty()) path += '/';
+    path += part;
+  }
+  return path;
+}
+
+Result<CheckpointIndex> CheckpointIndex::build(const MetadataPickle& pickle) {
+  return IndexBuilder(pickle).run();
+}
+
+Result<CheckpointIndex> CheckpointIndex::decode(std::span<const std::byte> file,
+                                                const std::string& source) {
+  const auto refused = [&](const Error& error) {
+    // A caller can pass allow_pickle=True only to load a name that is not allowed.
+    if (error.code == Errc::pickle_forbidden) {
+      return format_error(error.code, source + ": " + error.message() +
+                                          "; pass allow_pickle=True (to a CheckpointManager: "
+                                          "load_options={'allow_pickle': True}) only if you trust "
+                                          "the writer");
+    }
+    return format_error(error.code,
+                        source + " is damaged or not a checkpoint's metadata: " + error.message());
+  };
+  const auto covered = bytes_sealed(file);
+  if (!covered) return refused(covered.error());
+  const auto pickle = walk_metadata_pickle(file, *allowed_globals());
+  if (!pickle) return refused(pickle.error());
+  if (pickle->values.end != covered->value_or(file.size())) {
+    return refused(format_error(Errc::pickle_truncated,
+                                "the pickle ends at byte " + std::to_string(pickle->values.end) +
+                                    " but is not followed by a valid checksum seal"));
+  }
+  return named_source(build(*pickle), source);
+}
+
+Result<CheckpointIndex> CheckpointIndex::decode_objects(std::span<const std::byte> pickle,
+                                                        const std::string& source) {
+  const auto walked = walk_metadata_pickle(pickle, *allowed_globals());
+  if (!walked) {
+    return format_error(
+        Errc::metadata_inconsistent,
+        source + ": the metadata contains unsupported values: " + walked.error().message());
+  }
+  return named_source(build(*walked), source);
 }
 
 }  // namespace torch_ckpt::index

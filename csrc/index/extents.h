@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "index/id_table.h"
+
 namespace torch_ckpt::index {
 
 /// Formats numbers for a message: "[2, 3]".
@@ -28,11 +30,9 @@ class ExtentsTable {
   std::size_t size() const { return begins_.size() - 1; }
 
  private:
-  void grow();
-
   std::vector<std::int64_t> numbers_;
   std::vector<std::uint64_t> begins_{0};
-  std::vector<std::uint32_t> slots_;  // id + 1; 0: free
+  IdTable ids_;
 };
 
 }  // namespace torch_ckpt::index

@@ -20,7 +20,7 @@ constexpr std::string_view kFileSystem = "torch.distributed.checkpoint.filesyste
 
 void MetadataEncoder::describe() {
   if (std::exchange(is_described_, true)) return;
-  names_.resize(index_.entries().size());
+  names_.resize(draft_.entries().size());
   begin_object(kMetadata, "Metadata");
   key("state_dict_metadata");
   put_entries();
@@ -36,7 +36,7 @@ const std::vector<std::string_view>& MetadataEncoder::encode(const MetadataExtra
   file_names_.clear();
   for (const FileNameGap& gap : gaps_) {
     format::PickleWriter file(0);
-    file.text(index_.text(index_.files()[gap.file]));
+    file.text(draft_.text(draft_.files()[gap.file]));
     file_names_.push_back(file.take_part());
   }
   pieces_ = {description_};
@@ -66,14 +66,14 @@ std::string MetadataEncoder::end_part(Memo& memo) {
 
 std::string MetadataEncoder::encode_locations() {
   begin_part(after_description_);
-  memo_.files.resize(index_.files().size());
+  memo_.files.resize(draft_.files().size());
   gaps_.clear();
   key("storage_data");
-  const auto order = index_.located_shards();
+  const auto order = draft_.located_shards();
   items(order.size(), [&](std::size_t i) {
-    const CheckpointIndex::ShardId& id = order[i];
-    const Entry& entry = index_.entries()[id.entry];
-    const Shard& shard = index_.shards(entry)[id.number];
+    const MetadataDraft::ShardId& id = order[i];
+    const Entry& entry = draft_.entries()[id.entry];
+    const Shard& shard = draft_.shards(entry)[id.number];
     begin_object(kMetadata, "MetadataIndex");
     key("fqn");
     name(id.entry);
@@ -153,14 +153,14 @@ void MetadataEncoder::end_tuple(std::size_t size) {
 }
 void MetadataEncoder::name(std::uint32_t entry) {
   if (names_[entry] != 0) return pickle_.fetch(names_[entry] - 1);
-  pickle_.text(index_.name(entry));
+  pickle_.text(draft_.name(entry));
   names_[entry] = pickle_.memoize() + 1;
 }
 void MetadataEncoder::extents(std::uint32_t id) {
   const auto [known, is_new] = extents_.try_emplace(id, 0);
   if (!is_new) return pickle_.fetch(known->second);
   global("torch", "Size");
-  const auto numbers = index_.extents(id);
+  const auto numbers = draft_.extents(id);
   begin_tuple(numbers.size());
   for (const std::int64_t number : numbers) {
     pickle_.number(static_cast<std::uint64_t>(number));
@@ -190,7 +190,7 @@ void MetadataEncoder::properties(const Entry& entry) {
   pickle_.put(op::kEmptyTuple);
   pickle_.put(op::kNewobj);
   pickle_.put(op::kMark);
-  global("torch", index_.dtypes()[entry.dtype]);
+  global("torch", draft_.dtypes()[entry.dtype]);
   global("torch.serialization", "_get_layout");
   key("torch.strided");
   pickle_.put(op::kTuple1);
@@ -224,8 +224,8 @@ void MetadataEncoder::in_batches(std::size_t count, unsigned char code, Put put)
 }
 
 void MetadataEncoder::put_entries() {
-  items(index_.entries().size(), [&](std::size_t i) {
-    const Entry& entry = index_.entries()[i];
+  items(draft_.entries().size(), [&](std::size_t i) {
+    const Entry& entry = draft_.entries()[i];
     name(static_cast<std::uint32_t>(i));
     if (!entry.is_tensor) {
       global(kMetadata, "BytesStorageMetadata");
@@ -240,20 +240,20 @@ void MetadataEncoder::put_entries() {
     extents(entry.size);
     key("chunks");
     pickle_.put(op::kEmptyList);
-    const auto shards = index_.shards(entry);
+    const auto shards = draft_.shards(entry);
     in_batches(shards.size(), op::kAppends, [&](std::size_t n) { shard(shards[n]); });
     end_object();
   });
 }
 
 void MetadataEncoder::put_paths() {
-  items(index_.paths(), [&](std::size_t i) {
-    const std::string_view text = index_.path_name(i);
+  items(draft_.paths(), [&](std::size_t i) {
+    const std::string_view text = draft_.path_name(i);
     name_or_text(text);
-    const auto parts = index_.path(i);
+    const auto parts = draft_.path(i);
     begin_tuple(parts.size());
     std::size_t at = 0;
-    for (const CheckpointIndex::PathPart& part : parts) {
+    for (const MetadataDraft::PathPart& part : parts) {
       const std::string_view word = text.substr(at, part.bytes);
       at += part.bytes + 1;
       if (part.is_number) {
@@ -271,7 +271,7 @@ void MetadataEncoder::put_paths() {
   });
 }
 void MetadataEncoder::name_or_text(std::string_view text) {
-  if (const auto entry = index_.find(text)) return name(*entry);
+  if (const auto entry = draft_.find(text)) return name(*entry);
   pickle_.text(text);
 }
 void MetadataEncoder::path_word(std::string_view word) {
@@ -299,8 +299,8 @@ void MetadataEncoder::put_storage_meta(const MetadataExtras& extras) {
 
 void MetadataEncoder::put_tables(const MetadataExtras& extras) {
   std::vector<std::uint32_t> files;
-  for (std::uint32_t i = 0; i < index_.files().size(); ++i) {
-    if (index_.tables()[i].bytes > 0) files.push_back(i);
+  for (std::uint32_t i = 0; i < draft_.files().size(); ++i) {
+    if (draft_.tables()[i].bytes > 0) files.push_back(i);
   }
   if (files.empty() && extras.phases.empty()) return;
   key("torch_ckpt");
@@ -313,9 +313,9 @@ void MetadataEncoder::put_tables(const MetadataExtras& extras) {
     if (const std::uint32_t file = memo_.files[files[i]]; file != 0) {
       pickle_.fetch(file - 1);
     } else {
-      pickle_.text(index_.text(index_.files()[files[i]]));
+      pickle_.text(draft_.text(draft_.files()[files[i]]));
     }
-    pickle_.bytes(index_.text(index_.tables()[files[i]]));
+    pickle_.bytes(draft_.text(draft_.tables()[files[i]]));
   });
   if (!extras.phases.empty()) {
     key("phases");

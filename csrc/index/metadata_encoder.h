@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "format/pickle_writer.h"
-#include "index/checkpoint_index.h"
+#include "index/metadata_draft.h"
 
 namespace torch_ckpt::index {
 
-/// Parts of the metadata that a CheckpointIndex does not contain.
+/// Parts of the metadata that a MetadataDraft does not contain.
 struct MetadataExtras {
   /// Names and values of the StorageMeta's attributes; empty: no StorageMeta.
   std::vector<std::pair<std::string, std::optional<std::string>>> storage_meta;
@@ -32,8 +32,8 @@ struct MetadataExtras {
 //   3. the tail, which differs in each save.
 class MetadataEncoder {
  public:
-  /// `index` must outlive the encoder. Its entries and paths must not change after describe().
-  explicit MetadataEncoder(const CheckpointIndex& index) : index_(index) {}
+  /// `draft` must outlive the encoder. Its entries and paths must not change after describe().
+  explicit MetadataEncoder(const MetadataDraft& draft) : draft_(draft) {}
 
   /// Encodes the entries and paths.
   void describe();
@@ -45,8 +45,8 @@ class MetadataEncoder {
   const std::vector<std::string_view>& encode(const MetadataExtras& extras);
 
  private:
-  using Entry = CheckpointIndex::Entry;
-  using Shard = CheckpointIndex::Shard;
+  using Entry = MetadataDraft::Entry;
+  using Shard = MetadataDraft::Shard;
 
   /// Memo indices of the values written so far.
   struct Memo {
@@ -88,7 +88,7 @@ class MetadataEncoder {
   void put_storage_meta(const MetadataExtras& extras);
   void put_tables(const MetadataExtras& extras);
 
-  const CheckpointIndex& index_;
+  const MetadataDraft& draft_;
   format::PickleWriter pickle_;
   Memo memo_;
   // Memo indices of values that occur only in the first two parts.

@@ -18,6 +18,9 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -45,29 +48,6 @@ std::string printable(std::string_view text) {
   return out;
 }
 
-Class class_named(std::string_view name, GlobalRole role) {
-  struct Known {
-    std::string_view name;
-    Class type;
-  };
-  static constexpr std::array<Known, 11> kKnown = {{
-      {"torch.distributed.checkpoint.metadata Metadata", Class::metadata},
-      {"torch.distributed.checkpoint.metadata TensorStorageMetadata", Class::tensor},
-      {"torch.distributed.checkpoint.metadata BytesStorageMetadata", Class::object},
-      {"torch.distributed.checkpoint.metadata ChunkStorageMetadata", Class::shard},
-      {"torch.distributed.checkpoint.metadata TensorProperties", Class::properties},
-      {"torch.distributed.checkpoint.metadata MetadataIndex", Class::key},
-      {"torch.distributed.checkpoint.metadata StorageMeta", Class::storage_meta},
-      {"torch.distributed.checkpoint.filesystem _StorageInfo", Class::storage_info},
-      {"torch.distributed._shard.sharded_tensor.metadata TensorProperties", Class::properties},
-      {"torch Size", Class::size},
-  }};
-  for (const Known& known : kKnown) {
-    if (known.name == name) return known.type;
-  }
-  return role == GlobalRole::value && name.starts_with("torch ") ? Class::dtype : Class::other;
-}
-
 class Walk {
  public:
   Walk(std::span<const std::byte> bytes, const Globals& allowed)
@@ -75,7 +55,7 @@ class Walk {
     values_.bytes = {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
   }
 
-  Result<PickleValues> run() {
+  Result<MetadataPickle> run() {
     // Typical numbers for metadata of this size. Unused reserved memory costs nothing.
     memo_.reserve(std::min(values_.bytes.size() / 12, kMaxReserve));
     values_.objects.reserve(std::min(values_.bytes.size() / 24, kMaxReserve));
@@ -89,7 +69,7 @@ class Walk {
     if (error_) return std::move(*error_);
     values_.end = reader_.position();
     values_.root = stack_.back();
-    return std::move(values_);
+    return MetadataPickle{std::move(values_), std::move(records_)};
   }
 
  private:
@@ -119,13 +99,6 @@ class Walk {
   GlobalRole role(const Value& value) const {
     return value.kind == ValueKind::global ? global(value).role : GlobalRole::value;
   }
-  static bool is_tuple(const Value& value) {
-    return value.kind == ValueKind::tuple ||
-           (value.kind == ValueKind::extents && value.is(Value::kTuple));
-  }
-  static bool is_integer(const Value& value) {
-    return value.kind == ValueKind::small_integer || value.kind == ValueKind::integer;
-  }
   static bool is_plain(const Value& value) {
     switch (value.kind) {
       case ValueKind::none:
@@ -138,7 +111,7 @@ class Walk {
         return true;
       case ValueKind::tuple:
       case ValueKind::extents:
-        return value.is(Value::kPlain);
+        return value.is_plain;
       default:
         return false;
     }
@@ -165,17 +138,22 @@ class Walk {
   /// member, which may only be an argument.
   bool can_be_part(const Value& value) {
     const bool is_called = role(value) != GlobalRole::value;
-    if (!is_called && !(value.kind == ValueKind::tuple && value.is(Value::kNamesMember)))
-      return true;
+    if (!is_called && !(value.kind == ValueKind::tuple && value.names_member)) return true;
     fail(Errc::pickle_stack, "a class or function is used as a value");
     return false;
   }
 
-  void push(ValueKind kind, std::uint64_t payload = 0, std::uint8_t flags = 0) {
-    stack_.push_back({kind, flags, 0, 1, payload});
+  /// Pushes a value and returns it, so that the caller can set its other fields.
+  Value& push(ValueKind kind, std::uint64_t payload = 0) {
+    Value& value = stack_.emplace_back();
+    value.kind = kind;
+    value.payload = payload;
+    return value;
   }
-  void push_text(ValueKind kind, std::uint8_t flags) {
-    stack_.push_back({kind, flags, 0, Limits::weight_of_text(token_.bytes.size()), token_.at});
+  Value& push_text(ValueKind kind) {
+    Value& value = push(kind, token_.at);
+    value.weight = Limits::weight_of_text(token_.bytes.size());
+    return value;
   }
   void push_object(ObjectKind kind, const Value* type = nullptr) {
     push(ValueKind::object, values_.objects.size());
@@ -191,7 +169,7 @@ class Walk {
     }
   }
   void push_integer(std::int64_t value) {
-    push(ValueKind::small_integer, static_cast<std::uint64_t>(value), Value::kKey);
+    push(ValueKind::small_integer, static_cast<std::uint64_t>(value)).is_key = true;
   }
   void push_long() {
     // Two's complement, little-endian; the sign bit is in the last byte.
@@ -209,8 +187,11 @@ class Walk {
     const bool fits = (value < 0) == is_negative &&
                       (bytes.size() <= 8 || std::all_of(bytes.begin() + 8, bytes.end(),
                                                         [&](char c) { return c == fill; }));
-    if (fits) return push(ValueKind::integer, static_cast<std::uint64_t>(value));
-    push(ValueKind::large_integer, 0, is_negative ? Value::kNegative : 0);
+    if (fits) {
+      push(ValueKind::integer, static_cast<std::uint64_t>(value));
+    } else {
+      push(ValueKind::large_integer).is_negative = is_negative;
+    }
   }
 
   /// Appends the values at and above `first_on_stack` to the parts. Returns the index of the first.
@@ -275,13 +256,16 @@ class Walk {
         return stop();
       case op::kMark:
         marks_.push_back(stack_.size());
-        return push(ValueKind::mark);
+        push(ValueKind::mark);
+        return;
       case op::kNone:
-        return push(ValueKind::none, 0, Value::kKey);
+        push(ValueKind::none).is_key = true;
+        return;
       case op::kNewtrue:
-        return push(ValueKind::boolean, 0, Value::kKey | Value::kTrue);
       case op::kNewfalse:
-        return push(ValueKind::boolean, 0, Value::kKey);
+        push(ValueKind::boolean).is_key = true;
+        stack_.back().is_true = token_.code == op::kNewtrue;
+        return;
       case op::kBinint:
         return push_integer(static_cast<std::int32_t>(token_.number));
       case op::kBinint1:
@@ -290,15 +274,18 @@ class Walk {
       case op::kLong1:
         return push_long();
       case op::kBinfloat:
-        return push(ValueKind::real, __builtin_bswap64(token_.number));
+        push(ValueKind::real, __builtin_bswap64(token_.number));
+        return;
       case op::kShortBinunicode:
       case op::kBinunicode:
       case op::kBinunicode8:
-        return push_text(ValueKind::text, Value::kKey);
+        push_text(ValueKind::text).is_key = true;
+        return;
       case op::kShortBinbytes:
       case op::kBinbytes:
       case op::kBinbytes8:
-        return push_text(ValueKind::bytes, 0);
+        push_text(ValueKind::bytes);
+        return;
       case op::kEmptyTuple:
         return tuple(0);
       case op::kTuple1:
@@ -387,30 +374,29 @@ class Walk {
   void make_tuple(std::size_t count) {
     Value made;
     made.kind = ValueKind::tuple;
-    made.flags = Value::kPlain | Value::kKey;
+    made.is_plain = made.is_key = true;
     const std::size_t first = stack_.size() - count;
     if (count == 2 && role(stack_[first]) == GlobalRole::enumeration &&
         stack_[first + 1].kind == ValueKind::text) {
-      made.flags |= Value::kNamesMember;
+      made.names_member = true;
     }
     bool is_extents = true;
     for (std::size_t i = first; i < stack_.size(); ++i) {
       const Value& part = stack_[i];
-      if (!made.is(Value::kNamesMember) && !can_be_part(part)) return;
+      if (!made.names_member && !can_be_part(part)) return;
       if (!add_depth_and_weight(part, made.depth, made.weight)) return;
-      if (!is_plain(part)) made.flags &= ~(Value::kPlain | Value::kKey);
-      if (!part.is(Value::kKey)) made.flags &= ~Value::kKey;
-      is_extents = is_extents && is_integer(part);
+      made.is_plain = made.is_plain && is_plain(part);
+      made.is_key = made.is_key && is_plain(part) && part.is_key;
+      is_extents = is_extents && part.is_integer();
     }
     if (is_extents) {
       made.kind = ValueKind::extents;
-      made.flags |= Value::kTuple;
       numbers_.clear();
       for (std::size_t i = first; i < stack_.size(); ++i) numbers_.push_back(stack_[i].integer());
       made.payload = values_.extents.intern(numbers_);
     } else {
       if (count == 2 && stack_[first].kind == ValueKind::none && is_state_dict(stack_[first + 1])) {
-        made.flags |= Value::kSlots;
+        made.is_slots_state = true;
       }
       made.payload = add_parts(first) | (std::uint64_t{count} << 32);
     }
@@ -427,7 +413,7 @@ class Walk {
       bad_stack("items are added to a value of the wrong type");
       return nullptr;
     }
-    if (object(target).fetched) {
+    if (object(target).is_fetched) {
       fail(Errc::pickle_shared, "a value is changed after it was fetched from the memo");
       return nullptr;
     }
@@ -486,7 +472,7 @@ class Walk {
     const bool instance = value.kind == ValueKind::object &&
                           object(value).kind == ObjectKind::instance &&
                           object(value).role == GlobalRole::key_class;
-    if (!instance && !value.is(Value::kKey)) {
+    if (!instance && !value.is_key) {
       fail(Errc::pickle_key, "a dict key has a type that metadata does not use for keys");
       return false;
     }
@@ -534,7 +520,7 @@ class Walk {
     const auto [known, is_new] = global_numbers_.try_emplace(&*allowed, values_.globals.size());
     if (is_new) {
       values_.globals.push_back(
-          {full_name_, allowed->second, class_named(full_name_, allowed->second)});
+          {full_name_, allowed->second, torch_class(full_name_, allowed->second)});
     }
     push(ValueKind::global, known->second);
   }
@@ -543,7 +529,7 @@ class Walk {
     if (!needs(2)) return;
     const Value arguments = pop();
     const Value callee = pop();
-    if (callee.kind != ValueKind::global || !is_tuple(arguments)) {
+    if (callee.kind != ValueKind::global || !arguments.is_tuple()) {
       return fail(Errc::pickle_call,
                   "the called value is not a function, or the arguments are not a tuple");
     }
@@ -553,13 +539,13 @@ class Walk {
     const bool is_function =
         role(callee) == GlobalRole::function || role(callee) == GlobalRole::enumeration;
     const bool is_lookup = role(callee) == GlobalRole::member;
-    if (is_lookup && !arguments.is(Value::kNamesMember)) {
+    if (is_lookup && !arguments.names_member) {
       error_ = format_error(Errc::pickle_forbidden,
                             "the metadata calls getattr for something other than an enum member, "
                             "which is not allowed in metadata");
       return;
     }
-    if (!is_lookup && (!is_function || !arguments.is(Value::kPlain))) {
+    if (!is_lookup && (!is_function || !arguments.is_plain)) {
       return fail(Errc::pickle_call, "this call does not occur in metadata");
     }
     if (arguments.weight > Limits::kArgumentsWeight) {
@@ -567,13 +553,14 @@ class Walk {
     }
     Value result;
     result.kind = ValueKind::called;
-    result.payload = callee.payload;
+    result.payload = callee.number();
     if (!add_depth_and_weight(arguments, result.depth, result.weight)) return;
-    if (global(callee).type == Class::size && arguments.kind == ValueKind::tuple) {
+    if (global(callee).type == TorchClass::size && arguments.kind == ValueKind::tuple) {
       const std::span<const Value> given = values_.tuple(arguments);
       if (given.size() == 1 && given[0].kind == ValueKind::extents) {
         result.kind = ValueKind::extents;
-        result.payload = given[0].payload;
+        result.payload = given[0].number();
+        result.is_size = true;
       }
     }
     stack_.push_back(result);
@@ -586,7 +573,7 @@ class Walk {
     const GlobalRole made = role(callee);
     const bool is_class = made == GlobalRole::dict_class || made == GlobalRole::key_class ||
                           made == GlobalRole::tuple_class || made == GlobalRole::slots_class;
-    if (!is_class || !is_tuple(arguments) || arguments.weight != 1) {
+    if (!is_class || !arguments.is_tuple() || arguments.weight != 1) {
       return fail(Errc::pickle_call,
                   "an object is created in a way that does not occur in metadata");
     }
@@ -602,66 +589,42 @@ class Walk {
                   "the pickle sets the state of a value that is not an instance of a class");
     }
     Object& instance = object(target);
-    if (instance.fetched) {
+    if (instance.is_fetched) {
       return fail(Errc::pickle_shared, "a value is changed after it was fetched from the memo");
     }
-    if (instance.built)
+    if (instance.is_built)
       return fail(Errc::pickle_state, "the pickle sets the state of an object twice");
     if (!is_state(state, instance.role)) {
       return fail(Errc::pickle_state,
                   "the state of an object does not have the form that its class requires");
     }
     if (!add_depth_and_weight(state, instance.depth, instance.weight)) return;
-    instance.built = true;
+    instance.is_built = true;
     store_state(instance, state);
   }
   bool is_state(const Value& state, GlobalRole role) const {
-    if (state.kind == ValueKind::tuple && state.is(Value::kNamesMember)) return false;
-    if (role == GlobalRole::tuple_class) return is_tuple(state);
+    if (state.kind == ValueKind::tuple && state.names_member) return false;
+    if (role == GlobalRole::tuple_class) return state.is_tuple();
     if (role == GlobalRole::slots_class) {
-      return state.kind == ValueKind::tuple && state.is(Value::kSlots);
+      return state.kind == ValueKind::tuple && state.is_slots_state;
     }
     return is_state_dict(state);
   }
 
-  // --- records ---
-
   void store_state(Object& instance, const Value& state) {
-    const bool is_dict = state.kind == ValueKind::object;
-    switch (values_.globals[instance.type].type) {
-      case Class::shard:
-        if (is_dict) return store(instance, state, values_.shards, shard_of(object(state)));
-        break;
-      case Class::key:
-        if (is_dict) return store(instance, state, values_.keys, key_of(object(state)));
-        break;
-      case Class::storage_info:
-        if (is_dict)
-          return store(instance, state, values_.storage_infos, storage_info_of(object(state)));
-        break;
-      case Class::tensor:
-        if (is_dict) return store(instance, state, values_.tensors, tensor_of(object(state)));
-        break;
-      case Class::properties:
-        if (!is_dict) {
-          instance.first = static_cast<std::uint32_t>(values_.properties.size());
-          values_.properties.push_back(properties_of(state));
-          return;
-        }
-        break;
-      default:
-        break;
+    const auto record = records_.add(values_.globals[instance.type].type, state, values_);
+    if (!record) {
+      instance.first = static_cast<std::uint32_t>(values_.parts.size());
+      values_.parts.push_back(state);
+      return;
     }
-    instance.first = static_cast<std::uint32_t>(values_.parts.size());
-    values_.parts.push_back(state);
+    instance.first = *record;
+    if (state.kind == ValueKind::object) drop(object(state));
   }
 
-  template <class Record>
-  void store(Object& instance, const Value& state, std::vector<Record>& records, Record record) {
-    instance.first = static_cast<std::uint32_t>(records.size());
-    records.push_back(std::move(record));
-    Object& dict = object(state);
-    if (dict.fetched || dict.first == Object::kNothing || dict.first != dict.last) return;
+  /// Frees the parts of a dict whose contents are in a record, if the parts are the last ones.
+  void drop(Object& dict) {
+    if (dict.is_fetched || dict.first == Object::kNothing || dict.first != dict.last) return;
     const PickleValues::Segment& segment = values_.segments[dict.first];
     if (dict.first + 1 != values_.segments.size() ||
         segment.first + segment.count != values_.parts.size()) {
@@ -670,101 +633,7 @@ class Walk {
     values_.parts.resize(segment.first);
     values_.segments.pop_back();
     dict.first = dict.last = Object::kNothing;
-    dict.dropped = true;
-  }
-
-  ShardRecord shard_of(const Object& dict) {
-    ShardRecord record;
-    int has = 0;
-    values_.for_each_pair(dict, [&](const Value& key, const Value& value) {
-      const std::string_view name = values_.text(key);
-      if (name == "offsets") {
-        record.offsets = extents_of(value);
-        has |= 1;
-      } else if (name == "sizes") {
-        record.sizes = extents_of(value);
-        has |= 2;
-      }
-    });
-    record.is_complete = has == 3;
-    return record;
-  }
-
-  KeyRecord key_of(const Object& dict) {
-    KeyRecord record;
-    values_.for_each_pair(dict, [&](const Value& key, const Value& value) {
-      const std::string_view name = values_.text(key);
-      if (name == "fqn") record.name = value;
-      if (name == "offset" && value.kind != ValueKind::none) {
-        record.offsets = extents_of(value);
-        record.has_offsets = true;
-      }
-    });
-    return record;
-  }
-
-  StorageInfoRecord storage_info_of(const Object& dict) {
-    StorageInfoRecord record;
-    int has = 0;
-    values_.for_each_pair(dict, [&](const Value& key, const Value& value) {
-      const std::string_view name = values_.text(key);
-      if (name == "relative_path") {
-        record.file = value;
-        has |= 1;
-      } else if (name == "offset") {
-        record.offset = value;
-        has |= 2;
-      } else if (name == "length") {
-        record.length = value;
-        has |= 4;
-      } else if (name == "transform_descriptors") {
-        record.transforms = value;
-      }
-    });
-    record.is_complete = has == 7;
-    return record;
-  }
-
-  TensorRecord tensor_of(const Object& dict) {
-    TensorRecord record;
-    int has = 0;
-    values_.for_each_pair(dict, [&](const Value& key, const Value& value) {
-      const std::string_view name = values_.text(key);
-      if (name == "properties") {
-        record.properties = value;
-        has |= 1;
-      } else if (name == "size") {
-        record.size = extents_of(value);
-        has |= 2;
-      } else if (name == "chunks") {
-        record.chunks = value;
-        has |= 4;
-      }
-    });
-    record.is_complete = has == 7;
-    return record;
-  }
-
-  PropertiesRecord properties_of(const Value& state) {
-    PropertiesRecord record;
-    if (state.kind != ValueKind::tuple) return record;
-    const std::span<const Value> fields = values_.tuple(state);
-    record.dtype = fields[0];
-    if (fields.size() > 2) record.requires_grad = fields[2];
-    return record;
-  }
-
-  ExtentsField extents_of(const Value& value) {
-    if (value.kind == ValueKind::extents) return {value.number(), Object::kNothing};
-    std::string problem = "% that is " + values_.kind(value);
-    if (value.kind == ValueKind::tuple) {
-      const std::span<const Value> parts = values_.tuple(value);
-      const auto bad = std::ranges::find_if_not(parts, is_integer);
-      problem = (bad->kind == ValueKind::large_integer ? "% of " : "% that contains ") +
-                values_.number(*bad);
-    }
-    values_.problems.push_back(std::move(problem));
-    return {0, static_cast<std::uint32_t>(values_.problems.size() - 1)};
+    dict.is_dropped = true;
   }
 
   void memoize(std::uint64_t index) {
@@ -778,10 +647,10 @@ class Walk {
     if (index >= memo_.size()) return bad_stack("no value has this memo index");
     const Value& value = memo_[index];
     if (value.kind == ValueKind::object) {
-      if (object(value).dropped) {
+      if (object(value).is_dropped) {
         return fail(Errc::pickle_shared, "the pickle uses the state of an object again");
       }
-      object(value).fetched = true;
+      object(value).is_fetched = true;
     }
     stack_.push_back(value);
   }
@@ -801,135 +670,13 @@ class Walk {
   std::map<const void*, std::size_t> global_numbers_;  // by address of the entry in allowed_
   std::string full_name_;
   PickleValues values_;
+  TorchRecords records_;
 };
 
 }  // namespace
 
-std::optional<GlobalRole> role_named(std::string_view word) {
-  static constexpr std::array<std::pair<std::string_view, GlobalRole>, 9> kWords = {{
-      {"value", GlobalRole::value},
-      {"function", GlobalRole::function},
-      {"enumeration", GlobalRole::enumeration},
-      {"member", GlobalRole::member},
-      {"mapping", GlobalRole::mapping},
-      {"dict_class", GlobalRole::dict_class},
-      {"key_class", GlobalRole::key_class},
-      {"tuple_class", GlobalRole::tuple_class},
-      {"slots_class", GlobalRole::slots_class},
-  }};
-  for (const auto& [name, role] : kWords) {
-    if (name == word) return role;
-  }
-  return std::nullopt;
-}
-
-std::string_view PickleValues::text(const Value& value) const {
-  const auto at = static_cast<std::size_t>(value.payload);
-  std::size_t count_bytes = 1;
-  switch (static_cast<unsigned char>(bytes[at])) {
-    case op::kBinunicode:
-    case op::kBinbytes:
-      count_bytes = 4;
-      break;
-    case op::kBinunicode8:
-    case op::kBinbytes8:
-      count_bytes = 8;
-      break;
-    default:
-      break;
-  }
-  std::size_t count = 0;
-  for (std::size_t i = count_bytes; i > 0; --i) {
-    count = (count << 8) | static_cast<unsigned char>(bytes[at + i]);
-  }
-  return bytes.substr(at + 1 + count_bytes, count);
-}
-
-Class PickleValues::type(const Value& value) const {
-  if (value.kind != ValueKind::object) return Class::other;
-  const Object& found = objects[value.number()];
-  return found.kind == ObjectKind::instance ? globals[found.type].type : Class::other;
-}
-
-const Object* PickleValues::object(const Value& value, ObjectKind kind) const {
-  if (value.kind != ValueKind::object || objects[value.number()].kind != kind) return nullptr;
-  return &objects[value.number()];
-}
-
-std::string PickleValues::kind(const Value& value) const {
-  const auto last_part = [&](std::uint32_t global) {
-    const std::string& name = globals[global].name;
-    return "a " + name.substr(name.find_last_of(". ") + 1);
-  };
-  switch (value.kind) {
-    case ValueKind::mark:
-    case ValueKind::none:
-      return "a NoneType";
-    case ValueKind::boolean:
-      return "a bool";
-    case ValueKind::small_integer:
-    case ValueKind::integer:
-    case ValueKind::large_integer:
-      return "an int";
-    case ValueKind::real:
-      return "a float";
-    case ValueKind::text:
-      return "a str";
-    case ValueKind::bytes:
-      return "a bytes";
-    case ValueKind::tuple:
-      return "a tuple";
-    case ValueKind::extents:
-      return value.is(Value::kTuple) ? "a tuple" : "a Size";
-    case ValueKind::called:
-      return last_part(value.number());
-    case ValueKind::global:
-      return globals[value.number()].type == Class::dtype ? "a dtype" : last_part(value.number());
-    case ValueKind::object:
-      break;
-  }
-  const Object& found = objects[value.number()];
-  switch (found.kind) {
-    case ObjectKind::list:
-      return "a list";
-    case ObjectKind::dict:
-      return "a dict";
-    default:
-      return last_part(found.type);
-  }
-}
-
-std::string PickleValues::number(const Value& value) const {
-  if (value.kind == ValueKind::large_integer) {
-    return value.is(Value::kNegative) ? "less than -2**63" : "2**63 or more";
-  }
-  if (value.kind != ValueKind::small_integer && value.kind != ValueKind::integer) {
-    return kind(value);
-  }
-  return std::to_string(value.integer());
-}
-
-std::size_t PickleValues::count(const Object& object) const {
-  std::size_t found = 0;
-  for (std::uint32_t at = object.first; at != Object::kNothing; at = segments[at].next) {
-    found += segments[at].count;
-  }
-  return found;
-}
-
-std::optional<Value> PickleValues::attribute(const Object& instance, std::string_view name) const {
-  if (instance.first == Object::kNothing) return std::nullopt;
-  const Object* state = object(parts[instance.first], ObjectKind::dict);
-  std::optional<Value> found;
-  if (state == nullptr) return found;
-  for_each_pair(*state, [&](const Value& key, const Value& value) {
-    if (text(key) == name) found = value;
-  });
-  return found;
-}
-
-Result<PickleValues> walk_metadata_pickle(std::span<const std::byte> bytes,
-                                          const Globals& allowed) {
+Result<MetadataPickle> walk_metadata_pickle(std::span<const std::byte> bytes,
+                                            const Globals& allowed) {
   return Walk(bytes, allowed).run();
 }
 

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "index/id_table.h"
+
 namespace torch_ckpt::index {
 
 /// Unique names, numbered in the order in which they were added.
@@ -20,21 +22,12 @@ class NameTable {
   std::optional<std::uint32_t> find(std::string_view name) const;
   /// Returns the number of the name, and true if it was not in the table before.
   std::pair<std::uint32_t, bool> add(std::string_view name);
-  void reserve(std::size_t names);
+  void reserve(std::size_t names) { numbers_.reserve(names); }
 
  private:
-  struct Slot {
-    std::uint32_t number = kFree;
-    std::uint32_t hash = 0;  // low bits of the name's hash, to skip most string comparisons
-  };
-  static constexpr std::uint32_t kFree = 0xffffffff;
-
-  /// Returns the slot that holds the name, or the free slot for it.
-  std::size_t slot_of(std::string_view name, std::uint64_t hash) const;
-
   std::string texts_;
   std::vector<std::uint64_t> begins_{0};
-  std::vector<Slot> slots_;
+  IdTable numbers_;
 };
 
 }  // namespace torch_ckpt::index

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "file_name.h"
 #include "os/fault.h"
 #include "os/uninterrupted.h"
 
@@ -108,19 +109,6 @@ Result<int> open_descriptor(int directory_fd, const std::string& name, int flags
 }
 
 }  // namespace
-
-bool names_file_beneath(std::string_view name) {
-  constexpr std::string_view kForbidden("\0\\", 2);
-  if (name.empty() || name.front() == '/' || name.find_first_of(kForbidden) != name.npos)
-    return false;
-  const auto slash = name.rfind('/');
-  const std::string_view last = slash == name.npos ? name : name.substr(slash + 1);
-  if (last.empty() || last == ".") return false;
-  for (const std::string& component : components_of(name)) {
-    if (component == "..") return false;
-  }
-  return true;
-}
 
 Result<File> open_beneath(int directory_fd, const std::string& directory_path,
                           const std::string& name, IoMode mode) {

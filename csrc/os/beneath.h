@@ -1,7 +1,6 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 
 #include "error.h"
 #include "os/file.h"
@@ -10,16 +9,12 @@ namespace torch_ckpt::os {
 
 // Opens files beneath a directory by untrusted names.
 //
-// 1. A name is refused if it is empty or absolute, if it contains a NUL, a backslash or a ".."
-//    component, or if its last component is empty or ".".
+// 1. A name is refused unless it has the form of a file name beneath a directory (file_name.h).
 // 2. The kernel opens the name relative to the descriptor and follows no link in any component
 //    (openat2). If openat2 is missing (old kernels, sandboxes), the components are opened one by one.
 // 3. The opened file must be a regular file. This is checked through its descriptor, not its path.
 //
 // So another process cannot redirect the open by replacing files or directories meanwhile.
-
-/// Returns true if `name` has the form of a file name beneath a directory (rule 1).
-bool names_file_beneath(std::string_view name);
 
 /// Opens an existing regular file beneath `directory_fd` for reading. `directory_path` is used only
 /// in messages. Fails with Errc::outside_directory if the name leads out of the directory or

@@ -42,56 +42,13 @@ Error refused(std::string detail) {
 
 constexpr std::uint32_t kNone = 0xffffffff;
 
-/// A hash table of parts, by entry and box.
-class PartTable {
- public:
-  /// Returns the part's number, or the free slot in which to insert it.
-  std::uint32_t& slot(std::uint32_t entry, std::uint32_t offsets, std::uint32_t sizes) {
-    if (2 * (used_ + 1) > slots_.size()) grow();
-    return find({entry, offsets, sizes});
-  }
-  void added() { ++used_; }
-
- private:
-  struct Key {
-    std::uint32_t entry = 0;
-    std::uint32_t offsets = 0;
-    std::uint32_t sizes = 0;
-    bool operator==(const Key&) const = default;
-  };
-  struct Slot {
-    Key key;
-    std::uint32_t part = kNone;
-  };
-
-  std::uint32_t& find(const Key& key) {
-    const std::size_t mask = slots_.size() - 1;
-    const std::uint64_t hash =
-        SeededHash()((std::uint64_t{key.entry} << 32) | key.offsets) + key.sizes;
-    std::size_t at = hash & mask;
-    while (slots_[at].part != kNone && !(slots_[at].key == key)) at = (at + 1) & mask;
-    slots_[at].key = key;
-    return slots_[at].part;
-  }
-  void grow() {
-    std::vector<Slot> before = std::exchange(slots_, {});
-    slots_.resize(std::max<std::size_t>(64, 4 * before.size()));
-    for (const Slot& slot : before) {
-      if (slot.part != kNone) find(slot.key) = slot.part;
-    }
-  }
-
-  std::vector<Slot> slots_;
-  std::size_t used_ = 0;
-};
-
 }  // namespace
 
 Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
   GlobalPlan plan;
   plan.states_ = std::move(states);
   plan.part_of_row_.resize(plan.ranks());
-  PartTable known;
+  index::IdTable known;  // parts by entry and box
   index::ExtentsTable extents;
   // The entry of each row, by template: most ranks share a template.
   std::unordered_map<const StateTemplate*, std::vector<std::uint32_t>> entries_of;
@@ -126,10 +83,14 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
       }
       const auto [offsets, sizes] = kind == Kind::shard ? boxes[rank_state.box(i)]
                                                         : std::pair<std::uint32_t, std::uint32_t>();
-      std::uint32_t& slot = known.slot(number, offsets, sizes);
-      if (slot == kNone) {
-        slot = static_cast<std::uint32_t>(plan.parts_.size());
-        known.added();
+      const std::uint64_t hash =
+          SeededHash()((std::uint64_t{number} << 32) | offsets) + std::uint64_t{sizes};
+      const auto [at, is_new_part] =
+          known.add(hash, plan.parts_.size(), [&, o = offsets, s = sizes](std::uint32_t one) {
+            const Part& part = plan.parts_[one];
+            return part.entry == number && part.offsets == o && part.sizes == s;
+          });
+      if (is_new_part) {
         Part part;
         part.owner = rank;
         part.row = i;
@@ -137,12 +98,12 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
         part.offsets = offsets;
         part.sizes = sizes;
         part.bytes = rank_state.bytes(i);
-        (entry.last_part == kNone ? entry.first_part : plan.parts_[entry.last_part].next) = slot;
-        entry.last_part = slot;
+        (entry.last_part == kNone ? entry.first_part : plan.parts_[entry.last_part].next) = at;
+        entry.last_part = at;
         plan.parts_.push_back(part);
       }
-      ++plan.parts_[slot].holders;
-      parts[i] = slot;
+      ++plan.parts_[at].holders;
+      parts[i] = at;
     }
   }
   plan.choose_owners();
@@ -306,34 +267,34 @@ bool GlobalPlan::plans(std::string_view name) const {
   return number && row_of(entries_[*number]).kind != Kind::other;
 }
 
-std::vector<index::CheckpointIndex::ShardId> GlobalPlan::describe(
-    index::CheckpointIndex& index, const index::CheckpointIndex* torch_items) const {
-  std::vector<index::CheckpointIndex::ShardId> shards(parts_.size());
-  const auto last = [&] { return static_cast<std::uint32_t>(index.entries().size() - 1); };
+std::vector<index::MetadataDraft::ShardId> GlobalPlan::describe(
+    index::MetadataDraft& draft, const index::EntryTable* torch_items) const {
+  std::vector<index::MetadataDraft::ShardId> shards(parts_.size());
+  const auto last = [&] { return static_cast<std::uint32_t>(draft.entries().size() - 1); };
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
     const Entry& entry = entries_[number];
     const Row& row = row_of(entry);
     const StateTemplate& first = states_[entry.rank].state();
     if (row.kind == Kind::other) {
-      if (torch_items != nullptr) index.copy_entry(*torch_items, names_.at(number));
+      if (torch_items != nullptr) draft.copy_entry(*torch_items, names_.at(number));
     } else if (row.kind == Kind::object) {
-      index.add_object(names_.at(number));
-      shards[entry.first_part] = {last(), index.add_shard({}, {})};
+      draft.add_object(names_.at(number));
+      shards[entry.first_part] = {last(), draft.add_shard({}, {})};
     } else {
       const auto whole = first.sizes(row);
-      index.add_tensor(names_.at(number), first.dtype(row), row.requires_grad, whole);
+      draft.add_tensor(names_.at(number), first.dtype(row), row.requires_grad, whole);
       if (row.kind == Kind::tensor) {
         const std::vector<std::int64_t> begin(whole.size());
-        shards[entry.first_part] = {last(), index.add_shard(begin, whole)};
+        shards[entry.first_part] = {last(), draft.add_shard(begin, whole)};
       } else {
         for (std::uint32_t at = entry.first_part; at != kNone; at = parts_[at].next) {
           const RankState& owner = states_[parts_[at].owner];
           const std::uint32_t box = owner.box(parts_[at].row);
-          shards[at] = {last(), index.add_shard(owner.offsets(box), owner.sizes(box))};
+          shards[at] = {last(), draft.add_shard(owner.offsets(box), owner.sizes(box))};
         }
       }
     }
-    index.add_path(names_.at(number), first.path(entry.row));
+    draft.add_path(names_.at(number), first.path(entry.row));
   }
   return shards;
 }

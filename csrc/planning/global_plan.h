@@ -9,6 +9,7 @@
 
 #include "error.h"
 #include "index/checkpoint_index.h"
+#include "index/metadata_draft.h"
 #include "planning/state_template.h"
 
 namespace torch_ckpt::planning {
@@ -40,10 +41,10 @@ class GlobalPlan {
   }
   std::uint32_t first_row(std::size_t number) const { return entries_[number].row; }
 
-  /// Adds all names to an index, without locations. Copies the items planned by torch from
+  /// Adds all names to a draft, without locations. Copies the items planned by torch from
   /// `torch_items`. Returns the shard of each part.
-  std::vector<index::CheckpointIndex::ShardId> describe(
-      index::CheckpointIndex& index, const index::CheckpointIndex* torch_items) const;
+  std::vector<index::MetadataDraft::ShardId> describe(index::MetadataDraft& draft,
+                                                      const index::EntryTable* torch_items) const;
   /// Returns the part of row owned(rank)[number].
   std::uint32_t part(std::size_t rank, std::size_t number) const {
     return part_of_row_[rank][owned_[rank][number]];

@@ -8,10 +8,10 @@
 namespace torch_ckpt::planning {
 
 PlanMetadata::Described::Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
-                                   const index::CheckpointIndex* torch_items)
-    : encoder(index) {
+                                   const index::EntryTable* torch_items)
+    : encoder(draft) {
   set_files(written);
-  shards = plan.describe(index, torch_items);
+  shards = plan.describe(draft, torch_items);
 }
 
 void PlanMetadata::Described::set_files(std::span<const WrittenFiles> written) {
@@ -21,8 +21,8 @@ void PlanMetadata::Described::set_files(std::span<const WrittenFiles> written) {
       files.emplace_back(file.name, file.checksum_table);
     }
   }
-  if (files.size() != index.files().size()) encoder.forget_locations();
-  index.set_files(files);
+  if (files.size() != draft.files().size()) encoder.forget_locations();
+  draft.set_files(files);
 }
 
 void PlanMetadata::describe() {
@@ -33,7 +33,7 @@ void PlanMetadata::describe() {
 }
 
 Result<std::span<const std::string_view>> PlanMetadata::encode(
-    std::span<const WrittenFiles> written, const index::CheckpointIndex* torch_items,
+    std::span<const WrittenFiles> written, const index::EntryTable* torch_items,
     const index::MetadataExtras& extras) {
   // Move the state out of the member, so that an exception discards it instead of leaving it half
   // updated.
@@ -72,7 +72,7 @@ Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles>
           }
           is_placed[item.item] = true;
           const auto shard = described.shards[plan_.part(rank, item.item)];
-          if (described.index.set_location(shard, number, item.offset, item.length)) {
+          if (described.draft.set_location(shard, number, item.offset, item.length)) {
             described.encoder.forget_locations();
           }
           ++placed;

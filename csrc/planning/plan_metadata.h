@@ -9,7 +9,7 @@
 
 #include "error.h"
 #include "format/result_frame.h"
-#include "index/checkpoint_index.h"
+#include "index/metadata_draft.h"
 #include "index/metadata_encoder.h"
 #include "planning/global_plan.h"
 
@@ -33,17 +33,17 @@ class PlanMetadata {
   /// Errc::metadata_inconsistent if a rank has not reported exactly one location for each row that
   /// it owns. written: files by rank. torch_items: index of the items planned by torch, or nullptr.
   Result<std::span<const std::string_view>> encode(std::span<const WrittenFiles> written,
-                                                   const index::CheckpointIndex* torch_items,
+                                                   const index::EntryTable* torch_items,
                                                    const index::MetadataExtras& extras);
 
  private:
   struct Described {
     Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
-              const index::CheckpointIndex* torch_items);
+              const index::EntryTable* torch_items);
     void set_files(std::span<const WrittenFiles> written);
 
-    index::CheckpointIndex index;
-    std::vector<index::CheckpointIndex::ShardId> shards;  // by part
+    index::MetadataDraft draft;
+    std::vector<index::MetadataDraft::ShardId> shards;  // by part
     index::MetadataEncoder encoder;
   };
   /// Returns the name of an item that the rank owns.

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "error.h"
-#include "index/checkpoint_index.h"
 #include "index/extents.h"
+#include "index/metadata_draft.h"
 #include "index/name_table.h"
 
 namespace torch_ckpt::planning {
@@ -36,7 +36,7 @@ class StateTemplate {
 
     bool operator==(const Row&) const = default;
   };
-  using PathPart = index::CheckpointIndex::PathPart;
+  using PathPart = index::MetadataDraft::PathPart;
 
   std::size_t size() const { return rows_.size(); }
   const Row& row(std::size_t number) const { return rows_[number]; }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -22,6 +23,11 @@ struct Box {
 /// dimensions. Corners are summed as 64-bit hashes with a per-process seed. The time is linear in
 /// the number of boxes; comparing all pairs would take quadratic time.
 bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes);
+
+/// Returns the first element of a tensor, in row-major order, that no box covers, or nullopt if
+/// there is none. Boxes may overlap or be empty, and must lie within the tensor.
+std::optional<std::vector<std::int64_t>> first_gap(std::span<const std::int64_t> whole,
+                                                   std::vector<Box> boxes);
 
 /// Returns the entries whose shards do not cover their tensor, or for which tile() cannot decide.
 std::vector<std::uint32_t> uncovered(const index::CheckpointIndex& index);

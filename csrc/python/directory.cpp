@@ -17,6 +17,7 @@
 #include "directory/file_names.h"
 #include "directory/lease.h"
 #include "directory/publish.h"
+#include "file_name.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
@@ -32,51 +33,22 @@ using os::Directory;
 // pybind11 converts arguments of this type like os.fsencode.
 using Path = std::filesystem::path;
 
-/// Returns str() of a Python exception, encoded like os.fsencode because it may contain any path.
-std::string message_of(const py::error_already_set& raised) {
-  const py::object value = raised.value();
-  const auto text = py::reinterpret_steal<py::object>(PyObject_Str(value.ptr()));
-  const auto bytes =
-      py::reinterpret_steal<py::object>(text ? PyUnicode_EncodeFSDefault(text.ptr()) : nullptr);
-  if (bytes && PyBytes_Size(bytes.ptr()) > 0) return PyBytes_AsString(bytes.ptr());
-  // __str__ failed, or its result is empty or cannot be encoded.
-  PyErr_Clear();
-  return Py_TYPE(value.ptr())->tp_name;
-}
-
-/// Python callbacks for engine calls that run without the GIL. Stores the exception that a callback
-/// raises. The GIL must be held to construct, use and destroy an object of this class.
-class Callbacks {
+/// Checks for signals while an engine call without the GIL waits. Keeps the exception that a signal
+/// handler raises. The GIL must be held to construct, use and destroy an object of this class.
+class Interrupts {
  public:
-  explicit Callbacks(py::function named = {}) : named_(std::move(named)) {}
-
-  directory::NamedFiles named() {
-    return [this](const Directory& opened, const std::string& name) {
-      std::set<std::string> found;
-      auto done = call([&] {
-        // Pass a duplicate: if the callback raises, the frames of the stored exception keep the
-        // Python object alive.
-        const py::object directory = py::cast(unwrap(opened.duplicate()));
-        const py::object text = os_text(name);
-        const auto files = owned([&] {
-          return PyObject_CallFunctionObjArgs(named_.ptr(), directory.ptr(), text.ptr(), nullptr);
-        });
-        const auto list = owned([&] { return PySequence_List(files.ptr()); });
-        for (const py::handle file : list) found.insert(py::cast<Path>(file).native());
-      });
-      return done ? Result<std::set<std::string>>(std::move(found)) : done.error();
-    };
-  }
-  directory::InterruptCheck interrupt_check() {
-    return [this] {
-      return call([] {
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  directory::InterruptCheck check() {
+    return [this]() -> Result<> {
+      const TakenGil taken;
+      return outlasting_python([&]() -> Result<> {
+        if (PyErr_CheckSignals() == 0) return {};
+        raised_.emplace();
+        return format_error(Errc::system, "interrupted");
       });
     };
   }
-
-  /// Calls `function` without the GIL and returns its value. If it fails because a callback raised
-  /// an exception, raises that exception.
+  /// Calls `function` without the GIL and returns its value. If a signal handler raised an
+  /// exception, raises that exception.
   template <class Function>
   auto run(Function function) {
     auto result = [&] {
@@ -86,42 +58,8 @@ class Callbacks {
     if (!result && raised_) throw std::move(*raised_);
     return unwrap(std::move(result));
   }
-  /// If a callback raised something other than an Exception (KeyboardInterrupt), raises it again
-  /// with `failed` as its context. Other exceptions have already been issued as warnings.
-  void raise_interrupt(const py::object& failed = {}) {
-    if (!raised_ || raised_->matches(PyExc_Exception)) return;
-    // PyException_SetContext steals the reference.
-    if (failed) PyException_SetContext(raised_->value().ptr(), py::object(failed).release().ptr());
-    throw std::move(*raised_);
-  }
 
  private:
-  template <class Function>
-  Result<> call(Function function) {
-    const TakenGil taken;
-    return outlasting_python([&]() -> Result<> {
-      try {
-        function();
-        return {};
-      } catch (py::error_already_set& error) {
-        raised_.emplace(std::move(error));
-        return format_error(Errc::system, message_of(*raised_));
-      } catch (const Failure& failure) {
-        return failure.error();
-      } catch (const std::exception&) {
-        return exception_error(std::current_exception(), "list the files that the metadata names");
-      }
-    });
-  }
-  /// Returns the reference that `make` creates. Does not return if the interpreter shuts down.
-  template <class Make>
-  static py::object owned(Make make) {
-    PyObject* const made = outlasting_python(make);
-    if (made == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
-  }
-
-  py::function named_;
   std::optional<py::error_already_set> raised_;
 };
 
@@ -145,9 +83,8 @@ py::list texts(const std::vector<std::string>& names) {
 }
 
 bool share(Directory& directory, double patience) {
-  Callbacks callbacks;
-  return callbacks.run(
-      [&] { return directory::share(directory, patience, callbacks.interrupt_check()); });
+  Interrupts interrupts;
+  return interrupts.run([&] { return directory::share(directory, patience, interrupts.check()); });
 }
 
 py::tuple identity(const Directory& directory) {
@@ -170,49 +107,39 @@ Result<int> open_for_read(const Directory& directory, const Path& name, int) {
 }
 
 directory::Lease take_lease(const Directory& opened, std::optional<int> rank, double patience) {
-  Callbacks callbacks;
-  return callbacks.run(
-      [&] { return directory::Lease::take(opened, rank, patience, callbacks.interrupt_check()); });
+  Interrupts interrupts;
+  return interrupts.run(
+      [&] { return directory::Lease::take(opened, rank, patience, interrupts.check()); });
 }
 
 void commit(directory::Lease& lease, std::span<const std::byte> metadata,
-            const std::vector<Path>& files, bool sync, bool replace, py::function named) {
+            const std::vector<Path>& files, bool sync, bool replace) {
   const auto names = native(files);
-  Callbacks callbacks(std::move(named));
   directory::Warnings warnings;
   directory::PublishOutcome outcome;
   {
     const ReleasedGil released;
     outcome = lease.commit(metadata, {names.begin(), names.end()},
-                           {.sync = sync, .replace = replace}, callbacks.named(), warnings);
+                           {.sync = sync, .replace = replace}, directory::named_files, warnings);
   }
   warn(warnings);
-  try {
-    if (outcome.state != directory::PublishState::published) raise(outcome);
-  } catch (const py::error_already_set& failed) {
-    callbacks.raise_interrupt(failed.value());
-    throw;
-  }
-  callbacks.raise_interrupt();
+  if (outcome.state != directory::PublishState::published) raise(outcome);
 }
 
 /// Calls a function that removes files, and issues its warnings. The function never fails.
 template <class Function>
-void run_and_warn(py::function named, Function function) {
-  Callbacks callbacks(std::move(named));
+void run_and_warn(Function function) {
   directory::Warnings warnings;
   {
     const ReleasedGil released;
-    function(callbacks.named(), warnings);
+    function(warnings);
   }
   warn(warnings);
-  callbacks.raise_interrupt();
 }
 
-std::optional<py::list> remove_leftovers(Directory& opened, py::function named) {
-  Callbacks callbacks(std::move(named));
+std::optional<py::list> remove_leftovers(Directory& opened) {
   const auto removed =
-      callbacks.run([&] { return directory::remove_leftovers(opened, callbacks.named()); });
+      without_gil([&] { return directory::remove_leftovers(opened, directory::named_files); });
   return removed ? std::optional(texts(*removed)) : std::nullopt;
 }
 
@@ -280,19 +207,17 @@ void bind_directory(py::module_& module) {
       .def(py::init(&take_lease), py::arg("directory"), py::arg("rank"), py::arg("patience"))
       .def_property_readonly("tag", &directory::Lease::tag)
       .def("commit", &commit, py::arg("metadata"), py::arg("files"), py::arg("sync"),
-           py::arg("replace"), py::arg("named"))
-      .def(
-          "abandon",
-          [](directory::Lease& self, py::function named) {
-            run_and_warn(std::move(named), [&](const auto& reader, directory::Warnings& warnings) {
-              self.abandon(reader, warnings);
-            });
-          },
-          py::arg("named"))
+           py::arg("replace"))
+      .def("abandon",
+           [](directory::Lease& self) {
+             run_and_warn([&](directory::Warnings& warnings) {
+               self.abandon(directory::named_files, warnings);
+             });
+           })
       .def(
           "remove",
           [](const directory::Lease& self, const std::vector<Path>& names) {
-            run_and_warn({}, [&](const auto&, directory::Warnings& warnings) {
+            run_and_warn([&](directory::Warnings& warnings) {
               directory::remove_files(self.directory(), native(names), warnings);
             });
           },
@@ -304,21 +229,21 @@ void bind_directory(py::module_& module) {
   module.def(
       "remove_files",
       [](const Directory& opened, const std::vector<Path>& names) {
-        run_and_warn({}, [&](const auto&, directory::Warnings& warnings) {
+        run_and_warn([&](directory::Warnings& warnings) {
           directory::remove_files(opened, native(names), warnings);
         });
       },
       py::arg("directory"), py::arg("names"));
   module.def(
       "remove_own",
-      [](const Directory& opened, const std::vector<Path>& names, py::function named) {
-        run_and_warn(std::move(named), [&](const auto& reader, directory::Warnings& warnings) {
+      [](const Directory& opened, const std::vector<Path>& names) {
+        run_and_warn([&](directory::Warnings& warnings) {
           const auto own = native(names);
-          directory::remove_own(opened, {own.begin(), own.end()}, reader, warnings);
+          directory::remove_own(opened, {own.begin(), own.end()}, directory::named_files, warnings);
         });
       },
-      py::arg("directory"), py::arg("names"), py::arg("named"));
-  module.def("remove_leftovers", &remove_leftovers, py::arg("directory"), py::arg("named"));
+      py::arg("directory"), py::arg("names"));
+  module.def("remove_leftovers", &remove_leftovers, py::arg("directory"));
   module.def(
       "publish",
       [](const Directory& opened, const Path& temporary, const Path& name,
@@ -337,7 +262,7 @@ void bind_directory(py::module_& module) {
       },
       py::arg("directory"), py::arg("name"), py::arg("contents"), py::kw_only(),
       py::arg("sync") = true, py::arg("replace") = true, py::arg("sync_above") = true);
-  module.def("names_file_beneath", &os::names_file_beneath, py::arg("name"));
+  module.def("names_file_beneath", &names_file_beneath, py::arg("name"));
   module.def(
       "make_directories", [](const Path& path) { return os::make_directories(path.native()); },
       py::arg("path"), NoGil());

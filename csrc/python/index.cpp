@@ -1,15 +1,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
-#include <algorithm>
+#include <filesystem>
 #include <map>
-#include <memory>
-#include <set>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "index/allowed_globals.h"
 #include "index/checkpoint_index.h"
 #include "index/metadata_pickle.h"
 #include "index/metadata_seal.h"
@@ -27,30 +27,6 @@ namespace torch_ckpt::python {
 namespace {
 
 using index::CheckpointIndex;
-
-/// A metadata pickle that has passed the safety check, and its bytes.
-class MetadataProgram {
- public:
-  /// roles: the role of each allow-listed global, by "module name".
-  MetadataProgram(py::object data, const std::map<std::string, std::string>& roles)
-      : data_(std::move(data)), bytes_(data_) {
-    index::Globals allowed;
-    for (const auto& [name, word] : roles) {
-      const auto role = index::role_named(word);
-      if (!role) throw py::value_error(name + ": '" + word + "' is not a role");
-      allowed.emplace(name, *role);
-    }
-    values_ = without_gil([&] { return index::walk_metadata_pickle(bytes_.bytes(), allowed); });
-  }
-
-  std::size_t end() const { return values_.end; }
-  Result<CheckpointIndex> index() const { return CheckpointIndex::build(values_); }
-
- private:
-  py::object data_;
-  Memory bytes_;
-  index::PickleValues values_;
-};
 
 const CheckpointIndex::Entry* entry_of(const CheckpointIndex& index, const py::str& name) {
   const auto number = index.find(bytes_of(name));
@@ -111,6 +87,7 @@ py::dict tables_of(const CheckpointIndex& index) {
 
 void bind_index(py::module_& module) {
   module.attr("SEAL_BYTES") = index::kSealBytes;
+  module.attr("MAX_METADATA_BYTES") = CheckpointIndex::kMaxFileBytes;
   module.def(
       "bytes_sealed",
       [](std::span<const std::byte> file) {
@@ -122,21 +99,43 @@ void bind_index(py::module_& module) {
       "seal_of",
       [](std::string_view pickled) { return py::bytes(index::seal_of(std::span(&pickled, 1))); },
       py::arg("pickled"));
+  using Sizes = std::vector<std::int64_t>;
   module.def(
-      "tile",
-      [](const std::vector<std::int64_t>& whole,
-         const std::vector<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>>& of) {
+      "first_gap",
+      [](const Sizes& whole, const std::vector<std::pair<Sizes, Sizes>>& given) {
         std::vector<planning::Box> boxes;
-        for (const auto& [offsets, sizes] : of) boxes.push_back({offsets, sizes});
-        return planning::tile(whole, boxes);
+        for (const auto& [offsets, sizes] : given) boxes.push_back({offsets, sizes});
+        return planning::first_gap(whole, std::move(boxes));
       },
       py::arg("whole"), py::arg("boxes"));
-
-  py::class_<MetadataProgram>(module, "MetadataProgram")
-      .def(py::init<py::object, const std::map<std::string, std::string>&>(), py::arg("data"),
-           py::arg("roles"))
-      .def_property_readonly("end", &MetadataProgram::end)
-      .def("index", &MetadataProgram::index, NoGil());
+  module.def(
+      "allow_dtypes", [](const std::vector<std::string>& names) { index::allow_dtypes(names); },
+      py::arg("names"));
+  module.def("allowed_globals", [] {
+    std::map<std::string, std::string_view> roles;
+    for (const auto& [name, role] : *index::allowed_globals()) roles[name] = index::name(role);
+    return roles;
+  });
+  module.def(
+      "walk_pickle",
+      [](std::span<const std::byte> data) {
+        return without_gil(
+                   [&] { return index::walk_metadata_pickle(data, *index::allowed_globals()); })
+            .values.end;
+      },
+      py::arg("data"));
+  module.def(
+      "decode_index",
+      [](std::span<const std::byte> data, const std::filesystem::path& source) {
+        return CheckpointIndex::decode(data, source.native());
+      },
+      py::arg("data"), py::arg("source"), NoGil());
+  module.def(
+      "decode_objects",
+      [](std::span<const std::byte> pickled, const std::filesystem::path& source) {
+        return CheckpointIndex::decode_objects(pickled, source.native());
+      },
+      py::arg("pickled"), py::arg("source"), NoGil());
 
   py::class_<CheckpointIndex>(module, "CheckpointIndex")
       .def("__len__", [](const CheckpointIndex& index) { return index.entries().size(); })
@@ -162,11 +161,11 @@ void bind_index(py::module_& module) {
       .def("tables", &tables_of)
       .def("phases", [](const CheckpointIndex& index) { return text_of(index.phases()); })
       .def(
-          "rename",
-          [](CheckpointIndex& index, const std::vector<py::str>& names) {
+          "renamed",
+          [](const CheckpointIndex& index, const std::vector<py::str>& names) {
             std::vector<std::string> texts;
             for (const py::str& name : names) texts.push_back(bytes_of(name));
-            unwrap(index.rename(texts));
+            return unwrap(index.renamed(texts));
           },
           py::arg("names"));
 }

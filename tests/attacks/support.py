@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import torch_ckpt
 from tests.forked import Answering
+from tests.metadata import read_metadata
 from tests.support import assert_equal, cause_of, save, stock_save
 from torch_ckpt import cli
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 #: Seconds after which a reader is considered to hang.
 PATIENCE_SECONDS = 5

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import torch_ckpt
 from tests.attacks.support import TABLE, Attack, Checkpoint, in_child
+from tests.metadata import read_metadata
 from tests.support import assert_equal, save
 from torch_ckpt import Corrupt
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 ATTACKS: dict[str, Any] = {
     "planner path: 2**31": ("list", 2**31),

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "index/metadata_encoder.h"
 #include "index/name_table.h"
-#include "stock_metadata.h"
 #include "support.h"
 
 namespace torch_ckpt::index {
@@ -16,23 +16,30 @@ using test::bytes_of;
 using test::ok;
 
 TEST(CheckpointIndex, RejectsAPickleThatIsNotMetadata) {
-  const auto values = walk_metadata_pickle(bytes_of("\x80\x04]."), test::stock_globals());
-  ASSERT_TRUE(ok(values));
-  EXPECT_TRUE(test::fails(CheckpointIndex::build(*values), Errc::metadata_inconsistent));
+  const auto index = CheckpointIndex::decode(bytes_of("\x80\x04]."), "here");
+  EXPECT_TRUE(test::fails(index, Errc::metadata_inconsistent));
 }
 
-TEST(CheckpointIndex, RenameNeedsOneUniqueNameForEachEntry) {
-  CheckpointIndex index;
-  index.add_object("a");
-  index.add_object("b");
+TEST(CheckpointIndex, RenamedNeedsOneUniqueNameForEachEntry) {
+  MetadataDraft draft;
+  for (const char* name : {"a", "b"}) {
+    draft.add_object(name);
+    draft.add_shard({}, {});
+  }
+  MetadataEncoder encoder(draft);
+  std::string encoded;
+  for (const std::string_view piece : encoder.encode({})) encoded += piece;
+  const auto index = CheckpointIndex::decode(bytes_of(encoded), "here");
+  ASSERT_TRUE(ok(index));
   const std::vector<std::vector<std::string>> refused = {{}, {"x"}, {"x", "y", "z"}, {"x", "x"}};
   for (const auto& names : refused) {
-    EXPECT_TRUE(test::fails(index.rename(names), Errc::invalid_argument));
-    EXPECT_EQ(index.find("b"), 1u);
+    EXPECT_TRUE(test::fails(index->renamed(names), Errc::invalid_argument));
   }
-  EXPECT_TRUE(ok(index.rename(std::vector<std::string>{"x", "y"})));
-  EXPECT_EQ(index.find("y"), 1u);
-  EXPECT_EQ(index.find("b"), std::nullopt);
+  const auto renamed = index->renamed(std::vector<std::string>{"x", "y"});
+  ASSERT_TRUE(ok(renamed));
+  EXPECT_EQ(renamed->find("y"), 1u);
+  EXPECT_EQ(renamed->find("b"), std::nullopt);
+  EXPECT_EQ(index->find("b"), 1u);
 }
 
 TEST(NameTable, GivesEachNameOneNumber) {

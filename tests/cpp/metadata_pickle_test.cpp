@@ -25,9 +25,9 @@ const Globals& globals() {
 
 /// Returns the offset of the program's end.
 Result<std::size_t> check(std::string_view program, const Globals& allowed = globals()) {
-  auto values = walk_metadata_pickle(bytes_of(program), allowed);
-  if (!values) return std::move(values).error();
-  return values->end;
+  auto pickle = walk_metadata_pickle(bytes_of(program), allowed);
+  if (!pickle) return std::move(pickle).error();
+  return pickle->values.end;
 }
 
 /// Adds PROTO unless the program has one.
@@ -463,11 +463,13 @@ TEST(MetadataPickle, MustNotExceedTheLimitOfTheStack) {
   EXPECT_TRUE(refuses("(" + times(MetadataLimits::kStack, "N") + "t.", Errc::pickle_too_large));
 }
 
-TEST(Role, IsFoundByItsNameInTheTable) {
-  EXPECT_EQ(role_named("value"), GlobalRole::value);
-  EXPECT_EQ(role_named("slots_class"), GlobalRole::slots_class);
-  EXPECT_EQ(role_named("Value"), std::nullopt);
-  EXPECT_EQ(role_named(""), std::nullopt);
+TEST(AllowedGlobals, HaveTheDtypesThatWereAdded) {
+  const std::string program = with_protocol("ctorch\nnew_dtype\n.");
+  EXPECT_TRUE(fails(check(program, *allowed_globals()), Errc::pickle_forbidden));
+  const std::vector<std::string> names = {"new_dtype", "Size"};
+  allow_dtypes(names);
+  EXPECT_TRUE(ok(check(program, *allowed_globals())));
+  EXPECT_EQ(allowed_globals()->at("torch Size"), GlobalRole::function);
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "index/checkpoint_index.h"
 #include "index/metadata_seal.h"
 #include "planning/changes.h"
-#include "stock_metadata.h"
 #include "support.h"
 #include "templates.h"
 
@@ -57,12 +57,7 @@ std::string encoded(PlanMetadata& metadata, const std::vector<Files>& files) {
 }
 
 CheckpointIndex decoded(const std::string& file) {
-  const auto sealed = index::bytes_sealed(test::bytes_of(file));
-  EXPECT_TRUE(ok(sealed));
-  const auto values = index::walk_metadata_pickle(test::bytes_of(file), test::stock_globals());
-  EXPECT_TRUE(ok(values));
-  EXPECT_EQ(values->end, *sealed);
-  auto index = CheckpointIndex::build(*values);
+  auto index = CheckpointIndex::decode(test::bytes_of(file), "here");
   EXPECT_TRUE(ok(index));
   return std::move(index).value();
 }

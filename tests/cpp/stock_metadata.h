@@ -4,17 +4,21 @@
 #include <string_view>
 #include <vector>
 
-#include "index/metadata_pickle.h"
+#include "index/allowed_globals.h"
 
 namespace torch_ckpt::test {
 
-// Metadata that Python has pickled for torch, and the permitted globals.
+// Metadata that Python has pickled for torch.
 struct StockMetadata {
   std::string name;
   std::string_view pickle;
 };
 
 const std::vector<StockMetadata>& stock_metadata();
-const index::Globals& stock_globals();
+
+inline const index::Globals& stock_globals() {
+  static const auto kGlobals = index::allowed_globals();
+  return *kGlobals;
+}
 
 }  // namespace torch_ckpt::test

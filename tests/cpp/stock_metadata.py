@@ -3,8 +3,7 @@
     .venv/bin/python -m tests.cpp.stock_metadata > tests/cpp/stock_metadata.cpp
     clang-format -i tests/cpp/stock_metadata.cpp
 
-The C++ tests and the fuzzers need no torch: they use these constants. The permitted globals are
-from torch_ckpt/checkpoint/index.py.
+The C++ tests and the fuzzers need no torch: they use these constants.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from tests.cpp.stock_records import literal
-from torch_ckpt.checkpoint.index import roles
 from torch_ckpt.checkpoint.metadata import encode_metadata, with_checksum_tables
 
 
@@ -82,12 +80,7 @@ def main() -> None:
     print("static const std::vector<StockMetadata> kMetadata = {")
     for name, data in seeds.items():
         print(f'{{"{name}",\n{literal(data)}}},')
-    print("};\nreturn kMetadata;\n}\n")
-    print("const index::Globals& stock_globals() {")
-    print("static const index::Globals kGlobals = {")
-    for name, role in roles().items():
-        print(f'{{"{name}", index::GlobalRole::{role}}},')
-    print("};\nreturn kGlobals;\n}\n\n}  // namespace torch_ckpt::test")
+    print("};\nreturn kMetadata;\n}\n\n}  // namespace torch_ckpt::test")
 
 
 if __name__ == "__main__":

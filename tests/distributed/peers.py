@@ -20,13 +20,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.cases import Launch, StateDict
+from tests.metadata import read_metadata
 from tests.support import (
     assert_equal,
     assert_tables_match,
     data_files,
     random_tensor,
 )
-from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.megatron import install, uninstall
 
 

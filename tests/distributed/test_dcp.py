@@ -37,8 +37,8 @@ from tests.distributed.cases import (
     zeroed,
 )
 from tests.distributed.launcher import between, on, on_ranks
+from tests.metadata import read_metadata
 from tests.support import assert_equal, assert_tables_match, data_files
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 # --- interoperation and sharding ------------------------------------------------------------------
 

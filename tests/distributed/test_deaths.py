@@ -34,9 +34,9 @@ from tests.distributed.silent_ranks import (
 )
 from tests.fault_hooks import before
 from tests.gates import eventually
+from tests.metadata import read_metadata
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 
 @dataclass(frozen=True)

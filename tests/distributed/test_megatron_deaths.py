@@ -19,9 +19,9 @@ from tests.distributed.megatron_deaths import (
     state_of,
 )
 from tests.distributed.silent_ranks import TIMEOUT, Found, given_up_after, play_in_groups
+from tests.metadata import read_metadata
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 
 @pytest.fixture(scope="module")

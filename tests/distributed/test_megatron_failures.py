@@ -42,8 +42,8 @@ from tests.distributed.megatron_training import (
     train_a_step,
     waits_for,
 )
+from tests.metadata import read_metadata
 from torch_ckpt import Background
-from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import NotCommitted
 from torch_ckpt.megatron import AsyncCallsQueue
 from torch_ckpt.megatron.call import Agreement, Call

@@ -34,7 +34,7 @@ from tests.distributed.megatron_training import (
     state_at,
     waits_for,
 )
-from torch_ckpt.checkpoint.metadata import read_metadata
+from tests.metadata import read_metadata
 from torch_ckpt.ranks.polled_event import PolledEvent
 
 # --- polls ----------------------------------------------------------------------------------------

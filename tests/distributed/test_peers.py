@@ -33,8 +33,9 @@ from tests.distributed.peers import (
     strategies,
     why_skipped,
 )
+from tests.metadata import read_metadata
 from tests.support import assert_equal, data_files, random_tensor
-from torch_ckpt.checkpoint.metadata import checksum_tables, read_metadata
+from torch_ckpt.checkpoint.metadata import checksum_tables
 from torch_ckpt.megatron import install, uninstall
 
 IMPORTED = ["tests.distributed.peers_imported"]

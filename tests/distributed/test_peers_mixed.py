@@ -34,8 +34,8 @@ from tests.distributed.peers import (
     strategies,
     why_skipped,
 )
+from tests.metadata import read_metadata
 from tests.support import assert_equal, data_files, files_limited_to, random_tensor
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 IMPORTED = ["tests.distributed.peers_imported"]
 

@@ -40,8 +40,8 @@ from tests.distributed.loads import (
     save,
     stock_save,
 )
+from tests.metadata import read_metadata
 from tests.support import assert_equal, place_of, random_tensor
-from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.loading import reader, shared_reads
 from torch_ckpt.loading.load import Load

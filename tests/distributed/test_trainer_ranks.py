@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.metadata import read_metadata
 from tests.ranks import TIMEOUT_SECONDS, by_fork
 from tests.support import data_files
-from torch_ckpt.checkpoint.metadata import checksum_tables, read_metadata
+from torch_ckpt.checkpoint.metadata import checksum_tables
 
 RANKS = 2
 STEP = 6

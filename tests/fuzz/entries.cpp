@@ -155,16 +155,18 @@ std::uint64_t elements_of(std::span<const std::int64_t> sizes) {
 }
 
 /// Checks that storage_data has the location of each shard under the name of its entry.
-std::string check_locations(const index::PickleValues& values,
+std::string check_locations(const index::MetadataPickle& pickle,
                             const index::CheckpointIndex& index) {
+  const index::PickleValues& values = pickle.values;
+  const index::TorchRecords& records = pickle.records;
   using Location = std::tuple<std::uint64_t, std::uint64_t, std::string_view>;
   std::set<std::pair<std::uint32_t, Location>> known;
   const auto stored = values.attribute(values.objects[values.root.number()], "storage_data");
   const index::Object* dict = stored ? values.object(*stored, index::ObjectKind::dict) : nullptr;
   if (dict != nullptr) {
     values.for_each_pair(*dict, [&](const index::Value& key, const index::Value& value) {
-      const auto& [name, offsets, has_offsets] = values.keys[values.objects[key.number()].first];
-      const auto& info = values.storage_infos[values.objects[value.number()].first];
+      const auto& name = records.keys[values.objects[key.number()].first].name;
+      const auto& info = records.storage_infos[values.objects[value.number()].first];
       if (const auto entry = index.find(values.text(name))) {
         known.insert({*entry, {info.offset.payload, info.length.payload, values.text(info.file)}});
       }
@@ -218,23 +220,23 @@ std::string check_index(const index::CheckpointIndex& index) {
 }  // namespace
 
 std::string use_metadata(Bytes bytes) {
-  const auto values = index::walk_metadata_pickle(bytes, stock_globals());
-  if (!values) {
-    return name(values.error().code).starts_with("pickle_") ? "" : "an error has the wrong code";
+  const auto pickle = index::walk_metadata_pickle(bytes, stock_globals());
+  if (!pickle) {
+    return name(pickle.error().code).starts_with("pickle_") ? "" : "an error has the wrong code";
   }
-  const std::size_t end = values->end;
+  const std::size_t end = pickle->values.end;
   if (end == 0 || end > bytes.size() || bytes[end - 1] != std::byte{'.'}) {
     return "a program does not end with STOP";
   }
   const auto again = index::walk_metadata_pickle(bytes.first(end), stock_globals());
-  if (!again || again->end != end) return "bytes after STOP make a difference";
+  if (!again || again->values.end != end) return "bytes after STOP make a difference";
   if (index::walk_metadata_pickle(bytes.first(end - 1), stock_globals())) {
     return "a program is accepted without its STOP";
   }
-  const auto made = index::CheckpointIndex::build(*values);
+  const auto made = index::CheckpointIndex::build(*pickle);
   if (made) {
     auto broken = check_index(*made);
-    return broken.empty() ? check_locations(*values, *made) : broken;
+    return broken.empty() ? check_locations(*pickle, *made) : broken;
   }
   const Errc code = made.error().code;
   return code == Errc::metadata_inconsistent || code == Errc::outside_directory
@@ -272,7 +274,10 @@ class ListsOfPaths {
         for (const Value& part : values_.tuple(path)) step(part);
       } else if (path.kind == ValueKind::extents) {
         for (const std::int64_t part : values_.extents.at(path.number())) {
-          step({ValueKind::integer, 0, 0, 1, static_cast<std::uint64_t>(part)});
+          Value number;
+          number.kind = ValueKind::integer;
+          number.payload = static_cast<std::uint64_t>(part);
+          step(number);
         }
       } else if (const index::Object* list = values_.object(path, ObjectKind::list)) {
         values_.for_each(*list, step);
@@ -291,7 +296,7 @@ class ListsOfPaths {
     if (part.kind == ValueKind::small_integer || part.kind == ValueKind::integer) {
       index = static_cast<double>(part.integer());
     } else if (part.kind == ValueKind::real) {
-      index = std::bit_cast<double>(part.payload);
+      index = part.real();
     }
     ends_[at] = std::max(ends_[at], std::ceil(index) + 1);
     const std::string key =
@@ -317,8 +322,8 @@ Cost cost_of_metadata(Bytes bytes) {
   Cost cost;
   const HeapMeter heap;
   steps = 0;
-  if (const auto values = index::walk_metadata_pickle(bytes, stock_globals())) {
-    cost.is_accepted = index::CheckpointIndex::build(*values).has_value();
+  if (const auto pickle = index::walk_metadata_pickle(bytes, stock_globals())) {
+    cost.is_accepted = index::CheckpointIndex::build(*pickle).has_value();
   }
   cost.steps = steps;
   cost.heap_bytes = heap.most();
@@ -336,7 +341,7 @@ std::string use_metadata_within_cost(Bytes bytes) {
            " steps";
   }
   if (cost.is_accepted) {
-    auto broken = ListsOfPaths(*index::walk_metadata_pickle(bytes, stock_globals())).check();
+    auto broken = ListsOfPaths(index::walk_metadata_pickle(bytes, stock_globals())->values).check();
     if (!broken.empty()) return broken;
   }
   return use_metadata(bytes);

@@ -17,7 +17,8 @@ import torch
 import torch_ckpt
 from tests.attacks.test_metadata_bombs import TEXT_AT_BYTE_0
 from tests.cpp.stock_metadata import rich, small
-from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, read_metadata
+from tests.metadata import read_metadata
+from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata
 
 TENSORS = {
     "scalar": torch.tensor(3),

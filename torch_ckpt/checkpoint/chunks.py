@@ -1,9 +1,14 @@
-"""The chunks of a tensor that this rank has, and the check that a load fills them."""
+"""The chunks of a tensor that this rank has, and the check that a load fills them.
+
+For a single shard, it is enough to count elements. Several shards may have enough elements in total
+but overlap and leave a gap, so their positions are checked.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
 
@@ -18,8 +23,11 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ckpt.checkpoint.coverage import Box, require_all
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt import _core
+from torch_ckpt.errors import CheckpointError, Corrupt
+
+#: Offsets and sizes, one per dimension.
+Box = tuple[Sequence[int], Sequence[int]]
 
 
 def require_cover(
@@ -46,7 +54,27 @@ def require_cover(
             wanted = tuple(
                 max(min(begin + length, end) - begin, 0) for begin, length, end in places
             )
-            require_all(name, wanted, planned[name, chunk.offsets], chunk.offsets)
+            _require_all(name, wanted, planned[name, chunk.offsets], chunk.offsets)
+
+
+def _require_all(
+    name: str, wanted: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int]
+) -> None:
+    """Raises Corrupt if boxes, relative to ``offsets``, do not cover the wanted part."""
+    count = math.prod(wanted)
+    planned = sum(math.prod(sizes) for _, sizes in boxes)
+    if planned < count:
+        raise Corrupt(
+            f"{name}: the shards in the metadata contain only {planned} of the {count} wanted "
+            "elements; the save that wrote them was incomplete"
+        )
+    gap = _core.first_gap(wanted, boxes) if len(boxes) > 1 else None
+    if gap is not None:
+        place = [begin + inner for begin, inner in zip(offsets, gap, strict=True)]
+        raise Corrupt(
+            f"{name}: shards in the metadata overlap, and none of them contains element {place}; "
+            "the save that wrote them was incomplete"
+        )
 
 
 def chunks_here(value: Any) -> list[ChunkStorageMetadata]:

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _core
 from torch_ckpt._base.paths import is_url
-from torch_ckpt.checkpoint.index import metadata_bytes_in, open_directory
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.index import metadata_bytes_in
 from torch_ckpt.checkpoint.metadata import decode_metadata
 from torch_ckpt.errors import CheckpointError
 
@@ -155,7 +156,7 @@ class SavedMetadata(NamedTuple):
 
 def _read(path: str, seal: bytes) -> Metadata:
     try:
-        with closing(open_directory(path)) as directory:
+        with closing(OpenDirectory(path)) as directory:
             data = metadata_bytes_in(directory)
     except FileNotFoundError as error:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
+from torch_ckpt.checkpoint.index import METADATA_NAME, with_known_dtypes
 from torch_ckpt.errors import CheckpointError, NotCommitted
 
 #: Seconds for which a save waits while another process removes files. Large files take seconds.
@@ -120,7 +120,7 @@ class DirectoryLease:
                 "save again"
             )
         with self._lock:
-            self._held.commit(metadata, list(files), sync, replace, named_files)
+            self._held.commit(metadata, list(files), sync, replace)
 
 
 def _abandon(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> None:
@@ -130,17 +130,7 @@ def _abandon(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> Non
         held.close()
         return
     with lock:
-        held.abandon(named_files)
-
-
-def named_files(directory: OpenDirectory, name: str) -> set[str]:
-    """Returns the names of the data files in a metadata file.
-
-    Raises:
-        CheckpointError, OSError: the metadata cannot be read completely.
-    """
-    # Normalize, because readers also accept names such as "./__0_0.distcp".
-    return {os.path.normpath(file) for file in read_index_in(directory, name).files()}
+        held.abandon()
 
 
 def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:
@@ -150,7 +140,7 @@ def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:
     directory: this rank may have been suspended and declared dead, and another save may have reused
     its file names. If the coordinator is alive, it removes the files of all ranks.
     """
-    _core.remove_own(directory, list(names), named_files)
+    _core.remove_own(directory, list(names))
 
 
 def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
@@ -176,7 +166,7 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         ```
     """
     with closing(OpenDirectory(checkpoint_id)) as opened:
-        removed = _core.remove_leftovers(opened, named_files)
+        removed = with_known_dtypes(lambda: _core.remove_leftovers(opened))
         if removed is None and not opened.has_locks:
             raise CheckpointError(
                 f"{opened.path}: the file system does not support flock, so a running save cannot "

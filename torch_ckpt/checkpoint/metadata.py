@@ -12,10 +12,8 @@ import copy
 import copyreg
 import enum
 import io
-import os
 import pickle
 from collections.abc import Mapping, ValuesView
-from contextlib import closing
 from typing import Any, cast
 
 import torch
@@ -31,17 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.index import (
-    METADATA_NAME,
-    decode_index,
-    index_of_program,
-    metadata_bytes_in,
-    naming_source,
-    open_directory,
-    require_end,
-    roles,
-)
+from torch_ckpt.checkpoint.index import allow_torchs_dtypes, decode_index
 from torch_ckpt.errors import Corrupt, Unsafe
 
 #: Metadata version that stock torch writes. Older versions of torch do not define the constant.
@@ -52,11 +40,13 @@ DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 _OURS = "torch_ckpt"
 _OURS_VERSION = 1
 
+allow_torchs_dtypes()
+
 
 class _AllowListUnpickler(pickle.Unpickler):
     # A second check: the engine has already checked the pickle.
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if f"{module_name} {global_name}" not in roles():
+        if f"{module_name} {global_name}" not in _core.allowed_globals():
             raise Unsafe(
                 f"the metadata names {module_name}.{global_name}, which is not on the allow-list "
                 "for metadata"
@@ -76,14 +66,6 @@ def _member(kind: Any, name: Any) -> enum.Enum:
     return kind[name]
 
 
-def _trusted(data: bytes) -> Any:
-    covered = _core.bytes_sealed(data)
-    stream = io.BytesIO(data)
-    metadata = pickle.Unpickler(stream).load()
-    require_end(stream.tell(), data, covered)
-    return metadata
-
-
 def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
     """Builds the index of metadata from torch's objects.
 
@@ -101,10 +83,11 @@ def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
     if hasattr(metadata, _OURS):
         setattr(known, _OURS, getattr(metadata, _OURS))
     try:
-        program = _core.MetadataProgram(_pickled(known).getvalue(), roles())
+        with no_gc():
+            pickled = pickle.dumps(known, protocol=4)
     except Exception as error:
         raise Corrupt(f"{source}: the metadata contains unsupported values: {error}") from error
-    return index_of_program(program, source)
+    return _core.decode_objects(pickled, source)
 
 
 def _paths(paths: dict[Any, object]) -> dict[str, list[object]]:
@@ -139,22 +122,44 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
         decode_index(data, source)
         return decode_indexed(data, source)
     _core.fault_point("decode metadata", source)
-    with naming_source(source, True):
-        metadata = _trusted(data)
+    try:
+        with no_gc():
+            covered = _core.bytes_sealed(data)
+            stream = io.BytesIO(data)
+            metadata = pickle.Unpickler(stream).load()
+        if stream.tell() != (len(data) if covered is None else covered):
+            raise Corrupt(
+                f"the pickle ends at byte {stream.tell()} but is not followed by a valid checksum "
+                "seal"
+            )
+    except Exception as error:
+        # A damaged pickle may allocate any amount of memory, so this includes MemoryError.
+        raise _damaged(source, error) from error
     if not isinstance(metadata, Metadata):
         raise Corrupt(
             f"{source} contains a {type(metadata).__name__} instead of a checkpoint's metadata"
         )
-    with no_gc():
-        index_of(metadata, source)
+    index_of(metadata, source)
     return _with_places(metadata)
 
 
 def decode_indexed(data: bytes, source: str) -> Metadata:
     """Decodes a ``.metadata`` file that :func:`decode_index` has accepted."""
     _core.fault_point("decode metadata", source)
-    with naming_source(source, False):
-        return _with_places(cast(Metadata, _AllowListUnpickler(io.BytesIO(data)).load()))
+    try:
+        with no_gc():
+            metadata = _AllowListUnpickler(io.BytesIO(data)).load()
+    except (MemoryError, Unsafe):
+        # The checked pickle needs little memory, so the process itself is out of memory.
+        raise
+    except Exception as error:
+        raise _damaged(source, error) from error
+    return _with_places(cast(Metadata, metadata))
+
+
+def _damaged(source: str, error: Exception) -> Corrupt:
+    text = str(error) or type(error).__name__
+    return Corrupt(f"{source} is damaged or not a checkpoint's metadata: {text}")
 
 
 def _with_places(metadata: Metadata) -> Metadata:
@@ -162,36 +167,6 @@ def _with_places(metadata: Metadata) -> Metadata:
         # torch's default. It means that nothing is stored.
         metadata.storage_data = {}
     return metadata
-
-
-def read_metadata(
-    path: str | os.PathLike[str], *, name: str = METADATA_NAME, allow_pickle: bool = False
-) -> Metadata:
-    """Reads the metadata of a checkpoint that torch_ckpt or stock torch wrote.
-
-    Args:
-        path: the checkpoint directory itself.
-        name: name of the metadata file.
-        allow_pickle: see :func:`decode_metadata`.
-
-    Raises:
-        FileNotFoundError: there is no committed checkpoint.
-        Unsafe, Corrupt: see :func:`decode_metadata`.
-        CheckpointError: the file is larger than ``MAX_METADATA_BYTES``.
-    """
-    with closing(open_directory(path)) as directory:
-        return read_metadata_in(directory, name, allow_pickle=allow_pickle)
-
-
-def read_metadata_in(
-    directory: OpenDirectory, name: str = METADATA_NAME, *, allow_pickle: bool = False
-) -> Metadata:
-    """Reads the metadata in an open directory.
-
-    All files that are read relative to the same open directory belong to the same checkpoint.
-    """
-    data = metadata_bytes_in(directory, name)
-    return decode_metadata(data, os.path.join(directory.path, name), allow_pickle=allow_pickle)
 
 
 def with_checksum_tables(metadata: Metadata, tables: Mapping[str, bytes]) -> Metadata:

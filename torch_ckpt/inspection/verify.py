@@ -25,7 +25,6 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Report, plural, printable, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
-from torch_ckpt.checkpoint.coverage import gap_in
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
@@ -389,5 +388,5 @@ def find_shard_fault(shape: tuple[int, ...], shards: Sequence[_core.StoredShard]
     """Describes the gap between the shards of a tensor; None if the shards cover the tensor."""
     if not shards and 0 not in shape:
         return "the tensor has no shards"
-    gap = gap_in(shape, [shard[:2] for shard in shards])
+    gap = _core.first_gap(shape, [shard[:2] for shard in shards])
     return None if gap is None else f"no shard covers the element at {gap}"

@@ -179,10 +179,10 @@ class Load:
     def index(self) -> _core.CheckpointIndex:
         """The index of the checkpoint. The first access opens the checkpoint."""
         if self._opened is None:
-            self._opened = self.reader.open(self._rank)
+            metadata, index = self.reader.open(self._rank)
             if self._rename is not None:
-                index = self._opened[1]
-                index.rename(list(new_names(index.names(), self._rename).values()))
+                index = index.renamed(list(new_names(index.names(), self._rename).values()))
+            self._opened = metadata, index
         return self._opened[1]
 
     @no_gc()

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
+from tests.metadata import read_metadata
 from tests.support import (
     assert_equal,
     cause_of,
@@ -25,7 +26,6 @@ from tests.support import (
     stock_save,
     zeros,
 )
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 StateDict = dict[str, Any]
 

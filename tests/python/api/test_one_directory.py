@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import torch_ckpt
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.forked import Answering, context, end_of, fork
+from tests.metadata import read_metadata
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
 from torch_ckpt import CheckpointError, Corrupt, NotCommitted
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
-from torch_ckpt.checkpoint.metadata import encode_metadata, read_metadata
+from torch_ckpt.checkpoint.metadata import encode_metadata
 
 PATIENCE_SECONDS = 60
 

@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.forked import in_fresh_process
+from tests.metadata import read_metadata
 from tests.support import StateDict, assert_equal, cause_of, data_files, emptied, place_of, save
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
-from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
 
 STATE: StateDict = {

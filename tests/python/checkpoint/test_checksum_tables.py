@@ -16,6 +16,7 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
+from tests.metadata import read_metadata
 from tests.support import (
     StateDict,
     assert_tables_match,
@@ -30,7 +31,6 @@ from torch_ckpt.checkpoint.metadata import (
     checksum_tables,
     decode_metadata,
     encode_metadata,
-    read_metadata,
     with_checksum_tables,
 )
 

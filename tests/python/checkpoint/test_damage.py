@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
+from tests.metadata import read_metadata
 from tests.support import (
     StateDict,
     assert_equal,
@@ -37,7 +38,6 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import _core
-from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
 

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.metadata import read_metadata
 from tests.support import DTYPES, save, stock_save, zeros
 from torch_ckpt import Corrupt, _core
 from torch_ckpt.checkpoint.index import decode_index
-from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, index_of, read_metadata
+from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, index_of
 
 STATE: dict[str, Any] = {
     **{str(dtype): zeros((2, 3), dtype) for dtype in DTYPES},
@@ -127,10 +128,11 @@ def test_a_tensor_that_its_shards_do_not_cover_is_named(
 def test_a_new_name_replaces_the_old_one(tmp_path: Path) -> None:
     save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path)
     index = decode_index((tmp_path / ".metadata").read_bytes(), "here")
-    index.rename(["c", "a"])
-    assert index.names() == ["c", "a"]
-    assert index.tensor("a") == ("float32", (3,))
-    assert "b" not in index
+    renamed = index.renamed(["c", "a"])
+    assert renamed.names() == ["c", "a"]
+    assert renamed.tensor("a") == ("float32", (3,))
+    assert "b" not in renamed
+    assert index.names() == ["a", "b"]
 
 
 def test_an_invalid_value_of_a_trusted_writer_is_refused() -> None:

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_ckpt
+from tests.metadata import read_metadata
 from tests.support import save
 from torch_ckpt import Corrupt
 from torch_ckpt.checkpoint.files import lies_beneath
-from torch_ckpt.checkpoint.metadata import index_of, read_metadata
+from torch_ckpt.checkpoint.metadata import index_of
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(12.0).reshape(3, 4),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
+from tests.metadata import read_metadata
 from tests.support import (
     StateDict,
     assert_equal,
@@ -24,7 +25,7 @@ from tests.support import (
     random_tensor,
     stock_save,
 )
-from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, read_metadata
+from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata
 from torch_ckpt.errors import Corrupt
 
 BLOCK = 64 << 10

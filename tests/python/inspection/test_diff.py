@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import torch_ckpt
 from tests.commands import Run
+from tests.metadata import read_metadata
 from tests.support import (
     DTYPES,
     StateDict,
@@ -34,7 +35,6 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.stored_tensors import split_into_boxes
 

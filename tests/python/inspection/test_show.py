@@ -13,6 +13,7 @@ import torch
 import torch_ckpt
 from tests.commands import Run
 from tests.fault_hooks import failing
+from tests.metadata import read_metadata
 from tests.python.inspection.test_diff import shards
 from tests.support import (
     DTYPES,
@@ -25,7 +26,6 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import ShownObject, ShownTensor
-from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.inspection import show
 
 STATE: StateDict = {

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import torch_ckpt
 from tests.commands import Run
 from tests.fault_hooks import failing
+from tests.metadata import read_metadata
 from tests.support import (
     DTYPES,
     data_files,
@@ -31,7 +32,6 @@ from tests.support import (
 )
 from tests.verified_checkpoints import STATE, payload_offset, place
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.checkpoint.metadata import read_metadata
 
 MIB = 1 << 20
 

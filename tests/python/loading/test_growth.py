@@ -30,9 +30,11 @@ from tests.loads import (
     refusal,
     save,
 )
+from tests.metadata import read_metadata
 from tests.support import StateDict, assert_equal, pairwise, random_tensor
-from torch_ckpt.checkpoint.coverage import Box, gap_in
-from torch_ckpt.checkpoint.metadata import encode_metadata, read_metadata
+from torch_ckpt import _core
+from torch_ckpt.checkpoint.chunks import Box
+from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.loading.zero_fill import GrowingSize
 
@@ -312,24 +314,24 @@ class TestGapIn:
         generator = random.Random(seed)
         shape = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
         boxes = self.boxes_of(shape, generator)
-        assert gap_in(shape, boxes) is None
+        assert _core.first_gap(shape, boxes) is None
         # Replaces a box, so that boxes overlap and often leave a gap.
         boxes[generator.randrange(len(boxes))] = boxes[generator.randrange(len(boxes))]
         seen = torch.zeros(shape, dtype=torch.bool)
         for offsets, sizes in boxes:
             seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = True
         missing = (~seen).nonzero().tolist()
-        assert gap_in(shape, boxes) == (missing[0] if missing else None)
+        assert _core.first_gap(shape, boxes) == (missing[0] if missing else None)
 
     def test_two_complete_sets_of_boxes_have_no_gap(self) -> None:
-        assert gap_in((2, 3), [((0, 0), (2, 3))] * 2) is None
-        assert gap_in((), [((), ())] * 2) is None
+        assert _core.first_gap((2, 3), [((0, 0), (2, 3))] * 2) is None
+        assert _core.first_gap((), [((), ())] * 2) is None
 
     def test_a_gap_is_found_with_more_cut_dimensions_than_corners_are_counted_for(self) -> None:
         shape = (2,) * 8
         boxes = [(place, (1,) * 8) for place in itertools.product((0, 1), repeat=8)]
-        assert gap_in(shape, boxes) is None
-        assert gap_in(shape, boxes[:-1]) == [1] * 8
+        assert _core.first_gap(shape, boxes) is None
+        assert _core.first_gap(shape, boxes[:-1]) == [1] * 8
 
 
 class TestGrowingSize:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import planner_helpers
 
 import torch_ckpt
-from torch_ckpt.checkpoint.metadata import read_metadata
+from tests.metadata import read_metadata
 
 pytestmark = pytest.mark.skipif(
     not hasattr(planner_helpers, "CheckpointableTensor"), reason="torch knows no such tensors"

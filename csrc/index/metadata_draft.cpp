@@ -1,0 +1,84 @@
+#include "index/metadata_draft.h"
+
+#include <algorithm>
+
+namespace torch_ckpt::index {
+
+void MetadataDraft::add_tensor(std::string_view name, std::string_view dtype, bool requires_grad,
+                               std::span<const std::int64_t> size) {
+  names_.add(name);
+  const auto known = std::ranges::find(dtypes_, dtype);
+  const auto number = static_cast<std::uint32_t>(known - dtypes_.begin());
+  if (known == dtypes_.end()) dtypes_.emplace_back(dtype);
+  entries_.push_back({true, requires_grad, number, extents_.intern(size),
+                      static_cast<std::uint32_t>(shards_.size()), 0});
+}
+
+void MetadataDraft::add_object(std::string_view name) {
+  names_.add(name);
+  entries_.push_back({false, false, kNone, kNone, static_cast<std::uint32_t>(shards_.size()), 0});
+}
+
+std::uint32_t MetadataDraft::add_shard(std::span<const std::int64_t> offsets,
+                                       std::span<const std::int64_t> sizes) {
+  Shard& shard = shards_.emplace_back();
+  if (entries_.back().is_tensor) {
+    shard.offsets = extents_.intern(offsets);
+    shard.sizes = extents_.intern(sizes);
+  }
+  return entries_.back().shard_count++;
+}
+
+void MetadataDraft::set_files(
+    std::span<const std::pair<std::string_view, std::string_view>> files) {
+  texts_.clear();
+  files_.clear();
+  tables_.clear();
+  file_names_ = {};
+  for (const auto& [name, table] : files) {
+    files_.push_back(add_text(name));
+    tables_.push_back(add_text(table));
+    file_names_.add(name);
+  }
+}
+
+bool MetadataDraft::set_location(ShardId shard, std::uint32_t file, std::uint64_t offset,
+                                 std::uint64_t length) {
+  Shard& location = shards_[entries_[shard.entry].first_shard + shard.number];
+  if (location.file == file && location.offset == offset && location.length == length) return false;
+  if (location.file == kNone) located_shards_.push_back(shard);
+  location.file = file;
+  location.offset = offset;
+  location.length = length;
+  return true;
+}
+
+void MetadataDraft::copy_entry(const EntryTable& other, std::string_view name) {
+  const auto found = other.find(name);
+  if (!found) return;
+  const Entry& entry = other.entries()[*found];
+  if (entry.is_tensor) {
+    add_tensor(name, other.dtypes()[entry.dtype], entry.requires_grad, other.extents(entry.size));
+  } else {
+    add_object(name);
+  }
+  const auto here = static_cast<std::uint32_t>(entries_.size() - 1);
+  for (const Shard& shard : other.shards(entry)) {
+    const bool has_extents = shard.offsets != kNone;
+    const std::uint32_t number =
+        has_extents ? add_shard(other.extents(shard.offsets), other.extents(shard.sizes))
+                    : add_shard({}, {});
+    if (shard.file == kNone) continue;
+    if (const auto file = file_names_.find(other.text(other.files()[shard.file]))) {
+      set_location({here, number}, *file, shard.offset, shard.length);
+    }
+  }
+}
+
+void MetadataDraft::add_path(std::string_view name, std::span<const PathPart> parts) {
+  path_names_.add(name);
+  path_parts_.insert(path_parts_.end(), parts.begin(), parts.end());
+  path_begins_.push_back(path_parts_.size());
+}
+
+}  // namespace torch_ckpt::index
