@@ -19,6 +19,8 @@ std::string_view name(Errc code) {
       return "outside_directory";
     case Errc::directory_moved:
       return "directory_moved";
+    case Errc::root_in_use:
+      return "root_in_use";
     case Errc::range_past_end:
       return "range_past_end";
     case Errc::not_a_zip:

@@ -25,6 +25,8 @@ enum class Errc {
   outside_directory,
   // The path of the checkpoint no longer refers to the directory that was opened.
   directory_moved,
+  // Another run holds the lease on the root, or has taken it over.
+  root_in_use,
   // A range in the metadata extends past the end of the data file.
   range_past_end,
   // The record is not a torch.save archive of one plain tensor.

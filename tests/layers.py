@@ -172,7 +172,7 @@ CSRC = {
     "python": "The extension module _core: bindings that parse, release the GIL, call, translate.",
     "torch": "Tensors as sources and targets, load waves, conversions by ATen; no pybind11.",
     "engine": "File images, the sessions of saves, loads and verifications, results, thread pools.",
-    "directory": "Numbered steps of a save in its directory: leases, the commit, deletions.",
+    "directory": "Protocols on disk, numbered: commits, leases, deletions, and the steps of a run.",
     "staging": "Sources, copies from host and device, the pool of chunks.",
     "index": "A checkpoint's metadata in arrays, decoded and checked.",
     "format": "File formats: records, pickles, checksum tables, CRC-32.",

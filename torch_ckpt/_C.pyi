@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torch_ckpt._core import CheckpointIndex, Directory, ObjectRead, WrittenFiles
+from torch_ckpt._core import CheckpointIndex, Directory, FetchPlan, ObjectRead, WrittenFiles
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.saving.background import EngineOptions
 
@@ -236,6 +236,8 @@ class TensorReads:
         Splits only reads from files for whose names ``can_split`` returns True.
         """
 
+    def fetch_plan(self, tables: CheckpointIndex | Mapping[str, bytes], verify: bool) -> FetchPlan:
+        """Plans which bytes of remote files these reads need; ``tables`` as for ``load``."""
     def subset(self, numbers: list[int]) -> TensorReads: ...
     @property
     def stored_bytes(self) -> int: ...

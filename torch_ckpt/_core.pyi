@@ -5,7 +5,7 @@ Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its class
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.saving.background import Background
@@ -50,8 +50,6 @@ class Directory:
     @property
     def fd(self) -> int:
         """The descriptor; -1 after ``close``."""
-    def reopen(self) -> Directory:
-        """Opens the same directory again, with a lock of its own."""
     def share(self, patience: float = 10.0) -> bool:
         """Takes the shared lock, so that no other process removes files.
 
@@ -83,12 +81,12 @@ class Directory:
         Returns a descriptor. Raises ValueError for another kind of file, Unsafe for a link.
         ``flags`` are ignored.
         """
-    def rename(self, source: str, target: str) -> None:
-        """Renames a file in the directory. Replaces an existing target."""
     def remove(self, name: str) -> None:
         """Removes a file. A missing file is not an error."""
     def sync(self) -> None:
         """Fsyncs the directory."""
+    def bytes(self) -> int:
+        """Total size of the files, without subdirectories."""
     def close(self) -> None:
         """Closes the descriptor and releases the lock. Further calls do nothing."""
 
@@ -247,22 +245,72 @@ def load_bytes(
 ) -> list[bytes]:
     """Reads the records of objects. ``tables`` has the checksum table of each file."""
 
-def verify_records(
-    files: list[tuple[str, bytes]],
-    rows: list[tuple[int, int, int, str | None, tuple[int, ...] | None]],
-    *,
-    directory: Directory,
-    threads: int,
-    max_inflight_bytes: int,
-    direct_io: bool | str,
-    progress: Callable[[int], None] | None,
-) -> tuple[list[tuple[int, int | None, int | None, int, str, int]], list[int]]:
-    """Verifies records. Returns findings, and the rows with bytes that no checksum covers.
+class FetchPlan:
+    """Plans which bytes of remote data files a load reads; see csrc/engine/fetch_plan.h.
 
-    A row has file number, offset, length in bytes, and the name of the dtype and the shape of a
-    tensor (None for an object). A finding has file number, row (None: the whole file), offset in
-    the file, damaged bytes (0: unknown), a message, and the errno of a failed system call or 0.
+    A range has file name, begin and end. The reads of tensors have their plan in
+    ``torch_ckpt._C.TensorReads``.
     """
+
+    def __init__(self, reads: list[ObjectRead]) -> None: ...
+    def ends(self) -> list[tuple[str, int, int]]:
+        """Ranges to fetch before the waves are planned."""
+    def waves(
+        self, copies: Directory, max_bytes: int
+    ) -> list[tuple[list[int], list[tuple[str, int, int]]]]:
+        """Numbers of the reads and ranges of each wave. ``copies`` contains copies of the files."""
+
+def is_file_damage(error_number: int) -> bool:
+    """True if an errno indicates a damaged file rather than a failing machine."""
+
+def describe_gap(gap: Sequence[int], shards: int) -> str:
+    """Describes the first element of a tensor that none of its shards covers."""
+
+class FaultKind:
+    """Kinds of faults of a checkpoint."""
+
+    DAMAGED: ClassVar[FaultKind]
+    UNREAD: ClassVar[FaultKind]
+    INCOMPLETE: ClassVar[FaultKind]
+
+class CheckpointFault:
+    """A fault that a verification has found; see csrc/engine/checkpoint_verification.h."""
+
+    @property
+    def kind(self) -> FaultKind: ...
+    @property
+    def name(self) -> str:
+        """The tensor or object; empty: the file itself."""
+    @property
+    def file(self) -> str: ...
+    @property
+    def offset(self) -> int | None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def what(self) -> str: ...
+
+class CheckpointVerification:
+    """Verifies a checkpoint: first ``add`` for each metadata file, then ``run``."""
+
+    def __init__(self, directory: Directory) -> None: ...
+    def add(self, index: CheckpointIndex) -> None:
+        """Checks one metadata file and collects its records."""
+    def run(self, options: ReadOptions, progress: Callable[[int], None] | None) -> None:
+        """Reads and checks the records. Raises ValueError and OSError."""
+    def names_file(self, name: str) -> bool:
+        """True if the metadata names this file."""
+    @property
+    def records(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def faults(self) -> list[CheckpointFault]: ...
+    @property
+    def missing(self) -> list[tuple[str, list[str]]]:
+        """Each file that does not exist, and the names stored in it."""
+    @property
+    def unverifiable(self) -> list[str]: ...
 
 def names_file_beneath(name: str) -> bool:
     """False if the text of the name shows that it cannot name a file beneath a directory."""
@@ -325,27 +373,105 @@ def publish(
     renamed: Directory | None = None,
     sync: bool = True,
     replace: bool = True,
-    sync_above: bool = True,
 ) -> None:
     """Renames a durable file or directory to its name, in one step; see csrc/directory/publish.h.
 
     A directory that has the name is first renamed to ``aside``. ``renamed`` is the directory that
-    ``temporary`` must be. ``sync_above`` is False if the directories above are already durable.
+    ``temporary`` must be.
 
     Raises OSError, CheckpointError if a directory on the path or ``temporary`` was moved, and
     DurabilityUncertain.
     """
 
 def publish_contents(
-    directory: Directory,
-    name: str,
-    contents: bytes,
-    *,
-    sync: bool = True,
-    replace: bool = True,
-    sync_above: bool = True,
+    directory: Directory, name: str, contents: bytes, *, replace: bool = True
 ) -> None:
     """Writes a file and publishes it as ``publish`` does."""
+
+class StepKind:
+    """Kinds of directories beneath a root, distinguished by name."""
+
+    STEP: ClassVar[StepKind]
+    UNFINISHED: ClassVar[StepKind]
+    DELETED: ClassVar[StepKind]
+
+def parse_step_name(name: str) -> tuple[str, StepKind] | None:
+    """The ten digits and the kind of a step or leftover; None for any other name."""
+
+def unfinished_step_name(digits: str, attempt: str) -> str:
+    """The name of the directory into which a step is written. ``attempt`` is 8 hex digits."""
+
+def pin_step(step: Directory) -> None:
+    """Pins a step, and makes the pin durable."""
+
+class StepRoot:
+    """The root of a run's steps; csrc/directory/step.h has the protocol."""
+
+    def __init__(self, path: str) -> None: ...
+    def remove(self, name: str) -> bool:
+        """Removes a step or leftover.
+
+        Returns False if a process is using it. Raises OSError: it does not exist or cannot be
+        removed, or the root's path refers to a different directory than at the last save.
+        """
+    def sweep(self, deleted_only: bool, attempt: str) -> tuple[list[str], list[str]]:
+        """Finishes interrupted work. Spares the unfinished steps of ``attempt``.
+
+        Returns the names of the removed leftovers, and a message for each that could not be
+        removed. Raises OSError if the root cannot be listed.
+        """
+
+class StepSave:
+    """The coordinator's part of the save of a step, after all ranks have written their files.
+
+    ``unfinished`` is the directory in which the save has written, ``digits`` the step's name.
+    """
+
+    def __init__(self, steps: StepRoot, unfinished: Directory, digits: str) -> None: ...
+    def find_missing(self, files: list[str], patience: float) -> list[str]:
+        """Waits until the directory contains the files. Returns those that are missing after
+        ``patience`` seconds."""
+    def size(self) -> int:
+        """Total size of the files."""
+    def publish(self, marker: bytes, *, replace: bool, sync: bool) -> None:
+        """Completes the step after the metadata was committed. Removes the files if that fails.
+
+        Raises OSError, CheckpointError if the root or the directory was moved, and
+        DurabilityUncertain.
+        """
+    @property
+    def is_published(self) -> bool:
+        """True once ``publish`` has renamed the directory, or may have done so."""
+    @property
+    def replaced(self) -> str:
+        """The new name of the step that was replaced; empty if there was none."""
+    def discard(self) -> None:
+        """Removes the files of a save that has failed before ``publish``."""
+
+class RootLease:
+    """The lease of this process on a root; csrc/directory/root_lease.h has the protocol."""
+
+    def require(self) -> None:
+        """Raises RootInUse if another run has taken over the root, or in a forked child."""
+    def release(self) -> None:
+        """Releases one share. The last one removes the lease."""
+
+class LeaseRequest:
+    """A request for the lease on a root. ``renew`` and ``expiry`` are in seconds."""
+
+    def __init__(self, root: str, *, takeover: bool, renew: float, expiry: float) -> None: ...
+    def try_take(self) -> RootLease | None:
+        """Takes the lease, or a share of the lease of this process.
+
+        Returns None if it is not known yet whether the holder is alive. Raises RootInUse if the
+        holder is alive, and OSError.
+        """
+    @property
+    def holder(self) -> str:
+        """Describes the process that holds the lease."""
+
+def release_leases() -> None:
+    """Ends all leases of this process, for its exit."""
 
 def first_gap(
     whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -378,9 +504,8 @@ class CheckpointIndex:
     def strays(self) -> list[tuple[str, StoredShard]]:
         """Names and locations of records that the metadata does not describe."""
 
-    def uncovered(self) -> list[str]:
-        """Tensors whose shards do not cover each element exactly once, or that are divided in
-        more than six dimensions."""
+    def uncovered(self) -> dict[str, list[int]]:
+        """The first element that no shard covers, for each tensor that has one."""
 
     def tables(self) -> dict[str, bytes]:
         """Encoded checksum tables by file name."""

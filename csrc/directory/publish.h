@@ -15,9 +15,8 @@
 // Publishing is a single rename: after a crash, the name refers to either the old contents or the
 // new. If the old directory must first be moved to `aside`, there are two renames. After a crash
 // between them, nothing has the name: the new directory is complete under its temporary name, and
-// the old one is under `aside`. For a step, the sweep of its root repairs this
-// (torch_ckpt/steps/local.py). For a converted checkpoint, nothing does: the old one stays under
-// `aside`.
+// the old one is under `aside`. For a step, the sweep of its root repairs this (step.h). For a
+// converted checkpoint, nothing does: the old one stays under `aside`.
 //
 // A network file system may carry out a rename and still report an error. So after an error, the
 // identity of the file that has the name decides.

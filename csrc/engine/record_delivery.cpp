@@ -38,7 +38,14 @@ bool have_same_record(const ReadRequest& a, const ReadRequest& b) {
          a.dtype == b.dtype && a.sizes == b.sizes && a.layout == b.layout;
 }
 
-// Returns the size that the payload should have.
+// True if the region can be read directly into the target's memory.
+bool reads_in_place(const ReadRequest& request) {
+  return request.target.device == staging::Source::kHost && !request.target.convert &&
+         request.region.is_one_run();
+}
+
+}  // namespace
+
 std::uint64_t payload_bytes_of(const ReadRequest& request) {
   if (request.kind == ReadKind::raw) return request.length;
   if (request.kind == ReadKind::storage) return request.region.covering().end;
@@ -47,14 +54,6 @@ std::uint64_t payload_bytes_of(const ReadRequest& request) {
   for (const std::uint64_t size : request.sizes) bytes *= size;
   return bytes;
 }
-
-// True if the region can be read directly into the target's memory.
-bool reads_in_place(const ReadRequest& request) {
-  return request.target.device == staging::Source::kHost && !request.target.convert &&
-         request.region.is_one_run();
-}
-
-}  // namespace
 
 RecordDelivery::RecordDelivery(std::vector<ReadRequest> requests, bool verify)
     : requests_(std::move(requests)), verify_(verify), outcomes_(requests_.size()) {

@@ -41,6 +41,9 @@ struct ReadRequest {
   bool reads_entire_payload = false;  // also read bytes outside the region, to verify them
 };
 
+/// Returns the size that the payload of the request's record should have.
+std::uint64_t payload_bytes_of(const ReadRequest& request);
+
 enum class ReadStatus {
   pending,
   done,
@@ -78,6 +81,10 @@ class RecordDelivery final : public ReadSink {
   std::uint64_t block_bytes() const;
   /// Returns the request to name in an error about this record.
   std::size_t request_of(std::size_t record) const { return records_[record].requests.front(); }
+  /// Returns all requests for this record.
+  const std::vector<std::size_t>& requests_of(std::size_t record) const {
+    return records_[record].requests;
+  }
   void set_pipeline(ReadPipeline& pipeline) { pipeline_ = &pipeline; }
 
   const std::vector<ReadRequest>& requests() const { return requests_; }

@@ -9,10 +9,6 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Bytes to cache at each end of a record. In stock torch's archives, 704 bytes precede the payload
-// and about 1,250 follow it.
-constexpr std::uint64_t kEndsBytes = 2048;
-
 // For smaller reads, direct I/O costs more than it saves by bypassing the page cache.
 constexpr std::size_t kDirectMinRead = std::size_t{64} << 10;
 

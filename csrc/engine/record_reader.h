@@ -65,6 +65,10 @@ class RecordInMemory final : public format::RecordBytes {
   std::span<const std::byte> bytes_;
 };
 
+/// Number of bytes that RecordInFile caches at each end of a record. In stock torch's archives, 704
+/// bytes precede the payload and about 1,250 follow it.
+inline constexpr std::uint64_t kEndsBytes = 2048;
+
 // A record in a file. Caches both ends of the record, since they nearly always contain all of the
 // archive's headers and its directory.
 class RecordInFile final : public format::RecordBytes {

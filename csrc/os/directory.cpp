@@ -72,6 +72,12 @@ Result<> make_directories(const std::string& given) {
   return {};
 }
 
+Result<> remove_directory(const std::string& path) {
+  TC_FAULT("rmdir", path);
+  if (::rmdir(path.c_str()) != 0) return system_error(errno, "rmdir", path);
+  return {};
+}
+
 Result<> sync_directory(const std::string& path) {
   auto directory = Directory::open(path);
   if (!directory) return directory.error();
@@ -146,6 +152,30 @@ Result<> Directory::remove(const std::string& name, const FileIdentity& identity
   if (!found) return found.error().sys_errno == ENOENT ? Result<>() : found.error();
   if (*found != identity) return {};
   return remove(name);
+}
+
+Result<> Directory::remove_directory(const std::string& name) const {
+  const std::string path = path_of(name);
+  TC_FAULT("rmdir", path);
+  if (::unlinkat(fd_, name.c_str(), AT_REMOVEDIR) != 0) return system_error(errno, "rmdir", path);
+  return {};
+}
+
+Result<> Directory::remove_tree(const std::string& name) const {
+  const std::string path = path_of(name);
+  TC_FAULT("rmtree", path);
+  const int fd = open_at(fd_, name.c_str(), O_RDONLY | O_NOFOLLOW);
+  if (fd < 0) return errno == ENOENT ? Result<>() : system_error(errno, "open", path);
+  const Directory tree(fd, path);
+  auto entries = tree.names();
+  if (!entries) return entries.error();
+  for (const std::string& entry : *entries) {
+    auto removed = tree.remove(entry);
+    if (!removed && removed.error().sys_errno == EISDIR) removed = tree.remove_tree(entry);
+    if (!removed) return removed;
+  }
+  auto removed = remove_directory(name);
+  return !removed && removed.error().sys_errno == ENOENT ? Result<>() : removed;
 }
 
 Result<> Directory::rename(const std::string& from, const std::string& to, bool replace) const {
@@ -225,6 +255,33 @@ Result<FileIdentity> Directory::identity_of(const std::string& name) const {
   const std::string path = path_of(name);
   TC_FAULT("statx", path);
   return identity_at(fd_, name.c_str(), AT_SYMLINK_NOFOLLOW, path);
+}
+
+Result<bool> Directory::leads_to(const std::string& name, const FileIdentity& identity) const {
+  auto found = identity_at(fd_, name.c_str(), 0, path_of(name));
+  if (found) return *found == identity;
+  return found.error().sys_errno == ENOENT ? Result<bool>(false) : found.error();
+}
+
+Result<bool> Directory::contains(const std::string& name) const {
+  auto found = identity_of(name);
+  if (found) return true;
+  return found.error().sys_errno == ENOENT ? Result<bool>(false) : found.error();
+}
+
+Result<std::uint64_t> Directory::bytes() const {
+  auto found = names();
+  if (!found) return found.error();
+  std::uint64_t total = 0;
+  for (const std::string& name : *found) {
+    struct stat status {};
+    if (::fstatat(fd_, name.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0) {
+      total += static_cast<std::uint64_t>(status.st_size);
+    } else if (errno != ENOENT) {  // another process may remove files meanwhile
+      return system_error(errno, "stat", path_of(name));
+    }
+  }
+  return total;
 }
 
 Result<bool> Directory::is_at_path() const {

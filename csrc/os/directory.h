@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,6 +15,9 @@ namespace torch_ckpt::os {
 
 /// Creates a directory and its parents, like mkdir -p. Only sync_ancestors() makes them durable.
 Result<> make_directories(const std::string& path);
+
+/// Removes the empty directory at `path`.
+Result<> remove_directory(const std::string& path);
 
 /// Fsyncs the directory at `path`, so that creations, renames and removals in it survive a power
 /// cut.
@@ -62,6 +66,12 @@ class Directory {
   /// an error.
   Result<> remove(const std::string& name, const FileIdentity& identity) const;
 
+  /// Removes an empty directory.
+  Result<> remove_directory(const std::string& name) const;
+  /// Removes a directory with everything beneath it. Follows no links. Entries that another process
+  /// removes meanwhile are not an error.
+  Result<> remove_tree(const std::string& name) const;
+
   /// Renames a file atomically. Fails with EEXIST if `replace` is false and `to` exists. Call
   /// sync() to make the rename durable.
   Result<> rename(const std::string& from, const std::string& to, bool replace = true) const;
@@ -77,9 +87,17 @@ class Directory {
   /// Returns the names of all entries except "." and "..", in no particular order.
   Result<std::vector<std::string>> names() const;
 
+  /// Returns the total size of the files in the directory, without subdirectories.
+  Result<std::uint64_t> bytes() const;
+
   Result<FileIdentity> identity() const;
   /// Returns the identity of the entry with this name. Does not follow a link.
   Result<FileIdentity> identity_of(const std::string& name) const;
+  /// Returns true if the entry with this name is a directory or file with this identity, or a link
+  /// to it.
+  Result<bool> leads_to(const std::string& name, const FileIdentity& identity) const;
+  /// Returns true if there is an entry with this name, even if it is a dangling link.
+  Result<bool> contains(const std::string& name) const;
   /// Returns true if path() currently refers to this directory.
   Result<bool> is_at_path() const;
   /// Returns the directory's current path; empty if it is unknown or the directory was removed.

@@ -1,6 +1,7 @@
 #include "os/file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -110,6 +111,24 @@ Result<std::uint64_t> File::size() const {
 Result<FileIdentity> File::identity() const {
   TC_FAULT("statx", path_);
   return identity_at(fd_, "", AT_EMPTY_PATH, path_);
+}
+
+Result<bool> File::try_lock() {
+  if (uninterrupted([&] { return ::flock(fd_, LOCK_EX | LOCK_NB); }) == 0) return true;
+  return errno == EWOULDBLOCK ? Result<bool>(false) : system_error(errno, "flock", path_);
+}
+
+void File::unlock() { ::flock(fd_, LOCK_UN); }
+
+Result<> File::touch() {
+  if (::futimens(fd_, nullptr) != 0) return system_error(errno, "utime", path_);
+  return {};
+}
+
+Result<std::int64_t> File::modified_ns() const {
+  struct stat status {};
+  if (::fstat(fd_, &status) != 0) return system_error(errno, "fstat", path_);
+  return std::int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
 }
 
 void File::leave_direct_mode() {

@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <fstream>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -53,6 +54,20 @@ ProcessId own_process() {
   const pid_t number = ::getpid();
   const auto status = status_of(number);
   return {number, status ? status->start : 0};
+}
+
+ProcessSpace own_process_space() {
+  ProcessSpace space;
+  char host[256] = {};
+  if (::gethostname(host, sizeof(host) - 1) == 0) space.host = host;
+  char pids[64] = {};
+  std::ifstream boot("/proc/sys/kernel/random/boot_id");
+  if (::readlink("/proc/self/ns/pid", pids, sizeof(pids) - 1) > 0 && boot >> space.boot) {
+    space.pids = pids;
+  } else {
+    space.boot.clear();
+  }
+  return space;
 }
 
 bool is_alive(const ProcessId& process) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace torch_ckpt::os {
 
@@ -13,6 +14,18 @@ struct ProcessId {
 };
 
 ProcessId own_process();
+
+/// Identifies the set of processes in which PIDs are unique. `boot` and `pids` are empty if the
+/// system does not provide them.
+struct ProcessSpace {
+  std::string host;
+  std::string boot;  // the boot of the machine
+  std::string pids;  // the PID namespace: containers on one machine have separate ones
+
+  bool operator==(const ProcessSpace&) const = default;
+};
+
+ProcessSpace own_process_space();
 
 /// Returns false if the process has ended. A zombie counts as ended.
 bool is_alive(const ProcessId& process);

@@ -127,20 +127,21 @@ std::optional<std::vector<std::int64_t>> first_gap(std::span<const std::int64_t>
   return GapSearch(whole, boxes).run();
 }
 
-std::vector<std::uint32_t> uncovered(const index::CheckpointIndex& index) {
-  std::vector<std::uint32_t> found;
+std::vector<Uncovered> find_uncovered(const index::CheckpointIndex& index) {
+  std::vector<Uncovered> found;
   std::vector<Box> boxes;
   for (std::uint32_t number = 0; number < index.entries().size(); ++number) {
     const index::CheckpointIndex::Entry& entry = index.entries()[number];
-    if (!entry.is_tensor || is_empty(index.extents(entry.size))) continue;
+    if (!entry.is_tensor) continue;
     boxes.clear();
     for (const index::CheckpointIndex::Shard& shard : index.shards(entry)) {
       const auto offsets = index.extents(shard.offsets);
       const auto sizes = index.extents(shard.sizes);
-      if (is_empty(sizes)) continue;
       boxes.push_back({{offsets.begin(), offsets.end()}, {sizes.begin(), sizes.end()}});
     }
-    if (!tile(index.extents(entry.size), boxes)) found.push_back(number);
+    if (auto gap = first_gap(index.extents(entry.size), boxes)) {
+      found.push_back({number, std::move(*gap)});
+    }
   }
   return found;
 }

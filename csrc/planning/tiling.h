@@ -29,7 +29,12 @@ bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes);
 std::optional<std::vector<std::int64_t>> first_gap(std::span<const std::int64_t> whole,
                                                    std::vector<Box> boxes);
 
-/// Returns the entries whose shards do not cover their tensor, or for which tile() cannot decide.
-std::vector<std::uint32_t> uncovered(const index::CheckpointIndex& index);
+/// A tensor whose shards do not cover it.
+struct Uncovered {
+  std::uint32_t entry = 0;
+  std::vector<std::int64_t> gap;  // the first element that no shard covers
+};
+
+std::vector<Uncovered> find_uncovered(const index::CheckpointIndex& index);
 
 }  // namespace torch_ckpt::planning

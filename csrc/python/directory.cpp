@@ -17,10 +17,13 @@
 #include "directory/file_names.h"
 #include "directory/lease.h"
 #include "directory/publish.h"
+#include "directory/root_lease.h"
+#include "directory/step.h"
 #include "file_name.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/list.h"
 #include "python/memory.h"
 
 namespace py = pybind11;
@@ -150,25 +153,51 @@ void raise_unpublished(const directory::PublishOutcome& outcome) {
 }
 
 void publish(const Directory& opened, const Path& temporary, const Path& name,
-             const std::optional<Path>& aside, const Directory* renamed,
-             directory::PublishMode mode) {
+             const std::optional<Path>& aside, const Directory* renamed, bool sync, bool replace) {
   directory::Publication publication{
       temporary.native(), name.native(), aside ? aside->native() : std::string(), {}};
   if (renamed != nullptr) publication.identity = without_gil([&] { return renamed->identity(); });
   directory::PublishOutcome outcome;
   {
     const ReleasedGil released;
-    outcome = directory::publish(opened, publication, mode);
+    outcome = directory::publish(opened, publication, {.sync = sync, .replace = replace});
   }
   raise_unpublished(outcome);
 }
 
 void publish_contents(const Directory& opened, const Path& name,
-                      std::span<const std::byte> contents, directory::PublishMode mode) {
+                      std::span<const std::byte> contents, bool replace) {
   directory::PublishOutcome outcome;
   {
     const ReleasedGil released;
-    outcome = directory::publish_contents(opened, name.native(), contents, mode);
+    outcome = directory::publish_contents(opened, name.native(), contents, {.replace = replace});
+  }
+  raise_unpublished(outcome);
+}
+
+/// Returns the names of the removed leftovers, and a message for each that could not be removed.
+std::pair<py::list, py::list> sweep(const directory::StepRoot& steps, bool deleted_only,
+                                    const std::string& attempt) {
+  const auto swept = without_gil([&] { return steps.sweep(deleted_only, attempt); });
+  return {texts(swept.removed),
+          list_of(swept.failures, [](const Error& error) { return os_text(error.message()); })};
+}
+
+py::list find_missing(const directory::StepSave& save, const std::vector<Path>& files,
+                      double patience) {
+  const auto names = native(files);
+  Interrupts interrupts;
+  return texts(interrupts.run([&] {
+    return save.find_missing({names.begin(), names.end()}, patience, interrupts.check());
+  }));
+}
+
+void publish_step(directory::StepSave& save, std::span<const std::byte> marker, bool may_replace,
+                  bool sync) {
+  directory::PublishOutcome outcome;
+  {
+    const ReleasedGil released;
+    outcome = save.publish(marker, may_replace, sync);
   }
   raise_unpublished(outcome);
 }
@@ -181,7 +210,6 @@ void bind_directory(py::module_& module) {
            py::arg("path"), NoGil())
       .def_property_readonly("path", [](const Directory& self) { return os_text(self.path()); })
       .def_property_readonly("fd", &Directory::fd)
-      .def("reopen", &Directory::reopen, NoGil())
       .def("share", &share, py::arg("patience") = 10.0)
       .def("try_lock_exclusive", &Directory::try_lock_exclusive, NoGil())
       .def_property_readonly("has_locks", &Directory::has_locks)
@@ -195,13 +223,8 @@ void bind_directory(py::module_& module) {
           "remove",
           [](const Directory& self, const Path& name) { return self.remove(name.native()); },
           py::arg("name"), NoGil())
-      .def(
-          "rename",
-          [](const Directory& self, const Path& source, const Path& target) {
-            return self.rename(source.native(), target.native());
-          },
-          py::arg("source"), py::arg("target"), NoGil())
       .def("sync", &Directory::sync, NoGil())
+      .def("bytes", &Directory::bytes, NoGil())
       .def("close", &Directory::close);
   py::class_<directory::Lease>(module, "DirectoryLease")
       .def(py::init(&take_lease), py::arg("directory"), py::arg("rank"), py::arg("patience"))
@@ -244,24 +267,63 @@ void bind_directory(py::module_& module) {
       },
       py::arg("directory"), py::arg("names"));
   module.def("remove_leftovers", &remove_leftovers, py::arg("directory"));
+  module.def("publish", &publish, py::arg("directory"), py::arg("temporary"), py::arg("name"),
+             py::arg("aside") = py::none(), py::kw_only(), py::arg("renamed") = nullptr,
+             py::arg("sync") = true, py::arg("replace") = true);
+  module.def("publish_contents", &publish_contents, py::arg("directory"), py::arg("name"),
+             py::arg("contents"), py::kw_only(), py::arg("replace") = true);
+  py::class_<directory::StepRoot>(module, "StepRoot")
+      .def(py::init([](const Path& path) { return std::make_unique<directory::StepRoot>(path); }),
+           py::arg("path"))
+      .def(
+          "remove",
+          [](const directory::StepRoot& steps, const std::string& name) {
+            return steps.remove(name);
+          },
+          py::arg("name"), NoGil())
+      .def("sweep", &sweep, py::arg("deleted_only"), py::arg("attempt"));
+  py::class_<directory::StepSave>(module, "StepSave")
+      .def(py::init([](directory::StepRoot& steps, const Directory& unfinished,
+                       const std::string& digits) {
+             return unwrap(directory::StepSave::begin(steps, unfinished, digits));
+           }),
+           py::arg("steps"), py::arg("unfinished"), py::arg("digits"), py::keep_alive<1, 2>(),
+           NoGil())
+      .def("find_missing", &find_missing, py::arg("files"), py::arg("patience"))
+      .def("size", &directory::StepSave::bytes, NoGil())
+      .def("publish", &publish_step, py::arg("marker"), py::kw_only(), py::arg("replace"),
+           py::arg("sync"))
+      .def_property_readonly("is_published", &directory::StepSave::is_published)
+      .def_property_readonly("replaced", &directory::StepSave::replaced)
+      .def("discard", &directory::StepSave::discard, NoGil());
+  py::enum_<directory::StepKind>(module, "StepKind")
+      .value("STEP", directory::StepKind::step)
+      .value("UNFINISHED", directory::StepKind::unfinished)
+      .value("DELETED", directory::StepKind::deleted);
   module.def(
-      "publish",
-      [](const Directory& opened, const Path& temporary, const Path& name,
-         const std::optional<Path>& aside, const Directory* renamed, bool sync, bool replace,
-         bool sync_above) {
-        publish(opened, temporary, name, aside, renamed, {sync, replace, sync_above});
+      "parse_step_name",
+      [](const Path& name) {
+        const auto parsed = directory::parse_step_name(name.native());
+        return parsed ? std::optional(std::pair(std::string(parsed->digits), parsed->kind))
+                      : std::nullopt;
       },
-      py::arg("directory"), py::arg("temporary"), py::arg("name"), py::arg("aside") = py::none(),
-      py::kw_only(), py::arg("renamed") = nullptr, py::arg("sync") = true,
-      py::arg("replace") = true, py::arg("sync_above") = true);
-  module.def(
-      "publish_contents",
-      [](const Directory& opened, const Path& name, std::span<const std::byte> contents, bool sync,
-         bool replace, bool sync_above) {
-        publish_contents(opened, name, contents, {sync, replace, sync_above});
-      },
-      py::arg("directory"), py::arg("name"), py::arg("contents"), py::kw_only(),
-      py::arg("sync") = true, py::arg("replace") = true, py::arg("sync_above") = true);
+      py::arg("name"));
+  module.def("unfinished_step_name", &directory::unfinished_name, py::arg("digits"),
+             py::arg("attempt"));
+  module.def("pin_step", &directory::pin, py::arg("step"), NoGil());
+  py::class_<directory::RootLease, std::shared_ptr<directory::RootLease>>(module, "RootLease")
+      .def("require", &directory::RootLease::require, NoGil())
+      .def("release", &directory::RootLease::release, NoGil());
+  py::class_<directory::LeaseRequest>(module, "LeaseRequest")
+      .def(py::init([](const Path& root, bool takeover, double renew_s, double expiry_s) {
+             return std::make_unique<directory::LeaseRequest>(
+                 root.native(), takeover, directory::LeaseTimes{renew_s, expiry_s});
+           }),
+           py::arg("root"), py::kw_only(), py::arg("takeover"), py::arg("renew"), py::arg("expiry"))
+      .def("try_take", &directory::LeaseRequest::try_take, NoGil())
+      .def_property_readonly(
+          "holder", [](const directory::LeaseRequest& self) { return os_text(self.holder()); });
+  module.def("release_leases", &directory::release_leases, NoGil());
   module.def("names_file_beneath", &names_file_beneath, py::arg("name"));
   module.def(
       "make_directories", [](const Path& path) { return os::make_directories(path.native()); },

@@ -40,6 +40,8 @@ py::object class_of(Errc code) {
     case Errc::outside_directory:
     case Errc::pickle_forbidden:
       return error_class("Unsafe");
+    case Errc::root_in_use:
+      return error_class("RootInUse");
     case Errc::range_past_end:
     case Errc::not_a_zip:
     case Errc::zip_compressed:

@@ -155,8 +155,11 @@ void bind_index(py::module_& module) {
       .def("strays", &strays_of)
       .def("uncovered",
            [](const CheckpointIndex& index) {
-             return list_of(planning::uncovered(index),
-                            [&](std::uint32_t entry) { return text_of(index.name(entry)); });
+             py::dict gaps;
+             for (const auto& [entry, gap] : planning::find_uncovered(index)) {
+               gaps[text_of(index.name(entry))] = gap;
+             }
+             return gaps;
            })
       .def("tables", &tables_of)
       .def("phases", [](const CheckpointIndex& index) { return text_of(index.phases()); })

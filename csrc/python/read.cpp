@@ -1,13 +1,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "engine/fetch_plan.h"
 #include "planning/region.h"
 #include "python/bindings.h"
 #include "python/gil.h"
+#include "python/list.h"
 #include "python/reads.h"
 
 namespace py = pybind11;
@@ -48,6 +51,35 @@ py::list load_bytes(const std::vector<const ObjectRead*>& reads, const os::Direc
   return values;
 }
 
+/// Plans to fetch the complete records of objects.
+std::unique_ptr<engine::FetchPlan> fetch_plan(const std::vector<const ObjectRead*>& reads) {
+  index::NameTable names;
+  std::vector<engine::ReadRequest> requests;
+  for (const ObjectRead* read : reads) {
+    const std::size_t file = names.add(read->file).first;
+    requests.push_back(
+        engine::fetch_request(file, read->offset, read->length, nullptr, {}, {}, {}));
+  }
+  return std::make_unique<engine::FetchPlan>(files_with_tables(names, py::dict()),
+                                             std::move(requests), false);
+}
+
+/// Returns file name, begin and end of each range.
+py::list ranges_of(const engine::FetchPlan& plan, const std::vector<engine::FileRange>& ranges) {
+  return list_of(ranges, [&](const engine::FileRange& range) {
+    return py::make_tuple(text_of(plan.file_name(range.file)), range.bytes.begin, range.bytes.end);
+  });
+}
+
+/// Returns the numbers of the reads and the ranges of each wave.
+py::list waves_of(const engine::FetchPlan& plan, const os::Directory& copies,
+                  std::uint64_t max_bytes) {
+  const auto waves = without_gil([&] { return plan.waves(copies, max_bytes); });
+  return list_of(waves, [&](const engine::FetchPlan::Wave& wave) {
+    return py::make_tuple(wave.requests, ranges_of(plan, wave.ranges));
+  });
+}
+
 }  // namespace
 
 void bind_read(py::module_& module) {
@@ -69,6 +101,10 @@ void bind_read(py::module_& module) {
       .def_readonly("target", &ObjectRead::target);
   module.def("load_bytes", &load_bytes, py::arg("reads"), py::kw_only(), py::arg("directory"),
              py::arg("tables"), py::arg("options"));
+  py::class_<engine::FetchPlan>(module, "FetchPlan")
+      .def(py::init(&fetch_plan), py::arg("reads"))
+      .def("ends", [](const engine::FetchPlan& plan) { return ranges_of(plan, plan.ends()); })
+      .def("waves", &waves_of, py::arg("copies"), py::arg("max_bytes"));
 }
 
 }  // namespace torch_ckpt::python

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/fetch_plan.h"
 #include "os/directory.h"
 #include "python/gil.h"
 #include "python/list.h"
@@ -64,6 +65,17 @@ std::vector<std::size_t> load(const TensorReads& reads, const os::Directory& dir
   engine::LimitedLoads loads =
       loads_of(directory, files_with_tables(reads.files(), tables), options, progress, ready);
   return without_gil([&] { return tensors::LoadWaves(loads, reads.targets()).run(); });
+}
+
+std::unique_ptr<engine::FetchPlan> fetch_plan(const TensorReads& reads, const py::object& tables,
+                                              bool verify) {
+  std::vector<engine::ReadRequest> requests;
+  for (const TensorTarget& of : reads.targets()) {
+    requests.push_back(engine::fetch_request(of.file, of.offset, of.length, of.dtype, of.sizes,
+                                             of.region_offsets, of.region_lengths));
+  }
+  return std::make_unique<engine::FetchPlan>(files_with_tables(reads.files(), tables),
+                                             std::move(requests), verify);
 }
 
 py::list names_of(const std::vector<std::string_view>& names) { return list_of(names, text_of); }
@@ -127,6 +139,7 @@ void bind_reads(py::module_& module) {
           },
           py::arg("max_bytes"), py::arg("can_split"))
       .def("subset", &TensorReads::subset, py::arg("numbers"))
+      .def("fetch_plan", &fetch_plan, py::arg("tables"), py::arg("verify"))
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
       .def_property_readonly("cuda_devices", &TensorReads::cuda_devices)
       .def("conversions",

@@ -114,5 +114,53 @@ TEST(Tiling, RejectsBoxesThatDivideMoreThanSixDimensions) {
   EXPECT_FALSE(tile(Sizes(7, 2), boxes));
 }
 
+TEST(FindGap, ReturnsTheFirstElementThatNoBoxContains) {
+  for (std::uint64_t seed = 0; seed < 500; ++seed) {
+    std::mt19937_64 random(seed);
+    Sizes whole(random() % 4);
+    for (auto& size : whole) size = static_cast<std::int64_t>(1 + random() % 5);
+    auto boxes = random_tiles(whole.empty() ? Sizes{1} : whole, random() % 8, random);
+    if (whole.empty()) boxes.assign(1 + random() % 2, Box());
+    EXPECT_EQ(first_gap(whole, boxes), std::nullopt) << "seed " << seed;
+    if (whole.empty()) continue;
+    // Boxes that overlap, and empty ones, change nothing.
+    boxes.push_back(boxes[random() % boxes.size()]);
+    boxes.push_back(boxes.back());
+    boxes.back().lengths[random() % whole.size()] = 0;
+    EXPECT_EQ(first_gap(whole, boxes), std::nullopt) << "seed " << seed;
+    boxes[random() % boxes.size()] = boxes.back();
+    const auto counts = counted(whole, boxes);
+    const auto missing = std::ranges::find(counts, 0);
+    std::optional<Sizes> expected;
+    if (missing != counts.end()) {
+      auto rest = static_cast<std::int64_t>(missing - counts.begin());
+      expected.emplace(whole.size());
+      for (std::size_t d = whole.size(); d-- > 0; rest /= whole[d])
+        (*expected)[d] = rest % whole[d];
+    }
+    EXPECT_EQ(first_gap(whole, boxes), expected) << "seed " << seed;
+  }
+}
+
+TEST(FindGap, AnEmptyTensorHasNoneAndATensorWithoutBoxesOnlyGaps) {
+  EXPECT_EQ(first_gap(Sizes{3, 0}, {}), std::nullopt);
+  EXPECT_EQ(first_gap(Sizes{3, 2}, {}), (Sizes{0, 0}));
+  EXPECT_EQ(first_gap(Sizes{}, {}), Sizes{});
+}
+
+TEST(FindGap, DecidesForBoxesThatDivideMoreThanSixDimensions) {
+  std::vector<Box> boxes;
+  for (std::int64_t corner = 0; corner < 256; ++corner) {
+    Box& box = boxes.emplace_back();
+    for (std::int64_t d = 0; d < 8; ++d) {
+      box.offsets.push_back((corner >> d) & 1);
+      box.lengths.push_back(1);
+    }
+  }
+  EXPECT_EQ(first_gap(Sizes(8, 2), boxes), std::nullopt);
+  boxes.pop_back();
+  EXPECT_EQ(first_gap(Sizes(8, 2), boxes), Sizes(8, 1));
+}
+
 }  // namespace
 }  // namespace torch_ckpt::planning

@@ -6,7 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from errno import EIO
 from typing import Any
@@ -29,6 +29,7 @@ from tests.distributed.managers import (
     saved,
     state_of,
 )
+from tests.fault_hooks import failing
 from tests.gates import Gate
 from torch_ckpt import CheckpointManager
 from torch_ckpt.errors import CheckpointError, NotCommitted
@@ -239,18 +240,11 @@ def case_training_continues_without_a_save_that_failed_on_one_rank(launch: Launc
 
 
 def case_a_commit_that_fails_reaches_all_ranks(launch: Launch) -> None:
-    write_marker = local_writer.write_marker
-
-    def fail(directory: str, *_: object) -> None:
-        raise OSError(EIO, "no marker today", directory)
-
     with manager_of(launch) as made:
-        local_writer.write_marker = fail
-        try:
+        fails = launch.rank == 0
+        with failing("rename", EIO, "*/write_completed") if fails else nullcontext():
             made.save(1, state_of(launch, 1))
             causes = failures_of(made.wait_until_finished)
-        finally:
-            local_writer.write_marker = write_marker
         assert [type(cause) for cause in causes.values()] == [NotCommitted]
         assert list(causes) == [0]
         dist.barrier()

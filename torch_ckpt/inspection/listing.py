@@ -20,7 +20,6 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.errors import CheckpointError, Unsafe
-from torch_ckpt.inspection.verify import is_file_damage
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ def _check_file(directory: OpenDirectory, name: str, records: int, stored: int, 
     except FileNotFoundError:
         return _File(name, records, stored, None, "missing")
     except (OSError, Unsafe, ValueError) as error:
-        if isinstance(error, OSError) and not is_file_damage(error.errno or 0):
+        if isinstance(error, OSError) and not _core.is_file_damage(error.errno or 0):
             raise
         return _File(name, records, stored, None, "unreadable")
     return _File(name, records, stored, length, "ok" if length >= end else "too short")

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import Report, plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
@@ -32,7 +33,6 @@ from torch_ckpt.inspection.stored_tensors import (
     split_into_boxes,
     widen,
 )
-from torch_ckpt.inspection.verify import is_file_damage
 
 # Size of a box in bytes. Its values as float64 and temporaries may take 16 times as much memory.
 _BOX_BYTES = 4 << 20
@@ -286,7 +286,7 @@ def _show(
             try:
                 report.items.append(_read_item(stored, name, first))
             except (Corrupt, Unsafe, OSError) as error:
-                if isinstance(error, OSError) and not is_file_damage(error.errno or 0):
+                if isinstance(error, OSError) and not _core.is_file_damage(error.errno or 0):
                     raise
                 report.damaged.append((name, sentence(error)))
             done += sizes[name]

@@ -18,7 +18,6 @@ from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.objects import decode
 from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
 from torch_ckpt.errors import CheckpointError, Corrupt
-from torch_ckpt.inspection.verify import find_shard_fault
 from torch_ckpt.loading.reader import FileSystemReader
 
 #: Offsets and sizes of a region of a tensor, one per dimension.
@@ -78,7 +77,7 @@ class StoredTensors:
         self._metadata, self._index = self.reader.open()
         #: The checkpoint directory.
         self.path = self.reader.location
-        self._uncovered = set(self._index.uncovered())
+        self._gaps = self._index.uncovered()
         #: Fully qualified names, in the checkpoint's order.
         self.names: list[str] = self._index.names()
         # The last result of records(), because many boxes of one tensor are read in succession.
@@ -105,10 +104,8 @@ class StoredTensors:
         found = self._index.tensor(name)
         if found is None:
             return None
-        fault = None
-        if name in self._uncovered:
-            fault = find_shard_fault(found[1], self._index.shards(name))
-        if fault:
+        if name in self._gaps:
+            fault = _core.describe_gap(self._gaps[name], len(self._index.shards(name)))
             raise Corrupt(f"{self.path}: {name}: {fault}. Run torch-ckpt verify on the checkpoint")
         return StoredTensor(getattr(torch, found[0]), found[1])
 

@@ -1,4 +1,4 @@
-"""Writes a step beneath a local root. steps/local.py describes the protocol."""
+"""Writes a step beneath a local root. csrc/directory/step.h describes the protocol."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from contextlib import closing, contextmanager, suppress
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -15,22 +15,11 @@ from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.free_space import require_room
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, step_name
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, step_name
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.steps.lease import locked_root
-from torch_ckpt.steps.marker import pin, read_marker, write_marker
-from torch_ckpt.steps.step_directory import bytes_in, is_named, name_for_deletion
-
-
-class _Root(Protocol):
-    """The root of the steps, as :class:`LocalSteps` implements it."""
-
-    root: str
-    patience: float
-
-    def remember_root(self, root: tuple[int, ...]) -> None: ...
-    def remove(self, name: str) -> bool: ...
+from torch_ckpt.steps.marker import encoded_marker, read_marker
+from torch_ckpt.steps.store import refuse_complete_step
 
 
 class StepWriter(FileSystemWriter):
@@ -40,7 +29,9 @@ class StepWriter(FileSystemWriter):
 
     def __init__(
         self,
-        steps: _Root,
+        root: str,
+        protocol: _core.StepRoot,
+        patience: float,
         step: int,
         attempt: str,
         overwrite: bool,
@@ -49,16 +40,19 @@ class StepWriter(FileSystemWriter):
         make_room: Callable[[], None],
         options: dict[str, Any],
     ) -> None:
-        self._steps = steps
+        self._root = root
+        self._protocol = protocol
+        self._patience = patience
         self._step = step_name(step)
-        self._final = os.path.join(steps.root, self._step)
+        self._final = os.path.join(root, self._step)
         self._may_replace = overwrite
         self._marker = marker
         self._expected_bytes = expected_bytes
         self._make_room = make_room
         self._removes_directory = False
         self._is_working = False
-        super().__init__(f"{self._final}.tmp-{attempt}", **options)
+        unfinished = _core.unfinished_step_name(self._step, attempt)
+        super().__init__(os.path.join(root, unfinished), **options)
 
     @property
     def identity(self) -> str | None:
@@ -75,9 +69,9 @@ class StepWriter(FileSystemWriter):
         try:
             if rank == 0:
                 self._refuse_existing()
-                _core.make_directories(self._steps.root)
+                _core.make_directories(self._root)
                 require_room(
-                    self._steps.root,
+                    self._root,
                     self._expected_bytes,
                     f"the step needs at least {size(self._expected_bytes)}",
                     "keep fewer steps, or free space",
@@ -93,19 +87,37 @@ class StepWriter(FileSystemWriter):
             self._removes_directory = True
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        # The save's lock is released when the metadata is committed. Hold another lock until the
-        # rename, so that no sweep removes the directory.
-        with (
-            closing(self.directory.reopen()) as opened,
-            closing(OpenDirectory(self._steps.root)) as root,
-        ):
-            opened.share()
-            replaced = self._complete(opened, root, data, files)
-        if replaced is not None:
+        step = _core.StepSave(self._protocol, self.directory, self._step)
+        try:
+            with self._working():
+                missing = step.find_missing(list(files), self._patience)
+            if missing:
+                raise NotCommitted(
+                    f"{self._final}: rank 0 does not see files that other ranks have written ("
+                    f"{', '.join(missing[:3])}): all ranks must see the same directory"
+                )
+            super().commit(data, files)
+            facts = {"step": int(self._step), "saved_at": time.time(), "bytes": step.size()}
+            marker = encoded_marker({**facts, **self._marker()})
+            self._refuse_existing()
+            step.publish(marker, replace=self._may_replace, sync=self.sync_files)
+        except BaseException as error:
+            if step.is_published:
+                raise
+            step.discard()
+            # The step does not exist, even if only the durability of the metadata is uncertain
+            # or the directory was moved (CheckpointError).
+            is_failed_call = isinstance(error, OSError) and not isinstance(error, FileExistsError)
+            if is_failed_call or type(error) in (CheckpointError, DurabilityUncertain):
+                reason = error.args[0] if isinstance(error, DurabilityUncertain) else error
+                number = getattr(error, "errno", None) or 0
+                raise NotCommitted(f"{self._final}: {reason}", number) from error
+            raise
+        if step.replaced:
             # Ignore failures, because the save has succeeded. If a process is loading the replaced
             # step, the next sweep removes it.
             with suppress(OSError), self._working():
-                self._steps.remove(replaced)
+                self._protocol.remove(step.replaced)
 
     def abandon(self) -> None:
         super().abandon()
@@ -130,98 +142,6 @@ class StepWriter(FileSystemWriter):
         finally:
             self._is_working = False
 
-    def _complete(
-        self, opened: OpenDirectory, root: OpenDirectory, data: bytes, files: set[str]
-    ) -> str | None:
-        """Completes the step.
-
-        Returns:
-            The new name of the replaced step; None if no step was replaced.
-        """
-        unfinished, deleted = os.path.basename(self.path), name_for_deletion(self._step)
-        uncertain: DurabilityUncertain | None = None
-        try:
-            # Read the identity now: nothing may fail after the rename.
-            identity = root.identity()
-            with self._working():
-                self._require_files(opened, files)
-            super().commit(data, files)
-            self._write_marker(opened)
-            self._refuse_existing()
-            exists = os.path.lexists(self._final)
-            if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
-                pin(opened)
-            try:
-                # Lock the root, or a deletion could rename the new step instead of the old one.
-                with locked_root(root) if exists else nullcontext():
-                    _core.publish(
-                        root,
-                        unfinished,
-                        self._step,
-                        # Replace only the step that was checked above.
-                        deleted if exists else None,
-                        renamed=opened,
-                        sync=self.sync_files,
-                        replace=exists,
-                        sync_above=False,
-                    )
-            except DurabilityUncertain as error:
-                uncertain = error
-        except BaseException as error:
-            # The step is not complete, even if its metadata may be durable. Remove its files.
-            reason = error.args[0] if isinstance(error, DurabilityUncertain) else error
-            with suppress(OSError):
-                if deleted in root.names():
-                    raise NotCommitted(
-                        f"{self._final}: {reason}; the step is complete in {self.path}, and the "
-                        "next sweep will rename it"
-                    ) from error
-                self._discard(opened, root)
-            if isinstance(error, FileExistsError):
-                raise
-            # The step does not exist, even if only the durability of the metadata is uncertain or
-            # the directory was moved (CheckpointError).
-            if isinstance(error, OSError | DurabilityUncertain) or type(error) is CheckpointError:
-                number = getattr(error, "errno", None) or 0
-                raise NotCommitted(f"{self._final}: {reason}", number) from error
-            raise
-        self._steps.remember_root(identity)
-        if uncertain is not None:
-            raise DurabilityUncertain(
-                f"{self._final}: {uncertain.args[0]}", uncertain.errno
-            ) from uncertain
-        return deleted if exists else None
-
-    def _discard(self, opened: OpenDirectory, root: OpenDirectory) -> None:
-        """Removes the files of the save, even if the save's directory was moved."""
-        if not opened.try_lock_exclusive():
-            return
-        # Remove the marker first, so that the next sweep removes any remaining files.
-        for name in sorted(opened.names(), key=lambda name: name != MARKER_NAME):
-            opened.remove(name)
-        unfinished = os.path.basename(self.path)
-        if is_named(opened, root, unfinished):
-            os.rmdir(unfinished, dir_fd=root.fd)
-
-    def _write_marker(self, opened: OpenDirectory) -> None:
-        facts = {"step": int(self._step), "saved_at": time.time(), "bytes": bytes_in(opened.fd)}
-        write_marker(opened, {**facts, **self._marker()}, self.sync_files)
-
-    def _require_files(self, opened: OpenDirectory, files: set[str]) -> None:
-        """Checks that the files of all ranks are in this rank's directory."""
-        missing = files - set(opened.names())
-        until = time.monotonic() + self._steps.patience
-        while missing:
-            # Network file systems may cache the absence of a file for some time.
-            missing -= set(opened.names())
-            if missing and time.monotonic() >= until:
-                raise NotCommitted(
-                    f"{self._final}: rank 0 does not see files that other ranks have written ("
-                    f"{', '.join(sorted(missing)[:3])}): all ranks must see the same directory"
-                )
-            if missing:
-                time.sleep(0.1)
-
     def _refuse_existing(self) -> None:
         if os.path.lexists(self._final) and not os.path.isdir(self._final):
             # The file belongs to the user, and saving the step would replace it.
@@ -229,10 +149,4 @@ class StepWriter(FileSystemWriter):
                 errno.EEXIST, "a file has the name of this step. Move the file", self._final
             )
         if not self._may_replace and read_marker(self._final) is not None:
-            raise FileExistsError(
-                errno.EEXIST,
-                "the step already exists and is complete, and this run has neither saved it nor "
-                "restored an earlier step. Call restore() first, delete the step, or use another "
-                "root",
-                self._final,
-            )
+            refuse_complete_step(self._final)

@@ -1,4 +1,4 @@
-"""Reads and writes the marker that completes a step, and the file that pins a step."""
+"""Encodes and parses the marker that completes a step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import os
 from typing import Any
 
-from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
-from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
+from torch_ckpt.checkpoint.step_names import MARKER_NAME
 
 #: Size limit of a marker, in bytes. A longer file was not written by torch_ckpt.
 MOST_MARKER_BYTES = 16 << 20
@@ -55,22 +53,3 @@ def encoded_marker(document: dict[str, Any]) -> bytes:
             f"{size(MOST_MARKER_BYTES)}. Save large values as part of the state."
         )
     return data
-
-
-def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool) -> None:
-    """Writes the marker atomically: a crash must not leave an empty marker without metrics.
-
-    Args:
-        sync: make the marker durable.
-    """
-    # The commit of the metadata has already made the directories above durable.
-    _core.publish_contents(
-        directory, MARKER_NAME, encoded_marker(document), sync=sync, sync_above=False
-    )
-
-
-def pin(directory: OpenDirectory) -> None:
-    """Pins a step, and makes the pin durable."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-    os.close(os.open(PINNED_NAME, flags, 0o666, dir_fd=directory.fd))
-    directory.sync()

@@ -224,13 +224,11 @@ class RemoteSteps(StepStore):
     def is_pinned(self, step: int) -> bool:
         return PINNED_NAME in self._files.below(step_name(step)).list()
 
-    def set_pinned(self, step: int, pinned: bool) -> None:
+    def path_of(self, step: int) -> str:
+        return self._files.url_of(step_name(step))
+
+    def _set_pinned(self, step: int, pinned: bool) -> None:
         files = self._files.below(step_name(step))
-        if not _is_complete(files.list()):
-            action = "pinned" if pinned else "unpinned"
-            raise FileNotFoundError(
-                errno.ENOENT, f"step {step} cannot be {action}: it is not complete", files.url
-            )
         if pinned:
             files.write(PINNED_NAME, b"")
         else:

@@ -6,30 +6,24 @@
    engine then reads the sparse files like local files.
 3. The fetched bytes are freed after each wave. The directory is removed at the end of the load.
 
-For a partial read of a record, both ends of the record are fetched first, because they describe the
-layout of the elements. The location of the wanted part can be computed only for row-major tensors.
-Other records are fetched in full.
+csrc/engine/fetch_plan.h computes the ranges, with the planner of the load itself.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import shutil
+import sys
 import tempfile
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
@@ -38,21 +32,11 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Reading, location_of
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
-from torch_ckpt.steps.remote_ranges import (
-    SMALL_BYTES,
-    Range,
-    block_sizes,
-    box_ranges,
-    coalesced,
-    ends_of_record,
-    record_ranges,
-)
 
 # Size of a request: large enough to hide latency, small enough to keep MOST_REQUESTS in memory.
 _REQUEST_BYTES = 8 << 20
 
-_Wanted = dict[str, list[Range]]
-_Record = tuple[str, int]  # file, and offset in the file
+_Range = tuple[str, int, int]  # file, begin and end
 
 
 class RemoteReader(FileSystemReader):
@@ -85,8 +69,6 @@ class RemoteReader(FileSystemReader):
         self._end_staging: Callable[[], Any] = lambda: None
         self._staged_path = Path()
         self._sizes: dict[str, int] = {}
-        self._tables: dict[str, bytes] = {}
-        self._blocks: dict[str, dict[int, int]] = {}
         self._version: str | None = None
 
     @property
@@ -106,24 +88,24 @@ class RemoteReader(FileSystemReader):
         self._end_staging()
 
     def read_all_but_tensors(self, reading: Reading) -> None:
-        wanted: _Wanted = defaultdict(list)
+        reads = []
         for item in reading.transformed:
             info = location_of(item, self.storage_data)
-            wanted[info.relative_path].append((info.offset, info.offset + info.length))
-        with self._staged(wanted):
+            name, file = item.storage_index.fqn, info.relative_path
+            reads.append(_core.ObjectRead(name, file, info.offset, info.length))
+        with self._staged_objects(reads):
             super().read_all_but_tensors(reading)
 
     def read_bytes(self, reads: list[_core.ObjectRead]) -> list[bytes]:
-        wanted: _Wanted = defaultdict(list)
-        for read in reads:
-            wanted[read.file].append((read.offset, read.offset + read.length))
-        with self._staged(wanted):
+        with self._staged_objects(reads):
             return super().read_bytes(reads)
 
     def read_tensors(self, reads: _C.TensorReads) -> None:
-        for wave, wanted in self._waves(list(reads)):
-            with self._staged(wanted):
-                super().read_tensors(reads.subset(wave))
+        plan = reads.fetch_plan(self.checksum_tables(), self.options.verify)
+        self._fetch(plan.ends())
+        for numbers, ranges in self._waves(plan, self._wave_bytes):
+            with self._staged(ranges):
+                super().read_tensors(reads.subset(numbers))
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -135,7 +117,6 @@ class RemoteReader(FileSystemReader):
                     errno.ENOENT, f"not a complete checkpoint: {needed} is missing", self._files.url
                 )
         self._sizes = {file: entry.bytes for file, entry in listing.items()}
-        self._tables, self._blocks = {}, {}
         if self._sizes[name] > MAX_METADATA_BYTES:
             raise CheckpointError(
                 f"{self._files.url_of(name)} has {self._sizes[name]} bytes, more than the limit of "
@@ -175,108 +156,36 @@ class RemoteReader(FileSystemReader):
         staged = self._staged_path
         return text.replace(str(staged), self._files.url) if staged.name else text
 
+    def _waves(self, plan: _core.FetchPlan, max_bytes: int) -> list[tuple[list[int], list[_Range]]]:
+        with self._engine_arguments() as arguments:
+            return plan.waves(arguments["directory"], max_bytes)
+
     @contextmanager
-    def _staged(self, wanted: _Wanted) -> Iterator[None]:
+    def _staged_objects(self, reads: list[_core.ObjectRead]) -> Iterator[None]:
+        """Fetches complete records for the duration of a block."""
+        waves = self._waves(_core.FetchPlan(reads), sys.maxsize)
+        with self._staged([part for _numbers, ranges in waves for part in ranges]):
+            yield
+
+    @contextmanager
+    def _staged(self, ranges: list[_Range]) -> Iterator[None]:
         """Fetches ranges into the staging directory for the duration of a block."""
-        self._fetch(wanted)
+        self._fetch(ranges)
         with self._errors_with_url():
             yield
-        for file in wanted:
+        for file in {file for file, _begin, _end in ranges}:
             # Free the fetched bytes. After a failure, release() removes the directory.
             os.truncate(self._staged_path / file, 0)
             os.truncate(self._staged_path / file, self._sizes[file])
 
-    def _waves(self, reads: list[_C.TensorRead]) -> Iterator[tuple[list[int], _Wanted]]:
-        """Groups the reads that are staged together, in order. Yields the numbers of each group
-        with the byte ranges to stage."""
-        ranges_of = self._ranges_of(reads)
-        wave: list[int] = []
-        wanted: dict[_Record, list[Range]] = {}
-        total = 0
-        for number, read in enumerate(reads):
-            record = read.file, read.offset
-            more = sum(end - begin for begin, end in ranges_of[record])
-            if record not in wanted:
-                if wave and total + more > self._wave_bytes:
-                    yield wave, _by_file(wanted)
-                    wave, wanted, total = [], {}, 0
-                wanted[record] = ranges_of[record]
-                total += more
-            wave.append(number)
-        if wave:
-            yield wave, _by_file(wanted)
-
-    def _ranges_of(self, reads: list[_C.TensorRead]) -> dict[_Record, list[Range]]:
-        """Returns the byte ranges that the engine reads, by record, as offsets in the record's
-        file."""
-        records: dict[_Record, list[_C.TensorRead]] = defaultdict(list)
-        for read in reads:
-            records[read.file, read.offset].append(read)
-        partial = {
-            record: its_reads
-            for record, its_reads in records.items()
-            if all(map(_may_be_read_partially, its_reads))
-        }
-        ends = {record: _ends(its_reads[0]) for record, its_reads in partial.items()}
-        self._fetch(_by_file(ends))
-        found = {}
-        for (file, offset), its_reads in records.items():
-            length = max(read.length for read in its_reads)
-            ranges: list[Range] = [(0, length)]
-            if (file, offset) in partial and self._is_row_major(its_reads[0]):
-                ranges = record_ranges(
-                    (
-                        box
-                        for read in its_reads
-                        for box in box_ranges(
-                            read.sizes,
-                            read.region_offsets,
-                            read.region_lengths,
-                            read.dtype.itemsize,
-                        )
-                    ),
-                    length,
-                    _payload_bytes(its_reads[0]),
-                    self._block_bytes(file, offset),
-                )
-            found[file, offset] = [(offset + begin, offset + end) for begin, end in ranges]
-        return found
-
-    def _is_row_major(self, read: _C.TensorRead) -> bool:
-        """True if a record contains the tensor that a read describes, in row-major order. Both ends
-        of the record must have been fetched."""
-        with open(self._staged_path / read.file, "rb") as stream, torch.serialization.skip_data():
-            view: Any = _create_file_view(cast(io.IOBase, stream), read.offset, read.length)
-            try:
-                stored = torch.load(view, map_location="cpu", weights_only=True)
-            except Exception:
-                # The engine will report the damage, or read the record with torch.load.
-                return False
-        return (
-            type(stored) is torch.Tensor
-            and stored.dtype == read.dtype
-            and stored.shape == read.sizes
-            and bool(stored.is_contiguous())
-            and int(stored.storage_offset()) == 0
-        )
-
-    def _block_bytes(self, file: str, offset: int) -> int:
-        """Returns the size of a record's checksummed blocks, in bytes; 1 if it has none."""
-        if file not in self._blocks:
-            if self.options.verify and not self._tables:
-                self._tables = self.checksum_tables()
-            self._blocks[file] = block_sizes(self._tables.get(file, b""))
-        return self._blocks[file].get(offset, 1)
-
-    def _fetch(self, wanted: _Wanted) -> None:
+    def _fetch(self, ranges: list[_Range]) -> None:
         requests = []
-        for file, ranges in wanted.items():
+        for file, begin, range_end in ranges:
             self._make_sparse(file)
-            for begin, range_end in coalesced(ranges):
-                # The engine reports ranges beyond the end of the file.
-                end = min(range_end, self._sizes[file])
-                starts = range(begin, end, _REQUEST_BYTES)
-                requests += [(file, at, min(at + _REQUEST_BYTES, end)) for at in starts]
+            # The engine reports ranges beyond the end of the file.
+            end = min(range_end, self._sizes[file])
+            starts = range(begin, end, _REQUEST_BYTES)
+            requests += [(file, at, min(at + _REQUEST_BYTES, end)) for at in starts]
         total = sum(end - begin for _file, begin, end in requests)
         require_staging_room(str(self._staged_path), total, self._files.url)
         self._files.for_each(self._fetch_one, requests)
@@ -305,29 +214,3 @@ class RemoteReader(FileSystemReader):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             os.truncate(path, self._sizes[file])
-
-
-def _by_file(records: dict[_Record, list[Range]]) -> _Wanted:
-    wanted: _Wanted = defaultdict(list)
-    for (file, _offset), ranges in records.items():
-        wanted[file] += ranges
-    return wanted
-
-
-def _ends(read: _C.TensorRead) -> list[Range]:
-    """Returns the ranges of both ends of a read's record, as offsets in the file."""
-    end_bytes = ends_of_record(read.length, _payload_bytes(read))
-    assert end_bytes is not None
-    begin, end = read.offset, read.offset + read.length
-    return [(begin, begin + end_bytes), (end - end_bytes, end)]
-
-
-def _payload_bytes(read: _C.TensorRead) -> int:
-    """Returns the size of the stored tensor in bytes."""
-    return prod(read.sizes) * read.dtype.itemsize
-
-
-def _may_be_read_partially(read: _C.TensorRead) -> bool:
-    if read.length <= SMALL_BYTES or read.region_lengths == read.sizes:
-        return False
-    return ends_of_record(read.length, _payload_bytes(read)) is not None

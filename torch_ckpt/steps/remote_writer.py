@@ -24,7 +24,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from errno import EEXIST
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.marker import encoded_marker
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
+from torch_ckpt.steps.store import refuse_complete_step
 
 # fsspec's file systems resolve host names in a thread pool, so saves must end before the pool ends.
 before_thread_pools_end(join_saves)
@@ -208,13 +208,7 @@ class RemoteWriter(FileSystemWriter):
 
     def _refuse_existing(self, listing: Iterable[str]) -> None:
         if not self._may_replace and MARKER_NAME in listing and DELETED_NAME not in listing:
-            raise FileExistsError(
-                EEXIST,
-                "the step already exists and is complete, and this run has neither saved it nor "
-                "restored an earlier step. Call restore() first, delete the step, or use another "
-                "root",
-                self._files.url,
-            )
+            refuse_complete_step(self._files.url)
 
     def _upload_file(self, file: str) -> None:
         def count(moved: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import errno
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch_ckpt.checkpoint.step_names import STEP_NAME
 
@@ -215,13 +216,37 @@ class StepStore(abc.ABC):
             OSError: the step's files cannot be listed.
         """
 
-    @abc.abstractmethod
     def set_pinned(self, step: int, pinned: bool) -> None:
         """Pins or unpins a step. Retention keeps pinned steps.
 
         Raises:
             FileNotFoundError: there is no such complete step.
         """
+        if not self.is_complete(step):
+            action = "pinned" if pinned else "unpinned"
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"step {step} cannot be {action}: it is not complete",
+                self.path_of(step),
+            )
+        self._set_pinned(step, pinned)
+
+    @abc.abstractmethod
+    def path_of(self, step: int) -> str:
+        """Returns the directory or URL of a complete step."""
+
+    @abc.abstractmethod
+    def _set_pinned(self, step: int, pinned: bool) -> None: ...
+
+
+def refuse_complete_step(path: str) -> NoReturn:
+    """Raises the error for a save of a step that must not be replaced."""
+    raise FileExistsError(
+        errno.EEXIST,
+        "the step already exists and is complete, and this run has neither saved it nor restored "
+        "an earlier step. Call restore() first, delete the step, or use another root",
+        path,
+    )
 
 
 def info_of(

@@ -111,10 +111,11 @@ def test_a_record_without_a_description_is_listed_as_stray() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "covered"), [((0, 2, 3), True), ((0, 3), True), ((0, 1, 2), False), ((), False)]
+    ("rows", "gap"),
+    [((0, 2, 3), None), ((0, 3), None), ((0, 1, 2), [2, 0]), ((), [0, 0])],
 )
 def test_a_tensor_that_its_shards_do_not_cover_is_named(
-    rows: tuple[int, ...], covered: bool
+    rows: tuple[int, ...], gap: list[int] | None
 ) -> None:
     chunks = [
         ChunkStorageMetadata(torch.Size([a, 0]), torch.Size([b - a, 4])) for a, b in pairwise(rows)
@@ -122,7 +123,7 @@ def test_a_tensor_that_its_shards_do_not_cover_is_named(
     properties = TensorProperties(dtype=torch.float32)
     stored = TensorStorageMetadata(properties, torch.Size([3, 4]), chunks)
     index = index_of(Metadata({"w": stored, "step": BytesStorageMetadata()}), "here")
-    assert index.uncovered() == ([] if covered else ["w"])
+    assert index.uncovered() == ({} if gap is None else {"w": gap})
 
 
 def test_a_new_name_replaces_the_old_one(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_a_duplicate_shard_does_not_replace_a_missing_one(
     assert (target == 7).all()
 
 
-class TestGapIn:
+class TestFindGap:
     @staticmethod
     def boxes_of(shape: tuple[int, ...], generator: random.Random) -> list[Box]:
         """Cuts a box in two, repeatedly."""

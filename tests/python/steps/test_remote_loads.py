@@ -27,7 +27,6 @@ from torch_ckpt.errors import Corrupt, Unsafe
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import _callback
-from torch_ckpt.steps.remote_ranges import box_ranges, coalesced
 from torch_ckpt.steps.remote_reader import RemoteReader
 
 
@@ -287,32 +286,3 @@ def test_metadata_that_names_a_file_outside_the_step_is_refused(
         flaky.load(1, {"t": torch.zeros(9)}, no_dist=True)
     assert isinstance(cause_of(caught.value), Unsafe)
     assert list(staging.iterdir()) == []
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_ranges_of_a_box_contain_all_of_its_elements(seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-
-    def number(least: int, most: int) -> int:
-        return int(torch.randint(least, most + 1, (), generator=random))
-
-    sizes = [number(1, 9) for _ in range(number(1, 2))] + [number(1, 40000)]
-    offsets = [number(0, size - 1) for size in sizes]
-    lengths = [number(1, size - at) for size, at in zip(sizes, offsets, strict=True)]
-    item_bytes = 8
-    flat = torch.arange(torch.Size(sizes).numel()).view(sizes)
-    for dim, place in enumerate(zip(offsets, lengths, strict=True)):
-        flat = flat.narrow(dim, *place)
-    wanted = torch.zeros(torch.Size(sizes).numel(), dtype=torch.bool)
-    wanted[flat.flatten()] = True
-    covered = torch.zeros_like(wanted)
-    last = -1
-    for begin, end in box_ranges(sizes, offsets, lengths, item_bytes):
-        assert begin > last
-        last = end
-        covered[begin // item_bytes : end // item_bytes] = True
-    assert not (wanted & ~covered).any()
-
-
-def test_neighboring_ranges_are_merged() -> None:
-    assert coalesced([(50, 60), (0, 10), (15, 20), (5, 12), (7, 7)], gap=5) == [(0, 20), (50, 60)]
