@@ -216,6 +216,8 @@ void FlatState::fill(Row& row, std::string_view name) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == dtensor_class_.get() &&
       fill_dtensor(row, name)) {
     row.kind = Kind::dtensor;
+  } else if (is_object(value)) {
+    row.kind = Kind::object;
   }
 }
 
@@ -307,9 +309,8 @@ PythonRef FlatState::path(const Row& row) const {
   return path;
 }
 
-bool FlatState::is_object(const Row& row) const {
-  PyObject* value = row.value.get();
-  if (row.kind != Kind::other || THPVariable_Check(value)) return false;
+bool FlatState::is_object(PyObject* value) const {
+  if (THPVariable_Check(value)) return false;
   const int is_sharded = PyObject_IsInstance(value, sharded_tensor_class_.get());
   if (is_sharded < 0) throw python_error();
   return is_sharded == 0 && PyObject_HasAttrString(value, "__create_write_items__") == 0 &&
@@ -318,10 +319,6 @@ bool FlatState::is_object(const Row& row) const {
 
 planning::RankState FlatState::to_rank_state() const {
   using planning::StateTemplate;
-  std::vector<bool> are_objects(rows_.size());
-  for (std::size_t i = 0; i < rows_.size(); ++i) {
-    are_objects[i] = !rows_[i].is_removed && is_object(rows_[i]);
-  }
   // The code below reads only members that do not change, so it does not need the GIL.
   const python::ReleasedGil released;
   auto of = std::make_shared<StateTemplate>();
@@ -332,7 +329,7 @@ planning::RankState FlatState::to_rank_state() const {
     const Row& row = rows_[i];
     StateTemplate::Row planned;
     planned.is_present = !row.is_removed;
-    if (row.kind != Kind::other) {
+    if (row.has_tensor()) {
       planned.kind =
           row.kind == Kind::plain ? StateTemplate::Kind::tensor : StateTemplate::Kind::shard;
       planned.is_present = true;
@@ -344,7 +341,7 @@ planning::RankState FlatState::to_rank_state() const {
       }
       planned.dtype = dtype->second;
       planned.size = of->add_size(extents_.at(row.size));
-    } else if (are_objects[i]) {
+    } else if (row.kind == Kind::object) {
       planned.kind = StateTemplate::Kind::object;
     }
     nodes_to(row, nodes);
@@ -367,9 +364,9 @@ planning::RankState FlatState::to_rank_state() const {
 std::vector<std::uint32_t> FlatState::unready(std::span<const std::uint32_t> rows) const {
   std::vector<std::uint32_t> found;
   for (const std::uint32_t number : rows) {
-    const at::Tensor& local = rows_.at(number).local;
-    if (rows_.at(number).kind == Kind::other || !is_plain(local) ||
-        (local.is_cuda() && !is_dense(local))) {
+    const Row& row = rows_.at(number);
+    if (!row.has_tensor() || !is_plain(row.local) ||
+        (row.local.is_cuda() && !is_dense(row.local))) {
       found.push_back(number);
     }
   }

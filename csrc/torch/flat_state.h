@@ -37,7 +37,12 @@ namespace torch_ckpt::tensors {
 // All methods need the GIL unless they say otherwise.
 class FlatState {
  public:
-  enum class Kind : std::uint8_t { plain, dtensor, other };
+  enum class Kind : std::uint8_t {
+    plain,    // a plain tensor
+    dtensor,  // a DTensor with a plain local tensor
+    object,   // no tensor, and without methods that torch's planner calls to get its shards
+    other,    // planned by torch, or removed
+  };
 
   /// The part of a tensor that this rank has.
   struct Box {
@@ -54,7 +59,10 @@ class FlatState {
     std::uint32_t key = 0;   // number of its top-level key
     std::uint32_t size = 0;  // size of the global tensor, in extents()
     std::uint32_t box = 0;
-    at::Tensor local;  // undefined for Kind::other
+    at::Tensor local;
+
+    /// True if the engine plans the value as a tensor.
+    bool has_tensor() const { return kind == Kind::plain || kind == Kind::dtensor; }
   };
 
   /// Raises ValueError if two values have the same name, and passes on the exceptions of
@@ -79,14 +87,11 @@ class FlatState {
   /// Returns a new tuple of the keys and indices that lead to a value.
   PythonRef path(const Row& row) const;
 
-  /// True if the value is saved as an object: it is not a tensor, and it has no methods that
-  /// torch's planner calls to get its shards.
-  bool is_object(const Row& row) const;
   /// Describes the state dict for a save plan.
   planning::RankState to_rank_state() const;
 
-  /// Returns those of the given rows that the engine cannot write as they are: objects, and tensors
-  /// that must be cloned or pickled first.
+  /// Returns the given rows without the rows that the engine can write as they are. What remains
+  /// must be converted first: objects must be pickled, and some tensors cloned or pickled.
   std::vector<std::uint32_t> unready(std::span<const std::uint32_t> rows) const;
   /// Returns a fingerprint (torch/fingerprint.h) of each plain tensor, in the order of the rows.
   /// Runs without the GIL; the caller does not change the state in the meantime.
@@ -115,6 +120,7 @@ class FlatState {
   void add_row(std::string_view name, PyObject* value, std::uint32_t node);
   void fill(Row& row, std::string_view name);
   bool fill_dtensor(Row& row, std::string_view name);
+  bool is_object(PyObject* value) const;
   /// `bytes` is the size of the key in the name.
   std::uint32_t add_node(std::uint32_t parent, PythonRef key, std::size_t bytes);
   /// Sets `nodes` to the nodes from the top-level key to the row's own.

@@ -60,7 +60,7 @@ bool permits(SizeRule rule, std::span<const std::int64_t> stored,
 }  // namespace
 
 std::optional<LoadState::TensorLike> LoadState::tensor_like(const Row& row) const {
-  if (row.kind != Kind::other) {
+  if (row.has_tensor()) {
     return TensorLike{vector_of(extents().at(row.size)), row.local.scalar_type()};
   }
   PyObject* value = row.value.get();
@@ -211,7 +211,7 @@ std::optional<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>> L
 bool LoadState::plan_tensor(std::size_t number, const Entry& entry, TensorReads& reads) const {
   const Row& target = row(number);
   const std::optional<at::ScalarType> scalar_type = dtypes_[entry.dtype];
-  if (target.kind == Kind::other || !scalar_type) return false;
+  if (!target.has_tensor() || !scalar_type) return false;
   const auto part = part_of(target);
   if (!part) return true;
   const auto& [begins, room] = *part;
@@ -262,8 +262,7 @@ void LoadState::zero_unstored() const {
   for (const std::size_t number : loaded()) {
     const Row& target = row(number);
     const Entry& entry = index_->entries()[entries_[number]];
-    const auto part =
-        entry.is_tensor && target.kind != Kind::other ? part_of(target) : std::nullopt;
+    const auto part = entry.is_tensor && target.has_tensor() ? part_of(target) : std::nullopt;
     if (!part) continue;
     const auto stored = index_->extents(entry.size);
     const c10::InferenceMode inference(target.local.is_inference());

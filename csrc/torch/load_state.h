@@ -20,8 +20,8 @@ enum class SizeRule : std::uint8_t {
   any,      // dimensions may have any size, but their number must be equal
 };
 
-/// How a state dict compares with a checkpoint. The names are those of the state dict and of the
-/// index, and live as long as they do.
+/// How a state dict compares with a checkpoint. The names belong to the state dict and to the
+/// index, and stay valid as long as both exist.
 struct MatchReport {
   struct Sizes {
     std::string_view name;

@@ -85,7 +85,7 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
   for (const std::uint32_t number : numbers_of(assignment)) {
     const FlatState::Row& row = row_of(state, number);
     std::string name = with_names ? std::string(state.name(number)) : std::string();
-    if (row.kind != FlatState::Kind::other) {
+    if (row.has_tensor()) {
       sources.add(std::move(name), row.local);
     } else {
       add_source(sources, std::move(name), row.value.get());
@@ -94,22 +94,23 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
   return sources;
 }
 
-/// Returns the numbers of the values that are neither plain tensors nor DTensors.
-std::vector<std::size_t> others_of(const FlatState& state, bool with_objects, bool with_unplanned) {
-  std::vector<std::size_t> numbers;
-  for (std::size_t i = 0; i < state.size(); ++i) {
-    const FlatState::Row& row = state.row(i);
-    if (row.kind != FlatState::Kind::other || row.is_removed) continue;
-    if (with_objects == with_unplanned || state.is_object(row) == with_objects) {
-      numbers.push_back(i);
+/// Returns a method that returns the numbers of the values for which `is_wanted` is true.
+template <class IsWanted>
+auto numbers_where(IsWanted is_wanted) {
+  return [is_wanted](const FlatState& state) {
+    std::vector<std::size_t> numbers;
+    for (std::size_t i = 0; i < state.size(); ++i) {
+      if (!state.row(i).is_removed && is_wanted(state.row(i))) numbers.push_back(i);
     }
-  }
-  return numbers;
+    return numbers;
+  };
 }
 
 }  // namespace
 
 void bind_state(py::module_& module) {
+  using Kind = FlatState::Kind;
+  using Row = FlatState::Row;
   py::class_<SourceWatch, std::shared_ptr<SourceWatch>>(module, "SourceWatch")
       .def(py::init<>())
       .def(
@@ -187,18 +188,11 @@ void bind_state(py::module_& module) {
             return object_of(state.path(row_of(state, row)));
           },
           py::arg("row"))
-      .def("others", [](const FlatState& state) { return others_of(state, true, true); })
-      .def("objects", [](const FlatState& state) { return others_of(state, true, false); })
-      .def("unplanned", [](const FlatState& state) { return others_of(state, false, true); })
+      .def("others", numbers_where([](const Row& row) { return !row.has_tensor(); }))
+      .def("objects", numbers_where([](const Row& row) { return row.kind == Kind::object; }))
+      .def("unplanned", numbers_where([](const Row& row) { return row.kind == Kind::other; }))
       .def("on_meta",
-           [](const FlatState& state) {
-             py::list rows;
-             for (std::size_t i = 0; i < state.size(); ++i) {
-               const FlatState::Row& row = state.row(i);
-               if (row.local.defined() && row.local.is_meta()) rows.append(i);
-             }
-             return rows;
-           })
+           numbers_where([](const Row& row) { return row.local.defined() && row.local.is_meta(); }))
       .def(
           "add",
           [](FlatState& state, const py::str& name, const py::tuple& path,

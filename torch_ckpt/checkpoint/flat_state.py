@@ -1,29 +1,11 @@
-"""Flattens state dicts, and names the values in the same way as torch's planners."""
+"""Flattens ShardedTensors in flattened state dicts (csrc/torch/flat_state.h), as torch does."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 
 from torch_ckpt import _C
-from torch_ckpt.checkpoint.chunks import chunks_here
-
-
-def flat_state(state_dict: dict[str, Any], watch: _C.SourceWatch | None = None) -> _C.FlatState:
-    """Flattens a nested state dict.
-
-    Args:
-        watch: keep aliases of the plain tensors and DTensors, and watch these; None keeps the
-            values themselves.
-
-    Raises:
-        ValueError: two values have the same name.
-    """
-    flat = _C.FlatState(state_dict, chunks_here, watch)
-    flatten_sharded_tensors(flat)
-    return flat
 
 
 def flatten_sharded_tensors(flat: _C.FlatState) -> None:

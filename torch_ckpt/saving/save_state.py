@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt.checkpoint.chunks import require_consecutive
-from torch_ckpt.checkpoint.flat_state import flat_state
+from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive
+from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.checkpoint.objects import pickled, unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.global_plan import Assignment, Contents
@@ -58,7 +58,8 @@ class SaveState:
     def __init__(self, state_dict: StateDict, *, snapshot: bool = False) -> None:
         begin = time.perf_counter()
         self._watch = _C.SourceWatch() if snapshot else None
-        self._flat = flat_state(state_dict, self._watch)
+        self._flat = _C.FlatState(state_dict, chunks_here, self._watch)
+        flatten_sharded_tensors(self._flat)
         if self._watch is not None:
             for row in self._flat.others():
                 name, value = self._flat.name(row), self._flat.value(row)
@@ -162,7 +163,7 @@ class SaveState:
         """Releases all values."""
         if self._watch is not None:
             self._watch.release()
-        self._flat = _C.FlatState({}, lambda _: [])
+        self._flat = _C.FlatState({}, chunks_here)
         self._planner = None
 
     # --- private ---------------------------------------------------------------------------------
