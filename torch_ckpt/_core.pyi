@@ -388,6 +388,11 @@ def publish_contents(
 ) -> None:
     """Writes a file and publishes it as ``publish`` does."""
 
+#: Names of files: the marker of a complete step, the pin of a step, and the lease on a root.
+MARKER_NAME: str
+PINNED_NAME: str
+LEASE_NAME: str
+
 class StepKind:
     """Kinds of directories beneath a root, distinguished by name."""
 

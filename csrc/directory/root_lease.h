@@ -32,8 +32,8 @@ namespace torch_ckpt::directory {
 inline constexpr std::string_view kLeaseName = ".lease";
 
 struct LeaseTimes {
-  double renew_s = 10.0;   // between two touches of a lease by its run
-  double expiry_s = 60.0;  // without a touch, after which a lease from another host counts as dead
+  double renew_s = 0;   // between two touches of a lease by its run
+  double expiry_s = 0;  // without a touch, after which a lease from another host counts as dead
 };
 
 struct ExistingLease;
@@ -93,7 +93,8 @@ class LeaseRequest {
   };
 
   Result<std::shared_ptr<RootLease>> try_take_in(const os::Directory& root);
-  /// Returns true if the lease is that of a dead process, and false if that is not known yet.
+  /// Returns true if this request may replace the lease, because its process is dead or because of
+  /// a takeover, and false if it is not known yet whether the process is alive.
   /// `file` is a file that was just written.
   Result<bool> may_replace(ExistingLease& found, const os::File& file);
 

@@ -205,6 +205,9 @@ void publish_step(directory::StepSave& save, std::span<const std::byte> marker, 
 }  // namespace
 
 void bind_directory(py::module_& module) {
+  module.attr("MARKER_NAME") = std::string(directory::kMarkerName);
+  module.attr("PINNED_NAME") = std::string(directory::kPinnedName);
+  module.attr("LEASE_NAME") = std::string(directory::kLeaseName);
   py::class_<Directory>(module, "Directory")
       .def(py::init([](const Path& path) { return unwrap(Directory::open(path.native())); }),
            py::arg("path"), NoGil())

@@ -18,11 +18,12 @@ namespace fs = std::filesystem;
 using namespace test;
 
 /// Times without waits: a lease of another host is declared dead at once.
+constexpr LeaseTimes kUsual{.renew_s = 10.0, .expiry_s = 60.0};
 constexpr LeaseTimes kAtOnce{.renew_s = 10.0, .expiry_s = -1.0};
 
 class RootLeaseTest : public ::testing::Test {
  protected:
-  Result<std::shared_ptr<RootLease>> try_take(bool takeover = false, LeaseTimes times = {}) {
+  Result<std::shared_ptr<RootLease>> try_take(bool takeover = false, LeaseTimes times = kUsual) {
     LeaseRequest request(root_.file("run"), takeover, times);
     return request.try_take();
   }
@@ -99,7 +100,7 @@ TEST_F(RootLeaseTest, TheLeaseOfADeadOrReplacedProcessIsTaken) {
 
 TEST_F(RootLeaseTest, TheLeaseOfAnotherHostIsTakenOnceItHasExpired) {
   has(R"({"host": "else\u0077here", "pid": 123})");
-  LeaseRequest request(root_.file("run"), false, {});
+  LeaseRequest request(root_.file("run"), false, kUsual);
   const auto waits = request.try_take();
   ASSERT_TRUE(ok(waits));
   EXPECT_EQ(*waits, nullptr);
@@ -113,7 +114,7 @@ TEST_F(RootLeaseTest, TheLeaseOfAnotherHostIsTakenOnceItHasExpired) {
 
 TEST_F(RootLeaseTest, ALeaseThatIsTouchedBetweenTwoTriesIsAlive) {
   has(R"({"host": "elsewhere", "pid": 123})");
-  LeaseRequest request(root_.file("run"), false, {});
+  LeaseRequest request(root_.file("run"), false, kUsual);
   EXPECT_EQ(*request.try_take(), nullptr);
   EXPECT_EQ(*request.try_take(), nullptr);
   fs::last_write_time(path(), fs::last_write_time(path()) + std::chrono::seconds(1));

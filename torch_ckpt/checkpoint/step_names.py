@@ -5,16 +5,18 @@ from __future__ import annotations
 import operator
 import re
 
+from torch_ckpt import _core
+
 LARGEST_STEP = 10**10 - 1
 
 #: Name of a step directory.
 STEP_NAME = re.compile(r"^(\d{10})$", re.ASCII)
 
 #: A step is complete if its directory contains this file.
-MARKER_NAME = "write_completed"
+MARKER_NAME = _core.MARKER_NAME
 
 #: Retention keeps a step if its directory contains this file.
-PINNED_NAME = "pinned"
+PINNED_NAME = _core.PINNED_NAME
 
 
 def step_name(step: int) -> str:

@@ -14,7 +14,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
 
-LEASE_NAME = ".lease"
+LEASE_NAME = _core.LEASE_NAME
 
 
 @dataclass(frozen=True)
