@@ -98,7 +98,7 @@ class HeldCall {
   os::ScopedFaultHook hook_;
 };
 
-/// One file, whose contents are those of a string that outlives the save.
+/// One file with the given contents, which must outlive the save.
 std::vector<engine::FileJob> one_file(const std::string& name, const std::string& contents) {
   std::vector<engine::FileJob> jobs(1);
   jobs[0].name = name;

@@ -89,6 +89,24 @@ class StepTest : public ::testing::Test {
     std::sort(names.begin(), names.end());
     return names;
   }
+  /// Deletes the step while a save replaces it, at the first operation for which `is_moment` is
+  /// true. The new step must stay.
+  void expect_that_a_deletion_spares_a_step_that_appears_at(
+      const std::function<bool(std::string_view operation, std::string_view path)>& is_moment) {
+    has(kStep, "old", true);
+    bool has_come = false;
+    const ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+      if (!has_come && is_moment(operation, path)) {
+        has_come = true;
+        fs::rename(root_.file(kStep), root_.file(kDeleted));
+        has(kStep, "new", true);
+      }
+      return 0;
+    });
+    EXPECT_FALSE(*steps_.remove(kStep));
+    EXPECT_TRUE(has_come);
+    EXPECT_EQ(step(), "new");
+  }
 
   TempDir root_;
   StepRoot steps_{root_.path()};
@@ -208,7 +226,7 @@ TEST_F(StepTest, IfTheOldStepCannotBeRenamedBackTheNextSweepCompletesTheNewOne) 
   StepSave save = begin();
   PublishOutcome outcome;
   {
-    // The first two renames are those of the marker and of the old step.
+    // The first two renames concern the marker and the old step.
     int renames = 0;
     const ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
       return operation == "rename" && ++renames > 2 ? EACCES : 0;
@@ -312,37 +330,16 @@ TEST_F(StepTest, ALinkedStepIsRemovedWithoutTheTargetOfTheLink) {
 }
 
 TEST_F(StepTest, ADeletionNeverRemovesAStepThatHasReplacedItsOwn) {
-  has(kStep, "old", true);
-  bool has_come = false;
-  const ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
-    // The deletion has opened the old step.
-    if (!has_come && operation == "flock" && path == root_.path()) {
-      has_come = true;
-      fs::rename(root_.file(kStep), root_.file(kDeleted));
-      has(kStep, "new", true);
-    }
-    return 0;
-  });
-  EXPECT_FALSE(*steps_.remove(kStep));
-  EXPECT_TRUE(has_come);
-  EXPECT_EQ(step(), "new");
+  // The deletion has opened the old step.
+  expect_that_a_deletion_spares_a_step_that_appears_at(
+      [&](auto operation, auto path) { return operation == "flock" && path == root_.path(); });
 }
 
 TEST_F(StepTest, ARenameOfAStepThatHasReplacedItsOwnIsUndone) {
-  has(kStep, "old", true);
-  bool has_come = false;
-  const ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
-    // A save that has waited too long for the lock on the root.
-    if (!has_come && operation == "rename" && path.find(".deleted-") != std::string_view::npos) {
-      has_come = true;
-      fs::rename(root_.file(kStep), root_.file(kDeleted));
-      has(kStep, "new", true);
-    }
-    return 0;
+  // The save of the new step has waited too long for the lock on the root.
+  expect_that_a_deletion_spares_a_step_that_appears_at([](auto operation, auto path) {
+    return operation == "rename" && path.find(".deleted-") != std::string_view::npos;
   });
-  EXPECT_FALSE(*steps_.remove(kStep));
-  EXPECT_TRUE(has_come);
-  EXPECT_EQ(step(), "new");
 }
 
 TEST_F(StepTest, NothingIsRemovedFromAnotherRootThanTheOneOfTheLastSave) {

@@ -308,7 +308,7 @@ class Load:
         return Match(values, state, report, loaded_keys, Reading(), {})
 
     def _plan(self, match: Match) -> None:
-        """Plans the reads: the engine those of most values, torch's planner the rest."""
+        """Plans the reads. The engine plans most of them; torch's planner plans all others."""
         state, reading = match.state, Reading(values=match.values)
         plan = state.plan(reading.tensors)
         reading.objects = [state.object_read(row) for row in plan.objects]

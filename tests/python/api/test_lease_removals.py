@@ -76,7 +76,7 @@ waiting.wait()
 class AtTheEnd:
     libc = ctypes.CDLL(None)
     def __del__(self, usleep=libc.usleep):
-        usleep(300_000)  # nobody can see what becomes of the thread
+        usleep(300_000)  # the thread may never return from its call
 sys.at_the_end = AtTheEnd()
 """
 

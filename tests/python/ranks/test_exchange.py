@@ -280,25 +280,30 @@ def test_nothing_is_undone_if_the_coordinator_may_have_committed(store: dist.Sto
     assert undone == []
 
 
+class SlowWork:
+    """Work that ends after twenty heartbeats, of which each takes a tenth of the timeout."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_done = threading.Event()
+
+    def beat(self) -> int:
+        self._count += 1
+        if self._count == 20:
+            self._is_done.set()
+        return self._count
+
+    def run(self, ranks: Exchange) -> bool:
+        with ranks.alive(self.beat):
+            return self._is_done.wait(PATIENCE_SECONDS)
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 def test_ranks_wait_for_a_rank_whose_heartbeat_advances(store: dist.Store, slow: int) -> None:
-    beaten_for_long = threading.Event()
-    count = 0
-
-    def beat() -> int:
-        nonlocal count
-        count += 1
-        # A tenth of the timeout each.
-        if count == 20:
-            beaten_for_long.set()
-        return count
+    slow_work = SlowWork()
 
     def work(ranks: Exchange) -> Any:
-        def local() -> bool:
-            with ranks.alive(beat):
-                return beaten_for_long.wait(PATIENCE_SECONDS)
-
-        return save(ranks, local if ranks.rank == slow else lambda: True)
+        return save(ranks, lambda: ranks.rank != slow or slow_work.run(ranks))
 
     outcomes = together(ranks_of(store, 3, SHORT), work)
     assert outcomes == {rank: [True, True, True] for rank in range(3)}
@@ -307,22 +312,10 @@ def test_ranks_wait_for_a_rank_whose_heartbeat_advances(store: dist.Store, slow:
 def test_ranks_wait_for_a_coordinator_whose_heartbeat_advances_while_combining(
     store: dist.Store,
 ) -> None:
-    beaten_for_long = threading.Event()
-    count = 0
-
-    def beat() -> int:
-        nonlocal count
-        count += 1
-        if count == 20:
-            beaten_for_long.set()
-        return count
+    slow_work = SlowWork()
 
     def work(ranks: Exchange) -> Any:
-        def combine(values: list[Any]) -> bool:
-            with ranks.alive(beat):
-                return beaten_for_long.wait(PATIENCE_SECONDS)
-
-        return save(ranks, combine=combine)
+        return save(ranks, combine=lambda values: slow_work.run(ranks))
 
     assert together(ranks_of(store, 2, SHORT), work) == {0: True, 1: True}
 
