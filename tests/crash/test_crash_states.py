@@ -124,16 +124,17 @@ class Scenario:
 def save_and_mark(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
     """Saves. Marks the begin of the save, its commit, and its report."""
     published = re.compile(r"\d{10}" if is_managed(way) else r"\.metadata")
-    renaming: set[int] = set()
+    last: dict[int, str] = {}  # the last relevant operation of a thread
 
     def observe(operation: str, where: str) -> None:
         thread = threading.get_ident()
-        if operation == "rename" and published.fullmatch(os.path.basename(where)):
-            renaming.add(thread)
-        elif thread in renaming and operation != "fsync_directory":
+        is_published = operation == "rename" and published.fullmatch(os.path.basename(where))
+        if is_published or (thread in last and operation == "fsync_directory"):
+            last[thread] = operation
+        elif last.get(thread) == "fsync_directory":
             # The first operation of this thread after its last fsync. Other threads, such as the
             # one that renews the run's lease, may do something before that fsync.
-            renaming.remove(thread)
+            del last[thread]
             mark(f"committed {step}")
 
     if rank == 0:
