@@ -183,13 +183,18 @@ class _Comparison:
         done = 0
         with reporting(progress, "compare", None, total) as shown:
             for wave in in_waves(self._boxes(tallies), 2 * self.bytes_per_side):
-                boxes = [(tally.name, box) for tally, box in wave]
-                parts_a, parts_b = self.a.read_boxes(boxes), self.b.read_boxes(boxes)
-                for (tally, box), a, b in zip(wave, parts_a, parts_b, strict=True):
-                    self._compare(tally, box, a.reshape(-1), b.reshape(-1))
-                    done += a.nbytes + b.nbytes
+                done += self._compare_wave(wave)
                 if shown is not None:
                     shown(Progress(total, 0, done))
+
+    def _compare_wave(self, wave: list[tuple[_Tally, Box]]) -> int:
+        """Reads and compares boxes. Returns the size of their values, which are freed at the
+        end."""
+        boxes = [(tally.name, box) for tally, box in wave]
+        parts_a, parts_b = self.a.read_boxes(boxes), self.b.read_boxes(boxes)
+        for (tally, box), a, b in zip(wave, parts_a, parts_b, strict=True):
+            self._compare(tally, box, a.reshape(-1), b.reshape(-1))
+        return sum(part.nbytes for part in (*parts_a, *parts_b))
 
     def _boxes(self, tallies: list[_Tally]) -> Iterator[tuple[tuple[_Tally, Box], int]]:
         """Yields boxes, with the size of their values in both checkpoints."""

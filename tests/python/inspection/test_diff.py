@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from tests.support import (
 )
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.stored_tensors import split_into_boxes
+from torch_ckpt.inspection.stored_tensors import StoredTensors, split_into_boxes
 
 MIB = 1 << 20
 
@@ -277,6 +278,28 @@ def test_large_tensors_are_compared_in_parts(tmp_path: Path) -> None:
     b[0, 0, 0] ^= 2
     found = difference(tmp_path, a, b, max_inflight_bytes=8 * MIB)
     assert (found.differing, found.largest_absolute, found.index) == (2, 2, (0, 0, 0))
+
+
+def test_the_values_of_a_wave_are_freed_before_the_next_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_boxes = StoredTensors.read_boxes
+    parts: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+
+    def watched(stored: StoredTensors, boxes: Any) -> list[torch.Tensor]:
+        read = read_boxes(stored, boxes)
+        parts.extend(map(weakref.ref, read))
+        alive = [part for reference in parts if (part := reference()) is not None]
+        held.append(sum(part.nbytes for part in alive))
+        return read
+
+    monkeypatch.setattr(StoredTensors, "read_boxes", watched)
+    state = {"t": torch.zeros(24 * MIB, dtype=torch.uint8)}
+    assert compared(tmp_path, state, state, max_inflight_bytes=8 * MIB).equal
+    # Half of the limit is for values; the rest is for the reads and the comparison.
+    assert len(held) > 4
+    assert max(held) <= 4 * MIB
 
 
 def test_many_small_tensors_are_compared_together(tmp_path: Path) -> None:
