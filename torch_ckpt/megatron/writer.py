@@ -199,7 +199,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             rank=own_rank(),
             ranks=dist.get_world_size() if is_distributed() else 1,
             by_engine=self.engine_can_write(),
-            options=self.write_options,
+            options=self.write_options(),
             background=self.background,
             transforms=self.transforms,
             open_file=self.open_file,

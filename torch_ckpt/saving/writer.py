@@ -143,17 +143,6 @@ class FileSystemWriter(StockWriter):
         background: Background = _DEFAULT_BACKGROUND,
         **kwargs: Any,
     ) -> None:
-        self.write_options = WriteOptions(
-            thread_count=default_thread_count() if thread_count is None else thread_count,
-            # If the caller chose a number of files, use it even if little is written.
-            bytes_per_file=BYTES_PER_FILE if thread_count is None else 0,
-            single_file_per_rank=single_file_per_rank,
-            separation_hint=separation_hint,
-            max_host_bytes=max_host_bytes,
-            direct_io=direct_io,
-            sync_files=sync_files,
-            progress=progress,
-        )
         if type(self) is FileSystemWriter:
             # Subclasses may use another file system, as FsspecWriter does.
             refuse_url(path)
@@ -161,7 +150,7 @@ class FileSystemWriter(StockWriter):
             path,
             single_file_per_rank,
             sync_files,
-            self.write_options.thread_count,
+            default_thread_count() if thread_count is None else thread_count,
             per_thread_copy_ahead,
             cache_staged_state_dict,
             overwrite,
@@ -171,7 +160,13 @@ class FileSystemWriter(StockWriter):
         )
         self._given_path: str | os.PathLike[str] = path
         self._make_absolute()
+        # If the caller chose a number of files, use it even if little is written.
+        self.bytes_per_file = BYTES_PER_FILE if thread_count is None else 0
         self.separation_hint = separation_hint
+        self.max_host_bytes = max_host_bytes
+        self.direct_io = direct_io
+        self.progress = progress
+        self.write_options()  # refuses invalid options now, not in the first save
         self.background = background
         self._is_staged = False
         self._is_coordinator = False
@@ -339,6 +334,13 @@ class FileSystemWriter(StockWriter):
         """Path or URL of the committed checkpoint."""
         return str(self.path)
 
+    def write_options(self) -> WriteOptions:
+        """Returns the options of the next write. As with torch's writer, callers may change the
+        attributes until then."""
+        return WriteOptions(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(WriteOptions)}
+        )
+
     def engine_can_write(self) -> bool:
         """Returns False if torch's own code must write: the writer has stream transforms, a format
         other than the default, or a remote file system."""
@@ -406,7 +408,7 @@ class FileSystemWriter(StockWriter):
         title = f"save {Path(self.path).name}"
         try:
             return self._write.run(
-                self.directory, self.write_options, prefix, sources, title, self.rank
+                self.directory, self.write_options(), prefix, sources, title, self.rank
             )
         finally:
             self._write = None

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.failed_saves import FailingAt, StopsBeforeCommit
+from tests.fault_hooks import at_fault_points
 from tests.support import (
     assert_equal,
     data_files,
@@ -40,6 +41,23 @@ def test_the_writer_accepts_torchs_arguments_by_position(tmp_path: Path) -> None
     assert writer.per_thread_copy_ahead == 5_000_000
     assert writer.cache_staged_state_dict
     assert not writer.overwrite
+
+
+def test_attributes_changed_before_a_save_apply_to_it(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path, thread_count=1)
+    writer.thread_count, writer.separation_hint, writer.sync_files = 2, "a", False
+    calls: list[str] = []
+
+    def note(operation: str, path: str) -> None:
+        calls.append(operation)
+
+    with at_fault_points(note):
+        dcp.save({"a": f32(3), "b": f32(4)}, storage_writer=writer, no_dist=True)
+    assert [file.name for file in data_files(tmp_path)] == ["__0_0.distcp", "a__0_1.distcp"]
+    assert not {"fsync", "fsync_directory"} & set(calls)
+    writer.thread_count = 0
+    with pytest.raises(dcp.CheckpointException, match="thread_count must be at least 1, got 0"):
+        dcp.save({"a": f32(3)}, storage_writer=writer, no_dist=True)
 
 
 @pytest.mark.parametrize(

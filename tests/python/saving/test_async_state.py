@@ -93,7 +93,7 @@ def test_one_writer_can_be_used_for_many_saves(tmp_path: Path) -> None:
     for name in ("first", "second"):
         torch_ckpt.async_save({"t": large()}, tmp_path / name, storage_writer=writer).result()
         assert [file.name for file in data_files(tmp_path / name)] == ["__0_0.distcp"]
-    assert writer.write_options.max_host_bytes is None
+    assert writer.max_host_bytes is None
 
 
 def test_the_callers_writer_can_be_used_during_the_save(tmp_path: Path, held: Gate) -> None:
