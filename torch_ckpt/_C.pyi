@@ -3,7 +3,7 @@
 It makes no decisions. Import torch first, because it needs torch's libraries.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -61,11 +61,10 @@ def is_plain(value: object) -> bool:
 def is_dense(tensor: object) -> bool:
     """True if a tensor has no gaps, no overlap and no pending conjugation or negation."""
 
-def fingerprint(tensor: Any, whole: bool) -> int:
+def fingerprint(tensor: Any) -> int:
     """A CRC-32 of the elements of a tensor, or 0 if the tensor is not plain.
 
-    The CRC is independent of the tensor's device and strides. If ``whole`` is False, reads at most
-    64 KiB, in stripes that are evenly spread over the tensor.
+    The CRC is independent of the tensor's device and strides.
     """
 
 def copy_to_pool(tensors: list[Any]) -> list[Any]:
@@ -120,13 +119,10 @@ class SaveSources:
     def add(self, name: str, value: Any) -> None:
         """Adds a value. The name is used only for a separation hint."""
 
-    def __len__(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
     def devices(self) -> list[torch.device]:
         """The CUDA devices of the tensors."""
-
-    def clear(self) -> None: ...
 
 class FlatState:
     """A state dict as rows, one for each value, with the names that torch's planners give them.
@@ -142,7 +138,6 @@ class FlatState:
         chunks_here: Callable[[Any], list[Any]],
         watch: SourceWatch | None = None,
     ) -> None: ...
-    def __len__(self) -> int: ...
     def contents(self) -> tuple[bytes, bytes]:
         """Encodes the parts of a state dict on which the plan of a save depends.
 
@@ -236,13 +231,15 @@ class TensorReads:
         Splits only reads from files for whose names ``can_split`` returns True.
         """
 
-    def fetch_plan(self, tables: CheckpointIndex | Mapping[str, bytes], verify: bool) -> FetchPlan:
+    def fetch_plan(self, tables: CheckpointIndex | dict[str, bytes], verify: bool) -> FetchPlan:
         """Plans which bytes of remote files these reads need; ``tables`` as for ``load``."""
     def subset(self, numbers: list[int]) -> TensorReads: ...
     @property
     def stored_bytes(self) -> int: ...
     @property
-    def cuda_devices(self) -> set[int]: ...
+    def devices(self) -> list[torch.device]:
+        """The CUDA devices of the targets."""
+
     def conversions(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
         """Name, stored dtype and target dtype of each read that converts the elements."""
 
@@ -250,7 +247,7 @@ class TensorReads:
         self,
         *,
         directory: Directory,
-        tables: CheckpointIndex | Mapping[str, bytes],
+        tables: CheckpointIndex | dict[str, bytes],
         options: ReadOptions,
         progress: Callable[[int], None] | None = None,
         ready: list[tuple[int, int]] = ...,

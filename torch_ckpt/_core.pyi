@@ -4,7 +4,7 @@ Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its class
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, ClassVar
 
 from torch_ckpt.checkpoint.read_options import ReadOptions
@@ -240,7 +240,7 @@ def load_bytes(
     reads: list[ObjectRead],
     *,
     directory: Directory,
-    tables: CheckpointIndex | Mapping[str, bytes],
+    tables: CheckpointIndex | dict[str, bytes],
     options: ReadOptions,
 ) -> list[bytes]:
     """Reads the records of objects. ``tables`` has the checksum table of each file."""
@@ -551,7 +551,6 @@ def crc32(data: Any, crc: int = 0) -> int:
     """Returns the same as ``zlib.crc32``, at memory speed. ``data`` is a contiguous buffer."""
 
 def make_directories(path: str | os.PathLike[str]) -> None: ...
-def sync_directory(path: str | os.PathLike[str]) -> None: ...
 def join_executor() -> None:
     """Ends the engine's threads after their queued work. For the exit of the interpreter."""
 

@@ -6,7 +6,6 @@
 #include <exception>
 #include <sstream>
 #include <thread>
-#include <unordered_set>
 #include <utility>
 
 #include "directory/file_names.h"
@@ -78,6 +77,27 @@ void warn_unless_done(const os::Directory& directory, Warnings& warnings, Remove
 }
 
 }  // namespace
+
+Result<std::vector<std::string>> find_missing(const os::Directory& directory,
+                                              const std::set<std::string>& files) {
+  // List the directory once: calling stat for thousands of files takes seconds on a network file
+  // system.
+  auto listed = directory.names();
+  if (!listed) return listed.error();
+  std::ranges::sort(*listed);
+  std::vector<std::string> missing;
+  for (const std::string& file : files) {
+    if (std::ranges::binary_search(*listed, file)) continue;
+    // The listing does not contain files in subdirectories.
+    if (file.find('/') != std::string::npos) {
+      auto found = directory.identity_of(file);
+      if (found) continue;
+      if (found.error().sys_errno != ENOENT) return found.error();
+    }
+    missing.push_back(file);
+  }
+  return missing;
+}
 
 Result<std::set<std::string>> named_files(const os::Directory& directory, const std::string& name) {
   auto file = directory.open_for_read(name);
@@ -158,26 +178,11 @@ Result<> Lease::require_files(const std::set<std::string>& files) const {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience_s_);
   while (true) {
-    // List the directory once: calling stat for thousands of files takes seconds on a network file
-    // system.
-    auto listed = directory_.names();
-    if (!listed) return listed.error();
-    const std::unordered_set<std::string> there(listed->begin(), listed->end());
-    auto missing = std::ranges::find_if(files, [&](const std::string& file) {
-      return file.find('/') == std::string::npos && !there.contains(file);
-    });
-    if (missing == files.end()) {
-      // The listing does not contain files in subdirectories.
-      for (auto at = files.begin(); at != files.end() && missing == files.end(); ++at) {
-        if (at->find('/') == std::string::npos) continue;
-        auto found = directory_.identity_of(*at);
-        if (!found && found.error().sys_errno != ENOENT) return found.error();
-        if (!found) missing = at;
-      }
-    }
-    if (missing == files.end()) return {};
+    auto missing = find_missing(directory_, files);
+    if (!missing) return missing.error();
+    if (missing->empty()) return {};
     if (Clock::now() >= until) {
-      Error error = system_error(ENOENT, "commit", directory_.path_of(*missing));
+      Error error = system_error(ENOENT, "commit", directory_.path_of(missing->front()));
       error.detail =
           "the file was removed after it was written, but the metadata names it; nothing was "
           "published. Save again, and keep other processes from removing files in the directory";

@@ -71,6 +71,10 @@ using NamedFiles = std::function<Result<std::set<std::string>>(const os::Directo
 /// Reads and decodes a metadata file. Fails if it cannot be read and decoded completely.
 Result<std::set<std::string>> named_files(const os::Directory& directory, const std::string& name);
 
+/// Returns the files that a directory lacks, sorted.
+Result<std::vector<std::string>> find_missing(const os::Directory& directory,
+                                              const std::set<std::string>& files);
+
 /// Called between attempts to lock. An error ends the wait.
 using InterruptCheck = std::function<Result<>()>;
 

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <chrono>
@@ -295,14 +296,14 @@ RootLease::RootLease(std::string root, os::File file, os::FileIdentity identity,
       file_(std::move(file)),
       identity_(identity),
       has_made_root_(has_made_root),
-      pid_(os::own_process().number),
       renewal_(std::make_unique<Renewal>()) {}
 
 RootLease::~RootLease() = default;
 
 Result<> RootLease::require() const {
   if (process_.inherited()) {
-    return in_use(root_ + ": this process is a forked child of process " + std::to_string(pid_) +
+    return in_use(root_ + ": this process is a forked child of process " +
+                  std::to_string(process_.creator()) +
                   ", which holds the lease. Save in the parent, or use another root.");
   }
   auto root = os::Directory::open(root_);
@@ -342,8 +343,7 @@ void RootLease::end() {
   if (auto root = os::Directory::open(root_)) {
     if (const auto lock = RootLock::take(*root)) {
       // Another run may have taken over the root.
-      const auto found = root->identity_of(std::string(kLeaseName));
-      if (found && *found == identity_) static_cast<void>(root->remove(std::string(kLeaseName)));
+      static_cast<void>(root->remove(std::string(kLeaseName), identity_));
     }
   }
   // If a step was saved, rmdir() fails, as it should.

@@ -66,7 +66,6 @@ class RootLease {
   const os::FileIdentity identity_;
   const bool has_made_root_;
   const os::ProcessMark process_;
-  const std::int64_t pid_;
   int users_ = 1;
   std::unique_ptr<Renewal> renewal_;
 };

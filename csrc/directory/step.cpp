@@ -212,12 +212,8 @@ Result<std::vector<std::string>> StepSave::find_missing(
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience_s);
   while (true) {
-    auto names = directory_.names();
-    if (!names) return names.error();
-    std::ranges::sort(*names);
-    std::vector<std::string> missing;
-    std::ranges::set_difference(files, *names, std::back_inserter(missing));
-    if (missing.empty() || Clock::now() >= until) return missing;
+    auto missing = directory::find_missing(directory_, files);
+    if (!missing || missing->empty() || Clock::now() >= until) return missing;
     std::this_thread::sleep_for(kPollInterval);
     if (auto continued = check_interrupt(); !continued) return continued.error();
   }

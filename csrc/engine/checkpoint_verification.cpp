@@ -38,14 +38,12 @@ void CheckpointVerification::add(const CheckpointIndex& index) {
       tables_[std::string(index.text(index.files()[i]))] = table;
     }
   }
-  std::map<std::uint32_t, std::vector<std::int64_t>> gaps;
-  for (auto& [entry, gap] : planning::find_uncovered(index)) gaps[entry] = std::move(gap);
   for (std::uint32_t number = 0; number < index.entries().size(); ++number) {
     add_entry(index, number);
-    const auto gap = gaps.find(number);
-    if (gap == gaps.end()) continue;
-    const std::size_t shards = index.entries()[number].shard_count;
-    add_incomplete(index.name(number), describe_gap(gap->second, shards));
+    const CheckpointIndex::Entry& entry = index.entries()[number];
+    if (const auto gap = planning::first_gap(index, entry)) {
+      add_incomplete(index.name(number), describe_gap(*gap, entry.shard_count));
+    }
   }
   for (const CheckpointIndex::Stray& stray : index.strays()) {
     add_record(index, index.text(stray.name), stray.shard, nullptr);
@@ -145,10 +143,11 @@ Result<std::shared_ptr<VerifySession>> CheckpointVerification::start(Context& co
                        "the file is longer than its records"});
   }
   std::vector<LoadFile> files;
-  for (const std::string& name : opened_) files.push_back({name, tables_[name]});
+  for (const std::string& name : opened_) files.push_back({name, std::move(tables_[name])});
   auto own = directory_.duplicate();
   if (!own) return own.error();
-  return VerifySession::start(context, std::move(*own), std::move(files), records_, options);
+  return VerifySession::start(context, std::move(*own), std::move(files), std::move(records_),
+                              options);
 }
 
 Result<> CheckpointVerification::finish(const VerifySession& session) {

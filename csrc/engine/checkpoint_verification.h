@@ -52,6 +52,7 @@ class CheckpointVerification {
   explicit CheckpointVerification(os::Directory directory) : directory_(std::move(directory)) {}
 
   void add(const index::CheckpointIndex& index);
+  /// Must be called only once.
   Result<std::shared_ptr<VerifySession>> start(Context& context, const VerifyOptions& options);
   /// `session` has ended. Fails if an error has ended it early.
   Result<> finish(const VerifySession& session);

@@ -68,6 +68,25 @@ ReadRequest fetch_request(std::size_t file, std::uint64_t offset, std::uint64_t 
   return request;
 }
 
+/// The copy of one data file. It stays open, because consecutive records are in the same file.
+class FetchPlan::Copy {
+ public:
+  explicit Copy(const os::Directory& copies) : copies_(copies) {}
+
+  const Result<DataFile>& open(std::size_t number, const std::string& name) {
+    if (!opened_ || number_ != number) {
+      opened_.emplace(DataFile::open(copies_, name, DirectIo::off));
+      number_ = number;
+    }
+    return *opened_;
+  }
+
+ private:
+  const os::Directory& copies_;
+  std::size_t number_ = 0;
+  std::optional<Result<DataFile>> opened_;
+};
+
 FetchPlan::FetchPlan(std::vector<LoadFile> files, std::vector<ReadRequest> requests, bool verify)
     : files_(std::move(files)), delivery_(std::move(requests), verify) {
   if (verify) {
@@ -103,16 +122,16 @@ std::vector<FileRange> FetchPlan::ends() const {
   return ends;
 }
 
-std::vector<ByteRange> FetchPlan::ranges_of(std::size_t number, const os::Directory& copies) const {
+std::vector<ByteRange> FetchPlan::ranges_of(std::size_t number, Copy& copy) const {
   const auto& [wanted, end_bytes] = records_[number];
   const ByteRange record = range_at(wanted.offset, wanted.length);
   if (end_bytes == 0) return {record};
+  const Result<DataFile>& file = copy.open(wanted.file, files_[wanted.file].name);
   // The load will report a damaged record, or read it by other means.
-  const auto file = DataFile::open(copies, files_[wanted.file].name, DirectIo::off);
   if (!file || !inside(wanted.offset, wanted.length, file->bytes())) return {record};
   RecordInFile bytes(*file, wanted.offset, wanted.length);
   const auto archive = format::index_record(bytes);
-  const ReadRequest& request = delivery_.requests()[delivery_.request_of(number)];
+  const ReadRequest& request = delivery_.requests()[delivery_.requests_of(number).front()];
   if (!archive || archive->header.dtype != request.dtype ||
       archive->header.sizes != request.sizes || !archive->header.is_plain_row_major()) {
     return {record};
@@ -129,9 +148,10 @@ std::vector<ByteRange> FetchPlan::ranges_of(std::size_t number, const os::Direct
 std::vector<FetchPlan::Wave> FetchPlan::waves(const os::Directory& copies,
                                               std::uint64_t max_bytes) const {
   std::vector<Wave> waves;
+  Copy copy(copies);
   std::uint64_t bytes = 0;
   for (std::size_t number = 0; number < records_.size(); ++number) {
-    const auto ranges = planning::coalesce(ranges_of(number, copies), kGapBytes);
+    const auto ranges = planning::coalesce(ranges_of(number, copy), kGapBytes);
     std::uint64_t more = 0;
     for (const ByteRange& range : ranges) more += range.bytes();
     if (waves.empty() || bytes + more > max_bytes) {

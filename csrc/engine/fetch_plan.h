@@ -62,7 +62,9 @@ class FetchPlan {
     std::uint64_t end_bytes = 0;  // to fetch at each end; 0: fetch the entire record
   };
 
-  std::vector<planning::ByteRange> ranges_of(std::size_t record, const os::Directory& copies) const;
+  class Copy;
+
+  std::vector<planning::ByteRange> ranges_of(std::size_t record, Copy& copy) const;
 
   std::vector<LoadFile> files_;
   RecordDelivery delivery_;

@@ -64,7 +64,7 @@ std::optional<LoadFailure> LoadSession::failure() const {
   if (!failure) return std::nullopt;
   LoadFailure load_failure{std::move(failure->error)};
   if (failure->record != ReadPipeline::kNoRecord) {
-    load_failure.request = delivery_.request_of(failure->record);
+    load_failure.request = delivery_.requests_of(failure->record).front();
   }
   return load_failure;
 }

@@ -79,8 +79,6 @@ class RecordDelivery final : public ReadSink {
   std::vector<planning::WantedRecord> wanted() const;
   /// Returns the size of the largest block that is verified.
   std::uint64_t block_bytes() const;
-  /// Returns the request to name in an error about this record.
-  std::size_t request_of(std::size_t record) const { return records_[record].requests.front(); }
   /// Returns all requests for this record.
   const std::vector<std::size_t>& requests_of(std::size_t record) const {
     return records_[record].requests;

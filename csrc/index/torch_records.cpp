@@ -1,7 +1,6 @@
 #include "index/torch_records.h"
 
 #include <algorithm>
-#include <array>
 #include <span>
 #include <utility>
 
@@ -128,7 +127,7 @@ TorchClass torch_class(std::string_view name, GlobalRole role) {
     std::string_view name;
     TorchClass type;
   };
-  static constexpr std::array<Known, 11> kKnown = {{
+  static constexpr Known kKnown[] = {
       {"torch.distributed.checkpoint.metadata Metadata", TorchClass::metadata},
       {"torch.distributed.checkpoint.metadata TensorStorageMetadata", TorchClass::tensor},
       {"torch.distributed.checkpoint.metadata BytesStorageMetadata", TorchClass::object},
@@ -139,7 +138,7 @@ TorchClass torch_class(std::string_view name, GlobalRole role) {
       {"torch.distributed.checkpoint.filesystem _StorageInfo", TorchClass::storage_info},
       {"torch.distributed._shard.sharded_tensor.metadata TensorProperties", TorchClass::properties},
       {"torch Size", TorchClass::size},
-  }};
+  };
   for (const Known& known : kKnown) {
     if (known.name == name) return known.type;
   }

@@ -78,12 +78,6 @@ Result<> remove_directory(const std::string& path) {
   return {};
 }
 
-Result<> sync_directory(const std::string& path) {
-  auto directory = Directory::open(path);
-  if (!directory) return directory.error();
-  return directory->sync();
-}
-
 Result<Directory> Directory::open(const std::string& path) {
   TC_FAULT("open_directory", path);
   const int fd = open_at(AT_FDCWD, path.c_str(), O_RDONLY);

@@ -19,16 +19,12 @@ Result<> make_directories(const std::string& path);
 /// Removes the empty directory at `path`.
 Result<> remove_directory(const std::string& path);
 
-/// Fsyncs the directory at `path`, so that creations, renames and removals in it survive a power
-/// cut.
-Result<> sync_directory(const std::string& path);
-
 // An open directory. A path can refer to a different directory at any time: a directory may be
 // renamed, a link retargeted or the working directory changed. So only open() and is_at_path() use
 // the path; all other calls use the descriptor.
 //
-// Names are entries of the directory, never paths. Owns the descriptor. Safe for concurrent use by
-// multiple threads, except for close(), locking and moves.
+// Names are relative to the directory and may contain slashes. Owns the descriptor. Safe for
+// concurrent use by multiple threads, except for close(), locking and moves.
 class Directory {
  public:
   /// Opens a directory. Follows links in the path, because the caller chose it.

@@ -52,6 +52,8 @@ class ForkLocal {
 class ProcessMark {
  public:
   bool inherited() const { return ::getpid() != creator_; }
+  /// The process that has created the object.
+  pid_t creator() const { return creator_; }
 
  private:
   pid_t creator_ = ::getpid();

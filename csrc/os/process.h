@@ -21,8 +21,6 @@ struct ProcessSpace {
   std::string host;
   std::string boot;  // the boot of the machine
   std::string pids;  // the PID namespace: containers on one machine have separate ones
-
-  bool operator==(const ProcessSpace&) const = default;
 };
 
 ProcessSpace own_process_space();

@@ -38,7 +38,7 @@ Result<std::span<const std::string_view>> PlanMetadata::encode(
   // Move the state out of the member, so that an exception discards it instead of leaving it half
   // updated.
   auto described = std::move(described_);
-  // Start anew if torch plans items: their locations are copied only when the index is built.
+  // Start anew if torch plans items: their locations are copied only when the draft is described.
   if (!described || has_torch_items_ || torch_items != nullptr) {
     described = std::make_unique<Described>(plan_, written, torch_items);
   } else {

@@ -127,23 +127,16 @@ std::optional<std::vector<std::int64_t>> first_gap(std::span<const std::int64_t>
   return GapSearch(whole, boxes).run();
 }
 
-std::vector<Uncovered> find_uncovered(const index::CheckpointIndex& index) {
-  std::vector<Uncovered> found;
+std::optional<std::vector<std::int64_t>> first_gap(const index::CheckpointIndex& index,
+                                                   const index::CheckpointIndex::Entry& entry) {
+  if (!entry.is_tensor) return std::nullopt;
   std::vector<Box> boxes;
-  for (std::uint32_t number = 0; number < index.entries().size(); ++number) {
-    const index::CheckpointIndex::Entry& entry = index.entries()[number];
-    if (!entry.is_tensor) continue;
-    boxes.clear();
-    for (const index::CheckpointIndex::Shard& shard : index.shards(entry)) {
-      const auto offsets = index.extents(shard.offsets);
-      const auto sizes = index.extents(shard.sizes);
-      boxes.push_back({{offsets.begin(), offsets.end()}, {sizes.begin(), sizes.end()}});
-    }
-    if (auto gap = first_gap(index.extents(entry.size), boxes)) {
-      found.push_back({number, std::move(*gap)});
-    }
+  for (const index::CheckpointIndex::Shard& shard : index.shards(entry)) {
+    const auto offsets = index.extents(shard.offsets);
+    const auto sizes = index.extents(shard.sizes);
+    boxes.push_back({{offsets.begin(), offsets.end()}, {sizes.begin(), sizes.end()}});
   }
-  return found;
+  return first_gap(index.extents(entry.size), std::move(boxes));
 }
 
 }  // namespace torch_ckpt::planning

@@ -29,12 +29,9 @@ bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes);
 std::optional<std::vector<std::int64_t>> first_gap(std::span<const std::int64_t> whole,
                                                    std::vector<Box> boxes);
 
-/// A tensor whose shards do not cover it.
-struct Uncovered {
-  std::uint32_t entry = 0;
-  std::vector<std::int64_t> gap;  // the first element that no shard covers
-};
-
-std::vector<Uncovered> find_uncovered(const index::CheckpointIndex& index);
+/// Returns the first element of a stored tensor that no shard covers. Returns nullopt if there is
+/// none, or if the entry is an object.
+std::optional<std::vector<std::int64_t>> first_gap(const index::CheckpointIndex& index,
+                                                   const index::CheckpointIndex::Entry& entry);
 
 }  // namespace torch_ckpt::planning

@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
-#include <exception>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -80,9 +79,7 @@ std::vector<std::string> native(const std::vector<Path>& paths) {
 }
 
 py::list texts(const std::vector<std::string>& names) {
-  py::list found;
-  for (const std::string& name : names) found.append(os_text(name));
-  return found;
+  return list_of(names, [](const std::string& name) { return os_text(name); });
 }
 
 bool share(Directory& directory, double patience) {
@@ -119,12 +116,10 @@ void commit(directory::Lease& lease, std::span<const std::byte> metadata,
             const std::vector<Path>& files, bool sync, bool replace) {
   const auto names = native(files);
   directory::Warnings warnings;
-  directory::PublishOutcome outcome;
-  {
-    const ReleasedGil released;
-    outcome = lease.commit(metadata, {names.begin(), names.end()},
-                           {.sync = sync, .replace = replace}, directory::named_files, warnings);
-  }
+  const auto outcome = without_gil([&] {
+    return lease.commit(metadata, {names.begin(), names.end()}, {.sync = sync, .replace = replace},
+                        directory::named_files, warnings);
+  });
   warn(warnings);
   if (outcome.state != directory::PublishState::published) raise(outcome);
 }
@@ -157,22 +152,15 @@ void publish(const Directory& opened, const Path& temporary, const Path& name,
   directory::Publication publication{
       temporary.native(), name.native(), aside ? aside->native() : std::string(), {}};
   if (renamed != nullptr) publication.identity = without_gil([&] { return renamed->identity(); });
-  directory::PublishOutcome outcome;
-  {
-    const ReleasedGil released;
-    outcome = directory::publish(opened, publication, {.sync = sync, .replace = replace});
-  }
-  raise_unpublished(outcome);
+  raise_unpublished(without_gil(
+      [&] { return directory::publish(opened, publication, {.sync = sync, .replace = replace}); }));
 }
 
 void publish_contents(const Directory& opened, const Path& name,
                       std::span<const std::byte> contents, bool replace) {
-  directory::PublishOutcome outcome;
-  {
-    const ReleasedGil released;
-    outcome = directory::publish_contents(opened, name.native(), contents, {.replace = replace});
-  }
-  raise_unpublished(outcome);
+  raise_unpublished(without_gil([&] {
+    return directory::publish_contents(opened, name.native(), contents, {.replace = replace});
+  }));
 }
 
 /// Returns the names of the removed leftovers, and a message for each that could not be removed.
@@ -194,12 +182,7 @@ py::list find_missing(const directory::StepSave& save, const std::vector<Path>& 
 
 void publish_step(directory::StepSave& save, std::span<const std::byte> marker, bool may_replace,
                   bool sync) {
-  directory::PublishOutcome outcome;
-  {
-    const ReleasedGil released;
-    outcome = save.publish(marker, may_replace, sync);
-  }
-  raise_unpublished(outcome);
+  raise_unpublished(without_gil([&] { return save.publish(marker, may_replace, sync); }));
 }
 
 }  // namespace
@@ -278,12 +261,7 @@ void bind_directory(py::module_& module) {
   py::class_<directory::StepRoot>(module, "StepRoot")
       .def(py::init([](const Path& path) { return std::make_unique<directory::StepRoot>(path); }),
            py::arg("path"))
-      .def(
-          "remove",
-          [](const directory::StepRoot& steps, const std::string& name) {
-            return steps.remove(name);
-          },
-          py::arg("name"), NoGil())
+      .def("remove", &directory::StepRoot::remove, py::arg("name"), NoGil())
       .def("sweep", &sweep, py::arg("deleted_only"), py::arg("attempt"));
   py::class_<directory::StepSave>(module, "StepSave")
       .def(py::init([](directory::StepRoot& steps, const Directory& unfinished,
@@ -330,9 +308,6 @@ void bind_directory(py::module_& module) {
   module.def("names_file_beneath", &names_file_beneath, py::arg("name"));
   module.def(
       "make_directories", [](const Path& path) { return os::make_directories(path.native()); },
-      py::arg("path"), NoGil());
-  module.def(
-      "sync_directory", [](const Path& path) { return os::sync_directory(path.native()); },
       py::arg("path"), NoGil());
 }
 

@@ -156,8 +156,9 @@ void bind_index(py::module_& module) {
       .def("uncovered",
            [](const CheckpointIndex& index) {
              py::dict gaps;
-             for (const auto& [entry, gap] : planning::find_uncovered(index)) {
-               gaps[text_of(index.name(entry))] = gap;
+             for (std::uint32_t i = 0; i < index.entries().size(); ++i) {
+               const auto gap = planning::first_gap(index, index.entries()[i]);
+               if (gap) gaps[text_of(index.name(i))] = *gap;
              }
              return gaps;
            })

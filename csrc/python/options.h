@@ -42,18 +42,14 @@ inline std::vector<staging::ReadyEvent> ready_events(const Events& events) {
   return ready;
 }
 
-/// The name and checksum table of each file.
-using FileRows = std::vector<std::pair<std::string, std::string>>;
-inline std::vector<engine::LoadFile> files_of(FileRows& rows) {
-  std::vector<engine::LoadFile> files;
-  for (auto& [name, table] : rows) files.push_back({std::move(name), std::move(table)});
-  return files;
-}
-
-inline void check_file(std::size_t number, const std::vector<engine::LoadFile>& files) {
-  if (number >= files.size()) {
-    throw pybind11::index_error("there is no file number " + std::to_string(number));
-  }
+/// Converts a torch_ckpt.checkpoint.read_options.ReadOptions. Its `verify` applies only to loads.
+template <class Options>
+Options read_options(const pybind11::handle& given) {
+  Options options;
+  options.threads = given.attr("threads").cast<std::size_t>();
+  options.max_scratch_bytes = given.attr("max_inflight_bytes").cast<std::uint64_t>();
+  options.direct_io = direct_io_option(given.attr("direct_io"));
+  return options;
 }
 
 }  // namespace torch_ckpt::python

@@ -17,6 +17,7 @@
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/list.h"
 #include "python/results.h"
 #include "python/text.h"
 
@@ -130,7 +131,7 @@ py::dict paths_of(const PlanWithMetadata& save) {
   return paths;
 }
 
-/// Returns the numbers of the values that a rank writes, as SaveState.sources accepts them.
+/// Returns the numbers of the values that a rank writes, as FlatState.sources accepts them.
 py::bytes assignment_of(const PlanWithMetadata& save, std::size_t rank) {
   const auto owned = save.plan.owned(rank);
   return {reinterpret_cast<const char*>(owned.data()), owned.size_bytes()};
@@ -143,12 +144,11 @@ py::list differing_replicas(const PlanWithMetadata& save,
   for (const auto& of_rank : fingerprints) {
     of_ranks.push_back(of_rank ? std::string_view(*of_rank) : std::string_view());
   }
-  py::list differing;
-  for (const auto& [name, groups] :
-       without_gil([&] { return planning::differing_replicas(save.plan, of_ranks); })) {
-    differing.append(py::make_tuple(text_of(name), groups));
-  }
-  return differing;
+  const auto differing =
+      without_gil([&] { return planning::differing_replicas(save.plan, of_ranks); });
+  return list_of(differing, [](const planning::DifferingReplica& replica) {
+    return py::make_tuple(text_of(replica.name), replica.groups);
+  });
 }
 
 }  // namespace

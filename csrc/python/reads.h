@@ -67,10 +67,7 @@ inline engine::LimitedLoads loads_of(const os::Directory& directory,
                                      std::vector<engine::LoadFile> files,
                                      const pybind11::handle& options,
                                      const pybind11::object& progress, const Events& ready) {
-  engine::LoadOptions load;
-  load.threads = options.attr("threads").cast<std::size_t>();
-  load.max_scratch_bytes = options.attr("max_inflight_bytes").cast<std::uint64_t>();
-  load.direct_io = direct_io_option(options.attr("direct_io"));
+  auto load = read_options<engine::LoadOptions>(options);
   load.verify = options.attr("verify").cast<bool>();
   load.ready = ready_events(ready);
   return unwrap(engine::LimitedLoads::make(

@@ -26,10 +26,7 @@ using engine::CheckpointVerification;
 /// options: a torch_ckpt.checkpoint.read_options.ReadOptions.
 void run(CheckpointVerification& verification, const py::object& options,
          const py::object& progress) {
-  engine::VerifyOptions verify;
-  verify.threads = options.attr("threads").cast<std::size_t>();
-  verify.max_scratch_bytes = options.attr("max_inflight_bytes").cast<std::uint64_t>();
-  verify.direct_io = direct_io_option(options.attr("direct_io"));
+  const auto verify = read_options<engine::VerifyOptions>(options);
   without_gil([&]() -> Result<> {
     auto session = verification.start(engine::Context::process(), verify);
     if (!session) return session.error();

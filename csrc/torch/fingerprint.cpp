@@ -54,26 +54,26 @@ std::uint32_t crc_of_pieces(const at::Tensor& elements) {
 at::Tensor sample_of(const at::Tensor& elements) {
   const auto length = static_cast<std::int64_t>(kSampleBytes / kStripes / elements.itemsize());
   const std::int64_t last = elements.numel() - length;
-  std::vector<std::int64_t> numbers;
+  std::vector<std::int64_t> begins;
   for (std::uint64_t stripe = 0; stripe < kStripes; ++stripe) {
-    const std::int64_t begin = last * static_cast<std::int64_t>(stripe) / (kStripes - 1);
-    for (std::int64_t i = 0; i < length; ++i) numbers.push_back(begin + i);
+    begins.push_back(last * static_cast<std::int64_t>(stripe) / (kStripes - 1));
   }
-  const at::Tensor indices = at::tensor(numbers, at::device(at::kCPU).dtype(at::kLong));
-  return at::take(elements, indices.to(elements.device()));
+  const at::Tensor rows = at::tensor(begins, at::kLong).unsqueeze(1).to(elements.device());
+  return at::take(elements, rows + at::arange(length, rows.options()));
 }
 
 }  // namespace
 
 std::uint32_t fingerprint_of(const at::Tensor& tensor, bool whole) {
   if (!is_plain(tensor)) return 0;
-  if (whole || tensor.nbytes() <= kSampleBytes) return crc_of_pieces(as_integers(tensor));
   if (tensor.is_cpu() && tensor.is_contiguous() && is_dense(tensor)) {
-    const auto* const memory = static_cast<const std::byte*>(tensor.const_data_ptr());
-    return format::crc32_of_sample({memory, tensor.nbytes()},
-                                   {tensor.itemsize(), kSampleBytes, kStripes});
+    const std::span memory(static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes());
+    if (whole) return format::crc32(0, memory);
+    return format::crc32_of_sample(memory, {tensor.itemsize(), kSampleBytes, kStripes});
   }
-  return crc_of_pieces(sample_of(as_integers(tensor)));
+  const at::Tensor elements = as_integers(tensor);
+  const bool is_complete = whole || tensor.nbytes() <= kSampleBytes;
+  return crc_of_pieces(is_complete ? elements : sample_of(elements));
 }
 
 }  // namespace torch_ckpt::tensors

@@ -11,8 +11,6 @@
 #include <string>
 #include <utility>
 
-#include "planning/tiling.h"
-
 namespace torch_ckpt::tensors {
 
 using index::CheckpointIndex;
@@ -135,8 +133,9 @@ bool LoadState::compare(std::size_t number, const Entry& entry, SizeRule rule,
   if (stored_dtype && wanted->dtype && *stored_dtype != *wanted->dtype) {
     report.dtypes.push_back({name(number), *stored_dtype, *wanted->dtype});
   }
-  const MatchReport::Sizes sizes{name(number), vector_of(index_->extents(entry.size)),
-                                 wanted->size};
+  const auto stored = index_->extents(entry.size);
+  if (std::ranges::equal(stored, wanted->size)) return true;
+  const MatchReport::Sizes sizes{name(number), vector_of(stored), wanted->size};
   if (!permits(rule, sizes.stored, sizes.wanted)) {
     report.shapes.push_back(sizes);
     return false;
@@ -196,15 +195,15 @@ LoadState::Plan LoadState::plan(TensorReads& reads) const {
   return plan;
 }
 
-std::optional<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>> LoadState::part_of(
-    const Row& row) const {
+std::optional<planning::Box> LoadState::part_of(const Row& row) const {
   if (row.kind == Kind::dtensor) {
     const Box& part = box(row);
     if (!part.is_present) return std::nullopt;
-    return std::pair(vector_of(extents().at(part.offsets)), vector_of(extents().at(part.sizes)));
+    return planning::Box{vector_of(extents().at(part.offsets)),
+                         vector_of(extents().at(part.sizes))};
   }
   const auto sizes = extents().at(row.size);
-  return std::pair(std::vector<std::int64_t>(sizes.size()), vector_of(sizes));
+  return planning::Box{std::vector<std::int64_t>(sizes.size()), vector_of(sizes)};
 }
 
 /// Plans the reads of a tensor. Returns false if torch's planner must plan them.
@@ -262,16 +261,18 @@ void LoadState::zero_unstored() const {
   for (const std::size_t number : loaded()) {
     const Row& target = row(number);
     const Entry& entry = index_->entries()[entries_[number]];
-    const auto part = entry.is_tensor && target.has_tensor() ? part_of(target) : std::nullopt;
-    if (!part) continue;
+    if (!entry.is_tensor || !target.has_tensor()) continue;
     const auto stored = index_->extents(entry.size);
+    if (std::ranges::equal(stored, extents().at(target.size))) continue;
+    const auto part = part_of(target);
+    if (!part) continue;
     const c10::InferenceMode inference(target.local.is_inference());
     const at::NoGradGuard no_grad;
     at::Tensor left = target.local.detach();
     for (std::size_t d = 0; d < stored.size(); ++d) {
       const auto dim = static_cast<std::int64_t>(d);
       const std::int64_t length = left.size(dim);
-      const std::int64_t kept = std::clamp(stored[d] - part->first[d], std::int64_t{0}, length);
+      const std::int64_t kept = std::clamp(stored[d] - part->offsets[d], std::int64_t{0}, length);
       if (kept < length) left.narrow(dim, kept, length - kept).zero_();
       left = left.narrow(dim, 0, kept);
     }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "index/checkpoint_index.h"
+#include "planning/tiling.h"
 #include "torch/flat_state.h"
 #include "torch/tensor_reads.h"
 
@@ -76,7 +77,7 @@ class LoadState : public FlatState {
   /// Returns the rows that are loaded and are tensors on the meta device.
   std::vector<std::size_t> loaded_on_meta() const;
   std::vector<std::size_t> loaded() const;
-  /// Sets the elements to zero that lie outside the stored tensors.
+  /// Sets the elements to zero that lie outside the stored tensors. Runs without the GIL.
   void zero_unstored() const;
 
  private:
@@ -93,9 +94,8 @@ class LoadState : public FlatState {
   std::optional<TensorLike> tensor_like(const Row& row) const;
   bool compare(std::size_t number, const Entry& entry, SizeRule rule, MatchReport& report) const;
   bool plan_tensor(std::size_t number, const Entry& entry, TensorReads& reads) const;
-  /// Returns the offsets and sizes of this rank's part of a tensor.
-  std::optional<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>> part_of(
-      const Row& row) const;
+  /// Returns this rank's part of a tensor.
+  std::optional<planning::Box> part_of(const Row& row) const;
 
   const index::CheckpointIndex* index_ = nullptr;
   std::vector<std::uint32_t> entries_;                 // by row: the entry that is loaded, or kNone

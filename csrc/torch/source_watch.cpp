@@ -4,9 +4,10 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <unordered_set>
 #include <utility>
+
+#include "torch/tensor_checks.h"
 
 namespace torch_ckpt::tensors {
 namespace {
@@ -21,9 +22,7 @@ std::int64_t version_of(const at::Tensor& tensor) {
 
 void SourceWatch::add(std::string_view name, at::Tensor tensor, PythonRef holder,
                       PythonRef attribute) {
-  if (tensor.is_cuda() && std::ranges::find(devices_, tensor.device()) == devices_.end()) {
-    devices_.push_back(tensor.device());
-  }
+  add_cuda_device(devices_, tensor);
   const std::int64_t version = version_of(tensor);
   sources_.push_back(
       {std::string(name), std::move(tensor), version, std::move(holder), std::move(attribute)});

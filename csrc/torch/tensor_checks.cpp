@@ -5,6 +5,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -58,6 +59,12 @@ bool is_plain(const at::Tensor& tensor) {
 
 bool is_dense(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+void add_cuda_device(std::vector<at::Device>& devices, const at::Tensor& tensor) {
+  if (tensor.is_cuda() && std::ranges::find(devices, tensor.device()) == devices.end()) {
+    devices.push_back(tensor.device());
+  }
 }
 
 bool can_be_filled(const at::Tensor& tensor) {

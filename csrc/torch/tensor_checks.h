@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <vector>
 
 #include "format/dtype.h"
 
@@ -23,6 +24,9 @@ bool is_plain(const at::Tensor& tensor);
 /// without overlap and without a pending conjugation or negation. CUDA tensors must be dense to be
 /// saved.
 bool is_dense(const at::Tensor& tensor);
+
+/// Adds the tensor's device, if it is a CUDA device that the list lacks.
+void add_cuda_device(std::vector<at::Device>& devices, const at::Tensor& tensor);
 
 /// Returns true if the engine may write directly into the tensor's memory.
 bool can_be_filled(const at::Tensor& tensor);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "torch/tensor_checks.h"
+
 namespace torch_ckpt::tensors {
 
 std::uint64_t TensorReads::stored_bytes() const {
@@ -13,12 +15,10 @@ std::uint64_t TensorReads::stored_bytes() const {
   return bytes;
 }
 
-std::set<int> TensorReads::cuda_devices() const {
-  std::set<int> devices;
-  for (const TensorTarget& target : targets_) {
-    if (target.tensor.is_cuda()) devices.insert(target.tensor.get_device());
-  }
-  return devices;
+std::vector<at::Device> TensorReads::devices() const {
+  std::vector<at::Device> found;
+  for (const TensorTarget& target : targets_) add_cuda_device(found, target.tensor);
+  return found;
 }
 
 void TensorReads::split(std::uint64_t max_bytes,

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <set>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -29,8 +28,8 @@ class TensorReads {
 
   /// Returns the number of stored bytes that are read.
   std::uint64_t stored_bytes() const;
-  /// Returns the numbers of the CUDA devices that have targets.
-  std::set<int> cuda_devices() const;
+  /// Returns the CUDA devices that have targets.
+  std::vector<at::Device> devices() const;
   /// Splits each read whose target has more than `max_bytes` along the first dimension, if
   /// `can_split` returns true for the name of its file.
   void split(std::uint64_t max_bytes, const std::function<bool(std::string_view)>& can_split);

@@ -6,6 +6,7 @@
 
 #include "engine/end_session.h"
 #include "python/released_gil.h"
+#include "torch/tensor_checks.h"
 #include "torch/tensor_source.h"
 
 namespace torch_ckpt::tensors {
@@ -53,11 +54,7 @@ std::uint64_t SaveSources::bytes() const {
 
 std::vector<at::Device> SaveSources::devices() const {
   std::vector<at::Device> found;
-  for (const at::Tensor& tensor : tensors_) {
-    if (tensor.is_cuda() && std::ranges::find(found, tensor.device()) == found.end()) {
-      found.push_back(tensor.device());
-    }
-  }
+  for (const at::Tensor& tensor : tensors_) add_cuda_device(found, tensor);
   return found;
 }
 

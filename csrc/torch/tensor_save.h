@@ -21,7 +21,6 @@ class SaveSources {
  public:
   void add(std::string name, const at::Tensor& tensor);
   void add(std::string name, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
-  std::size_t size() const { return items_.size(); }
   /// Returns the size of all values, in bytes.
   std::uint64_t bytes() const;
   /// Returns the CUDA devices that have tensors of the save.

@@ -131,7 +131,9 @@ void bind_state(py::module_& module) {
            })
       .def_property_readonly("devices", &SourceWatch::devices)
       .def("release", &SourceWatch::release);
-  module.def("fingerprint", &tensors::fingerprint_of, py::arg("tensor"), py::arg("whole"), NoGil());
+  module.def(
+      "fingerprint", [](const at::Tensor& tensor) { return tensors::fingerprint_of(tensor, true); },
+      py::arg("tensor"), NoGil());
   py::class_<SaveSources>(module, "SaveSources")
       .def(py::init<>())
       .def(
@@ -140,10 +142,8 @@ void bind_state(py::module_& module) {
             add_source(sources, bytes_of(name), value);
           },
           py::arg("name"), py::arg("value"))
-      .def("__len__", &SaveSources::size)
       .def_property_readonly("nbytes", &SaveSources::bytes)
-      .def("devices", &SaveSources::devices)
-      .def("clear", &SaveSources::clear);
+      .def("devices", &SaveSources::devices);
   py::class_<FlatState>(module, "FlatState")
       .def(py::init([](const py::object& state_dict, const py::object& chunks_here,
                        std::shared_ptr<SourceWatch> watch) {
@@ -162,7 +162,6 @@ void bind_state(py::module_& module) {
                              found.size() * sizeof(found[0]));
           },
           py::arg("whole"))
-      .def("__len__", &FlatState::size)
       .def("names",
            [](const FlatState& state) {
              py::list names(state.size());

@@ -152,20 +152,20 @@ TEST_F(SyncAncestorsTest, OfARenamedDirectoryAreThoseOfItsNewLocation) {
   EXPECT_TRUE(ok(below.sync_ancestors()));
 }
 
-TEST(SyncDirectory, OfAFileOrAMissingDirectoryFails) {
+TEST(Directory, CannotBeOpenedIfItIsAFileOrMissing) {
   TempDir directory;
   write_file(directory.file("a"), "");
-  const auto file = sync_directory(directory.file("a"));
+  const auto file = Directory::open(directory.file("a"));
   ASSERT_FALSE(file.has_value());
   EXPECT_TRUE(is_system_error(file.error(), ENOTDIR, "open", directory.file("a")));
-  const auto missing = sync_directory(directory.file("b"));
+  const auto missing = Directory::open(directory.file("b"));
   ASSERT_FALSE(missing.has_value());
   EXPECT_TRUE(is_system_error(missing.error(), ENOENT, "open", directory.file("b")));
 }
 
-TEST(SyncDirectory, OfADirectorySucceeds) {
+TEST(Directory, CanBeFsynced) {
   TempDir directory;
-  EXPECT_TRUE(ok(sync_directory(directory.path())));
+  EXPECT_TRUE(ok(opened(directory.path()).sync()));
 }
 
 using RenameFileTest = DirectoryTest;
