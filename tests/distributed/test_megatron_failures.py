@@ -44,10 +44,10 @@ from tests.distributed.megatron_training import (
 )
 from tests.metadata import read_metadata
 from torch_ckpt import Background
+from torch_ckpt._base import exit_threads
 from torch_ckpt.errors import NotCommitted
 from torch_ckpt.megatron import AsyncCallsQueue
 from torch_ckpt.megatron.call import Agreement, Call
-from torch_ckpt.saving.running_saves import join_saves
 
 # --- a training in Megatron's shape ---------------------------------------------------------------
 
@@ -87,6 +87,21 @@ def case_a_bucket_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -
         queue.schedule_async_request(site.request(state_at(launch, 1), path))
         assert queue.maybe_finalize_async_calls(blocking=True) == [1]
         assert_saved(launch, path, 1)
+
+
+def case_a_failed_save_keeps_the_older_checkpoint(launch: Launch) -> None:
+    path, queue, site = launch.path(), queue_of(), Site(caching=True)
+    for step in (1, 2):
+        save(launch, path, step, site)
+    dist.barrier()
+    before = names_in(path)
+    with full_disk_on(last_of(launch)):
+        queue.schedule_async_request(site.request(state_at(launch, 3), path))
+        failure_of(launch, queue.close)
+    gc.collect()
+    dist.barrier()
+    assert names_in(path) == before
+    assert_saved(launch, path, 2)
 
 
 def case_a_preload_that_fails_on_one_rank_fails_the_call_on_all(launch: Launch) -> None:
@@ -271,7 +286,7 @@ def assert_aborted(launch: Launch, queue: AsyncCallsQueue, path: Path) -> None:
     assert_saved(launch, path, 1)
     dist.barrier()
     # Files of a cancelled write are deleted when the write ends, which no thread waits for.
-    assert join_saves()
+    assert exit_threads.join()
     dist.barrier()
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
     assert set(names_in(path)) == named | {".metadata"}

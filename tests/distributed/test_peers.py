@@ -85,6 +85,19 @@ def assert_rows_load_by_torch(launch: Launch, path: Path, seed: int) -> None:
     assert_equal(state[key], [expected["object"].data])
 
 
+def case_megatron_saves_twice_before_it_finalizes(launch: Launch) -> None:
+    paths = [directory(launch, str(number)) for number in range(2)]
+    with installed():
+        queue = strategies("async_utils").AsyncCallsQueue()
+        for seed, path in enumerate(paths):
+            queue.schedule_async_request(request_for(launch, path, seed))
+        assert queue.get_num_unfinalized_calls() == 2
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+        queue.close()
+    for seed, path in enumerate(paths):
+        assert_loads(launch, path, seed)
+
+
 def case_megatron_saves_synchronously_through_ours(launch: Launch) -> None:
     """Megatron's synchronous save executes the request in place."""
     from megatron.core import dist_checkpointing
@@ -236,6 +249,25 @@ def case_objects_of_megatrons_training_load_without_running_a_pickle(launch: Lau
     assert_equal(loaded["rng_state"], [rng])
     assert loaded["extra_state"].getvalue() == b"of the layer"
     assert loaded["rerun_state_machine_state"] == {"mode": RerunMode.VALIDATE_RESULTS}
+
+
+def case_megatron_loads_rows_as_columns(launch: Launch) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    path = directory(launch)
+    whole = random_tensor((12, 8), torch.float32, seed=1)
+    shards = [whole.chunk(launch.size, dim)[launch.rank].contiguous() for dim in (0, 1)]
+
+    def state(dim: int, data: torch.Tensor) -> StateDict:
+        place = (dim, launch.rank, launch.size)
+        return {"t": ShardedTensor.from_rank_offsets("t", data, place)}
+
+    with installed():
+        request = dist_checkpointing.save(state(0, shards[0]), str(path), async_sharded_save=True)
+        save_through(strategies("async_utils").AsyncCallsQueue(), request)
+        loaded = dist_checkpointing.load(state(1, torch.zeros_like(shards[1])), str(path))
+    assert_equal(loaded["t"], shards[1])
 
 
 def case_megatron_loads_another_shape_if_allowed(launch: Launch) -> None:

@@ -115,6 +115,16 @@ def case_sharded_tensors_make_the_round_trip(launch: Launch) -> None:
     assert staged_by(launch) == []
 
 
+def case_a_save_in_the_background_makes_the_round_trip(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    writer = steps.writer(1, attempt=ATTEMPT)
+    handle = torch_ckpt.async_save(dtensors(mesh), storage_writer=writer, timeout=PATIENCE_SECONDS)
+    handle.result(PATIENCE_SECONDS)
+    loaded = zeroed(dtensors(mesh))
+    steps.load(1, loaded)
+    assert_full_tensors(loaded)
+
+
 def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
     full = tensor_of("t", 1000, 901)

@@ -32,6 +32,7 @@ from tests.forked import answer_of, forked
 from tests.gates import Gate
 from tests.support import StateDict, data_files
 from torch_ckpt import Background, CheckpointError
+from torch_ckpt.saving.background import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [
@@ -313,3 +314,17 @@ def test_a_background_save_keeps_the_niceness_of_a_nicer_process(
 ) -> None:
     nicer, _ = threads_of_a_save(tmp_path / "c", "async_save", own_nice)
     assert nicer == nicer_by
+
+
+def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
+    limit = 32 << 20
+    handle = torch_ckpt.async_save(
+        {"t": large(chunks=4)},
+        tmp_path / "c",
+        thread_count=1,
+        background=Background(max_bytes_per_second=limit),
+    )
+    handle.result()
+    # The last write starts after the time that the earlier writes are allowed.
+    at_least = (handle.metrics().bytes - CHUNK_BYTES) / limit
+    assert handle.metrics().written_s >= at_least
