@@ -40,7 +40,7 @@ from torch_ckpt.ranks.store import StoreThread
 from torch_ckpt.saving.global_plan import Contents
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.save_state import SaveState
-from torch_ckpt.saving.session import PlanCache, RankMessage, Reply
+from torch_ckpt.saving.session import PlanCache, RankMessage, Reply, replies_of
 
 from . import machine, ranks
 from .memory import measure_growth
@@ -153,23 +153,18 @@ class Simulation:
                 contents = state.contents(exchanges[rank].share)
             return RankMessage(contents, "simulation", self._place, None)
 
-        def make_replies() -> list[Reply]:
+        def make_replies() -> Answers[Reply]:
             contents = [message.contents for message in messages]
             assignments = cache.assign(contents, coordinator)
             assert assignments is not None
-            unchanged = Reply(None, cache.last_number, "1")
-            return [
-                unchanged if one is None else unchanged._replace(assignment=one)
-                for one in assignments
-            ]
+            return replies_of(assignments, cache.last_number, "1")
 
         def write(rank: int) -> Written:
             return self._simulate_write(rank, caches[rank])
 
         def gather(step: str, value_of: Callable[[int], Any]) -> list[Any]:
             for one in exchanges:
-                one._step, one._steps = step, one._steps + 1
-                one._key = f"{prefix}/{one._steps}.{step}"
+                one._begin(step)
                 one._store = self._store
             for rank in range(1, self.world):
                 exchanges[rank]._post(value_of(rank))
@@ -183,13 +178,10 @@ class Simulation:
 
         messages = gather("plan", make_message)
         replies = timed("planned", make_replies)
-        timed("answered", lambda: coordinator._answer(Answers(replies)))
+        timed("answered", lambda: coordinator._answer(replies))
         for rank in range(self.world):
             reply = replies[0] if rank == 0 else exchanges[rank]._receive()
-            caches[rank].number = reply.number
-            if reply.assignment is not None:
-                caches[rank].structure = self.states[rank].structure
-                caches[rank].assignment = reply.assignment
+            caches[rank].keep(self.states[rank].structure, reply)
         plan = cache.plan
         assert plan is not None
         timed("described, beside the writing", plan.engine.describe)
@@ -206,7 +198,7 @@ class Simulation:
         return data
 
     def _simulate_write(self, rank: int, cache: PlanCache) -> Written:
-        count = len(cache.assignment.numbers) // 4
+        count = cache.assignment.count
         files = []
         for file in range(_FILES):
             items = [

@@ -25,7 +25,7 @@ from tests.support import (
     stock_load,
 )
 from torch_ckpt import AsyncSave, CheckpointError
-from torch_ckpt.saving import running_saves
+from torch_ckpt._base import exit_threads
 from torch_ckpt.saving.background import CHUNK_BYTES
 
 STAGINGS = ["blocking", "overlapped"]
@@ -35,7 +35,7 @@ STAGINGS = ["blocking", "overlapped"]
 def no_save_left() -> Iterator[None]:
     """Waits for saves that the test has left running, and fails if one has an unseen error."""
     yield
-    running_saves.join_saves()
+    exit_threads.join()
     has_error = True
     while has_error:
         try:

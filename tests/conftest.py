@@ -28,6 +28,7 @@ pytest_plugins = [
     "tests.commands",
     "tests.interposed",
     "tests.managers",
+    "tests.rank_threads",
     "tests.ranks",
     "tests.remote_steps",
     "tests.sweeps",

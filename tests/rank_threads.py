@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -22,6 +23,17 @@ PATIENCE_SECONDS = 60.0
 
 def tcp_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(params=["TCPStore", "HashStore"])
+def any_store(request: pytest.FixtureRequest) -> dist.Store:
+    return tcp_store() if request.param == "TCPStore" else dist.HashStore()
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    # Clients of a TCPStore need five seconds to connect if host names do not resolve.
+    return dist.HashStore()
 
 
 def ranks_of(store: dist.Store, size: int, timeout: float = PATIENCE_SECONDS) -> list[Exchange]:

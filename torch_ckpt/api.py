@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,8 +127,7 @@ def save(
                         ranks,
                         plans,
                         check_replicas,
-                        state_dict=state_dict,
-                        read_values=saved_values,
+                        read_values=partial(saved_values, state_dict),
                     ).run()
             # dcp.save does not notify a writer of a failed save.
             stack.callback(writer.abandon)

@@ -32,26 +32,27 @@ def let_go(thread: threading.Thread) -> None:
 
 
 def join() -> bool:
-    """Waits for the threads, up to the limit. Returns True if all of them have ended."""
+    """Waits for the threads, up to the limit, unless an earlier call has reached the limit.
+
+    Several hooks call this function at exit.
+
+    Returns:
+        True if all threads have ended.
+    """
     global _has_timed_out
-    deadline = time.monotonic() + EXIT_LIMIT_SECONDS
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    if not _has_timed_out:
+        deadline = time.monotonic() + EXIT_LIMIT_SECONDS
+        for thread in list(_threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
     _has_timed_out = any(thread.is_alive() for thread in _threads)
     return not _has_timed_out
 
 
-def _leave() -> None:
-    # The hook of the running saves may already have waited for the limit.
-    if not _has_timed_out:
-        join()
-
-
 def _forget_in_child() -> None:
     """Forgets the threads in a forked child, which does not have them."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _has_timed_out
+    _lock, _has_timed_out = threading.Lock(), False
     _threads.clear()
 
 
-register(Part.THREADS, at_exit=_leave, in_child=_forget_in_child)
+register(Part.THREADS, at_exit=join, in_child=_forget_in_child)

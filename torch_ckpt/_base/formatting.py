@@ -57,10 +57,10 @@ def some_of(names: Sequence[str], most: int = MOST_NAMES) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
-def indented(lines: Sequence[str]) -> str:
+def indented(lines: Sequence[str], most: int = _MAX_LINES) -> str:
     """Joins the first lines, indented, and adds the number of remaining lines."""
-    more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    return "\n".join(f"  {line}" for line in [*lines[:_MAX_LINES], *more])
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n".join(f"  {line}" for line in [*lines[:most], *more])
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

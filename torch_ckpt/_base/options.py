@@ -87,8 +87,8 @@ def require_at_least(name: str, value: int, least: int) -> None:
 
 def require_io_options(thread_count: int | None, direct_io: bool | str) -> None:
     """Raises ValueError if an option that reads and writes share is invalid."""
-    if thread_count is not None and thread_count < 1:
-        raise ValueError(f"thread_count must be at least 1, got {thread_count}")
+    if thread_count is not None:
+        require_at_least("thread_count", thread_count, 1)
     if direct_io not in (True, False, "auto"):
         raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
 

@@ -16,7 +16,7 @@ def is_url(path: object) -> bool:
 
 def refuse_url(path: object) -> None:
     """Raises ValueError if ``path`` is a URL, which pathlib would treat as a relative path."""
-    if isinstance(path, str) and _URL.match(path):
+    if is_url(path):
         raise ValueError(
             f"{path} is a URL, but a checkpoint directory must be a local path. Only "
             "CheckpointManager and torch_ckpt.training accept a URL, as the root of a run (see "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -43,6 +43,12 @@ def decode_index(data: bytes, source: str) -> _core.CheckpointIndex:
         MemoryError: the process is out of memory. The bytes need not be damaged.
     """
     return with_known_dtypes(lambda: _core.decode_index(data, source))
+
+
+def locations_of(shards: Iterable[_core.StoredShard]) -> set[tuple[str, int, int]]:
+    """Returns file, offset and length of each record that has shards. Empty shards may share one
+    record."""
+    return {(file, at, length) for _o, _s, file, at, length, _t in shards if file is not None}
 
 
 def with_known_dtypes(decode: Callable[[], T]) -> T:

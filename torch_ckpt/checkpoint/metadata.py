@@ -45,8 +45,12 @@ allow_torchs_dtypes()
 
 class _AllowListUnpickler(pickle.Unpickler):
     # A second check: the engine has already checked the pickle.
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._allowed = _core.allowed_globals()
+
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if f"{module_name} {global_name}" not in _core.allowed_globals():
+        if f"{module_name} {global_name}" not in self._allowed:
             raise Unsafe(
                 f"the metadata names {module_name}.{global_name}, which is not on the allow-list "
                 "for metadata"

@@ -44,9 +44,8 @@ class Target:
     path: str
     overwrite: bool  # replace an existing target
     wave_bytes: int  # maximum number of tensor bytes to hold in memory
-    wrote: Callable[
-        [int], None
-    ]  # called with the number of tensor bytes written since the last call
+    # Called with the number of tensor bytes written since the last call.
+    wrote: Callable[[int], None]
 
 
 #: Writes a target and returns the paths of its files.

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
-from torch_ckpt.checkpoint.index import read_index_in
+from torch_ckpt.checkpoint.index import locations_of, read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
 
 _RANK_IN_FILE_NAME = re.compile(r"__(\d+)_")
@@ -103,9 +103,7 @@ def _share_of_each_rank(index: _core.CheckpointIndex) -> dict[int | None, RankSh
     files: dict[str, RankShare] = {}
     for name in index.names():
         shards = index.shards(name)
-        records = {shard[2:5] for shard in shards if shard[2] is not None}
-        for file, _offset, length in records:
-            assert file is not None
+        for file, _offset, length in locations_of(shards):
             if file not in files:
                 found = _RANK_IN_FILE_NAME.search(file)
                 rank = int(found[1]) if found else None

@@ -17,7 +17,7 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
+from torch_ckpt.checkpoint.index import METADATA_NAME, locations_of, read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.errors import CheckpointError, Unsafe
 
@@ -233,6 +233,11 @@ def select_names(names: Iterable[str], patterns: Sequence[str] | None, path: obj
     return [name for name in names if name in chosen]
 
 
+def is_damage(error: Exception) -> bool:
+    """Returns False for an OSError that does not mean that a file is damaged."""
+    return not isinstance(error, OSError) or _core.is_file_damage(error.errno or 0)
+
+
 def _check_file(directory: OpenDirectory, name: str, records: int, stored: int, end: int) -> _File:
     """Checks a file against the metadata: its last record ends at `end`."""
     try:
@@ -240,7 +245,7 @@ def _check_file(directory: OpenDirectory, name: str, records: int, stored: int, 
     except FileNotFoundError:
         return _File(name, records, stored, None, "missing")
     except (OSError, Unsafe, ValueError) as error:
-        if isinstance(error, OSError) and not _core.is_file_damage(error.errno or 0):
+        if not is_damage(error):
             raise
         return _File(name, records, stored, None, "unreadable")
     return _File(name, records, stored, length, "ok" if length >= end else "too short")
@@ -292,8 +297,7 @@ def _list(
     items = []
     for name in chosen:
         tensor, shards = index.tensor(name), index.shards(name)
-        # Use a set, because empty shards may share one record.
-        locations = {(file, at, n) for _o, _s, file, at, n, _t in shards if file is not None}
+        locations = locations_of(shards)
         count(locations)
         items.append(
             _Item(

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _core
 from torch_ckpt._base.formatting import Report, plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.inspection.listing import select_names
+from torch_ckpt.inspection.listing import is_damage, select_names
 from torch_ckpt.inspection.stored_tensors import (
     QUANTIZED,
     StoredTensors,
@@ -286,7 +285,7 @@ def _show(
             try:
                 report.items.append(_read_item(stored, name, first))
             except (Corrupt, Unsafe, OSError) as error:
-                if isinstance(error, OSError) and not _core.is_file_damage(error.errno or 0):
+                if not is_damage(error):
                     raise
                 report.damaged.append((name, sentence(error)))
             done += sizes[name]
@@ -297,9 +296,9 @@ def _show(
 
 def _read_item(stored: StoredTensors, name: str, first: int) -> ShownTensor | ShownObject:
     tensor, records = stored.tensor(name), stored.records(name)
-    # The fields of Record and Place have the same order.
     if tensor is None:
-        place = Place(*records[0][:3])
+        (record,) = records
+        place = Place(record.file, record.offset, record.length)
         try:
             return ShownObject(name, place, stored.read_object(name))
         except Unsafe as error:

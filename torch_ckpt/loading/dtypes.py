@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from torch_ckpt import _C
-from torch_ckpt._base.formatting import MOST_NAMES
+from torch_ckpt._base.formatting import some_of
 
 #: Stored dtype and target dtype of tensors, by name.
 Conversions = dict[str, tuple[torch.dtype, torch.dtype]]
@@ -27,11 +27,10 @@ def lost_precision(reads: _C.TensorReads) -> Conversions:
 
 def warn_of_lost_precision(narrowed: Conversions) -> None:
     """Warns once about all these tensors."""
-    some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
-    more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
+    conversions = [f"{name} ({a} to {b})" for name, (a, b) in narrowed.items()]
     warnings.warn(
         "loading converts tensors to dtypes with less precision or range than the stored "
-        f"dtypes: {', '.join(some)}{more}",
+        f"dtypes: {some_of(conversions)}",
         stacklevel=3,
     )
 

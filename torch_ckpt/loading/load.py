@@ -16,6 +16,7 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -54,8 +55,11 @@ class Stored:
     def __init__(self, index: _core.CheckpointIndex, metadata: Callable[[], Metadata]) -> None:
         self._index = index
         self._metadata = metadata
-        #: Fully qualified names, in the order of the metadata.
-        self.names: list[str] = index.names()
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Fully qualified names, in the order of the metadata."""
+        return self._index.names()
 
     def __contains__(self, name: str) -> bool:
         return name in self._index
@@ -277,6 +281,7 @@ class Load:
         return metadata
 
     def _match(self, values: StateDict, state: _C.LoadState, index: _core.CheckpointIndex) -> Match:
+        contents = Stored(index, self._metadata)
         for row in state.others():
             value = state.value(row)
             if not isinstance(value, Placeholder):
@@ -285,7 +290,7 @@ class Load:
             if self._chosen and isinstance(value, OptionalObject) and not self._chosen(name):
                 continue
             state.remove(row)
-            for found, target in value.choose(Stored(index, self._metadata), name).items():
+            for found, target in value.choose(contents, name).items():
                 state.add(found, (*path, found), target)
         match = state.match(index, self.reader.size_rule, self._chosen)
         report = LoadReport(

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.filesystem import FileSystemReader as StockReader
@@ -32,7 +31,6 @@ from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.file_system import FilesBeneath
 from torch_ckpt.checkpoint.index import (
     MAX_METADATA_BYTES,
-    METADATA_NAME,
     decode_index,
     metadata_bytes_in,
 )
@@ -417,9 +415,7 @@ class FileSystemReader(StockReader):
         """
         before = self.moved.bytes
         planned = reads.stored_bytes if self.progress else 0
-        events = []
-        if reads.cuda_devices:
-            events = record_events({torch.device("cuda", number) for number in reads.cuda_devices})
+        events = record_events(reads.devices)
 
         def report(done: int) -> None:
             self.moved.bytes = before + done
@@ -433,8 +429,7 @@ class FileSystemReader(StockReader):
         with self._engine_arguments() as arguments, showing as shown:
             ready = [(device.index, event.cuda_event) for event, device in events]
             unknown = reads.load(**arguments, progress=report, ready=ready)
-        if reads.conversions():
-            self.narrowed.update(lost_precision(reads))
+        self.narrowed.update(lost_precision(reads))
         for number in unknown:
             read = reads[number]
             record = _core.ObjectRead(read.name, read.file, read.offset, read.length)
@@ -474,9 +469,7 @@ class FileSystemReader(StockReader):
         Releases the directory if this fails."""
         self.release()
         try:
-            data, source = self._metadata_bytes(
-                METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-            )
+            data, source = self._metadata_bytes(_core.metadata_name(rank))
             size_rule, load_id = self.size_rule, self.load_id
             if self.allow_pickle:
                 index = None
@@ -542,6 +535,10 @@ class FileSystemReader(StockReader):
         if self.engine_can_read():
             refuse_url(self._given_path)
 
+    def _tables(self) -> _core.CheckpointIndex | dict[str, bytes]:
+        """Returns the checksum tables, or the index that has them, for the engine."""
+        return checksum_tables(self._metadata) if self._index is None else self._index
+
     @contextmanager
     def _engine_arguments(self) -> Iterator[dict[str, Any]]:
         """Block with the arguments of the engine's loads: the open directory, the checksum tables
@@ -549,9 +546,8 @@ class FileSystemReader(StockReader):
         for the block."""
         is_open = self._directory is not None
         directory = self._directory or share_or_warn(open_checkpoint(self.path))
-        tables = checksum_tables(self._metadata) if self._index is None else self._index
         try:
-            yield {"directory": directory, "tables": tables, "options": self.options}
+            yield {"directory": directory, "tables": self._tables(), "options": self.options}
         finally:
             if not is_open:
                 directory.close()

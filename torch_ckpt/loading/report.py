@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_ckpt._base.formatting import MOST_NAMES
+from torch_ckpt._base.formatting import MOST_NAMES, indented
 from torch_ckpt.loading.dtypes import loses_precision
 
 #: Patterns for :mod:`fnmatch`, or a function that returns True for fully qualified names to load.
@@ -87,12 +87,8 @@ class LoadReport:
         ]
         lines = [f"{len(self.loaded)} names fit"]
         for title, entries in parts:
-            if not entries:
-                continue
-            lines.append(f"{len(entries)} {title}:")
-            lines.extend(f"  {entry}" for entry in entries[:MOST_NAMES])
-            if len(entries) > MOST_NAMES:
-                lines.append(f"  and {len(entries) - MOST_NAMES} more")
+            if entries:
+                lines += [f"{len(entries)} {title}:", indented(entries, MOST_NAMES)]
         return "\n".join(lines)
 
     def add(self, other: LoadReport) -> None:

@@ -1,7 +1,7 @@
 """Deletes steps on rank 0, in the background.
 
 1. When a manager is created, a sweep removes or completes what crashes have left behind
-   (steps/local.py).
+   (csrc/directory/step.h).
 2. After each save, rank 0 deletes the steps that are stale or that no rule keeps (retention.py), up
    to the saved step. A step that a process is loading is not deleted until after a later save.
 3. The rules never delete a step that this process is reading, or the step that was verified last.

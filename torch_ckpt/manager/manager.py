@@ -1,12 +1,12 @@
 """The checkpoint manager of a training run.
 
 1. Every rank calls ``save(step, state)`` after every step. All ranks save the same steps: those
-   that are due (intervals.py), and the step at which they stop after a preemption notice to any
+   that are due (schedule.py), and the step at which they stop after a preemption notice to any
    rank (multihost/preemption.py).
 2. A save first waits until the previous save has ended on all ranks. If the previous save failed,
    its error is raised or counted on all ranks.
-3. The state is copied, and a background save writes the step's directory (saver.py, preparation.py,
-   steps/local.py). The step is complete once the directory has its final name.
+3. The state is copied, and a background save writes the step's directory (saver.py,
+   csrc/directory/step.h). The step is complete once the directory has its final name.
 4. A thread on rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
 5. ``restore(state)`` loads the newest complete step that rank 0 sees. If that step is damaged, all
    ranks fall back to the step before it (restoring.py).

@@ -21,11 +21,11 @@ Interval = int | timedelta | Literal["auto"] | Callable[[int], bool]
 class ScheduleOptions:
     """When a manager saves; see :class:`torch_ckpt.CheckpointManager`."""
 
-    interval: Interval = 1
-    save_on_steps: Collection[int] = ()
-    max_overhead: float = 0.01
-    mtbf_hours: float = 24.0
-    if_busy: str = "wait"
+    interval: Interval
+    save_on_steps: Collection[int]
+    max_overhead: float
+    mtbf_hours: float
+    if_busy: str
 
     def __post_init__(self) -> None:
         require_choice("if_busy", self.if_busy, ("wait", "skip"))

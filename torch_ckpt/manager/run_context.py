@@ -1,7 +1,7 @@
 """The context shared by all parts of a manager, and the agreements between its ranks.
 
 When a manager is created, the ranks check that they have the same root and agree on an attempt: 8
-hex digits, unique to this run, in the names of unfinished steps (steps/local.py).
+hex digits, unique to this run, in the names of unfinished steps (csrc/directory/step.h).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Call:
                 self.failure = failure
                 if failure is not None:
                     # The error's frames refer to the request.
-                    drop_frames(failure[0])
+                    drop_frames(failure.error)
                 # Release the function and its arguments.
                 self.request = self.request._replace(
                     async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None

@@ -201,8 +201,7 @@ class Exchange:
         Returns:
             The answer for this rank, and the value that this rank keeps.
         """
-        self._step, self._steps = step, self._steps + 1
-        self._key = f"{self._prefix}/{self._steps}.{step}"
+        self._begin(step)
         self._commits = undo is not None
         local = capture_exceptions(send)
         value = local if isinstance(local, Failure) else local[0]
@@ -374,6 +373,12 @@ class Exchange:
         # The result is known, so do not wait long for a rank that died after its last step. If the
         # user has interrupted a wait, hardly wait for the same ranks again.
         self.close(1.0 if isinstance(error, KeyboardInterrupt) else min(self._timeout, 60.0))
+
+    # --- a step on all ranks ---------------------------------------------------------------------
+
+    def _begin(self, step: str) -> None:
+        self._step, self._steps = step, self._steps + 1
+        self._key = f"{self._prefix}/{self._steps}.{step}"
 
     # --- a step on the coordinator ---------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class RankGroup:
         Raises:
             ValueError: this process is not in the group.
         """
-        if no_dist or not dist.is_available() or not dist.is_initialized():
+        if not is_distributed(no_dist):
             return SINGLE_RANK
         c10d = dist.distributed_c10d
         group = c10d._get_default_group() if process_group is None else process_group

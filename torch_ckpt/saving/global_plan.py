@@ -30,7 +30,7 @@ from torch_ckpt.saving.items import Written
 StateDict = dict[str, Any]
 
 #: File name, offset and length in bytes, and payload CRC-32 of one stored item.
-Place = tuple[str, int, int, int]
+Location = tuple[str, int, int, int]
 
 
 @dataclass
@@ -60,6 +60,11 @@ class Assignment:
 
     numbers: bytes
     torch_plan: SavePlan | None
+
+    @property
+    def count(self) -> int:
+        """Number of values in the template, without the items of torch's planner."""
+        return len(self.numbers) // 4
 
 
 class GlobalPlan:
@@ -155,7 +160,7 @@ class GlobalPlan:
         if moved is None:
             return None, {}
         for rank, items in enumerate(self._torch_items):
-            crcs = [[place[3] for place in self._torch_places(of_all, rank)] for of_all in files]
+            crcs = [[place[3] for place in self._torch_locations(of_all, rank)] for of_all in files]
             for item, old, new in zip(items, *crcs, strict=True):
                 path = self.paths.get(item.index.fqn, ())
                 group = str(path[0]) if len(path) > 1 else ""
@@ -177,10 +182,10 @@ class GlobalPlan:
         storage = {
             item.index: _StorageInfo(*place[:3])
             for rank, items in enumerate(self._torch_items)
-            for item, place in zip(items, self._torch_places(files, rank), strict=True)
+            for item, place in zip(items, self._torch_locations(files, rank), strict=True)
         }
         return index_of(Metadata(self.torch_metadata, storage_data=storage), "torch's plan")
 
-    def _torch_places(self, files: list[_core.WrittenFiles], rank: int) -> list[Place]:
+    def _torch_locations(self, files: list[_core.WrittenFiles], rank: int) -> list[Location]:
         """Returns the locations of a rank's items planned by torch, which follow the engine's."""
-        return files[rank].places(len(self.assignments[rank].numbers) // 4)
+        return files[rank].places(self.assignments[rank].count)

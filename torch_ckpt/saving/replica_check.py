@@ -91,6 +91,6 @@ class _Digest(pickle.Pickler):
         if isinstance(value, set | frozenset):
             return type(value).__name__, sorted(map(fingerprint_of, value))
         if isinstance(value, torch.Tensor):
-            crc = _C.fingerprint(value, True) if _C.is_plain(value) else 0
+            crc = _C.fingerprint(value) if _C.is_plain(value) else 0
             return str(value.dtype), tuple(value.shape), crc
         return None

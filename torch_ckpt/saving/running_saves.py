@@ -89,17 +89,10 @@ class _RunningSaves:
         self.collect()
         return self._failed.pop(0) if self._failed else None
 
-    def join(self) -> bool:
-        """Waits for the running saves, up to a limit. Returns True if all of them have ended.
-
-        At interpreter exit, this runs before the thread pools that a save may need are shut down.
-        """
-        return exit_threads.join()
-
     def leave(self) -> None:
         """Waits for the running save, then for the engine's threads. Called at interpreter exit."""
         host_memory.leave()
-        if not self.join():
+        if not exit_threads.join():
             path = self._job.metrics.path if self._job is not None else "a directory"
             LOGGER.error(
                 "the save to %s did not end within %.0f s; the interpreter exits without waiting "
@@ -140,7 +133,6 @@ class _RunningSaves:
 _saves = _RunningSaves()
 alone = _saves.alone
 start = _saves.start
-join_saves = _saves.join
 
 
 def check_for_errors() -> None:

@@ -108,7 +108,7 @@ class SaveState:
         """Returns the part that the coordinator must know.
 
         Args:
-            share: replaces the template by a token for its transfer; see :meth:`Ranks.share`.
+            share: replaces the template by a token for its transfer; see :meth:`Exchange.share`.
         """
         torch_plan = None if self._planner is None else self._planner.create_local_plan()
         return Contents(share(self._template), self._shards, torch_plan)

@@ -112,6 +112,12 @@ class PlanCache:
         self.last_number += 1
         return self.plan.assignments
 
+    def keep(self, structure: Any, reply: Reply) -> None:
+        """Keeps the assignment of this rank, whose state has the given structure."""
+        if reply.assignment is not None:
+            self.structure, self.assignment = structure, reply.assignment
+        self.number = reply.number
+
     @classmethod
     def of(cls, group: RankGroup) -> PlanCache:
         """Returns the plan cache for the saves of a group of ranks."""
@@ -133,9 +139,8 @@ class SaveSession:
         plans: the cached plan of these ranks. Either all ranks pass the cache of the same saves, or
             all pass a new cache.
         check_replicas: see :func:`torch_ckpt.save`.
-        state_dict: see :func:`torch_ckpt.save`. A background save has read it already.
-        read_values: returns the values of ``state_dict``, without ``Stateful`` values. An exception
-            fails the save on all ranks.
+        read_values: returns the values to save, without ``Stateful`` values. An exception fails the
+            save on all ranks. A background save has read the values already.
         job: the background save that this session belongs to; None: the caller waits for the end.
     """
 
@@ -146,15 +151,13 @@ class SaveSession:
         plans: PlanCache,
         check_replicas: str,
         *,
-        state_dict: StateDict | Callable[[], StateDict] | None = None,
-        read_values: Callable[[Any], StateDict] = dict,
+        read_values: Callable[[], StateDict] = dict,
         job: Job | None = None,
     ) -> None:
         self._writer = writer
         self._ranks = ranks
         self._plans = plans
         self._check_replicas = check_replicas
-        self._state_dict = state_dict
         self._read_values = read_values
         self._job = job
         self._write = job.write if job is not None else RankWrite()
@@ -182,7 +185,7 @@ class SaveSession:
 
     def _read_and_describe(self) -> tuple[RankMessage, SaveState]:
         if self._job is None:
-            state = SaveState(self._read_values(self._state_dict))
+            state = SaveState(self._read_values())
         elif self._job.abandoned is not None:
             raise self._job.abandoned
         else:
@@ -205,8 +208,7 @@ class SaveSession:
     # --- 2. the plan, on the coordinator ---------------------------------------------------------
 
     def _plan(self, messages: list[RankMessage]) -> Answers[Reply]:
-        """Returns the replies, indexed by rank. Equal replies are one object, which is sent only
-        once."""
+        """Returns the replies, indexed by rank."""
         _require_one_checkpoint([message.identity for message in messages])
         require_one_directory([message.directory for message in messages])
         plans = self._plans
@@ -214,13 +216,7 @@ class SaveSession:
         if assignments is None:
             return Answers([Reply(None, 0)] * len(messages))
         differing = self._compare_replicas([message.fingerprints for message in messages])
-        first = Reply(assignments[0], plans.last_number, self._writer.tag, differing)
-        return Answers(
-            [
-                first if one is assignments[0] else first._replace(assignment=one)
-                for one in assignments
-            ]
-        )
+        return replies_of(assignments, plans.last_number, self._writer.tag, differing)
 
     def _compare_replicas(self, fingerprints: list[bytes | None]) -> str:
         """Returns a description of the values that differ between ranks, or an empty string."""
@@ -239,9 +235,7 @@ class SaveSession:
     def _write_values(self, state: SaveState, reply: Reply) -> tuple[Written, Written]:
         """Writes the assignment of this rank."""
         job, writer, plans = self._job, self._writer, self._plans
-        if reply.assignment is not None:
-            plans.structure, plans.assignment = state.structure, reply.assignment
-        plans.number = reply.number
+        plans.keep(state.structure, reply)
         with self._write.device_streams():
             sources = state.sources(plans.assignment, bool(writer.separation_hint))
         prefix = _core.choose_prefix(writer.directory, f"__{self._ranks.rank}_{reply.tag}")
@@ -276,6 +270,17 @@ class SaveSession:
         if job is not None and job.on_commit is not None:
             job.call_on_commit(saved.metadata())
         return saved
+
+
+def replies_of(
+    assignments: Sequence[Assignment | None], number: int, tag: str, differing: str = ""
+) -> Answers[Reply]:
+    """Returns the replies, indexed by rank. Equal replies are one object, which is sent only
+    once."""
+    first = Reply(assignments[0], number, tag, differing)
+    return Answers(
+        [first if one is assignments[0] else first._replace(assignment=one) for one in assignments]
+    )
 
 
 def _require_one_checkpoint(identities: list[str | None]) -> None:

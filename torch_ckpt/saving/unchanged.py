@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+from torch_ckpt._base.formatting import some_of
 from torch_ckpt.saving.global_plan import GlobalPlan
 from torch_ckpt.saving.items import Written
 
@@ -44,9 +45,8 @@ class UnchangedDetector:
             return None
         self._named.update(stale)
         names = [name for group in stale for name in groups[group]]
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return (
-            f"{os.fspath(where)}: {shown} are bit for bit the same as in the last checkpoint, "
-            f"although {moved} has changed since. Unless they are frozen, the saved state is not "
-            "the one being trained. Pass warn_unchanged=False to silence this warning"
+            f"{os.fspath(where)}: {some_of(names, 5)} are bit for bit the same as in the last "
+            f"checkpoint, although {moved} has changed since. Unless they are frozen, the saved "
+            "state is not the one being trained. Pass warn_unchanged=False to silence this warning"
         )

@@ -278,7 +278,7 @@ class LoadSession:
         slices = (size // max(t.size(0) if t.dim() else 1, 1) for t, size in copies)
         least = max([0, *slices, *objects])
         scratch = reader.options.threads * _core.load_chunk_bytes
-        if reads.cuda_devices:
+        if reads.devices:
             scratch *= 2
         scratch = min(scratch, limit) if targets else 0
         held = min(sum(size for _target, size in copies), limit // 2)

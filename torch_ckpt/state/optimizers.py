@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_ckpt._base.formatting import plural
+from torch_ckpt._base.formatting import plural, some_of
 from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
@@ -476,16 +476,15 @@ def _require_same_structure(
     number."""
     differ = [n for n in sorted(names) if stored.get(n) not in (None, present.get(n, 0))]
     if differ:
-        shown = ", ".join(
+        counts = [
             f"{name} ({plural(stored[name], 'tensor')} stored, {present.get(name, 0)} present)"
-            for name in differ[:_MAX_NAMES]
-        )
-        more = f" and {len(differ) - _MAX_NAMES} more" if len(differ) > _MAX_NAMES else ""
+            for name in differ
+        ]
         raise CheckpointError(
             "the optimizer and the checkpoint have different numbers of state tensors for these "
-            f"parameters: {shown}{more}. Restore with the saved options and the same trainable "
-            "parameters, and change them only after the restore. If the structure of an "
-            "optimizer's state changes, as with LBFGS, save it as PerRank(optimizer)"
+            f"parameters: {some_of(counts, _MAX_NAMES)}. Restore with the saved options and the "
+            "same trainable parameters, and change them only after the restore. If the structure "
+            "of an optimizer's state changes, as with LBFGS, save it as PerRank(optimizer)"
         )
 
 

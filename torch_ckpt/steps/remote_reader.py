@@ -101,7 +101,7 @@ class RemoteReader(FileSystemReader):
             return super().read_bytes(reads)
 
     def read_tensors(self, reads: _C.TensorReads) -> None:
-        plan = reads.fetch_plan(self.checksum_tables(), self.options.verify)
+        plan = reads.fetch_plan(self._tables(), self.options.verify)
         self._fetch(plan.ends())
         for numbers, ranges in self._waves(plan, self._wave_bytes):
             with self._staged(ranges):

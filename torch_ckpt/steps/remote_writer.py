@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_ckpt import _C
+from torch_ckpt._base import exit_threads
 from torch_ckpt._base.life_cycle import before_thread_pools_end
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.index import METADATA_NAME
@@ -38,7 +39,6 @@ from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.rank_write import RankWrite
-from torch_ckpt.saving.running_saves import join_saves
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.marker import encoded_marker
@@ -46,7 +46,7 @@ from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps.store import refuse_complete_step
 
 # fsspec's file systems resolve host names in a thread pool, so saves must end before the pool ends.
-before_thread_pools_end(join_saves)
+before_thread_pools_end(exit_threads.join)
 
 
 class RemoteWriter(FileSystemWriter):

@@ -1,9 +1,9 @@
 """Helpers for training loops: logging, profiling, peak rates, graph drawings and simple steps.
 
-Every rank calls the same functions, and rank 0
-writes. Ranks wait for each other only in :func:`log`, for the values of DTensors, and in
-:func:`save_checkpoint` and :func:`load_checkpoint_if_it_exists`, which use all ranks. Without
-``torch.distributed``, the process is rank 0. Paths are local paths or fsspec URLs.
+Every rank calls the same functions, and rank 0 writes. Ranks wait for each other only in
+:func:`log`, for the values of DTensors, and in :func:`save_checkpoint` and
+:func:`load_checkpoint_if_it_exists`, which use all ranks. Without ``torch.distributed``, the
+process is rank 0. Paths are local paths or fsspec URLs.
 """
 
 import torch_ckpt._base.supported_torch  # noqa: F401

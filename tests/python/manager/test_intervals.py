@@ -306,20 +306,6 @@ def test_the_first_save_starts_at_once_and_its_cost_schedules_the_next(clock: Cl
 # --- ranks ---------------------------------------------------------------------------------------
 
 
-def tcp_store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@pytest.fixture(params=["TCPStore", "HashStore"])
-def any_store(request: pytest.FixtureRequest) -> dist.Store:
-    return tcp_store() if request.param == "TCPStore" else dist.HashStore()
-
-
-@pytest.fixture
-def store() -> dist.Store:
-    return dist.HashStore()
-
-
 def schedules(
     store: dist.Store,
     size: int,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tests.rank_threads import tcp_store
 from tests.support import DTYPES, random_tensor
 from torch_ckpt import multihost
 from torch_ckpt._base.formatting import ranks_text
@@ -192,7 +193,7 @@ def test_calls_leave_nothing_in_the_store() -> None:
 
 
 def test_a_failing_store_has_its_own_error(capfd: pytest.CaptureFixture[str]) -> None:
-    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    servers = [tcp_store()]
     dist.init_process_group("gloo", store=servers[0].clone(), rank=0, world_size=1)
     try:
         # The exchange of a group with one rank makes no requests.

@@ -30,17 +30,6 @@ from torch_ckpt.ranks.failures import Failure
 from torch_ckpt.ranks.group import RankGroup
 
 
-@pytest.fixture(params=["TCPStore", "HashStore"])
-def any_store(request: pytest.FixtureRequest) -> dist.Store:
-    return tcp_store() if request.param == "TCPStore" else dist.HashStore()
-
-
-@pytest.fixture
-def store() -> dist.Store:
-    # Clients of a TCPStore need five seconds to connect if host names do not resolve.
-    return dist.HashStore()
-
-
 def scatter(
     ranks: Exchange,
     local: Callable[[], Any],

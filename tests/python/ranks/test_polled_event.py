@@ -159,16 +159,10 @@ def test_a_rank_that_is_ahead_stops_waiting_when_the_event_is_known() -> None:
     assert not any(one.poll(never) for _ in range(2 * NEAR))
 
 
-@pytest.mark.parametrize("kind", ["TCPStore", "HashStore"])
 @pytest.mark.parametrize("seed", range(4))
-def test_unsynchronized_threads_act_at_the_same_poll(kind: str, seed: int) -> None:
-    store = (
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if kind == "TCPStore"
-        else dist.HashStore()
-    )
+def test_unsynchronized_threads_act_at_the_same_poll(any_store: dist.Store, seed: int) -> None:
     size = 3
-    ranks = events(store, size)
+    ranks = events(any_store, size)
     draws = random.Random(seed)
     has_part_at = [draws.randrange(1, 30) for _ in range(size)]
     spins = [[draws.randrange(2000) for _ in range(200)] for _ in range(size)]
