@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <span>
 #include <utility>
 
 #include "engine/delivery.h"
@@ -30,7 +31,7 @@ SavePipeline::SavePipeline(Context& context, const SaveOptions& options,
       buffers_(context, buffers, options.chunk_bytes, device, parallel_files_),
       stager_tasks_(parallel_files_),
       writer_tasks_(parallel_files_),
-      allocator_tasks_(std::min(parallel_files_, buffers_.unallocated_count())),
+      allocator_tasks_(std::min(parallel_files_, buffers)),
       files_to_stage_(files.size()),
       submitted_(files.size()),
       staged_(files.size()),
@@ -41,7 +42,9 @@ void SavePipeline::start(const std::shared_ptr<const void>& owner) noexcept {
   if (files_.empty()) return;
   stagers_guard_.emplace(stagers_.get_executor());
   writers_guard_.emplace(writers_.get_executor());
-  for (Task& task : allocator_tasks_) {
+  buffers_.take_idle_chunks();
+  const std::size_t allocators = std::min(allocator_tasks_.size(), buffers_.unallocated_count());
+  for (Task& task : std::span(allocator_tasks_).first(allocators)) {
     post(task, stagers_, [this, &task] { allocate_buffers(task, false); });
   }
   for (Stager& stager : stager_tasks_) {

@@ -8,13 +8,16 @@ namespace torch_ckpt::engine {
 
 StagingBuffers::StagingBuffers(Context& context, std::size_t count, std::size_t chunk_bytes,
                                int device, std::size_t waiters)
-    : context_(context), chunk_bytes_(chunk_bytes), device_(device) {
+    : context_(context), chunk_bytes_(chunk_bytes), device_(device), unallocated_(count) {
   waiting_.reserve(waiters);
-  for (std::size_t i = 0; i < count; ++i) {
-    unallocated_.emplace_back();
-    unallocated_.back().chunk = context_.chunks.take_idle(chunk_bytes);
-    if (unallocated_.back().chunk != nullptr)
-      free_.splice(free_.end(), unallocated_, --unallocated_.end());
+}
+
+void StagingBuffers::take_idle_chunks() noexcept {
+  const os::MutexLock lock(mutex_);
+  while (!unallocated_.empty()) {
+    unallocated_.front().chunk = context_.chunks.take_idle(chunk_bytes_);
+    if (unallocated_.front().chunk == nullptr) return;
+    free_.splice(free_.end(), unallocated_, unallocated_.begin());
   }
 }
 

@@ -40,7 +40,7 @@ class BufferWaiter {
 
 // The staging buffers of a save, as many as its byte budget allows.
 //
-//   1. The constructor takes idle chunks from the chunk pool. Buffers with such a chunk are free
+//   1. take_idle_chunks() takes chunks from the chunk pool. Buffers with such a chunk are free
 //      immediately; the others are unallocated.
 //   2. Tasks allocate the others in the background with take_unallocated(), allocate() and
 //      release().
@@ -55,6 +55,9 @@ class StagingBuffers {
   /// a time.
   StagingBuffers(Context& context, std::size_t count, std::size_t chunk_bytes, int device,
                  std::size_t waiters);
+
+  /// Called once, when nothing can fail any more before close(), which returns the chunks.
+  void take_idle_chunks() noexcept;
 
   /// Moves a free buffer to waiter.buffer and returns true. If no buffer is free, returns false;
   /// with `may_wait`, the waiter is queued and resumed once it has been given a buffer.

@@ -33,7 +33,7 @@ Result<std::unique_ptr<Chunk>> Chunk::allocate(std::size_t bytes) {
   return std::unique_ptr<Chunk>(new Chunk(std::move(*arena), all));
 }
 
-std::unique_ptr<Chunk> ChunkPool::take_idle(std::size_t bytes) {
+std::unique_ptr<Chunk> ChunkPool::take_idle(std::size_t bytes) noexcept {
   const os::MutexLock lock(mutex_);
   const auto found = sizes_.find(bytes);
   if (found == sizes_.end() || found->second.idle.empty()) return nullptr;

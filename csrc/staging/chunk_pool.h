@@ -88,7 +88,7 @@ class ChunkPool {
   Result<std::vector<std::unique_ptr<Chunk>>> take_arena(std::size_t bytes, std::size_t count,
                                                          int device);
   /// Returns an idle chunk of exactly this size, or nullptr.
-  std::unique_ptr<Chunk> take_idle(std::size_t bytes);
+  std::unique_ptr<Chunk> take_idle(std::size_t bytes) noexcept;
 
   // Each chunk that was taken must be returned by one of the next three methods. They allocate
   // nothing: the memory that they need was reserved when the chunk was taken.

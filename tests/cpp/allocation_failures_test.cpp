@@ -25,6 +25,7 @@ namespace {
 
 using namespace test;
 
+constexpr std::size_t kChunkBytes = 4096;
 constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 
 struct Failures {
@@ -74,6 +75,15 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
     }
   }
 
+  /// Returns the number of chunks that the pool still counts as in use after the sessions.
+  static std::size_t chunks_in_use() {
+    context().executor.join();
+    staging::ChunkPool& pool = context().chunks;
+    pool.trim(0);
+    pool.set_reserve(0, kChunkBytes);
+    return pool.reserved_bytes() / kChunkBytes;
+  }
+
   /// A save of two files, whose names differ between saves.
   Result<std::shared_ptr<SaveSession>> start_save(os::Directory directory, SaveOptions options) {
     const std::string number = std::to_string(saves_++);
@@ -85,7 +95,7 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
       source.bytes = payload_.size();
       for (int i = 0; i < 5; ++i) file.image.add_tensor(header_, source);
     }
-    options.chunk_bytes = 4096;
+    options.chunk_bytes = kChunkBytes;
     return SaveSession::start(context(), std::move(directory), std::move(files), options);
   }
 
@@ -164,6 +174,7 @@ TEST_P(AllocationFailures, ASaveEndsAndReportsThem) {
   if (GetParam().at_once == 1) {
     EXPECT_EQ(directory_.names(), std::vector<std::string>{"a"});
   }
+  EXPECT_EQ(chunks_in_use(), 0);
 }
 
 TEST_P(AllocationFailures, ASaveToAFullDiskEndsAndReportsAnError) {
