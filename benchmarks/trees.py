@@ -3,9 +3,10 @@
     git worktree add ../before COMMIT && (cd ../before && make build)
     python -m benchmarks.trees ../before --size 2GB --rounds 7 --out benchmarks/results/NAME.json
 
-In each round each tree saves and loads in a new process; both use the same state and disk. A ratio
-is this tree's seconds divided by the other tree's in one round. The spread of the ratios shows
-their accuracy.
+In each round each tree saves and loads in a new process; both use the same state and disk. With
+--dtensors, two gloo ranks save and load DTensors instead, sharded by rows, with 1 KiB of each on
+every rank; seconds are the slower rank's. A ratio is this tree's seconds divided by the other
+tree's in one round. The spread of the ratios shows their accuracy.
 
 Each round needs new processes: of two processes of one tree, one used a sixth more CPU time than
 the other during their whole life.
@@ -18,35 +19,37 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 THIS_TREE = Path(__file__).parents[1]
+_RUNS = 3  # of each job by each tree in a round, alternately; the median counts
 
 
-def work(size: int, small: int, folder: str) -> None:
+def work(size: int, small: int, dtensors: Sequence[int], folder: str) -> None:
     """Runs in one tree's process: reads jobs from stdin, prints wall and CPU seconds of each."""
-    import torch  # noqa: F401  (first, for its libraries)
+    import torch.distributed as dist  # first, for torch's libraries
+    from torch.distributed.device_mesh import init_device_mesh
 
     import torch_ckpt
     from benchmarks import measure, pagecache, states
 
     directory = Path(folder)
-    large = states.training_state(size, 120)
-    many = states.small_tensors_state(small)
+    settings: dict[str, Any] = {} if dtensors else {"no_dist": True}
 
     def files(name: str) -> list[Path]:
         return sorted(path for path in (directory / name).iterdir() if path.is_file())
 
     def save(name: str, state: states.State) -> Callable[[], object]:
         shutil.rmtree(directory / name, ignore_errors=True)
-        return lambda: torch_ckpt.save(state, directory / name, no_dist=True)
+        return lambda: torch_ckpt.save(state, directory / name, **settings)
 
     def load(name: str, state: states.State, is_warm: bool) -> Callable[[], object]:
         if is_warm:
@@ -57,58 +60,92 @@ def work(size: int, small: int, folder: str) -> None:
                     break
         else:
             pagecache.evict(files(name))
-        return lambda: torch_ckpt.load(state, directory / name, no_dist=True)
+        return lambda: torch_ckpt.load(state, directory / name, **settings)
 
-    jobs: dict[str, Callable[[], Callable[[], object]]] = {
-        "save": lambda: save("large", large),
-        "load, warm page cache": lambda: load("large", large, True),
-        "load, cold page cache": lambda: load("large", large, False),
-        "save small tensors": lambda: save("small", many),
-        "load small tensors, warm page cache": lambda: load("small", many, True),
-    }
+    jobs: dict[str, Callable[[], Callable[[], object]]] = {}
+
+    def add_jobs(title: str, state: states.State, *, is_large: bool = False) -> None:
+        jobs[f"save {title}"] = lambda: save(title, state)
+        jobs[f"load {title}, warm page cache"] = lambda: load(title, state, True)
+        if is_large:
+            jobs[f"load {title}, cold page cache"] = lambda: load(title, state, False)
+
+    ready: Callable[[], object] = lambda: None  # noqa: E731
+    if dtensors:
+        dist.init_process_group("gloo")
+        ready = dist.barrier
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for count in dtensors:
+            whole = states.small_tensors_state(count, 1024 * dist.get_world_size())
+            add_jobs(f"{count:,} DTensors", states.sharded(whole, mesh))
+    else:
+        add_jobs(f"{size / 1e9:g} GB", states.training_state(size, 120), is_large=True)
+        add_jobs(f"{small:,} small tensors", states.small_tensors_state(small))
     print(json.dumps(list(jobs)), flush=True)
     for line in sys.stdin:
         run = jobs[json.loads(line)]()
-        print(json.dumps(measure.time_once(run)), flush=True)
+        print(json.dumps(measure.time_once(run, ready)), flush=True)
 
 
 class _Tree:
-    """The process that imports torch_ckpt from one tree."""
+    """The processes, one for each rank, that import torch_ckpt from one tree."""
 
-    def __init__(self, path: Path, size: int, small: int, directory: Path) -> None:
+    def __init__(self, path: Path, work_of_rank: str, ranks: int, directory: Path) -> None:
         # The tree comes before the installed package. The benchmarks are always this tree's.
         paths = [str(path), str(THIS_TREE)]
         # Other benchmarks import names that the other tree may not have.
-        code = f"from benchmarks.trees import work; work({size}, {small}, {str(directory)!r})"
+        code = f"from benchmarks.trees import work; work({work_of_rank}, {str(directory)!r})"
         if path != THIS_TREE:
             code = f"import sys; import torch_ckpt; sys.path.remove({paths[0]!r}); {code}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"},
-            cwd=directory,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.jobs: list[str] = self._answer()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONWARNINGS": "ignore",
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env={**environment, "RANK": str(rank)},
+                cwd=directory,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        self.jobs: list[str] = self._answers()[0]
 
     def run(self, job: str) -> tuple[float, float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        wall, cpu = self._answer()
-        return wall, cpu
+        """Returns the wall seconds of the slowest rank, and the CPU seconds of all ranks."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        answers = self._answers()
+        return max(wall for wall, _ in answers), sum(cpu for _, cpu in answers)
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the process of a tree has failed; its error is printed above")
-        return json.loads(line)
+    def _answers(self) -> list[Any]:
+        lines = []
+        for process in self._processes:
+            assert process.stdout is not None
+            lines.append(process.stdout.readline())
+        if not all(lines):
+            raise RuntimeError("a process of a tree has failed; its error is printed above")
+        return [json.loads(line) for line in lines]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def _commit_of(tree: Path) -> str:
@@ -116,7 +153,9 @@ def _commit_of(tree: Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _compare(other: Path, size: int, small: int, rounds: int, directory: Path) -> dict[str, Any]:
+def _compare(
+    other: Path, size: int, small: int, dtensors: list[int], rounds: int, directory: Path
+) -> dict[str, Any]:
     from benchmarks import machine
 
     names = ("this", "other")
@@ -131,15 +170,20 @@ def _compare(other: Path, size: int, small: int, rounds: int, directory: Path) -
             try:
                 for index in order:
                     tree = (THIS_TREE, other)[index]
-                    trees[index] = _Tree(tree, size, small, paths[index])
+                    work_of_rank = f"{size}, {small}, {dtensors}"
+                    trees[index] = _Tree(tree, work_of_rank, 2 if dtensors else 1, paths[index])
                 jobs = trees[0].jobs
                 # Warm up pools, imports and the disk's free blocks.
                 for job in jobs:
                     for index in order:
                         trees[index].run(job)
                 for job in jobs:
+                    runs: dict[int, list[tuple[float, float]]] = {index: [] for index in order}
+                    for _ in range(_RUNS):
+                        for index in order:
+                            runs[index].append(trees[index].run(job))
                     for index in order:
-                        wall, cpu = trees[index].run(job)
+                        wall, cpu = map(statistics.median, zip(*runs[index], strict=True))
                         sample = {"job": job, "tree": names[index], "round": number}
                         samples.append({**sample, "wall_s": wall, "cpu_s": cpu})
             finally:
@@ -151,6 +195,7 @@ def _compare(other: Path, size: int, small: int, rounds: int, directory: Path) -
         "other": _commit_of(other),
         "bytes": size,
         "small_tensors": small,
+        "dtensors": dtensors,
         "rounds": rounds,
         "samples": samples,
         "ratios": {job: _ratios(samples, job) for job in jobs},
@@ -181,6 +226,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, nargs="?", help="a built tree")
     parser.add_argument("--size", type=parse_size, default=2 * 10**9)
     parser.add_argument("--small-tensors", type=int, default=20_000)
+    parser.add_argument("--dtensors", type=int, nargs="+", default=[])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", type=Path, default=Path("build/bench"))
     parser.add_argument("--out", type=Path)
@@ -192,6 +238,7 @@ def main() -> None:
         arguments.other.resolve(),
         arguments.size,
         arguments.small_tensors,
+        arguments.dtensors,
         arguments.rounds,
         arguments.dir.resolve(),
     )
