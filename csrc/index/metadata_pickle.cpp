@@ -59,6 +59,7 @@ class Walk {
     // Typical numbers for metadata of this size. Unused reserved memory costs nothing.
     memo_.reserve(std::min(values_.bytes.size() / 12, kMaxReserve));
     values_.objects.reserve(std::min(values_.bytes.size() / 24, kMaxReserve));
+    records_.reserve(std::min(values_.bytes.size() / 128, kMaxReserve));
     max_weight_ = Limits::max_weight(values_.bytes.size());
     max_objects_ = Limits::max_objects(values_.bytes.size());
     while (!error_ && !stopped_) {

@@ -146,6 +146,13 @@ TorchClass torch_class(std::string_view name, GlobalRole role) {
                                                                  : TorchClass::other;
 }
 
+void TorchRecords::reserve(std::size_t tensor_count) {
+  shards.reserve(tensor_count);
+  keys.reserve(tensor_count);
+  storage_infos.reserve(tensor_count);
+  tensors.reserve(tensor_count);
+}
+
 std::optional<std::uint32_t> TorchRecords::add(TorchClass type, const Value& state,
                                                const PickleValues& values) {
   Extraction extraction(values, *this);

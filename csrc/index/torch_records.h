@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -52,6 +53,8 @@ struct TorchRecords {
   std::vector<TensorRecord> tensors;
   std::vector<PropertiesRecord> properties;
 
+  /// Reserves memory for tensors with one shard each.
+  void reserve(std::size_t tensor_count);
   /// Adds the record of an instance with this state. Returns the record's number, or nullopt if the
   /// class has no records.
   std::optional<std::uint32_t> add(TorchClass type, const Value& state, const PickleValues& values);

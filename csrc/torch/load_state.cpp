@@ -179,8 +179,11 @@ std::string_view LoadState::file_of(const Shard& shard) const {
 }
 
 LoadState::Plan LoadState::plan(TensorReads& reads) const {
+  const at::NoGradGuard no_grad;
   Plan plan;
-  for (const std::size_t number : loaded()) {
+  const std::vector<std::size_t> rows = loaded();
+  reads.reserve(rows.size());
+  for (const std::size_t number : rows) {
     const Entry& entry = index_->entries()[entries_[number]];
     if (entry.is_tensor) {
       const std::size_t before = reads.targets().size();
@@ -223,7 +226,6 @@ bool LoadState::plan_tensor(std::size_t number, const Entry& entry, TensorReads&
     elements *= static_cast<std::uint64_t>(wanted[d]);
   }
   if (elements == 0) return true;
-  const at::Tensor whole = target.local.detach();
   std::vector<planning::Box> boxes;
   std::uint64_t found = 0;
   for (const Shard& shard : index_->shards(entry)) {
@@ -244,7 +246,7 @@ bool LoadState::plan_tensor(std::size_t number, const Entry& entry, TensorReads&
     if (common == 0) continue;
     if (shard.file == kNone || shard.is_transformed) return false;
     found += common;
-    at::Tensor filled = whole;
+    at::Tensor filled = target.local;
     for (std::size_t d = 0; d < dims; ++d) {
       if (box.lengths[d] == room[d]) continue;
       filled = filled.narrow(static_cast<std::int64_t>(d), box.offsets[d], box.lengths[d]);

@@ -1,5 +1,6 @@
 #include "torch/load_waves.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -21,7 +22,7 @@ namespace {
 constexpr std::uint64_t kMaxDeviceBytes = std::uint64_t{256} << 20;
 
 // Limit on steps per wave: a step can need more memory than the tensor that it reads.
-constexpr std::size_t kMaxSteps = 1 << 16;
+constexpr std::size_t kMaxSteps = 1 << 15;
 
 engine::ReadRequest request_for(const TensorTarget& target, engine::ReadKind kind) {
   engine::ReadRequest request;
@@ -80,6 +81,7 @@ class CurrentStreams {
 }  // namespace
 
 std::vector<std::size_t> LoadWaves::run() {
+  const at::NoGradGuard no_grad;
   // Inference tensors may be changed only in inference mode. All other tensors may be changed in
   // inference mode as well.
   std::optional<c10::InferenceMode> guard;

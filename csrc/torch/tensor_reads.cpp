@@ -1,5 +1,7 @@
 #include "torch/tensor_reads.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -23,6 +25,7 @@ std::vector<at::Device> TensorReads::devices() const {
 
 void TensorReads::split(std::uint64_t max_bytes,
                         const std::function<bool(std::string_view)>& can_split) {
+  const at::NoGradGuard no_grad;
   std::vector<TensorTarget> parts;
   for (TensorTarget& target : targets_) {
     const std::int64_t lines = target.tensor.dim() == 0 ? 1 : target.tensor.size(0);

@@ -19,6 +19,8 @@ class TensorReads {
   std::uint32_t file_number(std::string_view name) { return files_.add(name).first; }
   const index::NameTable& files() const { return files_; }
 
+  /// Reserves memory for `count` more reads. Memory that is not used costs nothing.
+  void reserve(std::size_t count) { targets_.reserve(targets_.size() + count); }
   void add(TensorTarget target) { targets_.push_back(std::move(target)); }
   /// Removes the targets from number `size` on.
   void truncate(std::size_t size) {
