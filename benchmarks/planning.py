@@ -195,7 +195,7 @@ class Simulation:
             one.close()
         self.messages[kind] = sum(one.sent[0] for one in exchanges)
         self.bytes[f"{kind}: messages"] = sum(one.sent[1] for one in exchanges)
-        return data
+        return bytes(data)
 
     def _simulate_write(self, rank: int, cache: PlanCache) -> Written:
         count = cache.assignment.count

@@ -162,6 +162,17 @@ def bytes_sealed(file: bytes) -> int | None:
     Raises Corrupt if these bytes do not match the seal.
     """
 
+class EncodedMetadata:
+    """The contents of a ``.metadata`` file. Saves with the same plan share the parts that do not
+    differ. ``bytes`` objects are converted implicitly.
+    """
+
+    def __init__(self, contents: bytes) -> None: ...
+    def __len__(self) -> int: ...
+    def __bytes__(self) -> bytes: ...
+    @property
+    def seal(self) -> bytes: ...
+
 class GlobalPlan:
     """Assigns the values of all ranks to the ranks that write them.
 
@@ -209,7 +220,7 @@ class GlobalPlan:
         storage_meta: list[tuple[str, str | None]],
         version: str,
         phases: str,
-    ) -> bytes:
+    ) -> EncodedMetadata:
         """The contents of ``.metadata``. ``rest`` has the entries of items planned by torch.
 
         Raises Corrupt if a rank has not reported one location for each of its rows.
@@ -331,7 +342,9 @@ class DirectoryLease:
         """
     @property
     def tag(self) -> str: ...
-    def commit(self, metadata: bytes, files: list[str], sync: bool, replace: bool) -> None:
+    def commit(
+        self, metadata: EncodedMetadata, files: list[str], sync: bool, replace: bool
+    ) -> None:
         """Publishes the metadata, removes files that no metadata names, and ends the lease.
 
         Raises NotCommitted and DurabilityUncertain.

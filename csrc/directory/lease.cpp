@@ -50,15 +50,21 @@ Result<std::vector<std::string>> unnamed_files(const os::Directory& directory,
 
 /// Returns true if the file has these contents.
 Result<bool> has_contents(const os::Directory& directory, const std::string& name,
-                          std::span<const std::byte> contents) {
+                          Pieces contents) {
   auto file = directory.open_for_read(name);
   if (!file) return file.error();
   auto size = file->size();
   if (!size) return size.error();
-  if (*size != contents.size()) return false;
-  std::vector<std::byte> found(contents.size());
-  if (auto read = file->read_at(found, 0); !read) return read.error();
-  return std::equal(found.begin(), found.end(), contents.begin());
+  std::string found(*size, '\0');
+  if (auto read = file->read_at(std::as_writable_bytes(std::span(found)), 0); !read) {
+    return read.error();
+  }
+  std::string_view rest = found;
+  for (const std::string_view piece : contents) {
+    if (!rest.starts_with(piece)) return false;
+    rest.remove_prefix(piece.size());
+  }
+  return rest.empty();
 }
 
 void warn_of_unused(const os::Directory& directory, const Error& error, Warnings& warnings) {
@@ -192,8 +198,7 @@ Result<> Lease::require_files(const std::set<std::string>& files) const {
   }
 }
 
-PublishOutcome Lease::commit(std::span<const std::byte> contents,
-                             const std::set<std::string>& files, PublishMode mode,
+PublishOutcome Lease::commit(Pieces contents, const std::set<std::string>& files, PublishMode mode,
                              const NamedFiles& named, Warnings& warnings) {
   auto outcome = publish_contents(directory_, metadata_name(rank_), contents, mode,
                                   [&] { return require_files(files); });

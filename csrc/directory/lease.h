@@ -105,8 +105,8 @@ class Lease {
   /// Performs steps 4 to 9 and ends the lease. `contents` is the metadata, and `files` are the data
   /// files that it names. If a file is missing, fails with ENOENT and publishes nothing. If nothing
   /// is published, removes the files.
-  PublishOutcome commit(std::span<const std::byte> contents, const std::set<std::string>& files,
-                        PublishMode mode, const NamedFiles& named, Warnings& warnings);
+  PublishOutcome commit(Pieces contents, const std::set<std::string>& files, PublishMode mode,
+                        const NamedFiles& named, Warnings& warnings);
   /// Ends the lease of a failed save and removes the save's files on all ranks.
   void abandon(const NamedFiles& named, Warnings& warnings);
   /// Ends the lease without removing files; for ranks that do not commit, because the lease of the
@@ -118,7 +118,7 @@ class Lease {
   Result<> require_files(const std::set<std::string>& files) const;
   /// The committed metadata and the files that it names.
   struct Committed {
-    std::span<const std::byte> contents;
+    Pieces contents;
     const std::set<std::string>& files;
   };
   void sweep(const Committed* committed, const NamedFiles& named, Warnings& warnings);

@@ -22,13 +22,34 @@ struct Created {
   MaybeIdentity identity;
 };
 
-Result<> write_temporary(const os::Directory& directory, const std::string& name,
-                         std::span<const std::byte> contents, bool sync,
-                         std::optional<Created>& created) {
+/// Writes the pieces to the beginning of the file. Joins small pieces, because each write is a
+/// system call.
+Result<> write_pieces(os::File& file, Pieces contents) {
+  constexpr std::size_t kJoinedBytes = std::size_t{1} << 20;
+  std::string joined;
+  std::uint64_t offset = 0;
+  const auto write = [&](std::string_view bytes) {
+    offset += bytes.size();
+    return file.write_at(std::as_bytes(std::span(bytes)), offset - bytes.size());
+  };
+  for (const std::string_view piece : contents) {
+    if (joined.size() + piece.size() <= kJoinedBytes) {
+      joined += piece;
+      continue;
+    }
+    if (auto written = write(joined); !written) return written;
+    joined.clear();
+    if (auto written = write(piece); !written) return written;
+  }
+  return write(joined);
+}
+
+Result<> write_temporary(const os::Directory& directory, const std::string& name, Pieces contents,
+                         bool sync, std::optional<Created>& created) {
   auto file = directory.create(name, os::IoMode::buffered);
   if (!file) return file.error();
   created = Created{to_optional(file->identity())};
-  if (auto written = file->write_at(contents, 0); !written) return written;
+  if (auto written = write_pieces(*file, contents); !written) return written;
   if (sync) {
     if (auto synced = file->sync(); !synced) return synced;
   }
@@ -117,7 +138,7 @@ std::string temporary_name(const std::string& name) {
 }  // namespace
 
 PublishOutcome publish_contents(const os::Directory& directory, const std::string& name,
-                                std::span<const std::byte> contents, PublishMode mode,
+                                Pieces contents, PublishMode mode,
                                 const std::function<Result<>()>& check) {
   const std::string temporary = temporary_name(name);
   std::optional<Created> created;

@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "error.h"
 #include "os/directory.h"
@@ -43,11 +44,14 @@ struct PublishMode {
   bool sync_above = true;  // false: do not fsync the parent directories, which are durable
 };
 
+/// The contents of a file, in pieces.
+using Pieces = std::span<const std::string_view>;
+
 /// Publishes a file with these contents as `name`; replaces a file of that name. Calls `check`
 /// immediately before the rename; an error from it prevents the rename. Fails with
 /// Errc::directory_moved if the directory's path now refers to another directory.
 PublishOutcome publish_contents(const os::Directory& directory, const std::string& name,
-                                std::span<const std::byte> contents, PublishMode mode,
+                                Pieces contents, PublishMode mode,
                                 const std::function<Result<>()>& check = {});
 
 /// A durable file or directory to be renamed within its directory.

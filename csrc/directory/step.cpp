@@ -219,7 +219,7 @@ Result<std::vector<std::string>> StepSave::find_missing(
   }
 }
 
-PublishOutcome StepSave::publish(std::span<const std::byte> marker, bool may_replace, bool sync) {
+PublishOutcome StepSave::publish(std::string_view marker, bool may_replace, bool sync) {
   PublishOutcome outcome = try_publish(marker, may_replace, sync);
   if (outcome.state == PublishState::durability_uncertain) {
     outcome.error.subject = root_.path_of(digits_);
@@ -242,8 +242,7 @@ PublishOutcome StepSave::publish(std::span<const std::byte> marker, bool may_rep
   return outcome;
 }
 
-PublishOutcome StepSave::try_publish(std::span<const std::byte> marker, bool may_replace,
-                                     bool sync) {
+PublishOutcome StepSave::try_publish(std::string_view marker, bool may_replace, bool sync) {
   const auto not_published = [](Error error) {
     return PublishOutcome{PublishState::not_published, std::move(error)};
   };
@@ -253,7 +252,7 @@ PublishOutcome StepSave::try_publish(std::span<const std::byte> marker, bool may
   auto identity = directory_.identity();
   if (!identity) return not_published(identity.error());
   // The commit of the metadata has already made the directories above durable.
-  auto marked = publish_contents(directory_, std::string(kMarkerName), marker,
+  auto marked = publish_contents(directory_, std::string(kMarkerName), {&marker, 1},
                                  {.sync = sync, .sync_above = false});
   if (marked.state != PublishState::published) return not_published(marked.error);
   auto exists = root_.contains(digits_);

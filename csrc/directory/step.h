@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -114,7 +113,7 @@ class StepSave {
 
   /// Completes the step after the metadata was committed. If a complete step may not be replaced,
   /// fails with EEXIST. If nothing is published, removes the files, except as in 8.
-  PublishOutcome publish(std::span<const std::byte> marker, bool may_replace, bool sync);
+  PublishOutcome publish(std::string_view marker, bool may_replace, bool sync);
   /// True once publish() has renamed the directory, or may have done so.
   bool is_published() const { return is_published_; }
   /// The new name of the step that was replaced; empty if there was none.
@@ -126,7 +125,7 @@ class StepSave {
  private:
   StepSave(StepRoot& steps, os::Directory root, os::Directory directory, std::string digits,
            std::string unfinished);
-  PublishOutcome try_publish(std::span<const std::byte> marker, bool may_replace, bool sync);
+  PublishOutcome try_publish(std::string_view marker, bool may_replace, bool sync);
   Result<> remove_files();
   void close();
 

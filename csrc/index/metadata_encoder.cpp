@@ -19,7 +19,7 @@ constexpr std::string_view kFileSystem = "torch.distributed.checkpoint.filesyste
 }  // namespace
 
 void MetadataEncoder::describe() {
-  if (std::exchange(is_described_, true)) return;
+  if (description_) return;
   names_.resize(draft_.entries().size());
   begin_object(kMetadata, "Metadata");
   key("state_dict_metadata");
@@ -29,28 +29,24 @@ void MetadataEncoder::describe() {
   description_ = end_part(after_description_);
 }
 
-const std::vector<std::string_view>& MetadataEncoder::encode(const MetadataExtras& extras) {
+EncodedMetadata MetadataEncoder::encode(const MetadataExtras& extras) {
   describe();
-  if (!std::exchange(has_locations_, true)) locations_ = encode_locations();
-  tail_ = encode_tail(extras);
-  file_names_.clear();
+  if (!locations_) locations_ = encode_locations();
+  EncodedMetadata encoded;
+  encoded.add(description_);
+  const std::string_view locations = *locations_;
+  std::size_t at = 0;
   for (const FileNameGap& gap : gaps_) {
+    encoded.add(locations_, locations.substr(at, gap.at - at));
     format::PickleWriter file(0);
     file.text(draft_.text(draft_.files()[gap.file]));
-    file_names_.push_back(file.take_part());
+    encoded.add(std::make_shared<const std::string>(file.take_part()));
+    at = gap.at;
   }
-  pieces_ = {description_};
-  std::size_t at = 0;
-  for (std::size_t i = 0; i < gaps_.size(); ++i) {
-    pieces_.push_back(std::string_view(locations_).substr(at, gaps_[i].at - at));
-    pieces_.emplace_back(file_names_[i]);
-    at = gaps_[i].at;
-  }
-  pieces_.push_back(std::string_view(locations_).substr(at));
-  pieces_.emplace_back(tail_);
-  seal_ = seal_of(pieces_);
-  pieces_.emplace_back(seal_);
-  return pieces_;
+  encoded.add(locations_, locations.substr(at));
+  encoded.add(std::make_shared<const std::string>(encode_tail(extras)));
+  encoded.add(std::make_shared<const std::string>(seal_of(encoded.pieces())));
+  return encoded;
 }
 
 void MetadataEncoder::begin_part(const Memo& memo) {
@@ -58,13 +54,13 @@ void MetadataEncoder::begin_part(const Memo& memo) {
   pickle_ = format::PickleWriter(memo.size);
 }
 
-std::string MetadataEncoder::end_part(Memo& memo) {
+MetadataEncoder::Part MetadataEncoder::end_part(Memo& memo) {
   memo = memo_;
   memo.size = pickle_.memoized();
-  return pickle_.take_part();
+  return std::make_shared<const std::string>(pickle_.take_part());
 }
 
-std::string MetadataEncoder::encode_locations() {
+MetadataEncoder::Part MetadataEncoder::encode_locations() {
   begin_part(after_description_);
   memo_.files.resize(draft_.files().size());
   gaps_.clear();

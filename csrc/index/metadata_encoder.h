@@ -1,6 +1,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "format/pickle_writer.h"
+#include "index/encoded_metadata.h"
 #include "index/metadata_draft.h"
 
 namespace torch_ckpt::index {
@@ -39,14 +41,14 @@ class MetadataEncoder {
   void describe();
   /// Must be called after locations have changed. Changes to file names or checksum tables do not
   /// require it.
-  void forget_locations() { has_locations_ = false; }
-  /// Returns the pickle and its seal (index/metadata_seal.h) in pieces. They are valid until the
-  /// next call.
-  const std::vector<std::string_view>& encode(const MetadataExtras& extras);
+  void forget_locations() { locations_.reset(); }
+  /// Returns the pickle, followed by its seal (index/metadata_seal.h).
+  EncodedMetadata encode(const MetadataExtras& extras);
 
  private:
   using Entry = MetadataDraft::Entry;
   using Shard = MetadataDraft::Shard;
+  using Part = std::shared_ptr<const std::string>;
 
   /// Memo indices of the values written so far.
   struct Memo {
@@ -63,8 +65,8 @@ class MetadataEncoder {
 
   /// memo: the memo at the end of the previous part.
   void begin_part(const Memo& memo);
-  std::string end_part(Memo& memo);
-  std::string encode_locations();
+  Part end_part(Memo& memo);
+  Part encode_locations();
   std::string encode_tail(const MetadataExtras& extras);
 
   void key(std::string_view text);
@@ -98,18 +100,11 @@ class MetadataEncoder {
   std::map<std::pair<std::uint32_t, bool>, std::uint32_t> properties_;
   std::unordered_map<std::string_view, std::uint32_t> path_words_;
 
-  bool is_described_ = false;
-  std::string description_;
+  Part description_;  // nullptr before describe()
   Memo after_description_;
-  bool has_locations_ = false;
-  std::string locations_;
+  Part locations_;  // nullptr if they must be encoded
   std::vector<FileNameGap> gaps_;
   Memo after_locations_;
-  // Buffers for the result of encode().
-  std::vector<std::string> file_names_;
-  std::string tail_;
-  std::string seal_;
-  std::vector<std::string_view> pieces_;
 };
 
 }  // namespace torch_ckpt::index

@@ -32,9 +32,9 @@ void PlanMetadata::describe() {
   described_ = std::move(described);
 }
 
-Result<std::span<const std::string_view>> PlanMetadata::encode(
-    std::span<const WrittenFiles> written, const index::EntryTable* torch_items,
-    const index::MetadataExtras& extras) {
+Result<index::EncodedMetadata> PlanMetadata::encode(std::span<const WrittenFiles> written,
+                                                    const index::EntryTable* torch_items,
+                                                    const index::MetadataExtras& extras) {
   // Move the state out of the member, so that an exception discards it instead of leaving it half
   // updated.
   auto described = std::move(described_);
@@ -45,10 +45,10 @@ Result<std::span<const std::string_view>> PlanMetadata::encode(
     described->set_files(written);
   }
   if (auto placed = place(*described, written); !placed) return std::move(placed).error();
-  const std::span<const std::string_view> pieces = described->encoder.encode(extras);
+  index::EncodedMetadata encoded = described->encoder.encode(extras);
   described_ = std::move(described);
   has_torch_items_ = torch_items != nullptr;
-  return pieces;
+  return encoded;
 }
 
 std::string PlanMetadata::name_of(std::size_t rank, std::size_t number) const {

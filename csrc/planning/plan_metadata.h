@@ -9,6 +9,7 @@
 
 #include "error.h"
 #include "format/result_frame.h"
+#include "index/encoded_metadata.h"
 #include "index/metadata_draft.h"
 #include "index/metadata_encoder.h"
 #include "planning/global_plan.h"
@@ -29,12 +30,12 @@ class PlanMetadata {
 
   /// Encodes the part that depends only on the plan.
   void describe();
-  /// Returns the pickle and its seal in pieces, which are valid until the next call. Fails with
-  /// Errc::metadata_inconsistent if a rank has not reported exactly one location for each row that
-  /// it owns. written: files by rank. torch_items: index of the items planned by torch, or nullptr.
-  Result<std::span<const std::string_view>> encode(std::span<const WrittenFiles> written,
-                                                   const index::EntryTable* torch_items,
-                                                   const index::MetadataExtras& extras);
+  /// Returns the contents of the metadata file. Fails with Errc::metadata_inconsistent if a rank
+  /// has not reported exactly one location for each row that it owns. written: files by rank.
+  /// torch_items: index of the items planned by torch, or nullptr.
+  Result<index::EncodedMetadata> encode(std::span<const WrittenFiles> written,
+                                        const index::EntryTable* torch_items,
+                                        const index::MetadataExtras& extras);
 
  private:
   struct Described {

@@ -10,6 +10,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "directory/root_lease.h"
 #include "directory/step.h"
 #include "file_name.h"
+#include "index/encoded_metadata.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
@@ -112,13 +114,17 @@ directory::Lease take_lease(const Directory& opened, std::optional<int> rank, do
       [&] { return directory::Lease::take(opened, rank, patience, interrupts.check()); });
 }
 
-void commit(directory::Lease& lease, std::span<const std::byte> metadata,
+std::string_view chars_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+void commit(directory::Lease& lease, const index::EncodedMetadata& metadata,
             const std::vector<Path>& files, bool sync, bool replace) {
   const auto names = native(files);
   directory::Warnings warnings;
   const auto outcome = without_gil([&] {
-    return lease.commit(metadata, {names.begin(), names.end()}, {.sync = sync, .replace = replace},
-                        directory::named_files, warnings);
+    return lease.commit(metadata.pieces(), {names.begin(), names.end()},
+                        {.sync = sync, .replace = replace}, directory::named_files, warnings);
   });
   warn(warnings);
   if (outcome.state != directory::PublishState::published) raise(outcome);
@@ -158,8 +164,9 @@ void publish(const Directory& opened, const Path& temporary, const Path& name,
 
 void publish_contents(const Directory& opened, const Path& name,
                       std::span<const std::byte> contents, bool replace) {
+  const std::string_view piece = chars_of(contents);
   raise_unpublished(without_gil([&] {
-    return directory::publish_contents(opened, name.native(), contents, {.replace = replace});
+    return directory::publish_contents(opened, name.native(), {&piece, 1}, {.replace = replace});
   }));
 }
 
@@ -182,7 +189,7 @@ py::list find_missing(const directory::StepSave& save, const std::vector<Path>& 
 
 void publish_step(directory::StepSave& save, std::span<const std::byte> marker, bool may_replace,
                   bool sync) {
-  raise_unpublished(without_gil([&] { return save.publish(marker, may_replace, sync); }));
+  raise_unpublished(without_gil([&] { return save.publish(chars_of(marker), may_replace, sync); }));
 }
 
 }  // namespace

@@ -2,15 +2,18 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <map>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "index/allowed_globals.h"
 #include "index/checkpoint_index.h"
+#include "index/encoded_metadata.h"
 #include "index/metadata_pickle.h"
 #include "index/metadata_seal.h"
 #include "planning/tiling.h"
@@ -27,6 +30,7 @@ namespace torch_ckpt::python {
 namespace {
 
 using index::CheckpointIndex;
+using index::EncodedMetadata;
 
 const CheckpointIndex::Entry* entry_of(const CheckpointIndex& index, const py::str& name) {
   const auto number = index.find(bytes_of(name));
@@ -83,9 +87,41 @@ py::dict tables_of(const CheckpointIndex& index) {
   return tables;
 }
 
+/// Returns the contents from byte `begin` on.
+py::bytes contents_of(const EncodedMetadata& metadata, std::size_t begin) {
+  auto contents = py::reinterpret_steal<py::bytes>(
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(metadata.bytes() - begin)));
+  if (!contents) throw py::error_already_set();
+  char* out = PyBytes_AS_STRING(contents.ptr());
+  const ReleasedGil released;
+  for (const std::string_view piece : metadata.pieces()) {
+    const std::size_t skipped = std::min(begin, piece.size());
+    out = std::ranges::copy(piece.substr(skipped), out).out;
+    begin -= skipped;
+  }
+  return contents;
+}
+
+void bind_encoded_metadata(py::module_& module) {
+  py::class_<EncodedMetadata>(module, "EncodedMetadata")
+      .def(py::init<std::string>(), py::arg("contents"))
+      .def("__len__", &EncodedMetadata::bytes)
+      .def("__bytes__", [](const EncodedMetadata& self) { return contents_of(self, 0); })
+      .def_property_readonly("seal",
+                             [](const EncodedMetadata& self) {
+                               const std::size_t all = self.bytes();
+                               return contents_of(self, all - std::min(all, index::kSealBytes));
+                             })
+      .def(py::pickle(
+          [](const EncodedMetadata& self) { return py::make_tuple(contents_of(self, 0)); },
+          [](const py::tuple& state) { return EncodedMetadata(state[0].cast<std::string>()); }));
+  py::implicitly_convertible<py::bytes, EncodedMetadata>();
+}
+
 }  // namespace
 
 void bind_index(py::module_& module) {
+  bind_encoded_metadata(module);
   module.attr("SEAL_BYTES") = index::kSealBytes;
   module.attr("MAX_METADATA_BYTES") = CheckpointIndex::kMaxFileBytes;
   module.def(

@@ -67,27 +67,17 @@ std::vector<planning::WrittenFiles> files_of(const Written& written) {
   return files;
 }
 
-py::bytes encoded(PlanWithMetadata& save, const Written& written,
-                  const index::CheckpointIndex* rest,
-                  const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
-                  const std::string& version, const std::string& phases) {
+index::EncodedMetadata encoded(
+    PlanWithMetadata& save, const Written& written, const index::CheckpointIndex* rest,
+    const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
+    const std::string& version, const std::string& phases) {
   index::MetadataExtras extras;
   extras.version = version;
   extras.phases = phases;
   for (const auto& [name, value] : meta) {
     extras.storage_meta.emplace_back(name, value ? std::optional(bytes_of(*value)) : std::nullopt);
   }
-  const auto pieces =
-      without_gil([&] { return save.metadata.encode(files_of(written), rest, extras); });
-  std::size_t size = 0;
-  for (const std::string_view piece : pieces) size += piece.size();
-  auto whole = py::reinterpret_steal<py::bytes>(
-      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
-  if (!whole) throw py::error_already_set();
-  char* out = PyBytes_AS_STRING(whole.ptr());
-  const ReleasedGil released;
-  for (const std::string_view piece : pieces) out = std::ranges::copy(piece, out).out;
-  return whole;
+  return without_gil([&] { return save.metadata.encode(files_of(written), rest, extras); });
 }
 
 py::tuple changes_of(const PlanWithMetadata& save, const Written& before, const Written& now,

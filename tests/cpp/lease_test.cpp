@@ -53,7 +53,7 @@ class LeaseTest : public ::testing::Test {
   }
   PublishOutcome commit(Lease lease, std::string_view contents, const std::set<std::string>& files,
                         PublishMode mode = {}) {
-    return lease.commit(bytes_of(contents), files, mode, named, warnings_);
+    return lease.commit({&contents, 1}, files, mode, named, warnings_);
   }
   bool is_free() {
     auto directory = open_directory(directory_);

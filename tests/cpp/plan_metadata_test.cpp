@@ -46,14 +46,18 @@ std::vector<Files> written(const GlobalPlan& plan, std::uint64_t length = 500,
   return made;
 }
 
+std::string whole(const index::EncodedMetadata& metadata) {
+  std::string contents;
+  for (const std::string_view piece : metadata.pieces()) contents += piece;
+  return contents;
+}
+
 std::string encoded(PlanMetadata& metadata, const std::vector<Files>& files) {
   const std::vector<WrittenFiles> all(files.begin(), files.end());
-  const auto pieces =
+  const auto made =
       metadata.encode(all, nullptr, {{{"checkpoint_id", "here"}, {"save_id", {}}}, "1.0.0"});
-  EXPECT_TRUE(ok(pieces));
-  std::string whole;
-  for (const std::string_view piece : pieces.value()) whole += piece;
-  return whole;
+  EXPECT_TRUE(ok(made));
+  return whole(made.value());
 }
 
 CheckpointIndex decoded(const std::string& file) {
@@ -91,6 +95,18 @@ TEST(PlanMetadata, OfALaterSaveEqualsThatOfANewPlan) {
     PlanMetadata fresh(plan);
     EXPECT_EQ(encoded(kept, files), encoded(fresh, files));
   }
+}
+
+TEST(PlanMetadata, IsNotChangedByALaterSave) {
+  const GlobalPlan plan = plan_of_two();
+  PlanMetadata metadata(plan);
+  const std::vector<Files> files = written(plan);
+  const std::vector<WrittenFiles> all(files.begin(), files.end());
+  const auto first = metadata.encode(all, nullptr, {{}, "1.0.0"});
+  ASSERT_TRUE(ok(first));
+  const std::string before = whole(*first);
+  ASSERT_TRUE(ok(metadata.encode(all, nullptr, {{}, "2.0.0"})));
+  EXPECT_EQ(whole(*first), before);
 }
 
 TEST(PlanMetadata, RejectsAMissingLocation) {

@@ -19,8 +19,11 @@ using namespace test;
 
 using Names = std::vector<std::string>;
 
+constexpr std::string_view kNewContents = "new";
+constexpr Pieces kNew(&kNewContents, 1);
+
 PublishOutcome commit(const TempDir& directory, std::string_view contents, PublishMode mode = {}) {
-  return publish_contents(open_directory(directory), ".metadata", bytes_of(contents), mode);
+  return publish_contents(open_directory(directory), ".metadata", {&contents, 1}, mode);
 }
 
 using PublishTest = DirectoryTest;
@@ -91,7 +94,7 @@ TEST_F(PublishTest, FailsInARemovedDirectory) {
   fs::create_directory(directory_.file("gone"));
   const auto opened = os::Directory::open(directory_.file("gone"));
   fs::remove(directory_.file("gone"));
-  const auto outcome = publish_contents(*opened, ".metadata", bytes_of("new"), {});
+  const auto outcome = publish_contents(*opened, ".metadata", kNew, {});
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, ENOENT);
 }
@@ -110,7 +113,7 @@ class PathChange : public ::testing::Test {
     const auto opened = os::Directory::open(path);
     ASSERT_TRUE(test::ok(opened));
     change();
-    const auto outcome = publish_contents(*opened, ".metadata", bytes_of("new"), {});
+    const auto outcome = publish_contents(*opened, ".metadata", kNew, {});
     EXPECT_EQ(outcome.state, PublishState::not_published);
     EXPECT_EQ(outcome.error.code, Errc::directory_moved);
     EXPECT_EQ(outcome.error.path, path);
@@ -345,8 +348,7 @@ TEST_F(PublishTest, FollowsALinkInThePathOfTheDirectory) {
   fs::create_directory(elsewhere.file("real"));
   fs::create_directory_symlink(elsewhere.file("real"), directory_.file("link"));
   const auto opened = os::Directory::open(directory_.file("link"));
-  EXPECT_EQ(publish_contents(*opened, ".metadata", bytes_of("new"), {}).state,
-            PublishState::published);
+  EXPECT_EQ(publish_contents(*opened, ".metadata", kNew, {}).state, PublishState::published);
   EXPECT_EQ(read_file(elsewhere.file("real/.metadata")), "new");
 }
 

@@ -116,7 +116,7 @@ TEST_F(StepTest, ASavedStepHasItsNameAndTheMarker) {
   has(kUnfinished, "new", false);
   StepSave save = begin();
   EXPECT_EQ(*save.bytes(), 3u);
-  const auto outcome = save.publish(bytes_of("marker"), false, true);
+  const auto outcome = save.publish("marker", false, true);
   EXPECT_EQ(outcome.state, PublishState::published) << outcome.error.message();
   EXPECT_TRUE(save.is_published());
   EXPECT_EQ(save.replaced(), "");
@@ -131,7 +131,7 @@ TEST_F(StepTest, TheMarkerIsDurableBeforeTheNameAndTheNameAtTheEnd) {
   CallCounter counter;
   {
     const ScopedFaultHook hook(counter);
-    EXPECT_EQ(save.publish(bytes_of("marker"), false, true).state, PublishState::published);
+    EXPECT_EQ(save.publish("marker", false, true).state, PublishState::published);
   }
   Names calls;
   for (const std::string& call : counter.log()) {
@@ -163,7 +163,7 @@ TEST_F(StepTest, AnyFailingCallLeavesTheOldStepOrTheNewOne) {
       PublishOutcome outcome;
       {
         const ScopedFaultHook hook(fails_once);
-        outcome = save.publish(bytes_of("{}"), true, true);
+        outcome = save.publish("{}", true, true);
       }
       SCOPED_TRACE(operation + " " + std::to_string(n));
       if (!fails_once.hit()) {
@@ -187,7 +187,7 @@ TEST_F(StepTest, AReplacedStepIsRenamedAndItsPinIsKept) {
   write_file(root_.file(kStep + "/pinned"), "");
   has(kUnfinished, "new", false);
   StepSave save = begin();
-  ASSERT_EQ(save.publish(bytes_of("{}"), true, true).state, PublishState::published);
+  ASSERT_EQ(save.publish("{}", true, true).state, PublishState::published);
   EXPECT_EQ(step(), "new");
   EXPECT_TRUE(fs::exists(root_.file(kStep + "/pinned")));
   EXPECT_EQ(names(), (Names{kStep, save.replaced()}));
@@ -199,7 +199,7 @@ TEST_F(StepTest, ACompleteStepIsReplacedOnlyOnRequest) {
   has(kStep, "old", true);
   has(kUnfinished, "new", false);
   StepSave save = begin();
-  const auto outcome = save.publish(bytes_of("{}"), false, true);
+  const auto outcome = save.publish("{}", false, true);
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, EEXIST);
   EXPECT_EQ(step(), "old");
@@ -209,14 +209,14 @@ TEST_F(StepTest, ACompleteStepIsReplacedOnlyOnRequest) {
 TEST_F(StepTest, ADirectoryWithoutTheMarkerIsReplaced) {
   has(kStep, "old", false);
   has(kUnfinished, "new", false);
-  EXPECT_EQ(begin().publish(bytes_of("{}"), false, true).state, PublishState::published);
+  EXPECT_EQ(begin().publish("{}", false, true).state, PublishState::published);
   EXPECT_EQ(step(), "new");
 }
 
 TEST_F(StepTest, AFileWithTheNameOfTheStepIsNotReplaced) {
   write_file(root_.file(kStep), "the user's");
   has(kUnfinished, "new", false);
-  EXPECT_EQ(begin().publish(bytes_of("{}"), true, true).state, PublishState::not_published);
+  EXPECT_EQ(begin().publish("{}", true, true).state, PublishState::not_published);
   EXPECT_EQ(read_file(root_.file(kStep)), "the user's");
 }
 
@@ -231,7 +231,7 @@ TEST_F(StepTest, IfTheOldStepCannotBeRenamedBackTheNextSweepCompletesTheNewOne) 
     const ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
       return operation == "rename" && ++renames > 2 ? EACCES : 0;
     });
-    outcome = save.publish(bytes_of("{}"), true, true);
+    outcome = save.publish("{}", true, true);
   }
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_NE(outcome.error.message().find("the next sweep will rename it"), std::string::npos);
@@ -344,7 +344,7 @@ TEST_F(StepTest, ARenameOfAStepThatHasReplacedItsOwnIsUndone) {
 
 TEST_F(StepTest, NothingIsRemovedFromAnotherRootThanTheOneOfTheLastSave) {
   has(kUnfinished, "new", false);
-  ASSERT_EQ(begin().publish(bytes_of("{}"), false, true).state, PublishState::published);
+  ASSERT_EQ(begin().publish("{}", false, true).state, PublishState::published);
   TempDir other;
   StepRoot moved{other.path()};
   steps_.remember(*open_directory(other).identity());

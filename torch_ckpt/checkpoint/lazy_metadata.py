@@ -108,13 +108,16 @@ def _reduce(metadata: LazyMetadata) -> Any:
 copyreg.pickle(LazyMetadata, _reduce)
 
 
-def saved_contents(data: bytes) -> LazyContents:
+def saved_contents(data: _core.EncodedMetadata) -> LazyContents:
     """Returns the lazy contents of a ``.metadata`` file that a save has just written."""
-    decode = partial(decode_metadata, data, "the metadata of this save")
+
+    def decode() -> Metadata:
+        return decode_metadata(bytes(data), "the metadata of this save")
+
     return LazyContents(decode, sent=(_saved, (data,)))
 
 
-def _saved(data: bytes) -> Metadata:
+def _saved(data: _core.EncodedMetadata) -> Metadata:
     return LazyMetadata(saved_contents(data))
 
 
@@ -131,7 +134,7 @@ class SavedMetadata(NamedTuple):
         seal: the checksum seal of the contents, if ``data`` is None.
     """
 
-    data: bytes | None
+    data: _core.EncodedMetadata | None
     path: str
     ranks: int
     seal: bytes = b""
@@ -140,7 +143,7 @@ class SavedMetadata(NamedTuple):
         data, path, ranks, seal = self
         # _read() reads local directories only.
         if data is not None and len(data) * ranks > MOST_BYTES_SENT and not is_url(path):
-            seal, data = data[-_core.SEAL_BYTES :], None
+            seal, data = data.seal, None
         return SavedMetadata, (data, path, ranks, seal)
 
     def metadata(self) -> Metadata:

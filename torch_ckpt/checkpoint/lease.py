@@ -98,11 +98,18 @@ class DirectoryLease:
             if self.is_open:
                 self._held.remove(list(names))
 
-    def commit(self, metadata: bytes, files: Collection[str], *, sync: bool, replace: bool) -> None:
+    def commit(
+        self,
+        metadata: _core.EncodedMetadata,
+        files: Collection[str],
+        *,
+        sync: bool,
+        replace: bool,
+    ) -> None:
         """Publishes the metadata, removes files that no metadata names, and ends the lease.
 
         Args:
-            metadata: the encoded metadata.
+            metadata: the contents of ``.metadata``.
             files: the data files that the metadata names.
             sync: fsync the metadata.
             replace: replace existing metadata.

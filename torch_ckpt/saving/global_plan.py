@@ -124,7 +124,9 @@ class GlobalPlan:
         return self.engine.paths()
 
     @no_gc()
-    def encode(self, written: list[Written], storage_meta: StorageMeta | None) -> bytes:
+    def encode(
+        self, written: list[Written], storage_meta: StorageMeta | None
+    ) -> _core.EncodedMetadata:
         """Returns the contents of ``.metadata``.
 
         Args:

@@ -274,7 +274,7 @@ class FileSystemWriter(StockWriter):
             metadata.storage_meta = None if meta is None else StorageMeta(**vars(meta))
             tables, directories = brought_with(results)
             complete = with_checksum_tables(metadata, tables)
-            data = encode_metadata(complete)
+            data = _core.EncodedMetadata(encode_metadata(complete))
         try:
             require_one_directory([Place.of(self.directory), *directories])
             self._refuse_unreadable(complete)
@@ -417,12 +417,12 @@ class FileSystemWriter(StockWriter):
         """Removes the files that this rank wrote, after the save has failed on another rank."""
         remove_own(self.directory, set(written.files.names))
 
-    def commit(self, data: bytes, files: set[str]) -> None:
+    def commit(self, data: _core.EncodedMetadata, files: set[str]) -> None:
         """Publishes ``data`` as the metadata, then removes the files that the metadata does not
         name.
 
         Args:
-            data: the encoded metadata.
+            data: the contents of ``.metadata``.
             files: the data files that the metadata names.
 
         Raises:

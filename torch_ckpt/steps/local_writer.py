@@ -86,7 +86,7 @@ class StepWriter(FileSystemWriter):
             # Do not set this earlier, because another rank may still be creating the directory.
             self._removes_directory = True
 
-    def commit(self, data: bytes, files: set[str]) -> None:
+    def commit(self, data: _core.EncodedMetadata, files: set[str]) -> None:
         step = _core.StepSave(self._protocol, self.directory, self._step)
         try:
             with self._working():

@@ -30,7 +30,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base import exit_threads
 from torch_ckpt._base.life_cycle import before_thread_pools_end
 from torch_ckpt._base.log import LOGGER
@@ -151,7 +151,7 @@ class RemoteWriter(FileSystemWriter):
     def bytes_moved(self) -> int:
         return super().bytes_moved() + self._uploaded_bytes
 
-    def commit(self, data: bytes, files: set[str]) -> None:
+    def commit(self, data: _core.EncodedMetadata, files: set[str]) -> None:
         """Completes the step.
 
         Raises:
@@ -175,7 +175,7 @@ class RemoteWriter(FileSystemWriter):
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _commit(self, data: bytes, files: set[str]) -> None:
+    def _commit(self, data: _core.EncodedMetadata, files: set[str]) -> None:
         upload = self._upload
         assert upload is not None
         listing = self._files.list()
@@ -196,7 +196,7 @@ class RemoteWriter(FileSystemWriter):
             self._files.remove({MARKER_NAME} & listing.keys())
             # Remove this file after the marker, or an interrupted deletion would become a step.
             self._files.remove({DELETED_NAME} & listing.keys())
-            self._files.write(METADATA_NAME, data)
+            self._files.write(METADATA_NAME, bytes(data))
             self._uploaded_bytes += len(data)
             self._files.write(MARKER_NAME, document)
         except BaseException as error:

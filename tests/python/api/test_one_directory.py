@@ -26,7 +26,7 @@ from tests.fault_hooks import at_fault_points, before, failing
 from tests.forked import Answering, context, end_of, fork
 from tests.metadata import read_metadata
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
-from torch_ckpt import CheckpointError, Corrupt, NotCommitted
+from torch_ckpt import CheckpointError, Corrupt, NotCommitted, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.checkpoint.metadata import encode_metadata
@@ -320,7 +320,7 @@ def test_a_forked_childs_copy_of_a_lease_neither_removes_nor_protects_files(
 
     child = fork(work)
     # The child continues to run, like a worker of a DataLoader.
-    lease.commit(b"", {mine.name}, sync=True, replace=True)
+    lease.commit(_core.EncodedMetadata(b""), {mine.name}, sync=True, replace=True)
     assert OpenDirectory(tmp_path).try_lock_exclusive()
     os.close(may_end)
     os.close(end)

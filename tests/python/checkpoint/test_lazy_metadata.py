@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt import CheckpointError
+from torch_ckpt import CheckpointError, _core
 from torch_ckpt.checkpoint.lazy_metadata import MOST_BYTES_SENT, SavedMetadata
 
 
 def sent(path: Path, ranks: int) -> bytes:
     """Returns the message with which the coordinator sends the metadata of a saved tensor."""
     torch_ckpt.save({"weight": torch.arange(4)}, path)
-    data = (path / ".metadata").read_bytes()
+    data = _core.EncodedMetadata((path / ".metadata").read_bytes())
     return pickle.dumps(SavedMetadata(data, str(path), ranks))
 
 
@@ -52,6 +52,7 @@ def test_metadata_of_a_checkpoint_that_was_deleted_is_refused_by_its_path(tmp_pa
 def test_the_rank_that_has_committed_keeps_the_metadata(tmp_path: Path) -> None:
     path = tmp_path / "gone"
     torch_ckpt.save({"weight": torch.arange(4)}, path)
-    saved = SavedMetadata((path / ".metadata").read_bytes(), str(path), MOST_BYTES_SENT)
+    data = _core.EncodedMetadata((path / ".metadata").read_bytes())
+    saved = SavedMetadata(data, str(path), MOST_BYTES_SENT)
     shutil.rmtree(path)
     assert set(saved.metadata().state_dict_metadata) == {"weight"}

@@ -20,6 +20,7 @@ import torch_ckpt
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.local_steps import ATTEMPT, failure, listed, names, saved, state, unfinished, value_of
 from tests.support import assert_equal, cause_of, stock_load
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.step_names import step_name
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
@@ -394,7 +395,7 @@ def test_files_that_rank_0_does_not_see_fail_the_save(tmp_path: Path) -> None:
     writer = store.writer(3, attempt=ATTEMPT)
     writer.set_up_for_save(0)
     with pytest.raises(NotCommitted, match="rank 0 does not see files"):
-        writer.commit(b"", {"__1_0.distcp"})
+        writer.commit(_core.EncodedMetadata(b""), {"__1_0.distcp"})
     writer.abandon()
     assert [info.complete for info in store.entries()] in ([], [False])
 
