@@ -21,7 +21,7 @@ from torch import nn
 import torch_ckpt
 from tests.crash.savers import mark
 from tests.support import assert_equal
-from torch_ckpt.steps.lease import LEASE_NAME
+from torch_ckpt.steps.root_lease import LEASE_NAME
 
 #: The manager's ``keep_last``.
 KEPT = 2

@@ -34,7 +34,7 @@ from torch_ckpt.megatron import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from torch_ckpt.megatron.writer import FileSystemWriterAsync
+from torch_ckpt.megatron.async_writer import FileSystemWriterAsync
 
 #: Ranks that save together.
 SIZE = 3

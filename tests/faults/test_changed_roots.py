@@ -33,7 +33,7 @@ from tests.sweeps import (
 )
 from torch_ckpt.errors import NotCommitted
 from torch_ckpt.steps import LocalSteps
-from torch_ckpt.steps.lease import LEASE_NAME
+from torch_ckpt.steps.root_lease import LEASE_NAME
 
 pytestmark = SWEEPING
 

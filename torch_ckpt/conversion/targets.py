@@ -1,6 +1,6 @@
 """Writes targets for ``convert``: safetensors files and checkpoint directories.
 
-A target appears only when it is complete. conversion/publishing.py publishes files, and a
+A target appears only when it is complete. conversion/target_directory.py publishes files, and a
 checkpoint directory is committed like any save. torch_target.py writes ``torch.save`` files.
 """
 
@@ -21,7 +21,6 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.publishing import new_file, require_absent
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
-from torch_ckpt.conversion.publishing import published_directory, published_file
 from torch_ckpt.conversion.safetensors_header import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -30,6 +29,7 @@ from torch_ckpt.conversion.safetensors_header import (
     is_unicode,
 )
 from torch_ckpt.conversion.source import Entry, Path, Source
+from torch_ckpt.conversion.target_directory import published_directory, published_file
 from torch_ckpt.conversion.transformers_config import CONFIG_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.reading import in_waves

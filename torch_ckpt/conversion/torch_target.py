@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.conversion.publishing import published_file
 from torch_ckpt.conversion.source import Entry, Source
+from torch_ckpt.conversion.target_directory import published_file
 from torch_ckpt.conversion.targets import Target, read_in_waves
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.state.splitting import as_states

@@ -58,7 +58,7 @@ from torch_ckpt.retention import Retention
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import BeforeSave
 from torch_ckpt.steps import StepInfo, open_steps, step_name
-from torch_ckpt.steps.lease import Lease
+from torch_ckpt.steps.root_lease import Lease
 
 State = MutableMapping[str, Any]
 

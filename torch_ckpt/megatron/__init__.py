@@ -9,13 +9,13 @@ torch_ckpt.nvrx has the equivalents for nvidia-resiliency-ext.
 """
 
 import torch_ckpt._base.supported_torch  # noqa: F401
+from torch_ckpt.megatron.async_writer import FileSystemWriterAsync
 from torch_ckpt.megatron.cached_reader import CachedMetadataFileSystemReader
 from torch_ckpt.megatron.calls_queue import AsyncCallsQueue
 from torch_ckpt.megatron.plan import save_state_dict_async_finalize, save_state_dict_async_plan
 from torch_ckpt.megatron.replacement import install, uninstall
 from torch_ckpt.megatron.request import AsyncRequest
 from torch_ckpt.megatron.results_queue import get_write_results_queue
-from torch_ckpt.megatron.writer import FileSystemWriterAsync
 
 __all__ = [
     "AsyncCallsQueue",

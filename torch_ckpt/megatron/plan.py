@@ -30,13 +30,13 @@ from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.lease import remove_own
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.megatron.async_writer import FileSystemWriterAsync
 from torch_ckpt.megatron.plan_comparison import (
     hash_plan,
     require_same,
     same_plans,
     with_file_prefix,
 )
-from torch_ckpt.megatron.writer import FileSystemWriterAsync
 from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.ranks.failures import raised_as_ours
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup, is_distributed

@@ -13,7 +13,7 @@ from torch_ckpt.checkpoint.step_names import (
 )
 from torch_ckpt.steps.local import LocalSteps
 from torch_ckpt.steps.marker import MOST_MARKER_BYTES, encoded_marker, parsed_marker
-from torch_ckpt.steps.store import StepInfo, StepStore
+from torch_ckpt.steps.step_store import StepInfo, StepStore
 
 __all__ = [
     "LARGEST_STEP",

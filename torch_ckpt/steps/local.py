@@ -13,7 +13,7 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.steps.marker import read_marker
-from torch_ckpt.steps.store import StepInfo, StepStore, info_of
+from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

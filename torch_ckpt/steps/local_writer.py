@@ -19,7 +19,7 @@ from torch_ckpt.checkpoint.step_names import MARKER_NAME, step_name
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps.marker import encoded_marker, read_marker
-from torch_ckpt.steps.store import refuse_complete_step
+from torch_ckpt.steps.step_store import refuse_complete_step
 
 
 class StepWriter(FileSystemWriter):

@@ -32,7 +32,7 @@ from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.marker import MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.steps.remote_files import RemoteFile, RemoteFiles, age, require_staging_room
-from torch_ckpt.steps.store import StepInfo, StepStore, info_of
+from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

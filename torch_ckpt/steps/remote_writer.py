@@ -43,7 +43,7 @@ from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.marker import encoded_marker
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
-from torch_ckpt.steps.store import refuse_complete_step
+from torch_ckpt.steps.step_store import refuse_complete_step
 
 # fsspec's file systems resolve host names in a thread pool, so saves must end before the pool ends.
 before_thread_pools_end(exit_threads.join)

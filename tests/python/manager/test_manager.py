@@ -32,7 +32,7 @@ from tests.managers import (
 )
 from tests.support import assert_equal, data_files
 from torch_ckpt import CheckpointManager
-from torch_ckpt.steps.lease import LEASE_NAME
+from torch_ckpt.steps.root_lease import LEASE_NAME
 
 # --- saving and restoring -------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def test_there_are_no_import_cycles(modules: dict[str, set[str]]) -> None:
 
 def test_there_are_at_most_a_dozen_modules_outside_of_packages() -> None:
     assert len(list((REPOSITORY / "torch_ckpt").glob("*.py"))) <= 12
+
+
+def test_no_two_modules_have_one_name() -> None:
+    paths = (REPOSITORY / "torch_ckpt").rglob("*.py")
+    counts = Counter(path.stem for path in paths if path.stem != "__init__")
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_includes_point_down(sources: dict[str, set[str]]) -> None:

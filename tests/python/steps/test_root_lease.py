@@ -23,7 +23,7 @@ from tests.gates import Gate, eventually
 from tests.managers import manager_of, state_of
 from tests.support import cause_of
 from torch_ckpt import CheckpointManager, RootInUse
-from torch_ckpt.steps.lease import LEASE_NAME, Lease, Times
+from torch_ckpt.steps.root_lease import LEASE_NAME, Lease, Times
 
 #: Age of a lease whose run is declared dead, in seconds.
 LONG_AGO = 1000.0

@@ -90,7 +90,7 @@ class StepStore(abc.ABC):
 
     @property
     def lease_root(self) -> str | None:
-        """Directory of the lease on the root (steps/lease.py); None if the store has no leases."""
+        """The directory of the root's lease (steps/root_lease.py); None if it has none."""
         return None
 
     @abc.abstractmethod
