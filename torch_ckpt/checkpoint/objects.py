@@ -30,7 +30,7 @@ from torch_ckpt.checkpoint.unpickler import Archive, NoSuchDevice, Unpickler
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
 #: Types of objects that can always be loaded.
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 

@@ -56,6 +56,8 @@ from torch_ckpt.state.splitting import (
 
 T = TypeVar("T")
 
+_WITHOUT_STATE = PLAIN | {torch.Tensor, nn.Parameter, dict, list}
+
 
 class BeforeSave(OrderedDict[int, Callable[[], None]]):
     """Hooks to call before state is read for a save, in the order in which they were added."""
@@ -372,7 +374,8 @@ def stateful_keys(state_dict: Mapping[str, Any]) -> list[str]:
     others = [
         (key, value)
         for key, value in state_dict.items()
-        if type(value) not in PLAIN and not isinstance(value, torch.Tensor)
+        # The first check is ten times as fast as the second.
+        if type(value) not in _WITHOUT_STATE and not isinstance(value, torch.Tensor)
     ]
     return [key for key, value in others if isinstance(value, PerRank) or is_stateful(value)]
 
