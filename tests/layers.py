@@ -23,18 +23,15 @@ BEGIN, END = "<!-- layers: begin -->", "<!-- layers: end -->"
 #: "" is torch_ckpt itself, which has the public names.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
-    ("",),
-    ("__main__", "nvrx"),
-    ("cli", "training"),
-    ("conversion", "manager"),
-    ("events", "intervals", "retention"),
+    ("", "__main__"),
+    ("cli", "manager"),
+    ("retention", "training"),
     ("steps",),
-    ("api",),
-    ("state",),
-    ("inspection", "megatron", "multihost"),
+    ("api", "conversion", "nvrx"),
+    ("events", "inspection", "megatron", "multihost", "state"),
     ("loading", "saving"),
     ("checkpoint", "ranks"),
-    ("_base", "errors"),
+    ("_base", "errors", "intervals"),
 )
 
 #: Folders of csrc and the files beside them, from the top down.
