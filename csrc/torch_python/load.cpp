@@ -119,7 +119,8 @@ void bind_reads(py::module_& module) {
       .def_property_readonly("sizes", extents_of<&TensorTarget::sizes>())
       .def_property_readonly("region_offsets", extents_of<&TensorTarget::region_offsets>())
       .def_property_readonly("region_lengths", extents_of<&TensorTarget::region_lengths>())
-      .def_property_readonly("tensor", [](const TensorRead& read) { return (*read).tensor.detach(); });
+      .def_property_readonly("tensor",
+                             [](const TensorRead& read) { return (*read).tensor.detach(); });
   py::class_<TensorReads>(module, "TensorReads")
       .def(py::init<>())
       .def("add", &add_read, py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
