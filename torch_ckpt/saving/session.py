@@ -121,7 +121,8 @@ class PlanCache:
     @classmethod
     def of(cls, group: RankGroup) -> PlanCache:
         """Returns the plan cache for the saves of a group of ranks."""
-        return cls._of.setdefault(group, cls())
+        found = cls._of.get(group)
+        return cls._of.setdefault(group, cls()) if found is None else found
 
     @classmethod
     def forget_in_child(cls) -> None:
