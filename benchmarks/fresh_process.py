@@ -37,29 +37,41 @@ def run(module: str, arguments: Sequence[str], timeout: float | None = None) -> 
         _kill(process)
 
 
+def start_store() -> dist.TCPStore:  # type: ignore[name-defined]
+    """Starts a store for ranks. As under torchrun, it must outlive every rank."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        _ADDRESS, 0, is_master=True, wait_for_workers=False
+    )
+
+
+def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
+    """Returns the environment of a rank, in which `env://` makes a process group.
+
+    Args:
+        port: the port of the ranks' store.
+    """
+    return {
+        **os.environ,
+        "MASTER_ADDR": _ADDRESS,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+
+
 def run_ranks(module: str, arguments: Sequence[str], world: int) -> list[Any]:
     """Runs a module as `world` ranks at once; returns their JSON values by rank.
 
     `env://` makes a process group in each rank. If a rank fails, all ranks and the processes that
     they started are killed.
     """
-    # As under torchrun, the store outlives every rank.
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        _ADDRESS, 0, is_master=True, wait_for_workers=False
-    )
-    common = {
-        "MASTER_ADDR": _ADDRESS,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "OMP_NUM_THREADS": "1",
-    }
+    store = start_store()
     ranks = [
-        _start(
-            module, arguments, {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(world)
+        _start(module, arguments, environment_of(rank, world, store.port)) for rank in range(world)
     ]
     with ThreadPoolExecutor(world) as pool:
         outcomes = [pool.submit(_outcome, rank) for rank in ranks]

@@ -19,15 +19,16 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from benchmarks.fresh_process import environment_of, start_store
 
 THIS_TREE = Path(__file__).parents[1]
 _RUNS = 3  # of each job by each tree in a round, alternately; the median counts
@@ -97,24 +98,24 @@ class _Tree:
         code = f"from benchmarks.trees import work; work({work_of_rank}, {str(directory)!r})"
         if path != THIS_TREE:
             code = f"import sys; import torch_ckpt; sys.path.remove({paths[0]!r}); {code}"
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONWARNINGS": "ignore",
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-        }
+        environments: list[Mapping[str, str]] = [os.environ]
+        if ranks > 1:
+            self._store = start_store()
+            environments = [environment_of(rank, ranks, self._store.port) for rank in range(ranks)]
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-c", code],
-                env={**environment, "RANK": str(rank)},
+                env={
+                    **environment,
+                    "PYTHONPATH": os.pathsep.join(paths),
+                    "PYTHONWARNINGS": "ignore",
+                },
                 cwd=directory,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(ranks)
+            for environment in environments
         ]
         self.jobs: list[str] = self._answers()[0]
 
@@ -140,12 +141,6 @@ class _Tree:
         if not all(lines):
             raise RuntimeError("a process of a tree has failed; its error is printed above")
         return [json.loads(line) for line in lines]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _commit_of(tree: Path) -> str:

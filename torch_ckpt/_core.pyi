@@ -147,9 +147,6 @@ class WrittenFiles:
 
     def __len__(self) -> int: ...
 
-#: Length of a seal.
-SEAL_BYTES: int
-
 #: Maximum size of a ``.metadata`` file.
 MAX_METADATA_BYTES: int
 
@@ -164,7 +161,7 @@ def bytes_sealed(file: bytes) -> int | None:
 
 class EncodedMetadata:
     """The contents of a ``.metadata`` file. Saves with the same plan share the parts that do not
-    differ. ``bytes`` objects are converted implicitly.
+    differ.
     """
 
     def __init__(self, contents: bytes) -> None: ...

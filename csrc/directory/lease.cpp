@@ -55,7 +55,10 @@ Result<bool> has_contents(const os::Directory& directory, const std::string& nam
   if (!file) return file.error();
   auto size = file->size();
   if (!size) return size.error();
-  std::string found(*size, '\0');
+  std::size_t bytes = 0;
+  for (const std::string_view piece : contents) bytes += piece.size();
+  if (*size != bytes) return false;
+  std::string found(bytes, '\0');
   if (auto read = file->read_at(std::as_writable_bytes(std::span(found)), 0); !read) {
     return read.error();
   }
@@ -64,7 +67,7 @@ Result<bool> has_contents(const os::Directory& directory, const std::string& nam
     if (!rest.starts_with(piece)) return false;
     rest.remove_prefix(piece.size());
   }
-  return rest.empty();
+  return true;
 }
 
 void warn_of_unused(const os::Directory& directory, const Error& error, Warnings& warnings) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -8,12 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "index/metadata_seal.h"
+
 namespace torch_ckpt::index {
 
 /// The contents of a `.metadata` file. Saves with the same plan share the parts that do not differ.
 class EncodedMetadata {
  public:
-  EncodedMetadata() = default;
+  EncodedMetadata() = default;  // without pieces, until add() is called
   explicit EncodedMetadata(std::string contents) {
     add(std::make_shared<const std::string>(std::move(contents)));
   }
@@ -31,6 +34,11 @@ class EncodedMetadata {
 
   std::span<const std::string_view> pieces() const { return pieces_; }
   std::size_t bytes() const { return bytes_; }
+  /// The seal, which lies within the last piece; all of that piece if it is shorter.
+  std::string_view seal() const {
+    const std::string_view last = pieces_.back();
+    return last.substr(last.size() - std::min(last.size(), kSealBytes));
+  }
 
  private:
   std::vector<std::shared_ptr<const std::string>> parts_;

@@ -1,7 +1,6 @@
 #include "index/metadata_encoder.h"
 
 #include <string_view>
-#include <utility>
 
 #include "index/metadata_seal.h"
 

@@ -87,42 +87,32 @@ py::dict tables_of(const CheckpointIndex& index) {
   return tables;
 }
 
-/// Returns the contents from byte `begin` on.
-py::bytes contents_of(const EncodedMetadata& metadata, std::size_t begin) {
+py::bytes contents_of(const EncodedMetadata& metadata) {
   auto contents = py::reinterpret_steal<py::bytes>(
-      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(metadata.bytes() - begin)));
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(metadata.bytes())));
   if (!contents) throw py::error_already_set();
   char* out = PyBytes_AS_STRING(contents.ptr());
   const ReleasedGil released;
-  for (const std::string_view piece : metadata.pieces()) {
-    const std::size_t skipped = std::min(begin, piece.size());
-    out = std::ranges::copy(piece.substr(skipped), out).out;
-    begin -= skipped;
-  }
+  for (const std::string_view piece : metadata.pieces()) out = std::ranges::copy(piece, out).out;
   return contents;
 }
 
+EncodedMetadata metadata_of(const py::bytes& contents) { return EncodedMetadata(contents); }
+
 void bind_encoded_metadata(py::module_& module) {
   py::class_<EncodedMetadata>(module, "EncodedMetadata")
-      .def(py::init<std::string>(), py::arg("contents"))
+      .def(py::init(&metadata_of), py::arg("contents"))
       .def("__len__", &EncodedMetadata::bytes)
-      .def("__bytes__", [](const EncodedMetadata& self) { return contents_of(self, 0); })
+      .def("__bytes__", &contents_of)
       .def_property_readonly("seal",
-                             [](const EncodedMetadata& self) {
-                               const std::size_t all = self.bytes();
-                               return contents_of(self, all - std::min(all, index::kSealBytes));
-                             })
-      .def(py::pickle(
-          [](const EncodedMetadata& self) { return py::make_tuple(contents_of(self, 0)); },
-          [](const py::tuple& state) { return EncodedMetadata(state[0].cast<std::string>()); }));
-  py::implicitly_convertible<py::bytes, EncodedMetadata>();
+                             [](const EncodedMetadata& self) { return py::bytes(self.seal()); })
+      .def(py::pickle(&contents_of, &metadata_of));
 }
 
 }  // namespace
 
 void bind_index(py::module_& module) {
   bind_encoded_metadata(module);
-  module.attr("SEAL_BYTES") = index::kSealBytes;
   module.attr("MAX_METADATA_BYTES") = CheckpointIndex::kMaxFileBytes;
   module.def(
       "bytes_sealed",

@@ -374,7 +374,7 @@ def stateful_keys(state_dict: Mapping[str, Any]) -> list[str]:
     others = [
         (key, value)
         for key, value in state_dict.items()
-        # The first check is ten times as fast as the second.
+        # The first check is faster, and decides for nearly all values.
         if type(value) not in _WITHOUT_STATE and not isinstance(value, torch.Tensor)
     ]
     return [key for key, value in others if isinstance(value, PerRank) or is_stateful(value)]
