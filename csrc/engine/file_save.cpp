@@ -8,15 +8,18 @@ Result<format::FileResult> FileSave::result() const try {
   const std::vector<ImageItem>& items = job.image.items();
   format::FileResult result;
   result.name = job.name;
-  result.items.reserve(items.size());
+  std::vector<format::ItemLocation> locations;
+  locations.reserve(items.size());
   std::vector<format::RecordSums> records;
   records.reserve(items.size());
   for (std::size_t i = 0; i < items.size(); ++i) {
     const std::size_t item = job.items.empty() ? i : job.items[i];
-    result.items.push_back({item, items[i].offset, items[i].bytes, stream.checksums()[i]});
+    locations.push_back({item, items[i].offset, items[i].bytes});
     // An empty item has the same offset as the next item, and would hide that item's table entry.
     if (items[i].bytes > 0) records.push_back(stream.sums()[i]);
   }
+  result.locations = format::ItemLocations(locations);
+  result.crcs = stream.checksums();
   result.checksum_table = format::encode_checksum_table(records);
   return result;
 } catch (...) {

@@ -130,7 +130,11 @@ void SaveSession::end_file(FileSave& file, Result<> status) noexcept {
   }
   file.is_done = true;
   if (options_.children != nullptr) options_.children->send(message, files_.size());
-  results_.send(std::move(message));
+  if (message) {
+    results_.send(NumberedResult{file.number, std::move(*message)});
+  } else {
+    results_.send(std::move(message).error());
+  }
 }
 
 // Ends the session after the last file, when no stagers or writes remain.
@@ -188,9 +192,8 @@ Result<> SaveSession::outcome() const {
 
 Result<std::vector<format::FileResult>> SaveSession::results() const {
   if (auto good = outcome(); !good) return good.error();
-  std::vector<format::FileResult> results;
-  results.reserve(files_.size());
-  for (const auto& message : results_.messages()) results.push_back(*message);
+  std::vector<format::FileResult> results(files_.size());
+  for (const auto& message : results_.messages()) results[message->file] = message->result;
   return results;
 }
 

@@ -74,7 +74,7 @@ class SaveSession {
 
   /// Returns the first error so far, or success.
   Result<> outcome() const;
-  /// Returns the results of the files, in the order in which the files ended, or the first error.
+  /// Returns the results of the files, in the order of the jobs, or the first error.
   /// Valid once wait_for() has returned true.
   Result<std::vector<format::FileResult>> results() const;
 
@@ -104,7 +104,11 @@ class SaveSession {
   Timing timing_;
   std::atomic<std::size_t> running_;
   std::atomic<std::uint64_t> files_done_{0};
-  ResultsChannel<format::FileResult> results_;
+  struct NumberedResult {
+    std::size_t file = 0;
+    format::FileResult result;
+  };
+  ResultsChannel<NumberedResult> results_;
   SavePipeline pipeline_;
 };
 

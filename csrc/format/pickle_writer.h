@@ -60,6 +60,8 @@ class PickleWriter {
     put(op::kStackGlobal);
   }
 
+  /// Makes room for `bytes` more bytes.
+  void reserve(std::size_t bytes) { bytes_.reserve(bytes_.size() + bytes); }
   std::size_t size() const { return bytes_.size(); }
   std::uint32_t memoized() const { return memoized_; }
   /// Returns the bytes written since the last take_part(). Later writes continue the pickle.

@@ -12,7 +12,6 @@ namespace {
 constexpr std::string_view kMagic = "TCF1";
 constexpr std::size_t kHeadBytes = 4 + 4 + 8;
 constexpr std::size_t kCrcBytes = 4;
-constexpr std::uint64_t kItemBytes = 8 + 8 + 8 + 4;
 
 void put_text(std::string& out, std::string_view text) {
   put(out, text.size(), 8);
@@ -45,17 +44,13 @@ std::optional<Frame> decode_payload(std::uint32_t kind, std::span<const std::byt
       frame.files = static_cast<std::uint32_t>(reader.number(4));
       frame.file.name = read_text(reader);
       frame.file.checksum_table = read_text(reader);
-      const std::uint64_t count = reader.number(8);
-      if (count > reader.left() / kItemBytes) return std::nullopt;
-      frame.file.items.reserve(count);
-      for (std::uint64_t i = 0; i < count; ++i) {
-        ItemResult item;
-        item.item = reader.number(8);
-        item.offset = reader.number(8);
-        item.length = reader.number(8);
-        item.crc = static_cast<std::uint32_t>(reader.number(4));
-        frame.file.items.push_back(item);
+      auto locations = ItemLocations::decode(reader.text(reader.number(8)));
+      if (!locations || reader.left() != kCrcBytes * locations->size()) return std::nullopt;
+      frame.file.crcs.reserve(locations->size());
+      for (std::size_t i = 0; i < locations->size(); ++i) {
+        frame.file.crcs.push_back(static_cast<std::uint32_t>(reader.number(kCrcBytes)));
       }
+      frame.file.locations = *std::move(locations);
       break;
     }
     case FrameKind::failure:
@@ -84,17 +79,12 @@ std::optional<Frame> decode_payload(std::uint32_t kind, std::span<const std::byt
 std::string encode_file(const FileResult& result, std::uint32_t files) {
   std::string payload;
   payload.reserve(4 + 8 + result.name.size() + 8 + result.checksum_table.size() + 8 +
-                  result.items.size() * kItemBytes);
+                  result.locations.encoded().size() + kCrcBytes * result.crcs.size());
   put(payload, files, 4);
   put_text(payload, result.name);
   put_text(payload, result.checksum_table);
-  put(payload, result.items.size(), 8);
-  for (const ItemResult& item : result.items) {
-    put(payload, item.item, 8);
-    put(payload, item.offset, 8);
-    put(payload, item.length, 8);
-    put(payload, item.crc, 4);
-  }
+  put_text(payload, result.locations.encoded());
+  for (const std::uint32_t crc : result.crcs) put(payload, crc, kCrcBytes);
   return frame_of(FrameKind::file, payload);
 }
 

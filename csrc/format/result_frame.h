@@ -7,24 +7,16 @@
 #include <vector>
 
 #include "error.h"
+#include "format/item_locations.h"
 
 namespace torch_ckpt::format {
 
-/// The location of a saved item.
-struct ItemResult {
-  std::uint64_t item = 0;    // item number in the plan
-  std::uint64_t offset = 0;  // offset in the file, in bytes
-  std::uint64_t length = 0;  // in bytes
-  std::uint32_t crc = 0;     // CRC-32 of the payload
-
-  bool operator==(const ItemResult&) const = default;
-};
-
 /// Describes a file that a save has written.
 struct FileResult {
-  std::string name;               // relative to the checkpoint's directory
-  std::vector<ItemResult> items;  // in file order
-  std::string checksum_table;     // format/checksum_table.h
+  std::string name;  // relative to the checkpoint's directory
+  ItemLocations locations;
+  std::vector<std::uint32_t> crcs;  // CRC-32 of each item's payload, in the order of `locations`
+  std::string checksum_table;       // format/checksum_table.h
 
   bool operator==(const FileResult&) const = default;
 };
@@ -34,8 +26,9 @@ struct FileResult {
 //   frames  := frame*
 //   frame   := "TCF1" kind:u32 bytes:u64 payload[bytes] crc:u32   ; CRC-32 of the preceding bytes
 //   payload := file | failure | object | begin
-//   file    := files:u32 name:text table:text count:u64 item[count]
-//   item    := item:u64 offset:u64 length:u64 crc:u32
+//   file    := files:u32 name:text table:text locations:text crc:u32*
+//                                                ; locations: format/item_locations.h; one CRC-32
+//                                                ; for each
 //   failure := code:u32 errno:u32 offset:u64 operation:text path:text detail:text
 //   object  := process start:u64 byte*           ; a value in the sender's encoding (for example
 //                                                ; a Python pickle)

@@ -35,6 +35,9 @@ void MetadataDraft::set_files(
   files_.clear();
   tables_.clear();
   file_names_ = {};
+  std::size_t bytes = 0;
+  for (const auto& [name, table] : files) bytes += name.size() + table.size();
+  texts_.reserve(bytes);
   for (const auto& [name, table] : files) {
     files_.push_back(add_text(name));
     tables_.push_back(add_text(table));

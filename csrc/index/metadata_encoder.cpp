@@ -294,10 +294,15 @@ void MetadataEncoder::put_storage_meta(const MetadataExtras& extras) {
 
 void MetadataEncoder::put_tables(const MetadataExtras& extras) {
   std::vector<std::uint32_t> files;
+  std::size_t bytes = extras.phases.size();
   for (std::uint32_t i = 0; i < draft_.files().size(); ++i) {
-    if (draft_.tables()[i].bytes > 0) files.push_back(i);
+    if (draft_.tables()[i].bytes == 0) continue;
+    files.push_back(i);
+    // 20 bytes suffice for the opcodes.
+    bytes += draft_.files()[i].bytes + draft_.tables()[i].bytes + 20;
   }
   if (files.empty() && extras.phases.empty()) return;
+  pickle_.reserve(bytes);
   key("torch_ckpt");
   pickle_.put(op::kEmptyDict);
   pickle_.put(op::kMark);

@@ -11,8 +11,10 @@ using Kind = StateTemplate::Kind;
 std::vector<std::uint32_t> checksums_of(const WrittenFiles& written, std::size_t owned) {
   std::vector<std::uint32_t> found(owned);
   for (const format::FileResult& file : written) {
-    for (const format::ItemResult& item : file.items) {
-      if (item.item < owned) found[item.item] = item.crc;
+    std::size_t i = 0;
+    for (const format::ItemLocation& location : file.locations.decoded()) {
+      const std::uint32_t crc = file.crcs[i++];
+      if (location.item < owned) found[location.item] = crc;
     }
   }
   return found;

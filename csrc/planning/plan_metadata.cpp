@@ -9,7 +9,7 @@ namespace torch_ckpt::planning {
 
 PlanMetadata::Described::Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
                                    const index::EntryTable* torch_items)
-    : encoder(draft) {
+    : encoder(draft), locations(plan.ranks()) {
   set_files(written);
   shards = plan.describe(draft, torch_items);
 }
@@ -55,41 +55,56 @@ std::string PlanMetadata::name_of(std::size_t rank, std::size_t number) const {
   return std::string(plan_.name(plan_.entry(rank, number)));
 }
 
+bool PlanMetadata::RankLocations::equal(std::uint32_t first, WrittenFiles written) const {
+  return first == first_file &&
+         std::ranges::equal(files, written, {}, {}, &format::FileResult::locations);
+}
+
 Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles> written) const {
-  std::uint32_t number = 0;
+  std::uint32_t first = 0;
   for (std::size_t rank = 0; rank < plan_.ranks(); ++rank) {
-    const std::size_t owned = plan_.owned(rank).size();
-    std::vector<bool> is_placed(owned);
-    std::size_t placed = 0;
-    if (rank < written.size()) {
-      for (const format::FileResult& file : written[rank]) {
-        for (const format::ItemResult& item : file.items) {
-          if (item.item >= owned) continue;
-          if (is_placed[item.item]) {
-            return format_error(Errc::metadata_inconsistent, "rank " + std::to_string(rank) +
-                                                                 " reported two locations for " +
-                                                                 name_of(rank, item.item));
-          }
-          is_placed[item.item] = true;
-          const auto shard = described.shards[plan_.part(rank, item.item)];
-          if (described.draft.set_location(shard, number, item.offset, item.length)) {
-            described.encoder.forget_locations();
-          }
-          ++placed;
-        }
-        ++number;
-      }
+    const WrittenFiles of_rank = rank < written.size() ? written[rank] : WrittenFiles();
+    RankLocations& known = described.locations[rank];
+    if (!known.equal(first, of_rank)) {
+      if (auto placed = place(described, rank, first, of_rank); !placed) return placed;
+      known = {first, {}};
+      for (const format::FileResult& file : of_rank) known.files.push_back(file.locations);
     }
-    if (placed != owned) {
-      const auto missing = std::ranges::find(is_placed, false) - is_placed.begin();
-      return format_error(Errc::metadata_inconsistent,
-                          "rank " + std::to_string(rank) + " reported the locations of " +
-                              std::to_string(placed) + " of its " + std::to_string(owned) +
-                              " items; the location of " +
-                              name_of(rank, static_cast<std::size_t>(missing)) + " is missing");
-    }
+    first += static_cast<std::uint32_t>(of_rank.size());
   }
   return {};
+}
+
+Result<> PlanMetadata::place(Described& described, std::size_t rank, std::uint32_t first,
+                             WrittenFiles written) const {
+  const std::size_t owned = plan_.owned(rank).size();
+  std::vector<bool> is_placed(owned);
+  std::size_t placed = 0;
+  std::uint32_t number = first;
+  for (const format::FileResult& file : written) {
+    for (const format::ItemLocation& location : file.locations.decoded()) {
+      if (location.item >= owned) continue;
+      if (is_placed[location.item]) {
+        return format_error(Errc::metadata_inconsistent, "rank " + std::to_string(rank) +
+                                                             " reported two locations for " +
+                                                             name_of(rank, location.item));
+      }
+      is_placed[location.item] = true;
+      const auto shard = described.shards[plan_.part(rank, location.item)];
+      if (described.draft.set_location(shard, number, location.offset, location.length)) {
+        described.encoder.forget_locations();
+      }
+      ++placed;
+    }
+    ++number;
+  }
+  if (placed == owned) return {};
+  const auto missing = std::ranges::find(is_placed, false) - is_placed.begin();
+  return format_error(Errc::metadata_inconsistent,
+                      "rank " + std::to_string(rank) + " reported the locations of " +
+                          std::to_string(placed) + " of its " + std::to_string(owned) +
+                          " items; the location of " +
+                          name_of(rank, static_cast<std::size_t>(missing)) + " is missing");
 }
 
 }  // namespace torch_ckpt::planning

@@ -21,8 +21,8 @@ namespace torch_ckpt::planning {
 using WrittenFiles = std::span<const format::FileResult>;
 
 // Encodes the metadata of saves with the same plan. The part that depends only on the plan is
-// encoded once. Locations of shards are encoded again only if they have changed. File names and
-// checksums differ in each save.
+// encoded once. Locations are set again only for ranks whose locations have changed, and encoded
+// again only if any has. File names and checksums differ in each save.
 class PlanMetadata {
  public:
   /// `plan` must outlive the PlanMetadata.
@@ -38,6 +38,13 @@ class PlanMetadata {
                                         const index::MetadataExtras& extras);
 
  private:
+  /// The locations of a rank's items, and the number of the rank's first file.
+  struct RankLocations {
+    bool equal(std::uint32_t first, WrittenFiles written) const;
+
+    std::uint32_t first_file = index::EntryTable::kNone;
+    std::vector<format::ItemLocations> files = {};
+  };
   struct Described {
     Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
               const index::EntryTable* torch_items);
@@ -46,10 +53,14 @@ class PlanMetadata {
     index::MetadataDraft draft;
     std::vector<index::MetadataDraft::ShardId> shards;  // by part
     index::MetadataEncoder encoder;
+    std::vector<RankLocations> locations;  // by rank, as set in `draft`
   };
   /// Returns the name of an item that the rank owns.
   std::string name_of(std::size_t rank, std::size_t number) const;
+  /// Sets the locations that differ from the last save.
   Result<> place(Described& described, std::span<const WrittenFiles> written) const;
+  Result<> place(Described& described, std::size_t rank, std::uint32_t first,
+                 WrittenFiles written) const;
 
   const GlobalPlan& plan_;
   std::unique_ptr<Described> described_;

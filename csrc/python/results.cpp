@@ -72,21 +72,37 @@ WrittenFiles written_files(const std::vector<FileOfPython>& given) {
     format::FileResult& file = files.emplace_back();
     file.name = name;
     file.checksum_table = table;
+    std::vector<format::ItemLocation> locations;
     for (const auto& [item, offset, length, crc] : items) {
-      file.items.push_back({item, offset, length, static_cast<std::uint32_t>(crc)});
+      locations.push_back({item, offset, length});
+      file.crcs.push_back(static_cast<std::uint32_t>(crc));
     }
+    file.locations = format::ItemLocations(locations);
   }
   return WrittenFiles(std::move(files));
 }
 
+std::size_t count_of(const WrittenFiles& written) {
+  std::size_t items = 0;
+  for (const format::FileResult& file : written.files) items += file.locations.size();
+  return items;
+}
+
 /// Returns (file name, offset, length, payload CRC-32) for each item, beginning with item `first`.
 py::list locations_of(const WrittenFiles& written, std::size_t first) {
-  py::list locations(written.items - std::min(first, written.items));
+  const std::size_t items = count_of(written);
+  py::list locations(items - std::min(first, items));
+  std::vector<bool> seen(items);
   for (const format::FileResult& file : written.files) {
     const py::str name(file.name);
-    for (const format::ItemResult& item : file.items) {
-      if (item.item < first) continue;
-      locations[item.item - first] = py::make_tuple(name, item.offset, item.length, item.crc);
+    std::size_t i = 0;
+    for (const auto& [item, offset, length] : file.locations.decoded()) {
+      const std::uint32_t crc = file.crcs[i++];
+      if (item >= items || seen[item]) {
+        throw py::index_error("expected exactly one result per item, numbered from 0");
+      }
+      seen[item] = true;
+      if (item >= first) locations[item - first] = py::make_tuple(name, offset, length, crc);
     }
   }
   return locations;
@@ -116,7 +132,8 @@ py::tuple frames_of(const WrittenFiles& written) {
 }
 
 WrittenFiles from_frames(const py::tuple& state) {
-  const auto frames = state[0].cast<std::string>();
+  const auto encoded = state[0].cast<py::bytes>();
+  const std::string_view frames = encoded;
   std::vector<format::FileResult> files;
   for (format::Frame& frame : unwrap(format::decode_frames(std::as_bytes(std::span(frames))))) {
     files.push_back(std::move(frame.file));
@@ -125,19 +142,6 @@ WrittenFiles from_frames(const py::tuple& state) {
 }
 
 }  // namespace
-
-WrittenFiles::WrittenFiles(std::vector<format::FileResult> results) : files(std::move(results)) {
-  for (const format::FileResult& file : files) items += file.items.size();
-  std::vector<bool> seen(items);
-  for (const format::FileResult& file : files) {
-    for (const format::ItemResult& item : file.items) {
-      if (item.item >= items || seen[item.item]) {
-        throw py::index_error("expected exactly one result per item, numbered from 0");
-      }
-      seen[item.item] = true;
-    }
-  }
-}
 
 std::shared_ptr<ProcessChannel> channel_of(const py::object& channel) {
   if (channel.is_none()) return nullptr;
@@ -150,7 +154,7 @@ void bind_results(py::module_& module) {
       .def_property_readonly("names", &names_of)
       .def_property_readonly("tables", &tables_of)
       .def("places", &locations_of, py::arg("first") = 0)
-      .def("__len__", [](const WrittenFiles& written) { return written.items; })
+      .def("__len__", &count_of)
       .def(py::pickle(&frames_of, &from_frames));
   py::class_<ProcessChannel, std::shared_ptr<ProcessChannel>>(module, "ProcessChannel")
       .def(py::init([] { return unwrap(ProcessChannel::create()); }), NoGil())

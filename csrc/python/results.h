@@ -13,10 +13,7 @@ namespace torch_ckpt::python {
 /// The files that one rank has written for one save. Ranks exchange them as frames
 /// (format/result_frame.h).
 struct WrittenFiles {
-  explicit WrittenFiles(std::vector<format::FileResult> results);
-
   std::vector<format::FileResult> files;
-  std::size_t items = 0;  // number of items in all files; they are numbered from 0
 };
 
 /// Converts a ProcessChannel, or None to nullptr.

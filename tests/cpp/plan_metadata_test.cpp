@@ -15,6 +15,7 @@ namespace torch_ckpt::planning {
 namespace {
 
 using format::FileResult;
+using format::ItemLocation;
 using index::CheckpointIndex;
 using namespace test;
 using Files = std::vector<FileResult>;
@@ -31,6 +32,11 @@ GlobalPlan plan_of_two() {
   return GlobalPlan::of(test::states_of(ranks)).value();
 }
 
+void set_locations(FileResult& file, const std::vector<ItemLocation>& locations) {
+  file.locations = format::ItemLocations(locations);
+  file.crcs.assign(locations.size(), 0);
+}
+
 /// A file for each rank, with its rows back to back.
 std::vector<Files> written(const GlobalPlan& plan, std::uint64_t length = 500,
                            std::string_view suffix = "_0.distcp") {
@@ -39,9 +45,11 @@ std::vector<Files> written(const GlobalPlan& plan, std::uint64_t length = 500,
     FileResult& file = made[rank].emplace_back();
     file.name = "__" + std::to_string(rank) + std::string(suffix);
     file.checksum_table = "table of " + file.name;
+    std::vector<ItemLocation> locations;
     for (std::size_t i = 0; i < plan.owned(rank).size(); ++i) {
-      file.items.push_back({i, length * i, length, 0});
+      locations.push_back({i, length * i, length});
     }
+    set_locations(file, locations);
   }
   return made;
 }
@@ -89,7 +97,7 @@ TEST(PlanMetadata, OfALaterSaveEqualsThatOfANewPlan) {
   kept.describe();
   encoded(kept, written(plan));
   auto with_another_file = written(plan);
-  with_another_file[1].push_back({"__1_1.distcp", {}, "nothing in it"});
+  with_another_file[1].push_back({"__1_1.distcp", {}, {}, "nothing in it"});
   for (const auto& files : {written(plan, 500, "_later_0.distcp"), written(plan, 600),
                             with_another_file, written(plan, 600), written(plan)}) {
     PlanMetadata fresh(plan);
@@ -113,7 +121,9 @@ TEST(PlanMetadata, RejectsAMissingLocation) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata metadata(plan);
   auto files = written(plan);
-  files[1][0].items.pop_back();
+  auto locations = files[1][0].locations.decoded();
+  locations.pop_back();
+  set_locations(files[1][0], locations);
   const std::vector<WrittenFiles> all(files.begin(), files.end());
   const auto refused = metadata.encode(all, nullptr, {{}, "1.0.0"});
   ASSERT_TRUE(fails(refused, Errc::metadata_inconsistent));
@@ -125,8 +135,10 @@ TEST(PlanMetadata, RejectsAValueThatIsReportedTwiceInsteadOfAMissingOne) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata metadata(plan);
   auto files = written(plan);
-  ASSERT_GE(files[0][0].items.size(), 2u);
-  files[0][0].items.back() = files[0][0].items.front();
+  auto locations = files[0][0].locations.decoded();
+  ASSERT_GE(locations.size(), 2u);
+  locations.back() = locations.front();
+  set_locations(files[0][0], locations);
   const std::vector<WrittenFiles> all(files.begin(), files.end());
   EXPECT_TRUE(fails(metadata.encode(all, nullptr, {{}, "1.0.0"}), Errc::metadata_inconsistent));
 }
@@ -146,7 +158,7 @@ class PlanChanges : public ::testing::Test {
   void change(std::string_view name) {
     for (std::size_t rank = 0; rank < plan_.ranks(); ++rank) {
       for (std::size_t i = 0; i < plan_.owned(rank).size(); ++i) {
-        if (plan_.name(plan_.entry(rank, i)) == name) now_[rank][0].items[i].crc = 7;
+        if (plan_.name(plan_.entry(rank, i)) == name) now_[rank][0].crcs[i] = 7;
       }
     }
   }

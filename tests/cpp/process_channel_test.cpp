@@ -25,7 +25,8 @@ constexpr std::chrono::minutes kLongest{1};
 constexpr unsigned kLongestSeconds = 60;
 
 format::FileResult result_of(const std::string& name) {
-  return {name, {{0, 0, 10, 1}}, std::string(100, 't')};
+  const std::vector<format::ItemLocation> locations{{0, 0, 10}};
+  return {name, format::ItemLocations(locations), {1}, std::string(100, 't')};
 }
 
 pid_t fork_child(const std::function<bool()>& body) {

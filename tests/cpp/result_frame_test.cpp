@@ -12,7 +12,8 @@ namespace {
 using namespace test;
 
 FileResult some_result() {
-  return {"__3_0.distcp", {{2, 0, 100, 0xdeadbeef}, {0, 100, ~std::uint64_t{0}, 0}}, "a table"};
+  const std::vector<ItemLocation> locations{{2, 0, 100}, {0, 100, ~std::uint64_t{0}}};
+  return {"__3_0.distcp", ItemLocations(locations), {0xdeadbeef, 0}, "a table"};
 }
 
 std::string some_frames() {
@@ -65,6 +66,12 @@ TEST(ResultFrame, IsRefusedIfItIsTruncatedAnywhere) {
     EXPECT_TRUE(fails(decode_frames(bytes_of(whole.substr(0, length))), Errc::frame_damaged))
         << length;
   }
+}
+
+TEST(ResultFrame, IsRefusedIfItHasMoreLocationsThanChecksums) {
+  FileResult result = some_result();
+  result.crcs.pop_back();
+  EXPECT_TRUE(fails(decode_frames(bytes_of(encode_file(result, 2))), Errc::frame_damaged));
 }
 
 TEST(ResultFrame, IsRefusedIfAnyByteIsChanged) {

@@ -70,14 +70,16 @@ std::size_t Files::chunks(std::size_t chunk_bytes) const {
 format::FileResult Files::result(std::size_t file) const {
   format::FileResult result;
   result.name = "f" + std::to_string(file);
+  std::vector<format::ItemLocation> locations;
   std::vector<format::RecordSums> records;
   for (const engine::ImageItem& item : jobs_[file].image.items()) {
-    const std::size_t number = result.items.size();
-    result.items.push_back({number, item.offset, item.bytes, checksums_[file][number]});
+    locations.push_back({locations.size(), item.offset, item.bytes});
     if (item.bytes == 0) continue;
     records.push_back(
         sums_of(item, std::string_view(expected_[file]).substr(item.offset, item.bytes)));
   }
+  result.locations = format::ItemLocations(locations);
+  result.crcs = checksums_[file];
   result.checksum_table = format::encode_checksum_table(records);
   return result;
 }

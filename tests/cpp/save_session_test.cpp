@@ -9,9 +9,11 @@
 #include <filesystem>
 #include <latch>
 #include <new>
+#include <thread>
 
 #include "engine/context.h"
 #include "fake_device.h"
+#include "gate.h"
 #include "os/fault.h"
 #include "save_files.h"
 #include "staging/chunk_pool.h"
@@ -144,7 +146,25 @@ TEST_F(SaveSessionTest, ReturnsTheItemNumbersOfThePlan) {
   wait_for_end(**session);
   const auto results = (*session)->results();
   ASSERT_TRUE(ok(results));
-  EXPECT_EQ(results->at(0).items.at(0).item, 7);
+  EXPECT_EQ(results->at(0).locations.decoded().at(0).item, 7);
+}
+
+TEST_F(SaveSessionTest, ReturnsTheResultsInTheOrderOfTheJobs) {
+  files_.add_file("ends last");
+  files_.add_file("ends first");
+  Gate gate;
+  const ScopedFaultHook hook([&, pass = gate.passage()](std::string_view, std::string_view path) {
+    if (path == directory_.file("f0")) pass();
+    return 0;
+  });
+  const auto session = start(directory_, files_, small_chunks());
+  while (session->progress().files_done == 0) std::this_thread::yield();
+  gate.open();
+  wait_for_end(*session);
+  const auto results = session->results();
+  ASSERT_TRUE(ok(results));
+  EXPECT_EQ(results->at(0).name, "f0");
+  EXPECT_EQ(results->at(1).name, "f1");
 }
 
 TEST_P(SaveSessionModes, ProgressReachesThePlannedBytes) {
