@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ckpt import _core
-from torch_ckpt.checkpoint.directory import OpenDirectory, Place
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.index import decode_index
 from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
 from torch_ckpt.ranks.exchange import Answers, Exchange
@@ -88,7 +88,7 @@ class Simulation:
         self.messages: dict[str, int] = {}
         self._store = HashStore()
         self._store_thread = StoreThread()
-        self._place = Place.of(OpenDirectory(os.curdir))
+        self._directory = DirectoryIdentity.of(OpenDirectory(os.curdir))
         self._saves = 0
         for rank in range(world):
             state = build_state(rank, world, tensors)
@@ -151,7 +151,7 @@ class Simulation:
             contents: Contents | int = known.number
             if state.structure != known.structure:
                 contents = state.contents(exchanges[rank].share)
-            return RankMessage(contents, "simulation", self._place, None)
+            return RankMessage(contents, "simulation", self._directory, None)
 
         def make_replies() -> Answers[Reply]:
             contents = [message.contents for message in messages]
@@ -207,7 +207,7 @@ class Simulation:
             ]
             name = f"__{rank}_{self._saves}_{file}.distcp"
             files.append((name, os.urandom(_SUMS_BYTES * len(items)), items))
-        return Written(_core.WrittenFiles(files), self._place, (0.01, 0.01, 1.0))
+        return Written(_core.WrittenFiles(files), self._directory, (0.01, 0.01, 1.0))
 
     def _timed(self, part: str, work: Callable[[], T]) -> T:
         gc.disable()

@@ -142,7 +142,7 @@ class WrittenFiles:
     def tables(self) -> dict[str, bytes]:
         """Checksum tables by file name."""
 
-    def places(self, first: int = 0) -> list[tuple[str, int, int, int]]:
+    def locations(self, first: int = 0) -> list[tuple[str, int, int, int]]:
         """File name, offset, length in bytes, and CRC-32 of each item from ``first`` on."""
 
     def __len__(self) -> int: ...

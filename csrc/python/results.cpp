@@ -153,7 +153,7 @@ void bind_results(py::module_& module) {
       .def(py::init(&written_files), py::arg("files"))
       .def_property_readonly("names", &names_of)
       .def_property_readonly("tables", &tables_of)
-      .def("places", &locations_of, py::arg("first") = 0)
+      .def("locations", &locations_of, py::arg("first") = 0)
       .def("__len__", &count_of)
       .def(py::pickle(&frames_of, &from_frames));
   py::class_<ProcessChannel, std::shared_ptr<ProcessChannel>>(module, "ProcessChannel")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch_ckpt._core import Directory as OpenDirectory
 from torch_ckpt.errors import NotCommitted
 
-__all__ = ["OpenDirectory", "Place", "require_one_directory", "share_or_warn"]
+__all__ = ["DirectoryIdentity", "OpenDirectory", "require_one_directory", "share_or_warn"]
 
 
 def share_or_warn(directory: OpenDirectory) -> OpenDirectory:
@@ -35,7 +35,7 @@ def share_or_warn(directory: OpenDirectory) -> OpenDirectory:
     return directory
 
 
-class Place(NamedTuple):
+class DirectoryIdentity(NamedTuple):
     """Identity of the directory that a rank has opened, which can be sent to other ranks.
 
     On some network file systems, the device and inode numbers of a directory differ between hosts.
@@ -45,43 +45,43 @@ class Place(NamedTuple):
     Attributes:
         mounts: identifies the host and the process's mounts; empty if unknown.
         path: the path that the rank opened.
-        identity: the numbers that identify the directory.
+        numbers: device, inode and time of birth of the directory.
     """
 
     mounts: str
     path: str
-    identity: tuple[int, int, int, int]
+    numbers: tuple[int, int, int, int]
 
     @classmethod
-    def of(cls, directory: OpenDirectory) -> Place:
+    def of(cls, directory: OpenDirectory) -> DirectoryIdentity:
         """Returns the identity of an open directory."""
         return cls(_mounts(), directory.path, directory.identity())
 
-    def contradicts(self, other: Place) -> bool:
+    def contradicts(self, other: DirectoryIdentity) -> bool:
         """Returns True if the two ranks opened different directories under the same path."""
         return (
             bool(self.mounts)
             and (self.mounts, self.path) == (other.mounts, other.path)
-            and self.identity != other.identity
+            and self.numbers != other.numbers
         )
 
 
-def require_one_directory(places: Iterable[Place | None]) -> None:
+def require_one_directory(identities: Iterable[DirectoryIdentity | None]) -> None:
     """Raises an error if ranks opened different directories under the same path.
 
     Args:
-        places: the identity that each rank sent; None for a rank that sent none.
+        identities: the identity that each rank sent; None for a rank that sent none.
 
     Raises:
         NotCommitted: ranks opened different directories.
     """
-    first: dict[tuple[str, str], Place] = {}
-    for place in places:
-        if place is None:
+    first: dict[tuple[str, str], DirectoryIdentity] = {}
+    for own in identities:
+        if own is None:
             continue
-        if first.setdefault((place.mounts, place.path), place).contradicts(place):
+        if first.setdefault((own.mounts, own.path), own).contradicts(own):
             raise NotCommitted(
-                f"{place.path}: ranks of this save opened different directories under this path: "
+                f"{own.path}: ranks of this save opened different directories under this path: "
                 "a directory was renamed, or a link in the path was changed, while the save "
                 "started. Nothing was published; save again"
             )

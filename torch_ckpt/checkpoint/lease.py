@@ -54,8 +54,8 @@ class DirectoryLease:
         ends_earlier: bool = True,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        place = threading.get_ident(), *directory.identity()
-        other = self._last.get(place)
+        key = threading.get_ident(), *directory.identity()
+        other = self._last.get(key)
         if other is not None and ends_earlier:
             other.abandon()
         self._held = _core.DirectoryLease(directory, rank, patience)
@@ -66,7 +66,7 @@ class DirectoryLease:
         self._lock = threading.RLock()
         self._abandon = weakref.finalize(self, _abandon, self._held, self._lock, os.getpid())
         if ends_earlier:
-            self._last[place] = self
+            self._last[key] = self
 
     @property
     def tag(self) -> str:

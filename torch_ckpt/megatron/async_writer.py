@@ -39,7 +39,7 @@ from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import require_choice
-from torch_ckpt.checkpoint.directory import Place
+from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.checkpoint.metadata import DCP_VERSION
@@ -203,7 +203,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             background=self.background,
             transforms=self.transforms,
             open_file=self.open_file,
-            place=Place.of(self.directory) if self._is_local() else None,
+            identity=DirectoryIdentity.of(self.directory) if self._is_local() else None,
             opened=self.directory if self._is_local() else None,
             lease=weakref.ref(self._lease) if self._lease is not None else None,
         )

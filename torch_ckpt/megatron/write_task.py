@@ -34,7 +34,7 @@ import torch_ckpt.saving.running_saves  # noqa: F401
 from torch_ckpt import _C, _core
 from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.checkpoint.directory import OpenDirectory, Place
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.torch_write import ADVICE, Results, TorchWrite
@@ -86,7 +86,7 @@ class WriteTask:
         background: priorities of the engine's threads.
         transforms: stream transforms for torch's own Python code.
         open_file: function that opens files for torch's own Python code.
-        place: identity of the directory that was opened when the save began; None for a remote
+        identity: identity of the directory that was opened when the save began; None for a remote
             file system.
         opened: the opened directory, in the process that planned the save; None once the task is
             staged.
@@ -104,7 +104,7 @@ class WriteTask:
     background: Background
     transforms: _StorageWriterTransforms
     open_file: Callable[..., Any]
-    place: Place | None
+    identity: DirectoryIdentity | None
     opened: OpenDirectory | None
     lease: weakref.ref[DirectoryLease] | None
 
@@ -260,10 +260,10 @@ class WriteTask:
             OSError: the directory does not exist.
             CheckpointError: the path now refers to a different directory.
         """
-        if self.opened is not None or self.place is None:
+        if self.opened is not None or self.identity is None:
             return self.opened
         opened = OpenDirectory(self.directory)
-        if Place.of(opened).contradicts(self.place):
+        if DirectoryIdentity.of(opened).contradicts(self.identity):
             raise CheckpointError(
                 f"{self.directory}: the path no longer refers to the directory for which the save "
                 "was planned, because a directory was renamed or a link in the path was changed. "
@@ -341,8 +341,8 @@ class WriteTask:
             if isinstance(found, bytes):
                 outcome: Results | Exception = pickle.loads(found)
                 return outcome
-            assert self.place is not None
-            return _group_by_file(self.items, Written(found, self.place))
+            assert self.identity is not None
+            return _group_by_file(self.items, Written(found, self.identity))
         except CheckpointError as error:
             return CheckpointError(f"{files}: {error}")
         except Exception as error:

@@ -190,4 +190,4 @@ class GlobalPlan:
 
     def _torch_locations(self, files: list[_core.WrittenFiles], rank: int) -> list[Location]:
         """Returns the locations of a rank's items planned by torch, which follow the engine's."""
-        return files[rank].places(self.assignments[rank].count)
+        return files[rank].locations(self.assignments[rank].count)

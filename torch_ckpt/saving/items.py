@@ -19,7 +19,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_build import warn_without_cuda
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
-from torch_ckpt.checkpoint.directory import Place
+from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.objects import pickled
 from torch_ckpt.errors import CheckpointError
 
@@ -40,7 +40,7 @@ class Written:
     """
 
     files: _core.WrittenFiles
-    directory: Place
+    directory: DirectoryIdentity
     seconds: tuple[float, ...] = ()
 
 
@@ -110,19 +110,21 @@ def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
     """Builds DCP's write result for each item. The first result carries the checksum tables to the
     coordinator."""
     results = [
-        WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
-        for item, (file_name, offset, length, _) in zip(items, written.files.places(), strict=True)
+        WriteResult(item.index, length, _StorageInfo(file, offset, length))
+        for item, (file, offset, length, _) in zip(items, written.files.locations(), strict=True)
     ]
     if results:
         setattr(results[0].storage_data, _WRITTEN, (written.files.tables, written.directory))
     return results
 
 
-def brought_with(results: list[list[WriteResult]]) -> tuple[dict[str, bytes], list[Place]]:
+def brought_with(
+    results: list[list[WriteResult]],
+) -> tuple[dict[str, bytes], list[DirectoryIdentity]]:
     """Removes the checksum tables and the ranks' directory identities from the results, and returns
     them."""
     tables: dict[str, bytes] = {}
-    directories: list[Place] = []
+    directories: list[DirectoryIdentity] = []
     for of_rank in results:
         for result in of_rank:
             brought = vars(result.storage_data).pop(_WRITTEN, None)

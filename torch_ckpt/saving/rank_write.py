@@ -30,7 +30,7 @@ from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import require_at_least, require_io_options
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
-from torch_ckpt.checkpoint.directory import OpenDirectory, Place
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.saving.background import Background, EngineOptions
 from torch_ckpt.saving.host_memory import default_snapshot_bytes
 from torch_ckpt.saving.items import Written
@@ -207,7 +207,7 @@ class RankWrite:
         max_host_bytes = options.max_host_bytes or 0
         if is_snapshot and not max_host_bytes:
             max_host_bytes = default_snapshot_bytes(self._ranks)
-        place = Place.of(directory)
+        identity = DirectoryIdentity.of(directory)
         save = _C.start_save(
             directory,
             prefix,
@@ -262,7 +262,7 @@ class RankWrite:
             # A kept error keeps this frame alive, but must not keep the directory open.
             del directory
         with no_gc():
-            return Written(save.results(), place, (time.perf_counter() - begin,))
+            return Written(save.results(), identity, (time.perf_counter() - begin,))
 
     def end(self, error: BaseException | None) -> None:
         """Releases the sources and all waiting threads: the write has ended, or will not start.

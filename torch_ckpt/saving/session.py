@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import warn
-from torch_ckpt.checkpoint.directory import Place, require_one_directory
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, require_one_directory
 from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.exchange import Answers, Exchange
@@ -47,7 +47,7 @@ class RankMessage(NamedTuple):
 
     contents: Contents | int
     identity: str | None
-    directory: Place
+    directory: DirectoryIdentity
     fingerprints: bytes | None
 
 
@@ -203,7 +203,7 @@ class SaveSession:
             with self._write.device_streams():
                 fingerprints = state.fingerprints(self._check_replicas)
         contents = number or state.contents(self._ranks.share)
-        directory = Place.of(self._writer.directory)
+        directory = DirectoryIdentity.of(self._writer.directory)
         return RankMessage(contents, self._writer.identity, directory, fingerprints), state
 
     # --- 2. the plan, on the coordinator ---------------------------------------------------------

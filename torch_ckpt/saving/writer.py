@@ -27,7 +27,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
-from torch_ckpt.checkpoint.directory import OpenDirectory, Place, require_one_directory
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.file_system import FilesBeneath
 from torch_ckpt.checkpoint.lazy_metadata import make_lazy, saved_contents
 from torch_ckpt.checkpoint.lease import (
@@ -276,7 +276,7 @@ class FileSystemWriter(StockWriter):
             complete = with_checksum_tables(metadata, tables)
             data = _core.EncodedMetadata(encode_metadata(complete))
         try:
-            require_one_directory([Place.of(self.directory), *directories])
+            require_one_directory([DirectoryIdentity.of(self.directory), *directories])
             self._refuse_unreadable(complete)
         except BaseException:
             self.abandon()
