@@ -46,11 +46,11 @@ struct FileWriter;
 /// The state of one file of a save.
 struct FileSave {
   /// `directory` and `ready` must outlive the FileSave.
-  FileSave(FileJob given, std::size_t at, const os::Directory& directory, bool snapshot,
+  FileSave(FileJob given, std::size_t at, const os::Directory& directory,
            const std::vector<staging::ReadyEvent>& ready, staging::Warn warn)
       : job(std::move(given)),
         number(at),
-        stream(job.image, snapshot, ready, std::move(warn)),
+        stream(job.image, ready, std::move(warn)),
         output(directory, job.name, job.image.bytes()) {}
 
   /// Returns the file's result. Valid once the file is complete.

@@ -11,9 +11,6 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Bytes to copy before checksumming them, few enough to stay in the second-level cache.
-constexpr std::size_t kFusedBytes = std::size_t{256} << 10;
-
 // Returns the block size for the checksum table; 0 if the table has no blocks for this item. A
 // payload that fits into a single block needs none, because its archive contains the checksum.
 // Items without an archive always need blocks. This keeps the table small for checkpoints with many
@@ -33,10 +30,9 @@ const std::vector<staging::ReadyEvent>& ImageStream::no_events() {
   return none;
 }
 
-ImageStream::ImageStream(const FileImage& image, bool snapshot,
-                         const std::vector<staging::ReadyEvent>& ready, staging::Warn warn)
+ImageStream::ImageStream(const FileImage& image, const std::vector<staging::ReadyEvent>& ready,
+                         staging::Warn warn)
     : image_(image),
-      snapshot_(snapshot),
       ready_(ready),
       warn_(std::move(warn)),
       checksums_(image.items().size(), 0),
@@ -48,25 +44,16 @@ ImageStream::ImageStream(const FileImage& image, bool snapshot,
   }
 }
 
-void ImageStream::copy_and_checksum(const ImageItem& item, std::uint64_t offset,
-                                    std::span<std::byte> out) {
-  while (!out.empty()) {
-    const auto part = out.first(std::min(out.size(), kFusedBytes));
-    staging::copy_from_host(item.source, offset, part);
-    add_to_checksums(item_, offset, part);
-    offset += part.size();
-    out = out.subspan(part.size());
-  }
-}
-
 // Checksums each byte once, as part of its block. The checksums of the blocks
-// are joined into the payload's checksum.
+// are joined into the payload's checksum. update(crc, part, position) returns the CRC-32 `crc`,
+// updated with a part of the payload.
+template <class Update>
 void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
-                                   std::span<const std::byte> payload) {
+                                   std::span<std::byte> payload, Update update) {
   std::uint32_t& crc = checksums_[item];
   const std::uint64_t block_bytes = sums_[item].block_bytes;
   if (block_bytes == 0) {
-    crc = format::crc32(crc, payload);
+    crc = update(crc, payload, position);
     return;
   }
   const std::uint64_t payload_bytes = image_.items()[item].source.bytes;
@@ -77,7 +64,7 @@ void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
     const std::uint64_t end = begin + std::min(block_bytes, payload_bytes - begin);
     const auto part = payload.first(std::min<std::uint64_t>(payload.size(), end - position));
     if (position == begin) blocks.push_back(0);
-    blocks.back() = format::crc32(blocks.back(), part);
+    blocks.back() = update(blocks.back(), part, position);
     position += part.size();
     payload = payload.subspan(part.size());
     if (position != end) continue;
@@ -125,15 +112,15 @@ Result<ImageStream::Piece> ImageStream::begin(std::span<std::byte> out) {
       if (on_device(item)) {
         runs.push_back({&item.source, position_ - head, out.first(count)});
         piece.pending_.push_back({item_, true, position_ - head, out.first(count)});
-      } else if (snapshot_) {
-        staging::copy_past_caches(item.source, position_ - head, out.first(count));
-        piece.pending_.push_back({item_, true, position_ - head, out.first(count)});
       } else {
-        copy_and_checksum(item, position_ - head, out.first(count));
+        add_to_checksums(item_, position_ - head, out.first(count),
+                         [&](std::uint32_t crc, std::span<std::byte> part, std::uint64_t position) {
+                           return staging::copy_and_checksum(crc, item.source, position, part);
+                         });
       }
     } else if (record != nullptr && position_ < item.bytes) {
       count = std::min<std::size_t>(out.size(), item.bytes - position_);
-      if (snapshot_ || on_device(item)) {
+      if (on_device(item)) {
         piece.pending_.push_back({item_, false, position_ - payload_end, out.first(count)});
       } else {
         copy_tail(item_, position_ - payload_end, out.first(count));
@@ -166,7 +153,9 @@ bool ImageStream::copies_are_done(const Piece& piece) const {
 void ImageStream::complete(const Piece& piece) {
   for (const Piece::PendingChecksum& pending : piece.pending_) {
     if (pending.is_payload) {
-      add_to_checksums(pending.item, pending.position, pending.bytes);
+      add_to_checksums(pending.item, pending.position, pending.bytes,
+                       [](std::uint32_t crc, std::span<std::byte> part,
+                          std::uint64_t /*position*/) { return format::crc32(crc, part); });
     } else {
       copy_tail(pending.item, pending.position, pending.bytes);
     }

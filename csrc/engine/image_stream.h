@@ -16,25 +16,22 @@ namespace torch_ckpt::engine {
 
 // Produces a file image piece by piece, in order. Each piece takes three steps:
 //
-//   1. begin() copies archive headers and host memory, and starts the copies from devices.
+//   1. begin() copies archive headers, archive tails and host memory, which it checksums in the same
+//      pass, and starts the copies from devices.
 //   2. wait_for_copies() waits for the copies from devices. After this, the piece no longer needs
 //      its sources.
-//   3. complete() computes the checksums that begin() did not compute, and writes the archive tails
-//      that contain them.
+//   3. complete() checksums the copies from devices, and writes the archive tails with these
+//      checksums.
 //
-// Copies of many pieces can therefore be in flight at once, and sources are released before their
-// bytes are checksummed. begin() and wait_for_copies() must be called by one thread at a time. So
-// must complete(), but it may run in parallel with them. Each method must be called for the pieces
-// in order. The image, its sources and `ready` must outlive the stream.
+// Copies of many pieces can therefore be in flight at once. begin() and wait_for_copies() must be
+// called by one thread at a time. So must complete(), but it may run in parallel with them. Each
+// method must be called for the pieces in order. The image, its sources and `ready` must outlive
+// the stream.
 class ImageStream {
  public:
   explicit ImageStream(const FileImage& image)
-      : ImageStream(image, false, no_events(), [](const auto&, const auto&) {}) {}
-
-  /// With `snapshot`, many pieces are begun before the first is completed, so begin() copies host
-  /// memory with stores that bypass the caches, and complete() checksums it. Otherwise, begin()
-  /// does both while the bytes are in a cache.
-  ImageStream(const FileImage& image, bool snapshot, const std::vector<staging::ReadyEvent>& ready,
+      : ImageStream(image, no_events(), [](const auto&, const auto&) {}) {}
+  ImageStream(const FileImage& image, const std::vector<staging::ReadyEvent>& ready,
               staging::Warn warn);
 
   /// The work that remains for a piece after begin().
@@ -76,14 +73,13 @@ class ImageStream {
 
  private:
   static const std::vector<staging::ReadyEvent>& no_events();
-  void copy_and_checksum(const ImageItem& item, std::uint64_t offset, std::span<std::byte> out);
-  void add_to_checksums(std::size_t item, std::uint64_t position,
-                        std::span<const std::byte> payload);
+  template <class Update>
+  void add_to_checksums(std::size_t item, std::uint64_t position, std::span<std::byte> payload,
+                        Update update);
   void copy_tail(std::size_t item, std::uint64_t position, std::span<std::byte> out);
   Result<> submit(std::span<const staging::DeviceRun> runs);
 
   const FileImage& image_;
-  const bool snapshot_;
   const std::vector<staging::ReadyEvent>& ready_;
   const staging::Warn warn_;
   std::vector<std::uint32_t> checksums_;

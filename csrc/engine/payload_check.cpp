@@ -5,6 +5,7 @@
 
 #include "checked_math.h"
 #include "format/crc32.h"
+#include "format/crc32_copy.h"
 
 namespace torch_ckpt::engine {
 namespace {
@@ -81,10 +82,18 @@ PayloadCheck PayloadCheck::one_sum() {
   return check;
 }
 
-Result<> PayloadCheck::update(std::uint64_t position, std::span<const std::byte> bytes) {
-  if (!active_) return {};
+Result<> PayloadCheck::update(std::uint64_t position, std::span<const std::byte> bytes,
+                              std::byte* out) {
+  const auto add = [&](std::uint32_t crc, std::span<const std::byte> part) {
+    if (out == nullptr) return format::crc32(crc, part);
+    return format::crc32_copy(crc, part, std::exchange(out, out + part.size()));
+  };
+  if (!active_) {
+    if (out != nullptr) format::copy_past_caches(bytes, out);
+    return {};
+  }
   if (sums_ == nullptr) {
-    crc_ = format::crc32(crc_, bytes);
+    crc_ = add(crc_, bytes);
     bytes_added_ += bytes.size();
     return {};
   }
@@ -93,7 +102,7 @@ Result<> PayloadCheck::update(std::uint64_t position, std::span<const std::byte>
     const std::uint64_t begin = block * sums_->block_bytes;
     const std::uint64_t end = std::min(begin + sums_->block_bytes, payload_bytes_);
     const auto part = bytes.first(std::min<std::uint64_t>(bytes.size(), end - position));
-    crc_ = format::crc32(position == begin ? 0 : crc_, part);
+    crc_ = add(position == begin ? 0 : crc_, part);
     position += part.size();
     bytes = bytes.subspan(part.size());
     if (position == end && crc_ != sums_->block_crcs[block]) {

@@ -27,9 +27,11 @@ class PayloadCheck {
   static PayloadCheck by_blocks(const format::RecordSums& sums, std::uint64_t payload_bytes);
   static PayloadCheck one_sum();
 
-  /// Adds bytes. Fails with Errc::checksum_mismatch if they complete a damaged block; the error's
-  /// offset is the position of the block in the payload.
-  Result<> update(std::uint64_t position, std::span<const std::byte> bytes);
+  /// Adds bytes, and copies them to `out` unless it is nullptr. Fails with Errc::checksum_mismatch
+  /// if they complete a damaged block; the error's offset is the position of the block in the
+  /// payload.
+  Result<> update(std::uint64_t position, std::span<const std::byte> bytes,
+                  std::byte* out = nullptr);
 
   /// Returns the CRC-32 and the number of the bytes added. Only valid with one_sum().
   std::pair<std::uint32_t, std::uint64_t> sum() const { return {crc_, bytes_added_}; }

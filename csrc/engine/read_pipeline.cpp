@@ -12,8 +12,8 @@ namespace {
 
 using planning::ByteRange;
 
-// Bytes to read before checksumming them, few enough to stay in the second-level cache.
-constexpr std::uint64_t kFusedBytes = std::uint64_t{256} << 10;
+// Bytes to consume at once, few enough to stay in the second-level cache.
+constexpr std::uint64_t kCachedBytes = std::uint64_t{256} << 10;
 
 std::vector<std::string> names_of(const std::vector<LoadFile>& files) {
   std::vector<std::string> names;
@@ -203,7 +203,7 @@ Result<> ReadPipeline::consume_record(std::size_t record, std::span<const std::b
   if (!payload->is_read) return {};
   const auto contents = bytes.subspan(payload->offset, payload->bytes);
   PayloadCheck check = check_of(*payload);
-  auto consumed = sink_.consume(record, *payload, 0, contents, check, &scratch);
+  auto consumed = sink_.consume(record, *payload, 0, contents, check, scratch);
   if (!consumed) return consumed;
   std::optional<std::uint32_t> crc;
   if (payload->crc) crc = check.sum().first;
@@ -254,22 +254,10 @@ Result<> ReadPipeline::read_range(std::size_t record, ByteRange range, const Dat
       direct = file.prefers_direct_read(begin_in_file + range.begin, bytes);
       if (!direct) buffered_until = range.begin + bytes;
     }
-    // Direct reads always need scratch memory: they are extended to block boundaries, and the
-    // destination has no room for the additional bytes.
-    std::span<std::byte> destination;
-    if (!direct) {
-      bytes = std::min(kFusedBytes, buffered_until - range.begin);
-      destination = sink_.destination(record, range.begin, bytes);
-    }
-    Result<std::span<std::byte>> fetched = destination;
-    if (!destination.empty()) {
-      auto read = file.read(destination, begin_in_file + range.begin);
-      if (!read) fetched = read.error();
-    } else {
-      auto room = scratch.next_buffer();
-      if (!room) return room.error();
-      fetched = file.fetch(*room, begin_in_file + range.begin, bytes, direct);
-    }
+    if (!direct) bytes = std::min(kCachedBytes, buffered_until - range.begin);
+    auto room = scratch.next_buffer();
+    if (!room) return room.error();
+    auto fetched = file.fetch(*room, begin_in_file + range.begin, bytes, direct);
     if (!fetched && !continue_after_errors_) return fetched.error();
     if (!fetched && direct) {
       // Retry with smaller, buffered reads, to find out which bytes are unreadable.
@@ -283,16 +271,13 @@ Result<> ReadPipeline::read_range(std::size_t record, ByteRange range, const Dat
       continue;
     }
     for (std::span<const std::byte> left = *fetched; !left.empty();) {
-      const auto part = left.first(std::min<std::uint64_t>(left.size(), kFusedBytes));
-      auto consumed = sink_.consume(record, payload, range.begin, part, check,
-                                    destination.empty() ? &scratch : nullptr);
+      const auto part = left.first(std::min<std::uint64_t>(left.size(), kCachedBytes));
+      auto consumed = sink_.consume(record, payload, range.begin, part, check, scratch);
       if (!consumed) return consumed;
       range.begin += part.size();
       left = left.subspan(part.size());
     }
-    if (destination.empty()) {
-      if (auto submitted = scratch.submit(); !submitted) return submitted;
-    }
+    if (auto submitted = scratch.submit(); !submitted) return submitted;
   }
   return {};
 }

@@ -60,19 +60,11 @@ class ReadSink {
   /// Parses the archive around the payload, and returns the payload's location.
   virtual Result<Payload> open(std::size_t record, format::RecordBytes& archive) = 0;
 
-  /// Returns memory into which the payload's next `bytes` bytes from `position` can be read
-  /// directly. May reduce `bytes`. Returns an empty span if they must be read into scratch memory.
-  virtual std::span<std::byte> destination(std::size_t /*record*/, std::uint64_t /*position*/,
-                                           std::uint64_t& /*bytes*/) {
-    return {};
-  }
-
-  /// Processes bytes of the payload. Each byte is passed once, and the bytes of a range are passed
-  /// in ascending order. `scratch` holds the bytes; it is nullptr if they were read into
-  /// destination().
+  /// Processes bytes of the payload, which lie in `scratch`. Each byte is passed once, and the
+  /// bytes of a range are passed in ascending order.
   virtual Result<> consume(std::size_t record, const Payload& payload, std::uint64_t position,
                            std::span<const std::byte> bytes, PayloadCheck& check,
-                           Scratch* scratch) = 0;
+                           Scratch& scratch) = 0;
 
   /// Called for a range that cannot be read, if the pipeline continues after errors. Returns how
   /// many bytes to skip from the start of the range.
@@ -101,8 +93,8 @@ class ReadSink {
 //      Each task repeatedly takes the next unit.
 //   2. Small neighbouring records form one unit, which is a single read into scratch memory.
 //   3. A large record is divided into pieces. The first task that starts one of them reads both
-//      ends of the archive and calls open(). Each piece is then read in steps, into scratch memory
-//      or into the sink's destination(), and each step is consumed while it is in a cache.
+//      ends of the archive and calls open(). Each piece is then read in steps into scratch memory,
+//      and each step is consumed while it is in a cache.
 //   4. Once the pipeline has failed, because the sink called fail() or a task itself failed, all
 //      tasks stop before their next step.
 //   5. Each task sends one message through the results channel when it ends.

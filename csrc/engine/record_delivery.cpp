@@ -181,38 +181,47 @@ Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& by
   return payload;
 }
 
-std::span<std::byte> RecordDelivery::destination(std::size_t number, std::uint64_t position,
-                                                 std::uint64_t& bytes) {
-  const Record& record = records_[number];
-  const ReadRequest& request = first(record);
-  if (record.requests.size() > 1 || !reads_in_place(request)) return {};
-  const planning::ByteRange run = request.region.covering();
-  if (position >= run.end) return {};
-  bytes = std::min(bytes, (position < run.begin ? run.begin : run.end) - position);
-  if (position < run.begin) return {};
-  return {request.target.address + (position - run.begin), bytes};
-}
-
 Result<> RecordDelivery::consume(std::size_t number, const Payload& payload, std::uint64_t position,
                                  std::span<const std::byte> bytes, PayloadCheck& check,
-                                 Scratch* scratch) {
-  if (auto intact = check.update(position, bytes); !intact) {
+                                 Scratch& scratch) {
+  const Record& record = records_[number];
+  const ReadRequest& request = first(record);
+  const bool in_place = record.requests.size() == 1 && reads_in_place(request);
+  auto intact =
+      in_place ? consume_in_place(request, position, bytes, check) : check.update(position, bytes);
+  if (!intact) {
     // The check's offset is relative to the payload.
     Error error = std::move(intact).error();
     error.offset += payload.offset;
     return error;
   }
-  if (scratch == nullptr) {
-    bytes_done_ += bytes.size();
-    return {};
-  }
-  for (const std::size_t index : records_[number].requests) {
-    const ReadRequest& request = requests_[index];
-    auto delivered = scratch->deliver(request.region, request.target, position, bytes);
+  if (in_place) return {};
+  for (const std::size_t index : record.requests) {
+    const ReadRequest& wanted = requests_[index];
+    auto delivered = scratch.deliver(wanted.region, wanted.target, position, bytes);
     if (!delivered) return delivered.error();
     bytes_done_ += *delivered;
   }
   return {};
+}
+
+// Copies and checksums the requested bytes in one pass, and only checksums the others.
+Result<> RecordDelivery::consume_in_place(const ReadRequest& request, std::uint64_t position,
+                                          std::span<const std::byte> bytes, PayloadCheck& check) {
+  const planning::ByteRange run = request.region.covering();
+  const std::uint64_t end = position + bytes.size();
+  const std::uint64_t begin = std::clamp(run.begin, position, end);
+  const std::uint64_t stop = std::clamp(run.end, begin, end);
+  if (begin > position) {
+    if (auto intact = check.update(position, bytes.first(begin - position)); !intact) return intact;
+  }
+  if (stop > begin) {
+    auto intact = check.update(begin, bytes.subspan(begin - position, stop - begin),
+                               request.target.address + (begin - run.begin));
+    if (!intact) return intact;
+    bytes_done_ += stop - begin;
+  }
+  return stop < end ? check.update(stop, bytes.subspan(stop - position)) : Result<>();
 }
 
 Result<> RecordDelivery::finish(std::size_t number, const Payload& payload,

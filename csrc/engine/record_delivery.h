@@ -63,9 +63,10 @@ struct ReadOutcome {
 // The sink of a load's pipeline: delivers regions of payloads to their targets.
 //
 //   1. Requests for the same record share a single read.
-//   2. A region that is contiguous in the payload and in a target on the host is read directly into
-//      the target, if it is the only request for its record. Other regions are read into scratch
-//      memory, then copied or converted (engine/delivery.h).
+//   2. Bytes are read into scratch memory. A region that is contiguous in the payload and in a
+//      target on the host is copied to the target and checksummed in one pass, if it is the only
+//      request for its record. Other regions are checksummed, then copied or converted
+//      (engine/delivery.h).
 //   3. Blocks with known checksums are verified. If there are no such blocks, a payload that was
 //      read entirely is verified against the archive's CRC-32. A raw record that is an archive is
 //      checked entry by entry.
@@ -90,11 +91,9 @@ class RecordDelivery final : public ReadSink {
   std::uint64_t bytes_done() const { return bytes_done_; }
 
   Result<Payload> open(std::size_t record, format::RecordBytes& archive) override;
-  std::span<std::byte> destination(std::size_t record, std::uint64_t position,
-                                   std::uint64_t& bytes) override;
   Result<> consume(std::size_t record, const Payload& payload, std::uint64_t position,
                    std::span<const std::byte> bytes, PayloadCheck& check,
-                   Scratch* scratch) override;
+                   Scratch& scratch) override;
   Result<> finish(std::size_t record, const Payload& payload, std::optional<std::uint32_t> crc,
                   std::span<const std::byte> payload_bytes) override;
   void fail(std::size_t record, Error error) override;
@@ -111,6 +110,8 @@ class RecordDelivery final : public ReadSink {
     return block_sums(record.sums, first(record).kind == ReadKind::raw);
   }
   Result<ReadStatus> check_headers(const Record& record, const format::RecordIndex& archive);
+  Result<> consume_in_place(const ReadRequest& request, std::uint64_t position,
+                            std::span<const std::byte> bytes, PayloadCheck& check);
   Result<> check_raw(const Record& record, std::span<const std::byte> payload) const;
   void set_status(const Record& record, ReadStatus status);
 

@@ -148,7 +148,8 @@ void RecordVerifier::check_entries(std::size_t record, format::RecordBytes& byte
 }
 
 Result<> RecordVerifier::consume(std::size_t record, const Payload& payload, std::uint64_t position,
-                                 std::span<const std::byte> bytes, PayloadCheck& check, Scratch*) {
+                                 std::span<const std::byte> bytes, PayloadCheck& check,
+                                 Scratch& /*scratch*/) {
   if (payload.blocks == nullptr) return check.update(position, bytes);
   // Check one block at a time, because update() returns at the first damaged block.
   const std::uint64_t block_bytes = payload.blocks->block_bytes;

@@ -64,7 +64,7 @@ class RecordVerifier final : public ReadSink {
   Result<Payload> open(std::size_t record, format::RecordBytes& archive) override;
   Result<> consume(std::size_t record, const Payload& payload, std::uint64_t position,
                    std::span<const std::byte> bytes, PayloadCheck& check,
-                   Scratch* scratch) override;
+                   Scratch& scratch) override;
   std::uint64_t skip(std::size_t record, const Payload& payload, planning::ByteRange range,
                      const Error& error) override;
   Result<> finish(std::size_t record, const Payload& payload, std::optional<std::uint32_t> crc,

@@ -110,8 +110,7 @@ std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(Context& context,
   files.reserve(jobs.size());
   for (FileJob& job : jobs) {
     files.push_back(std::make_unique<FileSave>(std::move(job), files.size(), directory,
-                                               options.snapshot, options.ready,
-                                               context.warnings.callback()));
+                                               options.ready, context.warnings.callback()));
   }
   return files;
 }

@@ -4,10 +4,13 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -25,6 +28,21 @@ constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
 constexpr std::size_t kPageBytes = 4096;
 
 constexpr mode_t kFileMode = 0666;
+
+/// Calls cachestat(2), which is 20 times as fast as mincore(2) but needs Linux 6.5. Returns nullopt
+/// if the call fails: the kernel is older, or the process may not write the file.
+std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t begin, std::uint64_t bytes) {
+  // glibc 2.36 declares neither the number, which is the same for all architectures, nor the types.
+  constexpr long kCachestat = 451;
+  struct Range {
+    std::uint64_t begin, bytes;
+  } range{begin, bytes};
+  struct Pages {
+    std::uint64_t cached, dirty, in_writeback, evicted, recently_evicted;
+  } pages{};
+  if (::syscall(kCachestat, fd, &range, &pages, 0) != 0) return std::nullopt;
+  return pages.cached;
+}
 
 }  // namespace
 
@@ -197,9 +215,12 @@ Result<> File::read_at(std::span<std::byte> out, std::uint64_t offset) const {
 
 double File::cached_fraction(std::uint64_t offset, std::size_t length) const {
   if (length == 0) return 1.0;
-  // Use mincore: preadv2(RWF_NOWAIT) would start read-ahead of pages that are not cached.
   const std::uint64_t begin = align_down(offset, kPageBytes);
   const std::size_t span = align_up(offset - begin + length, kPageBytes);
+  if (const auto pages = cached_pages(fd_, begin, span)) {
+    return static_cast<double>(*pages) / static_cast<double>(span / kPageBytes);
+  }
+  // preadv2(RWF_NOWAIT) would start read-ahead of pages that are not cached.
   void* mapped = ::mmap(nullptr, span, PROT_READ, MAP_SHARED, fd_, static_cast<off_t>(begin));
   if (mapped == MAP_FAILED) return 1.0;
   std::vector<unsigned char> resident(span / kPageBytes);

@@ -5,12 +5,14 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "format/crc32.h"
+#include "format/crc32_copy.h"
 
 namespace torch_ckpt::staging {
 namespace {
+
+// Bytes to gather before checksumming them, few enough to stay in the second-level cache.
+constexpr std::size_t kGatheredBytes = std::size_t{256} << 10;
 
 template <std::size_t kItem>
 void gather_row(std::byte* out, const std::byte* in, std::uint64_t count, std::int64_t stride) {
@@ -86,33 +88,6 @@ class StridedWalk {
 
 }  // namespace
 
-#if defined(__SSE2__)
-// glibc's memcpy does this too, but only for copies larger than a fraction of the last-level cache.
-// On large processors that is far more than a chunk.
-void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
-  constexpr std::size_t kVector = 16;
-  constexpr std::size_t kLine = 64;
-  const std::size_t head =
-      std::min<std::size_t>(-reinterpret_cast<std::uintptr_t>(out) % kVector, bytes);
-  std::memcpy(out, in, head);
-  std::size_t at = head;
-  for (; at + kLine <= bytes; at += kLine) {
-    for (std::size_t part = 0; part < kLine; part += kVector) {
-      const auto* const from = reinterpret_cast<const __m128i*>(in + at + part);
-      _mm_stream_si128(reinterpret_cast<__m128i*>(out + at + part), _mm_loadu_si128(from));
-    }
-  }
-  std::memcpy(out + at, in + at, bytes - at);
-  // Streaming stores are not ordered with the later store that publishes the data to another
-  // thread.
-  _mm_sfence();
-}
-#else
-void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
-  std::memcpy(out, in, bytes);
-}
-#endif
-
 void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::byte> out) {
   if (out.empty()) return;
   if (source.dims.empty()) {
@@ -138,10 +113,25 @@ void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::b
 void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out) {
   if (out.empty()) return;
   if (source.dims.empty()) {
-    copy_bytes_past_caches(out.data(), source.address + offset, out.size());
+    format::copy_past_caches({source.address + offset, out.size()}, out.data());
   } else {
     copy_from_host(source, offset, out);
   }
+}
+
+std::uint32_t copy_and_checksum(std::uint32_t crc, const Source& source, std::uint64_t offset,
+                                std::span<std::byte> out) {
+  if (source.dims.empty()) {
+    return format::crc32_copy(crc, {source.address + offset, out.size()}, out.data());
+  }
+  while (!out.empty()) {
+    const auto part = out.first(std::min(out.size(), kGatheredBytes));
+    copy_from_host(source, offset, part);
+    crc = format::crc32(crc, part);
+    offset += part.size();
+    out = out.subspan(part.size());
+  }
+  return crc;
 }
 
 }  // namespace torch_ckpt::staging

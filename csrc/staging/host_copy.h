@@ -12,11 +12,11 @@ namespace torch_ckpt::staging {
 /// strided elements. The range must lie within the payload; it may begin and end within an element.
 void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::byte> out);
 
-/// Like copy_from_host(), but with stores that bypass the caches, for memory that will not be read
-/// soon. Such stores avoid reading the cache lines that they overwrite. Strided sources are copied
-/// normally.
+/// Like copy_from_host(), but long copies of contiguous sources bypass the caches.
 void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out);
-/// Copies bytes with stores that bypass the caches.
-void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t bytes);
+
+/// Like copy_past_caches(). Returns the CRC-32 `crc`, updated with the copied bytes.
+std::uint32_t copy_and_checksum(std::uint32_t crc, const Source& source, std::uint64_t offset,
+                                std::span<std::byte> out);
 
 }  // namespace torch_ckpt::staging

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "staging/host_copy.h"
+#include "format/crc32_copy.h"
 
 namespace torch_ckpt::staging {
 namespace {
@@ -12,9 +12,6 @@ namespace {
 // Size of the buffer for gathered elements before a conversion, and of the one for converted
 // elements after it.
 constexpr std::size_t kBufferBytes = 4096;
-
-// Copies of at least this size bypass the caches: they would evict more useful data than they add.
-constexpr std::size_t kLongBytes = std::size_t{64} << 10;
 
 template <std::size_t kItem>
 void copy_items(std::byte* out, std::int64_t out_stride, const std::byte* in,
@@ -29,12 +26,7 @@ void copy_strided(std::byte* out, std::int64_t out_stride, const std::byte* in,
                   std::int64_t in_stride, std::uint64_t count, std::size_t item) {
   const auto dense = static_cast<std::int64_t>(item);
   if (out_stride == dense && in_stride == dense) {
-    if (count * item >= kLongBytes) {
-      copy_bytes_past_caches(out, in, count * item);
-    } else {
-      std::memcpy(out, in, count * item);
-    }
-    return;
+    return format::copy_past_caches({in, count * item}, out);
   }
   switch (item) {
     case 1:

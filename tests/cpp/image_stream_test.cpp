@@ -298,15 +298,12 @@ Sample on_device_and_host(Random& random, test::FakeDevice& device) {
   return sample;
 }
 
-// The parameter: snapshot or not.
-class ImageStreamSteps : public ::testing::TestWithParam<bool> {};
-
-TEST_P(ImageStreamSteps, OfAllPiecesAtOnceProduceTheImage) {
+TEST(ImageStreamSteps, OfAllPiecesAtOnceProduceTheImage) {
   Random random(10);
   const Sample sample = every_kind(random);
   for (int round = 0; round < 200; ++round) {
     const std::uint64_t longest = random.between(1, 3000);
-    ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+    ImageStream stream(sample.image, kNoEvents, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
     begin_all(stream, pieces);
     wait_for_and_complete_all(stream, pieces);
@@ -314,13 +311,13 @@ TEST_P(ImageStreamSteps, OfAllPiecesAtOnceProduceTheImage) {
   }
 }
 
-TEST_P(ImageStreamSteps, OfSomePiecesAtOnceProduceTheImage) {
+TEST(ImageStreamSteps, OfSomePiecesAtOnceProduceTheImage) {
   Random random(11);
   test::FakeDevice device;
   for (int round = 0; round < 30; ++round) {
     const Sample sample = on_device_and_host(random, device);
     const std::uint64_t longest = random.between(50, 3000);
-    ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+    ImageStream stream(sample.image, kNoEvents, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
     // Each step of a piece comes after the step before it and after the same step of the last
     // piece.
@@ -347,11 +344,11 @@ TEST_P(ImageStreamSteps, OfSomePiecesAtOnceProduceTheImage) {
   }
 }
 
-TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
+TEST(ImageStreamSteps, MayBeCompletedByAnotherThread) {
   Random random(12);
   test::FakeDevice device;
   const Sample sample = on_device_and_host(random, device);
-  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return random.between(1, 500); });
   std::counting_semaphore<> arrived(0);
   {
@@ -371,7 +368,7 @@ TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
 }
 
 // Payloads that end before, at and after a block boundary, in pieces that do the same.
-TEST_P(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
+TEST(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
   Random random(15);
   test::FakeDevice device;
   Sample sample;
@@ -384,7 +381,7 @@ TEST_P(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
   for (int round = 0; round < 40; ++round) {
     const std::uint64_t longest = random.between(500, 4 * kBlock);
     const bool whole_blocks = random.coin();
-    ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+    ImageStream stream(sample.image, kNoEvents, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] {
       return whole_blocks ? kBlock + random.between(0, 2) - 1 : random.between(1, longest);
     });
@@ -395,7 +392,7 @@ TEST_P(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
 }
 
 // A block boundary at each position relative to the only piece boundary in the payload.
-TEST_P(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
+TEST(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
   Random random(16);
   Sample sample;
   sample.add_tensor(random.bytes(2 * kBlock + 2));
@@ -403,7 +400,7 @@ TEST_P(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
   const std::uint64_t head = sample.image.items().front().record->head.size();
   for (const std::uint64_t around : {head, head + kBlock, head + 2 * kBlock}) {
     for (std::uint64_t split = around - 3; split <= around + 3; ++split) {
-      ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+      ImageStream stream(sample.image, kNoEvents, kNoWarnings);
       Pieces pieces(sample.image.bytes(), [&, first = true]() mutable {
         return std::exchange(first, false) ? split : sample.image.bytes();
       });
@@ -414,14 +411,14 @@ TEST_P(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
   }
 }
 
-TEST_P(ImageStreamSteps, SubmitTheTensorsOfAPieceTogether) {
+TEST(ImageStreamSteps, SubmitTheTensorsOfAPieceTogether) {
   test::FakeDevice device;
   Sample sample;
   for (const char letter : {'a', 'b', 'c'}) {
     const std::string payload(100, letter);
     sample.add_tensor_at(device.upload(payload), payload);
   }
-  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
   EXPECT_EQ(device.submissions(), 1);
@@ -429,11 +426,11 @@ TEST_P(ImageStreamSteps, SubmitTheTensorsOfAPieceTogether) {
   EXPECT_TRUE(pieces.contents() == sample.expected);
 }
 
-TEST_P(ImageStreamSteps, SubmitNothingForAPieceWithoutDeviceMemory) {
+TEST(ImageStreamSteps, SubmitNothingForAPieceWithoutDeviceMemory) {
   test::FakeDevice device;
   Sample sample;
   sample.add_tensor(std::string(100, 'x'));
-  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 64; });
   begin_all(stream, pieces);
   wait_for_and_complete_all(stream, pieces);
@@ -441,14 +438,14 @@ TEST_P(ImageStreamSteps, SubmitNothingForAPieceWithoutDeviceMemory) {
   EXPECT_EQ(stream.copier(), nullptr);
 }
 
-TEST_P(ImageStreamSteps, BeginManyPiecesBeforeTheFirstIsCopied) {
+TEST(ImageStreamSteps, BeginManyPiecesBeforeTheFirstIsCopied) {
   test::FakeDevice device;
   const std::string payload(10'000, 'x');
   Sample sample;
   sample.add_tensor_at(device.upload(payload), payload);
   test::Gate arrival;
   device.on_arrival(arrival.passage());
-  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 2500; });
   begin_all(stream, pieces);
   EXPECT_EQ(device.submissions(), 5);
@@ -457,7 +454,7 @@ TEST_P(ImageStreamSteps, BeginManyPiecesBeforeTheFirstIsCopied) {
   EXPECT_TRUE(produced(stream, pieces.contents(), sample));
 }
 
-TEST_P(ImageStreamSteps, CopyHostMemoryInBegin) {
+TEST(ImageStreamSteps, CopyHostMemoryInBegin) {
   test::FakeDevice device;
   const std::string on_device(1000, 'd');
   Sample sample;
@@ -466,7 +463,7 @@ TEST_P(ImageStreamSteps, CopyHostMemoryInBegin) {
   sample.add_tensor(std::string(1000, 'h'));
   test::Gate arrival;
   device.on_arrival(arrival.passage());
-  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 700; });
   begin_all(stream, pieces);
   for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
@@ -475,10 +472,10 @@ TEST_P(ImageStreamSteps, CopyHostMemoryInBegin) {
   EXPECT_TRUE(produced(stream, pieces.contents(), sample));
 }
 
-TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceIsCopied) {
+TEST(ImageStreamSteps, NeedNoSourceOnceAPieceIsCopied) {
   Random random(13);
   Sample sample = every_kind(random);
-  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 1000; });
   begin_all(stream, pieces);
   for (std::size_t n = 0; n < pieces.count(); ++n)
@@ -489,7 +486,7 @@ TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceIsCopied) {
 }
 
 // The checksum is stored in the tail, which the pieces split at every position.
-TEST_P(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
+TEST(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
   Random random(14);
   test::FakeDevice device;
   const std::string payload = random.bytes(200);
@@ -503,7 +500,7 @@ TEST_P(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
     const ImageItem& item = sample.image.items().front();
     const std::uint64_t payload_end = item.record->head.size() + payload.size();
     for (std::uint64_t split = payload_end; split < item.bytes; ++split) {
-      ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+      ImageStream stream(sample.image, kNoEvents, kNoWarnings);
       Pieces pieces(item.bytes, [&, first = true]() mutable {
         return std::exchange(first, false) ? split : item.bytes;
       });
@@ -516,7 +513,7 @@ TEST_P(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
   }
 }
 
-TEST_P(ImageStreamSteps, WaitForTheReadyEvents) {
+TEST(ImageStreamSteps, WaitForTheReadyEvents) {
   test::FakeDevice device;
   const std::string payload(1000, 'x');
   Sample sample;
@@ -527,7 +524,7 @@ TEST_P(ImageStreamSteps, WaitForTheReadyEvents) {
     if (!ready.try_wait()) early = true;
   });
   const std::vector<staging::ReadyEvent> moments{{0, &ready}};
-  ImageStream stream(sample.image, GetParam(), moments, kNoWarnings);
+  ImageStream stream(sample.image, moments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 600; });
   begin_all(stream, pieces);
   ready.count_down();
@@ -536,32 +533,29 @@ TEST_P(ImageStreamSteps, WaitForTheReadyEvents) {
   EXPECT_FALSE(early);
 }
 
-TEST_P(ImageStreamSteps, ReportAFailedCopy) {
+TEST(ImageStreamSteps, ReportAFailedCopy) {
   test::FakeDevice device;
   device.fail_waits(format_error(Errc::system, "the device fell off the bus"));
   const std::string payload(100, 'x');
   Sample sample;
   sample.add_tensor_at(device.upload(payload), payload);
-  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
   EXPECT_TRUE(fails(pieces.wait_for_copies(stream, 0), Errc::system));
 }
 
-TEST_P(ImageStreamSteps, WaitForAPieceOnlyOnce) {
+TEST(ImageStreamSteps, WaitForAPieceOnlyOnce) {
   test::FakeDevice device;
   const std::string payload(100, 'x');
   Sample sample;
   sample.add_tensor_at(device.upload(payload), payload);
-  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
   ASSERT_TRUE(ok(pieces.wait_for_copies(stream, 0)));
   EXPECT_TRUE(ok(pieces.wait_for_copies(stream, 0)));
 }
-
-INSTANTIATE_TEST_SUITE_P(Kinds, ImageStreamSteps, ::testing::Bool(),
-                         [](const auto& kind) { return kind.param ? "Snapshot" : "Foreground"; });
 
 }  // namespace
 }  // namespace torch_ckpt::engine
