@@ -84,8 +84,8 @@ __attribute__((target("pclmul,sse2"))) std::uint32_t crc_of_lanes(
   return crc32(kZeroRegister, bytes);
 }
 
-// Both functions below copy whole steps to an aligned address. `bytes` is a positive multiple of
-// kStepBytes.
+// In both classes, copy_steps() copies `bytes`, a positive multiple of kStepBytes, to an aligned
+// address.
 
 struct Avx2 {
   static constexpr std::size_t kVectors = 4;
