@@ -45,8 +45,8 @@ ImageStream::ImageStream(const FileImage& image, const std::vector<staging::Read
 }
 
 // Checksums each byte once, as part of its block. The checksums of the blocks
-// are joined into the payload's checksum. update(crc, part, position) returns the CRC-32 `crc`,
-// updated with a part of the payload.
+// are joined into the payload's checksum. update(crc, part, position) continues the CRC-32 `crc`
+// with the part of the payload at `position`, and returns it.
 template <class Update>
 void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
                                    std::span<std::byte> payload, Update update) {

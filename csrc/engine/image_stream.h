@@ -16,12 +16,11 @@ namespace torch_ckpt::engine {
 
 // Produces a file image piece by piece, in order. Each piece takes three steps:
 //
-//   1. begin() copies archive headers, archive tails and host memory, which it checksums in the same
-//      pass, and starts the copies from devices.
+//   1. begin() copies and checksums host memory in one pass, writes archive headers, and the tails
+//      of tensors in host memory. It starts the copies from devices.
 //   2. wait_for_copies() waits for the copies from devices. After this, the piece no longer needs
 //      its sources.
-//   3. complete() checksums the copies from devices, and writes the archive tails with these
-//      checksums.
+//   3. complete() checksums the copies from devices, and writes the tails of these tensors.
 //
 // Copies of many pieces can therefore be in flight at once. begin() and wait_for_copies() must be
 // called by one thread at a time. So must complete(), but it may run in parallel with them. Each

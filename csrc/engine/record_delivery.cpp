@@ -38,7 +38,7 @@ bool have_same_record(const ReadRequest& a, const ReadRequest& b) {
          a.dtype == b.dtype && a.sizes == b.sizes && a.layout == b.layout;
 }
 
-// True if the region can be read directly into the target's memory.
+// True if the region is copied to the target in the pass that checksums it.
 bool reads_in_place(const ReadRequest& request) {
   return request.target.device == staging::Source::kHost && !request.target.convert &&
          request.region.is_one_run();

@@ -67,8 +67,8 @@ __attribute__((target("pclmul,sse2"))) __m128i advance_lane(__m128i lane, __m128
                        next);
 }
 
-/// Returns the CRC-32 after the lanes of the accumulators, whose first lane was begun with the
-/// CRC-32 of the bytes before.
+/// Returns the CRC-32 of all bytes so far. The caller has added the CRC-32 of earlier bytes to the
+/// first lane.
 __attribute__((target("pclmul,sse2"))) std::uint32_t crc_of_lanes(
     std::span<const std::byte> lanes) {
   const auto load = [&](std::size_t at) {
@@ -84,8 +84,8 @@ __attribute__((target("pclmul,sse2"))) std::uint32_t crc_of_lanes(
   return crc32(kZeroRegister, bytes);
 }
 
-// In both classes, copy_steps() copies `bytes`, a positive multiple of kStepBytes, to an aligned
-// address.
+// In both classes, copy_steps() copies a positive multiple of kStepBytes to an address that is
+// aligned to 64 bytes.
 
 struct Avx2 {
   static constexpr std::size_t kVectors = 4;

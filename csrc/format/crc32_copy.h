@@ -14,7 +14,8 @@ std::uint32_t crc32_copy(std::uint32_t crc, std::span<const std::byte> in, std::
 /// Copies `in` to `out`. Long copies bypass the caches. The ranges must not overlap.
 void copy_past_caches(std::span<const std::byte> in, std::byte* out);
 
-/// The implementations of crc32_copy(). It uses the last one that the processor supports.
+/// The implementations of crc32_copy(). For long copies, crc32_copy() chooses the last one that the
+/// processor supports.
 enum class CopyCode {
   portable,
   avx2,    // AVX2 and VPCLMULQDQ

@@ -9,7 +9,7 @@
 namespace torch_ckpt::format {
 namespace {
 
-constexpr std::string_view kMagic = "TCF1";
+constexpr std::string_view kMagic = "TCF2";
 constexpr std::size_t kHeadBytes = 4 + 4 + 8;
 constexpr std::size_t kCrcBytes = 4;
 

@@ -24,11 +24,9 @@ struct FileResult {
 // Frames carry results between processes. Integers are little-endian.
 //
 //   frames  := frame*
-//   frame   := "TCF1" kind:u32 bytes:u64 payload[bytes] crc:u32   ; CRC-32 of the preceding bytes
+//   frame   := "TCF2" kind:u32 bytes:u64 payload[bytes] crc:u32   ; CRC-32 of the preceding bytes
 //   payload := file | failure | object | begin
-//   file    := files:u32 name:text table:text locations:text crc:u32*
-//                                                ; locations: format/item_locations.h; one CRC-32
-//                                                ; for each
+//   file    := files:u32 name:text table:text locations:text crc:u32*   ; one CRC-32 per location
 //   failure := code:u32 errno:u32 offset:u64 operation:text path:text detail:text
 //   object  := process start:u64 byte*           ; a value in the sender's encoding (for example
 //                                                ; a Python pickle)

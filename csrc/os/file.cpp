@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -25,13 +24,12 @@ namespace {
 // full transfer aligned.
 constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
 
-constexpr std::size_t kPageBytes = 4096;
-
 constexpr mode_t kFileMode = 0666;
 
-/// Calls cachestat(2), which is 20 times as fast as mincore(2) but needs Linux 6.5. Returns nullopt
-/// if the call fails: the kernel is older, or the process may not write the file.
-std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t begin, std::uint64_t bytes) {
+/// Returns the number of pages of a range that are in the page cache, by cachestat(2), which maps
+/// no memory. Returns 0 if the number is unknown: before Linux 6.5, without permission, and on
+/// overlay file systems.
+std::uint64_t cached_pages(int fd, std::uint64_t begin, std::uint64_t bytes) {
   // glibc 2.36 declares neither the number, which is the same for all architectures, nor the types.
   constexpr long kCachestat = 451;
   struct Range {
@@ -40,8 +38,7 @@ std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t begin, std::uint
   struct Pages {
     std::uint64_t cached, dirty, in_writeback, evicted, recently_evicted;
   } pages{};
-  if (::syscall(kCachestat, fd, &range, &pages, 0) != 0) return std::nullopt;
-  return pages.cached;
+  return ::syscall(kCachestat, fd, &range, &pages, 0) == 0 ? pages.cached : 0;
 }
 
 }  // namespace
@@ -215,15 +212,17 @@ Result<> File::read_at(std::span<std::byte> out, std::uint64_t offset) const {
 
 double File::cached_fraction(std::uint64_t offset, std::size_t length) const {
   if (length == 0) return 1.0;
-  const std::uint64_t begin = align_down(offset, kPageBytes);
-  const std::size_t span = align_up(offset - begin + length, kPageBytes);
-  if (const auto pages = cached_pages(fd_, begin, span)) {
-    return static_cast<double>(*pages) / static_cast<double>(span / kPageBytes);
+  const auto page_bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  const std::uint64_t begin = align_down(offset, page_bytes);
+  const std::size_t span = align_up(offset - begin + length, page_bytes);
+  const std::size_t pages = span / page_bytes;
+  if (const std::uint64_t cached = cached_pages(fd_, begin, span); cached > 0) {
+    return static_cast<double>(cached) / static_cast<double>(pages);
   }
   // preadv2(RWF_NOWAIT) would start read-ahead of pages that are not cached.
   void* mapped = ::mmap(nullptr, span, PROT_READ, MAP_SHARED, fd_, static_cast<off_t>(begin));
   if (mapped == MAP_FAILED) return 1.0;
-  std::vector<unsigned char> resident(span / kPageBytes);
+  std::vector<unsigned char> resident(pages);
   const bool is_known = ::mincore(mapped, span, resident.data()) == 0;
   ::munmap(mapped, span);
   if (!is_known) return 1.0;

@@ -44,7 +44,8 @@ Result<index::EncodedMetadata> PlanMetadata::encode(std::span<const WrittenFiles
   } else {
     described->set_files(written);
   }
-  if (auto placed = place(*described, written); !placed) return std::move(placed).error();
+  if (auto placed = place(*described, written, torch_items != nullptr); !placed)
+    return std::move(placed).error();
   index::EncodedMetadata encoded = described->encoder.encode(extras);
   described_ = std::move(described);
   has_torch_items_ = torch_items != nullptr;
@@ -60,13 +61,15 @@ bool PlanMetadata::RankLocations::equal(std::uint32_t first, WrittenFiles writte
          std::ranges::equal(files, written, {}, {}, &format::FileResult::locations);
 }
 
-Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles> written) const {
+Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles> written,
+                             bool has_torch_items) const {
   std::uint32_t first = 0;
   for (std::size_t rank = 0; rank < plan_.ranks(); ++rank) {
     const WrittenFiles of_rank = rank < written.size() ? written[rank] : WrittenFiles();
     RankLocations& known = described.locations[rank];
     if (!known.equal(first, of_rank)) {
-      if (auto placed = place(described, rank, first, of_rank); !placed) return placed;
+      if (auto placed = place(described, rank, first, of_rank, has_torch_items); !placed)
+        return placed;
       known = {first, {}};
       for (const format::FileResult& file : of_rank) known.files.push_back(file.locations);
     }
@@ -76,13 +79,19 @@ Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles>
 }
 
 Result<> PlanMetadata::place(Described& described, std::size_t rank, std::uint32_t first,
-                             WrittenFiles written) const {
+                             WrittenFiles written, bool has_torch_items) const {
   const std::size_t owned = plan_.owned(rank).size();
   std::vector<bool> is_placed(owned);
   std::size_t placed = 0;
   std::uint32_t number = first;
   for (const format::FileResult& file : written) {
     for (const format::ItemLocation& location : file.locations.decoded()) {
+      if (location.item >= owned && !has_torch_items) {
+        return format_error(Errc::metadata_inconsistent,
+                            "rank " + std::to_string(rank) + " reported a location for item " +
+                                std::to_string(location.item) + ", but has only " +
+                                std::to_string(owned) + " items");
+      }
       if (location.item >= owned) continue;
       if (is_placed[location.item]) {
         return format_error(Errc::metadata_inconsistent, "rank " + std::to_string(rank) +

@@ -21,8 +21,8 @@ namespace torch_ckpt::planning {
 using WrittenFiles = std::span<const format::FileResult>;
 
 // Encodes the metadata of saves with the same plan. The part that depends only on the plan is
-// encoded once. Locations are set again only for ranks whose locations have changed, and encoded
-// again only if any has. File names and checksums differ in each save.
+// encoded once. Locations are set again only for ranks whose locations have changed. If no rank's
+// have changed, no location is encoded again. File names and checksums differ in each save.
 class PlanMetadata {
  public:
   /// `plan` must outlive the PlanMetadata.
@@ -57,10 +57,12 @@ class PlanMetadata {
   };
   /// Returns the name of an item that the rank owns.
   std::string name_of(std::size_t rank, std::size_t number) const;
-  /// Sets the locations that differ from the last save.
-  Result<> place(Described& described, std::span<const WrittenFiles> written) const;
-  Result<> place(Described& described, std::size_t rank, std::uint32_t first,
-                 WrittenFiles written) const;
+  /// Sets the locations that differ from the last save. has_torch_items: `written` also has items
+  /// planned by torch.
+  Result<> place(Described& described, std::span<const WrittenFiles> written,
+                 bool has_torch_items) const;
+  Result<> place(Described& described, std::size_t rank, std::uint32_t first, WrittenFiles written,
+                 bool has_torch_items) const;
 
   const GlobalPlan& plan_;
   std::unique_ptr<Described> described_;

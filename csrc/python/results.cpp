@@ -60,7 +60,7 @@ py::object wait_for_files(ProcessChannel& channel, double seconds) {
       without_gil([&] { return channel.wait_for_files(milliseconds_of(seconds)); });
   if (!outcome) return py::none();
   if (outcome->object) return py::bytes(*outcome->object);
-  return py::cast(WrittenFiles(outcome->files));
+  return py::cast(WrittenFiles{outcome->files});
 }
 
 using FileOfPython =
@@ -79,7 +79,7 @@ WrittenFiles written_files(const std::vector<FileOfPython>& given) {
     }
     file.locations = format::ItemLocations(locations);
   }
-  return WrittenFiles(std::move(files));
+  return WrittenFiles{std::move(files)};
 }
 
 std::size_t count_of(const WrittenFiles& written) {
@@ -134,11 +134,15 @@ py::tuple frames_of(const WrittenFiles& written) {
 WrittenFiles from_frames(const py::tuple& state) {
   const auto encoded = state[0].cast<py::bytes>();
   const std::string_view frames = encoded;
+  auto decoded = unwrap(format::decode_frames(std::as_bytes(std::span(frames))));
   std::vector<format::FileResult> files;
-  for (format::Frame& frame : unwrap(format::decode_frames(std::as_bytes(std::span(frames))))) {
+  for (format::Frame& frame : decoded) {
+    if (frame.kind != format::FrameKind::file || frame.files != decoded.size()) {
+      throw py::value_error("the frames do not contain the results of all files of one save");
+    }
     files.push_back(std::move(frame.file));
   }
-  return WrittenFiles(std::move(files));
+  return WrittenFiles{std::move(files)};
 }
 
 }  // namespace

@@ -15,7 +15,8 @@ void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::b
 /// Like copy_from_host(), but long copies of contiguous sources bypass the caches.
 void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out);
 
-/// Like copy_past_caches(). Returns the CRC-32 `crc`, updated with the copied bytes.
+/// Copies like copy_past_caches(), continues the CRC-32 `crc` with the copied bytes, and returns
+/// it.
 std::uint32_t copy_and_checksum(std::uint32_t crc, const Source& source, std::uint64_t offset,
                                 std::span<std::byte> out);
 

@@ -13,6 +13,9 @@ namespace {
 // elements after it.
 constexpr std::size_t kBufferBytes = 4096;
 
+// Rows of at least this size bypass the caches: they would evict more useful data than they add.
+constexpr std::size_t kLongBytes = std::size_t{64} << 10;
+
 template <std::size_t kItem>
 void copy_items(std::byte* out, std::int64_t out_stride, const std::byte* in,
                 std::int64_t in_stride, std::uint64_t count) {
@@ -26,7 +29,12 @@ void copy_strided(std::byte* out, std::int64_t out_stride, const std::byte* in,
                   std::int64_t in_stride, std::uint64_t count, std::size_t item) {
   const auto dense = static_cast<std::int64_t>(item);
   if (out_stride == dense && in_stride == dense) {
-    return format::copy_past_caches({in, count * item}, out);
+    if (count * item >= kLongBytes) {
+      format::copy_past_caches({in, count * item}, out);
+    } else {
+      std::memcpy(out, in, count * item);
+    }
+    return;
   }
   switch (item) {
     case 1:

@@ -143,6 +143,17 @@ TEST(PlanMetadata, RejectsAValueThatIsReportedTwiceInsteadOfAMissingOne) {
   EXPECT_TRUE(fails(metadata.encode(all, nullptr, {{}, "1.0.0"}), Errc::metadata_inconsistent));
 }
 
+TEST(PlanMetadata, RejectsALocationOfAnItemThatIsNotInThePlan) {
+  const GlobalPlan plan = plan_of_two();
+  PlanMetadata metadata(plan);
+  auto files = written(plan);
+  auto locations = files[1][0].locations.decoded();
+  locations.push_back({locations.size(), 5000, 500});
+  set_locations(files[1][0], locations);
+  const std::vector<WrittenFiles> all(files.begin(), files.end());
+  EXPECT_TRUE(fails(metadata.encode(all, nullptr, {{}, "1.0.0"}), Errc::metadata_inconsistent));
+}
+
 TEST(MetadataSeal, DoesNotMatchOtherBytes) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata metadata(plan);

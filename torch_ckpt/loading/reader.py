@@ -67,11 +67,10 @@ class FileSystemReader(StockReader):
     """Reads distributed checkpoints, including checkpoints written by stock torch. A drop-in
     replacement for torch's class of the same name.
 
-    From each tensor, only the rows that the state dict needs are read. If the target is contiguous
-    CPU memory of the stored dtype, the rows are read directly into the target. Otherwise, the rows
-    are read in pieces of a few MB, and each piece is then converted, scattered or copied to the
-    device. All data from torch_ckpt's checkpoints is verified against checksums. In stock torch's
-    checkpoints, only records that are read in full are verified.
+    From each tensor, only the rows that the state dict needs are read, in pieces of a few MB. Each
+    piece is then copied, converted or scattered into the target, or copied to the device. All data
+    from torch_ckpt's checkpoints is verified against checksums. In stock torch's checkpoints, only
+    records that are read in full are verified.
 
     Tensors are converted to the dtypes of their targets, as ``Tensor.copy_`` does. One warning per
     load names the tensors that lose precision or range.
