@@ -85,7 +85,7 @@ __attribute__((target("pclmul,sse2"))) std::uint32_t crc_of_lanes(
 }
 
 // In both classes, copy_steps() copies a positive multiple of kStepBytes to an address that is
-// aligned to 64 bytes.
+// aligned to 64 bytes. A template cannot replace them, because it cannot choose its target.
 
 struct Avx2 {
   static constexpr std::size_t kVectors = 4;

@@ -1,15 +1,18 @@
 #include "os/file.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -27,9 +30,9 @@ constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
 constexpr mode_t kFileMode = 0666;
 
 /// Returns the number of pages of a range that are in the page cache, by cachestat(2), which maps
-/// no memory. Returns 0 if the number is unknown: before Linux 6.5, without permission, and on
-/// overlay file systems.
-std::uint64_t cached_pages(int fd, std::uint64_t begin, std::uint64_t bytes) {
+/// no memory. Returns nullopt if the number is unknown: before Linux 6.5, without permission, and
+/// on overlay file systems, for which cachestat(2) reports 0.
+std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t begin, std::uint64_t bytes) {
   // glibc 2.36 declares neither the number, which is the same for all architectures, nor the types.
   constexpr long kCachestat = 451;
   struct Range {
@@ -38,7 +41,10 @@ std::uint64_t cached_pages(int fd, std::uint64_t begin, std::uint64_t bytes) {
   struct Pages {
     std::uint64_t cached, dirty, in_writeback, evicted, recently_evicted;
   } pages{};
-  return ::syscall(kCachestat, fd, &range, &pages, 0) == 0 ? pages.cached : 0;
+  struct statfs system {};
+  if (::fstatfs(fd, &system) != 0 || system.f_type == OVERLAYFS_SUPER_MAGIC) return std::nullopt;
+  if (::syscall(kCachestat, fd, &range, &pages, 0) != 0) return std::nullopt;
+  return pages.cached;
 }
 
 }  // namespace
@@ -216,8 +222,8 @@ double File::cached_fraction(std::uint64_t offset, std::size_t length) const {
   const std::uint64_t begin = align_down(offset, page_bytes);
   const std::size_t span = align_up(offset - begin + length, page_bytes);
   const std::size_t pages = span / page_bytes;
-  if (const std::uint64_t cached = cached_pages(fd_, begin, span); cached > 0) {
-    return static_cast<double>(cached) / static_cast<double>(pages);
+  if (const auto cached = cached_pages(fd_, begin, span)) {
+    return static_cast<double>(*cached) / static_cast<double>(pages);
   }
   // preadv2(RWF_NOWAIT) would start read-ahead of pages that are not cached.
   void* mapped = ::mmap(nullptr, span, PROT_READ, MAP_SHARED, fd_, static_cast<off_t>(begin));

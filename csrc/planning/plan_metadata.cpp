@@ -39,16 +39,15 @@ Result<index::EncodedMetadata> PlanMetadata::encode(std::span<const WrittenFiles
   // updated.
   auto described = std::move(described_);
   // Start anew if torch plans items: their locations are copied only when the draft is described.
-  if (!described || has_torch_items_ || torch_items != nullptr) {
+  const bool had_torch_items = std::exchange(has_torch_items_, torch_items != nullptr);
+  if (!described || had_torch_items || has_torch_items_) {
     described = std::make_unique<Described>(plan_, written, torch_items);
   } else {
     described->set_files(written);
   }
-  if (auto placed = place(*described, written, torch_items != nullptr); !placed)
-    return std::move(placed).error();
+  if (auto placed = place(*described, written); !placed) return std::move(placed).error();
   index::EncodedMetadata encoded = described->encoder.encode(extras);
   described_ = std::move(described);
-  has_torch_items_ = torch_items != nullptr;
   return encoded;
 }
 
@@ -61,15 +60,13 @@ bool PlanMetadata::RankLocations::equal(std::uint32_t first, WrittenFiles writte
          std::ranges::equal(files, written, {}, {}, &format::FileResult::locations);
 }
 
-Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles> written,
-                             bool has_torch_items) const {
+Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles> written) const {
   std::uint32_t first = 0;
   for (std::size_t rank = 0; rank < plan_.ranks(); ++rank) {
     const WrittenFiles of_rank = rank < written.size() ? written[rank] : WrittenFiles();
     RankLocations& known = described.locations[rank];
     if (!known.equal(first, of_rank)) {
-      if (auto placed = place(described, rank, first, of_rank, has_torch_items); !placed)
-        return placed;
+      if (auto placed = place(described, rank, first, of_rank); !placed) return placed;
       known = {first, {}};
       for (const format::FileResult& file : of_rank) known.files.push_back(file.locations);
     }
@@ -79,14 +76,14 @@ Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles>
 }
 
 Result<> PlanMetadata::place(Described& described, std::size_t rank, std::uint32_t first,
-                             WrittenFiles written, bool has_torch_items) const {
+                             WrittenFiles written) const {
   const std::size_t owned = plan_.owned(rank).size();
   std::vector<bool> is_placed(owned);
   std::size_t placed = 0;
   std::uint32_t number = first;
   for (const format::FileResult& file : written) {
     for (const format::ItemLocation& location : file.locations.decoded()) {
-      if (location.item >= owned && !has_torch_items) {
+      if (location.item >= owned && !has_torch_items_) {
         return format_error(Errc::metadata_inconsistent,
                             "rank " + std::to_string(rank) + " reported a location for item " +
                                 std::to_string(location.item) + ", but has only " +

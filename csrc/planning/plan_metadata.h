@@ -57,16 +57,14 @@ class PlanMetadata {
   };
   /// Returns the name of an item that the rank owns.
   std::string name_of(std::size_t rank, std::size_t number) const;
-  /// Sets the locations that differ from the last save. has_torch_items: `written` also has items
-  /// planned by torch.
-  Result<> place(Described& described, std::span<const WrittenFiles> written,
-                 bool has_torch_items) const;
-  Result<> place(Described& described, std::size_t rank, std::uint32_t first, WrittenFiles written,
-                 bool has_torch_items) const;
+  /// Sets the locations that differ from the last save.
+  Result<> place(Described& described, std::span<const WrittenFiles> written) const;
+  Result<> place(Described& described, std::size_t rank, std::uint32_t first,
+                 WrittenFiles written) const;
 
   const GlobalPlan& plan_;
   std::unique_ptr<Described> described_;
-  bool has_torch_items_ = false;
+  bool has_torch_items_ = false;  // the last save also had items planned by torch
 };
 
 }  // namespace torch_ckpt::planning

@@ -60,10 +60,13 @@ std::string whole(const index::EncodedMetadata& metadata) {
   return contents;
 }
 
-std::string encoded(PlanMetadata& metadata, const std::vector<Files>& files) {
+Result<index::EncodedMetadata> encode(PlanMetadata& metadata, const std::vector<Files>& files) {
   const std::vector<WrittenFiles> all(files.begin(), files.end());
-  const auto made =
-      metadata.encode(all, nullptr, {{{"checkpoint_id", "here"}, {"save_id", {}}}, "1.0.0"});
+  return metadata.encode(all, nullptr, {{{"checkpoint_id", "here"}, {"save_id", {}}}, "1.0.0"});
+}
+
+std::string encoded(PlanMetadata& metadata, const std::vector<Files>& files) {
+  const auto made = encode(metadata, files);
   EXPECT_TRUE(ok(made));
   return whole(made.value());
 }
@@ -124,8 +127,7 @@ TEST(PlanMetadata, RejectsAMissingLocation) {
   auto locations = files[1][0].locations.decoded();
   locations.pop_back();
   set_locations(files[1][0], locations);
-  const std::vector<WrittenFiles> all(files.begin(), files.end());
-  const auto refused = metadata.encode(all, nullptr, {{}, "1.0.0"});
+  const auto refused = encode(metadata, files);
   ASSERT_TRUE(fails(refused, Errc::metadata_inconsistent));
   EXPECT_EQ(refused.error().message().substr(0, 6), "rank 1");
   decoded(encoded(metadata, written(plan)));
@@ -139,8 +141,7 @@ TEST(PlanMetadata, RejectsAValueThatIsReportedTwiceInsteadOfAMissingOne) {
   ASSERT_GE(locations.size(), 2u);
   locations.back() = locations.front();
   set_locations(files[0][0], locations);
-  const std::vector<WrittenFiles> all(files.begin(), files.end());
-  EXPECT_TRUE(fails(metadata.encode(all, nullptr, {{}, "1.0.0"}), Errc::metadata_inconsistent));
+  EXPECT_TRUE(fails(encode(metadata, files), Errc::metadata_inconsistent));
 }
 
 TEST(PlanMetadata, RejectsALocationOfAnItemThatIsNotInThePlan) {
@@ -150,8 +151,7 @@ TEST(PlanMetadata, RejectsALocationOfAnItemThatIsNotInThePlan) {
   auto locations = files[1][0].locations.decoded();
   locations.push_back({locations.size(), 5000, 500});
   set_locations(files[1][0], locations);
-  const std::vector<WrittenFiles> all(files.begin(), files.end());
-  EXPECT_TRUE(fails(metadata.encode(all, nullptr, {{}, "1.0.0"}), Errc::metadata_inconsistent));
+  EXPECT_TRUE(fails(encode(metadata, files), Errc::metadata_inconsistent));
 }
 
 TEST(MetadataSeal, DoesNotMatchOtherBytes) {
