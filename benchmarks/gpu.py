@@ -36,8 +36,8 @@ LOADS = "loads"
 PARTS = (COPIES_TO_HOST, LOADS, ON_DISK)
 _LIMIT_BYTES = 2_000_000_000
 # The state for the disk is as large as the disk writes in _DISK_SECONDS, within these bounds.
-_DISK_SECONDS = 3.0
-_DISK_BYTES = (200_000_000, 3_000_000_000)
+_DISK_SECONDS = 1.0
+_DISK_BYTES = (200_000_000, 1_000_000_000)
 # With less time left a process is not started.
 _MIN_SECONDS = 8.0
 _SPARE_HOST_BYTES = 1 << 30
@@ -195,14 +195,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--size", type=parse_size, default=parse_size("10GB"), help="of the state")
+    parser.add_argument("--size", type=parse_size, default=parse_size("4GB"), help="of the state")
     parser.add_argument(
-        "--disk-size", type=parse_size, help="on the disk (default what it writes in 3 seconds)"
+        "--disk-size",
+        type=parse_size,
+        help="on the disk (default what it writes in a second, at most 1 GB)",
     )
     parser.add_argument("--few", type=int, default=300, help="tensors (default %(default)s)")
     parser.add_argument("--many", type=int, default=20_000, help="tensors (default %(default)s)")
     parser.add_argument("--saves", type=int, default=3, help="of each saver, the first included")
-    parser.add_argument("--idle-steps", type=int, default=100, help="of training, before a save")
+    parser.add_argument("--idle-steps", type=int, default=30, help="of training, before a save")
     parser.add_argument("--savers", nargs="+", choices=DEVICE_SAVERS, default=DEVICE_SAVERS)
     parser.add_argument("--only", choices=PARTS, action="append", default=[])
     parser.add_argument("--seconds", type=float, default=600.0, help="for all that is measured")

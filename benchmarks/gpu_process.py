@@ -225,9 +225,9 @@ def measure_saves(options: argparse.Namespace) -> dict[str, Any]:
             target=target,
         )
         traces: list[Trace] = []
-        for number in range(options.saves):
-            idle_steps = options.idle_steps if number == 0 else 0
-            traces += trace_saves(contender, step, Effort(idle_steps, least_steps=0))
+        # The duration of idle steps drifts, so measure them before each save.
+        for _ in range(options.saves):
+            traces += trace_saves(contender, step, Effort(options.idle_steps, least_steps=0))
         used = _device_memory(contender, options.device)
     if saver.kind == "ours":
         _require_saved(state, target)
@@ -309,7 +309,7 @@ def measure(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tensors", type=int, default=0)
     parser.add_argument("--dir", type=Path, required=True, help="an existing directory")
     parser.add_argument("--saves", type=int, default=3, help="saves, or loads of each kind")
-    parser.add_argument("--idle-steps", type=int, default=100, help="timed before the first save")
+    parser.add_argument("--idle-steps", type=int, default=30, help="timed before each save")
     parser.add_argument("--max-host-bytes", type=int, help="for our savers")
     options = parser.parse_args(arguments)
     if options.work == "limits":

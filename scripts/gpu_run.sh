@@ -75,7 +75,7 @@ sanitizer() {
 export -f build sanitizer
 export tree kit python on cuda
 
-figures=(--seconds 165)
+figures=(--seconds 205)
 training=()
 if [[ $on == cpu ]]; then
   # No figures, but the code that measures them.
@@ -90,6 +90,6 @@ part tests 100 "$python" -m pytest -q -p no:cacheprovider "${tests[@]}"
 part sanitizer 60 bash -c sanitizer
 part training 80 "$python" -m benchmarks.gpu_training --device "$on" --out "$out/training.json" \
   "${training[@]}"
-part figures 180 "$python" -m benchmarks.gpu --device "$on" --out "$out/figures.json" "${figures[@]}"
+part figures 220 "$python" -m benchmarks.gpu --device "$on" --out "$out/figures.json" "${figures[@]}"
 
 exec "$python" -m benchmarks.gpu_record "$out" "$device"

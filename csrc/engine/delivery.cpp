@@ -133,7 +133,7 @@ Result<std::uint64_t> Scratch::deliver_to_device(const Region& region, const Tar
   std::byte* const out = target.address + begin;
   if (packed_bytes_per_byte(region, target) == 0) {
     const std::uint64_t at = std::max(position, region.covering().begin) - position;
-    runs_.push_back({bytes.subspan(at, elements * region.item_bytes()), out, target.device});
+    queue({bytes.subspan(at, elements * region.item_bytes()), out, target.device});
     return elements * region.item_bytes();
   }
   const std::size_t size = elements * region.target_item_bytes();
@@ -153,8 +153,22 @@ Result<std::uint64_t> Scratch::deliver_to_device(const Region& region, const Tar
                       run, region.item_bytes(), region.target_item_bytes(), target.convert);
   });
   packed_ += size;
-  runs_.push_back({packed, out, target.device});
+  queue({packed, out, target.device});
   return elements * region.item_bytes();
+}
+
+// Extends the last copy if the next one continues it: a few large copies cost the driver less time
+// than many small ones.
+void Scratch::queue(const staging::HostRun& run) {
+  if (!runs_.empty()) {
+    staging::HostRun& last = runs_.back();
+    if (last.device == run.device && last.in.data() + last.in.size() == run.in.data() &&
+        last.out + last.in.size() == run.out) {
+      last.in = {last.in.data(), last.in.size() + run.in.size()};
+      return;
+    }
+  }
+  runs_.push_back(run);
 }
 
 Result<> Scratch::submit() {

@@ -83,6 +83,10 @@ class Scratch {
 
   std::size_t step_bytes() const { return layout_.step_bytes(); }
 
+  /// True if copies to devices are queued, so that the bytes in a buffer must stay until the next
+  /// call of next_buffer().
+  bool is_for_device() const { return layout_.device != staging::Source::kHost; }
+
   /// Delivers the elements of `region` that lie in `bytes`, which begin at `position` in the
   /// payload. Returns the number of payload bytes delivered. If the target is on a device, `bytes`
   /// must lie in the buffer that next_buffer() returned last.
@@ -110,6 +114,7 @@ class Scratch {
         warn_(context.warnings.callback()),
         slots_(layout.chunks) {}
   Result<> wait_for_copies(Slot& slot);
+  void queue(const staging::HostRun& run);
   Result<std::uint64_t> deliver_to_device(const planning::Region& region, const Target& target,
                                           std::uint64_t position, std::span<const std::byte> bytes);
 

@@ -244,42 +244,53 @@ Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile&
 
 Result<> ReadPipeline::read_range(std::size_t record, ByteRange range, const DataFile& file,
                                   Scratch& scratch, PayloadCheck& check) {
+  while (range.begin < range.end && !failure_.is_set()) {
+    auto end = read_step(record, range, file, scratch, check);
+    if (!end) return end.error();
+    range.begin = *end;
+    if (auto submitted = scratch.submit(); !submitted) return submitted;
+  }
+  return {};
+}
+
+/// Reads and consumes the first bytes of the range, as many as fit into a buffer. Returns the
+/// position at which the next step begins.
+Result<std::uint64_t> ReadPipeline::read_step(std::size_t record, ByteRange range,
+                                              const DataFile& file, Scratch& scratch,
+                                              PayloadCheck& check) {
   const Payload& payload = large_[record]->payload;
   const std::uint64_t begin_in_file = records_[record].offset + payload.offset;
-  std::uint64_t buffered_until = range.begin;
-  while (range.begin < range.end && !failure_.is_set()) {
-    std::uint64_t bytes = std::min<std::uint64_t>(range.bytes(), scratch.step_bytes());
-    bool direct = false;
-    if (range.begin >= buffered_until) {
-      direct = file.prefers_direct_read(begin_in_file + range.begin, bytes);
-      if (!direct) buffered_until = range.begin + bytes;
-    }
-    if (!direct) bytes = std::min(kCachedBytes, buffered_until - range.begin);
-    auto room = scratch.next_buffer();
-    if (!room) return room.error();
-    auto fetched = file.fetch(*room, begin_in_file + range.begin, bytes, direct);
+  std::uint64_t at = range.begin;
+  const std::uint64_t end = at + std::min<std::uint64_t>(range.bytes(), scratch.step_bytes());
+  bool direct = file.prefers_direct_read(begin_in_file + at, end - at);
+  auto room = scratch.next_buffer();
+  if (!room) return room.error();
+  std::span<std::byte> free = *room;
+  while (at < end && !failure_.is_set()) {
+    const std::uint64_t bytes = direct ? end - at : std::min(kCachedBytes, end - at);
+    auto fetched = file.fetch(free, begin_in_file + at, bytes, direct);
     if (!fetched && !continue_after_errors_) return fetched.error();
     if (!fetched && direct) {
       // Retry with smaller, buffered reads, to find out which bytes are unreadable.
-      buffered_until = range.begin + bytes;
+      direct = false;
       continue;
     }
     if (!fetched) {
       large_[record]->has_unread = true;
-      const ByteRange lost{range.begin, range.begin + bytes};
-      range.begin += std::min(sink_.skip(record, payload, lost, fetched.error()), range.bytes());
+      const std::uint64_t skipped = sink_.skip(record, payload, {at, at + bytes}, fetched.error());
+      at += std::min(skipped, range.end - at);
       continue;
     }
     for (std::span<const std::byte> left = *fetched; !left.empty();) {
       const auto part = left.first(std::min<std::uint64_t>(left.size(), kCachedBytes));
-      auto consumed = sink_.consume(record, payload, range.begin, part, check, scratch);
-      if (!consumed) return consumed;
-      range.begin += part.size();
+      auto consumed = sink_.consume(record, payload, at, part, check, scratch);
+      if (!consumed) return consumed.error();
+      at += part.size();
       left = left.subspan(part.size());
     }
-    if (auto submitted = scratch.submit(); !submitted) return submitted;
+    if (scratch.is_for_device()) free = free.subspan(bytes);
   }
-  return {};
+  return at;
 }
 
 bool ReadPipeline::wait_for(std::chrono::milliseconds timeout) {

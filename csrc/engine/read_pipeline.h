@@ -159,6 +159,8 @@ class ReadPipeline {
   Result<> run_piece(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch);
   Result<> read_range(std::size_t record, planning::ByteRange range, const DataFile& file,
                       Scratch& scratch, PayloadCheck& check);
+  Result<std::uint64_t> read_step(std::size_t record, planning::ByteRange range,
+                                  const DataFile& file, Scratch& scratch, PayloadCheck& check);
   bool lies_in_file(std::size_t record, const DataFile& file);
 
   Context& context_;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cerrno>
 #include <latch>
 #include <string>
@@ -224,6 +225,28 @@ TEST(LoadToDevices, EachTensorArrivesOnItsDevice) {
   }
   reads.run_all();
   for (const std::byte* address : addresses) EXPECT_TRUE(device.contents(address) == payload);
+}
+
+TEST(LoadToDevices, ACachedTensorArrivesInLargeCopies) {
+  TempDir directory;
+  FakeDevice device;
+  Reads reads(directory);
+  const std::string payload = Random(10).bytes(std::size_t{8} << 20);
+  reads.add_file({test::byte_record(payload)});
+  const Stored stored = store(row_major("uint8", {payload.size()}), payload);
+  ReadRequest request = stored.request(ReadKind::tensor);
+  request.region = Region::of_bytes(0, payload.size());
+  request.target.device = 0;
+  request.target.address = device.allocate(payload.size());
+  reads.add_as_it_is(request);
+  std::atomic<std::size_t> copies{0};
+  device.on_write([&](const HostRun&) -> Result<> {
+    ++copies;
+    return {};
+  });
+  reads.run_all(load_options(DirectIo::off));
+  EXPECT_TRUE(device.contents(request.target.address) == payload);
+  EXPECT_LE(copies.load(), payload.size() >> 20);
 }
 
 TEST(LoadToDevices, FailsWithoutDeviceSupport) {

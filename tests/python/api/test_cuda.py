@@ -10,7 +10,7 @@ import torch
 
 import torch_ckpt
 from torch_ckpt import _C
-from torch_ckpt.loading import reader
+from torch_ckpt._base import cuda_events
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and _C.has_cuda),
@@ -44,7 +44,7 @@ def on_host(values: StateDict) -> StateDict:
 
 
 def assert_holds(path: Path, expected: StateDict) -> None:
-    found = {
+    found: StateDict = {
         k: torch.full_like(v, -1) if isinstance(v, torch.Tensor) else None
         for k, v in expected.items()
     }
@@ -194,7 +194,7 @@ def test_a_temporary_is_not_written_before_work_that_still_reads_its_memory(
     # Spread on the device, through a temporary of 1000 x 3000.
     target = torch.zeros(3000, 1000, device="cuda").t()
     copies: list[torch.Tensor] = []
-    record = reader.record_events
+    record = cuda_events.record_events
 
     def record_and_free(devices: Any) -> Any:
         events = record(devices)
@@ -203,7 +203,7 @@ def test_a_temporary_is_not_written_before_work_that_still_reads_its_memory(
         copies.append(block.clone())
         return events
 
-    monkeypatch.setattr(reader, "record_events", record_and_free)
+    monkeypatch.setattr("torch_ckpt.loading.reader.record_events", record_and_free)
     torch_ckpt.load({"weight": target}, tmp_path)
     assert torch.equal(target.cpu(), values)
     assert torch.equal(copies[0].cpu(), torch.full((1000, 3000), 7.0))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from tests.forked import in_fork
@@ -166,7 +167,7 @@ def test_loaded_values_are_visible_to_every_stream(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_device_usable(tmp_path: Path) -> None:
     state = {"t": torch.randn(1 << 20, device=DEVICE)}
     (tmp_path / "file").write_text("no directory")
-    with pytest.raises(torch_ckpt.CheckpointException):
+    with pytest.raises(torch_ckpt.CheckpointError):
         torch_ckpt.async_save(state, tmp_path / "file" / "c").result()
     torch_ckpt.async_save(state, tmp_path / "c").result()
     found = blank_like(state)
@@ -181,7 +182,7 @@ def test_a_damaged_checkpoint_is_refused_by_a_load_to_the_device(tmp_path: Path)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(torch_ckpt.CheckpointException):
+    with pytest.raises(torch_ckpt.CheckpointError):
         torch_ckpt.load(blank_like(state), tmp_path)
     torch.cuda.synchronize()
 
@@ -209,21 +210,22 @@ def test_a_forked_child_neither_uses_nor_frees_page_locked_memory(tmp_path: Path
 # --- CUDA graphs ---------------------------------------------------------------------------------
 
 
-def test_a_save_during_a_capture_is_refused_or_correct(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["save", "async_save", "load"])
+def test_a_call_during_a_capture_is_refused_and_the_capture_continues(
+    tmp_path: Path, call: str
+) -> None:
     tensor = torch.full((1 << 20,), 3.0, device=DEVICE)
+    torch_ckpt.save({"t": tensor}, tmp_path / "before")
+    path = tmp_path / ("before" if call == "load" else "captured")
     torch.cuda.synchronize()
-    try:
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            handle = torch_ckpt.async_save({"t": tensor}, tmp_path / "captured")
-        handle.result()
-    except (RuntimeError, torch_ckpt.CheckpointException):
-        assert not (tmp_path / "captured" / ".metadata").exists()
-    else:
-        found = torch.zeros_like(tensor)
-        torch_ckpt.load({"t": found}, tmp_path / "captured")
-        assert torch.all(found == 3)
-    torch.cuda.synchronize()
-    torch_ckpt.save({"t": tensor}, tmp_path / "after")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        with pytest.raises((RuntimeError, CheckpointException), match="CUDA graph is being capt"):
+            getattr(torch_ckpt, call)({"t": tensor}, path)
+    graph.replay()
+    assert torch.all(tensor == 4)
+    assert not (tmp_path / "captured" / ".metadata").exists()
 
 
 def test_a_running_save_does_not_end_a_capture(tmp_path: Path) -> None:
