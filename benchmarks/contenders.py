@@ -290,6 +290,10 @@ def _load_read_once(state: State, path: Path) -> None:
     torch_ckpt.load(state, path, read_once=True)
 
 
+def _load_directly(state: State, path: Path) -> None:
+    torch_ckpt.load(state, path, direct_io=True)
+
+
 def _save_stock_by_ranks(state: State, path: Path) -> None:
     dcp_save(state, storage_writer=FileSystemWriter(path))
 
@@ -330,4 +334,5 @@ RANK_LOADERS: dict[str, Loader] = {
     ),
     "ours_each": LOADERS["ours_call"],
     "ours_once": Loader("torch_ckpt.load, read_once=True", "ours", _load_read_once),
+    "ours_direct": Loader("torch_ckpt.load, direct_io=True", "ours", _load_directly),
 }

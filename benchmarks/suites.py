@@ -406,7 +406,10 @@ def load_on_other_ranks(setup: Setup, results: Results) -> None:
 
 
 def load_replicas(setup: Setup, results: Results) -> None:
-    """Times loads of the same tensors on every rank: each rank reads them, or one rank for all."""
+    """Times loads of the same tensors on every rank.
+
+    Each rank reads them, through the page cache or with direct I/O, or one rank reads them for all.
+    """
     size = min(setup.rank_bytes, MAX_REPLICA_BYTES // max(setup.replica_worlds))
     content = ranks.Content(size, setup.tensor_count, sharded=False)
     with _scratch(setup, "replicas") as scratch:
@@ -414,10 +417,15 @@ def load_replicas(setup: Setup, results: Results) -> None:
         SAVERS["ours_call"].save(states.training_state(size, setup.tensor_count), path)
 
         def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            loaders = {"each": "ours_each", "once": "ours_once"}
+            if name != "replicas_slow":
+                loaders["stock"] = "stock"
+            if name == "replicas_cold" and limits.direct_io_works(scratch):
+                loaders["direct"] = "ours_direct"
             loads = {
                 world: [
-                    ranks.RankLoad(f"{short}_{world}", f"ours_{short}", path)
-                    for short in ("each", "once")
+                    ranks.RankLoad(f"{short}_{world}", loader, path)
+                    for short, loader in loaders.items()
                 ]
                 for world in setup.replica_worlds
             }

@@ -162,6 +162,11 @@ def _replicas(group: Group) -> Iterable[Comparison]:
     for world in _worlds(group, "once_"):
         once, each = f"once_{world}", f"each_{world}"
         yield from _speed(group, str(world), once, each, headline=False)
+        for other in ("stock", "direct"):
+            if group.has(f"{other}_{world}"):
+                yield from _speed(
+                    group, f"{other}.{world}", each, f"{other}_{world}", headline=False
+                )
         yield from _reads(group, f"read.{world}", once)
 
 

@@ -522,6 +522,10 @@ class CheckpointIndex:
     def uncovered(self) -> dict[str, list[int]]:
         """The first element that no shard covers, for each tensor that has one."""
 
+    @property
+    def stored_bytes(self) -> int:
+        """Total length of all shards in their files."""
+
     def tables(self) -> dict[str, bytes]:
         """Encoded checksum tables by file name."""
 

@@ -47,6 +47,12 @@ class EntryTable {
   std::span<const Shard> shards(const Entry& entry) const {
     return std::span(shards_).subspan(entry.first_shard, entry.shard_count);
   }
+  /// Returns the total length of all shards in their files.
+  std::uint64_t stored_bytes() const {
+    std::uint64_t total = 0;
+    for (const Shard& shard : shards_) total += shard.length;
+    return total;
+  }
   /// Returns the number of the entry with this name.
   std::optional<std::uint32_t> find(std::string_view name) const { return names_.find(name); }
   std::string_view name(std::size_t entry) const { return names_.at(entry); }

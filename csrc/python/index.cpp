@@ -188,6 +188,7 @@ void bind_index(py::module_& module) {
              }
              return gaps;
            })
+      .def_property_readonly("stored_bytes", &CheckpointIndex::stored_bytes)
       .def("tables", &tables_of)
       .def("phases", [](const CheckpointIndex& index) { return text_of(index.phases()); })
       .def(

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from torch_ckpt._base.machine import boot_id
 from torch_ckpt._core import Directory as OpenDirectory
 from torch_ckpt.errors import NotCommitted
 
@@ -90,9 +91,7 @@ def require_one_directory(identities: Iterable[DirectoryIdentity | None]) -> Non
 @functools.cache
 def _mounts() -> str:
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
         space, root = os.stat("/proc/self/ns/mnt"), os.stat("/")
     except OSError:
         return ""
-    return f"{boot} {space.st_ino} {root.st_dev} {root.st_ino}"
+    return f"{boot_id()} {space.st_ino} {root.st_dev} {root.st_ino}" if boot_id() else ""

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_ckpt.checkpoint.lazy_metadata import lazy_contents
 from torch_ckpt.loading.load import Load, Match, object_item
+from torch_ckpt.loading.page_cache import RankReads
 from torch_ckpt.loading.reading import PlansByEngine, Reading
 
 _FLAT = ("state_dict", "mappings")
@@ -85,7 +86,8 @@ class LoadPlanner(DefaultLoadPlanner, PlansByEngine):
         self._match = match
         # The plan has an item that no checkpoint contains, so that a reader of another class fails.
         # If the plan were empty, such a reader would silently read nothing.
-        return LoadPlan([object_item("planned by torch_ckpt.LoadPlanner for another reader")])
+        item = object_item("planned by torch_ckpt.LoadPlanner for another reader")
+        return LoadPlan([item], storage_data=RankReads(match.reading.tensors.stored_bytes))
 
     # --- PlansByEngine ----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from torch.futures import Future
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
+from torch_ckpt._base.machine import boot_id
 from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
@@ -45,6 +46,7 @@ from torch_ckpt.checkpoint.metadata import (
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.dtypes import Conversions, lost_precision, warn_of_lost_precision
+from torch_ckpt.loading.page_cache import RankReads, machines_that_share
 from torch_ckpt.loading.reading import (
     BytesMoved,
     PlansByEngine,
@@ -89,7 +91,7 @@ class FileSystemReader(StockReader):
             ``torch.load`` can decode. If such a record is larger than the limit, the load fails.
         verify: verify CRC-32 checksums.
         direct_io: True, False, or "auto", which uses direct I/O for data that is not in the page
-            cache.
+            cache and that no other rank of the machine reads.
         zero_fill: allow tensors in the state dict that are larger than the stored tensors. The
             elements outside the stored tensor are set to zero.
         allow_shape_mismatch: like ``zero_fill``, but also allow tensors in the state dict that are
@@ -160,6 +162,7 @@ class FileSystemReader(StockReader):
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._is_alone = False
+        self._shares_bytes = False
         #: Allowed target sizes relative to the stored sizes.
         self.size_rule = _C.SizeRule.GROWING if self.zero_fill else _C.SizeRule.SAME
         if allow_shape_mismatch:
@@ -224,13 +227,14 @@ class FileSystemReader(StockReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         plan = super().prepare_local_plan(plan)
-        if self.version is not None:
-            plan = dataclasses.replace(plan, storage_data=_ReadVersion(self.version))
-        return plan
+        reads = plan.storage_data
+        if not isinstance(reads, RankReads):
+            reads = RankReads.of_items(plan.items, self._index)
+        return dataclasses.replace(plan, storage_data=_RankPlan(self.version, reads))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        given = (plan.storage_data for plan in plans)
-        require_one_version((v.of if isinstance(v, _ReadVersion) else None for v in given), self)
+        own = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _RankPlan)]
+        require_one_version((of_rank.version for of_rank in own), self)
         if self.read_once and dist.is_initialized():
             # With no_dist, torch calls this method on every rank with only that rank's plan.
             self._is_alone = len(plans) == 1
@@ -240,6 +244,8 @@ class FileSystemReader(StockReader):
                     f"{len(plans)} ranks load with read_once, but the reader's process group has "
                     f"{size} ranks; pass the load's process_group to the reader, too"
                 )
+        machines = machines_that_share((of_rank.reads for of_rank in own), self._index)
+        plans = [dataclasses.replace(plan, storage_data=machines) for plan in plans]
         return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -255,6 +261,8 @@ class FileSystemReader(StockReader):
         RelaxedGc.end()
         if not self.engine_can_read() or self._metadata is None:
             return super().read_data(plan, self._guarded(planner))
+        if isinstance(plan.storage_data, frozenset):
+            self.use_page_cache_on(plan.storage_data)
         planned = isinstance(planner, PlansByEngine) and planner.has_planned()
         # If ranks read together, they must also exchange their failures.
         together = self.read_once and dist.is_initialized() and not self._is_alone
@@ -344,6 +352,12 @@ class FileSystemReader(StockReader):
         self._index = index
         self.rank = rank  # type: ignore[assignment]  # torch declares None
         self.narrowed = {}  # forget the tensors of a failed load
+        self._shares_bytes = False
+
+    def use_page_cache_on(self, machines: Set[str]) -> None:
+        """Makes the reads of this load use the page cache if this machine is one of ``machines``;
+        see loading/page_cache.py."""
+        self._shares_bytes = boot_id() in machines and not self.read_once
 
     def release_metadata(self) -> None:
         """Releases the metadata, which can be large. The rest of the load needs only its index."""
@@ -546,17 +560,21 @@ class FileSystemReader(StockReader):
         is_open = self._directory is not None
         directory = self._directory or share_or_warn(open_checkpoint(self.path))
         try:
-            yield {"directory": directory, "tables": self._tables(), "options": self.options}
+            options = self.options
+            if self._shares_bytes and options.direct_io == "auto":
+                options = dataclasses.replace(options, direct_io=False)
+            yield {"directory": directory, "tables": self._tables(), "options": options}
         finally:
             if not is_open:
                 directory.close()
 
 
 @dataclasses.dataclass(frozen=True)
-class _ReadVersion:
-    """The reader's ``version`` on one rank, sent as part of the plan."""
+class _RankPlan:
+    """The reader's ``version`` and reads on one rank, sent as part of the plan."""
 
-    of: str
+    version: str | None
+    reads: RankReads
 
 
 def require_one_version(versions: Iterable[str | None], reader: FileSystemReader) -> None:

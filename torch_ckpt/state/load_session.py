@@ -25,6 +25,7 @@ from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.load import Load, Match, StateDict, Strict, T
+from torch_ckpt.loading.page_cache import RankReads, machines_that_share
 from torch_ckpt.loading.reader import require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
@@ -41,12 +42,14 @@ class _RankPlan(NamedTuple):
         version: the directory that it has opened, if all ranks must open the same one.
         skipped: the names that it does not load, with the reasons.
         by_state: True if it restores values through their state.
+        reads: the bytes that it reads.
     """
 
     unmatched: list[str]
     version: str | None
     skipped: list[str]
     by_state: bool
+    reads: RankReads
 
 
 class LoadSession:
@@ -69,6 +72,7 @@ class LoadSession:
         # state_dict() may be a collective operation.
         self._stateful = sorted(stateful_keys(state_dict))
         self._by_state = set(self._stateful)
+        self._bytes = 0  # to be read
 
     @cached_property
     def _states(self) -> States:
@@ -129,7 +133,12 @@ class LoadSession:
         for key, value in self._state_dict.items():
             if not isinstance(value, torch.Tensor) and key not in self._by_state:
                 targets[key] = self._target(key)
-        return self._load.match(targets)
+        return self._match(targets)
+
+    def _match(self, targets: StateDict) -> Match:
+        match = self._load.match(targets)
+        self._bytes += match.reading.tensors.stored_bytes
+        return match
 
     def _target(self, key: str) -> Any:
         """Returns the target for the value of a key."""
@@ -177,9 +186,10 @@ class LoadSession:
             report = report_of(kept)
             skipped = [] if report.fits else report.skipped
             by_state = bool(self._by_state)
-            return _RankPlan(load.unmatched, load.reader.version, skipped, by_state), kept
+            reads = RankReads(self._bytes)
+            return _RankPlan(load.unmatched, load.reader.version, skipped, by_state, reads), kept
 
-        def check(plans: list[_RankPlan]) -> tuple[list[str], bool]:
+        def check(plans: list[_RankPlan]) -> tuple[list[str], bool, frozenset[str]]:
             require_one_version((plan.version for plan in plans), load.reader)
             if plans[0].unmatched:
                 _require_matches(
@@ -188,9 +198,11 @@ class LoadSession:
                     if all(pattern in plan.unmatched for plan in plans)
                 )
             skipped = dict.fromkeys(name for plan in plans for name in plan.skipped)
-            return list(skipped), any(plan.by_state for plan in plans)
+            sharing = machines_that_share((plan.reads for plan in plans), load.index)
+            return list(skipped), any(plan.by_state for plan in plans), sharing
 
-        (skipped, by_state), kept = ranks.exchange("plan", on_this_rank, check)
+        (skipped, by_state, sharing), kept = ranks.exchange("plan", on_this_rank, check)
+        load.reader.use_page_cache_on(sharing)
         if skipped and ranks.rank == 0:
             path, loaded = load.reader.checkpoint_id, report_of(kept).loaded
             LOGGER.info("%s: %d names match, %d skipped", path, len(loaded), len(skipped))
@@ -238,7 +250,7 @@ class LoadSession:
 
     def _compare(self, keys: list[str], total: LoadReport) -> None:
         for key in keys:
-            total.add(self._load.match({key: self._target(key)}).report)
+            total.add(self._match({key: self._target(key)}).report)
 
     def _read_freeing(self, ranks: Exchange, keys: list[str]) -> None:
         with ranks.alive(self._load.reader.moved):
