@@ -14,6 +14,8 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file as load_safetensors
+from safetensors.torch import save_file as save_safetensors
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torch_ckpt
 
-from . import peers
+from . import peers, states
 from .states import State
 
 Kind = Literal["ours", "stock", "peer", "limit"]
@@ -282,6 +284,34 @@ def _read_within_budget(path: Path) -> FileSystemReader:
     return torch_ckpt.FileSystemReader(path, max_inflight_bytes=LOAD_BUDGET_BYTES)
 
 
+# Files that a program can map into memory, and the tensors of which it copies. Neither way verifies
+# checksums. The files are written by `save_mappable`.
+_MAPPED_FILE = "state.pt"
+_SAFETENSORS_FILE = "state.safetensors"
+
+
+def save_mappable(state: State, path: Path) -> None:
+    """Saves the state with torch.save, and its tensors in the format of safetensors."""
+    path.mkdir()
+    leaves = dict(states.leaves(state))
+    torch.save(leaves, path / _MAPPED_FILE)
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    save_safetensors(tensors, path / _SAFETENSORS_FILE)
+
+
+def _load_mapped(state: State, path: Path) -> None:
+    states.fill(state, torch.load(path / _MAPPED_FILE, mmap=True))
+
+
+def _load_safetensors(state: State, path: Path) -> None:
+    values = torch.load(path / _MAPPED_FILE, mmap=True)  # for the leaves that are no tensors
+    states.fill(state, values | load_safetensors(path / _SAFETENSORS_FILE))
+
+
+def _load_unverified(state: State, path: Path) -> None:
+    torch_ckpt.load(state, path, verify=False)
+
+
 def _load_by_call(state: State, path: Path) -> None:
     torch_ckpt.load(state, path)
 
@@ -321,6 +351,12 @@ LOADERS: dict[str, Loader] = {
         _read_within_budget,
     ),
     "ours_call": Loader("torch_ckpt.load", "ours", _load_by_call),
+    "ours_unverified": Loader("torch_ckpt.load, verify=False", "ours", _load_unverified),
+}
+# Of what `save_mappable` writes.
+MAPPED_LOADERS: dict[str, Loader] = {
+    "mapped": Loader("torch.load(mmap=True), copy_", "stock", _load_mapped),
+    "safetensors": Loader("safetensors, copy_", "peer", _load_safetensors),
 }
 # Collective: all ranks of the process group call these.
 RANK_SAVERS: dict[str, Saver] = {

@@ -197,6 +197,18 @@ def blank_copy(state: State) -> State:
     return blank
 
 
+def fill(state: State, values: dict[str, Any], prefix: str = "") -> None:
+    """Sets every leaf to the value with its dotted path. Tensors are copied into those present."""
+    for key, value in state.items():
+        path = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, dict):
+            fill(value, values, path)
+        elif isinstance(value, torch.Tensor):
+            _local(value).copy_(values[path])
+        else:
+            state[key] = values[path]
+
+
 def wipe(state: State) -> None:
     """Sets every leaf to zero in place, so that a check detects a load that did nothing."""
     for key, value in state.items():

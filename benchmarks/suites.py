@@ -300,9 +300,10 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
     """Times loads of the training state into existing tensors, with a warm and a cold cache."""
     total = states.payload_bytes(state)
     with _scratch(setup, "load") as scratch:
-        stock_path, our_path = scratch / "stock", scratch / "ours"
+        stock_path, our_path, mapped_path = scratch / "stock", scratch / "ours", scratch / "mapped"
         SAVERS["stock_1"].save(state, stock_path)
         SAVERS["ours_dcp"].save(state, our_path)
+        contenders.save_mappable(state, mapped_path)
         direct = limits.direct_io_works(scratch)
         if not direct:
             _skip(setup, results, "raw direct reads", "the file system refuses O_DIRECT")
@@ -316,6 +317,7 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
             ("ours_dcp", loaders["ours_dcp"], our_path),
             ("ours_budget", loaders["ours_budget"], our_path),
             ("ours_call", loaders["ours_call"], our_path),
+            ("ours_unverified", loaders["ours_unverified"], our_path),
             ("ours_dcp_of_stock", of_stock, stock_path),
         ]
 
@@ -325,6 +327,11 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
                 _loader_entry(name, loader, state, target, path, set_cache)
                 for name, loader, path in pairs
             ]
+            if not cold:
+                entries += [
+                    _loader_entry(name, loader, state, target, mapped_path, set_cache)
+                    for name, loader in contenders.MAPPED_LOADERS.items()
+                ]
             entries += _raw_read_entries(our_path, set_cache, direct=direct and cold)
             # A load from disk cannot reach the speed of memory.
             entries += [] if cold else _memcpy_entries(state, target)

@@ -112,6 +112,11 @@ def _load(group: Group, *, stock: float, limit: str, of_limit: float) -> Iterabl
 def _load_warm(group: Group) -> Iterable[Comparison]:
     yield from _load(group, stock=4.0, limit="memcpy_", of_limit=0.6)
     yield from _speed(group, "raw", "ours_dcp", group.fastest("raw_"), headline=False)
+    for other in ("mapped", "safetensors"):
+        yield from _speed(group, other, "ours_call", other, target=0.85, headline=False)
+        yield from _speed(
+            group, f"unverified.{other}", "ours_unverified", other, target=1.0, headline=False
+        )
 
 
 def _load_cold(group: Group) -> Iterable[Comparison]:
