@@ -14,8 +14,6 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file as load_safetensors
-from safetensors.torch import save_file as save_safetensors
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -284,19 +282,23 @@ def _read_within_budget(path: Path) -> FileSystemReader:
     return torch_ckpt.FileSystemReader(path, max_inflight_bytes=LOAD_BUDGET_BYTES)
 
 
-# Files that a program can map into memory, and the tensors of which it copies. Neither way verifies
-# checksums. The files are written by `save_mappable`.
+# Files that a program can map into memory, to copy the tensors from them. Neither loader verifies
+# checksums. `save_mappable` writes the files.
 _MAPPED_FILE = "state.pt"
 _SAFETENSORS_FILE = "state.safetensors"
+_OTHERS_FILE = "others.pt"  # the leaves that are no tensors
 
 
 def save_mappable(state: State, path: Path) -> None:
     """Saves the state with torch.save, and its tensors in the format of safetensors."""
+    from safetensors.torch import save_file
+
     path.mkdir()
     leaves = dict(states.leaves(state))
     torch.save(leaves, path / _MAPPED_FILE)
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    save_safetensors(tensors, path / _SAFETENSORS_FILE)
+    save_file(tensors, path / _SAFETENSORS_FILE)
+    torch.save({n: v for n, v in leaves.items() if n not in tensors}, path / _OTHERS_FILE)
 
 
 def _load_mapped(state: State, path: Path) -> None:
@@ -304,8 +306,9 @@ def _load_mapped(state: State, path: Path) -> None:
 
 
 def _load_safetensors(state: State, path: Path) -> None:
-    values = torch.load(path / _MAPPED_FILE, mmap=True)  # for the leaves that are no tensors
-    states.fill(state, values | load_safetensors(path / _SAFETENSORS_FILE))
+    from safetensors.torch import load_file
+
+    states.fill(state, torch.load(path / _OTHERS_FILE) | load_file(path / _SAFETENSORS_FILE))
 
 
 def _load_unverified(state: State, path: Path) -> None:
@@ -353,7 +356,7 @@ LOADERS: dict[str, Loader] = {
     "ours_call": Loader("torch_ckpt.load", "ours", _load_by_call),
     "ours_unverified": Loader("torch_ckpt.load, verify=False", "ours", _load_unverified),
 }
-# Of what `save_mappable` writes.
+# These load the files of `save_mappable`.
 MAPPED_LOADERS: dict[str, Loader] = {
     "mapped": Loader("torch.load(mmap=True), copy_", "stock", _load_mapped),
     "safetensors": Loader("safetensors, copy_", "peer", _load_safetensors),

@@ -36,7 +36,7 @@ def _parts(path: Path) -> list[dict[str, Any]]:
     return parts
 
 
-def _outcome(status: int) -> str:
+def outcome(status: int) -> str:
     if status == 0:
         return "passed"
     return "out of time" if status in _TIMED_OUT else f"FAILED ({status})"
@@ -123,7 +123,7 @@ def table(record: dict[str, Any]) -> list[str]:
     """Formats the record in at most MAX_LINES lines."""
     lines = [f"device: {record['device']}"]
     for part in record["parts"]:
-        outcome = _outcome(part["status"])
+        outcome = outcome(part["status"])
         note = record["tests"] if part["part"] == "tests" else ""
         lines.append(
             f"{part['part']:10} {outcome:14} {part['seconds']:4} s of {part['limit']:3}  {note}"

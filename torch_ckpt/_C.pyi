@@ -237,6 +237,10 @@ class TensorReads:
     @property
     def stored_bytes(self) -> int: ...
     @property
+    def digest(self) -> int:
+        """A checksum of which bytes of which files are read."""
+
+    @property
     def devices(self) -> list[torch.device]:
         """The CUDA devices of the targets."""
 

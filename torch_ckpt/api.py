@@ -206,6 +206,7 @@ def async_save(
         CheckpointException: an earlier background save failed, and its error has not been reported
             yet.
         CheckpointError: another save is running, and ``if_busy`` is "raise".
+        RuntimeError: the current stream captures a CUDA graph. The capture continues.
         ValueError: options contradict each other.
 
     Example::

@@ -133,7 +133,7 @@ Result<std::uint64_t> Scratch::deliver_to_device(const Region& region, const Tar
   std::byte* const out = target.address + begin;
   if (packed_bytes_per_byte(region, target) == 0) {
     const std::uint64_t at = std::max(position, region.covering().begin) - position;
-    queue({bytes.subspan(at, elements * region.item_bytes()), out, target.device});
+    queue({bytes.subspan(at, elements * region.item_bytes()), out, target.device}, target);
     return elements * region.item_bytes();
   }
   const std::size_t size = elements * region.target_item_bytes();
@@ -153,22 +153,23 @@ Result<std::uint64_t> Scratch::deliver_to_device(const Region& region, const Tar
                       run, region.item_bytes(), region.target_item_bytes(), target.convert);
   });
   packed_ += size;
-  queue({packed, out, target.device});
+  queue({packed, out, target.device}, target);
   return elements * region.item_bytes();
 }
 
 // Extends the last copy if the next one continues it: a few large copies cost the driver less time
-// than many small ones.
-void Scratch::queue(const staging::HostRun& run) {
-  if (!runs_.empty()) {
+// than many small ones. CUDA refuses a copy to two allocations, even if they are adjacent, so both
+// copies must have the same target.
+void Scratch::queue(const staging::HostRun& run, const Target& target) {
+  if (!runs_.empty() && last_target_ == &target) {
     staging::HostRun& last = runs_.back();
-    if (last.device == run.device && last.in.data() + last.in.size() == run.in.data() &&
-        last.out + last.in.size() == run.out) {
+    if (last.in.data() + last.in.size() == run.in.data() && last.out + last.in.size() == run.out) {
       last.in = {last.in.data(), last.in.size() + run.in.size()};
       return;
     }
   }
   runs_.push_back(run);
+  last_target_ = &target;
 }
 
 Result<> Scratch::submit() {

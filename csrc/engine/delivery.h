@@ -83,9 +83,9 @@ class Scratch {
 
   std::size_t step_bytes() const { return layout_.step_bytes(); }
 
-  /// True if copies to devices are queued, so that the bytes in a buffer must stay until the next
-  /// call of next_buffer().
-  bool is_for_device() const { return layout_.device != staging::Source::kHost; }
+  /// True if copies to devices are queued. The bytes in the buffer must then stay unchanged until
+  /// the next call of next_buffer().
+  bool has_queued_copies() const { return !runs_.empty(); }
 
   /// Delivers the elements of `region` that lie in `bytes`, which begin at `position` in the
   /// payload. Returns the number of payload bytes delivered. If the target is on a device, `bytes`
@@ -114,7 +114,7 @@ class Scratch {
         warn_(context.warnings.callback()),
         slots_(layout.chunks) {}
   Result<> wait_for_copies(Slot& slot);
-  void queue(const staging::HostRun& run);
+  void queue(const staging::HostRun& run, const Target& target);
   Result<std::uint64_t> deliver_to_device(const planning::Region& region, const Target& target,
                                           std::uint64_t position, std::span<const std::byte> bytes);
 
@@ -126,6 +126,7 @@ class Scratch {
   std::size_t current_ = 0;
   std::size_t packed_ = 0;  // bytes packed in the current chunk, after layout_.read_bytes
   std::vector<staging::HostRun> runs_;
+  const Target* last_target_ = nullptr;  // of the last of runs_
   std::shared_ptr<staging::DeviceCopier> copier_;
 };
 

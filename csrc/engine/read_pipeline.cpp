@@ -288,7 +288,7 @@ Result<std::uint64_t> ReadPipeline::read_step(std::size_t record, ByteRange rang
       at += part.size();
       left = left.subspan(part.size());
     }
-    if (scratch.is_for_device()) free = free.subspan(bytes);
+    if (scratch.has_queued_copies()) free = free.subspan(bytes);
   }
   return at;
 }

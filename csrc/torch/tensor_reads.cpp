@@ -3,8 +3,10 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
+#include "format/crc32.h"
 #include "torch/tensor_checks.h"
 
 namespace torch_ckpt::tensors {
@@ -15,6 +17,18 @@ std::uint64_t TensorReads::stored_bytes() const {
     bytes += target.region_bytes(c10::elementSize(target.scalar_type));
   }
   return bytes;
+}
+
+std::uint32_t TensorReads::digest() const {
+  std::uint32_t crc = 0;
+  for (const TensorTarget& target : targets_) {
+    const std::uint64_t record[] = {target.offset, target.length};
+    crc = format::crc32(crc, std::as_bytes(std::span(files_.at(target.file))));
+    crc = format::crc32(crc, std::as_bytes(std::span(record)));
+    crc = format::crc32(crc, std::as_bytes(std::span(target.region_offsets)));
+    crc = format::crc32(crc, std::as_bytes(std::span(target.region_lengths)));
+  }
+  return crc;
 }
 
 std::vector<at::Device> TensorReads::devices() const {

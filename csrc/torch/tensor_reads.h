@@ -30,6 +30,9 @@ class TensorReads {
 
   /// Returns the number of stored bytes that are read.
   std::uint64_t stored_bytes() const;
+  /// Returns a checksum of which bytes of which files are read, which is equal on ranks that read
+  /// the same bytes in the same order.
+  std::uint32_t digest() const;
   /// Returns the CUDA devices that have targets.
   std::vector<at::Device> devices() const;
   /// Splits each read whose target has more than `max_bytes` along the first dimension, if

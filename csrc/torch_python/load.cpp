@@ -142,6 +142,7 @@ void bind_reads(py::module_& module) {
       .def("subset", &TensorReads::subset, py::arg("numbers"))
       .def("fetch_plan", &fetch_plan, py::arg("tables"), py::arg("verify"))
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
+      .def_property_readonly("digest", &TensorReads::digest)
       .def_property_readonly("devices", &TensorReads::devices)
       .def("conversions",
            [](const TensorReads& reads) {

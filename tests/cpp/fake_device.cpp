@@ -201,6 +201,14 @@ std::byte* FakeDevice::allocate(std::size_t bytes, int device) {
   return reinterpret_cast<std::byte*>(address);
 }
 
+std::byte* FakeDevice::allocate_adjacent(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  const Memory& last = memories_.back();
+  const std::uintptr_t address = last.address + last.bytes.size();
+  memories_.push_back({address, last.device, std::string(bytes, '?')});
+  return reinterpret_cast<std::byte*>(address);
+}
+
 std::string FakeDevice::contents(const std::byte* allocated) const {
   std::lock_guard lock(mutex_);
   for (const Memory& memory : memories_) {

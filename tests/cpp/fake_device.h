@@ -37,6 +37,8 @@ class FakeDevice {
 
   /// Allocates memory on the device for copies from the host, full of question marks.
   std::byte* allocate(std::size_t bytes, int device = 0);
+  /// Allocates memory at the address at which the last allocation ends.
+  std::byte* allocate_adjacent(std::size_t bytes);
   /// The present contents of such memory.
   std::string contents(const std::byte* allocated) const;
 

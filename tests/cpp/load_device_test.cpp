@@ -249,6 +249,29 @@ TEST(LoadToDevices, ACachedTensorArrivesInLargeCopies) {
   EXPECT_LE(copies.load(), payload.size() >> 20);
 }
 
+// CUDA refuses a copy to two allocations, even if they are adjacent.
+TEST(LoadToDevices, NoCopyHasTwoTargets) {
+  constexpr std::size_t kHalf = 512;
+  TempDir directory;
+  FakeDevice device;
+  Reads reads(directory);
+  const std::string payload = Random(11).bytes(2 * kHalf);
+  reads.add_file({test::byte_record(payload)});
+  const Stored stored = store(row_major("uint8", {payload.size()}), payload);
+  std::vector<std::byte*> addresses = {device.allocate(kHalf), device.allocate_adjacent(kHalf)};
+  for (std::size_t i = 0; i < 2; ++i) {
+    ReadRequest request = stored.request(ReadKind::tensor);
+    request.region = Region::of_bytes(i * kHalf, kHalf);
+    request.target.device = 0;
+    request.target.address = addresses[i];
+    reads.add_as_it_is(request);
+  }
+  reads.run_all();
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_TRUE(device.contents(addresses[i]) == payload.substr(i * kHalf, kHalf));
+  }
+}
+
 TEST(LoadToDevices, FailsWithoutDeviceSupport) {
   test::NoDevice none;
   TempDir directory;

@@ -87,7 +87,7 @@ class LoadPlanner(DefaultLoadPlanner, PlansByEngine):
         # The plan has an item that no checkpoint contains, so that a reader of another class fails.
         # If the plan were empty, such a reader would silently read nothing.
         item = object_item("planned by torch_ckpt.LoadPlanner for another reader")
-        return LoadPlan([item], storage_data=RankReads(match.reading.tensors.stored_bytes))
+        return LoadPlan([item], storage_data=RankReads.of(match.reading.tensors))
 
     # --- PlansByEngine ----------------------------------------------------------------------------
 

@@ -1,19 +1,22 @@
-"""Decides whether the ranks of a machine read through the page cache.
+"""Decides whether the ranks of a load read through the page cache.
 
 A direct read bypasses the page cache, which is faster if one rank wants the bytes. If several ranks
 of a machine want the same bytes, as with DDP, the disk must send them once for each rank. Through
 the page cache, the disk sends them once.
 
-1. Each rank sends its machine and the number of bytes that it reads.
-2. The coordinator adds up the bytes of each machine. If the ranks of a machine together read at
-   least ``SHARED`` times the bytes of the checkpoint, they must want the same bytes.
-3. These ranks use the page cache, unless the reader's ``direct_io`` is True.
+1. Each rank sends its machine, the number of bytes that it reads, and a digest of which bytes these
+   are.
+2. For each machine, the coordinator adds up the bytes of its ranks. At most so many of them differ:
+   the bytes of ranks with different digests, and the bytes of the checkpoint.
+3. If the ranks read at least ``SHARED`` times the bytes that can differ, all ranks use the page
+   cache, except for ranks whose reader has the option ``direct_io=True``.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+import zlib
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
@@ -21,10 +24,10 @@ from typing import Self
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from torch_ckpt import _core
+from torch_ckpt import _C, _core
 from torch_ckpt._base.machine import boot_id
 
-#: Bytes that the ranks of a machine read, relative to the bytes of the checkpoint.
+#: Bytes that the ranks read, relative to the bytes that can differ.
 SHARED = 1.5
 
 
@@ -34,35 +37,55 @@ class RankReads:
 
     Attributes:
         bytes: number of bytes that the rank reads.
+        digest: a number that is equal for ranks that read the same bytes.
         machine: the rank's machine; "" if it is unknown.
     """
 
     bytes: int = 0
+    digest: int = 0
     machine: str = field(default_factory=boot_id)
 
     @classmethod
-    def of_items(cls, items: Iterable[ReadItem], index: _core.CheckpointIndex | None) -> Self:
-        """Counts the bytes of the tensors in a plan."""
-        total = 0
+    def of(cls, reads: _C.TensorReads) -> Self:
+        """Describes reads that the engine has planned."""
+        return cls(reads.stored_bytes, reads.digest)
+
+    @classmethod
+    def of_items(cls, items: Iterable[ReadItem], index: _core.CheckpointIndex) -> Self:
+        """Describes the tensors in a plan of torch's planner."""
+        total, digest = 0, 0
         item_bytes: dict[str, int] = {}
-        for item in items if index is not None else ():
+        for item in items:
             if item.type != LoadItemType.TENSOR:
                 continue
             name = item.storage_index.fqn
             if name not in item_bytes:
-                tensor = index.tensor(name) if index is not None else None
+                tensor = index.tensor(name)
                 item_bytes[name] = getattr(torch, tensor[0]).itemsize if tensor else 0
             total += math.prod(item.lengths) * item_bytes[name]
-        return cls(total)
+            what = f"{name} {item.storage_index.offset} {item.storage_offsets} {item.lengths}"
+            digest = zlib.crc32(what.encode(), digest)
+        return cls(total, digest)
+
+    def __add__(self, other: RankReads) -> RankReads:
+        """Returns the reads of both, which are read one after the other."""
+        return RankReads(self.bytes + other.bytes, self.digest ^ other.digest, self.machine)
 
 
-def machines_that_share(
-    ranks: Iterable[RankReads | None], index: _core.CheckpointIndex | None
-) -> frozenset[str]:
-    """Returns the machines whose ranks want the same bytes."""
-    read: Counter[str] = Counter()
+def share_bytes(ranks: Iterable[RankReads], stored_bytes: int | None) -> bool:
+    """Returns True if ranks of a machine want the same bytes.
+
+    Args:
+        ranks: the reads of each rank.
+        stored_bytes: bytes of the checkpoint; None if each rank reads its own checkpoint.
+    """
+    machines: defaultdict[str, list[RankReads]] = defaultdict(list)
     for reads in ranks:
-        if reads is not None and reads.machine:
-            read[reads.machine] += reads.bytes
-    least = SHARED * index.stored_bytes if index is not None else 0
-    return frozenset(machine for machine, total in read.items() if 0 < least <= total)
+        if reads.machine:
+            machines[reads.machine].append(reads)
+    read, different = 0, 0
+    for on_machine in machines.values():
+        read += sum(reads.bytes for reads in on_machine)
+        most = sum(reads.bytes for reads in set(on_machine))
+        different += most if stored_bytes is None else min(most, stored_bytes)
+    return 0 < SHARED * different <= read

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.cuda_events import record_events
+from torch_ckpt._base.cuda_events import record_events, refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
-from torch_ckpt._base.machine import boot_id
 from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
@@ -46,7 +45,7 @@ from torch_ckpt.checkpoint.metadata import (
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.dtypes import Conversions, lost_precision, warn_of_lost_precision
-from torch_ckpt.loading.page_cache import RankReads, machines_that_share
+from torch_ckpt.loading.page_cache import RankReads, share_bytes
 from torch_ckpt.loading.reading import (
     BytesMoved,
     PlansByEngine,
@@ -91,7 +90,7 @@ class FileSystemReader(StockReader):
             ``torch.load`` can decode. If such a record is larger than the limit, the load fails.
         verify: verify CRC-32 checksums.
         direct_io: True, False, or "auto", which uses direct I/O for data that is not in the page
-            cache and that no other rank of the machine reads.
+            cache, unless several ranks of a machine load the same data.
         zero_fill: allow tensors in the state dict that are larger than the stored tensors. The
             elements outside the stored tensor are set to zero.
         allow_shape_mismatch: like ``zero_fill``, but also allow tensors in the state dict that are
@@ -162,7 +161,9 @@ class FileSystemReader(StockReader):
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._is_alone = False
-        self._shares_bytes = False
+        self._has_own_metadata = False
+        #: True if other ranks of this load want the same bytes; see loading/page_cache.py.
+        self.shares_bytes = False
         #: Allowed target sizes relative to the stored sizes.
         self.size_rule = _C.SizeRule.GROWING if self.zero_fill else _C.SizeRule.SAME
         if allow_shape_mismatch:
@@ -215,6 +216,7 @@ class FileSystemReader(StockReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
+        refuse_capture()
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
@@ -229,12 +231,14 @@ class FileSystemReader(StockReader):
         plan = super().prepare_local_plan(plan)
         reads = plan.storage_data
         if not isinstance(reads, RankReads):
-            reads = RankReads.of_items(plan.items, self._index)
+            reads = RankReads()
+            if self._index is not None:
+                reads = RankReads.of_items(plan.items, self._index)
         return dataclasses.replace(plan, storage_data=_RankPlan(self.version, reads))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        own = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _RankPlan)]
-        require_one_version((of_rank.version for of_rank in own), self)
+        own = [p.storage_data if isinstance(p.storage_data, _RankPlan) else None for p in plans]
+        require_one_version((None if of is None else of.version for of in own), self)
         if self.read_once and dist.is_initialized():
             # With no_dist, torch calls this method on every rank with only that rank's plan.
             self._is_alone = len(plans) == 1
@@ -244,8 +248,11 @@ class FileSystemReader(StockReader):
                     f"{len(plans)} ranks load with read_once, but the reader's process group has "
                     f"{size} ranks; pass the load's process_group to the reader, too"
                 )
-        machines = machines_that_share((of_rank.reads for of_rank in own), self._index)
-        plans = [dataclasses.replace(plan, storage_data=machines) for plan in plans]
+        shares = share_bytes((of.reads for of in own if of is not None), self.stored_bytes)
+        plans = [
+            plan if of_rank is None else dataclasses.replace(plan, storage_data=_Shares(shares))
+            for plan, of_rank in zip(plans, own, strict=True)
+        ]
         return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -261,8 +268,8 @@ class FileSystemReader(StockReader):
         RelaxedGc.end()
         if not self.engine_can_read() or self._metadata is None:
             return super().read_data(plan, self._guarded(planner))
-        if isinstance(plan.storage_data, frozenset):
-            self.use_page_cache_on(plan.storage_data)
+        if isinstance(plan.storage_data, _Shares):
+            self.shares_bytes = plan.storage_data.of
         planned = isinstance(planner, PlansByEngine) and planner.has_planned()
         # If ranks read together, they must also exchange their failures.
         together = self.read_once and dist.is_initialized() and not self._is_alone
@@ -326,11 +333,13 @@ class FileSystemReader(StockReader):
         If there is no metadata for all ranks, because the ranks saved without collectives, reads
         this rank's own metadata.
         """
+        self._has_own_metadata = False
         try:
             metadata, index = self._read_metadata(None)
         except FileNotFoundError as error:
             if rank is None:
                 raise
+            self._has_own_metadata = True
             try:
                 metadata, index = self._read_metadata(rank)
             except FileNotFoundError:
@@ -352,12 +361,15 @@ class FileSystemReader(StockReader):
         self._index = index
         self.rank = rank  # type: ignore[assignment]  # torch declares None
         self.narrowed = {}  # forget the tensors of a failed load
-        self._shares_bytes = False
+        self.shares_bytes = False
 
-    def use_page_cache_on(self, machines: Set[str]) -> None:
-        """Makes the reads of this load use the page cache if this machine is one of ``machines``;
-        see loading/page_cache.py."""
-        self._shares_bytes = boot_id() in machines and not self.read_once
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of the checkpoint; None if they are unknown, or if this rank has its own
+        checkpoint."""
+        if self._index is None or self._has_own_metadata:
+            return None
+        return self._index.stored_bytes
 
     def release_metadata(self) -> None:
         """Releases the metadata, which can be large. The rest of the load needs only its index."""
@@ -561,7 +573,7 @@ class FileSystemReader(StockReader):
         directory = self._directory or share_or_warn(open_checkpoint(self.path))
         try:
             options = self.options
-            if self._shares_bytes and options.direct_io == "auto":
+            if self.shares_bytes and not self.read_once and options.direct_io == "auto":
                 options = dataclasses.replace(options, direct_io=False)
             yield {"directory": directory, "tables": self._tables(), "options": options}
         finally:
@@ -575,6 +587,13 @@ class _RankPlan:
 
     version: str | None
     reads: RankReads
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shares:
+    """The value of ``shares_bytes``, sent to each rank as part of its plan."""
+
+    of: bool
 
 
 def require_one_version(versions: Iterable[str | None], reader: FileSystemReader) -> None:

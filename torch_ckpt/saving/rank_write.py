@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.cuda_events import record_events, refuse_capture
+from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import require_at_least, require_io_options
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
@@ -192,7 +192,6 @@ class RankWrite:
         is_snapshot = self._sources is not None
         if not is_snapshot:
             # Other streams read the CUDA tensors that the current streams compute.
-            refuse_capture(sources.devices())
             for device in sources.devices():
                 torch.cuda.current_stream(device).synchronize()
         engine_options = None

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
+from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive
 from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
@@ -57,6 +58,7 @@ class SaveState:
     @no_gc()
     def __init__(self, state_dict: StateDict, *, snapshot: bool = False) -> None:
         begin = time.perf_counter()
+        refuse_capture()
         self._watch = _C.SourceWatch() if snapshot else None
         self._flat = _C.FlatState(state_dict, chunks_here, self._watch)
         flatten_sharded_tensors(self._flat)

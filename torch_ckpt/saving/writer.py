@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _C, _core
+from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
@@ -189,6 +190,7 @@ class FileSystemWriter(StockWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # torch passes the rank only to a method that has a parameter named `kwargs`.
+        refuse_capture()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
         RelaxedGc.begin()
@@ -317,6 +319,7 @@ class FileSystemWriter(StockWriter):
 
         Objects are deep-copied. Tensors that are neither plain tensors nor DTensors are cloned.
         """
+        refuse_capture()
         # From now on, this writer writes while training runs.
         self._is_staged = True
         return copy_of_state(state_dict)

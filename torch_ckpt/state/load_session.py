@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from torch_ckpt import _C, _core
+from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.load import Load, Match, StateDict, Strict, T
-from torch_ckpt.loading.page_cache import RankReads, machines_that_share
+from torch_ckpt.loading.page_cache import RankReads, share_bytes
 from torch_ckpt.loading.reader import require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
@@ -42,7 +43,7 @@ class _RankPlan(NamedTuple):
         version: the directory that it has opened, if all ranks must open the same one.
         skipped: the names that it does not load, with the reasons.
         by_state: True if it restores values through their state.
-        reads: the bytes that it reads.
+        reads: what it reads.
     """
 
     unmatched: list[str]
@@ -72,7 +73,7 @@ class LoadSession:
         # state_dict() may be a collective operation.
         self._stateful = sorted(stateful_keys(state_dict))
         self._by_state = set(self._stateful)
-        self._bytes = 0  # to be read
+        self._reads = RankReads()
 
     @cached_property
     def _states(self) -> States:
@@ -128,6 +129,7 @@ class LoadSession:
 
     def match(self) -> Match:
         """Compares all values with the checkpoint. Changes no value."""
+        refuse_capture()
         targets = dict(self._state_dict)
         targets.update((key, self._target(key)) for key in self._stateful)
         for key, value in self._state_dict.items():
@@ -137,7 +139,7 @@ class LoadSession:
 
     def _match(self, targets: StateDict) -> Match:
         match = self._load.match(targets)
-        self._bytes += match.reading.tensors.stored_bytes
+        self._reads += RankReads.of(match.reading.tensors)
         return match
 
     def _target(self, key: str) -> Any:
@@ -186,10 +188,10 @@ class LoadSession:
             report = report_of(kept)
             skipped = [] if report.fits else report.skipped
             by_state = bool(self._by_state)
-            reads = RankReads(self._bytes)
-            return _RankPlan(load.unmatched, load.reader.version, skipped, by_state, reads), kept
+            version = load.reader.version
+            return _RankPlan(load.unmatched, version, skipped, by_state, self._reads), kept
 
-        def check(plans: list[_RankPlan]) -> tuple[list[str], bool, frozenset[str]]:
+        def check(plans: list[_RankPlan]) -> tuple[list[str], bool, bool]:
             require_one_version((plan.version for plan in plans), load.reader)
             if plans[0].unmatched:
                 _require_matches(
@@ -198,11 +200,11 @@ class LoadSession:
                     if all(pattern in plan.unmatched for plan in plans)
                 )
             skipped = dict.fromkeys(name for plan in plans for name in plan.skipped)
-            sharing = machines_that_share((plan.reads for plan in plans), load.index)
-            return list(skipped), any(plan.by_state for plan in plans), sharing
+            shares = share_bytes((plan.reads for plan in plans), load.reader.stored_bytes)
+            return list(skipped), any(plan.by_state for plan in plans), shares
 
-        (skipped, by_state, sharing), kept = ranks.exchange("plan", on_this_rank, check)
-        load.reader.use_page_cache_on(sharing)
+        (skipped, by_state, shares), kept = ranks.exchange("plan", on_this_rank, check)
+        load.reader.shares_bytes = shares
         if skipped and ranks.rank == 0:
             path, loaded = load.reader.checkpoint_id, report_of(kept).loaded
             LOGGER.info("%s: %d names match, %d skipped", path, len(loaded), len(skipped))
@@ -245,6 +247,7 @@ class LoadSession:
 
     def _begin_freeing(self, total: LoadReport) -> tuple[list[str], None]:
         # Start with all names in the checkpoint. Comparing a key removes the names beneath it.
+        refuse_capture()
         total.unexpected = self._load.match({}).report.unexpected
         return self._stateful, None
 

@@ -221,7 +221,7 @@ def test_a_call_during_a_capture_is_refused_and_the_capture_continues(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tensor.add_(1)
-        with pytest.raises((RuntimeError, CheckpointException), match="CUDA graph is being capt"):
+        with pytest.raises((RuntimeError, CheckpointException), match="captures a CUDA graph"):
             getattr(torch_ckpt, call)({"t": tensor}, path)
     graph.replay()
     assert torch.all(tensor == 4)

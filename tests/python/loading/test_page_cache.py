@@ -1,4 +1,4 @@
-"""The decision whether the ranks of a machine read through the page cache."""
+"""The decision whether the ranks of a load read through the page cache."""
 
 from __future__ import annotations
 
@@ -9,45 +9,65 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
-from torch_ckpt._core import CheckpointIndex
 from torch_ckpt.checkpoint.index import decode_index
-from torch_ckpt.loading.page_cache import RankReads, machines_that_share
+from torch_ckpt.loading.page_cache import RankReads, share_bytes
 
-BYTES = 4 * 100_000
+ALL = 1000
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> CheckpointIndex:
-    torch_ckpt.save({"w": torch.zeros(100_000)}, tmp_path)
-    return decode_index((tmp_path / ".metadata").read_bytes(), "here")
+def reads(bytes: int, digest: int, machine: str = "a") -> RankReads:
+    return RankReads(bytes, digest, machine)
 
 
 @pytest.mark.parametrize(
-    ("reads", "machines"),
+    ("ranks", "stored", "expected"),
     [
-        pytest.param([(BYTES, "a")], [], id="one rank"),
-        pytest.param([(BYTES, "a"), (BYTES, "a")], ["a"], id="two ranks that read everything"),
-        pytest.param([(BYTES // 2, "a"), (BYTES // 2, "a")], [], id="two ranks that read halves"),
-        pytest.param([(BYTES, "a"), (BYTES, "b")], [], id="two machines"),
-        pytest.param([(BYTES, "")] * 4, [], id="unknown machines"),
-        pytest.param([(BYTES, "a")] * 2 + [(BYTES // 2, "b")] * 2, ["a"], id="one of two machines"),
+        pytest.param([reads(ALL, 1)], ALL, False, id="one rank"),
+        pytest.param([reads(ALL, 1)] * 2, ALL, True, id="two ranks that read everything"),
+        pytest.param([reads(ALL, 1), reads(ALL + 8, 2)], ALL, True, id="almost everything"),
+        pytest.param([reads(ALL // 4, 1)] * 2, ALL, True, id="two ranks that read the same part"),
+        pytest.param(
+            [reads(ALL // 2, 1), reads(ALL // 2, 2)], ALL, False, id="two ranks that read halves"
+        ),
+        pytest.param([reads(ALL, 1), reads(ALL, 1, "b")], ALL, False, id="two machines"),
+        pytest.param(
+            [reads(ALL, 1, machine) for machine in "aabb"],
+            ALL,
+            True,
+            id="two ranks on each machine",
+        ),
+        pytest.param([reads(ALL, 1, "")] * 4, ALL, False, id="unknown machines"),
+        pytest.param(
+            [reads(ALL, rank) for rank in range(4)], None, False, id="a checkpoint for each rank"
+        ),
+        pytest.param([reads(0, 0)] * 4, ALL, False, id="nothing to read"),
+        pytest.param([], ALL, False, id="no messages"),
     ],
 )
-def test_ranks_of_a_machine_share_bytes_if_they_read_more_than_there_is(
-    index: CheckpointIndex, reads: list[tuple[int, str]], machines: list[str]
+def test_ranks_of_a_machine_share_bytes_if_they_read_more_than_can_differ(
+    ranks: list[RankReads], stored: int | None, expected: bool
 ) -> None:
-    given = [RankReads(bytes, machine) for bytes, machine in reads]
-    assert machines_that_share(given, index) == frozenset(machines)
+    assert share_bytes(ranks, stored) is expected
 
 
-def test_ranks_without_an_index_share_nothing() -> None:
-    assert machines_that_share([RankReads(BYTES, "a")] * 2, None) == frozenset()
-
-
-def test_the_bytes_of_a_plan_are_those_of_its_tensors(
-    tmp_path: Path, index: CheckpointIndex
-) -> None:
+def items_of(path: Path, rows: int) -> RankReads:
+    """Describes the plan of torch's planner for the first rows."""
     planner = dcp.DefaultLoadPlanner()
+    metadata = torch_ckpt.FileSystemReader(path).read_metadata()
+    planner.set_up_planner({"w": torch.zeros(rows, 10)}, metadata, True)
+    index = decode_index((path / ".metadata").read_bytes(), "here")
+    return RankReads.of_items(planner.create_local_plan().items, index)
+
+
+def test_a_plan_of_torch_is_described_by_its_tensors(tmp_path: Path) -> None:
+    torch_ckpt.save({"w": torch.zeros(100, 10), "n": 3}, tmp_path)
+    assert items_of(tmp_path, 100).bytes == 4 * 100 * 10
+    assert items_of(tmp_path, 100) == items_of(tmp_path, 100)
+
+
+def test_a_reader_forgets_the_decision_with_the_next_load(tmp_path: Path) -> None:
+    torch_ckpt.save({"w": torch.zeros(100)}, tmp_path)
     reader = torch_ckpt.FileSystemReader(tmp_path)
-    planner.set_up_planner({"w": torch.zeros(100_000)}, reader.read_metadata(), True)
-    assert RankReads.of_items(planner.create_local_plan().items, index).bytes == BYTES
+    reader.shares_bytes = True
+    torch_ckpt.load({"w": torch.ones(100)}, storage_reader=reader)
+    assert not reader.shares_bytes

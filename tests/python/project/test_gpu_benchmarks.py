@@ -10,9 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_process, gpu_record, gpu_roundtrip, gpu_training, peers
+from benchmarks import (
+    gpu,
+    gpu_process,
+    gpu_record,
+    gpu_report,
+    gpu_roundtrip,
+    gpu_training,
+    peers,
+)
 from tests.forked import in_fresh_process
 
+_REPOSITORY = Path(__file__).resolve().parents[3]
 _SMALL = ("--device", "cpu", "--size", "2MB", "--disk-size", "2MB", "--few", "30", "--many", "40")
 _SHORT = ("--saves", "2", "--idle-steps", "2")
 
@@ -137,3 +146,9 @@ def test_the_table_of_all_figures_fits_into_sixty_lines(tmp_path: Path) -> None:
     lines = gpu_record.table({**record, "figures": document})
     assert len(lines) < gpu_record.MAX_LINES
     assert sum("torch_ckpt.load" in line for line in lines) >= 1
+
+
+def test_the_document_has_the_committed_records() -> None:
+    files = sorted((_REPOSITORY / "benchmarks" / "results").glob("*-record-*.json"))
+    text = gpu_report.block([json.loads(file.read_text()) for file in files])
+    assert text.strip() in (_REPOSITORY / "docs" / "async.md").read_text()

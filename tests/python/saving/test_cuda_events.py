@@ -1,23 +1,49 @@
-"""Events on streams, without a device; tests/python/api/test_cuda_states.py has one."""
+"""The refusal during a capture, without a device; tests/python/api/test_cuda_states.py has one."""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from torch_ckpt._base.cuda_events import record_events
+import torch_ckpt
+
+STATE = {"w": torch.zeros(4)}
 
 
-def test_a_stream_whose_work_is_being_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    selected: list[torch.device] = []
+def dcp_save(path: Path) -> None:
+    dcp.save(STATE, storage_writer=torch_ckpt.FileSystemWriter(path), no_dist=True)
 
-    def select(device: torch.device) -> contextlib.AbstractContextManager[None]:
-        selected.append(device)
-        return contextlib.nullcontext()
 
-    monkeypatch.setattr(torch.cuda, "device", select)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: selected[-1].index == 1)
-    with pytest.raises(RuntimeError, match="captured on the current stream of cuda:1"):
-        record_events([torch.device("cuda:0"), torch.device("cuda:1")])
+def dcp_load(path: Path) -> None:
+    dcp.load(STATE, storage_reader=torch_ckpt.FileSystemReader(path), no_dist=True)
+
+
+def stage(path: Path) -> None:
+    torch_ckpt.FileSystemWriter(path).stage(STATE)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: torch_ckpt.save(STATE, path),
+        lambda path: torch_ckpt.async_save(STATE, path),
+        lambda path: torch_ckpt.load(STATE, path.with_name("before")),
+        lambda path: dcp_save(path),
+        lambda path: dcp_load(path.with_name("before")),
+        stage,
+    ],
+    ids=["save", "async_save", "load", "dcp.save", "dcp.load", "stage"],
+)
+def test_a_call_during_a_capture_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Path], object]
+) -> None:
+    torch_ckpt.save(STATE, tmp_path / "before")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises((RuntimeError, dcp.CheckpointException), match="captures a CUDA graph"):
+        call(tmp_path / "c")
+    assert not (tmp_path / "c" / ".metadata").exists()
