@@ -37,6 +37,7 @@ def _parts(path: Path) -> list[dict[str, Any]]:
 
 
 def outcome(status: int) -> str:
+    """Describes the exit status of a part."""
     if status == 0:
         return "passed"
     return "out of time" if status in _TIMED_OUT else f"FAILED ({status})"
@@ -123,16 +124,16 @@ def table(record: dict[str, Any]) -> list[str]:
     """Formats the record in at most MAX_LINES lines."""
     lines = [f"device: {record['device']}"]
     for part in record["parts"]:
-        outcome = outcome(part["status"])
+        ended = outcome(part["status"])
         note = record["tests"] if part["part"] == "tests" else ""
         lines.append(
-            f"{part['part']:10} {outcome:14} {part['seconds']:4} s of {part['limit']:3}  {note}"
+            f"{part['part']:10} {ended:14} {part['seconds']:4} s of {part['limit']:3}  {note}"
         )
-    for outcome in record["training"] or []:
-        verdict = outcome["failure"] or "losses are equal bit for bit"
+    for training in record["training"] or []:
+        verdict = training["failure"] or "losses are equal bit for bit"
         lines.append(
-            f"  {outcome['variant']:20} killed after step {outcome['killed_after']}, restored "
-            f"{outcome['restored']} of {outcome['steps']}: {verdict.splitlines()[0]}"
+            f"  {training['variant']:20} killed after step {training['killed_after']}, restored "
+            f"{training['restored']} of {training['steps']}: {verdict.splitlines()[0]}"
         )
     figures = record["figures"]
     if figures is not None:

@@ -6,10 +6,11 @@ the page cache, the disk sends them once.
 
 1. Each rank sends its machine, the number of bytes that it reads, and a digest of which bytes these
    are.
-2. For each machine, the coordinator adds up the bytes of its ranks. At most so many of them differ:
-   the bytes of ranks with different digests, and the bytes of the checkpoint.
-3. If the ranks read at least ``SHARED`` times the bytes that can differ, all ranks use the page
-   cache, except for ranks whose reader has the option ``direct_io=True``.
+2. The coordinator adds up the bytes that the ranks of each machine read, and the bytes that they
+   read at most once: those of ranks with different digests, but no more than the checkpoint has.
+3. If the first sum, over all machines, is at least ``SHARED`` times the second, all ranks use the
+   page cache. A rank ignores the decision if its reader has ``read_once`` or a ``direct_io`` other
+   than "auto".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch_ckpt import _C, _core
 from torch_ckpt._base.machine import boot_id
 
-#: Bytes that the ranks read, relative to the bytes that can differ.
+#: Bytes that the ranks read, relative to the different bytes.
 SHARED = 1.5
 
 
@@ -64,7 +65,8 @@ class RankReads:
                 item_bytes[name] = getattr(torch, tensor[0]).itemsize if tensor else 0
             total += math.prod(item.lengths) * item_bytes[name]
             what = f"{name} {item.storage_index.offset} {item.storage_offsets} {item.lengths}"
-            digest = zlib.crc32(what.encode(), digest)
+            # A name may contain bytes that are not UTF-8.
+            digest = zlib.crc32(what.encode(errors="backslashreplace"), digest)
         return cls(total, digest)
 
     def __add__(self, other: RankReads) -> RankReads:
@@ -73,7 +75,7 @@ class RankReads:
 
 
 def share_bytes(ranks: Iterable[RankReads], stored_bytes: int | None) -> bool:
-    """Returns True if ranks of a machine want the same bytes.
+    """Returns True if many of the bytes that the ranks of a machine read are the same.
 
     Args:
         ranks: the reads of each rank.

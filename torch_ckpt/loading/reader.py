@@ -222,6 +222,7 @@ class FileSystemReader(StockReader):
             raise refused
         # torch passes the rank only to a method that has a parameter named `kwargs`.
         self.use_collectives = kwargs.get("use_collectives", True)
+        self._has_own_metadata = not self.use_collectives
         lazy = lazy_contents(metadata)
         self.set_up_for_load(kwargs.get("rank"), metadata, lazy.index if lazy else None)
         self._is_alone = False

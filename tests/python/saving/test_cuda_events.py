@@ -14,6 +14,16 @@ import torch_ckpt
 STATE = {"w": torch.zeros(4)}
 
 
+class Untouched:
+    """A value whose state must not be asked for: that may copy from the device."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        raise AssertionError
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        raise AssertionError
+
+
 def dcp_save(path: Path) -> None:
     dcp.save(STATE, storage_writer=torch_ckpt.FileSystemWriter(path), no_dist=True)
 
@@ -29,9 +39,9 @@ def stage(path: Path) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda path: torch_ckpt.save(STATE, path),
-        lambda path: torch_ckpt.async_save(STATE, path),
-        lambda path: torch_ckpt.load(STATE, path.with_name("before")),
+        lambda path: torch_ckpt.save({"model": Untouched()}, path),
+        lambda path: torch_ckpt.async_save({"model": Untouched()}, path),
+        lambda path: torch_ckpt.load({"model": Untouched()}, path.with_name("before")),
         lambda path: dcp_save(path),
         lambda path: dcp_load(path.with_name("before")),
         stage,
@@ -47,3 +57,15 @@ def test_a_call_during_a_capture_is_refused(
     with pytest.raises((RuntimeError, dcp.CheckpointException), match="captures a CUDA graph"):
         call(tmp_path / "c")
     assert not (tmp_path / "c" / ".metadata").exists()
+
+
+def test_a_device_with_an_error_does_not_prevent_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    torch_ckpt.save(STATE, tmp_path / "c")
+    assert (tmp_path / "c" / ".metadata").exists()
