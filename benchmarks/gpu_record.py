@@ -57,7 +57,8 @@ def _rate(value: Any) -> str:
     return f"{value / 1e9:.1f}" if value else "-"
 
 
-def _limits(parameters: dict[str, Any]) -> list[str]:
+def describe_limits(parameters: dict[str, Any]) -> list[str]:
+    """Formats the limits of the machine, and which ways of I/O work there."""
     limits = parameters.get("limits") or {}
     found = [
         f"{kind} to host {_rate(limits.get(f'{kind}_to_host'))}, "
@@ -120,6 +121,12 @@ def _loads(group: dict[str, Any], parameters: dict[str, Any]) -> list[str]:
     return [line]
 
 
+def not_measured(skipped: dict[str, Any]) -> str:
+    """Describes an entry of the figures that were skipped."""
+    last = skipped["reason"].strip().splitlines() or [""]
+    return f"not measured: {skipped['what']}: {last[-1]}"
+
+
 def table(record: dict[str, Any]) -> list[str]:
     """Formats the record in at most MAX_LINES lines."""
     lines = [f"device: {record['device']}"]
@@ -138,13 +145,12 @@ def table(record: dict[str, Any]) -> list[str]:
     figures = record["figures"]
     if figures is not None:
         parameters = figures["parameters"]
-        lines += _limits(parameters)
+        lines += describe_limits(parameters)
         for group in figures["groups"]:
             is_load = group["name"].startswith("loads_")
             lines += (_loads if is_load else _saves)(group, parameters)
         for skipped in figures["skipped"]:
-            last = skipped["reason"].strip().splitlines() or [""]
-            lines.append(f"not measured: {skipped['what']}: {last[-1]}")
+            lines.append(not_measured(skipped))
     return [line[:_WIDTH] for line in lines[:MAX_LINES]]
 
 

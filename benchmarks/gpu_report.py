@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from .blocks import replace_block
-from .gpu_record import outcome
+from .gpu_record import describe_limits, not_measured, outcome
 
 BEGIN = "<!-- benchmark-gpu:begin -->"
 END = "<!-- benchmark-gpu:end -->"
@@ -47,7 +47,7 @@ def _saves(groups: list[dict[str, Any]]) -> list[str]:
         for sample in group["samples"]:
             idle = [step for save in sample["saves"] for step in save["idle_steps"]]
             steps = [step for save in sample["saves"] for step in save["steps"]]
-            rate = sample["bytes"] / sample["staged_s"] / 1e9
+            rate = sample["bytes"] / sample["staged_s"] / 1e9 if sample["staged_s"] else 0.0
             lines.append(
                 f"| {group['title']} | {labels[sample['contender']]} | "
                 f"{1e3 * sample['stall_s']:.1f} ms | {1e3 * sample['staged_s']:.0f} ms | "
@@ -67,20 +67,16 @@ def _loads(groups: list[dict[str, Any]]) -> list[str]:
 
 
 def _figures(figures: dict[str, Any]) -> list[str]:
-    machine, limits = figures["machine"], figures["parameters"]["limits"]
-    groups = figures["groups"]
+    machine, groups = figures["machine"], figures["groups"]
     lines = [
-        "",
-        f"{machine['cores']} cores, {machine['file_system']}, Python {machine['python']}, torch "
-        f"{machine['torch']}, {machine['date']}. Limits in GB/s: page-locked memory to the host "
-        f"{limits['pinned_to_host'] / 1e9:.1f}, to the device "
-        f"{limits['pinned_to_device'] / 1e9:.1f}; writes to the disk "
-        f"{limits['disk_write'] / 1e9:.1f}, reads {limits['disk_read'] / 1e9:.1f}.",
+        f"- {machine['cores']} cores, {machine['file_system']}, Python {machine['python']}, torch "
+        f"{machine['torch']}, {machine['date']}",
+        *(f"- {line}" for line in describe_limits(figures["parameters"])),
     ]
     lines += _saves([group for group in groups if not group["name"].startswith("loads_")])
     lines += _loads([group for group in groups if group["name"].startswith("loads_")])
     skipped = [
-        f"- not measured: {entry['what']}: {entry['reason'].strip().splitlines()[-1]}"
+        f"- {not_measured(entry)}"
         for entry in figures["skipped"]
         if "no time left" not in entry["reason"]
     ]

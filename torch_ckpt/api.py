@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import names_of, options_of, refuse_unknown, require_choice
 from torch_ckpt.loading.dtypes import warn_of_lost_precision
@@ -240,7 +239,6 @@ def async_save(
                 # The caller may use the writer for another checkpoint during this save.
                 writer = copy.copy(writer)
                 writer.reset(checkpoint_id)
-            refuse_capture()
             with no_gc():
                 state = SaveState(saved_values(state_dict), snapshot=True)
             job = Job(

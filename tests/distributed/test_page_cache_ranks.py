@@ -87,4 +87,17 @@ def case_the_same_part_is_read_through_the_page_cache(launch: Launch) -> None:
     assert_equal(found["w"], values["w"])
 
 
+def case_a_checkpoint_of_each_rank_is_read_with_direct_io(launch: Launch) -> None:
+    state = {"w": tensor_of(f"w{launch.rank}", 2000, 1000)}
+    writer = torch_ckpt.FileSystemWriter(launch.path("c"), sync_files=False)
+    dcp.save(state, storage_writer=writer, use_collectives=False)
+    dist.barrier()
+    if not can_evict(launch):
+        return
+    for load in (by_load, by_dcp, by_planner):
+        found = {"w": torch.zeros_like(state["w"])}
+        assert cached_after(launch, load, found) < 0.5, load
+        assert_equal(found["w"], state["w"])
+
+
 test_on_ranks = on_ranks(globals())

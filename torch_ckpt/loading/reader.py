@@ -161,7 +161,6 @@ class FileSystemReader(StockReader):
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._is_alone = False
-        self._has_own_metadata = False
         #: True if other ranks of this load want the same bytes; see loading/page_cache.py.
         self.shares_bytes = False
         #: Allowed target sizes relative to the stored sizes.
@@ -222,7 +221,6 @@ class FileSystemReader(StockReader):
             raise refused
         # torch passes the rank only to a method that has a parameter named `kwargs`.
         self.use_collectives = kwargs.get("use_collectives", True)
-        self._has_own_metadata = not self.use_collectives
         lazy = lazy_contents(metadata)
         self.set_up_for_load(kwargs.get("rank"), metadata, lazy.index if lazy else None)
         self._is_alone = False
@@ -233,7 +231,7 @@ class FileSystemReader(StockReader):
         reads = plan.storage_data
         if not isinstance(reads, RankReads):
             reads = RankReads()
-            if self._index is not None:
+            if self._index is not None and self.use_collectives and dist.is_initialized():
                 reads = RankReads.of_items(plan.items, self._index)
         return dataclasses.replace(plan, storage_data=_RankPlan(self.version, reads))
 
@@ -334,13 +332,13 @@ class FileSystemReader(StockReader):
         If there is no metadata for all ranks, because the ranks saved without collectives, reads
         this rank's own metadata.
         """
-        self._has_own_metadata = False
+        self.use_collectives = True
         try:
             metadata, index = self._read_metadata(None)
         except FileNotFoundError as error:
             if rank is None:
                 raise
-            self._has_own_metadata = True
+            self.use_collectives = False
             try:
                 metadata, index = self._read_metadata(rank)
             except FileNotFoundError:
@@ -368,7 +366,7 @@ class FileSystemReader(StockReader):
     def stored_bytes(self) -> int | None:
         """Bytes of the checkpoint; None if they are unknown, or if this rank has its own
         checkpoint."""
-        if self._index is None or self._has_own_metadata:
+        if self._index is None or not self.use_collectives:
             return None
         return self._index.stored_bytes
 

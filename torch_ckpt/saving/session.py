@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _core
-from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, require_one_directory
@@ -187,7 +186,6 @@ class SaveSession:
 
     def _read_and_describe(self) -> tuple[RankMessage, SaveState]:
         if self._job is None:
-            refuse_capture()
             state = SaveState(self._read_values())
         elif self._job.abandoned is not None:
             raise self._job.abandoned

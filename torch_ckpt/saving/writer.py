@@ -189,8 +189,8 @@ class FileSystemWriter(StockWriter):
         self._make_absolute()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # torch passes the rank only to a method that has a parameter named `kwargs`.
         refuse_capture()
+        # torch passes the rank only to a method that has a parameter named `kwargs`.
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
         RelaxedGc.begin()

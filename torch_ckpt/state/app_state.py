@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import OptionalObject
@@ -406,7 +407,11 @@ def saved_values(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
 
     Args:
         state_dict: see :func:`resolve_state_dict`.
+
+    Raises:
+        RuntimeError: see :func:`refuse_capture`.
     """
+    refuse_capture()
     state_dict = resolve_state_dict(state_dict)
     values = dict(state_dict)
     keys = stateful_keys(values)

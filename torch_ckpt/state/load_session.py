@@ -139,7 +139,8 @@ class LoadSession:
 
     def _match(self, targets: StateDict) -> Match:
         match = self._load.match(targets)
-        self._reads += RankReads.of(match.reading.tensors)
+        if dist.is_initialized():
+            self._reads += RankReads.of(match.reading.tensors)
         return match
 
     def _target(self, key: str) -> Any:
@@ -246,8 +247,8 @@ class LoadSession:
     # --- one key at a time -----------------------------------------------------------------------
 
     def _begin_freeing(self, total: LoadReport) -> tuple[list[str], None]:
-        # Start with all names in the checkpoint. Comparing a key removes the names beneath it.
         refuse_capture()
+        # Start with all names in the checkpoint. Comparing a key removes the names beneath it.
         total.unexpected = self._load.match({}).report.unexpected
         return self._stateful, None
 
