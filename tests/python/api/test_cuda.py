@@ -165,6 +165,22 @@ def test_values_are_converted_before_they_are_sent(tmp_path: Path, dtype: torch.
     assert torch.equal(found["weight"].cpu(), values.to(dtype))
 
 
+def test_thousands_of_small_tensors_are_converted_and_sent(tmp_path: Path) -> None:
+    # Separate allocations of 512 bytes: neighbours in memory are different tensors' storages.
+    values = {f"weight {i}": torch.full((256,), float(i % 256)) for i in range(20_000)}
+    torch_ckpt.save(values, tmp_path)
+    found: StateDict = {
+        name: torch.zeros(256, dtype=torch.bfloat16, device="cuda") for name in values
+    }
+    torch_ckpt.load(found, tmp_path)
+    wrong = [
+        name
+        for name, value in values.items()
+        if not torch.equal(found[name].cpu(), value.to(torch.bfloat16))
+    ]
+    assert not wrong
+
+
 def test_a_load_waits_for_the_current_streams_work_on_its_targets(tmp_path: Path) -> None:
     values = torch.randn(1000, 1000)
     torch_ckpt.save({"weight": values}, tmp_path)
