@@ -45,12 +45,11 @@ struct FileWriter;
 
 /// The state of one file of a save.
 struct FileSave {
-  /// `directory` and `ready` must outlive the FileSave.
-  FileSave(FileJob given, std::size_t at, const os::Directory& directory,
-           const std::vector<staging::ReadyEvent>& ready, staging::Warn warn)
+  /// `directory` must outlive the FileSave.
+  FileSave(FileJob given, std::size_t at, const os::Directory& directory)
       : job(std::move(given)),
         number(at),
-        stream(job.image, ready, std::move(warn)),
+        stream(job.image),
         output(directory, job.name, job.image.bytes()) {}
 
   /// Returns the file's result. Valid once the file is complete.
@@ -70,12 +69,17 @@ struct FileSave {
   std::atomic<bool> has_writer{false};
   std::atomic<bool> is_done{false};
 
-  // Passed from the file's stager to its writer (engine/save_pipeline.h).
+  std::uint64_t bytes_claimed = 0;  // by stagers; guarded by the pipeline's mutex
+  std::atomic<std::uint64_t> bytes_not_begun{job.image.bytes()};
+
+  // Passed from the stagers to the file's writer (engine/save_pipeline.h).
   os::Mutex mutex;
-  StagingBufferList staged TC_GUARDED_BY(mutex);  // buffers that are waiting for a write, in order
-  bool is_staged TC_GUARDED_BY(mutex) = false;    // no more buffers will follow
+  StagingBufferList staged TC_GUARDED_BY(mutex);  // buffers that are waiting for a write, by offset
+  std::uint64_t bytes_not_staged TC_GUARDED_BY(mutex) = job.image.bytes();
+  bool is_staged TC_GUARDED_BY(mutex) = false;        // no more buffers will follow
   FileWriter* writer TC_GUARDED_BY(mutex) = nullptr;  // set once open() has succeeded or failed
-  bool is_checksumming TC_GUARDED_BY(mutex) = false;  // one buffer at a time, in order
+  std::uint64_t bytes_completed TC_GUARDED_BY(mutex) = 0;  // pieces before this are checksummed
+  bool is_checksumming TC_GUARDED_BY(mutex) = false;       // one buffer at a time, in order
   Result<> status TC_GUARDED_BY(mutex);
 };
 

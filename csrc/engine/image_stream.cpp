@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
+#include <string>
 
 #include "checked_math.h"
 #include "format/crc32.h"
@@ -25,18 +25,8 @@ bool on_device(const ImageItem& item) { return item.source.device != staging::So
 
 }  // namespace
 
-const std::vector<staging::ReadyEvent>& ImageStream::no_events() {
-  static const std::vector<staging::ReadyEvent> none;
-  return none;
-}
-
-ImageStream::ImageStream(const FileImage& image, const std::vector<staging::ReadyEvent>& ready,
-                         staging::Warn warn)
-    : image_(image),
-      ready_(ready),
-      warn_(std::move(warn)),
-      checksums_(image.items().size(), 0),
-      sums_(image.items().size()) {
+ImageStream::ImageStream(const FileImage& image)
+    : image_(image), checksums_(image.items().size(), 0), sums_(image.items().size()) {
   for (std::size_t i = 0; i < sums_.size(); ++i) {
     sums_[i].offset = image.items()[i].offset;
     sums_[i].raw = image.items()[i].record == nullptr;
@@ -44,32 +34,45 @@ ImageStream::ImageStream(const FileImage& image, const std::vector<staging::Read
   }
 }
 
-// Checksums each byte once, as part of its block. The checksums of the blocks
-// are joined into the payload's checksum. update(crc, part, position) continues the CRC-32 `crc`
-// with the part of the payload at `position`, and returns it.
-template <class Update>
-void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
-                                   std::span<std::byte> payload, Update update) {
-  std::uint32_t& crc = checksums_[item];
+// Calls visit(position, part) for the parts of a piece of a payload in each block of the checksum
+// table. A payload without blocks is one block.
+template <class Visit>
+void ImageStream::for_each_block(std::size_t item, std::uint64_t position,
+                                 std::span<std::byte> payload, Visit visit) const {
+  const std::uint64_t block_bytes = sums_[item].block_bytes;
+  while (!payload.empty()) {
+    std::size_t count = payload.size();
+    if (block_bytes != 0) {
+      count = std::min<std::uint64_t>(count, block_bytes - position % block_bytes);
+    }
+    visit(position, payload.first(count));
+    position += count;
+    payload = payload.subspan(count);
+  }
+}
+
+// Adds the checksum of a part of a block. The parts of a block are joined into its checksum, the
+// blocks into the payload's.
+void ImageStream::add_checksum(std::size_t item, std::uint64_t position, std::uint64_t bytes,
+                               std::uint32_t crc) {
+  std::uint32_t& whole = checksums_[item];
   const std::uint64_t block_bytes = sums_[item].block_bytes;
   if (block_bytes == 0) {
-    crc = update(crc, payload, position);
+    whole = position == 0 ? crc : format::crc32_join(whole, crc, bytes);
     return;
   }
   const std::uint64_t payload_bytes = image_.items()[item].source.bytes;
   std::vector<std::uint32_t>& blocks = sums_[item].block_crcs;
   if (position == 0) blocks.reserve((payload_bytes + block_bytes - 1) / block_bytes);
-  while (!payload.empty()) {
-    const std::uint64_t begin = align_down(position, block_bytes);
-    const std::uint64_t end = begin + std::min(block_bytes, payload_bytes - begin);
-    const auto part = payload.first(std::min<std::uint64_t>(payload.size(), end - position));
-    if (position == begin) blocks.push_back(0);
-    blocks.back() = update(blocks.back(), part, position);
-    position += part.size();
-    payload = payload.subspan(part.size());
-    if (position != end) continue;
-    crc = begin == 0 ? blocks.back() : format::crc32_join(crc, blocks.back(), end - begin);
+  const std::uint64_t begin = align_down(position, block_bytes);
+  if (position == begin) {
+    blocks.push_back(crc);
+  } else {
+    blocks.back() = format::crc32_join(blocks.back(), crc, bytes);
   }
+  const std::uint64_t end = position + bytes;
+  if (end != begin + block_bytes && end != payload_bytes) return;
+  whole = begin == 0 ? blocks.back() : format::crc32_join(whole, blocks.back(), end - begin);
 }
 
 void ImageStream::copy_tail(std::size_t item, std::uint64_t position, std::span<std::byte> out) {
@@ -83,91 +86,64 @@ void ImageStream::copy_tail(std::size_t item, std::uint64_t position, std::span<
   std::memcpy(out.data(), tail.data() + position, out.size());
 }
 
-Result<> ImageStream::submit(std::span<const staging::DeviceRun> runs) {
-  if (copier_ == nullptr) {
-    auto made = staging::make_copier(ready_, warn_);
-    if (!made) return made.error();
-    copier_ = std::move(*made);
+Result<ImageStream::Piece> ImageStream::begin(std::uint64_t offset, std::span<std::byte> out,
+                                              std::vector<staging::DeviceRun>& runs) const {
+  const std::vector<ImageItem>& items = image_.items();
+  if (offset + out.size() > image_.bytes()) {
+    return format_error(Errc::internal, "attempt to read past the end of a file image");
   }
-  return copier_->submit(runs);
-}
-
-Result<ImageStream::Piece> ImageStream::begin(std::span<std::byte> out) {
   Piece piece;
-  std::vector<staging::DeviceRun> runs;
-  while (!out.empty()) {
-    if (item_ == image_.items().size()) {
-      return format_error(Errc::internal, "attempt to read past the end of a file image");
-    }
-    const ImageItem& item = image_.items()[item_];
-    const RecordTemplate* record = item.record.get();
+  auto found = std::upper_bound(
+      items.begin(), items.end(), offset,
+      [](std::uint64_t at, const ImageItem& item) { return at < item.offset + item.bytes; });
+  std::uint64_t position = out.empty() ? 0 : offset - found->offset;
+  for (; !out.empty(); ++found, position = 0) {
+    const auto number = static_cast<std::size_t>(found - items.begin());
+    const RecordTemplate* record = found->record.get();
     const std::uint64_t head = record != nullptr ? record->head.size() : 0;
-    const std::uint64_t payload_end = head + item.source.bytes;
-    std::size_t count = 0;
-    if (position_ < head) {
-      count = std::min<std::size_t>(out.size(), head - position_);
-      std::memcpy(out.data(), record->head.data() + position_, count);
-    } else if (position_ < payload_end) {
-      count = std::min<std::size_t>(out.size(), payload_end - position_);
-      if (on_device(item)) {
-        runs.push_back({&item.source, position_ - head, out.first(count)});
-        piece.pending_.push_back({item_, true, position_ - head, out.first(count)});
-      } else {
-        add_to_checksums(item_, position_ - head, out.first(count),
-                         [&](std::uint32_t crc, std::span<std::byte> part, std::uint64_t position) {
-                           return staging::copy_and_checksum(crc, item.source, position, part);
-                         });
+    const std::uint64_t payload_end = head + found->source.bytes;
+    // Calls use(position, part) for the part of `out` between two positions in the item.
+    const auto take = [&](std::uint64_t begin, std::uint64_t end, auto use) {
+      if (out.empty() || position >= end) return;
+      const auto part = out.first(std::min<std::uint64_t>(out.size(), end - position));
+      use(position - begin, part);
+      position += part.size();
+      out = out.subspan(part.size());
+    };
+    take(0, head, [&](std::uint64_t at, std::span<std::byte> part) {
+      std::memcpy(part.data(), record->head.data() + at, part.size());
+    });
+    take(head, payload_end, [&](std::uint64_t at, std::span<std::byte> part) {
+      if (on_device(*found)) {
+        runs.push_back({&found->source, at, part});
+        piece.parts_.push_back({number, true, at, part, std::nullopt});
+        return;
       }
-    } else if (record != nullptr && position_ < item.bytes) {
-      count = std::min<std::size_t>(out.size(), item.bytes - position_);
-      if (on_device(item)) {
-        piece.pending_.push_back({item_, false, position_ - payload_end, out.first(count)});
-      } else {
-        copy_tail(item_, position_ - payload_end, out.first(count));
-      }
-    }
-    position_ += count;
-    out = out.subspan(count);
-    if (position_ == item.bytes) {
-      ++item_;
-      position_ = 0;
-    }
-  }
-  if (!runs.empty()) {
-    if (auto submitted = submit(runs); !submitted) return submitted.error();
-    piece.submitted_ = true;
+      for_each_block(number, at, part, [&](std::uint64_t block_at, std::span<std::byte> block) {
+        const std::uint32_t crc = staging::copy_and_checksum(0, found->source, block_at, block);
+        piece.parts_.push_back({number, true, block_at, block, crc});
+      });
+    });
+    take(payload_end, found->bytes, [&](std::uint64_t at, std::span<std::byte> part) {
+      piece.parts_.push_back({number, false, at, part, std::nullopt});
+    });
   }
   return piece;
 }
 
-Result<> ImageStream::wait_for_copies(Piece& piece) {
-  if (!piece.submitted_) return {};
-  piece.submitted_ = false;
-  return copier_->wait_oldest();
-}
-
-bool ImageStream::copies_are_done(const Piece& piece) const {
-  return !piece.submitted_ || copier_->oldest_has_arrived();
-}
-
 void ImageStream::complete(const Piece& piece) {
-  for (const Piece::PendingChecksum& pending : piece.pending_) {
-    if (pending.is_payload) {
-      add_to_checksums(pending.item, pending.position, pending.bytes,
-                       [](std::uint32_t crc, std::span<std::byte> part,
-                          std::uint64_t /*position*/) { return format::crc32(crc, part); });
+  for (const Piece::Part& part : piece.parts_) {
+    if (!part.is_payload) {
+      copy_tail(part.item, part.position, part.bytes);
+    } else if (part.crc) {
+      add_checksum(part.item, part.position, part.bytes.size(), *part.crc);
     } else {
-      copy_tail(pending.item, pending.position, pending.bytes);
+      for_each_block(part.item, part.position, part.bytes,
+                     [&](std::uint64_t position, std::span<std::byte> block) {
+                       add_checksum(part.item, position, block.size(), format::crc32(0, block));
+                     });
     }
   }
-}
-
-Result<> ImageStream::fill(std::span<std::byte> out) {
-  auto piece = begin(out);
-  if (!piece) return piece.error();
-  if (auto waited = wait_for_copies(*piece); !waited) return waited;
-  complete(*piece);
-  return {};
 }
 
 }  // namespace torch_ckpt::engine

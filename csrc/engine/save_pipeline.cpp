@@ -28,14 +28,18 @@ SavePipeline::SavePipeline(Context& context, const SaveOptions& options,
       stagers_(context.executor.pool(options.stagers)),
       writers_(context.executor.pool(options.writers)),
       parallel_files_(std::min(options.parallel_files, files.size())),
-      buffers_(context, buffers, options.chunk_bytes, device, parallel_files_),
-      stager_tasks_(parallel_files_),
+      buffers_(context, buffers, options.chunk_bytes, device, options.parallel_stagers),
+      stager_tasks_(options.parallel_stagers),
       writer_tasks_(parallel_files_),
       allocator_tasks_(std::min(parallel_files_, buffers)),
       files_to_stage_(files.size()),
       submitted_(files.size()),
       staged_(files.size()),
-      throttle_(options.max_bytes_per_second) {}
+      throttle_(options.max_bytes_per_second) {
+  const os::MutexLock lock(claims_mutex_);
+  being_staged_.reserve(parallel_files_);
+  for (std::size_t i = 0; i < parallel_files_; ++i) stage_next_file();
+}
 
 void SavePipeline::start(const std::shared_ptr<const void>& owner) noexcept {
   owner_ = owner;
@@ -43,6 +47,13 @@ void SavePipeline::start(const std::shared_ptr<const void>& owner) noexcept {
   stagers_guard_.emplace(stagers_.get_executor());
   writers_guard_.emplace(writers_.get_executor());
   buffers_.take_idle_chunks();
+  // There is nothing to stage for an empty file, and possibly no buffer.
+  for (const auto& file : files_) {
+    if (file->job.image.bytes() > 0) continue;
+    submitted_.send({});
+    const os::MutexLock lock(file->mutex);
+    count_staged(*file, 0);
+  }
   const std::size_t allocators = std::min(allocator_tasks_.size(), buffers_.unallocated_count());
   for (Task& task : std::span(allocator_tasks_).first(allocators)) {
     post(task, stagers_, [this, &task] { allocate_buffers(task, false); });
@@ -112,86 +123,140 @@ void SavePipeline::Stager::resume() noexcept {
   pipeline->post(task, pipeline->stagers_, [this] { pipeline->stage(*this); });
 }
 
+// Claims and begins pieces until every byte is claimed, then waits for the copies. If the stager is
+// queued for a buffer, another thread may resume it before this call has returned.
 void SavePipeline::stage(Stager& stager) noexcept {
   while (true) {
-    if (stager.file == nullptr) {
-      const std::size_t next = next_to_stage_++;
-      if (next >= files_.size()) return;
-      stager.file = files_[next].get();
-      stager.file->has_stager = true;
-      stager.offset = 0;
+    while (!stager.in_flight.empty() && stager.copier->oldest_has_arrived()) {
+      hand_over_oldest(stager);
     }
-    if (!stage_file(stager)) return;
-    FileSave& file = *std::exchange(stager.file, nullptr);
+    // Hand over all pieces in flight before waiting for a buffer.
+    BufferWaiter* const waiter = stager.in_flight.empty() ? &stager : nullptr;
+    std::optional<Claim> claim;
     {
-      const os::MutexLock lock(file.mutex);
-      file.is_staged = true;
-      start_next_step(file);
+      const os::MutexLock lock(claims_mutex_);
+      if (being_staged_.empty()) break;
+      if (stager.buffer.empty() && !failure_.is_set()) stager.buffer = buffers_.take(waiter);
+      if (!stager.buffer.empty() || failure_.is_set()) claim = claim_next();
     }
-    if (--files_to_stage_ == 0) timing_.staged_ns = timing_.now_ns();
-    staged_.send({});
+    if (claim) {
+      begin(stager, *claim);
+    } else if (waiter == nullptr) {
+      hand_over_oldest(stager);
+    } else {
+      return;
+    }
+  }
+  if (!stager.buffer.empty()) buffers_.release(std::move(stager.buffer));
+  while (!stager.in_flight.empty()) hand_over_oldest(stager);
+}
+
+// After a failure, claims all that is left of a file.
+SavePipeline::Claim SavePipeline::claim_next() noexcept {
+  const auto unwritten = [](const FileSave* file) {
+    return file->bytes_claimed - file->bytes_written;
+  };
+  const auto chosen = std::min_element(
+      being_staged_.begin(), being_staged_.end(),
+      [&](const FileSave* a, const FileSave* b) { return unwritten(a) < unwritten(b); });
+  FileSave& file = **chosen;
+  file.has_stager = true;
+  const std::uint64_t left = file.job.image.bytes() - file.bytes_claimed;
+  const std::uint64_t bytes =
+      failure_.is_set() ? left : std::min<std::uint64_t>(left, options_.chunk_bytes);
+  const Claim claim{&file, file.bytes_claimed, bytes};
+  file.bytes_claimed += bytes;
+  if (bytes == left) {
+    being_staged_.erase(chosen);
+    stage_next_file();
+  }
+  return claim;
+}
+
+void SavePipeline::stage_next_file() noexcept {
+  while (next_to_stage_ < files_.size()) {
+    FileSave& file = *files_[next_to_stage_++];
+    if (file.job.image.bytes() > 0) return being_staged_.push_back(&file);
   }
 }
 
-/// Returns false if the stager was queued for a buffer. The caller must not touch it after that,
-/// because another thread may resume it at any time.
-bool SavePipeline::stage_file(Stager& stager) noexcept {
-  FileSave& file = *stager.file;
-  bool waits = false;
-  static_cast<void>(capture_exceptions([&]() -> Result<> {
-    while (stager.offset < file.job.image.bytes() && !failure_.is_set()) {
-      while (!stager.in_flight.empty() &&
-             file.stream.copies_are_done(stager.in_flight.front().piece)) {
-        hand_over_oldest(stager);
-      }
-      // Hand over all pieces in flight before waiting for a buffer.
-      const bool may_wait = stager.in_flight.empty();
-      if (stager.buffer.empty() && !buffers_.take(stager, may_wait)) {
-        waits = may_wait;
-        if (waits) return {};
-        hand_over_oldest(stager);
-        continue;
-      }
-      if (auto begun = begin_next_piece(stager); !begun) return begun;
-    }
-    return {};
-  }));
-  if (waits) return false;
-  if (!stager.buffer.empty()) buffers_.release(std::move(stager.buffer));
-  submitted_.send({});
-  while (!stager.in_flight.empty()) hand_over_oldest(stager);
-  return true;
+// Fills the stager's buffer with the claimed piece, and hands it over if no copies from a device
+// are running. After a failure, hands over nothing.
+void SavePipeline::begin(Stager& stager, const Claim& claim) noexcept {
+  FileSave& file = *claim.file;
+  std::vector<staging::DeviceRun> runs;
+  const bool begun = !failure_.is_set() &&
+                     capture_exceptions([&] { return fill(stager, claim, runs); }).has_value();
+  if ((file.bytes_not_begun -= claim.bytes) == 0) submitted_.send({});
+  if (!begun) {
+    const os::MutexLock lock(file.mutex);
+    count_staged(file, claim.bytes);
+  } else if (runs.empty()) {
+    hand_over(stager.buffer);
+  } else {
+    stager.in_flight.splice(stager.in_flight.end(), stager.buffer);
+  }
 }
 
-Result<> SavePipeline::begin_next_piece(Stager& stager) {
-  const FileImage& image = stager.file->job.image;
+Result<> SavePipeline::fill(Stager& stager, const Claim& claim,
+                            std::vector<staging::DeviceRun>& runs) {
+  FileSave& file = *claim.file;
   StagingBuffer& buffer = stager.buffer.front();
-  // The buffer was released without memory because the save has failed.
-  if (buffer.chunk == nullptr) return {};
-  if (image.device() != staging::Source::kHost)
-    pin_or_warn(warnings_, *buffer.chunk, image.device());
-  const std::span<std::byte> memory = buffer.chunk->bytes();
-  const ScopedTimer timed(timing_, Activity::stage, stager.file->number);
-  buffer.offset = stager.offset;
-  buffer.contents =
-      memory.first(std::min<std::uint64_t>(memory.size(), image.bytes() - stager.offset));
-  auto piece = stager.file->stream.begin(buffer.contents);
+  if (file.job.image.device() != staging::Source::kHost)
+    pin_or_warn(warnings_, *buffer.chunk, file.job.image.device());
+  const ScopedTimer timed(timing_, Activity::stage, file.number);
+  buffer.file = &file;
+  buffer.offset = claim.offset;
+  buffer.contents = buffer.chunk->bytes().first(claim.bytes);
+  auto piece = file.stream.begin(claim.offset, buffer.contents, runs);
   if (!piece) return piece.error();
   buffer.piece = std::move(*piece);
-  stager.offset += buffer.contents.size();
-  stager.in_flight.splice(stager.in_flight.end(), stager.buffer);
-  return {};
+  if (runs.empty()) return {};
+  if (stager.copier == nullptr) {
+    auto made = staging::make_copier(options_.ready, warnings_.callback());
+    if (!made) return made.error();
+    stager.copier = std::move(*made);
+  }
+  return stager.copier->submit(runs);
 }
 
 void SavePipeline::hand_over_oldest(Stager& stager) noexcept {
-  FileSave& file = *stager.file;
   // Wait even if the save has failed, because the device may still use the memory.
-  auto waited = file.stream.wait_for_copies(stager.in_flight.front().piece);
+  auto waited = stager.copier->wait_oldest();
   if (!waited) failure_.set(waited.error());
-  file.bytes_staged += stager.in_flight.front().contents.size();
+  hand_over(stager.in_flight);
+}
+
+// Hands the first of the buffers to the writer of its file.
+void SavePipeline::hand_over(StagingBufferList& buffers) noexcept {
+  const StagingBuffer& buffer = buffers.front();
+  FileSave& file = *buffer.file;
+  file.bytes_staged += buffer.contents.size();
   const os::MutexLock lock(file.mutex);
-  file.staged.splice(file.staged.end(), stager.in_flight, stager.in_flight.begin());
+  // Search from the back, because pieces arrive almost in order.
+  const auto before =
+      std::find_if(file.staged.rbegin(), file.staged.rend(),
+                   [&](const StagingBuffer& other) { return other.offset < buffer.offset; });
+  file.staged.splice(before.base(), buffers, buffers.begin());
+  count_staged(file, buffer.contents.size());
+}
+
+void SavePipeline::count_staged(FileSave& file, std::uint64_t bytes) noexcept {
+  file.bytes_not_staged -= bytes;
+  if (file.bytes_not_staged == 0) {
+    file.is_staged = true;
+    if (--files_to_stage_ == 0) timing_.staged_ns = timing_.now_ns();
+    staged_.send({});
+  }
   start_next_step(file);
+}
+
+Result<> SavePipeline::make_stream_wait(int device, void* stream) {
+  for (const Stager& stager : stager_tasks_) {
+    if (stager.copier == nullptr) continue;
+    if (auto held = stager.copier->make_stream_wait(device, stream); !held) return held;
+  }
+  return {};
 }
 
 // --- writers -----------------------------------------------------------------------------------
@@ -215,12 +280,16 @@ void SavePipeline::start_next_step(FileSave& file) noexcept {
   if (file.writer == nullptr || file.is_checksumming) return;
   FileWriter& writer = *file.writer;
   const auto is_busy = [](const FileWriter::Write& write) { return write.is_busy; };
-  if (!file.staged.empty()) {
+  // After a failure, pieces may be missing, and the others are only released.
+  const bool has_next = !file.staged.empty() &&
+                        (file.staged.front().offset == file.bytes_completed || failure_.is_set());
+  if (has_next) {
     const auto idle = std::find_if_not(writer.writes.begin(), writer.writes.end(), is_busy);
     if (idle == writer.writes.end()) return;
     FileWriter::Write& write = *idle;
     write.buffer.splice(write.buffer.end(), file.staged, file.staged.begin());
     write.is_busy = file.is_checksumming = true;
+    file.bytes_completed += write.buffer.front().contents.size();
     post(write.task, pool_for_writing(), [this, &file, &write] { checksum(file, write); });
   } else if (file.is_staged && std::none_of(writer.writes.begin(), writer.writes.end(), is_busy)) {
     file.writer = nullptr;

@@ -35,6 +35,9 @@ struct SaveOptions {
   // A multiple of os::kDirectAlignment; 0: SaveSession::start() chooses one of the sizes above.
   std::size_t chunk_bytes = 0;
   std::size_t parallel_files = 0;  // files written in parallel; 0: all
+  // Pieces staged in parallel; 0: as many as files, and for sources on the host at least half of
+  // the cores, up to 8.
+  std::size_t parallel_stagers = 0;
   // Limit for staging chunks; 0: for a snapshot, as many chunks as it can use; otherwise, three per
   // file written in parallel.
   std::size_t max_host_bytes = 0;
@@ -78,19 +81,22 @@ struct FileWriter {
 
 // Stages the files of a save and writes them to disk.
 //
-//   1. Stagers fill buffers. A stager works on one file: it takes a free buffer, fills it from the
-//      file's image, hands it to the file's writer and takes the next buffer. After the last byte
-//      of the file it continues with the next file. There are as many stagers as files that may be
-//      written in parallel.
-//   2. Writers write buffers; there are as many writers as stagers. Up to two threads work for a
-//      writer: while one writes a buffer, the other checksums the next one.
+//   1. Stagers fill buffers. A stager takes a free buffer, claims the next piece of a file for it,
+//      fills the buffer from the file's image, hands it to the file's writer once copies from a
+//      device are done, and takes the next buffer. Any stager may fill any piece, so several of them may work on one file. Among the
+//      files that are being staged, a stager chooses the one with the fewest bytes claimed but not
+//      written, so that no writer waits while another has a queue.
+//   2. Writers write buffers, in the order of the file; there is a writer for each file that may be
+//      written in parallel. Up to two threads work for a writer: while one writes a buffer, the
+//      other completes the checksums of the next one.
 //   3. The byte budget limits the number of buffers. A stager without a buffer waits for one to be
-//      released, which provides back-pressure. Files are staged and written in the same order, so
-//      at least one of the filled buffers can always be written. A snapshot may use enough buffers
-//      to hold the entire save; other saves have just enough to keep the disk busy.
+//      released, which provides back-pressure. A piece is claimed only together with a buffer, and
+//      files are staged and written in the same order, so at least one of the filled buffers can
+//      always be written. A snapshot may use enough buffers to hold the entire save; other saves
+//      have just enough to keep the disk busy.
 //   4. After the last write of a file, the writer truncates it to its length, fsyncs and closes it.
-//   5. After the first failure, no more buffers are filled and no more writes start. Buffers are
-//      still released, and every file ends.
+//   5. After the first failure, no more buffers are filled and no more writes start. Stagers claim
+//      what is left without buffers, buffers are still released, and every file ends.
 //
 // No thread blocks waiting for another. A stager or writer that cannot continue is registered with
 // the resource that it needs, and the thread that releases the resource posts it again.
@@ -108,6 +114,9 @@ class SavePipeline {
   /// Releases the buffers. Call this after the last file has ended.
   void end() noexcept;
 
+  /// Makes `stream` wait for the copies from `device`; see SaveSession::make_stream_wait().
+  Result<> make_stream_wait(int device, void* stream);
+
   /// Receives one message for each file once all copies from its sources have started.
   ResultsChannel<>& submitted() { return submitted_; }
   /// Receives one message for each file once all copies from its sources are done.
@@ -119,15 +128,24 @@ class SavePipeline {
 
     SavePipeline* pipeline = nullptr;
     Task task;
+    StagingBufferList buffer;     // at most one, for the next piece
+    StagingBufferList in_flight;  // begun pieces, one for each submission to the copier
+    std::shared_ptr<staging::DeviceCopier> copier;  // nullptr before the first submission
+  };
+  struct Claim {
     FileSave* file = nullptr;
-    std::uint64_t offset = 0;     // of the next piece, in the file
-    StagingBufferList in_flight;  // begun pieces, whose copies from a device may still run
+    std::uint64_t offset = 0;
+    std::uint64_t bytes = 0;
   };
 
   void stage(Stager& stager) noexcept;
-  bool stage_file(Stager& stager) noexcept;
-  Result<> begin_next_piece(Stager& stager);
+  Claim claim_next() noexcept TC_REQUIRES(claims_mutex_);
+  void stage_next_file() noexcept TC_REQUIRES(claims_mutex_);
+  void begin(Stager& stager, const Claim& claim) noexcept;
+  Result<> fill(Stager& stager, const Claim& claim, std::vector<staging::DeviceRun>& runs);
   void hand_over_oldest(Stager& stager) noexcept;
+  void hand_over(StagingBufferList& buffers) noexcept;
+  void count_staged(FileSave& file, std::uint64_t bytes) noexcept TC_REQUIRES(file.mutex);
 
   void open_next(FileWriter& writer) noexcept;
   void start_next_step(FileSave& file) noexcept TC_REQUIRES(file.mutex);
@@ -167,7 +185,9 @@ class SavePipeline {
   std::vector<Stager> stager_tasks_;
   std::vector<FileWriter> writer_tasks_;
   std::vector<Task> allocator_tasks_;
-  std::atomic<std::size_t> next_to_stage_{0};
+  os::Mutex claims_mutex_;
+  std::vector<FileSave*> being_staged_ TC_GUARDED_BY(claims_mutex_);  // files with unclaimed bytes
+  std::size_t next_to_stage_ TC_GUARDED_BY(claims_mutex_) = 0;
   std::atomic<std::size_t> next_to_write_{0};
   std::atomic<std::size_t> files_to_stage_{0};
   ResultsChannel<> submitted_;

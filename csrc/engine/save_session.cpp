@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include "checked_math.h"
@@ -29,6 +30,17 @@ std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions
   return device_bytes > bytes / 2 && has_room ? kDeviceChunkBytes : kHostChunkBytes;
 }
 
+// Copies from a device need no more threads than files, because the device performs them.
+std::size_t stagers_for(const std::vector<FileJob>& files, const SaveOptions& options) {
+  constexpr std::size_t kMaxStagers = 8;
+  const bool on_host = std::all_of(files.begin(), files.end(), [](const FileJob& job) {
+    return job.image.device() == staging::Source::kHost;
+  });
+  const std::size_t by_cores =
+      std::min<std::size_t>(std::thread::hardware_concurrency() / 2, kMaxStagers);
+  return std::max(options.parallel_files, on_host ? by_cores : 0);
+}
+
 int device_of(const std::vector<std::unique_ptr<FileSave>>& files) {
   for (const auto& file : files) {
     if (file->job.image.device() != staging::Source::kHost) return file->job.image.device();
@@ -49,6 +61,7 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   }
   const std::size_t count = std::max<std::size_t>(files.size(), 1);
   if (options.parallel_files == 0 || options.parallel_files > count) options.parallel_files = count;
+  if (options.parallel_stagers == 0) options.parallel_stagers = stagers_for(files, options);
   options.chunk_bytes = chunk_bytes_for(files, options);
   std::uint64_t largest = 1;
   for (const FileJob& job : files) largest = std::max(largest, job.image.bytes());
@@ -79,7 +92,8 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, max_chunks);
   options.max_idle_bytes = given.max_host_bytes;
   for (const PoolSpec& spec : {options.stagers, options.writers}) {
-    auto ensured = context.executor.ensure_threads(spec, options.parallel_files);
+    auto ensured = context.executor.ensure_threads(
+        spec, std::max(options.parallel_files, options.parallel_stagers));
     if (!ensured) return ensured.error();
   }
   std::shared_ptr<SaveSession> session(
@@ -95,22 +109,19 @@ SaveSession::SaveSession(Context& context, os::Directory directory, std::vector<
     : context_(context),
       directory_(std::move(directory)),
       options_(options),
-      files_(files_of(context, std::move(jobs), directory_, options_)),
+      files_(files_of(std::move(jobs), directory_)),
       timing_(options.trace),
       running_(files_.size()),
       results_(files_.size()),
       pipeline_(context, options_, files_, buffers, device_of(files_), failure_, timing_,
                 [this](FileSave& file, Result<> status) { end_file(file, std::move(status)); }) {}
 
-std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(Context& context,
-                                                             std::vector<FileJob> jobs,
-                                                             const os::Directory& directory,
-                                                             const SaveOptions& options) {
+std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(std::vector<FileJob> jobs,
+                                                             const os::Directory& directory) {
   std::vector<std::unique_ptr<FileSave>> files;
   files.reserve(jobs.size());
   for (FileJob& job : jobs) {
-    files.push_back(std::make_unique<FileSave>(std::move(job), files.size(), directory,
-                                               options.ready, context.warnings.callback()));
+    files.push_back(std::make_unique<FileSave>(std::move(job), files.size(), directory));
   }
   return files;
 }
@@ -169,12 +180,7 @@ bool SaveSession::wait_submitted(std::chrono::milliseconds timeout) {
 
 Result<> SaveSession::make_stream_wait(int device, void* stream) {
   if (results_.inherited()) return outcome();
-  for (const auto& file : files_) {
-    const auto& copier = file->stream.copier();
-    if (copier == nullptr) continue;
-    if (auto held = copier->make_stream_wait(device, stream); !held) return held;
-  }
-  return {};
+  return pipeline_.make_stream_wait(device, stream);
 }
 
 bool SaveSession::wait_for(std::chrono::milliseconds timeout) { return results_.wait_for(timeout); }

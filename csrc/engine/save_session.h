@@ -89,10 +89,8 @@ class SaveSession {
  private:
   SaveSession(Context& context, os::Directory directory, std::vector<FileJob> jobs,
               const SaveOptions& options, std::size_t buffers);
-  static std::vector<std::unique_ptr<FileSave>> files_of(Context& context,
-                                                         std::vector<FileJob> jobs,
-                                                         const os::Directory& directory,
-                                                         const SaveOptions& options);
+  static std::vector<std::unique_ptr<FileSave>> files_of(std::vector<FileJob> jobs,
+                                                         const os::Directory& directory);
   void end_file(FileSave& file, Result<> status) noexcept;
   void end() noexcept;
 

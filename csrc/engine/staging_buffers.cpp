@@ -21,14 +21,15 @@ void StagingBuffers::take_idle_chunks() noexcept {
   }
 }
 
-bool StagingBuffers::take(BufferWaiter& waiter, bool may_wait) noexcept {
+StagingBufferList StagingBuffers::take(BufferWaiter* waiter) noexcept {
+  StagingBufferList taken;
   const os::MutexLock lock(mutex_);
-  if (free_.empty()) {
-    if (may_wait) waiting_.push_back(&waiter);
-    return false;
+  if (!free_.empty()) {
+    taken.splice(taken.end(), free_, free_.begin());
+  } else if (waiter != nullptr) {
+    waiting_.push_back(waiter);
   }
-  waiter.buffer.splice(waiter.buffer.end(), free_, free_.begin());
-  return true;
+  return taken;
 }
 
 void StagingBuffers::release(StagingBufferList buffer) noexcept {
@@ -39,12 +40,12 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
     const os::MutexLock lock(mutex_);
     if (is_closed_) {
       unneeded = std::move(buffer.front().chunk);
-    } else if (waiting_.empty()) {
-      free_.splice(free_.end(), buffer);
     } else {
-      next = waiting_.front();
-      waiting_.erase(waiting_.begin());
-      next->buffer.splice(next->buffer.end(), buffer);
+      free_.splice(free_.end(), buffer);
+      if (!waiting_.empty()) {
+        next = waiting_.front();
+        waiting_.erase(waiting_.begin());
+      }
     }
   }
   if (next != nullptr) next->resume();

@@ -15,9 +15,12 @@
 
 namespace torch_ckpt::engine {
 
+struct FileSave;
+
 /// Memory that holds a piece of a file's image on its way from the source to the disk.
 struct StagingBuffer {
   std::unique_ptr<staging::Chunk> chunk;
+  FileSave* file = nullptr;
   std::uint64_t offset = 0;  // of the piece, in the file
   std::span<std::byte> contents;
   ImageStream::Piece piece;
@@ -29,10 +32,8 @@ using StagingBufferList = std::list<StagingBuffer>;
 /// A stager that may wait for a buffer.
 class BufferWaiter {
  public:
-  /// Called after a buffer has been added to `buffer`.
+  /// Called after a buffer has been released. Another stager may have taken it in the meantime.
   virtual void resume() noexcept = 0;
-
-  StagingBufferList buffer;  // at most one
 
  protected:
   ~BufferWaiter() = default;
@@ -45,7 +46,7 @@ class BufferWaiter {
 //   2. Tasks allocate the others in the background with take_unallocated(), allocate() and
 //      release().
 //   3. A stager calls take(). If no buffer is free, it is queued and resumed by a later release().
-//   4. A writer calls release() after the write. The next stager in the queue gets the buffer.
+//   4. A writer calls release() after the write, which resumes the next stager in the queue.
 //   5. close() returns the memory to the chunk pool.
 //
 // Safe for concurrent use by multiple threads. Each buffer has one user at a time.
@@ -59,9 +60,9 @@ class StagingBuffers {
   /// Called once, when nothing can fail any more before close(), which returns the chunks.
   void take_idle_chunks() noexcept;
 
-  /// Moves a free buffer to waiter.buffer and returns true. If no buffer is free, returns false;
-  /// with `may_wait`, the waiter is queued and resumed once it has been given a buffer.
-  bool take(BufferWaiter& waiter, bool may_wait) noexcept;
+  /// Returns a list of one free buffer. If no buffer is free, returns an empty list and, unless
+  /// `waiter` is nullptr, queues the waiter.
+  StagingBufferList take(BufferWaiter* waiter) noexcept;
   void release(StagingBufferList buffer) noexcept;
 
   std::size_t unallocated_count() const;

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <deque>
 #include <latch>
-#include <semaphore>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -83,13 +83,29 @@ Sample every_kind(Random& random) {
   return sample;
 }
 
+// Fills a piece of an image, with copies from devices.
+Result<> fill(ImageStream& stream, std::uint64_t offset, std::string& out) {
+  static const std::vector<staging::ReadyEvent> no_events;
+  std::vector<staging::DeviceRun> runs;
+  auto piece = stream.begin(offset, std::as_writable_bytes(std::span(out)), runs);
+  if (!piece) return piece.error();
+  if (!runs.empty()) {
+    const auto copier = staging::make_copier(no_events, [](const auto&, const auto&) {});
+    if (!copier) return copier.error();
+    if (auto submitted = (*copier)->submit(runs); !submitted) return submitted.error();
+    if (auto waited = (*copier)->wait_oldest(); !waited) return waited.error();
+  }
+  stream.complete(*piece);
+  return {};
+}
+
 // Reads an entire image in pieces; `next` returns the size of each piece.
 template <class Next>
 std::string streamed(ImageStream& stream, std::uint64_t bytes, Next next) {
   std::string out;
   while (out.size() < bytes) {
     std::string piece(std::min<std::uint64_t>(next(), bytes - out.size()), '?');
-    EXPECT_TRUE(ok(stream.fill(std::as_writable_bytes(std::span(piece)))));
+    EXPECT_TRUE(ok(fill(stream, out.size(), piece)));
     out += piece;
   }
   return out;
@@ -169,7 +185,8 @@ TEST(ImageStream, ChecksumsHeadAndTailTogether) {
 TEST(ImageStream, OfAnEmptyImageIsEmpty) {
   FileImage image;
   ImageStream stream(image);
-  EXPECT_TRUE(ok(stream.fill({})));
+  std::string nothing;
+  EXPECT_TRUE(ok(fill(stream, 0, nothing)));
   EXPECT_TRUE(stream.checksums().empty());
 }
 
@@ -187,99 +204,63 @@ TEST(ImageStream, FailsBeyondTheEndOfTheImage) {
   sample.add_bytes("12345");
   ImageStream stream(sample.image);
   std::string out(6, '?');
-  EXPECT_TRUE(fails(stream.fill(std::as_writable_bytes(std::span(out))), Errc::internal));
-}
-
-TEST(ImageStream, FailsForADeviceTensorWithoutDeviceSupport) {
-  test::NoDevice none;
-  staging::Source source;
-  source.bytes = 10;
-  source.device = 0;
-  FileImage image;
-  image.add_bytes(source);
-  ImageStream stream(image);
-  std::string out(10, '?');
-  const auto filled = stream.fill(std::as_writable_bytes(std::span(out)));
-  ASSERT_TRUE(fails(filled, Errc::invalid_argument));
-  EXPECT_NE(filled.error().message().find("device"), std::string::npos);
-}
-
-TEST(ImageStream, CopiesAllDeviceTensorsWithOneCopier) {
-  Random random(4);
-  test::FakeDevice device;
-  const std::string first = random.bytes(10'000);
-  const std::string second = random.bytes(500);
-  FileImage image;
-  image.add_tensor(row_major("uint8", {first.size()}), device.upload(first));
-  image.add_bytes(host_source(second));
-  image.add_tensor(row_major("uint8", {second.size()}), device.upload(second));
-  ImageStream stream(image);
-  const std::string found = streamed(stream, image.bytes(), [] { return 4096; });
-  EXPECT_TRUE(found == test::byte_record(first) + second + test::byte_record(second));
-  EXPECT_EQ(stream.checksums()[0], format::crc32(0, bytes_of(first)));
-  EXPECT_EQ(device.copiers(), 1);
-}
-
-TEST(ImageStream, ReturnsTheErrorOfADeviceCopy) {
-  test::FakeDevice device;
-  device.on_copy([](const auto&, auto) -> Result<> {
-    return format_error(Errc::system, "the device fell off the bus");
-  });
-  FileImage image;
-  image.add_bytes(device.upload("12345"));
-  ImageStream stream(image);
-  std::string out(5, '?');
-  const auto filled = stream.fill(std::as_writable_bytes(std::span(out)));
-  ASSERT_TRUE(fails(filled, Errc::system));
-  EXPECT_EQ(filled.error().detail, "the device fell off the bus");
+  EXPECT_TRUE(fails(fill(stream, 0, out), Errc::internal));
 }
 
 // --- in steps -------------------------------------------------------------------------------
 
-const std::vector<staging::ReadyEvent> kNoEvents;
-const staging::Warn kNoWarnings = [](const auto&, const auto&) {};
-
-// Pieces of an image, each with its own memory.
+// Pieces of an image, each with its own memory and its own copier.
 class Pieces {
  public:
   template <class Next>
   Pieces(std::uint64_t bytes, Next next) {
-    for (std::uint64_t at = 0; at < bytes; at += memory_.back().size()) {
-      memory_.emplace_back(std::min<std::uint64_t>(next(), bytes - at), '?');
+    for (std::uint64_t at = 0; at < bytes; at += pieces_.back().memory.size()) {
+      pieces_.push_back({at, std::string(std::min<std::uint64_t>(next(), bytes - at), '?')});
     }
-    pieces_.resize(memory_.size());
   }
 
-  std::size_t count() const { return memory_.size(); }
-  Result<> begin(ImageStream& stream, std::size_t n) {
-    auto begun = stream.begin(std::as_writable_bytes(std::span(memory_[n])));
+  std::size_t count() const { return pieces_.size(); }
+  Result<> begin(const ImageStream& stream, std::size_t n) {
+    Piece& piece = pieces_[n];
+    std::vector<staging::DeviceRun> runs;
+    auto begun = stream.begin(piece.offset, std::as_writable_bytes(std::span(piece.memory)), runs);
     if (!begun) return begun.error();
-    pieces_[n] = std::move(*begun);
-    return {};
+    piece.rest = std::move(*begun);
+    if (runs.empty()) return {};
+    static const std::vector<staging::ReadyEvent> no_events;
+    auto copier = staging::make_copier(no_events, [](const auto&, const auto&) {});
+    if (!copier) return copier.error();
+    piece.copier = *copier;
+    return piece.copier->submit(runs);
   }
-  Result<> wait_for_copies(ImageStream& stream, std::size_t n) {
-    return stream.wait_for_copies(pieces_[n]);
+  Result<> wait_for_copies(std::size_t n) {
+    return pieces_[n].copier == nullptr ? Result<>{} : pieces_[n].copier->wait_oldest();
   }
-  void complete(ImageStream& stream, std::size_t n) const { stream.complete(pieces_[n]); }
+  void complete(ImageStream& stream, std::size_t n) const { stream.complete(pieces_[n].rest); }
 
   std::string contents() const {
     std::string all;
-    for (const std::string& piece : memory_) all += piece;
+    for (const Piece& piece : pieces_) all += piece.memory;
     return all;
   }
 
  private:
-  std::deque<std::string> memory_;
-  std::vector<ImageStream::Piece> pieces_;
+  struct Piece {
+    std::uint64_t offset = 0;
+    std::string memory;
+    ImageStream::Piece rest = {};
+    std::shared_ptr<staging::DeviceCopier> copier = nullptr;
+  };
+  std::deque<Piece> pieces_;
 };
 
-void begin_all(ImageStream& stream, Pieces& pieces) {
+void begin_all(const ImageStream& stream, Pieces& pieces) {
   for (std::size_t n = 0; n < pieces.count(); ++n) ASSERT_TRUE(ok(pieces.begin(stream, n)));
 }
 
 void wait_for_and_complete_all(ImageStream& stream, Pieces& pieces) {
   for (std::size_t n = 0; n < pieces.count(); ++n) {
-    ASSERT_TRUE(ok(pieces.wait_for_copies(stream, n)));
+    ASSERT_TRUE(ok(pieces.wait_for_copies(n)));
     pieces.complete(stream, n);
   }
 }
@@ -298,73 +279,63 @@ Sample on_device_and_host(Random& random, test::FakeDevice& device) {
   return sample;
 }
 
-TEST(ImageStreamSteps, OfAllPiecesAtOnceProduceTheImage) {
-  Random random(10);
-  const Sample sample = every_kind(random);
-  for (int round = 0; round < 200; ++round) {
-    const std::uint64_t longest = random.between(1, 3000);
-    ImageStream stream(sample.image, kNoEvents, kNoWarnings);
+TEST(ImageStreamSteps, OfPiecesBegunInAnyOrderProduceTheImage) {
+  Random random(11);
+  test::FakeDevice device;
+  for (int round = 0; round < 100; ++round) {
+    const Sample sample = on_device_and_host(random, device);
+    const std::uint64_t longest = random.between(50, 3000);
+    ImageStream stream(sample.image);
     Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
-    begin_all(stream, pieces);
+    std::vector<std::size_t> order(pieces.count());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random.generator());
+    for (const std::size_t n : order) ASSERT_TRUE(ok(pieces.begin(stream, n)));
     wait_for_and_complete_all(stream, pieces);
     ASSERT_TRUE(produced(stream, pieces.contents(), sample)) << "round " << round;
   }
 }
 
-TEST(ImageStreamSteps, OfSomePiecesAtOnceProduceTheImage) {
-  Random random(11);
-  test::FakeDevice device;
-  for (int round = 0; round < 30; ++round) {
-    const Sample sample = on_device_and_host(random, device);
-    const std::uint64_t longest = random.between(50, 3000);
-    ImageStream stream(sample.image, kNoEvents, kNoWarnings);
-    Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
-    // Each step of a piece comes after the step before it and after the same step of the last
-    // piece.
-    std::size_t begun = 0;
-    std::size_t copied = 0;
-    std::size_t completed = 0;
-    while (completed < pieces.count()) {
-      switch (random.between(0, 2)) {
-        case 0:
-          if (begun < pieces.count()) {
-            ASSERT_TRUE(ok(pieces.begin(stream, begun++)));
-          }
-          break;
-        case 1:
-          if (copied < begun) {
-            ASSERT_TRUE(ok(pieces.wait_for_copies(stream, copied++)));
-          }
-          break;
-        default:
-          if (completed < copied) pieces.complete(stream, completed++);
-      }
-    }
-    ASSERT_TRUE(produced(stream, pieces.contents(), sample)) << "round " << round;
-  }
-}
-
-TEST(ImageStreamSteps, MayBeCompletedByAnotherThread) {
+TEST(ImageStreamSteps, MayBeTakenByThreadsAtTheSameTime) {
   Random random(12);
   test::FakeDevice device;
   const Sample sample = on_device_and_host(random, device);
-  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image);
   Pieces pieces(sample.image.bytes(), [&] { return random.between(1, 500); });
-  std::counting_semaphore<> arrived(0);
+  std::deque<std::latch> copied;
+  for (std::size_t n = 0; n < pieces.count(); ++n) copied.emplace_back(1);
+  std::atomic<std::size_t> next{0};
   {
-    const std::jthread completer([&] {
-      for (std::size_t n = 0; n < pieces.count(); ++n) {
-        arrived.acquire();
-        pieces.complete(stream, n);
-      }
-    });
+    std::vector<std::jthread> stagers;
+    for (int i = 0; i < 3; ++i) {
+      stagers.emplace_back([&] {
+        for (std::size_t n = next++; n < pieces.count(); n = next++) {
+          EXPECT_TRUE(ok(pieces.begin(stream, n)));
+          EXPECT_TRUE(ok(pieces.wait_for_copies(n)));
+          copied[n].count_down();
+        }
+      });
+    }
     for (std::size_t n = 0; n < pieces.count(); ++n) {
-      EXPECT_TRUE(ok(pieces.begin(stream, n)));
-      EXPECT_TRUE(ok(pieces.wait_for_copies(stream, n)));
-      arrived.release();
+      copied[n].wait();
+      pieces.complete(stream, n);
     }
   }
   EXPECT_TRUE(produced(stream, pieces.contents(), sample));
+}
+
+TEST(ImageStreamSteps, AskForTheCopiesOfAPieceTogether) {
+  test::FakeDevice device;
+  Sample sample;
+  for (const char letter : {'a', 'b', 'c'}) {
+    const std::string payload(100, letter);
+    sample.add_tensor_at(device.upload(payload), payload);
+  }
+  const ImageStream stream(sample.image);
+  std::string memory(sample.image.bytes(), '?');
+  std::vector<staging::DeviceRun> runs;
+  ASSERT_TRUE(ok(stream.begin(0, std::as_writable_bytes(std::span(memory)), runs)));
+  EXPECT_EQ(runs.size(), 3);
 }
 
 // Payloads that end before, at and after a block boundary, in pieces that do the same.
@@ -381,7 +352,7 @@ TEST(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
   for (int round = 0; round < 40; ++round) {
     const std::uint64_t longest = random.between(500, 4 * kBlock);
     const bool whole_blocks = random.coin();
-    ImageStream stream(sample.image, kNoEvents, kNoWarnings);
+    ImageStream stream(sample.image);
     Pieces pieces(sample.image.bytes(), [&] {
       return whole_blocks ? kBlock + random.between(0, 2) - 1 : random.between(1, longest);
     });
@@ -400,7 +371,7 @@ TEST(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
   const std::uint64_t head = sample.image.items().front().record->head.size();
   for (const std::uint64_t around : {head, head + kBlock, head + 2 * kBlock}) {
     for (std::uint64_t split = around - 3; split <= around + 3; ++split) {
-      ImageStream stream(sample.image, kNoEvents, kNoWarnings);
+      ImageStream stream(sample.image);
       Pieces pieces(sample.image.bytes(), [&, first = true]() mutable {
         return std::exchange(first, false) ? split : sample.image.bytes();
       });
@@ -409,49 +380,6 @@ TEST(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
       ASSERT_EQ(stream.sums(), expected) << "split at " << split;
     }
   }
-}
-
-TEST(ImageStreamSteps, SubmitTheTensorsOfAPieceTogether) {
-  test::FakeDevice device;
-  Sample sample;
-  for (const char letter : {'a', 'b', 'c'}) {
-    const std::string payload(100, letter);
-    sample.add_tensor_at(device.upload(payload), payload);
-  }
-  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
-  Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
-  begin_all(stream, pieces);
-  EXPECT_EQ(device.submissions(), 1);
-  wait_for_and_complete_all(stream, pieces);
-  EXPECT_TRUE(pieces.contents() == sample.expected);
-}
-
-TEST(ImageStreamSteps, SubmitNothingForAPieceWithoutDeviceMemory) {
-  test::FakeDevice device;
-  Sample sample;
-  sample.add_tensor(std::string(100, 'x'));
-  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
-  Pieces pieces(sample.image.bytes(), [] { return 64; });
-  begin_all(stream, pieces);
-  wait_for_and_complete_all(stream, pieces);
-  EXPECT_EQ(device.submissions(), 0);
-  EXPECT_EQ(stream.copier(), nullptr);
-}
-
-TEST(ImageStreamSteps, BeginManyPiecesBeforeTheFirstIsCopied) {
-  test::FakeDevice device;
-  const std::string payload(10'000, 'x');
-  Sample sample;
-  sample.add_tensor_at(device.upload(payload), payload);
-  test::Gate arrival;
-  device.on_arrival(arrival.passage());
-  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
-  Pieces pieces(sample.image.bytes(), [] { return 2500; });
-  begin_all(stream, pieces);
-  EXPECT_EQ(device.submissions(), 5);
-  arrival.open();
-  wait_for_and_complete_all(stream, pieces);
-  EXPECT_TRUE(produced(stream, pieces.contents(), sample));
 }
 
 TEST(ImageStreamSteps, CopyHostMemoryInBegin) {
@@ -463,7 +391,7 @@ TEST(ImageStreamSteps, CopyHostMemoryInBegin) {
   sample.add_tensor(std::string(1000, 'h'));
   test::Gate arrival;
   device.on_arrival(arrival.passage());
-  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image);
   Pieces pieces(sample.image.bytes(), [] { return 700; });
   begin_all(stream, pieces);
   for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
@@ -475,11 +403,10 @@ TEST(ImageStreamSteps, CopyHostMemoryInBegin) {
 TEST(ImageStreamSteps, NeedNoSourceOnceAPieceIsCopied) {
   Random random(13);
   Sample sample = every_kind(random);
-  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
+  ImageStream stream(sample.image);
   Pieces pieces(sample.image.bytes(), [] { return 1000; });
   begin_all(stream, pieces);
-  for (std::size_t n = 0; n < pieces.count(); ++n)
-    ASSERT_TRUE(ok(pieces.wait_for_copies(stream, n)));
+  for (std::size_t n = 0; n < pieces.count(); ++n) ASSERT_TRUE(ok(pieces.wait_for_copies(n)));
   for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
   for (std::size_t n = 0; n < pieces.count(); ++n) pieces.complete(stream, n);
   EXPECT_TRUE(produced(stream, pieces.contents(), sample));
@@ -500,7 +427,7 @@ TEST(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
     const ImageItem& item = sample.image.items().front();
     const std::uint64_t payload_end = item.record->head.size() + payload.size();
     for (std::uint64_t split = payload_end; split < item.bytes; ++split) {
-      ImageStream stream(sample.image, kNoEvents, kNoWarnings);
+      ImageStream stream(sample.image);
       Pieces pieces(item.bytes, [&, first = true]() mutable {
         return std::exchange(first, false) ? split : item.bytes;
       });
@@ -511,50 +438,6 @@ TEST(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
       ASSERT_EQ(stream.sums(), sample.sums()) << "split at " << split;
     }
   }
-}
-
-TEST(ImageStreamSteps, WaitForTheReadyEvents) {
-  test::FakeDevice device;
-  const std::string payload(1000, 'x');
-  Sample sample;
-  sample.add_tensor_at(device.upload(payload), payload);
-  std::latch ready(1);
-  std::atomic<bool> early{false};
-  device.on_arrival([&] {
-    if (!ready.try_wait()) early = true;
-  });
-  const std::vector<staging::ReadyEvent> moments{{0, &ready}};
-  ImageStream stream(sample.image, moments, kNoWarnings);
-  Pieces pieces(sample.image.bytes(), [] { return 600; });
-  begin_all(stream, pieces);
-  ready.count_down();
-  wait_for_and_complete_all(stream, pieces);
-  EXPECT_TRUE(pieces.contents() == sample.expected);
-  EXPECT_FALSE(early);
-}
-
-TEST(ImageStreamSteps, ReportAFailedCopy) {
-  test::FakeDevice device;
-  device.fail_waits(format_error(Errc::system, "the device fell off the bus"));
-  const std::string payload(100, 'x');
-  Sample sample;
-  sample.add_tensor_at(device.upload(payload), payload);
-  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
-  Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
-  begin_all(stream, pieces);
-  EXPECT_TRUE(fails(pieces.wait_for_copies(stream, 0), Errc::system));
-}
-
-TEST(ImageStreamSteps, WaitForAPieceOnlyOnce) {
-  test::FakeDevice device;
-  const std::string payload(100, 'x');
-  Sample sample;
-  sample.add_tensor_at(device.upload(payload), payload);
-  ImageStream stream(sample.image, kNoEvents, kNoWarnings);
-  Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
-  begin_all(stream, pieces);
-  ASSERT_TRUE(ok(pieces.wait_for_copies(stream, 0)));
-  EXPECT_TRUE(ok(pieces.wait_for_copies(stream, 0)));
 }
 
 }  // namespace

@@ -701,6 +701,23 @@ TEST_F(SaveSessionTest, DeviceTensorsOfSeveralFilesAreCopiedAtTheSameTime) {
   files_.expect_on_disk();
 }
 
+TEST_F(SaveSessionTest, PiecesOfOneFileAreCopiedAtTheSameTime) {
+  FakeDevice device;
+  std::latch both(2);
+  std::atomic<int> copies{0};
+  device.on_copy([&](const auto&, auto) -> Result<> {
+    if (copies++ < 2) both.arrive_and_wait();
+    return {};
+  });
+  const std::string payload(20'000, 'x');
+  files_.begin_file();
+  files_.add_tensor_at(device.upload(payload), payload);
+  SaveOptions options = small_chunks();
+  options.parallel_stagers = 2;
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), options)));
+  files_.expect_on_disk();
+}
+
 TEST_F(SaveSessionTest, AFailedDeviceCopyFailsTheSave) {
   FakeDevice device;
   device.on_copy([&](const auto&, std::uint64_t offset) -> Result<> {

@@ -136,6 +136,7 @@ TEST_F(SnapshotTest, WritesTheSameFilesAsASaveInTheForeground) {
     if (random.coin()) options.chunk_bytes = std::size_t{4} << 20;
     if (random.coin()) options.max_host_bytes = random.between(kPage, 40 * kPage);
     options.parallel_files = random.between(0, 4);
+    options.parallel_stagers = random.between(0, 6);
     options.direct_io = random.coin() ? DirectIo::on : DirectIo::off;
     options.sync = false;
     SaveOptions plain;
@@ -146,7 +147,8 @@ TEST_F(SnapshotTest, WritesTheSameFilesAsASaveInTheForeground) {
     files.expect_in(background);
     ASSERT_FALSE(::testing::Test::HasFailure())
         << "round " << round << ", chunk_bytes " << options.chunk_bytes << ", max_host_bytes "
-        << options.max_host_bytes << ", parallel_files " << options.parallel_files;
+        << options.max_host_bytes << ", parallel_files " << options.parallel_files
+        << ", parallel_stagers " << options.parallel_stagers;
   }
 }
 
@@ -484,6 +486,7 @@ TEST_F(SnapshotTest, LeavesAllFilesOrNoneOnAnyFailure) {
     if (random.coin()) context().chunks.trim(0);
     SaveOptions options = snapshot(kPage, random.coin() ? 0 : kPage * random.between(1, 10));
     options.parallel_files = random.between(0, 3);
+    options.parallel_stagers = random.between(0, 6);
     const NthCallFails fault(operations[random.between(0, 4)], random.between(1, 12), EIO);
     ScopedFaultHook hook(fault);
     const auto session = start(directory, files, options);

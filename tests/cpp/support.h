@@ -107,6 +107,8 @@ class Random {
   std::uint64_t any_scale(std::uint64_t high);
   bool coin() { return between(0, 1) == 1; }
   std::string bytes(std::size_t count);
+  /// For std::shuffle.
+  std::mt19937_64& generator() { return engine_; }
 
  private:
   std::mt19937_64 engine_;

@@ -82,9 +82,9 @@ class FileSystemWriter(StockWriter):
         single_file_per_rank: True groups this rank's items into ``thread_count`` files of similar
             size. False writes one file per item.
         sync_files: fsync files and directories, so that a completed save survives a power cut.
-        thread_count: number of files that this rank writes concurrently, each in its own thread.
-            None chooses one file per 16 MiB of data (rounded up), up to a limit. The limit is a
-            quarter of the number of CPU cores, but at least 2 and at most 4.
+        thread_count: number of files that this rank writes concurrently, each with up to two writes
+            in flight. None chooses one file per 16 MiB of data (rounded up), up to a limit. The
+            limit is a quarter of the number of CPU cores, but at least 2 and at most 4.
         per_thread_copy_ahead: accepted for compatibility and ignored, because the engine copies
             ahead in chunks.
         cache_staged_state_dict: torch's option, for torch's own ``async_save``.
