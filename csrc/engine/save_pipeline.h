@@ -35,8 +35,8 @@ struct SaveOptions {
   // A multiple of os::kDirectAlignment; 0: SaveSession::start() chooses one of the sizes above.
   std::size_t chunk_bytes = 0;
   std::size_t parallel_files = 0;  // files written in parallel; 0: all
-  // Pieces staged in parallel; 0: as many as files, and for sources on the host at least half of
-  // the cores, up to 8.
+  // Pieces staged in parallel; 0: as many as files, and for a snapshot of sources on the host at
+  // least half of the cores, from 2 to 8.
   std::size_t parallel_stagers = 0;
   // Limit for staging chunks; 0: for a snapshot, as many chunks as it can use; otherwise, three per
   // file written in parallel.

@@ -30,15 +30,17 @@ std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions
   return device_bytes > bytes / 2 && has_room ? kDeviceChunkBytes : kHostChunkBytes;
 }
 
-// Copies from a device need no more threads than files, because the device performs them.
+// One stager for each file keeps the disk busy. A snapshot has more, because its caller waits for
+// the copies, not for the disk; but not for devices, which perform the copies themselves.
 std::size_t stagers_for(const std::vector<FileJob>& files, const SaveOptions& options) {
-  constexpr std::size_t kMaxStagers = 8;
+  constexpr std::size_t kMin = 2;
+  constexpr std::size_t kMax = 8;
   const bool on_host = std::all_of(files.begin(), files.end(), [](const FileJob& job) {
     return job.image.device() == staging::Source::kHost;
   });
-  const std::size_t by_cores =
-      std::min<std::size_t>(std::thread::hardware_concurrency() / 2, kMaxStagers);
-  return std::max(options.parallel_files, on_host ? by_cores : 0);
+  if (!options.snapshot || !on_host) return options.parallel_files;
+  const std::size_t cores = std::thread::hardware_concurrency();
+  return std::max(options.parallel_files, std::clamp(cores / 2, kMin, kMax));
 }
 
 int device_of(const std::vector<std::unique_ptr<FileSave>>& files) {
