@@ -64,11 +64,9 @@ _DEFAULT_BACKGROUND = Background()
 #: chunks of one file are in flight at once (three per file).
 BYTES_PER_FILE = 4 * CHUNK_BYTES
 
-
-def default_thread_count() -> int:
-    """Returns the number of files that a rank writes concurrently: at least 2, because two files
-    saturate a disk, and more if there are many cores, because these can compute more checksums."""
-    return max(2, min(4, (os.cpu_count() or 1) // 4))
+#: By default a rank writes up to this many files concurrently. On the disks measured with
+#: benchmarks/files_per_rank.py, fewer files were slower and more files were not faster.
+DEFAULT_FILES = 4
 
 
 class FileSystemWriter(StockWriter):
@@ -83,8 +81,7 @@ class FileSystemWriter(StockWriter):
             size. False writes one file per item.
         sync_files: fsync files and directories, so that a completed save survives a power cut.
         thread_count: number of files that this rank writes concurrently, each with up to two writes
-            in flight. None chooses one file per 16 MiB of data (rounded up), up to a limit. The
-            limit is a quarter of the number of CPU cores, but at least 2 and at most 4.
+            in flight. None chooses one file per 16 MiB of data (rounded up), but at most 4.
         per_thread_copy_ahead: accepted for compatibility and ignored, because the engine copies
             ahead in chunks.
         cache_staged_state_dict: torch's option, for torch's own ``async_save``.
@@ -151,7 +148,7 @@ class FileSystemWriter(StockWriter):
             path,
             single_file_per_rank,
             sync_files,
-            default_thread_count() if thread_count is None else thread_count,
+            DEFAULT_FILES if thread_count is None else thread_count,
             per_thread_copy_ahead,
             cache_staged_state_dict,
             overwrite,

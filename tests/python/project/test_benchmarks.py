@@ -23,6 +23,7 @@ from benchmarks import (
     background,
     contenders,
     dtensors,
+    files_per_rank,
     limits,
     measure,
     memory,
@@ -480,6 +481,17 @@ def test_every_use_of_a_planner_is_compared_with_stock(tmp_path: Path) -> None:
         f"load: {name}" for name in dtensors.LOADS
     }
     assert [set(state) for state in found["states"].values()] == [ways, ways]
+
+
+def test_saves_into_several_files_are_compared_with_raw_writes(tmp_path: Path) -> None:
+    out = tmp_path / "files.json"
+    sizes = ["--size", "4MB", "--files", "1", "2", "--rounds", "1", "--dir", str(tmp_path)]
+    found = files_per_rank.main([*sizes, "--out", str(out)])
+    assert found == json.loads(out.read_text())
+    for name in ("1 files", "2 files", "one tensor"):
+        assert found["medians"][f"async_save, {name}: call"] > 0
+        assert found["medians"][f"save, {name}"] > 0
+    assert any(name.startswith("raw ") for name in found["medians"])
 
 
 def test_the_plan_of_many_ranks_is_simulated_and_compared_with_stock(tmp_path: Path) -> None:
