@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import torch_ckpt
 
 from . import peers, states
+from .limits import fsync_directory
 from .states import State
 
 Kind = Literal["ours", "stock", "peer", "limit"]
@@ -36,11 +37,15 @@ LOAD_BUDGET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Saver:
-    """One way to save a state to a fresh directory, durable when `save` returns."""
+    """One way to save a state to a fresh directory, durable when `save` returns.
+
+    A complete checkpoint has a file with the name `last_file`.
+    """
 
     label: str
     kind: Kind
     save: Callable[[State, Path], None]
+    last_file: str = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -283,22 +288,34 @@ def _read_within_budget(path: Path) -> FileSystemReader:
 
 
 # Files that a program can map into memory, to copy the tensors from them. Neither loader verifies
-# checksums. `save_mappable` writes the files.
+# checksums. `_save_torch` and `_save_safetensors` write the files, as durably as the other savers.
 _MAPPED_FILE = "state.pt"
 _SAFETENSORS_FILE = "state.safetensors"
 _OTHERS_FILE = "others.pt"  # the leaves that are no tensors
 
 
-def save_mappable(state: State, path: Path) -> None:
-    """Saves the state with torch.save, and its tensors in the format of safetensors."""
+def _save_torch(state: State, path: Path) -> None:
+    path.mkdir()
+    torch.save(dict(states.leaves(state)), path / _MAPPED_FILE)
+    _sync(path, _MAPPED_FILE)
+
+
+def _save_safetensors(state: State, path: Path) -> None:
     from safetensors.torch import save_file
 
     path.mkdir()
     leaves = dict(states.leaves(state))
-    torch.save(leaves, path / _MAPPED_FILE)
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    save_file(tensors, path / _SAFETENSORS_FILE)
     torch.save({n: v for n, v in leaves.items() if n not in tensors}, path / _OTHERS_FILE)
+    save_file(tensors, path / _SAFETENSORS_FILE)
+    _sync(path, _OTHERS_FILE, _SAFETENSORS_FILE)
+
+
+def _sync(path: Path, *names: str) -> None:
+    for name in names:
+        with (path / name).open("rb") as file:
+            os.fsync(file.fileno())
+    fsync_directory(path)
 
 
 def _load_mapped(state: State, path: Path) -> None:
@@ -356,7 +373,11 @@ LOADERS: dict[str, Loader] = {
     "ours_call": Loader("torch_ckpt.load", "ours", _load_by_call),
     "ours_unverified": Loader("torch_ckpt.load, verify=False", "ours", _load_unverified),
 }
-# These load the files of `save_mappable`.
+# Savers and loaders of single files, which neither need nor support a process group.
+MAPPED_SAVERS: dict[str, Saver] = {
+    "mapped": Saver("torch.save", "stock", _save_torch, _MAPPED_FILE),
+    "safetensors": Saver("safetensors", "peer", _save_safetensors, _SAFETENSORS_FILE),
+}
 MAPPED_LOADERS: dict[str, Loader] = {
     "mapped": Loader("torch.load(mmap=True), copy_", "stock", _load_mapped),
     "safetensors": Loader("safetensors, copy_", "peer", _load_safetensors),

@@ -57,6 +57,7 @@ WRITE_SHAPES: dict[str, WriteShape] = {
     "raw_direct_1x4": WriteShape(1, 4, direct=True),
     "raw_direct_2x1": WriteShape(2, 1, direct=True),
     "raw_direct_2x2": WriteShape(2, 2, direct=True),
+    "raw_direct_4x2": WriteShape(4, 2, direct=True),
     "raw_buffered_1x1": WriteShape(1, 1, direct=False),
     "raw_buffered_2x1": WriteShape(2, 1, direct=False),
 }

@@ -16,7 +16,7 @@ from .memory import LOAD_PREFIX, MEASURED_BACKGROUND_SAVERS
 from .results import Comparison, Group, Results
 
 # The charts in docs/benchmarks.md. Those of other groups are only written.
-HEADLINE_CHARTS = ("save", "load_warm", "small_save")
+HEADLINE_CHARTS = (charts.OVERVIEW, "save", "load_warm", "small_save")
 ASYNC_CHARTS = (charts.TIMELINE, "async")
 QUEUE_CHARTS = ("megatron",)
 LOADING_CHARTS = ("load_warm", "load_cold", "partial_cold", "reshard_cold", "replicas_cold")

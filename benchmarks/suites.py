@@ -156,8 +156,10 @@ def _skip(setup: Setup, results: Results, what: str, reason: str) -> None:
 
 
 def _saver_entry(name: str, state: State, target: Path) -> Contender:
-    saver = SAVERS[name]
-    return _save_entry(name, saver.label, saver.kind, saver.save, state, target)
+    saver = (SAVERS | contenders.MAPPED_SAVERS)[name]
+    return _save_entry(
+        name, saver.label, saver.kind, saver.save, state, target, last_file=saver.last_file
+    )
 
 
 def _save_entry(
@@ -167,11 +169,13 @@ def _save_entry(
     save: Callable[[State, Path], object],
     state: State,
     target: Path,
+    *,
+    last_file: str = ".metadata",
 ) -> Contender:
     least = states.payload_bytes(state)
 
     def check() -> None:
-        if not (target / ".metadata").exists() or _bytes_below(target) < least:
+        if not (target / last_file).exists() or _bytes_below(target) < least:
             raise WrongResultError(f"{label} left no complete checkpoint in {target}")
 
     return Contender(
@@ -207,6 +211,9 @@ def warm_up(setup: Setup) -> None:
             saver.save(state, scratch / name)
             for loader in contenders.LOADERS.values():
                 loader.load(states.blank_copy(state), scratch / name)
+        for name, saver in contenders.MAPPED_SAVERS.items():
+            saver.save(state, scratch / name)
+            contenders.MAPPED_LOADERS[name].load(states.blank_copy(state), scratch / name)
 
 
 def save_training_state(setup: Setup, results: Results, state: State, spare: State) -> None:
@@ -214,7 +221,8 @@ def save_training_state(setup: Setup, results: Results, state: State, spare: Sta
     total = states.payload_bytes(state)
     with _scratch(setup, "save") as scratch:
         target = scratch / "checkpoint"
-        entries = [_saver_entry(name, state, target) for name in SAVERS]
+        names = [*SAVERS, *contenders.MAPPED_SAVERS]
+        entries = [_saver_entry(name, state, target) for name in names]
         direct = limits.direct_io_works(scratch)
         if not direct:
             _skip(setup, results, "raw direct writes", "the file system refuses O_DIRECT")
@@ -300,10 +308,11 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
     """Times loads of the training state into existing tensors, with a warm and a cold cache."""
     total = states.payload_bytes(state)
     with _scratch(setup, "load") as scratch:
-        stock_path, our_path, mapped_path = scratch / "stock", scratch / "ours", scratch / "mapped"
+        stock_path, our_path = scratch / "stock", scratch / "ours"
         SAVERS["stock_1"].save(state, stock_path)
         SAVERS["ours_dcp"].save(state, our_path)
-        contenders.save_mappable(state, mapped_path)
+        for name, saver in contenders.MAPPED_SAVERS.items():
+            saver.save(state, scratch / name)
         direct = limits.direct_io_works(scratch)
         if not direct:
             _skip(setup, results, "raw direct reads", "the file system refuses O_DIRECT")
@@ -319,6 +328,7 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
             ("ours_call", loaders["ours_call"], our_path),
             ("ours_unverified", loaders["ours_unverified"], our_path),
             ("ours_dcp_of_stock", of_stock, stock_path),
+            *((name, loader, scratch / name) for name, loader in contenders.MAPPED_LOADERS.items()),
         ]
 
         def measure(name: str, title: str, set_cache: SetCache) -> Group:
@@ -327,11 +337,6 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
                 _loader_entry(name, loader, state, target, path, set_cache)
                 for name, loader, path in pairs
             ]
-            if not cold:
-                entries += [
-                    _loader_entry(name, loader, state, target, mapped_path, set_cache)
-                    for name, loader in contenders.MAPPED_LOADERS.items()
-                ]
             entries += _raw_read_entries(our_path, set_cache, direct=direct and cold)
             # A load from disk cannot reach the speed of memory.
             entries += [] if cold else _memcpy_entries(state, target)

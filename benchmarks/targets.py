@@ -81,6 +81,10 @@ def _cpu_time(
     )
 
 
+# torch.save and safetensors, each of which writes one file.
+_SINGLE_FILES = ("mapped", "safetensors")
+
+
 def _save(group: Group) -> Iterable[Comparison]:
     # The variant with the best median is the baseline in every round.
     best_stock = group.fastest("stock_")
@@ -92,6 +96,8 @@ def _save(group: Group) -> Iterable[Comparison]:
     yield from _speed(group, "buffered", "ours_buffered", best_stock, target=1.0, headline=False)
     yield from _speed(group, "call", "ours_call", "stock_1", headline=False)
     yield from _speed(group, "raw_buffered", "ours_buffered", raw_buffered, headline=False)
+    for other in _SINGLE_FILES:
+        yield from _speed(group, other, "ours_call", other, headline=False)
     yield from _speed(group, "memcpy", "ours_dcp", "memcpy", headline=False)
 
 
@@ -112,7 +118,7 @@ def _load(group: Group, *, stock: float, limit: str, of_limit: float) -> Iterabl
 def _load_warm(group: Group) -> Iterable[Comparison]:
     yield from _load(group, stock=4.0, limit="memcpy_", of_limit=0.6)
     yield from _speed(group, "raw", "ours_dcp", group.fastest("raw_"), headline=False)
-    for other in ("mapped", "safetensors"):
+    for other in _SINGLE_FILES:
         yield from _speed(group, other, "ours_call", other, target=0.85, headline=False)
         yield from _speed(
             group, f"unverified.{other}", "ours_unverified", other, target=1.0, headline=False
@@ -120,7 +126,9 @@ def _load_warm(group: Group) -> Iterable[Comparison]:
 
 
 def _load_cold(group: Group) -> Iterable[Comparison]:
-    return _load(group, stock=2.5, limit="raw_direct_", of_limit=0.85)
+    yield from _load(group, stock=2.5, limit="raw_direct_", of_limit=0.85)
+    for other in _SINGLE_FILES:
+        yield from _speed(group, other, "ours_call", other, headline=False)
 
 
 def _reads(

@@ -196,10 +196,10 @@ def test_a_document_without_a_block_is_refused(full_run: str, tmp_path: Path) ->
         report.main([full_run, "--no-charts", "--doc", str(page)])
 
 
-def test_charts_are_drawn_for_every_group(full_run: str, tmp_path: Path) -> None:
+def test_charts_are_drawn_for_every_group_and_an_overview(full_run: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.main([full_run, "--images", str(tmp_path / "images")])
     images = list((tmp_path / "images").glob("benchmark-*.png"))
-    assert len(images) == len(results.read(Path(full_run)).groups)
+    assert len(images) == len(results.read(Path(full_run)).groups) + len(["overview"])
     images.append(tmp_path / "images" / "async-timeline.png")
     assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
