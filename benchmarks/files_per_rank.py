@@ -18,6 +18,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,11 @@ def _measurements(size: int, counts: list[int], path: Path) -> list[Callable[[],
     measured: list[Callable[[], dict[str, float]]] = []
     for files in counts:
         name = f"{files} files"
-        measured.append(lambda files=files: write(files))
-        measured.append(lambda name=name, files=files: save(name, state, files))
-        measured.append(lambda name=name, files=files: save_in_background(name, state, files))
-    measured.append(lambda: save("one tensor", one, 1))
-    measured.append(lambda: save_in_background("one tensor", one, 1))
+        measured.append(partial(write, files))
+        measured.append(partial(save, name, state, files))
+        measured.append(partial(save_in_background, name, state, files))
+    measured.append(partial(save, "one tensor", one, 1))
+    measured.append(partial(save_in_background, "one tensor", one, 1))
     return measured
 
 

@@ -27,13 +27,13 @@ Result<format::FileResult> FileSave::result() const try {
 }
 
 FilePhase FileSave::phase() const {
-  // The order of these reads guarantees written <= staged_so_far, since bytes are staged before
-  // they are written.
+  // The order of these reads guarantees written <= ready, since bytes are staged before they are
+  // written.
   const std::uint64_t written = bytes_written;
-  const std::uint64_t staged_so_far = bytes_staged;
-  if (has_writer && staged_so_far > written) return FilePhase::writing;
-  if (has_writer && staged_so_far == job.image.bytes()) return FilePhase::fsync;
-  if (has_stager && staged_so_far < job.image.bytes()) return FilePhase::staging;
+  const std::uint64_t ready = bytes_ready;
+  if (has_writer && ready > written) return FilePhase::writing;
+  if (has_writer && ready == job.image.bytes()) return FilePhase::fsync;
+  if (has_stager && ready < job.image.bytes()) return FilePhase::staging;
   return FilePhase::waiting;
 }
 

@@ -54,8 +54,8 @@ struct FileSave {
 
   /// Returns the file's result. Valid once the file is complete.
   Result<format::FileResult> result() const;
-  /// May be called from any thread, because the counters below only grow and the flags never become
-  /// false again.
+  /// May be called from any thread, because the counters that it reads only grow and the flags
+  /// never become false again.
   FilePhase phase() const;
 
   const FileJob job;
@@ -64,22 +64,23 @@ struct FileSave {
   OutputFile output;
 
   std::atomic<std::uint64_t> bytes_staged{0};
+  std::atomic<std::uint64_t> bytes_ready{0};  // all pieces before this are staged
   std::atomic<std::uint64_t> bytes_written{0};
   std::atomic<bool> has_stager{false};
   std::atomic<bool> has_writer{false};
   std::atomic<bool> is_done{false};
 
-  std::uint64_t bytes_claimed = 0;  // by stagers; guarded by the pipeline's mutex
+  std::uint64_t bytes_claimed = 0;  // by stagers; guarded by SavePipeline::claims_mutex_
   std::atomic<std::uint64_t> bytes_not_begun{job.image.bytes()};
 
   // Passed from the stagers to the file's writer (engine/save_pipeline.h).
   os::Mutex mutex;
   StagingBufferList staged TC_GUARDED_BY(mutex);  // buffers that are waiting for a write, by offset
   std::uint64_t bytes_not_staged TC_GUARDED_BY(mutex) = job.image.bytes();
-  bool is_staged TC_GUARDED_BY(mutex) = false;        // no more buffers will follow
-  FileWriter* writer TC_GUARDED_BY(mutex) = nullptr;  // set once open() has succeeded or failed
-  std::uint64_t bytes_completed TC_GUARDED_BY(mutex) = 0;  // pieces before this are checksummed
-  bool is_checksumming TC_GUARDED_BY(mutex) = false;       // one buffer at a time, in order
+  bool is_staged TC_GUARDED_BY(mutex) = false;         // no more buffers will follow
+  FileWriter* writer TC_GUARDED_BY(mutex) = nullptr;   // set once open() has succeeded or failed
+  std::uint64_t bytes_taken TC_GUARDED_BY(mutex) = 0;  // pieces before this were given to a write
+  bool is_checksumming TC_GUARDED_BY(mutex) = false;   // one buffer at a time, in order
   Result<> status TC_GUARDED_BY(mutex);
 };
 

@@ -31,7 +31,7 @@ SavePipeline::SavePipeline(Context& context, const SaveOptions& options,
       buffers_(context, buffers, options.chunk_bytes, device, options.parallel_stagers),
       stager_tasks_(options.parallel_stagers),
       writer_tasks_(parallel_files_),
-      allocator_tasks_(std::min(parallel_files_, buffers)),
+      allocator_tasks_(std::min(std::max(parallel_files_, options.parallel_stagers), buffers)),
       files_to_stage_(files.size()),
       submitted_(files.size()),
       staged_(files.size()),
@@ -133,26 +133,29 @@ void SavePipeline::stage(Stager& stager) noexcept {
     // Hand over all pieces in flight before waiting for a buffer.
     BufferWaiter* const waiter = stager.in_flight.empty() ? &stager : nullptr;
     std::optional<Claim> claim;
+    StagingBufferList buffer;
     {
       const os::MutexLock lock(claims_mutex_);
       if (being_staged_.empty()) break;
-      if (stager.buffer.empty() && !failure_.is_set()) stager.buffer = buffers_.take(waiter);
-      if (!stager.buffer.empty() || failure_.is_set()) claim = claim_next();
+      const bool has_failed = failure_.is_set();
+      if (!has_failed) buffer = buffers_.take(waiter);
+      if (has_failed || !buffer.empty()) claim = claim_next(has_failed);
+      // Stagers still in the queue have nothing left to do.
+      if (being_staged_.empty()) buffers_.forget_waiters();
     }
     if (claim) {
-      begin(stager, *claim);
+      begin(stager, *claim, std::move(buffer));
     } else if (waiter == nullptr) {
       hand_over_oldest(stager);
     } else {
       return;
     }
   }
-  if (!stager.buffer.empty()) buffers_.release(std::move(stager.buffer));
   while (!stager.in_flight.empty()) hand_over_oldest(stager);
 }
 
-// After a failure, claims all that is left of a file.
-SavePipeline::Claim SavePipeline::claim_next() noexcept {
+// Claims the next piece of a file; after a failure, all that is left of it.
+SavePipeline::Claim SavePipeline::claim_next(bool has_failed) noexcept {
   const auto unwritten = [](const FileSave* file) {
     return file->bytes_claimed - file->bytes_written;
   };
@@ -160,10 +163,9 @@ SavePipeline::Claim SavePipeline::claim_next() noexcept {
       being_staged_.begin(), being_staged_.end(),
       [&](const FileSave* a, const FileSave* b) { return unwritten(a) < unwritten(b); });
   FileSave& file = **chosen;
-  file.has_stager = true;
   const std::uint64_t left = file.job.image.bytes() - file.bytes_claimed;
   const std::uint64_t bytes =
-      failure_.is_set() ? left : std::min<std::uint64_t>(left, options_.chunk_bytes);
+      has_failed ? left : std::min<std::uint64_t>(left, options_.chunk_bytes);
   const Claim claim{&file, file.bytes_claimed, bytes};
   file.bytes_claimed += bytes;
   if (bytes == left) {
@@ -176,32 +178,36 @@ SavePipeline::Claim SavePipeline::claim_next() noexcept {
 void SavePipeline::stage_next_file() noexcept {
   while (next_to_stage_ < files_.size()) {
     FileSave& file = *files_[next_to_stage_++];
-    if (file.job.image.bytes() > 0) return being_staged_.push_back(&file);
+    if (file.job.image.bytes() == 0) continue;
+    file.has_stager = true;
+    return being_staged_.push_back(&file);
   }
 }
 
-// Fills the stager's buffer with the claimed piece, and hands it over if no copies from a device
-// are running. After a failure, hands over nothing.
-void SavePipeline::begin(Stager& stager, const Claim& claim) noexcept {
+// Fills the buffer with the claimed piece, and hands it over if no copies from a device are
+// running. If the save has failed, releases the buffer.
+void SavePipeline::begin(Stager& stager, const Claim& claim, StagingBufferList buffer) noexcept {
   FileSave& file = *claim.file;
   std::vector<staging::DeviceRun> runs;
-  const bool begun = !failure_.is_set() &&
-                     capture_exceptions([&] { return fill(stager, claim, runs); }).has_value();
+  const bool begun = !failure_.is_set() && capture_exceptions([&] {
+                                             return fill(stager, claim, buffer.front(), runs);
+                                           }).has_value();
   if ((file.bytes_not_begun -= claim.bytes) == 0) submitted_.send({});
   if (!begun) {
+    // Before the bytes are counted, because the save ends with the last of them.
+    if (!buffer.empty()) buffers_.release(std::move(buffer));
     const os::MutexLock lock(file.mutex);
     count_staged(file, claim.bytes);
   } else if (runs.empty()) {
-    hand_over(stager.buffer);
+    hand_over(buffer);
   } else {
-    stager.in_flight.splice(stager.in_flight.end(), stager.buffer);
+    stager.in_flight.splice(stager.in_flight.end(), buffer);
   }
 }
 
-Result<> SavePipeline::fill(Stager& stager, const Claim& claim,
+Result<> SavePipeline::fill(Stager& stager, const Claim& claim, StagingBuffer& buffer,
                             std::vector<staging::DeviceRun>& runs) {
   FileSave& file = *claim.file;
-  StagingBuffer& buffer = stager.buffer.front();
   if (file.job.image.device() != staging::Source::kHost)
     pin_or_warn(warnings_, *buffer.chunk, file.job.image.device());
   const ScopedTimer timed(timing_, Activity::stage, file.number);
@@ -237,7 +243,11 @@ void SavePipeline::hand_over(StagingBufferList& buffers) noexcept {
   const auto before =
       std::find_if(file.staged.rbegin(), file.staged.rend(),
                    [&](const StagingBuffer& other) { return other.offset < buffer.offset; });
-  file.staged.splice(before.base(), buffers, buffers.begin());
+  auto next = before.base();
+  file.staged.splice(next, buffers, buffers.begin());
+  for (--next; next != file.staged.end() && next->offset == file.bytes_ready; ++next) {
+    file.bytes_ready += next->contents.size();
+  }
   count_staged(file, buffer.contents.size());
 }
 
@@ -281,15 +291,15 @@ void SavePipeline::start_next_step(FileSave& file) noexcept {
   FileWriter& writer = *file.writer;
   const auto is_busy = [](const FileWriter::Write& write) { return write.is_busy; };
   // After a failure, pieces may be missing, and the others are only released.
-  const bool has_next = !file.staged.empty() &&
-                        (file.staged.front().offset == file.bytes_completed || failure_.is_set());
+  const bool has_next =
+      !file.staged.empty() && (file.staged.front().offset == file.bytes_taken || failure_.is_set());
   if (has_next) {
     const auto idle = std::find_if_not(writer.writes.begin(), writer.writes.end(), is_busy);
     if (idle == writer.writes.end()) return;
     FileWriter::Write& write = *idle;
     write.buffer.splice(write.buffer.end(), file.staged, file.staged.begin());
     write.is_busy = file.is_checksumming = true;
-    file.bytes_completed += write.buffer.front().contents.size();
+    file.bytes_taken += write.buffer.front().contents.size();
     post(write.task, pool_for_writing(), [this, &file, &write] { checksum(file, write); });
   } else if (file.is_staged && std::none_of(writer.writes.begin(), writer.writes.end(), is_busy)) {
     file.writer = nullptr;

@@ -35,8 +35,8 @@ struct SaveOptions {
   // A multiple of os::kDirectAlignment; 0: SaveSession::start() chooses one of the sizes above.
   std::size_t chunk_bytes = 0;
   std::size_t parallel_files = 0;  // files written in parallel; 0: all
-  // Pieces staged in parallel; 0: as many as files, and for a snapshot of sources on the host at
-  // least half of the cores, from 2 to 8.
+  // Pieces staged in parallel; 0: one for each of the parallel files and, in a snapshot mostly of
+  // host memory, at least half as many as cores, but at least 2 and not more than 8.
   std::size_t parallel_stagers = 0;
   // Limit for staging chunks; 0: for a snapshot, as many chunks as it can use; otherwise, three per
   // file written in parallel.
@@ -83,17 +83,17 @@ struct FileWriter {
 //
 //   1. Stagers fill buffers. A stager takes a free buffer, claims the next piece of a file for it,
 //      fills the buffer from the file's image, hands it to the file's writer once copies from a
-//      device are done, and takes the next buffer. Any stager may fill any piece, so several of them may work on one file. Among the
-//      files that are being staged, a stager chooses the one with the fewest bytes claimed but not
+//      device are done, and takes the next buffer. Any stager may fill any piece, so several of
+//      them may work on one file. A stager chooses the file with the fewest bytes claimed but not
 //      written, so that no writer waits while another has a queue.
 //   2. Writers write buffers, in the order of the file; there is a writer for each file that may be
 //      written in parallel. Up to two threads work for a writer: while one writes a buffer, the
 //      other completes the checksums of the next one.
 //   3. The byte budget limits the number of buffers. A stager without a buffer waits for one to be
 //      released, which provides back-pressure. A piece is claimed only together with a buffer, and
-//      files are staged and written in the same order, so at least one of the filled buffers can
-//      always be written. A snapshot may use enough buffers to hold the entire save; other saves
-//      have just enough to keep the disk busy.
+//      files are staged and written in the same order. Some open file can therefore always go on:
+//      its next piece has a buffer, or will get the next one. A snapshot may use enough buffers to
+//      hold the entire save; other saves have just enough to keep the disk busy.
 //   4. After the last write of a file, the writer truncates it to its length, fsyncs and closes it.
 //   5. After the first failure, no more buffers are filled and no more writes start. Stagers claim
 //      what is left without buffers, buffers are still released, and every file ends.
@@ -128,7 +128,6 @@ class SavePipeline {
 
     SavePipeline* pipeline = nullptr;
     Task task;
-    StagingBufferList buffer;     // at most one, for the next piece
     StagingBufferList in_flight;  // begun pieces, one for each submission to the copier
     std::shared_ptr<staging::DeviceCopier> copier;  // nullptr before the first submission
   };
@@ -139,10 +138,11 @@ class SavePipeline {
   };
 
   void stage(Stager& stager) noexcept;
-  Claim claim_next() noexcept TC_REQUIRES(claims_mutex_);
+  Claim claim_next(bool has_failed) noexcept TC_REQUIRES(claims_mutex_);
   void stage_next_file() noexcept TC_REQUIRES(claims_mutex_);
-  void begin(Stager& stager, const Claim& claim) noexcept;
-  Result<> fill(Stager& stager, const Claim& claim, std::vector<staging::DeviceRun>& runs);
+  void begin(Stager& stager, const Claim& claim, StagingBufferList buffer) noexcept;
+  Result<> fill(Stager& stager, const Claim& claim, StagingBuffer& buffer,
+                std::vector<staging::DeviceRun>& runs);
   void hand_over_oldest(Stager& stager) noexcept;
   void hand_over(StagingBufferList& buffers) noexcept;
   void count_staged(FileSave& file, std::uint64_t bytes) noexcept TC_REQUIRES(file.mutex);

@@ -15,19 +15,23 @@ std::size_t chunk_count(const FileImage& image, std::size_t chunk_bytes) {
   return (image.bytes() + chunk_bytes - 1) / chunk_bytes;
 }
 
-// Chooses the chunk size: large if most bytes come from devices and the budget has room for enough
-// large chunks to keep the disk busy.
-std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions& options) {
-  if (options.chunk_bytes != 0) return options.chunk_bytes;
+bool is_mostly_on_devices(const std::vector<FileJob>& files) {
   std::uint64_t bytes = 0;
   std::uint64_t device_bytes = 0;
   for (const FileJob& job : files) {
     bytes += job.image.bytes();
     device_bytes += job.image.device_bytes();
   }
+  return device_bytes > bytes / 2;
+}
+
+// Chooses the chunk size: large if most bytes come from devices and the budget has room for enough
+// large chunks to keep the disk busy.
+std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions& options) {
+  if (options.chunk_bytes != 0) return options.chunk_bytes;
   const std::size_t needed = kDeviceChunkBytes * (kWritesInFlight + 1) * options.parallel_files;
   const bool has_room = options.max_host_bytes == 0 || options.max_host_bytes >= needed;
-  return device_bytes > bytes / 2 && has_room ? kDeviceChunkBytes : kHostChunkBytes;
+  return is_mostly_on_devices(files) && has_room ? kDeviceChunkBytes : kHostChunkBytes;
 }
 
 // One stager for each file keeps the disk busy. A snapshot has more, because its caller waits for
@@ -35,10 +39,8 @@ std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions
 std::size_t stagers_for(const std::vector<FileJob>& files, const SaveOptions& options) {
   constexpr std::size_t kMin = 2;
   constexpr std::size_t kMax = 8;
-  const bool on_host = std::all_of(files.begin(), files.end(), [](const FileJob& job) {
-    return job.image.device() == staging::Source::kHost;
-  });
-  if (!options.snapshot || !on_host) return options.parallel_files;
+  if (options.parallel_stagers != 0) return options.parallel_stagers;
+  if (!options.snapshot || is_mostly_on_devices(files)) return options.parallel_files;
   const std::size_t cores = std::thread::hardware_concurrency();
   return std::max(options.parallel_files, std::clamp(cores / 2, kMin, kMax));
 }
@@ -63,7 +65,7 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   }
   const std::size_t count = std::max<std::size_t>(files.size(), 1);
   if (options.parallel_files == 0 || options.parallel_files > count) options.parallel_files = count;
-  if (options.parallel_stagers == 0) options.parallel_stagers = stagers_for(files, options);
+  options.parallel_stagers = stagers_for(files, options);
   options.chunk_bytes = chunk_bytes_for(files, options);
   std::uint64_t largest = 1;
   for (const FileJob& job : files) largest = std::max(largest, job.image.bytes());
@@ -93,9 +95,9 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   }
   const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, max_chunks);
   options.max_idle_bytes = given.max_host_bytes;
-  for (const PoolSpec& spec : {options.stagers, options.writers}) {
-    auto ensured = context.executor.ensure_threads(
-        spec, std::max(options.parallel_files, options.parallel_stagers));
+  for (const auto& [spec, tasks] : {std::pair(options.stagers, options.parallel_stagers),
+                                    std::pair(options.writers, options.parallel_files)}) {
+    auto ensured = context.executor.ensure_threads(spec, tasks);
     if (!ensured) return ensured.error();
   }
   std::shared_ptr<SaveSession> session(

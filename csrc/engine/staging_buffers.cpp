@@ -54,6 +54,11 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
   if (unneeded != nullptr) context_.chunks.discard(std::move(unneeded));
 }
 
+void StagingBuffers::forget_waiters() noexcept {
+  const os::MutexLock lock(mutex_);
+  waiting_.clear();
+}
+
 std::size_t StagingBuffers::unallocated_count() const {
   const os::MutexLock lock(mutex_);
   return unallocated_.size();

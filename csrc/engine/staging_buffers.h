@@ -64,6 +64,8 @@ class StagingBuffers {
   /// `waiter` is nullptr, queues the waiter.
   StagingBufferList take(BufferWaiter* waiter) noexcept;
   void release(StagingBufferList buffer) noexcept;
+  /// Empties the queue: stagers in it are not resumed.
+  void forget_waiters() noexcept;
 
   std::size_t unallocated_count() const;
   /// Returns buffers to be allocated together: at most as many as an arena has chunks, or one if

@@ -91,6 +91,29 @@ TEST_F(Unfinished, AFileThatWaitsForItsSourceIsStaging) {
   EXPECT_TRUE(ok(session->outcome()));
 }
 
+TEST_F(Unfinished, AFileWhoseFirstPieceWaitsForItsSourceIsStagingThoughLaterPiecesAreStaged) {
+  FakeDevice device;
+  Gate source;
+  device.on_copy([hold = source.passage()](const staging::Source&, std::uint64_t offset) {
+    if (offset == 0) hold();
+    return Result<>();
+  });
+  files_.begin_file();
+  const std::string payload(3 * kPage - 1000, 'x');
+  files_.add_tensor_at(device.upload(payload), payload);
+  SaveOptions options = in_pages();
+  options.parallel_stagers = 2;
+  const auto session = start(directory_, files_, options);
+  source.wait_for_arrivals();
+  while (session->progress().bytes_staged < files_.bytes() - kPage) std::this_thread::yield();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  expect_file(found[0], 0, FilePhase::staging, 0, files_.bytes());
+  source.open();
+  wait_for_end(*session);
+  EXPECT_TRUE(ok(session->outcome()));
+}
+
 TEST_F(Unfinished, AFileThatWaitsForItsWritesIsWriting) {
   files_.add_file(std::string(3 * kPage + 1, 'x'));
   const auto found = held_at("pwrite");
