@@ -99,13 +99,13 @@ TEST_F(Unfinished, AFileWhoseFirstPieceWaitsForItsSourceIsStagingThoughLaterPiec
     return Result<>();
   });
   files_.begin_file();
-  const std::string payload(3 * kPage - 1000, 'x');
+  const std::string payload(3 * kPage, 'x');
   files_.add_tensor_at(device.upload(payload), payload);
   SaveOptions options = in_pages();
   options.parallel_stagers = 2;
   const auto session = start(directory_, files_, options);
   source.wait_for_arrivals();
-  while (session->progress().bytes_staged < files_.bytes() - kPage) std::this_thread::yield();
+  while (session->progress().bytes_staged < 2 * kPage) std::this_thread::yield();
   const auto found = session->unfinished();
   ASSERT_EQ(found.size(), 1);
   expect_file(found[0], 0, FilePhase::staging, 0, files_.bytes());
