@@ -1,4 +1,7 @@
-"""Draws the bar charts and the timeline of a result as PNG. Only this module needs matplotlib."""
+"""Draws the bar charts, the timeline and the overview of a result as PNG.
+
+Only this module needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +170,10 @@ def _finish(
 
 
 def paths(results: Results, directory: Path) -> dict[str, Path]:
-    """Returns the paths of the charts by group name; those of others by TIMELINE and OVERVIEW."""
+    """Returns the path of each chart.
+
+    The keys are the names of the groups, TIMELINE and OVERVIEW.
+    """
     found = {
         group.name: directory / f"benchmark-{group.name.replace('_', '-')}.png"
         for group in results.groups

@@ -83,16 +83,24 @@ Sample every_kind(Random& random) {
   return sample;
 }
 
+// Starts the copies from devices; returns nullptr if there are none.
+Result<std::shared_ptr<staging::DeviceCopier>> submit(const std::vector<staging::DeviceRun>& runs) {
+  static const std::vector<staging::ReadyEvent> no_events;
+  if (runs.empty()) return std::shared_ptr<staging::DeviceCopier>();
+  auto copier = staging::make_copier(no_events, [](const auto&, const auto&) {});
+  if (!copier) return copier;
+  if (auto submitted = (*copier)->submit(runs); !submitted) return submitted.error();
+  return copier;
+}
+
 // Fills a piece of an image, with copies from devices.
 Result<> fill(ImageStream& stream, std::uint64_t offset, std::string& out) {
-  static const std::vector<staging::ReadyEvent> no_events;
   std::vector<staging::DeviceRun> runs;
   auto piece = stream.begin(offset, std::as_writable_bytes(std::span(out)), runs);
   if (!piece) return piece.error();
-  if (!runs.empty()) {
-    const auto copier = staging::make_copier(no_events, [](const auto&, const auto&) {});
-    if (!copier) return copier.error();
-    if (auto submitted = (*copier)->submit(runs); !submitted) return submitted.error();
+  const auto copier = submit(runs);
+  if (!copier) return copier.error();
+  if (*copier != nullptr) {
     if (auto waited = (*copier)->wait_oldest(); !waited) return waited.error();
   }
   stream.complete(*piece);
@@ -226,12 +234,10 @@ class Pieces {
     auto begun = stream.begin(piece.offset, std::as_writable_bytes(std::span(piece.memory)), runs);
     if (!begun) return begun.error();
     piece.rest = std::move(*begun);
-    if (runs.empty()) return {};
-    static const std::vector<staging::ReadyEvent> no_events;
-    auto copier = staging::make_copier(no_events, [](const auto&, const auto&) {});
+    auto copier = submit(runs);
     if (!copier) return copier.error();
     piece.copier = *copier;
-    return piece.copier->submit(runs);
+    return {};
   }
   Result<> wait_for_copies(std::size_t n) {
     return pieces_[n].copier == nullptr ? Result<>{} : pieces_[n].copier->wait_oldest();

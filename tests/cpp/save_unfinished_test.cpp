@@ -38,6 +38,24 @@ void expect_file(const FileProgress& found, std::size_t file, FilePhase phase,
 
 class Unfinished : public FilesTest {
  protected:
+  /// Adds a file of one tensor on the device, and starts its save.
+  std::shared_ptr<SaveSession> start_from(FakeDevice& device, std::size_t stagers) {
+    files_.begin_file();
+    const std::string payload(3 * kPage, 'x');
+    files_.add_tensor_at(device.upload(payload), payload);
+    SaveOptions options = in_pages();
+    options.parallel_stagers = stagers;
+    return start(directory_, files_, options);
+  }
+  /// Expects the only file to wait for its source, which `source` holds; then lets it end.
+  void expect_staging(SaveSession& session, Gate& source) {
+    const auto found = session.unfinished();
+    ASSERT_EQ(found.size(), 1);
+    expect_file(found[0], 0, FilePhase::staging, 0, files_.bytes());
+    source.open();
+    wait_for_end(session);
+    EXPECT_TRUE(ok(session.outcome()));
+  }
   /// The unfinished files of a save whose calls of an operation are held, from the n-th on.
   std::vector<FileProgress> held_at(const std::string& operation,
                                     const SaveOptions& options = in_pages(), std::size_t n = 1) {
@@ -78,17 +96,9 @@ TEST_F(Unfinished, AFileThatWaitsForItsSourceIsStaging) {
     hold();
     return Result<>();
   });
-  files_.begin_file();
-  const std::string payload(3 * kPage, 'x');
-  files_.add_tensor_at(device.upload(payload), payload);
-  const auto session = start(directory_, files_, in_pages());
+  const auto session = start_from(device, 1);
   source.wait_for_arrivals();
-  const auto found = session->unfinished();
-  ASSERT_EQ(found.size(), 1);
-  expect_file(found[0], 0, FilePhase::staging, 0, files_.bytes());
-  source.open();
-  wait_for_end(*session);
-  EXPECT_TRUE(ok(session->outcome()));
+  expect_staging(*session, source);
 }
 
 TEST_F(Unfinished, AFileWhoseFirstPieceWaitsForItsSourceIsStagingThoughLaterPiecesAreStaged) {
@@ -98,20 +108,10 @@ TEST_F(Unfinished, AFileWhoseFirstPieceWaitsForItsSourceIsStagingThoughLaterPiec
     if (offset == 0) hold();
     return Result<>();
   });
-  files_.begin_file();
-  const std::string payload(3 * kPage, 'x');
-  files_.add_tensor_at(device.upload(payload), payload);
-  SaveOptions options = in_pages();
-  options.parallel_stagers = 2;
-  const auto session = start(directory_, files_, options);
+  const auto session = start_from(device, 2);
   source.wait_for_arrivals();
   while (session->progress().bytes_staged < 2 * kPage) std::this_thread::yield();
-  const auto found = session->unfinished();
-  ASSERT_EQ(found.size(), 1);
-  expect_file(found[0], 0, FilePhase::staging, 0, files_.bytes());
-  source.open();
-  wait_for_end(*session);
-  EXPECT_TRUE(ok(session->outcome()));
+  expect_staging(*session, source);
 }
 
 TEST_F(Unfinished, AFileThatWaitsForItsWritesIsWriting) {
