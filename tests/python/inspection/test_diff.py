@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import weakref
@@ -121,26 +120,23 @@ def test_one_changed_element_in_different_shards_is_found(tmp_path: Path) -> Non
 # --- names, kinds, shapes, dtypes ----------------------------------------------------------------
 
 
-def test_names_in_only_one_checkpoint_are_listed(tmp_path: Path) -> None:
-    report = compared(
-        tmp_path, {"both": 1, "left": 1, "l": torch.zeros(1)}, {"both": 1, "right": 1}
-    )
-    assert not report.equal
-    assert (sorted(report.only_in_a), report.only_in_b) == (["l", "left"], ["right"])
-    assert report.same == 1
-
-
 @pytest.mark.parametrize(
-    ("b", "attribute", "difference"),
-    [(0, "kinds", ("a tensor", "an object")), (torch.zeros(4, 3), "shapes", ((3, 4), (4, 3)))],
-    ids=["kinds", "shapes"],
+    ("b", "attribute", "expected"),
+    [
+        ({"x": 0}, "kinds", [("x", "a tensor", "an object")]),
+        ({"x": torch.zeros(4, 3)}, "shapes", [("x", (3, 4), (4, 3))]),
+        ({}, "only_in_a", ["x"]),
+        ({"x": torch.zeros(3, 4), "right": 1, "y": torch.ones(1)}, "only_in_b", ["right", "y"]),
+    ],
+    ids=["kinds", "shapes", "only in a", "only in b"],
 )
-def test_different_kinds_and_shapes_are_reported(
-    tmp_path: Path, b: Any, attribute: str, difference: Any
+def test_different_kinds_shapes_and_names_are_reported(
+    tmp_path: Path, b: StateDict, attribute: str, expected: list[Any]
 ) -> None:
-    report = compared(tmp_path, {"x": torch.zeros(3, 4)}, {"x": b})
+    report = compared(tmp_path, {"x": torch.zeros(3, 4), "both": 1}, {"both": 1, **b})
     assert not report.equal
-    assert getattr(report, attribute) == [("x", *difference)]
+    assert sorted(getattr(report, attribute)) == expected
+    assert report.same == (2 if attribute == "only_in_b" else 1)
 
 
 def test_different_dtypes_are_reported_and_values_are_compared(tmp_path: Path) -> None:
@@ -178,7 +174,7 @@ def test_values_of_different_dtypes_are_compared_as_numbers(
 @pytest.mark.parametrize(
     "dtype", [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex], ids=str
 )
-def test_a_changed_element_of_every_floating_dtype_is_found(
+def test_a_changed_element_of_any_floating_dtype_is_found(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     a = random_tensor((8, 16), torch.uint8).view(dtype)
@@ -207,9 +203,8 @@ def test_a_changed_element_of_every_floating_dtype_is_found(
 def test_integers_are_compared_exactly(
     tmp_path: Path, dtype: torch.dtype, a: int, b: int, apart: int
 ) -> None:
-    found = difference(
-        tmp_path, torch.tensor([1, a], dtype=dtype), torch.tensor([1, b], dtype=dtype)
-    )
+    one, other = (torch.tensor([1, value], dtype=dtype) for value in (a, b))
+    found = difference(tmp_path, one, other)
     assert (found.differing, found.index, found.largest_absolute) == (1, (1,), apart)
     assert isinstance(found.largest_absolute, int)
 
@@ -217,9 +212,7 @@ def test_integers_are_compared_exactly(
 def test_the_count_size_and_index_of_differences_are_reported(tmp_path: Path) -> None:
     a = torch.ones(10, 20)
     b = a.clone()
-    b[2, 3] = 1.5
-    b[7, 19] = -3.0
-    b[9, 0] = 1.25
+    b[2, 3], b[7, 19], b[9, 0] = 1.5, -3.0, 1.25
     found = difference(tmp_path, a, b)
     assert (found.elements, found.differing, found.outside) == (200, 3, 3)
     assert (found.largest_absolute, found.index) == (4.0, (7, 19))
@@ -230,20 +223,24 @@ def test_the_count_size_and_index_of_differences_are_reported(tmp_path: Path) ->
     )
 
 
-def test_a_nan_equals_only_a_nan_at_the_same_index(tmp_path: Path) -> None:
-    a = torch.tensor([math.nan, math.nan, 1.0, complex(math.nan, 1)])
-    b = a.clone()
-    b[1] = 2.0
-    b[2] = math.nan
-    found = difference(tmp_path, a, b)
-    assert (found.differing, found.largest_absolute, found.index) == (2, math.inf, (1,))
+INF, NAN = math.inf, math.nan
 
 
-def test_infinities_differ_from_all_other_values_within_any_tolerance(tmp_path: Path) -> None:
-    a = torch.tensor([math.inf, math.inf, 1.0, -math.inf])
-    b = torch.tensor([math.inf, -math.inf, math.inf, 5.0])
-    found = difference(tmp_path, a, b, atol=1e300, rtol=1e300)
-    assert (found.differing, found.outside, found.index) == (3, 3, (1,))
+@pytest.mark.parametrize(
+    ("a", "b", "differing", "index"),
+    [
+        ([NAN, NAN, 1.0, complex(NAN, 1)], [NAN, 2.0, NAN, complex(NAN, 1)], 2, (1,)),
+        ([INF, INF, 1.0, -INF], [INF, -INF, INF, 5.0], 3, (1,)),
+    ],
+    ids=["NaN", "infinity"],
+)
+def test_a_nan_or_infinity_equals_only_itself_within_any_tolerance(
+    tmp_path: Path, a: list[Any], b: list[Any], differing: int, index: tuple[int]
+) -> None:
+    tolerances = {"atol": 1e300, "rtol": 1e300}
+    found = difference(tmp_path, torch.tensor(a), torch.tensor(b), **tolerances)
+    assert (found.differing, found.outside, found.index) == (differing, differing, index)
+    assert found.largest_absolute == INF
 
 
 def test_equal_values_with_different_bits_are_equal_and_reported(tmp_path: Path) -> None:
@@ -335,12 +332,8 @@ def test_boxes_cover_the_tensor(shape: tuple[int, ...], most: int) -> None:
 
 def test_quantized_tensors_are_compared_by_their_bytes(tmp_path: Path) -> None:
     values = torch.randn(30, 30, generator=torch.Generator().manual_seed(5))
-    quantized = [torch.quantize_per_tensor(values, scale, 0, torch.quint8) for scale in (0.1, 0.2)]
-    report = compared(
-        tmp_path,
-        {"same": quantized[0], "q": quantized[0]},
-        {"same": quantized[0], "q": quantized[1]},
-    )
+    one, other = (torch.quantize_per_tensor(values, scale, 0, torch.quint8) for scale in (0.1, 0.2))
+    report = compared(tmp_path, {"same": one, "q": one}, {"same": one, "q": other})
     (found,) = report.tensors
     assert (found.name, found.differing) == ("q", None)
     assert not report.equal
@@ -370,9 +363,8 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
 def test_objects_larger_than_the_memory_are_compared(tmp_path: Path) -> None:
     a = bytes(9 * MIB)
     b = a[:-1] + b"x"
-    report = compared(
-        tmp_path, {"same": a, "x": a}, {"same": a, "x": b}, max_inflight_bytes=8 * MIB
-    )
+    states = {"same": a, "x": a}, {"same": a, "x": b}
+    report = compared(tmp_path, *states, max_inflight_bytes=8 * MIB)
     assert (report.objects, report.same) == (["x"], 1)
 
 
@@ -380,11 +372,10 @@ def test_objects_larger_than_the_memory_are_compared(tmp_path: Path) -> None:
 
 
 def test_damage_is_an_error_and_not_a_difference(tmp_path: Path) -> None:
-    save(STATE, tmp_path / "a", thread_count=1)
-    save(STATE, tmp_path / "b", thread_count=1)
-    file = data_files(tmp_path / "b")[0]
+    for name in "ab":
+        save(STATE, tmp_path / name, thread_count=1)
     place = place_of(read_metadata(tmp_path / "b"), "weight")
-    flip_bit(file, place.offset + 1000, 0)
+    flip_bit(data_files(tmp_path / "b")[0], place.offset + 1000, 0)
     with pytest.raises(torch_ckpt.Corrupt, match="weight"):
         torch_ckpt.diff(tmp_path / "a", tmp_path / "b")
 
@@ -398,18 +389,18 @@ def test_a_tensor_with_a_gap_cannot_be_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "value", "message"),
     [
-        ({"atol": -1.0}, "atol must not be negative"),
-        ({"rtol": math.nan}, "rtol must not be negative"),
-        ({"max_inflight_bytes": MIB}, "max_inflight_bytes must be at least"),
+        ("atol", -1.0, "atol must not be negative"),
+        ("rtol", math.nan, "rtol must not be negative"),
+        ("max_inflight_bytes", MIB, "max_inflight_bytes must be at least"),
     ],
 )
 def test_options_out_of_range_are_refused(
-    tmp_path: Path, options: dict[str, Any], message: str
+    tmp_path: Path, option: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        torch_ckpt.diff(tmp_path, tmp_path, **options)
+        torch_ckpt.diff(tmp_path, tmp_path, **{option: value})
 
 
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
@@ -454,30 +445,3 @@ def test_the_command_can_print_only_differences(tmp_path: Path, run: Run) -> Non
     both = [tmp_path / "a", tmp_path / "b"]
     assert run("diff", *both, "x", "--quiet") == ""
     assert "object: n: the stored bytes differ" in run("diff", *both, "--quiet", code=1)
-
-
-def test_the_command_writes_json_without_infinities(tmp_path: Path, run: Run) -> None:
-    save({"x": torch.tensor([1.0, math.inf])}, tmp_path / "a")
-    save({"x": torch.tensor([1.0, 2.0])}, tmp_path / "b")
-    run("diff", "--json", tmp_path / "a", tmp_path / "b", code=1)
-
-    def refuse(constant: str) -> None:
-        raise ValueError(constant)
-
-    document = json.loads(run.out, parse_constant=refuse)
-    (tensor,) = document["tensors"]
-    assert (tensor["largest_absolute"], tensor["index"]) == ("inf", [1])
-    assert document["equal"] is False
-
-
-def test_the_command_escapes_names(tmp_path: Path, run: Run) -> None:
-    save({"\x1b[2Jname": 1}, tmp_path / "a")
-    save({}, tmp_path / "b")
-    output = run("diff", tmp_path / "a", tmp_path / "b", code=1)
-    assert "\x1b" not in output
-    assert r"\x1b[2Jname" in output
-
-
-@pytest.mark.parametrize("tolerance", ["-1", "nan", "much"])
-def test_an_invalid_tolerance_is_a_wrong_command_line(run: Run, tolerance: str) -> None:
-    run("diff", "a", "b", f"--atol={tolerance}", code=2)
