@@ -59,7 +59,7 @@ def test_the_tables_of_ls_fit_the_terminal(
     assert tables[0].split()[0] in ("NAME", "FILE")
 
 
-def test_a_long_name_is_wrapped_after_a_dot(
+def test_a_long_name_is_wrapped_after_a_dot_and_a_column_that_does_not_fit_is_named(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path
 ) -> None:
     _, output = run_in_terminal(monkeypatch, ["ls", str(checkpoint)], 60)
@@ -70,13 +70,6 @@ def test_a_long_name_is_wrapped_after_a_dot(
     assert rest.startswith("float32  [30, 40]")
     continued = itertools.takewhile(lambda line: line.startswith("  "), lines[first + 1 :])
     assert name + "".join(map(str.strip, continued)) == LONG
-
-
-def test_a_column_that_does_not_fit_is_named(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
-) -> None:
-    _, output = run_in_terminal(monkeypatch, ["ls", str(checkpoint)], 60)
-    lines = visible(output)
     assert "FILES" not in lines[0].split()
     assert "(narrow terminal, not shown: FILES)" in lines
 
@@ -112,7 +105,7 @@ def test_a_fitted_table_is_no_wider_than_the_terminal_and_keeps_every_name(
 # --- colours -------------------------------------------------------------------------------------
 
 
-def test_states_are_coloured(
+def test_states_are_coloured_unless_no_color_is_set(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_path: Path
 ) -> None:
     _, output = run_in_terminal(monkeypatch, ["verify", str(checkpoint)])
@@ -123,16 +116,13 @@ def test_states_are_coloured(
     assert code == 1
     assert "\x1b[31mmissing" in output
     assert "\x1b[1mFILE " in output
-
-
-def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     _, output = run_in_terminal(monkeypatch, ["verify", str(checkpoint)])
     assert "no damage found" in output
     assert "\x1b[3" not in output
 
 
-def test_names_with_markup_are_printed_as_they_are(
+def test_names_with_markup_are_not_rendered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save({"[red]x[/red]": torch.zeros(3), ":smile:\x1b[2J": torch.zeros(3)}, tmp_path)
@@ -145,24 +135,21 @@ def test_names_with_markup_are_printed_as_they_are(
 # --- progress ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["verify", "show", "diff", "convert"])
+@pytest.mark.parametrize(
+    "command", ["verify PATH", "show PATH model", "diff PATH PATH", "convert PATH PATH.pt"]
+)
 def test_a_long_command_shows_progress_and_erases_it(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_path: Path, command: str
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, command: str
 ) -> None:
-    arguments = {
-        "verify": ["verify", str(checkpoint)],
-        "show": ["show", str(checkpoint), "model"],
-        "diff": ["diff", str(checkpoint), str(checkpoint)],
-        "convert": ["convert", str(checkpoint), str(tmp_path / "model.pt")],
-    }
-    code, output = run_in_terminal(monkeypatch, arguments[command])
+    words = command.replace("PATH", str(checkpoint)).split()
+    code, output = run_in_terminal(monkeypatch, words)
     assert code == 0
     drawings, _, report = output.rpartition("\r\x1b[K")
     assert "% of " in drawings
     assert "% of " not in report
 
 
-def test_deletions_and_measurements_show_progress(
+def test_deletions_and_doctor_show_progress(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for step in (1, 2, 3, 4):
@@ -177,12 +164,12 @@ def test_deletions_and_measurements_show_progress(
         assert f"{title}: " in output.split("% of ")[0]
 
 
+@pytest.mark.parametrize("option", ["--json", "--quiet"])
 def test_json_and_findings_only_show_no_progress(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, option: str
 ) -> None:
-    for option in ("--json", "--quiet"):
-        _, output = run_in_terminal(monkeypatch, ["verify", str(checkpoint), option])
-        assert "% of" not in output
+    _, output = run_in_terminal(monkeypatch, ["verify", str(checkpoint), option])
+    assert "% of" not in output
 
 
 # --- pipes ---------------------------------------------------------------------------------------
