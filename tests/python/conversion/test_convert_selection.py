@@ -1,8 +1,6 @@
 """``convert`` with a selection, new names or another dtype, and of steps of a manager."""
 
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import nn
 
 import torch_ckpt
 from tests.commands import Run
+from tests.conversions import names_in
 from tests.support import assert_equal, save
 from torch_ckpt.conversion.convert import ConvertReport, convert
 from torch_ckpt.errors import CheckpointError
@@ -23,13 +22,6 @@ STATE = {
     "optimizer": {"state": {"layer.weight": {"exp_avg": torch.ones(4, 3)}}},
     "step": 5,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 @pytest.fixture
@@ -47,17 +39,13 @@ def converted(source: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Co
 # --- names ---------------------------------------------------------------------------------------
 
 
-def test_selected_names_lose_their_prefix(step: Path) -> None:
+def test_selected_names_lose_their_prefix_before_they_are_renamed(step: Path) -> None:
     found, report = converted(step, select=["model.*"], strip_prefix="model.")
     assert_equal(dict(sorted(found.items())), dict(sorted(STATE["model"].items())))  # type: ignore
     assert (report.tensors, report.objects) == (2, 0)
-
-
-def test_renames_apply_to_names_without_their_prefix(step: Path) -> None:
-    options = {"select": ["model.*", "step"], "strip_prefix": "model."}
-    found, _report = converted(
-        step, **options, rename={"layer.*": "h.*", "step": "n"}, tensors_only=True
-    )
+    options = {"select": ["model.*", "step"], "strip_prefix": "model.", "overwrite": True}
+    renames = {"layer.*": "h.*", "step": "n"}
+    found, _report = converted(step, **options, rename=renames, tensors_only=True)
     assert sorted(found) == ["h.count", "h.weight"]
 
 
@@ -186,24 +174,24 @@ def test_a_directory_with_a_configuration_can_be_overwritten(step: Path, tmp_pat
     options: Any = {"select": ["model.*"], "config": tmp_path / "config.json"}
     convert(step, tmp_path / "hf", **options)
     convert(step, tmp_path / "hf", **options, overwrite=True)
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    assert names_in(tmp_path / "hf") == ["config.json", "model.safetensors"]
     assert (tmp_path / "hf/config.json").read_text() == '{"model_type": "x"}'
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "\xff"])
-def test_an_invalid_configuration_is_refused(step: Path, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "target", "error", "message"),
+    [
+        *((text, "hf", CheckpointError, "is not a JSON object") for text in ("[]", "{", "\xff")),
+        ("{}", "m.pt", ValueError, "config writes a directory"),
+    ],
+)
+def test_an_invalid_configuration_or_target_of_it_is_refused(
+    step: Path, tmp_path: Path, text: str, target: str, error: type[Exception], message: str
+) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin1"))
-    with pytest.raises(CheckpointError, match="is not a JSON object"):
-        convert(step, tmp_path / "hf", config=tmp_path)
-    assert not (tmp_path / "hf").exists()
-
-
-def test_a_configuration_needs_a_directory_as_target(step: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="config writes a directory"):
-        convert(step, tmp_path / "m.pt", config=tmp_path)
+    with pytest.raises(error, match=message):
+        convert(step, tmp_path / target, config=tmp_path)
+    assert not (tmp_path / target).exists()
 
 
 # --- a manager's step as a file of torch.save ----------------------------------------------------
@@ -251,7 +239,6 @@ def test_load_state_dict_accepts_the_states_of_a_converted_step(
 def test_objects_that_torch_load_rejects_are_noted(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     save({"config": {"a": (numpy.arange(3),)}, "step": 3}, tmp_path / "step")
-    report = convert(tmp_path / "step", tmp_path / "m.pt")
-    assert len(report.notes) == 1
-    assert "weights_only=False" in report.notes[0]
-    assert report.notes[0].endswith("config.a")
+    (note,) = convert(tmp_path / "step", tmp_path / "m.pt").notes
+    assert "weights_only=False" in note
+    assert note.endswith("config.a")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
 import torch_ckpt
@@ -14,12 +13,6 @@ from tests.fault_hooks import at_fault_points, failing
 from tests.forked import run_script
 from tests.support import assert_equal, files_limited_to, save
 from torch_ckpt.conversion.convert import convert
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:.* support is experimental"),
-]
-
 
 TARGETS: dict[str, dict[str, Any]] = {
     "m.pt": {},
@@ -53,46 +46,31 @@ def first_value(path: Path) -> float:
 def test_a_target_whose_last_fsync_fails_exists_and_durability_is_uncertain(
     tmp_path: Path, target: str
 ) -> None:
-    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "ckpt")
-    options: dict[str, Any] = {"max_shard_size": 100} if target == "hf" else {}
+    source = source_for(tmp_path, target)
+    match = f"{target} is complete, but may be lost in a power cut"
     with (
         failing("fsync_directory", errno.EIO, tmp_path),
-        pytest.raises(
-            torch_ckpt.DurabilityUncertain,
-            match=f"{target} is complete, but may be lost in a power cut",
-        ),
+        pytest.raises(torch_ckpt.DurabilityUncertain, match=match),
     ):
-        convert(tmp_path / "ckpt", tmp_path / target, **options)
-    suffix = ".safetensors" if target == "m.pt" else ".pt"
-    convert(tmp_path / target, tmp_path / f"again{suffix}")
-    again = tmp_path / f"again{suffix}"
-    found = loaded(again) if suffix == ".pt" else safetensors.torch.load_file(again)
-    assert_equal(found, {"a": torch.ones(3)})
+        convert(source, tmp_path / target, **TARGETS[target])
+    assert first_value(tmp_path / target) == 1.0
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_existing_target_is_kept(tmp_path: Path, target: str) -> None:
-    source = source_for(tmp_path, target)
-    convert(source, tmp_path / target, **TARGETS[target])
-    match = "already exists"
-    refused(tmp_path, FileExistsError, match, source.name, target, **TARGETS[target])
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_overwrite_replaces_the_target(tmp_path: Path, target: str) -> None:
-    convert(source_for(tmp_path, target), tmp_path / target, **TARGETS[target])
+def test_an_existing_target_is_replaced_only_on_request(tmp_path: Path, target: str) -> None:
+    options = TARGETS[target]
+    convert(source_for(tmp_path, target), tmp_path / target, **options)
     before = names_in(tmp_path)
     source = source_for(tmp_path, target, 2.0)
-    convert(source, tmp_path / target, overwrite=True, **TARGETS[target])
+    refused(tmp_path, FileExistsError, "already exists", source.name, target, **options)
+    assert first_value(tmp_path / target) == 1.0
+    convert(source, tmp_path / target, overwrite=True, **options)
     assert names_in(tmp_path) == before
     assert first_value(tmp_path / target) == 2.0
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_interruption_removes_a_new_target_and_keeps_an_old_one(
-    tmp_path: Path, target: str
-) -> None:
+def test_an_interruption_keeps_an_old_target_and_no_new_one(tmp_path: Path, target: str) -> None:
     source = source_for(tmp_path, target)
 
     def interrupt(_progress: torch_ckpt._base.progress.Progress) -> None:
@@ -112,22 +90,19 @@ def test_an_interruption_removes_a_new_target_and_keeps_an_old_one(
     assert first_value(tmp_path / target) == 1.0
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_error_at_the_file_size_limit_names_the_file(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "failure", "error"),
+    [
+        *((target, "size limit", "File too large") for target in TARGETS),
+        *((target, "fsync", "Input/output error") for target in ("m.pt", "m.safetensors", "hf")),
+    ],
+)
+def test_a_target_that_cannot_be_written_durably_is_not_published_and_its_file_is_named(
+    tmp_path: Path, target: str, failure: str, error: str
+) -> None:
     source = source_for(tmp_path, target)
-    with files_limited_to(200), pytest.raises(OSError, match="File too large") as caught:
-        convert(source, tmp_path / target, **TARGETS[target])
-    assert str(tmp_path) in str(caught.value.filename)
-    assert names_in(tmp_path) == [source.name]
-
-
-@pytest.mark.parametrize("target", ["m.pt", "m.safetensors", "hf"])
-def test_a_target_that_cannot_be_made_durable_is_not_published(tmp_path: Path, target: str) -> None:
-    source = source_for(tmp_path, target)
-    with (
-        failing("fsync", errno.EIO),
-        pytest.raises(OSError, match="Input/output error") as caught,
-    ):
+    failed = failing("fsync", errno.EIO) if failure == "fsync" else files_limited_to(200)
+    with failed, pytest.raises(OSError, match=error) as caught:
         convert(source, tmp_path / target, **TARGETS[target])
     assert str(tmp_path) in str(caught.value.filename)
     assert names_in(tmp_path) == [source.name]
@@ -141,6 +116,9 @@ def test_other_files_of_a_directory_are_never_replaced(tmp_path: Path) -> None:
     options = {"overwrite": True, "max_shard_size": 100}
     refused(tmp_path, FileExistsError, match, source.name, "hf", **options)
     assert names_in(tmp_path / "hf") == ["thesis.tex"]
+    (tmp_path / "hf/thesis.tex").unlink()
+    convert(source, tmp_path / "hf", max_shard_size=100)
+    assert "model.safetensors.index.json" in names_in(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -181,13 +159,6 @@ def test_files_added_to_a_replaced_directory_are_kept(tmp_path: Path) -> None:
     (kept,) = tmp_path.glob(".hf.tmp-*/thesis.tex")
     assert kept.read_text() == "the only copy"
     assert len(names_in(kept.parent)) == 1 + len(names_in(target))
-
-
-def test_an_empty_directory_becomes_the_target(tmp_path: Path) -> None:
-    source = source_for(tmp_path, "hf")
-    (tmp_path / "hf").mkdir()
-    convert(source, tmp_path / "hf", max_shard_size=100)
-    assert "model.safetensors.index.json" in names_in(tmp_path / "hf")
 
 
 CHAIN = """
