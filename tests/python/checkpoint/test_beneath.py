@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.forked import in_fresh_process
+from tests.loads import dcp_load, load, refusal
 from tests.metadata import read_metadata
 from tests.support import StateDict, assert_equal, cause_of, data_files, emptied, place_of, save
 from torch_ckpt import _core
@@ -29,109 +31,53 @@ STATE: StateDict = {
 }
 
 
-def load(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.load(state, path, no_dist=True, **options)
-
-
-def dcp_load(state: StateDict, path: Path) -> None:
-    dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path), no_dist=True)
-
-
-def preflight(state: StateDict, path: Path) -> None:
-    torch_ckpt.preflight(state, path)
-
-
-def estimate(state: StateDict, path: Path) -> None:
-    torch_ckpt.estimate_read_memory(state, path)
-
-
 def load_freeing(state: StateDict, path: Path) -> None:
     load(state, path, free_before_read=True)
 
 
-LOADERS = [load, dcp_load]
-USES = [load, dcp_load, load_freeing, preflight, estimate]
-
-
-def refusal(work: Callable[[], Any]) -> BaseException:
-    with pytest.raises(dcp.CheckpointException) as error:
-        work()
-    return cause_of(error.value)
+USES = [load, dcp_load, load_freeing, torch_ckpt.preflight, torch_ckpt.estimate_read_memory]
 
 
 def is_in_use(path: Path) -> bool:
     """Returns True if a process holds a shared lock, as a process that removes files would see."""
-    directory = OpenDirectory(path)
-    try:
+    with closing(OpenDirectory(path)) as directory:
         return not directory.try_lock_exclusive()
-    finally:
-        directory.close()
 
 
 # --- links and other things instead of files ------------------------------------------------
 
 
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_link_in_place_of_a_data_file_is_refused(
-    tmp_path: Path, loader: Callable[[StateDict, Path], None], where: str
-) -> None:
+def test_a_link_in_place_of_a_file_is_refused(tmp_path: Path, where: str) -> None:
     path = tmp_path / "checkpoint"
     save(STATE, path, thread_count=1)
     (file,) = data_files(path)
-    real = (path if where == "inside" else tmp_path) / "real"
-    file.rename(real)
-    file.symlink_to(real)
-    cause = refusal(lambda: loader(emptied(STATE), path))
-    assert isinstance(cause, Unsafe)
-    assert str(file) in str(cause)
-    assert "copy the files themselves" in str(cause)
-
-
-def test_a_link_in_place_of_a_folder_of_data_files_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    metadata = save(STATE, path, thread_count=1)
-    (tmp_path / "elsewhere").mkdir()
-    data_files(path)[0].rename(tmp_path / "elsewhere" / "data")
-    (path / "rank0").symlink_to(tmp_path / "elsewhere")
-    for info in metadata.storage_data.values():
-        info.relative_path = "rank0/data"
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert isinstance(refusal(lambda: load(emptied(STATE), path)), Unsafe)
-
-
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_link_in_place_of_the_metadata_is_refused(tmp_path: Path, where: str) -> None:
-    path = tmp_path / "checkpoint"
-    save(STATE, path)
-    real = (path if where == "inside" else tmp_path) / "real"
-    (path / ".metadata").rename(real)
-    (path / ".metadata").symlink_to(real)
+    for linked in (file, path / ".metadata"):
+        real = (path if where == "inside" else tmp_path) / f"real {linked.name}"
+        linked.rename(real)
+        linked.symlink_to(real)
+        cause = refusal(lambda: load(emptied(STATE), path))
+        assert isinstance(cause, Unsafe)
+        assert str(linked) in str(cause)
+        assert "copy the files themselves" in str(cause)
     for read in (torch_ckpt.FileSystemReader(path).read_metadata, lambda: read_metadata(path)):
         with pytest.raises(Unsafe, match=r"\.metadata: the path is or contains a symbolic link"):
             read()
 
 
-def test_a_link_to_the_checkpoint_is_followed(tmp_path: Path) -> None:
-    save(STATE, tmp_path / "step_1")
+def test_a_link_to_a_checkpoint_and_a_hard_link_to_its_file_are_allowed(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "step_1", thread_count=1)
+    (file,) = data_files(tmp_path / "step_1")
+    os.link(file, tmp_path / "other name")
     (tmp_path / "latest").symlink_to("step_1")
     target = emptied(STATE)
     load(target, tmp_path / "latest")
     assert_equal(target, STATE)
 
 
-def test_a_hard_link_to_a_data_file_is_loaded(tmp_path: Path) -> None:
-    save(STATE, tmp_path / "checkpoint", thread_count=1)
-    (file,) = data_files(tmp_path / "checkpoint")
-    os.link(file, tmp_path / "other name")
-    target = emptied(STATE)
-    load(target, tmp_path / "checkpoint")
-    assert_equal(target, STATE)
-
-
 @pytest.mark.parametrize("name", ["weight", "note"])
 @pytest.mark.parametrize("file", ["../real", "below\\real", "real/", "real/."], ids=repr)
-def test_a_name_that_is_no_file_beneath_the_directory_is_refused(
+def test_a_name_of_no_file_in_the_directory_is_refused(
     tmp_path: Path, file: str, name: str
 ) -> None:
     path = tmp_path / "checkpoint"
@@ -150,20 +96,23 @@ def test_metadata_is_read_only_after_its_size_was_checked(tmp_path: Path) -> Non
         read_metadata(tmp_path)
 
 
-@pytest.mark.parametrize("use", USES)
+def read(_state: StateDict, path: Path) -> None:
+    torch_ckpt.FileSystemReader(path).read_metadata()
+
+
+@pytest.mark.parametrize(
+    "use", [load, load_freeing, torch_ckpt.preflight, torch_ckpt.estimate_read_memory, read]
+)
 def test_the_error_for_no_directory_is_that_there_is_no_checkpoint(
-    tmp_path: Path, use: Callable[[StateDict, Path], None]
+    tmp_path: Path, use: Callable[[StateDict, Path], Any]
 ) -> None:
     with pytest.raises((dcp.CheckpointException, FileNotFoundError)) as error:
         use(emptied(STATE), tmp_path / "none")
-    cause: BaseException = error.value
-    if isinstance(cause, dcp.CheckpointException):
-        cause = cause_of(cause)
-    if use is not dcp_load:  # which tries another file and wraps both errors
-        assert isinstance(cause, FileNotFoundError)
-        assert cause.filename == str(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
-        torch_ckpt.FileSystemReader(tmp_path / "none").read_metadata()
+    wrapped = isinstance(error.value, dcp.CheckpointException)
+    cause = cause_of(error.value) if wrapped else error.value
+    assert isinstance(cause, FileNotFoundError)
+    assert cause.filename == str(tmp_path / "none")
+    assert "no committed checkpoint" in str(cause)
 
 
 # --- the directory is shared for as long as a load lasts -----------------------------------------
@@ -189,7 +138,7 @@ def test_no_lock_on_the_directory_is_left_after_a_failed_load(
     tmp_path: Path, use: Callable[[StateDict, Path], None]
 ) -> None:
     save(STATE, tmp_path, thread_count=1)
-    if use in (preflight, estimate):
+    if use in USES[3:]:  # these read no data
         (tmp_path / ".metadata").write_bytes(b"damaged")
     else:
         (file,) = data_files(tmp_path)
@@ -222,8 +171,8 @@ def test_the_directory_is_locked_from_the_metadata_to_the_data(tmp_path: Path) -
 
 @pytest.mark.parametrize("how", ["reset", "release", "drop", "read another"])
 def test_a_reader_that_reads_no_data_releases_the_directory(tmp_path: Path, how: str) -> None:
-    save(STATE, tmp_path / "one")
-    save(STATE, tmp_path / "two")
+    for name in ("one", "two"):
+        save(STATE, tmp_path / name)
     reader = torch_ckpt.FileSystemReader(tmp_path / "one")
     reader.read_metadata()
     assert is_in_use(tmp_path / "one")
@@ -242,9 +191,7 @@ def test_a_reader_that_reads_no_data_releases_the_directory(tmp_path: Path, how:
     assert not is_in_use(tmp_path / "one")
 
 
-def test_a_reader_with_metadata_from_elsewhere_opens_the_directory_itself(
-    tmp_path: Path,
-) -> None:
+def test_a_reader_with_metadata_from_elsewhere_opens_the_directory(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     metadata = torch_ckpt.FileSystemReader(tmp_path).read_metadata()
     reader = torch_ckpt.FileSystemReader(tmp_path)
@@ -256,27 +203,8 @@ def test_a_reader_with_metadata_from_elsewhere_opens_the_directory_itself(
     assert not is_in_use(tmp_path)
 
 
-def test_a_load_continues_in_a_directory_that_was_moved(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-
-    class Moving(dcp.DefaultLoadPlanner):
-        def create_local_plan(self) -> dcp.LoadPlan:
-            path.rename(tmp_path / "moved")
-            save({"weight": torch.zeros(40, 300), "note": ""}, path)
-            return super().create_local_plan()
-
-    save(STATE, path)
-    target = emptied(STATE)
-    reader = torch_ckpt.FileSystemReader(path)
-    dcp.load(target, storage_reader=reader, planner=Moving(), no_dist=True)
-    assert_equal(target, STATE)
-
-
-OTHER = {"weight": torch.zeros(40, 300), "transposed": torch.zeros(20, 30), "note": ""}
-
-
 def save_another(path: Path) -> None:
-    save(OTHER, path)
+    save({**STATE, "note": ""}, path)
 
 
 def test_a_load_during_a_save_reads_the_old_checkpoint(tmp_path: Path) -> None:
@@ -291,8 +219,7 @@ def test_a_load_during_a_save_reads_the_old_checkpoint(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     files = data_files(tmp_path)
     target = emptied(STATE)
-    reader = torch_ckpt.FileSystemReader(tmp_path)
-    dcp.load(target, storage_reader=reader, planner=SavingMeanwhile(), no_dist=True)
+    dcp_load(target, tmp_path, planner=SavingMeanwhile())
     assert left == files
     assert_equal(target, STATE)
     load(target, tmp_path)

@@ -1,14 +1,20 @@
-"""The index of a checkpoint has the contents of its metadata."""
+"""The index of a checkpoint has the contents of valid metadata; tests/attacks has the invalid."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -19,17 +25,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import torch_ckpt
 from tests.metadata import read_metadata
-from tests.support import DTYPES, save, stock_save, zeros
+from tests.support import DTYPES, cause_of, load, save, stock_save, zeros
 from torch_ckpt import Corrupt, _core
+from torch_ckpt.checkpoint.files import lies_beneath
 from torch_ckpt.checkpoint.index import decode_index
 from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, index_of
 
 STATE: dict[str, Any] = {
     **{str(dtype): zeros((2, 3), dtype) for dtype in DTYPES},
+    "weight": torch.arange(12.0).reshape(3, 4),
     "scalar": torch.tensor(3),
     "empty": torch.empty(0, 5),
-    "nested": {"list": [torch.ones(2), {"deep": torch.ones(1)}], "text": "a"},
+    "nested": {"list": [torch.ones(2), torch.ones(3), {"deep": torch.ones(1)}], "text": "a"},
     "step": 3,
 }
 
@@ -126,16 +135,6 @@ def test_a_tensor_that_its_shards_do_not_cover_is_named(
     assert index.uncovered() == ({} if gap is None else {"w": gap})
 
 
-def test_a_new_name_replaces_the_old_one(tmp_path: Path) -> None:
-    save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path)
-    index = decode_index((tmp_path / ".metadata").read_bytes(), "here")
-    renamed = index.renamed(["c", "a"])
-    assert renamed.names() == ["c", "a"]
-    assert renamed.tensor("a") == ("float32", (3,))
-    assert "b" not in renamed
-    assert index.names() == ["a", "b"]
-
-
 def test_an_invalid_value_of_a_trusted_writer_is_refused() -> None:
     class Other:
         pass
@@ -143,3 +142,150 @@ def test_an_invalid_value_of_a_trusted_writer_is_refused() -> None:
     metadata = Metadata({"a": Other()})  # type: ignore[dict-item]
     with pytest.raises(Corrupt, match=r"^here: the metadata contains unsupported values"):
         index_of(metadata, "here")
+
+
+# --- accepted and refused ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def metadata(tmp_path: Path) -> Metadata:
+    save(STATE, tmp_path)
+    return read_metadata(tmp_path)
+
+
+def with_unused_attributes(metadata: Metadata) -> None:
+    # Megatron stores plans in them, and newer versions of torch may have more fields.
+    metadata.all_local_plans = [1, 2]  # type: ignore[attr-defined]
+    metadata.version = "9.0"
+    for info in metadata.storage_data.values():
+        info.checksum = "unknown"
+
+
+def with_a_location_of_no_item(metadata: Metadata) -> None:
+    metadata.storage_data[MetadataIndex("other")] = _StorageInfo("other.distcp", 0, 10)
+
+
+def with_an_item_without_a_location(metadata: Metadata) -> None:
+    # A load of an omitted item is refused by name; the others can be loaded.
+    metadata.state_dict_metadata["lost"] = BytesStorageMetadata()
+
+
+def with_properties_of_older_torch(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["weight"].properties = OldProperties(dtype=torch.float32)
+
+
+def without_storage_data(metadata: Metadata) -> None:
+    metadata.storage_data = None
+
+
+def with_many_empty_shards(metadata: Metadata) -> None:
+    # Ranks without rows of a tensor.
+    nothing = ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([0, 4]))
+    metadata.state_dict_metadata["weight"].chunks += [nothing, nothing]
+
+
+def with_planner_data(value: Any) -> Callable[[Metadata], None]:
+    return lambda metadata: setattr(metadata, "planner_data", value)
+
+
+def with_many_transforms(metadata: Metadata) -> None:
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zlib"] * 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(with_unused_attributes, with_a_location_of_no_item, with_an_item_without_a_location),
+        *(with_properties_of_older_torch, without_storage_data, with_many_empty_shards),
+        *map(with_planner_data, ({"weight": ["of", "its", "own"]}, [], 3, "a")),
+        with_many_transforms,
+    ],
+)
+def test_valid_metadata_passes(metadata: Metadata, change: Callable[[Metadata], None]) -> None:
+    change(metadata)
+    index_of(metadata, "here")
+
+
+def test_errors_name_the_entry_and_the_file(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["weight"] = 3  # type: ignore[assignment]
+    with pytest.raises(
+        Corrupt, match=r"^weight: .* describe a tensor or an object, but is an int \(here\)$"
+    ):
+        index_of(metadata, "here")
+
+
+WRONG: dict[str, Any] = {
+    "state_dict_metadata": [None, [], "a", {1: BytesStorageMetadata()}],
+    "storage_data": [[], 3, {"weight": 1}, {MetadataIndex("a"): None}],
+    "storage_meta": [3, "a", {}],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f in WRONG for v in WRONG[f]], ids=str)
+def test_a_field_of_another_type_is_refused(metadata: Metadata, field: str, value: Any) -> None:
+    setattr(metadata, field, value)
+    with pytest.raises(Corrupt):
+        index_of(metadata, "here")
+
+
+@pytest.mark.parametrize("part", ["properties", "size", "chunks", "offsets", "sizes"])
+def test_an_incomplete_description_is_refused(metadata: Metadata, part: str) -> None:
+    stored = copy.deepcopy(metadata.state_dict_metadata["weight"])
+    delattr(stored.chunks[0] if part in ("offsets", "sizes") else stored, part)
+    metadata.state_dict_metadata["weight"] = stored
+    with pytest.raises(Corrupt, match=r"^weight: "):
+        index_of(metadata, "here")
+
+
+def test_metadata_of_a_trusted_writer_is_checked_by_dcp_load_too(tmp_path: Path) -> None:
+    # The disk is not trusted. torch tries another file after any failure, and up to 2.14 drops the
+    # reason.
+    metadata = save({"step": 3}, tmp_path)
+    next(iter(metadata.storage_data.values())).offset = -1
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException) as error:
+        load({"step": 0}, tmp_path, allow_pickle=True)
+    assert isinstance(cause_of(error.value), Corrupt)
+
+
+CLEAN = ["a", "a.b", "a/b", "./a", "a//b", "..a", "a..", ".a", "é" * 2000]
+OTHERS = ["", ".", "..", "/", "/a", "../a", "a/..", "a/../b", "a\0", "a\\b", "a" * 5000, 3, None]
+
+
+@pytest.mark.parametrize("file", CLEAN + OTHERS)
+def test_only_clean_paths_are_beneath_the_directory(file: Any) -> None:
+    assert lies_beneath(file) is (file in CLEAN)
+
+
+def test_two_tensors_may_not_share_their_list_of_shards(metadata: Metadata) -> None:
+    # Many names with one long list would make little metadata expensive.
+    half = torch.Size([2])
+    shards = [ChunkStorageMetadata(torch.Size([begin]), half) for begin in (0, 2)]
+    stored = [metadata.state_dict_metadata[f"nested.list.{number}"] for number in (0, 1)]
+    for tensor in stored:
+        tensor.size, tensor.chunks = torch.Size([4]), list(shards)
+    index_of(metadata, "here")
+    for tensor in stored:
+        tensor.chunks = shards
+    message = r"nested.list.1: .* list of shards in the metadata with another tensor \(here\)"
+    with pytest.raises(Corrupt, match=message):
+        index_of(metadata, "here")
+
+
+def test_the_number_of_transforms_of_a_record_is_limited(metadata: Metadata) -> None:
+    with_many_transforms(metadata)
+    next(iter(metadata.storage_data.values())).transform_descriptors += ["zlib"]
+    with pytest.raises(Corrupt, match="65 transforms; the maximum is 64"):
+        index_of(metadata, "here")
+
+
+def test_a_reader_that_has_refused_one_checkpoint_reads_another(tmp_path: Path) -> None:
+    save({"step": 3}, tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / ".metadata").write_bytes(b"damaged")
+    reader = torch_ckpt.FileSystemReader(tmp_path / "bad")
+    with pytest.raises(Corrupt):
+        reader.read_metadata()
+    state = {"step": 0}
+    dcp.load(state, storage_reader=reader, checkpoint_id=tmp_path / "good", no_dist=True)
+    assert state == {"step": 3}

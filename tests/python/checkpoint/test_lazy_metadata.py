@@ -21,32 +21,25 @@ def sent(path: Path, ranks: int) -> bytes:
     return pickle.dumps(SavedMetadata(data, str(path), ranks))
 
 
-def test_small_metadata_is_sent_to_other_ranks(tmp_path: Path) -> None:
-    message = sent(tmp_path / "gone", 2)
-    shutil.rmtree(tmp_path / "gone")
+@pytest.mark.parametrize("ranks", [2, MOST_BYTES_SENT], ids=["few", "many"])
+def test_metadata_is_sent_to_few_ranks_and_read_lazily_by_many(tmp_path: Path, ranks: int) -> None:
+    message = sent(tmp_path / "gone", ranks)
+    if ranks == 2:
+        shutil.rmtree(tmp_path / "gone")
+    else:
+        assert len(message) < 500
     assert set(pickle.loads(message).metadata().state_dict_metadata) == {"weight"}
 
 
-def test_metadata_for_many_ranks_is_read_lazily(
-    tmp_path: Path,
-) -> None:
-    message = sent(tmp_path, MOST_BYTES_SENT)
-    assert len(message) < 500
-    assert set(pickle.loads(message).metadata().state_dict_metadata) == {"weight"}
-
-
-def test_metadata_that_another_save_has_replaced_is_refused(tmp_path: Path) -> None:
-    metadata = pickle.loads(sent(tmp_path, MOST_BYTES_SENT)).metadata()
+def test_metadata_that_was_replaced_or_deleted_is_refused(tmp_path: Path) -> None:
+    replaced = pickle.loads(sent(tmp_path, MOST_BYTES_SENT)).metadata()
     torch_ckpt.save({"weight": torch.arange(4)}, tmp_path)
     with pytest.raises(CheckpointError, match="another save has replaced"):
-        metadata.state_dict_metadata  # noqa: B018
-
-
-def test_metadata_of_a_checkpoint_that_was_deleted_is_refused_by_its_path(tmp_path: Path) -> None:
-    metadata = pickle.loads(sent(tmp_path / "gone", MOST_BYTES_SENT)).metadata()
+        replaced.state_dict_metadata  # noqa: B018
+    gone = pickle.loads(sent(tmp_path / "gone", MOST_BYTES_SENT)).metadata()
     shutil.rmtree(tmp_path / "gone")
     with pytest.raises(CheckpointError, match="gone no longer exists"):
-        metadata.state_dict_metadata  # noqa: B018
+        gone.state_dict_metadata  # noqa: B018
 
 
 def test_the_rank_that_has_committed_keeps_the_metadata(tmp_path: Path) -> None:

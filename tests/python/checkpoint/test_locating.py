@@ -55,9 +55,7 @@ def found(path: Path) -> str:
 def test_a_load_accepts_a_step_and_a_root_for_its_newest_step(
     root: Path, load: Callable[[Path], float]
 ) -> None:
-    assert load(root / "3") == 3.0
-    assert load(root / "40") == 40.0
-    assert load(root) == 40.0
+    assert (load(root / "3"), load(root / "40"), load(root)) == (3.0, 40.0, 40.0)
 
 
 def test_a_reused_reader_finds_the_newest_step_again(root: Path) -> None:
@@ -71,15 +69,20 @@ def test_a_reused_reader_finds_the_newest_step_again(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["40", ""])
 def test_each_function_that_reads_a_checkpoint_accepts_steps_and_roots(
-    root: Path, name: str
+    root: Path, tmp_path: Path, name: str
 ) -> None:
     step, path = str(root / "0000000040"), root / name
-    assert torch_ckpt.verify(path).checkpoint == step
+    LocalSteps(root).set_pinned(40, True)
+    report = torch_ckpt.verify(path)
+    # The markers of a step belong to it.
+    assert (report.checkpoint, report.unreferenced) == (step, [])
     assert torch_ckpt.show(path).checkpoint == step
     assert torch_ckpt.diff(path, root / "40").a == step
     assert explain(path).checkpoint == step
     assert examine(path).path == step
     assert torch_ckpt.preflight({"w": torch.zeros(5, 3)}, path).loaded == ["w"]
+    torch_ckpt.convert(path, tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt")["w"][0, 0] == 40.0
 
 
 def test_a_step_without_its_marker_is_not_the_newest_one(root: Path) -> None:
@@ -87,7 +90,7 @@ def test_a_step_without_its_marker_is_not_the_newest_one(root: Path) -> None:
     assert found(root) == "0000000003"
 
 
-def test_a_step_is_found_in_the_working_directory(
+def test_a_step_is_found_in_a_working_directory(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(root)
@@ -99,11 +102,6 @@ def test_a_directory_with_the_exact_name_is_not_replaced_by_a_step(tmp_path: Pat
     save({"t": torch.ones(3)}, tmp_path / "0000000007")
     save({"t": torch.ones(3)}, tmp_path / "7")
     assert found(tmp_path / "7") == "7"
-
-
-def test_the_error_for_an_absent_step_names_the_newest_one(root: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such step; the newest step is 40"):
-        open_checkpoint(root / "41")
 
 
 @pytest.mark.parametrize("name", ["40", ""])
@@ -126,28 +124,19 @@ def test_the_step_that_a_load_of_a_root_reads_is_not_deleted(root: Path) -> None
     assert not any(deleted)
 
 
-def test_a_newest_step_that_is_deleted_before_it_is_opened_is_replaced_by_the_previous_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_newest_step_that_is_deleted_as_it_is_opened_is_replaced_by_the_previous_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    def open_late(path: Any) -> OpenDirectory:
-        if str(path).endswith("0000000040"):
-            LocalSteps(root).delete(40)
-        return OpenDirectory(path)
-
-    monkeypatch.setattr(locating, "OpenDirectory", open_late)
-    assert found(root) == "0000000003"
-
-
-def test_a_newest_step_that_is_deleted_while_it_is_opened_is_replaced_by_the_previous_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def open_early(path: Any) -> OpenDirectory:
+    def open_directory(path: Any) -> OpenDirectory:
         opened = OpenDirectory(path)
         if str(path).endswith("0000000040"):
             LocalSteps(root).delete(40)
+            if when == "before":
+                return OpenDirectory(path)
         return opened
 
-    monkeypatch.setattr(locating, "OpenDirectory", open_early)
+    monkeypatch.setattr(locating, "OpenDirectory", open_directory)
     assert found(root) == "0000000003"
 
 
@@ -166,28 +155,35 @@ def test_a_load_of_another_format_names_convert(tmp_path: Path) -> None:
     convert = "to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
     file, hf = tmp_path / "model.safetensors", tmp_path / "hf"
     file.write_bytes(struct.pack("<Q", 2) + b"{}")
-    but = f"{file} is not a directory but"
-    assert refusal(file) == f"{but} a safetensors file; convert it {convert}"
     torch.save({"t": torch.ones(3)}, tmp_path / "model.pt")
-    assert refusal(tmp_path / "model.pt").endswith(f"but a torch.save file; convert it {convert}")
+    for path, kind in ((file, "safetensors"), (tmp_path / "model.pt", "torch.save")):
+        expected = f"{path} is not a directory but a {kind} file; convert it {convert}"
+        assert refusal(path) == expected
     hf.mkdir()
-    (hf / "pytorch_model.bin").touch()
-    assert refusal(hf) == (
-        f"{hf} is not a checkpoint: it contains torch.save files; convert one of them {convert}"
-    )
-    (hf / "model.safetensors").touch()
-    assert refusal(hf) == (
-        f"{hf} is not a checkpoint: it contains safetensors files; convert it {convert}"
-    )
+    for name, kind, part in (
+        ("pytorch_model.bin", "torch.save", "one of them"),
+        ("model.safetensors", "safetensors", "it"),
+    ):
+        (hf / name).touch()
+        contains = f"it contains {kind} files; convert {part} {convert}"
+        assert refusal(hf) == f"{hf} is not a checkpoint: {contains}"
 
 
-def test_the_error_for_a_file_of_a_checkpoint_names_the_checkpoint(root: Path) -> None:
-    step = root / "0000000040"
-    with pytest.raises(CheckpointError, match=f"but a file of the checkpoint {step}; pass that"):
-        open_checkpoint(step / ".metadata")
-
-
-def test_another_file_is_refused_as_it_is_not_a_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("run/41", FileNotFoundError, "no such step; the newest step is 40"),
+        (
+            "run/0000000040/.metadata",
+            CheckpointError,
+            "but a file of the checkpoint {}/run/0000000040; pass that",
+        ),
+        ("notes", CheckpointError, "is not a directory; pass a checkpoint directory"),
+    ],
+)
+def test_the_error_for_another_path_names_the_nearest_checkpoint(
+    root: Path, tmp_path: Path, name: str, error: type[Exception], message: str
+) -> None:
     (tmp_path / "notes").write_text("x")
-    with pytest.raises(CheckpointError, match="is not a directory; pass a checkpoint directory"):
-        open_checkpoint(tmp_path / "notes")
+    with pytest.raises(error, match=message.format(tmp_path)):
+        open_checkpoint(tmp_path / name)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +27,6 @@ from tests.support import (
     stock_save,
 )
 
-V3_DTYPES = DTYPES[12:]
 COMPLEX = [torch.complex64, torch.complex128]
 
 
@@ -51,8 +49,6 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "0-d": lambda: f32(),
     "one element": lambda: f32(1),
     "empty": lambda: f32(0),
-    "empty with rows": lambda: f32(3, 0),
-    "empty with columns": lambda: f32(0, 3),
     "empty in the middle": lambda: f32(2, 0, 3),
     "empty and transposed": lambda: f32(3, 0).t(),
     "empty view of a full storage": lambda: f32(4)[2:2],
@@ -64,19 +60,14 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "channels_last": lambda: f32(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "channels_last_3d": lambda: f32(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
     "first rows": lambda: f32(6, 4)[:2],
-    "last rows": lambda: f32(6, 4)[4:],
-    "narrowed columns": lambda: f32(6, 4)[:, 1:3],
     "one column": lambda: f32(6, 4)[:, 2],
     "one element of many": lambda: f32(6, 4)[3, 2],
     "every second row": lambda: f32(6, 4)[::2],
-    "every second column": lambda: f32(6, 4)[:, ::2],
     "transposed part": lambda: f32(6, 4)[1:4, 1:3].t(),
     "channels_last part": lambda: f32(2, 4, 3, 5).to(memory_format=torch.channels_last)[:, 1:3],
     "diagonal": lambda: f32(5, 5).diagonal(),
     "expanded": lambda: f32(1, 3).expand(4, 3),
     "expanded 0-d": lambda: f32().expand(4),
-    "expanded inside": lambda: f32(2, 1, 3).expand(2, 4, 3),
-    "expanded to one": lambda: f32(4).expand(1, 4),
     "overlapping windows": lambda: f32(10).unfold(0, 4, 2),
     "overlapping in a storage of its size": lambda: f32(4).as_strided((2, 2), (1, 1)),
     "overlapping, offset": lambda: f32(9).as_strided((3, 3), (2, 1), 1),
@@ -87,17 +78,13 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "odd strides of ones": lambda: f32(4).as_strided((1, 4), (7, 1)),
     "conj": lambda: c64(3, 2).conj(),
     "conj of a part": lambda: c64(4, 2)[1:3].conj(),
-    "part of a conj": lambda: c64(4, 2).conj()[1:3],
-    "transposed conj": lambda: c64(3, 2).conj().t(),
     "conj 0-d": lambda: c64().conj(),
     "conj empty": lambda: c64(0).conj(),
     "conj expanded": lambda: c64(1, 2).conj().expand(3, 2),
     "neg": lambda: f32(3, 2)._neg_view(),
-    "neg of a part": lambda: f32(4, 2)[1:3]._neg_view(),
     "imaginary part of a conj": lambda: c64(3, 2).conj().imag,
     "real part of a conj": lambda: c64(3, 2).conj().real,
     "conj and neg": lambda: c64(3, 2).conj()._neg_view(),
-    "conj and neg of a part": lambda: c64(3, 4)[:, 1:3].conj()._neg_view(),
     "conj without a storage class": lambda: random_tensor((3, 2), torch.complex32).conj(),
     "Parameter": lambda: torch.nn.Parameter(f32(3, 2)),
     "Parameter over a part": lambda: torch.nn.Parameter(f32(6, 2)[2:4]),
@@ -118,14 +105,8 @@ def test_a_record_equals_torchs_for_every_dtype(
 ) -> None:
     tensor = random_tensor(shape, dtype)
     assert stored(tensor, tmp_path) == record_of(tensor)
-
-
-@pytest.mark.parametrize("dtype", V3_DTYPES, ids=str)
-def test_the_record_of_a_part_equals_torchs_for_dtypes_without_a_storage_class(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    tensor = random_tensor((6, 4), dtype)[1:4]
-    assert stored(tensor, tmp_path) == record_of(tensor)
+    if tensor.dim() == 2:
+        assert stored(tensor[1:2], tmp_path) == record_of(tensor[1:2])
 
 
 @pytest.mark.parametrize("name", ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"])
@@ -142,35 +123,11 @@ def test_a_record_equals_torchs_for_every_layout(tmp_path: Path, layout: str) ->
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 65535, 65536])
-def test_a_record_equals_torchs_around_the_widths_of_pickled_numbers(
+def test_a_record_equals_torchs_for_all_widths_of_pickled_numbers(
     tmp_path: Path, count: int
 ) -> None:
     tensor = random_tensor((count,), torch.uint8)
     assert stored(tensor, tmp_path) == record_of(tensor)
-
-
-@pytest.mark.parametrize("name", ["x", "a.b.c", "ü", "n" * 300])
-def test_a_record_is_independent_of_the_tensors_name(tmp_path: Path, name: str) -> None:
-    save({name: f32(3)}, tmp_path, thread_count=1)
-    assert data_files(tmp_path)[0].read_bytes() == record_of(f32(3))
-
-
-@pytest.mark.parametrize("around", [-1, 0, 1])
-def test_a_record_equals_torchs_if_a_file_ends_near_the_end_of_a_chunk(
-    tmp_path: Path, around: int
-) -> None:
-    overhead = len(record_of(f32(2**20))) - 2**22
-    tensor = random_tensor((2**22 - overhead + around,), torch.uint8)
-    assert stored(tensor, tmp_path) == record_of(tensor)
-
-
-@pytest.mark.parametrize("chunk_bytes", [4096, 8192, 1 << 20])
-def test_a_record_equals_torchs_with_any_amount_of_staging_memory(
-    tmp_path: Path, chunk_bytes: int
-) -> None:
-    tensor = random_tensor((300, 1001), torch.int16)[:, 1:]
-    save({"tensor": tensor}, tmp_path, thread_count=1, max_host_bytes=chunk_bytes)
-    assert data_files(tmp_path)[0].read_bytes() == record_of(tensor)
 
 
 MIXED_STATE = {
@@ -181,37 +138,17 @@ MIXED_STATE = {
     "none": None,
     "view": f32(9, 9)[2:5, 3:],
     "empty": f32(0, 2),
-    "scalar": torch.tensor(1.5),
+    "a name that is not in the record: ü" + "n" * 300: torch.tensor(1.5),
 }
 
 
-def test_a_complete_file_equals_torchs_with_one_thread(tmp_path: Path) -> None:
-    save(MIXED_STATE, tmp_path / "ours", thread_count=1)
-    stock_save(MIXED_STATE, tmp_path / "stock", thread_count=1)
-    (ours,), (stock,) = data_files(tmp_path / "ours"), data_files(tmp_path / "stock")
-    assert ours.name == stock.name
-    assert ours.read_bytes() == stock.read_bytes()
-
-
-def test_all_files_equal_torchs_with_one_item_each(tmp_path: Path) -> None:
-    save(MIXED_STATE, tmp_path / "ours", single_file_per_rank=False)
-    stock_save(MIXED_STATE, tmp_path / "stock", single_file_per_rank=False)
+@pytest.mark.parametrize("options", [{"thread_count": 1}, {"single_file_per_rank": False}], ids=str)
+def test_complete_files_equal_torchs(tmp_path: Path, options: dict[str, Any]) -> None:
+    save(MIXED_STATE, tmp_path / "ours", **options)
+    stock_save(MIXED_STATE, tmp_path / "stock", **options)
     ours, stock = data_files(tmp_path / "ours"), data_files(tmp_path / "stock")
     assert [file.name for file in ours] == [file.name for file in stock]
     assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in stock]
-
-
-@pytest.mark.parametrize("direct_io", [True, False, "auto"])
-def test_direct_io_does_not_change_the_file(tmp_path: Path, direct_io: bool | str) -> None:
-    state = {"large": f32(1000, 1000), "small": f32(3)}
-    try:
-        save(state, tmp_path, thread_count=1, direct_io=direct_io)
-    except dcp.CheckpointException as error:
-        if "no direct I/O" not in str(error):
-            raise
-        pytest.skip("this file system has no direct I/O")
-    expected = record_of(state["large"]) + record_of(state["small"])
-    assert data_files(tmp_path)[0].read_bytes() == expected
 
 
 # --- any chain of views --------------------------------------------------------------------------
@@ -225,34 +162,31 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     tensor = random_tensor(shape, dtype, seed=draw(st.integers(0, 100)))
     for _ in range(draw(st.integers(0, 5))):
-        tensor = draw(st.sampled_from(VIEWS))(draw, tensor)
+        views = VIEWS + OF_A_DIMENSION * (tensor.dim() > 0) + OF_COMPLEX * (tensor.dtype in COMPLEX)
+        tensor = draw(st.sampled_from(views))(draw, tensor)
     return tensor
 
 
-def any_dim(draw: st.DrawFn, tensor: torch.Tensor) -> int:
-    return draw(st.integers(0, tensor.dim() - 1))
+def any_dim(draw: st.DrawFn, tensor: torch.Tensor) -> tuple[int, int]:
+    """Chooses a dimension, and returns its number and its size."""
+    dim = draw(st.integers(0, tensor.dim() - 1))
+    return dim, tensor.size(dim)
 
 
 def narrowed(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    dim = any_dim(draw, tensor)
-    start = draw(st.integers(0, tensor.size(dim)))
-    return tensor.narrow(dim, start, draw(st.integers(0, tensor.size(dim) - start)))
+    dim, size = any_dim(draw, tensor)
+    start = draw(st.integers(0, size))
+    return tensor.narrow(dim, start, draw(st.integers(0, size - start)))
 
 
 def stepped(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    index = [slice(None)] * any_dim(draw, tensor)
+    index = [slice(None)] * any_dim(draw, tensor)[0]
     return tensor[(*index, slice(None, None, draw(st.integers(2, 3))))]
 
 
 def selected(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() == 0 or tensor.dim() == 0:
-        return tensor
-    dim = any_dim(draw, tensor)
-    return tensor.select(dim, draw(st.integers(0, tensor.size(dim) - 1)))
+    dim, size = any_dim(draw, tensor)
+    return tensor.select(dim, draw(st.integers(0, size - 1))) if size else tensor
 
 
 def permuted(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
@@ -284,7 +218,7 @@ def restrided(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def conjugated(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.conj() if tensor.dtype in COMPLEX else tensor
+    return tensor.conj()
 
 
 def negated(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
@@ -292,8 +226,6 @@ def negated(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def one_of_two_parts(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in COMPLEX:
-        return tensor
     return draw(st.sampled_from([tensor.real, tensor.imag]))
 
 
@@ -301,19 +233,9 @@ def copied(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-VIEWS = [
-    narrowed,
-    stepped,
-    selected,
-    permuted,
-    expanded,
-    unsqueezed,
-    restrided,
-    conjugated,
-    negated,
-    one_of_two_parts,
-    copied,
-]
+OF_A_DIMENSION = [narrowed, stepped, selected]
+OF_COMPLEX = [conjugated, one_of_two_parts]
+VIEWS = [permuted, expanded, unsqueezed, restrided, negated, copied]
 
 
 @settings(max_examples=500, derandomize=True, deadline=None, database=None)

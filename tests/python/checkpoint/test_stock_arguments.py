@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.failed_saves import FailingAt, StopsBeforeCommit
 from tests.fault_hooks import at_fault_points
 from tests.support import (
+    StateDict,
     assert_equal,
     data_files,
     emptied,
@@ -28,6 +28,14 @@ from tests.support import (
     stock_load,
     stock_save,
 )
+
+
+def assert_loads(state: StateDict, path: str | Path, *loaders: Callable[..., None]) -> None:
+    for loader in loaders or (load,):
+        loaded = emptied(state)
+        loader(loaded, path)
+        assert_equal(loaded, state)
+
 
 # --- the arguments of torch's classes ------------------------------------------------------------
 
@@ -74,7 +82,7 @@ def test_attributes_changed_before_a_save_apply_to_it(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_writer_refuses_invalid_options(
+def test_invalid_options_are_refused(
     tmp_path: Path, options: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(expected)):
@@ -82,33 +90,19 @@ def test_the_writer_refuses_invalid_options(
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_path_can_be_a_string_or_a_path(tmp_path: Path, kind: type) -> None:
-    save({"a": f32(3)}, kind(tmp_path / "new" / "deep"))
-    loaded = {"a": torch.zeros(3)}
-    load(loaded, kind(tmp_path / "new" / "deep"))
-    assert_equal(loaded["a"], f32(3))
-
-
-@pytest.mark.parametrize("kind", [str, Path])
-def test_checkpoint_id_overrides_the_path(tmp_path: Path, kind: type) -> None:
-    writer = torch_ckpt.FileSystemWriter(tmp_path / "first")
-    save_with(writer, {"a": f32(3)}, checkpoint_id=kind(tmp_path / "second"))
-    assert not (tmp_path / "first").exists()
-    reader = torch_ckpt.FileSystemReader(tmp_path / "first")
-    loaded = {"a": torch.zeros(3)}
-    dcp.load(loaded, checkpoint_id=kind(tmp_path / "second"), storage_reader=reader, no_dist=True)
-    assert_equal(loaded["a"], f32(3))
-
-
-def test_one_writer_and_one_reader_work_for_many_checkpoints(tmp_path: Path) -> None:
-    writer = torch_ckpt.FileSystemWriter(tmp_path)
-    reader = torch_ckpt.FileSystemReader(tmp_path)
-    for step in range(4):
-        save_with(writer, nested_state(step), checkpoint_id=tmp_path / str(step))
-    for step in reversed(range(4)):
+def test_one_writer_and_one_reader_work_for_many_checkpoint_ids(tmp_path: Path, kind: type) -> None:
+    path = kind(tmp_path / "new" / "deep")
+    writer, reader = torch_ckpt.FileSystemWriter(path), torch_ckpt.FileSystemReader(path)
+    for step in range(3):
+        save_with(writer, nested_state(step), checkpoint_id=kind(tmp_path / "below" / str(step)))
+    for step in reversed(range(3)):
         loaded = emptied(nested_state())
-        dcp.load(loaded, checkpoint_id=tmp_path / str(step), storage_reader=reader, no_dist=True)
+        there = kind(tmp_path / "below" / str(step))
+        dcp.load(loaded, checkpoint_id=there, storage_reader=reader, no_dist=True)
         assert_equal(loaded, nested_state(step))
+    assert not Path(path).exists()
+    save({"a": f32(3)}, path)
+    assert_loads({"a": f32(3)}, path)
 
 
 def test_the_methods_that_torch_calls_need_no_reset(tmp_path: Path) -> None:
@@ -122,9 +116,7 @@ def test_the_methods_that_torch_calls_need_no_reset(tmp_path: Path) -> None:
     (plan,) = writer.prepare_global_plan(plans)
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     writer.finish(metadata, [results])
-    loaded = {"a": torch.zeros(3)}
-    stock_load(loaded, tmp_path)
-    assert_equal(loaded["a"], f32(3))
+    assert_loads({"a": f32(3)}, tmp_path, stock_load)
 
 
 @pytest.mark.parametrize(
@@ -146,35 +138,24 @@ def test_a_relative_path_is_relative_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save({"a": f32(3)}, "checkpoint")
+    for path in ("checkpoint", "."):
+        save({"a": f32(3)}, path)
+        assert_loads({"a": f32(3)}, path)
     monkeypatch.chdir("/")
-    loaded = {"a": torch.zeros(3)}
-    load(loaded, tmp_path / "checkpoint")
-    assert_equal(loaded["a"], f32(3))
+    assert_loads({"a": f32(3)}, tmp_path / "checkpoint")
+    assert_loads({"a": f32(3)}, tmp_path)
 
 
-def test_a_save_can_be_made_in_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "mib", "files"),
+    [({"thread_count": 1}, 1, 1), ({"thread_count": 4}, 1, 4), ({}, 1, 1), ({}, 18, 2)],
+    ids=str,
+)
+def test_a_rank_has_thread_count_files_or_one_for_each_started_16_mib(
+    tmp_path: Path, options: dict[str, int], mib: int, files: int
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    save({"a": f32(3)}, ".")
-    loaded = {"a": torch.zeros(3)}
-    load(loaded, ".")
-    assert_equal(loaded["a"], f32(3))
-
-
-@pytest.mark.parametrize("thread_count", [1, 2, 3, 4])
-def test_thread_count_is_the_number_of_files(tmp_path: Path, thread_count: int) -> None:
-    save({f"t{i}": f32(100) for i in range(8)}, tmp_path, thread_count=thread_count)
-    names = [file.name for file in data_files(tmp_path)]
-    assert names == [f"__0_{i}.distcp" for i in range(thread_count)]
-
-
-def test_the_default_is_one_file_for_each_started_16_mib_of_a_rank(tmp_path: Path) -> None:
-    save({f"t{i}": f32(100) for i in range(8)}, tmp_path / "little")
-    assert len(data_files(tmp_path / "little")) == 1
-    save({f"t{i}": f32(9 << 18) for i in range(2)}, tmp_path / "18 MiB")
-    assert len(data_files(tmp_path / "18 MiB")) == 2
+    save({f"t{i}": f32(mib << 15) for i in range(8)}, tmp_path, **options)
+    assert [file.name for file in data_files(tmp_path)] == [f"__0_{i}.distcp" for i in range(files)]
 
 
 def test_items_with_the_separation_hint_have_separate_files(tmp_path: Path) -> None:
@@ -184,16 +165,10 @@ def test_items_with_the_separation_hint_have_separate_files(tmp_path: Path) -> N
         "epoch": 1,
     }
     metadata = save(state, tmp_path, thread_count=2, separation_hint="optimizer")
-    of_item = {index.fqn: info.relative_path for index, info in metadata.storage_data.items()}
-    optimizer_files = {file for name, file in of_item.items() if name.startswith("optimizer.")}
-    other_files = {file for name, file in of_item.items() if not name.startswith("optimizer.")}
-    assert not optimizer_files & other_files
-    assert all(file.startswith("optimizer__0_") for file in optimizer_files)
-    assert all(file.startswith("__0_") for file in other_files)
-    for loader in (load, stock_load):
-        loaded = emptied(state)
-        loader(loaded, tmp_path)
-        assert_equal(loaded, state)
+    for index, info in metadata.storage_data.items():
+        prefix = "optimizer__0_" if index.fqn.startswith("optimizer.") else "__0_"
+        assert info.relative_path.startswith(prefix), index
+    assert_loads(state, tmp_path, load, stock_load)
 
 
 # --- overwriting ---------------------------------------------------------------------------------
@@ -218,48 +193,32 @@ def test_overwriting_can_be_forbidden(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first_saver", [save, stock_save])
-def test_overwriting_keeps_the_old_checkpoint_until_the_new_one_is_complete(
-    tmp_path: Path, first_saver: Callable[..., object]
+@pytest.mark.parametrize(
+    ("writer", "planner"),
+    [(torch_ckpt.FileSystemWriter, FailingAt("epoch")), (StopsBeforeCommit, None)],
+    ids=["planner", "writer"],
+)
+def test_a_failed_save_keeps_the_old_checkpoint(
+    tmp_path: Path, first_saver: Callable[..., object], writer: Any, planner: Any
 ) -> None:
     first_saver(nested_state(0), tmp_path)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(dcp.CheckpointException, match="Refused"):
-        save_with(
-            torch_ckpt.FileSystemWriter(tmp_path), nested_state(1), planner=FailingAt("epoch")
-        )
-    assert sorted(os.listdir(tmp_path)) == before
-    loaded = emptied(nested_state())
-    stock_load(loaded, tmp_path)
-    assert_equal(loaded, nested_state(0))
+        save_with(writer(tmp_path), nested_state(1), planner=planner)
+    if planner:
+        assert sorted(os.listdir(tmp_path)) == before
+    assert_loads(nested_state(0), tmp_path, load, stock_load)
 
 
 @pytest.mark.parametrize("first_saver", [save, stock_save])
-def test_data_files_of_an_uncommitted_save_do_not_touch_the_old_checkpoint(
+def test_overwriting_deletes_the_files_of_the_old_checkpoint_and_no_others(
     tmp_path: Path, first_saver: Callable[..., object]
 ) -> None:
-    first_saver(nested_state(0), tmp_path)
-    with pytest.raises(dcp.CheckpointException, match="Refused"):
-        save_with(StopsBeforeCommit(tmp_path), nested_state(1))
-    for loader in (load, stock_load):
-        loaded = emptied(nested_state())
-        loader(loaded, tmp_path)
-        assert_equal(loaded, nested_state(0))
-
-
-@pytest.mark.parametrize("first_saver", [save, stock_save])
-def test_the_old_files_are_deleted_after_the_commit_of_the_new_checkpoint(
-    tmp_path: Path, first_saver: Callable[..., object]
-) -> None:
+    foreign = {"notes.txt", "model.distcp", "__0_0.distcp.bak", "tokenizer.json"}
+    for name in foreign:
+        (tmp_path / name).write_text("keep")
     first_saver(nested_state(0), tmp_path, single_file_per_rank=False)
     metadata = save(nested_state(1), tmp_path, thread_count=2)
     used = {info.relative_path for info in metadata.storage_data.values()}
-    assert {file.name for file in tmp_path.iterdir()} == used | {".metadata"}
-
-
-def test_foreign_files_survive_overwriting(tmp_path: Path) -> None:
-    names = ["notes.txt", "model.distcp", "__0_0.distcp.bak", "tokenizer.json"]
-    for name in names:
-        (tmp_path / name).write_text("keep")
-    save(nested_state(0), tmp_path)
-    save(nested_state(1), tmp_path)
-    assert all((tmp_path / name).read_text() == "keep" for name in names)
+    assert {file.name for file in tmp_path.iterdir()} == used | {".metadata"} | foreign
+    assert all((tmp_path / name).read_text() == "keep" for name in foreign)
