@@ -38,6 +38,8 @@ from benchmarks import (
     run,
     states,
     targets,
+    tensor_sizes,
+    training_cost,
 )
 from benchmarks.contenders import Running
 from benchmarks.training import Training, one_thread
@@ -492,6 +494,29 @@ def test_saves_into_several_files_are_compared_with_raw_writes(tmp_path: Path) -
         assert found["medians"][f"async_save, {name}: call"] > 0
         assert found["medians"][f"save, {name}"] > 0
     assert any(name.startswith("raw ") for name in found["medians"])
+
+
+def test_saves_and_loads_are_compared_with_limits_for_each_size_of_a_tensor(tmp_path: Path) -> None:
+    out = tmp_path / "sizes.json"
+    sizes = ["--size", "4MB", "--tensor-bytes", "64KB", "1MB", "--rounds", "1"]
+    found = tensor_sizes.main([*sizes, "--dir", str(tmp_path), "--out", str(out)])
+    assert found == json.loads(out.read_text())
+    assert [result["tensor_bytes"] for result in found["results"]] == [64_000, 1_000_000]
+    for result in found["results"]:
+        for ratio in ("raw write / save", "raw read / cold load", "memcpy / warm load"):
+            assert result["medians"][ratio] > 0
+
+
+def test_the_cost_of_a_save_to_training_is_divided_by_cause(tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    sizes = ["--size", "4MB", "--small-tensors", "10", "--idle-steps", "5", "--rounds", "1"]
+    found = training_cost.main([*sizes, "--dir", str(tmp_path), "--out", str(out)])
+    assert found == json.loads(out.read_text())
+    assert found["medians"]["no save"]["steps"] > 0
+    for of_save in found["medians"].values():
+        slower = of_save["slower_while_staging_ms"] + of_save["slower_while_writing_ms"]
+        assert of_save["lost_ms"] == pytest.approx(of_save["call_ms"] + slower)
+        assert of_save["staged_ms"] <= of_save["durable_ms"]
 
 
 def test_the_plan_of_many_ranks_is_simulated_and_compared_with_stock(tmp_path: Path) -> None:
