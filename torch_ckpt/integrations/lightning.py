@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import torch_ckpt
 from torch_ckpt import _core
+from torch_ckpt._base.containers import map_children
 
 __all__ = ["TorchCkptIO", "install"]
 
@@ -341,15 +342,9 @@ def _join(value: Any, path: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
 
 def _map_children(value: Any, path: tuple[Any, ...], each: Callable[[Any, Any], Any]) -> Any:
     """Rebuilds a container from ``each(child, path)``; returns other values unchanged."""
-    if type(value) in (dict, OrderedDict):
-        rebuilt = type(value)((key, each(child, (*path, key))) for key, child in value.items())
-        # A module's state dict has an attribute with the versions of its submodules.
-        if type(value) is OrderedDict:
-            vars(rebuilt).update(vars(value))
-        return rebuilt
-    if type(value) in (list, tuple):
-        return type(value)(each(child, (*path, i)) for i, child in enumerate(value))
-    return value
+    if type(value) not in (dict, OrderedDict, list, tuple):
+        return value
+    return map_children(value, lambda child, key: each(child, (*path, key)))
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -18,6 +18,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
+from torch_ckpt._base.containers import is_container, map_children
 from torch_ckpt.checkpoint.objects import unpicklable
 from torch_ckpt.errors import SourceChanged
 
@@ -59,7 +60,7 @@ def snapshot_of(value: Any, name: str, watch: _C.SourceWatch) -> Any:
         except Exception as error:
             raise unpicklable(name, leaf, error) from None
 
-    return _mapped(value, keep, name)
+    return _map_leaves(value, keep, name)
 
 
 def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -172,37 +173,24 @@ def _with_tensors(
             return of_tensor(leaf)
         return leaf if isinstance(leaf, IMMUTABLE) else of_object(leaf)
 
-    return _mapped(value, changed)
+    return _map_leaves(value, changed)
 
 
-def _mapped(value: Any, of_leaf: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Returns a copy of nested dicts, lists and tuples, with each leaf replaced by ``of_leaf``.
+def _map_leaves(value: Any, of_leaf: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Returns a copy of nested mappings, lists and tuples, with each leaf replaced by ``of_leaf``.
 
     The order of the calls is fixed. Does not use torch's pytree, which descends into named tuples
     and registered types: torch's planners treat these as leaves.
     """
-    kind = type(value)
+    # Check this first: most values are tensors, and the check against an ABC below is slow.
     if isinstance(value, torch.Tensor):
-        # Check this first: most values are tensors, and the check against an ABC below is slow.
         return of_leaf(value, name)
-    if kind is list or kind is tuple:
-        return kind(_mapped(item, of_leaf, f"{name}.{i}") for i, item in enumerate(value))
-    if kind is dict or isinstance(value, Mapping):
-        items = {key: _mapped(item, of_leaf, f"{name}.{key}") for key, item in value.items()}
-        return items if kind is dict else _with_items(value, items)
-    return of_leaf(value, name)
-
-
-def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Returns a copy of a mapping with the given values."""
-    if not isinstance(mapping, dict):
+    if isinstance(value, Mapping) and not isinstance(value, dict):
         # A shallow copy may share memory with the caller's mapping.
-        return items
-    # A copy keeps the attributes that a subclass of dict adds.
-    copied = copy.copy(mapping)
-    for key, item in items.items():
-        copied[key] = item  # update() would add to the counts of a Counter
-    return copied
+        value = dict(value)
+    if not is_container(value):
+        return of_leaf(value, name)
+    return map_children(value, lambda part, key: _map_leaves(part, of_leaf, f"{name}.{key}"))
 
 
 def source_changed(names: list[str], advice: str) -> SourceChanged:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from collections import OrderedDict
@@ -14,6 +13,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
+from torch_ckpt._base.containers import map_children
 from torch_ckpt._base.formatting import plural
 from torch_ckpt.checkpoint.objects import PLAIN, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
@@ -47,20 +47,14 @@ def _on_cpu(state: Any) -> Any:
     """
     if isinstance(state, torch.Tensor):
         return state.detach().cpu()
-    if type(state) in (dict, OrderedDict):
-        return type(state)((key, _on_cpu(part)) for key, part in state.items())
-    if type(state) in (list, tuple):
-        return type(state)(map(_on_cpu, state))
-    if isinstance(state, dict):
-        moved = {key: _on_cpu(part) for key, part in state.items()}
-        if all(part is state[key] for key, part in moved.items()):
-            return state
-        copied = copy.copy(state)
-        for key, part in moved.items():
-            copied[key] = part
-        return copied
     if isinstance(state, tuple) and hasattr(state, "_make"):
         return state._make(map(_on_cpu, state))
+    if type(state) in (dict, OrderedDict, list, tuple):
+        return map_children(state, lambda part, _key: _on_cpu(part))
+    if isinstance(state, dict):
+        moved = {key: _on_cpu(part) for key, part in state.items()}
+        if any(part is not state[key] for key, part in moved.items()):
+            return map_children(state, lambda _part, key: moved[key])
     return state
 
 
@@ -163,14 +157,9 @@ def _replace_leaves(value: Any, name: str, leaves: StateDict) -> Any:
     ones from ``leaves``."""
     if name in leaves:
         return leaves.pop(name)
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        for key, part in value.items():
-            copied[key] = _replace_leaves(part, f"{name}.{key}", leaves)
-        return copied
-    if type(value) is list:
-        return [_replace_leaves(part, f"{name}.{i}", leaves) for i, part in enumerate(value)]
-    return value
+    if type(value) is not list and not isinstance(value, dict):
+        return value
+    return map_children(value, lambda part, key: _replace_leaves(part, f"{name}.{key}", leaves))
 
 
 def split_tensors(state: Any) -> tuple[Any, Any]:
