@@ -151,9 +151,7 @@ def test_nothing_is_deleted_from_an_exchanged_root(store: LocalSteps, tmp_path: 
     assert listed(store) == [(3, "complete")]
 
 
-def test_a_deletion_never_renames_a_step_that_has_replaced_its_own(
-    store: LocalSteps,
-) -> None:
+def test_a_deletion_never_renames_a_step_that_has_replaced_its_own(store: LocalSteps) -> None:
     path = saved(store, 2, 1.0)
     moments: list[str] = []
     seen: list[list[tuple[int, str]]] = []
