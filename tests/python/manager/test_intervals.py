@@ -28,13 +28,13 @@ PATIENCE = 60.0
 SHORT = 0.4
 
 DAY = 86400.0
+NAN = math.nan
 
 
 class Clock:
     """A clock that tests advance."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -72,50 +72,44 @@ def busy() -> bool:
     return True
 
 
-def saves_of(
-    made: Schedule, steps: Collection[int], is_busy: Callable[[], bool] = idle
-) -> list[int]:
-    return [step for step in steps if made.should_save(step, is_busy)]
-
-
 # --- intervals in steps --------------------------------------------------------------------------
 
 
-def test_an_integer_interval_saves_every_so_many_steps() -> None:
-    assert saves_of(schedule(5), range(1, 18)) == [5, 10, 15]
+#: Schedule, whether a save is running, and the steps that are saved, by the name of the case.
+INTERVALS: dict[str, tuple[Callable[[], Schedule], Callable[[], bool], list[int]]] = {
+    "an integer": (lambda: schedule(5), idle, [5, 10]),
+    "a function of the step": (lambda: schedule(lambda step: step in (2, 3)), idle, [2, 3]),
+    "chosen steps and an integer": (lambda: schedule(5, [3, 5, 8]), idle, [3, 5, 8, 10]),
+    "chosen steps and a function": (lambda: schedule(lambda _step: False, (4,)), idle, [4]),
+    "chosen steps and hours": (lambda: schedule(timedelta(hours=9), (4,)), idle, [4]),
+    "a running save postpones none by default": (lambda: schedule(5), busy, [5, 10]),
+    "a running save with skip": (lambda: schedule(5, skip_if_busy=True), busy, []),
+    "no running save with skip": (lambda: schedule(5, skip_if_busy=True), idle, [5, 10]),
+    "chosen steps are not skipped": (
+        lambda: schedule(5, (3, 4), skip_if_busy=True),
+        busy,
+        [3, 4],
+    ),
+}
 
 
-def test_a_function_of_the_step_decides_when_to_save() -> None:
-    made = schedule(lambda step: step in (2, 3, 5, 7))
-    assert saves_of(made, range(1, 10)) == [2, 3, 5, 7]
+@pytest.mark.parametrize("case", INTERVALS)
+def test_the_interval_and_the_chosen_steps_decide_which_steps_are_saved(case: str) -> None:
+    make, is_busy, expected = INTERVALS[case]
+    made = make()
+    assert [step for step in range(1, 11) if made.should_save(step, is_busy)] == expected
 
 
-def test_chosen_steps_are_always_saved() -> None:
-    assert saves_of(schedule(5, [3, 5, 8]), range(1, 11)) == [3, 5, 8, 10]
-    assert saves_of(schedule(lambda _step: False, (4,)), range(1, 11)) == [4]
-    assert saves_of(schedule(timedelta(hours=9), (4,)), range(1, 11)) == [4]
+REFUSED: list[tuple[Any, str]] = [
+    *((interval, "must be") for interval in (0, -1, 2.5, True, "weekly", None)),
+    *((timedelta(seconds=seconds), "must be positive") for seconds in (0, -5)),
+]
 
 
-def test_a_running_save_postpones_no_save_by_default() -> None:
-    assert saves_of(schedule(2), range(1, 7), busy) == [2, 4, 6]
-    assert saves_of(schedule(2, skip_if_busy=True), range(1, 7), busy) == []
-    assert saves_of(schedule(2, skip_if_busy=True), range(1, 7), idle) == [2, 4, 6]
-
-
-def test_chosen_steps_are_not_skipped() -> None:
-    assert saves_of(schedule(2, (3, 4), skip_if_busy=True), range(1, 7), busy) == [3, 4]
-
-
-@pytest.mark.parametrize("interval", [0, -1, 2.5, True, "weekly", None])
-def test_other_intervals_are_refused(interval: Any) -> None:
-    with pytest.raises(ValueError, match="interval must be"):
+@pytest.mark.parametrize(("interval", "text"), REFUSED, ids=str)
+def test_other_intervals_are_refused(interval: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=f"interval {text}"):
         schedule(interval)
-
-
-@pytest.mark.parametrize("seconds", [0, -5])
-def test_a_time_interval_must_be_positive(seconds: float) -> None:
-    with pytest.raises(ValueError, match="interval must be positive"):
-        schedule(timedelta(seconds=seconds))
 
 
 # --- intervals in time ---------------------------------------------------------------------------
@@ -137,28 +131,20 @@ def run(
     return found
 
 
-def test_saves_keep_the_time_interval(clock: Clock) -> None:
+def test_saves_keep_the_time_interval_and_an_extra_save_postpones_the_next(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
-    assert run(made, clock, range(1, 36)) == [(10, 10.0), (20, 10.0), (30, 10.0)]
-
-
-def test_an_extra_save_postpones_the_next_one(clock: Clock) -> None:
-    made = schedule(timedelta(seconds=10), clock=clock)
-    assert run(made, clock, range(1, 8)) == []
+    assert run(made, clock, range(1, 38)) == [(10, 10.0), (20, 10.0), (30, 10.0)]
     made.save_started()
-    assert run(made, clock, range(8, 20)) == [(17, 10.0)]
+    assert run(made, clock, range(38, 50)) == [(47, 10.0)]
 
 
-def test_fast_steps_are_decided_in_blocks(clock: Clock) -> None:
+def test_fast_steps_are_decided_in_blocks_and_slow_ones_one_by_one(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     saves = run(made, clock, range(1, 10_001), seconds=0.01)
     # A block is half a second of steps, so a save is at most half a second late.
     assert len(saves) in (9, 10)
     assert all(10.0 - 1e-6 <= apart <= 10.5 + 1e-6 for _step, apart in saves)
     assert made.decisions.count < 10_000 / 40
-
-
-def test_slow_steps_are_decided_one_by_one(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 101), seconds=1.0)
     assert made.decisions.count == 100
@@ -194,72 +180,47 @@ def auto(max_overhead: float = 0.5, mtbf_seconds: float = DAY) -> AutoInterval:
     return AutoInterval(max_overhead, mtbf_seconds)
 
 
-def test_the_interval_is_unknown_until_the_first_save_has_ended() -> None:
-    made = auto()
-    assert made.seconds == 0.0
-    made.stepped(1.0, False)
-    assert made.seconds == 0.0
-
-
 @pytest.mark.parametrize(
     ("cost", "mtbf", "expected"),
     [(2.0, 100.0, 20.0), (0.5, DAY, 293.9387691339814), (60.0, 3600.0, 657.2670690061994)],
 )
-def test_the_interval_is_that_of_young_and_daly(cost: float, mtbf: float, expected: float) -> None:
+def test_after_the_first_save_the_interval_is_that_of_young_and_daly(
+    cost: float, mtbf: float, expected: float
+) -> None:
     made = auto(mtbf_seconds=mtbf)
+    made.stepped(1.0, False)
+    assert made.seconds == 0.0
     made.saved(cost, 0.0)
     assert made.seconds == pytest.approx(expected, rel=1e-12)
 
 
-def test_slower_steps_during_a_save_are_a_cost() -> None:
+EVEN = [(1.0, False)] * 20
+
+#: Durations of steps with whether a save was running, durations of saves, and the cost of a save.
+COSTS: dict[str, tuple[list[tuple[float, bool]], list[float], float]] = {
+    "slower steps during a save are a cost": (
+        [*EVEN, (1.5, True), (1.25, True), (1.0, True)],
+        [0.25],
+        1.0,
+    ),
+    "faster steps during a save are no gain": ([*EVEN, (0.1, True)], [0.25], 0.25),
+    "slow steps count for the running save": ([(1.0, False), (5.0, True)], [1.0] * 3, 1.0),
+    "the first save counts": ([], [50.0], 50.0),
+    "until the second has ended": ([], [50.0, 2.0], 2.0),
+    "one slow save does not change the cost": ([], [9.0, 1.0, 1.0, 100.0, 1.0, 1.0], 1.0),
+    "the cost follows the saves": ([], [1.0] * 20 + [4.0] * 6, 4.0),
+}
+
+
+@pytest.mark.parametrize("case", COSTS)
+def test_the_cost_of_a_save_is_that_of_the_usual_one(case: str) -> None:
+    steps, saves, cost = COSTS[case]
     made = auto()
-    for _ in range(20):
-        made.stepped(1.0, False)
-    for seconds in (1.5, 1.25, 1.0):
-        made.stepped(seconds, True)
-    made.saved(0.25, 0.0)
-    assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
-
-
-def test_faster_steps_during_a_save_are_no_gain() -> None:
-    made = auto()
-    for _ in range(20):
-        made.stepped(1.0, False)
-    made.stepped(0.1, True)
-    made.saved(0.25, 0.0)
-    assert made.seconds == pytest.approx(math.sqrt(2 * 0.25 * DAY))
-
-
-def test_slow_steps_count_for_the_running_save() -> None:
-    made = auto()
-    made.stepped(1.0, False)
-    made.stepped(5.0, True)
-    made.saved(1.0, 0.0)
-    made.saved(1.0, 0.0)
-    made.saved(1.0, 0.0)
-    assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
-
-
-def test_the_first_save_counts_until_the_second_has_ended() -> None:
-    made = auto()
-    made.saved(50.0, 0.0)
-    assert made.seconds == pytest.approx(math.sqrt(2 * 50.0 * DAY))
-    made.saved(2.0, 0.0)
-    assert made.seconds == pytest.approx(math.sqrt(2 * 2.0 * DAY))
-
-
-def test_one_slow_save_does_not_change_the_cost() -> None:
-    made = auto()
-    for cost in (9.0, 1.0, 1.0, 100.0, 1.0, 1.0):
-        made.saved(cost, 0.0)
-    assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
-
-
-def test_the_interval_follows_changing_costs() -> None:
-    made = auto()
-    for cost in [1.0] * 20 + [4.0] * 6:
-        made.saved(cost, 0.0)
-    assert made.seconds == pytest.approx(math.sqrt(2 * 4.0 * DAY))
+    for step in steps:
+        made.stepped(*step)
+    for seconds in saves:
+        made.saved(seconds, 0.0)
+    assert made.seconds == pytest.approx(math.sqrt(2 * cost * DAY))
 
 
 @pytest.mark.parametrize("cost", [0.001, 1.0, 500.0, 50_000.0])
@@ -276,16 +237,18 @@ def test_a_save_does_not_start_before_the_previous_one_is_written() -> None:
     assert made.seconds == 4000.0
 
 
-@pytest.mark.parametrize("max_overhead", [0.0, 1.0, -0.1, math.nan])
-def test_an_overhead_that_is_not_a_fraction_is_refused(max_overhead: float) -> None:
-    with pytest.raises(ValueError, match="max_overhead must be between 0 and 1"):
-        AutoInterval(max_overhead, DAY)
-
-
-@pytest.mark.parametrize("mtbf", [0.0, -3600.0, math.nan])
-def test_a_time_between_failures_that_is_not_positive_is_refused(mtbf: float) -> None:
-    with pytest.raises(ValueError, match="mtbf_seconds"):
-        AutoInterval(0.01, mtbf)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        *(((part, DAY), "max_overhead must be between 0 and 1") for part in (0.0, 1.0, -0.1, NAN)),
+        *(((0.01, mtbf), "mtbf_seconds") for mtbf in (0.0, -3600.0, NAN)),
+    ],
+)
+def test_other_overheads_and_times_between_failures_are_refused(
+    options: tuple[float, float], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        AutoInterval(*options)
 
 
 def test_the_first_save_starts_at_once_and_its_cost_schedules_the_next(clock: Clock) -> None:
@@ -343,7 +306,7 @@ def test_all_ranks_save_at_the_steps_that_rank_0_chooses(any_store: dist.Store) 
         return found
 
     assert together(made, work) == [[1]] * 3
-    assert made[0].decisions.count == made[1].decisions.count == made[2].decisions.count
+    assert len({one.decisions.count for one in made}) == 1
 
 
 def test_ranks_that_are_busy_at_other_steps_follow_rank_0(store: dist.Store) -> None:
@@ -404,11 +367,17 @@ def test_a_rank_at_another_step_raises(store: dist.Store) -> None:
     assert "rank 1 is at step 6, but rank 0 is at step 5" in str(outcomes[1])
 
 
-def test_a_missing_rank_0_is_named(store: dist.Store) -> None:
-    _rank_0, rank_1 = schedules(store, 2, timedelta(hours=1), timeout=SHORT)
+def failure_of(rank_1: Schedule) -> tuple[int, BaseException]:
+    """Returns the rank that rank 1 holds responsible for its failed decision, and the cause."""
     with pytest.raises(CheckpointException) as caught:
         rank_1.should_save(1, idle)
     [(rank, (cause, _stack))] = caught.value.failures.items()
+    return rank, cause
+
+
+def test_a_missing_rank_0_is_named(store: dist.Store) -> None:
+    _rank_0, rank_1 = schedules(store, 2, timedelta(hours=1), timeout=SHORT)
+    rank, cause = failure_of(rank_1)
     assert rank == 0
     assert isinstance(cause, TimeoutError)
     assert "rank 0 sent no heartbeat for 0.4 s during 'save decision'" in str(cause)
@@ -416,14 +385,12 @@ def test_a_missing_rank_0_is_named(store: dist.Store) -> None:
 
 def test_a_lost_store_is_an_error_of_the_rank_itself() -> None:
     class Lost:
-        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        def compare_set(self, *_: str) -> bytes:
             raise RuntimeError("connection reset by peer")
 
     rank_1 = schedule(timedelta(hours=1), group=RankGroup(dist.HashStore(), 1, 2, "test"))
     rank_1.decisions._group.keys = lambda below: Lost()  # type: ignore[assignment,method-assign,return-value]
-    with pytest.raises(CheckpointException) as caught:
-        rank_1.should_save(1, idle)
-    [(rank, (cause, _stack))] = caught.value.failures.items()
+    rank, cause = failure_of(rank_1)
     assert rank == 1
     assert isinstance(cause, ConnectionError)
 
@@ -459,21 +426,20 @@ def test_schedules_of_two_managers_are_independent(store: dist.Store) -> None:
 
 
 def test_after_a_failure_the_next_save_is_delayed() -> None:
-    auto = AutoInterval(0.01, 3600.0)
-    assert auto.seconds == 0
-    auto.failed()
-    first = auto.seconds
-    auto.failed()
-    assert 0 < first < auto.seconds
+    made = auto()
+    made.failed()
+    first = made.seconds
+    made.failed()
+    assert 0 < first < made.seconds
 
 
 def test_the_duration_of_a_failed_save_is_no_cost() -> None:
-    auto, other = AutoInterval(0.01, 3600.0), AutoInterval(0.01, 3600.0)
-    for one in (auto, other):
+    made, other = auto(), auto()
+    for one in (made, other):
         for _ in range(3):
             one.stepped(1.0, is_saving=False)
-    auto.stepped(100.0, is_saving=True)
-    auto.failed()
-    for one in (auto, other):
+    made.stepped(100.0, is_saving=True)
+    made.failed()
+    for one in (made, other):
         one.saved(0.5, 1.0)
-    assert auto.seconds == other.seconds
+    assert made.seconds == other.seconds

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from errno import EIO
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.fault_hooks import before, failing, held
+from tests.local_steps import listed, saved
 from tests.managers import (
     Make,
     Training,
     damage,
     finish,
     kinds,
-    restored,
     run_of,
     train,
 )
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
-
-# --- by rules -------------------------------------------------------------------------------------
+from torch_ckpt.manager.deletions import Deletions
+from torch_ckpt.retention import Retention
+from torch_ckpt.steps import LocalSteps
 
 
 def test_steps_that_no_rule_keeps_are_deleted_in_the_background(make: Make) -> None:
@@ -36,13 +37,6 @@ def test_steps_that_no_rule_keeps_are_deleted_in_the_background(make: Make) -> N
     finish(made)
     assert made.all_steps() == [4, 8, 9, 10]
     assert [event.step for event in events if event.kind == "deleted"] == [1, 2, 3, 5, 6, 7]
-
-
-def test_without_a_rule_nothing_is_deleted(make: Make) -> None:
-    made = make()
-    train(made, range(1, 8))
-    finish(made)
-    assert made.all_steps() == [*range(1, 8)]
 
 
 def test_the_best_steps_stay(make: Make) -> None:
@@ -71,20 +65,6 @@ def test_a_pinned_step_stays_until_it_is_unpinned(make: Make) -> None:
     assert made.all_steps() == [4]
 
 
-def test_a_missing_step_cannot_be_pinned(make: Make) -> None:
-    with pytest.raises(FileNotFoundError, match="step 3 cannot be pinned"):
-        make().pin(3)
-
-
-def test_the_restored_step_stays(make: Make) -> None:
-    run_of(make, [1, 2])
-    made = make(keep_last=1)
-    restored(made)
-    train(made, [3, 4])
-    finish(made)
-    assert made.all_steps() == [2, 4]
-
-
 def test_the_step_that_was_verified_last_stays_unless_it_is_damaged(make: Make, root: Path) -> None:
     made = make(keep_last=1, interval=100)
     run_of(make, range(1, 4))
@@ -96,33 +76,13 @@ def test_the_step_that_was_verified_last_stays_unless_it_is_damaged(make: Make, 
     assert made.all_steps() == [1, 4]
 
 
-def test_a_step_that_a_process_reads_stays_until_a_later_save(make: Make, root: Path) -> None:
-    made = make(keep_last=1)
-    training = Training()
-    train(made, [1], training)
-    made.wait_until_finished()
-    with closing(OpenDirectory(root / "0000000001")) as reader:
-        assert reader.share()
-        train(made, [2], training)
-        finish(made)
-        assert made.all_steps() == [1, 2]
-    train(made, [3], training)
-    finish(made)
-    assert made.all_steps() == [3]
-
-
-def test_a_failed_deletion_is_logged_and_training_continues(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_deletion_is_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     made = make(keep_last=1)
     with failing("rmtree", EIO), caplog.at_level(logging.WARNING, "torch_ckpt"):
         train(made, [1, 2])
         finish(made)
     assert "step 1 could not be deleted" in caplog.text
     assert made.all_steps() == [2]
-
-
-# --- explicit deletions, full disks, sweeps -------------------------------------------------------
 
 
 def test_a_step_can_be_deleted_explicitly(make: Make, root: Path) -> None:
@@ -153,18 +113,13 @@ def test_a_save_without_enough_space_waits_for_deletions(make: Make, small_disk:
     assert made.all_steps() == [3]
 
 
-def test_a_run_that_starts_on_a_full_disk_deletes_the_steps_that_no_rule_keeps(
-    make: Make, small_disk: Path
-) -> None:
-    def state_of(step: int) -> dict[str, torch.Tensor]:
-        return {"x": torch.full((1 << 19,), float(step))}
-
+def test_a_run_on_a_full_disk_deletes_what_no_rule_keeps(make: Make, small_disk: Path) -> None:
     root = small_disk / "run"
+    state = {"x": torch.zeros(1 << 19)}
     with make(root) as made:
         for step in (1, 2, 3):
-            made.save(step, state_of(step))
+            made.save(step, state)
     made = make(root, keep_last=1)
-    state = state_of(0)
     assert made.restore(state) == 3
     made.save(4, state)
     finish(made)
@@ -173,25 +128,14 @@ def test_a_run_that_starts_on_a_full_disk_deletes_the_steps_that_no_rule_keeps(
     made.close()
 
 
-def test_a_save_without_enough_space_fails_and_names_a_remedy(make: Make, small_disk: Path) -> None:
-    made = make(small_disk / "run", keep_last=1)
-    made.save(1, {"x": torch.ones(9 << 18)})
-    with pytest.raises(CheckpointException, match="keep fewer steps, or free space"):
-        made.wait_until_finished()
-    assert made.steps() == []
-
-
-def test_leftovers_of_a_crash_are_removed_at_the_start_and_named(
-    make: Make, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leftovers_of_a_crash_are_removed_at_the_start_and_named(make: Make, root: Path) -> None:
     left = root / "0000000003.tmp-0a1b2c3d"
     left.mkdir(parents=True)
-    foreign = root / "notes.txt"
-    foreign.touch()
+    (root / "notes.txt").touch()
     events: list[Event] = []
     finish(make(on_event=events.append))
     assert not left.exists()
-    assert foreign.exists()
+    assert (root / "notes.txt").exists()
     assert kinds(events) == ["leftovers"]
     assert left.name in events[0].message
 
@@ -206,3 +150,85 @@ def test_leftovers_that_cannot_be_removed_do_not_stop_training(
         finish(made)
     assert "a leftover could not be removed" in caplog.text
     assert made.all_steps() == [1]
+
+
+# --- the deleting thread, without a manager -------------------------------------------------------
+
+
+ONE = [(1, "complete")]
+TWO = [(2, "complete")]
+
+
+def steps(root: Path) -> LocalSteps:
+    """Makes a root with two steps."""
+    store = LocalSteps(root)
+    for step in (1, 2):
+        saved(store, step)
+    return store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalSteps:
+    return steps(tmp_path)
+
+
+def deletions(
+    store: LocalSteps, report: Callable[[Event], object] = lambda _event: None
+) -> Deletions:
+    def forward(event: Event) -> None:
+        report(event)
+
+    return Deletions(store, Retention(keep_last=1), forward)
+
+
+@pytest.mark.parametrize("error", [OSError("the store is gone"), RuntimeError("it is over")])
+def test_keys_that_cannot_be_removed_are_logged_and_block_no_deletion(
+    error: Exception, store: LocalSteps, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forget() -> None:
+        raise error
+
+    made = deletions(store)
+    made.after_commit(2, forget)
+    made.close()
+    assert listed(store) == TWO
+    assert str(error) in caplog.text
+
+
+@contextmanager
+def read_elsewhere(store: LocalSteps) -> Iterator[None]:
+    with closing(OpenDirectory(store.path_of(1))) as reader:
+        assert reader.share()
+        yield
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "in another process"])
+def test_a_step_being_read_stays_until_a_later_save(store: LocalSteps, is_elsewhere: bool) -> None:
+    made = deletions(store)
+    with read_elsewhere(store) if is_elsewhere else made.reading(1):
+        made.after_commit(2, lambda: None)
+        made.wait_until_idle()
+        assert listed(store) == ONE + TWO
+    made.after_commit(2, lambda: None)
+    made.close()
+    assert listed(store) == TWO
+
+
+def test_a_callback_of_a_deletion_runs_further_work_at_once(store: LocalSteps) -> None:
+    seen: list[list[tuple[int, str]]] = []
+    made = deletions(store, lambda _event: made.run_in_order(lambda: seen.append(listed(store))))
+    made.after_commit(2, lambda: None)
+    made.close()
+    assert seen == [TWO]
+
+
+def test_a_callback_of_another_managers_deletion_waits_for_the_thread(tmp_path: Path) -> None:
+    one, other = steps(tmp_path / "one"), steps(tmp_path / "other")
+    seen: list[list[tuple[int, str]]] = []
+    here = deletions(one)
+    here.after_commit(2, lambda: None)
+    elsewhere = deletions(other, lambda _event: here.run_in_order(lambda: seen.append(listed(one))))
+    elsewhere.after_commit(2, lambda: None)
+    elsewhere.close()
+    here.close()
+    assert seen == [TWO]

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from errno import EIO, EROFS
+from errno import EROFS
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.managers import (
     BROKEN,
     Make,
     Training,
+    kinds,
     of_kind,
     restored,
     train,
@@ -28,17 +29,13 @@ from tests.managers import (
 from tests.support import cause_of
 from torch_ckpt import CheckpointManager
 from torch_ckpt.errors import CheckpointError, NotCommitted, SourceChanged
+from torch_ckpt.events import Event
 
 
 @pytest.mark.parametrize("how", ["save", "wait_until_finished", "check_for_errors", "close"])
-def test_the_error_of_a_save_is_raised_once(
-    make: Make, broken: Callable[[], None], how: str
-) -> None:
+def test_a_save_error_is_raised_once(make: Make, broken: Callable[[], None], how: str) -> None:
     made, training = make(), Training()
-    train(made, [1], training)
-    pending = made._saver.pending
-    assert pending is not None
-    assert pending.ended.wait(LIMIT)
+    train_until_it_has_failed(made, training)
     broken()
     asks: dict[str, Callable[[], Any]] = {
         "save": lambda: train(made, [2], training),
@@ -61,31 +58,27 @@ def test_the_error_of_a_save_is_raised_once(
     assert made.save_errors == 1
 
 
-def test_a_step_whose_marker_rename_is_uncertain_is_removed_and_not_committed(
-    make: Make, tmp_path: Path
-) -> None:
-    made = make()
-    with failing("rename", EIO, "*/write_completed"):
-        train(made, [1])
-        with pytest.raises(CheckpointException) as caught:
-            made.wait_until_finished()
-    message = str(cause_of(caught.value))
-    assert "it is unknown whether the rename was carried out" in message
-    assert "may already be visible" not in message
-    assert isinstance(cause_of(caught.value), NotCommitted)
-    assert made.all_steps() == []
-    assert not list(tmp_path.glob("**/*.tmp-*"))
+def train_until_it_has_failed(made: CheckpointManager, training: Training) -> None:
+    """Saves step 1 with the fixture ``broken``, and waits until its save has failed."""
+    train(made, [1], training)
+    pending = made._saver.pending
+    assert pending is not None
+    assert pending.ended.wait(LIMIT)
 
 
 def test_training_may_continue_after_failed_saves(
     make: Make, broken: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, training = make(on_save_error="warn_and_continue"), Training()
+    events: list[Event] = []
+    made = make(on_save_error="warn_and_continue", on_event=events.append)
+    training = Training()
     with caplog.at_level(logging.WARNING, "torch_ckpt"):
         train(made, [1, 2], training)
         made.wait_until_finished()
-    assert made.save_errors == 2
+    assert (made.save_errors, made.last_step) == (2, None)
     assert "step 1 could not be saved: rank 0: NotCommitted: " in caplog.text
+    assert kinds(events) == ["saving", "save_failed"] * 2
+    assert BROKEN in events[1].message
     broken()
     train(made, [3], training)
     made.close()
@@ -130,14 +123,10 @@ def test_a_state_that_changes_too_early_fails_its_save(make: Make) -> None:
     assert made.steps() == []
 
 
-def test_a_failed_save_before_the_stop_keeps_the_stop(
-    make: Make, broken: Callable[[], None]
-) -> None:
+def test_a_failed_save_before_a_stop_keeps_the_stop(make: Make, broken: Callable[[], None]) -> None:
     with make(preemption_signals=(signal.SIGUSR1,)) as made:
         training = Training()
-        train(made, [1], training)
-        assert made._saver.pending is not None
-        assert made._saver.pending.ended.wait(LIMIT)
+        train_until_it_has_failed(made, training)
         broken()
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(CheckpointException):

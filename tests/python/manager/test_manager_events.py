@@ -1,11 +1,13 @@
-"""Tests of a manager's reports: events, the log, TensorBoard, the progress bar."""
+"""Tests of a manager's reports: events, on_commit, the log, TensorBoard, the progress bar."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,17 +15,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.gates import LIMIT
 from tests.managers import (
-    BROKEN,
     Make,
+    damage,
     finish,
     kinds,
+    manager_of,
     of_kind,
     restored,
     run_of,
+    state_of,
     train,
     training_of,
 )
-from tests.support import Terminal
+from tests.support import Terminal, cause_of
+from torch_ckpt import OnCommitFailed
 from torch_ckpt.events import Event
 
 
@@ -44,60 +49,58 @@ def test_events_report_each_action(make: Make) -> None:
     assert all(f"step {event.step}" in event.message for event in events)
 
 
-def test_a_failed_save_is_an_event(make: Make, broken: Callable[[], None]) -> None:
-    events: list[Event] = []
-    made = make(on_event=events.append, on_save_error="warn_and_continue")
-    train(made, [1])
-    made.wait_until_finished()
-    assert kinds(events) == ["saving", "save_failed"]
-    assert BROKEN in events[1].message
-
-
-def test_a_failing_event_callback_fails_no_save(
-    make: Make, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kinds_that_fail", "error"),
+    [
+        ({"saving", "saved", "deleted"}, KeyError()),
+        ({"saved"}, SystemExit(3)),
+        ({"saved"}, CheckpointException("test", {})),
+    ],
+)
+def test_an_exception_in_on_event_is_logged_and_fails_no_save(
+    kinds_that_fail: set[str],
+    error: BaseException,
+    make: Make,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(event: Event) -> None:
-        raise KeyError(event.kind)
+        if event.kind in kinds_that_fail:
+            raise error
 
-    made = make(on_event=fail)
-    train(made, [1, 2])
-    made.wait_until_finished()
-    assert made.all_steps() == [1, 2]
-    assert "could not report the event saved" in caplog.text
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), CheckpointException("test", {}), KeyError()])
-def test_an_exception_in_on_event_is_logged(
-    error: BaseException, make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise error
-
-    made = make(keep_last=1, on_event=of_kind("saved", fail))
+    made = make(keep_last=1, on_event=fail)
     train(made, [1, 2])
     finish(made)
-    assert "could not report the event saved" in caplog.text
+    for kind in kinds_that_fail:
+        assert f"could not report the event {kind}" in caplog.text
     assert made.all_steps() == [2]
 
 
-@pytest.mark.parametrize("kind", ["saving", "saved", "deleted"])
-@pytest.mark.parametrize("how", ["wait_until_finished", "close", "restore", "pin"])
-def test_on_event_may_call_the_manager(kind: str, how: str, make: Make) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *itertools.product(
+            ["saving", "saved", "deleted"], ["wait_until_finished", "close", "restore", "pin"]
+        ),
+        ("on_commit", "wait_until_finished"),
+    ],
+)
+def test_on_event_and_on_commit_may_call_the_manager(kind: str, how: str, make: Make) -> None:
     calls: dict[str, Callable[[], object]] = {
-        "wait_until_finished": lambda: made.wait_until_finished(),
+        "wait_until_finished": lambda: made.wait_until_finished(LIMIT),
         "close": lambda: made.close(),
         "restore": lambda: made.restore(training_of(1).state),
         "pin": lambda: made.all_steps() and made.pin(made.all_steps()[-1]),
     }
     called = threading.Event()
 
-    def call() -> None:
+    def call(_step: int = 0) -> None:
         # Call once only: the calls cause events of their own.
         if not called.is_set():
             called.set()
             calls[how]()
 
-    made = make(keep_last=1, on_event=of_kind(kind, call))
+    notices = {"on_commit": call} if kind == "on_commit" else {"on_event": of_kind(kind, call)}
+    made = make(keep_last=1, **notices)
     try:
         train(made, [1, 2])
     except ValueError as error:
@@ -108,36 +111,25 @@ def test_on_event_may_call_the_manager(kind: str, how: str, make: Make) -> None:
     assert called.wait(LIMIT)
 
 
-def test_the_log_has_a_line_for_each_event(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "torch_ckpt"):
-        made = make()
-        train(made, [1])
-        made.wait_until_finished()
-    events = [record.event for record in caplog.records if hasattr(record, "event")]
-    assert kinds(events) == ["saved"]
-
-
 def test_tensorboard_gets_the_cost_of_saves(make: Make) -> None:
+    scalars: list[tuple[str, float, int]] = []
+
     class Board:
-        def __init__(self) -> None:
-            self.scalars: list[tuple[str, float, int]] = []
-
         def add_scalar(self, name: str, value: float, step: int) -> None:
-            self.scalars.append((name, value, step))
+            scalars.append((name, value, step))
 
-    board = Board()
-    made = make(tensorboard=board)
+    made = make(tensorboard=Board())
     train(made, [3])
     made.wait_until_finished()
     restored(made)
-    assert {(name, step) for name, _value, step in board.scalars} == {
+    assert {(name, step) for name, _value, step in scalars} == {
         ("checkpoint/blocked_seconds", 3),
         ("checkpoint/background_seconds", 3),
         ("checkpoint/training_seconds_between_saves", 3),
         ("checkpoint/bytes", 3),
         ("checkpoint/restored_seconds", 3),
     }
-    assert all(value >= 0 for _name, value, _step in board.scalars)
+    assert all(value >= 0 for _name, value, _step in scalars)
 
 
 def test_tensorboard_may_be_a_directory(make: Make, tmp_path: Path) -> None:
@@ -160,3 +152,112 @@ def test_progress_is_a_bar_on_terminals_and_absent_from_logs(
     monkeypatch.setattr("sys.stderr", stream)
     run_of(make, [1])
     assert ("100% of" in stream.getvalue()) == stream.isatty()
+
+
+def test_on_commit_is_called_with_the_step_once_it_is_complete(tmp_path: Path) -> None:
+    found: list[tuple[int, list[int], int | None]] = []
+    with manager_of(
+        tmp_path, on_commit=lambda step: found.append((step, made.all_steps(), made.last_step))
+    ) as made:
+        for step in (1, 2):
+            made.save(step, state_of(step))
+    assert found == [(1, [1], None), (2, [1, 2], 1)]
+
+
+def test_an_exception_in_on_commit_is_raised_later_and_the_step_stays(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        raise OSError(f"no network for step {step}")
+
+    with manager_of(tmp_path, on_commit=fail, keep_last=1) as made:
+        made.save(1, state_of(1))
+        with pytest.raises(OnCommitFailed, match="no network for step 1") as caught:
+            made.wait_until_finished()
+        assert isinstance(cause_of(caught.value), OnCommitFailed)
+        assert (made.last_step, made.all_steps(), made.save_errors) == (1, [1], 1)
+        # The step is saved, so it is not saved again.
+        assert not made.save(1, state_of(1))
+        made.save(2, state_of(2))
+        with pytest.raises(OnCommitFailed):
+            made.wait_until_finished()
+        finish(made)
+        assert made.all_steps() == [2]
+
+
+def test_a_failed_on_commit_may_be_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(step: int) -> None:
+        raise OSError("no network")
+
+    with manager_of(tmp_path, on_commit=fail, on_save_error="warn_and_continue") as made:
+        for step in (1, 2):
+            assert made.save(step, state_of(step))
+    assert made.save_errors == 2
+    assert "no network" in caplog.text
+    assert "could not be saved" not in caplog.text
+
+
+def test_each_save_and_restore_is_one_info_record_with_its_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_ckpt.manager.reporters._is_restore_shown", False)
+    caplog.set_level(logging.INFO, "torch_ckpt")
+    with manager_of(tmp_path) as made:
+        for step in (1, 2):
+            made.save(step, state_of(step))
+        made.wait_until_finished()
+        made.restore(state_of(0))
+    lines = [record.message.partition(":")[0] for record in caplog.records]
+    assert lines[:2] == ["step 1 is saved", "step 2 is saved"]
+    assert len(lines) == 3
+    assert lines[2].startswith(f"restored step 2 from {tmp_path} in ")
+    assert [record.levelno for record in caplog.records] == [logging.INFO] * 3
+    of_save = caplog.records[0]
+    assert of_save.event.kind == "saved"  # type: ignore[attr-defined]
+    assert of_save.metrics["bytes"] > 0  # type: ignore[attr-defined]
+
+
+@contextmanager
+def own_logger() -> Iterator[logging.Logger]:
+    """Restores the logger of a program that has not configured logging; pytest configures the
+    root logger."""
+    logger = logging.getLogger("torch_ckpt")
+    handlers, level = logger.handlers[:], logger.level
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = False
+    try:
+        yield logger
+    finally:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = True
+
+
+@pytest.mark.filterwarnings("ignore:.*falling back to step")
+@pytest.mark.parametrize("configured", ["nothing", "a handler", "a level"])
+def test_the_first_restore_is_shown_unless_logging_is_configured(
+    tmp_path: Path,
+    configured: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch_ckpt.manager.reporters._is_restore_shown", False)
+    with manager_of(tmp_path) as made:
+        for step in (1, 2, 3):
+            made.save(step, state_of(step))
+    for step in (2, 3):
+        damage(tmp_path, step)
+    capsys.readouterr()
+    with own_logger() as logger, manager_of(tmp_path) as made:
+        if configured == "a handler":
+            logger.addHandler(logging.NullHandler())
+        if configured == "a level":
+            logger.setLevel(logging.ERROR)
+        assert made.restore(state_of(0)) == 1
+        printed = capsys.readouterr().err
+        for shown in (
+            f"torch_ckpt: restored step 1 from {tmp_path} in ",
+            "skipping 2 damaged steps",
+        ):
+            assert (shown in printed) == (configured == "nothing")
+        made.restore(state_of(0))
+    assert "restored step" not in capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from tests.managers import (
     Make,
     Training,
     finish,
+    manager_of,
     restored,
+    state_of,
     train,
     until_stopped,
 )
@@ -24,32 +28,32 @@ from torch_ckpt.events import Event
 from torch_ckpt.multihost.preemption import current_watch
 
 
-def test_a_signal_saves_and_stops(make: Make) -> None:
+@pytest.mark.parametrize("by", ["signal", "file"])
+def test_a_notice_saves_and_stops(make: Make, tmp_path: Path, by: str) -> None:
+    file = tmp_path / "stop"
     events: list[Event] = []
-    made = make(interval=10**6, preemption_signals=(signal.SIGUSR1,), on_event=events.append)
+    made = make(
+        interval=10**6,
+        preemption_signals=(signal.SIGUSR1,),
+        preemption_file=file,
+        on_event=events.append,
+    )
     training = Training()
     assert train(made, [1, 2], training) == []
-    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not made.should_stop
+    if by == "signal":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    else:
+        file.touch()
     stopped = until_stopped(made, 3, training)
-    assert stopped <= 4
+    if by == "signal":
+        assert stopped <= 4
     finish(made)
     assert made.all_steps() == [stopped]
     assert restored(made) == stopped
     [event] = [event for event in events if event.kind == "preempted"]
     assert event.step == stopped
-    assert "SIGUSR1 on rank 0" in event.message
-
-
-def test_a_file_saves_and_stops(make: Make, tmp_path: Path) -> None:
-    file = tmp_path / "stop"
-    made = make(interval=10**6, preemption_file=file)
-    training = Training()
-    train(made, [1, 2], training)
-    assert not made.should_stop
-    file.touch()
-    stopped = until_stopped(made, 3, training)
-    made.wait_until_finished()
-    assert made.all_steps() == [stopped]
+    assert f"{'SIGUSR1' if by == 'signal' else file} on rank 0" in event.message
 
 
 def test_a_due_step_is_saved_once_at_the_stop(make: Make) -> None:
@@ -70,15 +74,11 @@ def test_with_a_deadline_save_waits_for_the_last_save_and_logs_its_time(
         stopped = until_stopped(made, 1, Training())
     assert not made.is_saving
     assert made.all_steps() == [stopped]
-    assert (
-        f"saving step {stopped} before preemption (preemption_deadline: 90 s); this is the first"
-        in (caplog.text)
-    )
+    text = f"saving step {stopped} before preemption (preemption_deadline: 90 s); this is the first"
+    assert text in caplog.text
 
 
-def test_a_deadline_that_is_too_short_is_a_warning(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_short_a_deadline_is_a_warning(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     made = make(interval=10**6, preemption_signals=(signal.SIGUSR1,), preemption_deadline=1e-9)
     training = Training()
     train(made, [1], training, force=True)
@@ -89,9 +89,7 @@ def test_a_deadline_that_is_too_short_is_a_warning(
     assert "before preemption (preemption_deadline: 0 s); the previous save took" in caplog.text
 
 
-def test_a_skipping_manager_saves_at_the_stop_even_while_another_save_runs(
-    make: Make, held_commits: Gate
-) -> None:
+def test_a_skipping_manager_saves_at_the_stop_while_busy(make: Make, held_commits: Gate) -> None:
     made = make(if_busy="skip", preemption_signals=(signal.SIGUSR1,))
     training = Training()
     train(made, [1], training)
@@ -103,32 +101,15 @@ def test_a_skipping_manager_saves_at_the_stop_even_while_another_save_runs(
     assert made.latest_step() == stopped
 
 
-def test_signal_handlers_are_restored_after_the_block(root: Path) -> None:
+def test_outside_the_main_thread_signals_are_not_watched_and_refused_if_given(root: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with CheckpointManager(root):
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_explicit_signals_are_refused_outside_the_main_thread(root: Path) -> None:
-    with (
-        ThreadPoolExecutor(1) as pool,
-        pytest.raises(ValueError, match="signals can be watched only from the main thread"),
-    ):
-        pool.submit(CheckpointManager, root, preemption_signals=(signal.SIGTERM,)).result(LIMIT)
-
-
-def test_outside_the_main_thread_no_signal_is_watched_by_default(root: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with (
-        ThreadPoolExecutor(1) as pool,
-        pool.submit(CheckpointManager, root).result(LIMIT) as made,
-    ):
-        assert train(made, [1]) == [1]
-        assert signal.getsignal(signal.SIGTERM) is before
-
-
-# --- several managers -----------------------------------------------------------------------------
+    with ThreadPoolExecutor(1) as pool:
+        explicit = pool.submit(CheckpointManager, root, preemption_signals=(signal.SIGTERM,))
+        with pytest.raises(ValueError, match="signals can be watched only from the main thread"):
+            explicit.result(LIMIT)
+        with pool.submit(CheckpointManager, root).result(LIMIT) as made:
+            assert train(made, [1]) == [1]
+            assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_notices_that_the_existing_watch_lacks_are_named(
@@ -177,22 +158,61 @@ def test_two_managers_share_a_watch_until_both_are_closed(make: Make, tmp_path: 
 
 def test_a_watch_of_the_program_is_used_and_left_open(make: Make) -> None:
     with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.01) as watch:
-        made = make(preemption_signals=(signal.SIGUSR2,))
-        made.close()
-        assert current_watch(None) is watch
-
-
-def test_a_manager_stops_at_its_next_step_after_the_program_has_reached_the_stop(
-    make: Make,
-) -> None:
-    with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.01):
-        made = make(interval=10**6, preemption_signals=(signal.SIGUSR1,))
+        made = make(interval=10**6, preemption_signals=(signal.SIGUSR2,))
         os.kill(os.getpid(), signal.SIGUSR1)
         step = 1
         while not multihost.reached_preemption_sync_point(step):
             step += 1
+        # The program has reached the stop first.
         made.save(step + 1, Training().state)
         assert made.should_stop
         finish(made)
         assert made.all_steps() == [step + 1]
         made.close()
+        assert current_watch(None) is watch
+
+
+_NEVER_ASKS = """
+import sys, torch, torch_ckpt
+with torch_ckpt.CheckpointManager(sys.argv[1], interval=10**6, preemption_file="-") as manager:
+    print("begun", flush=True)
+    step = 0
+    while True:
+        step += 1
+        manager.save(step, {"x": torch.ones(3)})
+"""
+
+
+def test_a_second_signal_ends_a_program_that_ignores_should_stop(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-c", _NEVER_ASKS, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGTERM)
+            line = ""
+            while "the training loop does not read should_stop" not in line:
+                line = process.stderr.readline()
+                assert line
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == -signal.SIGTERM
+        finally:
+            process.kill()
+    with manager_of(tmp_path, read_only=True) as made:
+        assert len(made.all_steps()) == 1
+
+
+def test_a_loop_that_reads_should_stop_may_continue_and_be_notified_again(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, interval=100) as made:
+        for step in (1, 2):
+            made.save(step, state_of(step))
+            assert not made.should_stop
+        signal.raise_signal(signal.SIGTERM)
+        assert made.save(3, state_of(3))
+        assert made.should_stop
+        made.save(4, state_of(4))
+        signal.raise_signal(signal.SIGTERM)
+        assert made.save(5, state_of(5))

@@ -31,6 +31,7 @@ from tests.managers import (
     training_of,
 )
 from tests.support import assert_equal, cause_of, data_files, flip_bit
+from torch_ckpt import CheckpointManager
 from torch_ckpt.checkpoint import safe_types
 from torch_ckpt.errors import CheckpointError, LoadMismatch, Unsafe
 from torch_ckpt.events import Event
@@ -39,20 +40,14 @@ from torch_ckpt.steps import MARKER_NAME
 # --- rewinding ------------------------------------------------------------------------------------
 
 
-def test_any_step_can_be_restored_by_number(make: Make) -> None:
+def test_any_step_can_be_restored_by_number_with_a_warning_of_later_ones(make: Make) -> None:
     made = make()
     train(made, range(1, 5))
-    with pytest.warns(
-        UserWarning, match=r"step 2 was restored, but the root has later steps \(\[3, 4"
-    ):
-        assert restored(made, 2) == 2
-
-
-def test_the_newest_step_is_restored_by_number_without_a_warning(make: Make) -> None:
-    made = make()
-    train(made, [1, 2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert restored(made, 4) == 4
+    text = r"step 2 was restored, but the root has later steps \(\[3, 4"
+    with pytest.warns(UserWarning, match=text):
         assert restored(made, 2) == 2
 
 
@@ -65,58 +60,31 @@ def test_after_a_rewind_later_steps_are_replaced(make: Make) -> None:
     for step in (3, 4):
         assert made.save(step, training.state, notes={"again": True})
     made.wait_until_finished()
-    assert [(info.step, info.notes) for info in made.steps()] == [
-        (1, {}),
-        (2, {}),
-        (3, {"again": True}),
-        (4, {"again": True}),
-    ]
+    assert made.all_steps() == [1, 2, 3, 4]
+    assert [info.notes.get("again", False) for info in made.steps()] == [False, False, True, True]
+    assert made.restore(training.state) == 4
+    assert training.state["epoch"] == 2
 
 
-def test_stale_steps_do_not_displace_new_ones(make: Make) -> None:
-    made = make(interval=10, keep_last=2)
-    training = Training()
-    train(made, range(1, 61), training)
-    finish(made)
-    assert made.all_steps() == [50, 60]
-    made = make(keep_last=2)
-    with pytest.warns(UserWarning, match=LATER):
-        made.restore(training.state, 50)
-    for step in (51, 52, 53):
-        made.save(step, training.state)
-    finish(made)
-    # Step 50 was verified last; step 60 is stale and not yet passed.
-    assert made.all_steps() == [50, 52, 53, 60]
-
-
-def test_stale_steps_are_deleted_once_training_has_passed_them(make: Make) -> None:
+def test_stale_steps_displace_no_new_ones_and_are_deleted_once_passed(make: Make) -> None:
     run_of(make, [40, 50, 60])
     events: list[Event] = []
     made = make(keep_last=2, on_event=events.append)
     training = Training()
     with pytest.warns(UserWarning, match=LATER):
         made.restore(training.state, 40)
-    made.save(56, training.state)
-    finish(made)
-    assert made.all_steps() == [40, 56, 60]
-    for step in (58, 63):
+    # Step 40 stays because the restore has verified it.
+    for step, stay in (
+        (54, [40, 54, 60]),
+        (56, [40, 54, 56, 60]),
+        (58, [40, 56, 58, 60]),
+        (63, [40, 58, 63]),
+    ):
         made.save(step, training.state)
         finish(made)
-    # Step 40 stays because the restore has verified it.
-    assert made.all_steps() == [40, 58, 63]
+        assert made.all_steps() == stay
     stale = [event for event in events if "it is stale" in event.message]
     assert [event.step for event in stale] == [50, 60]
-
-
-def test_a_replaced_step_is_no_longer_stale(make: Make) -> None:
-    run_of(make, [1, 2, 3])
-    made = make(keep_last=2)
-    training = training_of(1)
-    with pytest.warns(UserWarning, match=LATER):
-        made.restore(training.state, 1)
-    train(made, [2, 3], training)
-    finish(made)
-    assert made.all_steps() == [1, 2, 3]
 
 
 def test_a_missing_step_is_refused_and_the_existing_ones_are_named(make: Make) -> None:
@@ -124,27 +92,23 @@ def test_a_missing_step_is_refused_and_the_existing_ones_are_named(make: Make) -
     with pytest.raises(FileNotFoundError, match="step 7 does not exist; no step is complete"):
         restored(made, 7)
     train(made, [1, 2])
-    with pytest.raises(
-        FileNotFoundError, match=r"7 does not exist; the complete steps are \[1, 2\]"
-    ):
+    text = r"7 does not exist; the complete steps are \[1, 2\]"
+    with pytest.raises(FileNotFoundError, match=text):
         restored(made, 7)
 
 
 # --- damaged steps --------------------------------------------------------------------------------
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped bit": lambda path: [
-        flip_bit(file, file.stat().st_size // 2, 3) for file in data_files(path)
-    ],
-    "a short file": lambda path: [
-        os.truncate(file, file.stat().st_size // 2) for file in data_files(path)
-    ],
-    "an empty file": lambda path: [os.truncate(file, 0) for file in data_files(path)],
-    "a missing file": lambda path: [file.unlink() for file in data_files(path)],
-    "no metadata": lambda path: (path / ".metadata").unlink(),
-    "short metadata": lambda path: os.truncate(path / ".metadata", 40),
-    "empty metadata": lambda path: os.truncate(path / ".metadata", 0),
+#: Damages one file of a step: its data file or .metadata.
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a flipped bit": ("*.distcp", lambda file: flip_bit(file, file.stat().st_size // 2, 3)),
+    "a short file": ("*.distcp", lambda file: os.truncate(file, file.stat().st_size // 2)),
+    "an empty file": ("*.distcp", lambda file: os.truncate(file, 0)),
+    "a missing file": ("*.distcp", Path.unlink),
+    "no metadata": (".metadata", Path.unlink),
+    "short metadata": (".metadata", lambda file: os.truncate(file, 40)),
+    "empty metadata": (".metadata", lambda file: os.truncate(file, 0)),
 }
 
 
@@ -153,10 +117,20 @@ def test_a_damaged_step_is_skipped(make: Make, root: Path, kind: str) -> None:
     run_of(make, range(1, 4))
     events: list[Event] = []
     made = make(on_event=events.append)
-    DAMAGES[kind](root / "0000000003")
+    name, spoil = DAMAGES[kind]
+    for file in (root / "0000000003").glob(name):
+        spoil(file)
     with pytest.warns(UserWarning, match=r"step 3: rank 0: .*; falling back to step 2"):
         assert restored(made) == 2
     assert [(event.kind, event.step) for event in events] == [("damaged", 3), ("restored", 2)]
+
+
+def saved(make: Make) -> CheckpointManager:
+    """Makes a manager that has saved two steps."""
+    made = make()
+    train(made, [1, 2])
+    made.wait_until_finished()
+    return made
 
 
 def test_several_damaged_steps_are_skipped(make: Make, root: Path) -> None:
@@ -171,42 +145,36 @@ def test_several_damaged_steps_are_skipped(make: Make, root: Path) -> None:
 
 
 def test_a_requested_step_that_is_damaged_is_an_error(make: Make, root: Path) -> None:
-    made = make()
-    train(made, [1, 2])
-    made.wait_until_finished()
+    made = saved(make)
     damage(root, 2)
     with pytest.raises(CheckpointException):
         restored(made, 2)
 
 
-def test_if_all_steps_are_damaged_training_does_not_start_from_scratch(
-    make: Make, root: Path
+@pytest.mark.parametrize("read_only", [False, True])
+def test_if_all_steps_are_damaged_each_is_tried_once_and_the_restore_fails(
+    make: Make, root: Path, read_only: bool
 ) -> None:
-    made = make()
-    train(made, [1, 2])
-    made.wait_until_finished()
+    saved(make).close()
+    made = make(read_only=read_only)
     damage(root, 1)
     damage(root, 2)
     with (
-        pytest.warns(UserWarning, match=PASSED),
+        pytest.warns(UserWarning, match=PASSED) as caught,
         pytest.raises(CheckpointError, match=r"no step in .* can be loaded.* step 2: .*; step 1: "),
     ):
         restored(made)
+    assert len(caught) == 2
 
 
 def test_a_mismatch_is_an_error_and_not_damage(make: Make) -> None:
-    made = make()
-    train(made, [1, 2])
-    state = {"model": torch.nn.Linear(5, 3)}
     with pytest.raises(CheckpointException) as caught:
-        made.restore(state)
+        saved(make).restore({"model": torch.nn.Linear(5, 3)})
     assert isinstance(cause_of(caught.value), LoadMismatch)
 
 
 def test_an_unreadable_step_is_an_error_and_not_damage(make: Make, root: Path) -> None:
-    made = make()
-    train(made, [1, 2])
-    made.wait_until_finished()
+    made = saved(make)
     with (
         failing("open_directory", EACCES, root / "0000000002"),
         pytest.raises(CheckpointException) as caught,
@@ -232,39 +200,42 @@ def test_a_step_that_needs_an_uninstalled_numpy_is_an_error_and_not_damage(
 # --- steps without a marker -----------------------------------------------------------------------
 
 
-def test_unfinished_steps_are_not_restored(make: Make, root: Path) -> None:
-    made = make()
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("", "They were saved or copied without this file"),
+        ("memory://", "They are still being saved"),
+    ],
+    ids=["directory", "URL"],
+)
+def test_a_step_without_a_marker_is_named_and_not_restored(
+    make: Make, tmp_path: Path, url: str, reason: str
+) -> None:
+    root: Any = f"{url}{tmp_path}/run"
+    made = make(root)
     train(made, [1, 2])
     made.wait_until_finished()
-    (root / "0000000002" / MARKER_NAME).unlink()
-    with pytest.warns(UserWarning, match=UNMARKED):
+    if url:
+        made._store._files.remove([f"0000000002/{MARKER_NAME}"])  # type: ignore[attr-defined]
+    else:
+        Path(root, "0000000002", MARKER_NAME).unlink()
+    with pytest.warns(UserWarning, match=UNMARKED) as caught:
         assert restored(made) == 1
+    [warning] = caught
+    assert f"{made._store.root}/0000000002. {reason}" in str(warning.message)
     assert [info.state for info in made.steps()] == ["complete", "unfinished"]
 
 
-def test_a_checkpoint_without_a_marker_is_named_and_stays(make: Make, root: Path) -> None:
+def test_a_checkpoint_without_a_marker_becomes_a_step_by_one(make: Make, root: Path) -> None:
     torch_ckpt.save({"n": torch.ones(3)}, root / "0000000100", no_dist=True)
     state = {"n": torch.zeros(3)}
     with pytest.warns(UserWarning, match=UNMARKED) as caught:
         assert make().restore(state) == 0
     [warning] = caught
-    assert f"{root}/0000000100. They were saved or copied without this file" in str(warning.message)
     assert warning.filename == __file__
     (root / "0000000100" / MARKER_NAME).touch()
     assert make().restore(state) == 100
     assert_equal(state["n"], torch.ones(3))
-
-
-def test_a_checkpoint_without_a_marker_beneath_a_url_is_named(make: Make, tmp_path: Path) -> None:
-    root = f"memory://{tmp_path.name}/run"
-    made = make(root)
-    train(made, [1, 2])
-    made.wait_until_finished()
-    made._store._files.remove([f"0000000002/{MARKER_NAME}"])  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match=UNMARKED) as caught:
-        assert restored(made) == 1
-    [warning] = caught
-    assert f"{root}/0000000002. They are still being saved" in str(warning.message)
 
 
 def test_many_checkpoints_without_markers_are_counted(make: Make, root: Path) -> None:
@@ -295,9 +266,7 @@ def test_a_requested_step_without_a_marker_is_refused_by_its_name(make: Make, ro
 # --- another run saves during the restore ---------------------------------------------------------
 
 
-def test_a_step_that_is_deleted_after_the_listing_is_replaced_by_a_newer_one(
-    make: Make, root: Path
-) -> None:
+def test_a_step_deleted_after_the_listing_is_replaced_by_the_next(make: Make, root: Path) -> None:
     run_of(make, [1])
     reader = make(read_only=True)
 
@@ -315,16 +284,6 @@ def test_a_step_that_is_deleted_after_the_listing_is_replaced_by_a_newer_one(
         warnings.simplefilter("error")
         assert restored(reader) == 2
     assert reader.all_steps() == [2]
-
-
-def test_a_damaged_step_that_stays_is_not_tried_again(make: Make, root: Path) -> None:
-    run_of(make, [1])
-    damage(root, 1)
-    with (
-        pytest.warns(UserWarning, match=PASSED),
-        pytest.raises(CheckpointError, match=r"no step in .* can be loaded"),
-    ):
-        make(read_only=True).restore(Training().state)
 
 
 # --- options that can be read only once -----------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.rank_threads import tcp_store
@@ -21,12 +21,6 @@ from torch_ckpt.multihost import RanksDisagree, layout, trees
 from torch_ckpt.ranks import collective_call
 from torch_ckpt.ranks.group import RankGroup
 
-#: Limit of waits that should not block, in seconds.
-PATIENCE = 60.0
-
-#: Seconds between two polls of a watch.
-POLL = 0.02
-
 Pair = namedtuple("Pair", ["one", "two"])
 
 
@@ -36,9 +30,6 @@ def tree() -> dict[str, Any]:
         "n": [numpy.arange(3), numpy.float32(2.5), 7, None],
         "p": Pair(torch.tensor(True), "text"),
     }
-
-
-# --- one process without torch.distributed -------------------------------------------------------
 
 
 def test_a_single_process_broadcasts_to_itself() -> None:
@@ -107,9 +98,6 @@ def test_a_barrier_waits_for_the_work_of_the_gpu(monkeypatch: pytest.MonkeyPatch
     assert waited == ["yes"]
 
 
-# --- names and words -----------------------------------------------------------------------------
-
-
 def test_leaves_are_named_by_their_path_from_the_root() -> None:
     taken = trees.Tree({"a": [1, (2, OrderedDict(c=3))], "d": Pair(4, []), 5: None})
     assert taken.names == ["a.0", "a.1.0", "a.1.1.c", "d.one", "5"]
@@ -161,9 +149,6 @@ def test_a_value_that_is_not_a_plain_tensor_is_sent_as_an_object() -> None:
     assert multihost.broadcast_one_to_all(objects).tolist() == [{}, "x"]
 
 
-# --- a process group of one ----------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("default_group")
 def test_a_lost_process_group_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> None:
@@ -207,57 +192,57 @@ def test_a_failing_store_has_its_own_error(capfd: pytest.CaptureFixture[str]) ->
     capfd.readouterr()  # of the store's own message
 
 
-@pytest.mark.usefixtures("default_group")
-def test_wrong_placements_are_reported_by_leaf() -> None:
-    mesh = init_device_mesh("cpu", (1,))
+@pytest.fixture
+def mesh(default_group: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,))
+
+
+@pytest.fixture
+def made(mesh: DeviceMesh) -> Any:
+    """Makes a tree with one global tensor."""
+    return multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
+
+
+PLACEMENTS: list[tuple[Any, str]] = [
+    ([Shard(0), Shard(0)], "a has 2 placements, but the mesh has 1 dimension"),
+    ([Shard(1)], "a has 1 dimension, so it cannot be sharded"),
+    (
+        {"a": [Shard(0)]},
+        "the tree and its placements do not have the same keys; only one of them has b",
+    ),
+    ({"a": [Shard(0)], "b": "x"}, "b has 'x' instead of placements"),
+    ({"a": [Shard(0)], "b": {"c": []}}, r"b.c has \[\] instead of placements"),
+]
+
+
+def test_wrong_placements_are_reported_by_leaf(mesh: DeviceMesh) -> None:
     local = {"a": torch.ones(2), "b": {"c": torch.ones(3, 3)}}
-    wrong: list[tuple[Any, str]] = [
-        ([Shard(0), Shard(0)], "a has 2 placements, but the mesh has 1 dimension"),
-        ([Shard(1)], "a has 1 dimension, so it cannot be sharded"),
-        (
-            {"a": [Shard(0)]},
-            "the tree and its placements do not have the same keys; only one of them has b",
-        ),
-        ({"a": [Shard(0)], "b": "x"}, "b has 'x' instead of placements"),
-        ({"a": [Shard(0)], "b": {"c": []}}, r"b.c has \[\] instead of placements"),
-    ]
-    for placements, text in wrong:
+    for placements, text in PLACEMENTS:
         with pytest.raises(ValueError, match=text):
             multihost.local_to_global(local, mesh, placements)
 
 
-@pytest.mark.usefixtures("default_group")
-def test_a_global_tensor_is_unchanged_by_the_conversion_to_global() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    made = multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
+def test_a_global_tensor_is_unchanged_by_local_to_global(mesh: DeviceMesh, made: Any) -> None:
     again = multihost.local_to_global({**made, "b": torch.ones(2)}, mesh, [Replicate()])
     assert again["a"] is made["a"]
     assert again["b"].placements == (Replicate(),)
 
 
-@pytest.mark.usefixtures("default_group")
-def test_a_local_tensor_is_unchanged_by_the_conversion_to_local() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    made = multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
+def test_a_local_tensor_is_unchanged_by_global_to_local(mesh: DeviceMesh, made: Any) -> None:
     local = {"b": torch.ones(2), "c": numpy.ones(2), "d": 1}
     back = multihost.global_to_local({**made, **local}, mesh, [Replicate()])
     assert type(back["a"]) is torch.Tensor
     assert all(back[name] is leaf for name, leaf in local.items())
 
 
-@pytest.mark.usefixtures("default_group")
-def test_a_tensor_of_another_mesh_is_not_made_local() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    made = multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
+def test_a_tensor_of_another_mesh_is_not_made_local(made: Any) -> None:
     assert isinstance(made["a"], DTensor)
     other = init_device_mesh("cpu", (1, 1))
     with pytest.raises(ValueError, match=r"a is on .*, not on"):
         multihost.global_to_local(made, other, [Shard(0), Shard(0)])
 
 
-@pytest.mark.usefixtures("default_group")
-def test_a_local_tensor_can_be_a_partial_sum() -> None:
-    mesh = init_device_mesh("cpu", (1,))
+def test_a_local_tensor_can_be_a_partial_sum(mesh: DeviceMesh) -> None:
     made = multihost.local_to_global(torch.ones(2), mesh, [Partial()])
     assert made.placements == (Partial(),)
 
@@ -278,9 +263,7 @@ def test_shards_are_split_as_torch_splits_them() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_are_sent_through_the_device_if_nccl_is_the_only_backend(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_nccl_only_tensors_are_sent_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
     broadcast = dist.broadcast
 

@@ -47,27 +47,21 @@ def test_a_signal_to_a_single_process_ends_its_step(watch: PreemptionWatch) -> N
     assert watch.reason == "SIGUSR1 on rank 0"
 
 
-def test_a_signal_before_the_first_step_ends_the_first_step(watch: PreemptionWatch) -> None:
+@pytest.mark.parametrize("step", [0, 1000])
+def test_a_signal_before_the_first_step_ends_that_step(watch: PreemptionWatch, step: int) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert watch.reached(1000)
+    assert watch.reached(step)
 
 
-def test_steps_can_be_skipped(watch: PreemptionWatch) -> None:
-    assert not watch.reached(10)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert watch.reached(20)
-
-
-def test_each_signal_is_a_separate_notice(watch: PreemptionWatch) -> None:
-    for step in range(0, 100, 2):
+def test_each_signal_is_a_separate_notice_and_steps_can_be_skipped(watch: PreemptionWatch) -> None:
+    for step in range(0, 500, 10):
         assert not watch.reached(step)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert watch.reached(step + 1)
+        assert watch.reached(step + 5)
 
 
 def test_a_file_is_one_notice_until_it_is_deleted(tmp_path: Path) -> None:
     file = tmp_path / "stop"
-
     looked: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def looks(count: int) -> None:
@@ -92,35 +86,33 @@ def test_a_file_is_one_notice_until_it_is_deleted(tmp_path: Path) -> None:
         assert first_true(step + 2) > step + 1
 
 
-def test_previous_handlers_are_called_and_restored() -> None:
-    called: list[int] = []
-
-    def handler(number: int, frame: Any) -> None:
-        called.append(number)
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert watch.reached(0)
-        assert called == [signal.SIGUSR1]
-        assert signal.getsignal(signal.SIGUSR1) is handler
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+@pytest.fixture
+def called() -> Iterator[list[int]]:
+    """Installs a handler of SIGUSR1 that appends the signal's number to this list."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGUSR1, before)
 
 
-def test_control_c_can_be_a_notice() -> None:
-    with multihost.watch_for_preemption([signal.SIGINT], poll_seconds=POLL) as watch:
-        os.kill(os.getpid(), signal.SIGINT)
+def test_previous_handlers_are_called_and_restored(called: list[int]) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
+        os.kill(os.getpid(), signal.SIGUSR1)
         assert watch.reached(0)
+    assert called == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_a_signal_without_a_name_is_named_by_its_number() -> None:
-    number = signal.SIGRTMIN + 3
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGINT, "SIGINT"), (signal.SIGRTMIN + 3, f"signal {signal.SIGRTMIN + 3}")],
+)
+def test_any_signal_can_be_a_notice_and_is_named(number: int, name: str) -> None:
     with multihost.watch_for_preemption([number], poll_seconds=POLL) as watch:
         os.kill(os.getpid(), number)
         assert watch.reached(0)
-        assert watch.reason == f"signal {number} on rank 0"
+        assert watch.reason == f"{name} on rank 0"
 
 
 def test_if_one_signal_cannot_be_watched_none_is() -> None:
@@ -165,6 +157,8 @@ print("saved")
 
 
 def test_a_group_is_watched_once(watch: PreemptionWatch) -> None:
+    with pytest.raises(ValueError, match="step -1 is negative"):
+        watch.reached(-1)
     with pytest.raises(ValueError, match="already being watched"):
         multihost.watch_for_preemption()
     watch.close()
@@ -174,36 +168,26 @@ def test_a_group_is_watched_once(watch: PreemptionWatch) -> None:
         watch.reached(1)
 
 
-def test_a_negative_step_is_refused(watch: PreemptionWatch) -> None:
-    with pytest.raises(ValueError, match="step -1 is negative"):
-        watch.reached(-1)
-
-
 def test_signals_can_be_watched_only_from_the_main_thread() -> None:
     with ThreadPoolExecutor(1) as pool:
         refused = pool.submit(multihost.reached_preemption_sync_point, 0)
         assert "main thread" in str(refused.exception(PATIENCE))
 
 
-def test_a_watch_ends_with_its_group(default_group: None) -> None:
-    called = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: called.append("before"))
-    try:
-        watch = multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL)
-        group = weakref.ref(RankGroup.of(None, no_dist=False))
-        dist.destroy_process_group()
-        gc.collect()
-        watch._thread.join(PATIENCE)
-        assert group() is None
-        # The previous handler is restored, also after the next group has been watched.
+def test_a_watch_ends_with_its_group(default_group: None, called: list[int]) -> None:
+    watch = multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL)
+    group = weakref.ref(RankGroup.of(None, no_dist=False))
+    dist.destroy_process_group()
+    gc.collect()
+    watch._thread.join(PATIENCE)
+    assert group() is None
+    # The previous handler is restored, also after the next group has been watched.
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert called == [signal.SIGUSR1]
+    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as other:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert called == ["before"]
-        with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as other:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert other.reached(0)
-        assert called == ["before"] * 2
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+        assert other.reached(0)
+    assert called == [signal.SIGUSR1] * 2
 
 
 def test_a_group_is_deleted_after_the_thread_that_watches_it_has_ended() -> None:
@@ -282,23 +266,20 @@ def test_a_call_for_a_posted_step_does_not_wait() -> None:
         second.close()
 
 
-class Asked:
-    """Store that records the keys of all calls."""
-
-    def __init__(self) -> None:
-        self.by: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        self.by.append(name)
-        raise RuntimeError("nobody is there")
-
-
 def test_without_a_notice_no_step_reads_the_store() -> None:
-    store = Asked()
-    group = RankGroup(cast(Any, store), 0, 2, "test")
+    called: list[str] = []
+
+    class Asked:
+        """Store that records the names of all calls."""
+
+        def __getattr__(self, name: str) -> Any:
+            called.append(name)
+            raise RuntimeError("nobody is there")
+
+    group = RankGroup(cast(Any, Asked()), 0, 2, "test")
     watch = PreemptionWatch(group, (), None, PATIENCE, PATIENCE)
     try:
         assert not any(watch.reached(step) for step in range(1000))
-        assert store.by == []
+        assert called == []
     finally:
         watch.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import uuid
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,62 +48,60 @@ def test_loading_a_quarter_of_the_names_fetches_a_quarter_of_the_bytes(flaky: Re
     assert not target["layer 6"].any()
 
 
-class Shape:
+class Part(NamedTuple):
     """A stored tensor, and the part that is loaded."""
 
-    def __init__(self, tensor: torch.Tensor, offsets: list[int], lengths: list[int]) -> None:
-        self.tensor, self.offsets, self.lengths = tensor, offsets, lengths
+    tensor: torch.Tensor
+    offsets: list[int]
+    lengths: list[int]
 
     @property
-    def part(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         part = self.tensor
         for dim, place in enumerate(zip(self.offsets, self.lengths, strict=True)):
             part = part.narrow(dim, *place)
         return part
 
 
-def random_shape(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_of(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return random_tensor(sizes, dtype, seed=sum(sizes))
 
 
+def only_file(steps: RemoteSteps) -> str:
+    [name] = [n for n in names_of(steps) if n.endswith(".distcp")]
+    return name
+
+
 PARTS = {
-    "rows": Shape(random_shape(4096, 512), [1024, 0], [1024, 512]),
-    "the last rows": Shape(random_shape(4096, 512), [4000, 0], [96, 512]),
-    "one element": Shape(random_shape(4096, 512), [2222, 333], [1, 1]),
-    "nothing": Shape(random_shape(4096, 512), [100, 0], [0, 512]),
-    "narrow columns": Shape(random_shape(1024, 2048), [0, 512], [1024, 256]),
-    "wide columns": Shape(random_shape(8, 1 << 18), [0, 1 << 16], [8, 1 << 16]),
-    "a box": Shape(random_shape(4, 64, 8192), [1, 16, 100], [2, 32, 5000]),
-    "bytes": Shape(random_shape(4 << 20, dtype=torch.uint8), [12345], [54321]),
-    "transposed": Shape(random_shape(2048, 1024).t(), [100, 0], [50, 2048]),
-    "channels last": Shape(
-        random_shape(64, 32, 32, 32).to(memory_format=torch.channels_last),
+    "rows": Part(random_of(4096, 512), [1024, 0], [1024, 512]),
+    "the last rows": Part(random_of(4096, 512), [4000, 0], [96, 512]),
+    "one element": Part(random_of(4096, 512), [2222, 333], [1, 1]),
+    "nothing": Part(random_of(4096, 512), [100, 0], [0, 512]),
+    "narrow columns": Part(random_of(1024, 2048), [0, 512], [1024, 256]),
+    "wide columns": Part(random_of(8, 1 << 18), [0, 1 << 16], [8, 1 << 16]),
+    "a box": Part(random_of(4, 64, 8192), [1, 16, 100], [2, 32, 5000]),
+    "bytes": Part(random_of(4 << 20, dtype=torch.uint8), [12345], [54321]),
+    "transposed": Part(random_of(2048, 1024).t(), [100, 0], [50, 2048]),
+    "channels last": Part(
+        random_of(64, 32, 32, 32).to(memory_format=torch.channels_last),
         [8, 0, 0, 0],
         [8, 32, 32, 32],
     ),
-    "conjugated": Shape(random_shape(1024, 512, dtype=torch.complex64).conj(), [7, 0], [30, 512]),
+    "conjugated": Part(random_of(1024, 512, dtype=torch.complex64).conj(), [7, 0], [30, 512]),
 }
 
 
-def read_part(steps: RemoteSteps, name: str, shape: Shape, **options: Any) -> torch.Tensor:
-    reader = RemoteReader(steps._files.below("0000000001"), None, **options)
+def read_part(steps: RemoteSteps, name: str, part: Part) -> torch.Tensor:
+    reader = RemoteReader(steps._files.below("0000000001"), None)
     metadata = reader.read_metadata()
     reader.set_up_for_load(0, metadata)
-    info = metadata.storage_data[MetadataIndex(name, [0] * shape.tensor.dim())]
+    info = metadata.storage_data[MetadataIndex(name, [0] * part.tensor.dim())]
     stored = metadata.state_dict_metadata[name]
-    target = torch.zeros(shape.lengths, dtype=shape.tensor.dtype)
+    target = torch.zeros(part.lengths, dtype=part.tensor.dtype)
     reads = _C.TensorReads()
-    reads.add(
-        name,
-        info.relative_path,
-        info.offset,
-        info.length,
-        stored.properties.dtype,
-        stored.size,
-        shape.offsets,
-        shape.lengths,
-        target,
-    )
+    place = (info.relative_path, info.offset, info.length)
+    kind = (stored.properties.dtype, stored.size)
+    reads.add(name, *place, *kind, part.offsets, part.lengths, target)
     reader.read_tensors(reads)
     reader.release()
     return target
@@ -110,16 +110,16 @@ def read_part(steps: RemoteSteps, name: str, shape: Shape, **options: Any) -> to
 @pytest.fixture(scope="module")
 def ours() -> RemoteSteps:
     steps = RemoteSteps(f"hooked://{uuid.uuid4().hex}/ours")
-    save(steps, 1, {name: shape.tensor for name, shape in PARTS.items()})
+    save(steps, 1, {name: part.tensor for name, part in PARTS.items()})
     return steps
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> RemoteSteps:
-    """Writes the tensor by torch's writer, without checksums of blocks."""
+    """Writes the tensors by torch's writer, without checksums of blocks."""
     steps = RemoteSteps(f"hooked://{uuid.uuid4().hex}/stock")
     path = tmp_path_factory.mktemp("stock")
-    state = {name: shape.tensor for name, shape in PARTS.items()}
+    state = {name: part.tensor for name, part in PARTS.items()}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     for file in path.iterdir():
         steps._files.write(f"0000000001/{file.name}", file.read_bytes())
@@ -127,42 +127,36 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> RemoteSteps:
     return steps
 
 
+#: Parts that few blocks cover.
+NARROW = {"rows", "the last rows", "one element", "wide columns", "bytes"}
+
+
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_a_record_is_loaded_with_its_values(
+def test_a_part_of_a_record_is_loaded_with_its_values_and_fetches_few_blocks(
     request: pytest.FixtureRequest, writer: str, name: str
 ) -> None:
-    found = read_part(request.getfixturevalue(writer), name, PARTS[name])
-    assert_equal(found, PARTS[name].part.resolve_conj().contiguous())
-
-
-@pytest.mark.parametrize("writer", ["ours", "stock"])
-@pytest.mark.parametrize("name", ["rows", "the last rows", "one element", "wide columns", "bytes"])
-def test_a_part_of_a_record_fetches_its_bytes_and_few_blocks(
-    request: pytest.FixtureRequest, writer: str, name: str
-) -> None:
-    steps = request.getfixturevalue(writer)
+    steps, part = request.getfixturevalue(writer), PARTS[name]
     Hooked.reads.clear()
-    read_part(steps, name, PARTS[name])
-    wanted = PARTS[name].part.nbytes
-    # The ends of the record twice, and the bytes between them and the part; blocks of 16 KiB.
-    assert wanted <= bytes_read() < wanted + (400 << 10)
+    found = read_part(steps, name, part)
+    assert_equal(found, part.values.resolve_conj().contiguous())
+    if name in NARROW:
+        # The ends of the record twice, and the bytes between them and the part; blocks of 16 KiB.
+        assert part.values.nbytes <= bytes_read() < part.values.nbytes + (400 << 10)
 
 
 def test_a_damaged_part_is_refused_with_the_url(flaky: RemoteSteps) -> None:
-    save(flaky, 1, {"t": random_shape(2048, 1024)}, thread_count=1)
-    [name] = [n for n in names_of(flaky) if n.endswith(".distcp")]
+    part = Part(random_of(2048, 1024), [1024, 0], [512, 1024])
+    save(flaky, 1, {"t": part.tensor}, thread_count=1)
+    name = only_file(flaky)
     data = bytearray(flaky._files.read(name))
     data[5 << 20] ^= 1
     flaky._files.write(name, bytes(data))
-    part = Shape(random_shape(2048, 1024), [1024, 0], [512, 1024])
     with pytest.raises(Corrupt, match=f"{flaky.root}/0000000001/__0_"):
         read_part(flaky, "t", part)
 
 
-def test_a_load_in_small_waves_gets_all_values_and_frees_its_files(
-    flaky: RemoteSteps, staging: Path
-) -> None:
+def test_a_load_in_waves_gets_all_and_frees_its_files(flaky: RemoteSteps, staging: Path) -> None:
     layers = {f"layer {n}": random_tensor((1 << 19,), torch.uint8, n) for n in range(16)}
     save(flaky, 1, layers)
     most = 0
@@ -191,25 +185,62 @@ def test_a_load_with_free_before_read_gets_all_values(flaky: RemoteSteps) -> Non
     assert_equal(loaded(flaky, 1, free_before_read=True), state_of(6))
 
 
-def test_a_failed_request_fails_the_load_with_the_url(flaky: RemoteSteps, staging: Path) -> None:
-    save(flaky, 1, state_of())
-    with fail_at("read", ".distcp"), pytest.raises(dcp.CheckpointException) as caught:
+def truncate(steps: RemoteSteps, name: str) -> None:
+    steps._files.write(name, steps._files.read(name)[:-100])
+
+
+def remove(steps: RemoteSteps, name: str) -> None:
+    steps._files.remove([name])
+
+
+def lead_outside(steps: RemoteSteps, _name: str) -> None:
+    metadata = steps.metadata(1)
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../elsewhere.distcp"
+    steps._files.write("0000000001/.metadata", encode_metadata(metadata))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        (lambda *_: fail_at("read", ".distcp"), PermissionError),
+        (truncate, Corrupt),
+        (remove, FileNotFoundError),
+        (lead_outside, Unsafe),
+    ],
+    ids=["failed request", "truncated file", "missing file", "metadata of files elsewhere"],
+)
+def test_a_step_that_cannot_be_read_fails_the_load_with_the_url(
+    flaky: RemoteSteps, staging: Path, spoil: Callable[..., Any], kind: type[Exception]
+) -> None:
+    save(flaky, 1, state_of(), thread_count=1)
+    name = only_file(flaky)
+    with spoil(flaky, name) or nullcontext(), pytest.raises(dcp.CheckpointException) as caught:
         loaded(flaky, 1)
     cause = cause_of(caught.value)
-    assert isinstance(cause, PermissionError)
-    assert cause.filename.startswith(f"{flaky.root}/0000000001/__0_")
+    assert isinstance(cause, kind)
+    if isinstance(cause, OSError):
+        assert cause.filename == f"{flaky.root}/{name}"
     assert list(staging.iterdir()) == []
 
 
-def test_verify_without_space_for_staging_downloads_nothing(
+def test_verify_and_load_without_space_for_staging_are_refused_before_a_download(
     flaky: RemoteSteps, small_disk: Path
 ) -> None:
-    save(flaky, 1, {"t": torch.zeros(9 << 20, dtype=torch.uint8)})
+    state = {"t": torch.zeros(9 << 20, dtype=torch.uint8)}
+    save(flaky, 1, state)
+    steps = RemoteSteps(flaky.root, small_disk)
     Hooked.reads.clear()
-    with pytest.raises(OSError, match="pass another staging_dir") as caught:
-        RemoteSteps(flaky.root, small_disk).verify(1)
-    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="pass another staging_dir") as refused:
+        steps.verify(1)
+    assert refused.value.errno == errno.ENOSPC
     assert Hooked.reads == []
+    with pytest.raises(dcp.CheckpointException, match="pass another staging_dir") as caught:
+        steps.load(1, state, no_dist=True)
+    cause = cause_of(caught.value)
+    assert isinstance(cause, OSError)
+    assert cause.errno == errno.ENOSPC
+    assert str(cause.filename).startswith(str(small_disk))
 
 
 def test_uploads_reported_as_totals_are_counted_once() -> None:
@@ -221,17 +252,6 @@ def test_uploads_reported_as_totals_are_counted_once() -> None:
     assert counts == [10, 5, 5]
 
 
-def test_a_load_without_space_for_staging_is_refused(flaky: RemoteSteps, small_disk: Path) -> None:
-    save(flaky, 1, {"t": torch.zeros(9 << 20, dtype=torch.uint8)})
-    steps = RemoteSteps(flaky.root, small_disk)
-    with pytest.raises(dcp.CheckpointException, match="pass another staging_dir") as caught:
-        steps.load(1, {"t": torch.zeros(9 << 20, dtype=torch.uint8)}, no_dist=True)
-    cause = cause_of(caught.value)
-    assert isinstance(cause, OSError)
-    assert cause.errno == errno.ENOSPC
-    assert str(cause.filename).startswith(str(small_disk))
-
-
 def test_a_staging_directory_of_unknown_free_space_is_tried(ram_disk: Path) -> None:
     steps = RemoteSteps(hooked_url(), ram_disk)
     save(steps, 1, state_of())
@@ -239,9 +259,7 @@ def test_a_staging_directory_of_unknown_free_space_is_tried(ram_disk: Path) -> N
     assert_equal(loaded(steps, 1), state_of())
 
 
-def test_a_short_response_fails_the_load(
-    flaky: RemoteSteps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_answer_fails_the_load(flaky: RemoteSteps, monkeypatch: pytest.MonkeyPatch) -> None:
     save(flaky, 1, state_of())
     read_all = Hooked.cat_file
 
@@ -252,37 +270,3 @@ def test_a_short_response_fails_the_load(
     monkeypatch.setattr(Hooked, "cat_file", short)
     with pytest.raises(dcp.CheckpointException, match="requested bytes"):
         loaded(flaky, 1)
-
-
-def test_a_truncated_file_is_refused(flaky: RemoteSteps) -> None:
-    save(flaky, 1, state_of(), thread_count=1)
-    [name] = [n for n in names_of(flaky) if n.endswith(".distcp")]
-    flaky._files.write(name, flaky._files.read(name)[:-100])
-    with pytest.raises(dcp.CheckpointException) as caught:
-        loaded(flaky, 1)
-    assert isinstance(cause_of(caught.value), Corrupt)
-
-
-def test_a_missing_file_is_named(flaky: RemoteSteps) -> None:
-    save(flaky, 1, state_of(), thread_count=1)
-    [name] = [n for n in names_of(flaky) if n.endswith(".distcp")]
-    flaky._files.remove([name])
-    with pytest.raises(dcp.CheckpointException) as caught:
-        loaded(flaky, 1)
-    cause = cause_of(caught.value)
-    assert isinstance(cause, FileNotFoundError)
-    assert cause.filename == f"{flaky.root}/{name}"
-
-
-def test_metadata_that_names_a_file_outside_the_step_is_refused(
-    flaky: RemoteSteps, staging: Path
-) -> None:
-    save(flaky, 1, {"t": torch.arange(9)})
-    metadata = flaky.metadata(1)
-    [info] = metadata.storage_data.values()
-    info.relative_path = "../../elsewhere.distcp"
-    flaky._files.write("0000000001/.metadata", encode_metadata(metadata))
-    with pytest.raises(dcp.CheckpointException) as caught:
-        flaky.load(1, {"t": torch.zeros(9)}, no_dist=True)
-    assert isinstance(cause_of(caught.value), Unsafe)
-    assert list(staging.iterdir()) == []

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -40,25 +41,18 @@ from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
 from torch_ckpt.steps.remote_reader import RemoteReader
 
 
-def test_a_failed_upload_fails_the_save_with_the_url(flaky: RemoteSteps) -> None:
+def test_a_failed_upload_is_named_and_leaves_no_files(flaky: RemoteSteps, staging: Path) -> None:
     with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException) as caught:
         save(flaky, 1, state_of(), thread_count=2)
     cause = cause_of(caught.value)
     assert isinstance(cause, PermissionError)
     assert cause.filename.startswith(f"{flaky.root}/0000000001/__0_")
     assert "denied" in str(cause)
-
-
-def test_a_failed_upload_leaves_no_files(flaky: RemoteSteps, staging: Path) -> None:
-    with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException):
-        save(flaky, 1, state_of(), thread_count=2)
     assert names_of(flaky) == []
     assert list(staging.iterdir()) == []
 
 
-def test_a_failed_background_upload_is_raised_by_the_handle(
-    flaky: RemoteSteps,
-) -> None:
+def test_a_failed_background_upload_is_raised_by_the_handle(flaky: RemoteSteps) -> None:
     writer = flaky.writer(1, attempt=ATTEMPT)
     with fail_at("upload", ".distcp", ValueError("no such key")):
         handle = torch_ckpt.async_save(state_of(), storage_writer=writer, no_dist=True)
@@ -75,9 +69,7 @@ def test_a_failed_commit_leaves_no_files(flaky: RemoteSteps, part: str) -> None:
     assert names_of(flaky) == []
 
 
-def test_a_marker_written_by_a_failed_request_is_removed(
-    unanswered: RemoteSteps,
-) -> None:
+def test_a_marker_written_by_a_failed_request_is_removed(unanswered: RemoteSteps) -> None:
     with pytest.raises(dcp.CheckpointException):
         save(unanswered, 1, state_of())
     assert names_of(unanswered) == []
@@ -181,9 +173,7 @@ def test_a_save_killed_before_its_marker_leaves_no_step(killed: RemoteSteps) -> 
         killed.load(2, {"t": torch.zeros(9)}, no_dist=True)
 
 
-def test_leftovers_of_a_killed_save_are_swept_once_they_are_old(
-    killed: RemoteSteps, tmp_path: Path
-) -> None:
+def test_leftovers_of_a_killed_save_are_swept_once_old(killed: RemoteSteps, tmp_path: Path) -> None:
     save(killed, 1, state_of())
     assert killed.sweep() == []
     for file in (tmp_path / "run").rglob("*"):
@@ -223,9 +213,7 @@ def test_a_save_by_dcp_save_releases_the_step(flaky: RemoteSteps, staging: Path)
     assert flaky.delete(1)
 
 
-def test_a_failed_save_by_dcp_save_releases_the_step_with_its_writer(
-    flaky: RemoteSteps, staging: Path
-) -> None:
+def test_a_dropped_writer_releases_its_step_and_files(flaky: RemoteSteps, staging: Path) -> None:
     writer = flaky.writer(1, attempt=ATTEMPT)
     writer.set_up_for_save(0)
     assert list(staging.iterdir()) != []
@@ -235,32 +223,21 @@ def test_a_failed_save_by_dcp_save_releases_the_step_with_its_writer(
     assert flaky.delete(1)
 
 
-def test_a_complete_step_is_replaced_only_on_request(steps: RemoteSteps) -> None:
+def test_a_complete_step_is_replaced_only_on_request_and_stays_pinned(steps: RemoteSteps) -> None:
     save(steps, 1, state_of(1))
     with pytest.raises(dcp.CheckpointException) as caught:
         save(steps, 1, state_of(2))
     assert isinstance(cause_of(caught.value), FileExistsError)
     assert_equal(loaded(steps, 1), state_of(1))
-
-
-def test_a_replaced_step_has_the_new_values_and_no_old_file(steps: RemoteSteps) -> None:
-    save(steps, 1, state_of(1))
+    steps.set_pinned(1, True)
     before = {name for name in names_of(steps) if name.endswith(".distcp")}
     save(steps, 1, state_of(2), overwrite=True)
     assert_equal(loaded(steps, 1), state_of(2))
     assert not before & set(names_of(steps))
-
-
-def test_a_replaced_step_stays_pinned(steps: RemoteSteps) -> None:
-    save(steps, 1, state_of(1))
-    steps.set_pinned(1, True)
-    save(steps, 1, state_of(2), overwrite=True)
     assert [entry.pinned for entry in steps.entries()] == [True]
 
 
-def test_during_each_request_of_a_replacing_save_a_load_gets_one_complete_save(
-    flaky: RemoteSteps,
-) -> None:
+def test_during_each_request_of_a_replacing_save_a_load_gets_one_save(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of(1))
     seen: list[str] = []
     looking: list[bool] = []
@@ -277,55 +254,49 @@ def test_during_each_request_of_a_replacing_save_a_load_gets_one_complete_save(
     assert order == ["old", "none", "new"]
 
 
+def replaced(
+    flaky: RemoteSteps, has_failed: Callable[[int], bool]
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Saves step 1, and then replaces it while the requests with some numbers fail.
+
+    Returns:
+        The files before the replacing save, and the kind and file name of each of its requests.
+    """
+    flaky.delete(1)
+    save(flaky, 1, state_of(1), marker=lambda: {"metrics": {"loss": 0.5}})
+    before = names_of(flaky)
+    made: list[tuple[str, str]] = []
+
+    def fail(kind: str, path: str) -> None:
+        made.append((kind, path.rpartition("/")[2]))
+        if has_failed(len(made)):
+            raise ConnectionResetError(errno.ECONNRESET, "gone")
+
+    with hooked(fail), contextlib.suppress(dcp.CheckpointException):
+        save(flaky, 1, state_of(2), overwrite=True)
+    return before, made
+
+
 def test_a_replacing_save_that_fails_at_any_request_leaves_no_mixture(flaky: RemoteSteps) -> None:
     outcomes = []
-    for last in range(1, 50):
-        flaky.delete(1)
-        save(flaky, 1, state_of(1))
-        made: list[str] = []
-
-        def fail_from(kind: str, _path: str, last: int = last, made: list[str] = made) -> None:
-            made.append(kind)
-            if len(made) >= last:
-                raise ConnectionResetError(errno.ECONNRESET, "gone")
-
-        try:
-            with hooked(fail_from):
-                save(flaky, 1, state_of(2), overwrite=True)
-        except dcp.CheckpointException:
-            outcomes.append(which(flaky))
-        else:
-            outcomes.append(which(flaky))
-            if len(made) < last:
-                break
+    for first in range(1, 50):
+        _before, made = replaced(flaky, lambda number, first=first: number >= first)
+        outcomes.append(which(flaky))
+        if len(made) < first:
+            break
     assert outcomes[0] == "old"
     assert "none" in outcomes
     assert outcomes[-1] == "new"
     assert len(outcomes) < 49
 
 
-def test_a_replacing_save_with_one_failed_request_keeps_the_old_step(
-    flaky: RemoteSteps,
-) -> None:
+def test_a_replacing_save_with_one_failed_request_keeps_the_old_step(flaky: RemoteSteps) -> None:
     failed: list[tuple[str, str]] = []
-    for number in range(1, 50):
-        flaky.delete(1)
-        save(flaky, 1, state_of(1), marker=lambda: {"metrics": {"loss": 0.5}})
-        before = names_of(flaky)
-        made: list[tuple[str, str]] = []
-
-        def fail_once(
-            kind: str, path: str, number: int = number, made: list[tuple[str, str]] = made
-        ) -> None:
-            made.append((kind, path.rpartition("/")[2]))
-            if len(made) == number:
-                raise ConnectionResetError(errno.ECONNRESET, "gone")
-
-        with hooked(fail_once), contextlib.suppress(dcp.CheckpointException):
-            save(flaky, 1, state_of(2), overwrite=True)
+    for one in range(1, 50):
+        before, made = replaced(flaky, lambda number, one=one: number == one)
         if which(flaky) == "new":
             break
-        failed.append(made[number - 1])
+        failed.append(made[one - 1])
         assert which(flaky) == "old", made
         assert flaky.entries()[0].metrics == {"loss": 0.5}
         assert names_of(flaky) == before

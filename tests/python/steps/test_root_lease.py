@@ -9,24 +9,20 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fault_hooks import at_fault_points, before, failing
+from tests.fault_hooks import failing
 from tests.forked import Answering
 from tests.gates import Gate, eventually
 from tests.managers import manager_of, state_of
 from tests.support import cause_of
 from torch_ckpt import CheckpointManager, RootInUse
 from torch_ckpt.steps.root_lease import LEASE_NAME, Lease, Times
-
-#: Age of a lease whose run is declared dead, in seconds.
-LONG_AGO = 1000.0
 
 
 class Child(Answering):
@@ -45,14 +41,20 @@ class Child(Answering):
 
 
 @contextmanager
-def run_in_a_child(root: Path) -> Iterator[Child]:
-    """Starts another run, which holds the lease."""
-    child = Child(Lease(os.fspath(root)).require)
+def child_of(work: Callable[[], Any]) -> Iterator[Child]:
+    child = Child(work)
     try:
-        assert child.answer() == "done"
         yield child
     finally:
         child.kill()
+
+
+@contextmanager
+def run_in_a_child(root: Path, *, takeover: bool = False) -> Iterator[Child]:
+    """Starts another run, which holds the lease."""
+    with child_of(Lease(os.fspath(root), takeover=takeover).require) as child:
+        assert child.answer() == "done"
+        yield child
 
 
 @contextmanager
@@ -81,19 +83,17 @@ def of_this_machine() -> dict[str, str]:
     }
 
 
+def dead(root: Path) -> Path:
+    """Writes the lease of a dead process of this machine, whose number another process has."""
+    return record(root, **of_this_machine(), pid=os.getppid(), start="1")
+
+
 def has_ended(pid: int) -> bool:
     """Returns True if a process has ended, even if its exit status was not collected."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def touch_long_ago(path: Path) -> None:
-    os.utime(path, (time.time() - LONG_AGO,) * 2)
-
-
-# --- on one machine ------------------------------------------------------------------------------
 
 
 def test_a_second_run_is_refused_while_the_first_is_alive_and_names_it(root: Path) -> None:
@@ -112,26 +112,6 @@ def test_the_lease_of_a_dead_run_does_not_block(root: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("has_lease", [False, True])
-def test_temporary_files_of_a_run_killed_while_taking_the_lease_are_removed(
-    root: Path, has_lease: bool
-) -> None:
-    root.mkdir(exist_ok=True)
-    if has_lease:
-        touch_long_ago(record(root))
-    (root / f"{LEASE_NAME}.5f0c19ab").write_text("{}")
-    with leased(root):
-        assert os.listdir(root) == [LEASE_NAME]
-
-
-def test_a_lease_emptied_by_a_machine_crash_is_taken_at_once(root: Path) -> None:
-    root.mkdir(exist_ok=True)
-    (root / LEASE_NAME).touch()
-    reached: list[str] = []
-    with at_fault_points(lambda operation, _path: reached.append(operation)), leased(root):
-        assert "wait for a lease" not in reached
-
-
 def test_a_lease_is_removed_if_its_thread_cannot_start(root: Path) -> None:
     root.mkdir(exist_ok=True)
     with (
@@ -144,35 +124,31 @@ def test_a_lease_is_removed_if_its_thread_cannot_start(root: Path) -> None:
         assert os.listdir(root) == [LEASE_NAME]
 
 
-def test_a_process_with_the_pid_of_a_dead_one_does_not_block(root: Path) -> None:
-    record(root, **of_this_machine(), pid=os.getppid(), start="1")
-    with leased(root):
-        pass
-
-
 def test_a_lock_inherited_by_children_of_a_dead_run_does_not_block(root: Path) -> None:
-    with open(record(root, **of_this_machine(), pid=os.getppid(), start="1")) as file:
+    with open(dead(root)) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with leased(root):
             pass
 
 
 def test_only_one_process_takes_over_a_dead_lease(root: Path) -> None:
-    record(root, **of_this_machine(), pid=os.getppid(), start="1")
-    children = [Child(Lease(os.fspath(root)).require) for _ in range(4)]
-    try:
+    dead(root)
+    with ExitStack() as stack:
+        work = Lease(os.fspath(root)).require
+        children = [stack.enter_context(child_of(work)) for _ in range(4)]
         results = [child.answer() for child in children]
-    finally:
-        for child in children:
-            child.kill()
     assert sorted(one.partition(":")[0] for one in results) == ["RootInUse"] * 3 + ["done"]
 
 
-def test_a_closed_run_leaves_no_lease(root: Path) -> None:
+def test_the_last_manager_of_a_process_that_is_closed_leaves_no_lease(root: Path) -> None:
     with manager_of(root) as made:
+        with manager_of(root):
+            pass
         assert os.listdir(root) == [LEASE_NAME]
+        assert "RootInUse" in tried_elsewhere(root)
         made.save(1, state_of(1))
     assert os.listdir(root) == ["0000000001"]
+    assert tried_elsewhere(root) == "done"
 
 
 def test_a_run_without_saves_leaves_no_root(root: Path) -> None:
@@ -181,32 +157,15 @@ def test_a_run_without_saves_leaves_no_root(root: Path) -> None:
     assert not root.exists()
 
 
-def test_managers_of_one_process_share_the_lease_until_the_last_is_closed(root: Path) -> None:
-    with leased(root):
-        with leased(root), manager_of(root):
-            pass
-        assert "RootInUse" in tried_elsewhere(root)
-    assert tried_elsewhere(root) == "done"
-
-
 def tried_elsewhere(root: Path) -> str:
     """Returns the outcome of another process that requests the lease."""
-    child = Child(Lease(os.fspath(root)).require)
-    try:
-        return child.answer()
-    finally:
-        child.kill()
+    with child_of(Lease(os.fspath(root)).require) as child:
+        return str(child.answer())
 
 
 def test_a_read_only_manager_takes_no_lease(root: Path) -> None:
-    with (
-        run_in_a_child(root),
-        manager_of(root, read_only=True) as made,
-    ):
+    with run_in_a_child(root), manager_of(root, read_only=True) as made:
         assert made.all_steps() == []
-
-
-# --- forks ---------------------------------------------------------------------------------------
 
 
 def test_a_forked_child_neither_holds_nor_releases_the_lease_of_its_parent(root: Path) -> None:
@@ -215,94 +174,47 @@ def test_a_forked_child_neither_holds_nor_releases_the_lease_of_its_parent(root:
 
     def in_child() -> str:
         made.release()
-        again = Lease(os.fspath(root))
         try:
-            again.require()
+            Lease(os.fspath(root)).require()
         except RootInUse:
             return "refused"
         return "taken"
 
-    child = Child(in_child)
-    try:
+    with child_of(in_child) as child:
         assert child.answer() == "refused"
         made.require()
         made.release()
         # The child continues to run and holds no lock.
         assert tried_elsewhere(root) == "done"
-    finally:
-        child.kill()
 
 
 def test_a_forked_child_cannot_save_to_the_root_of_its_parent(root: Path) -> None:
-    with leased(root) as made:
-        child = Child(made.require)
-        try:
-            assert "is a forked child of process" in child.answer()
-        finally:
-            child.kill()
-
-
-# --- taking over ---------------------------------------------------------------------------------
+    with leased(root) as made, child_of(made.require) as child:
+        assert "is a forked child of process" in child.answer()
 
 
 def test_after_a_takeover_the_other_run_cannot_save(root: Path) -> None:
     with manager_of(root) as first:
         first.save(1, state_of(1))
         first.wait_until_finished()
-        child = Child(Lease(os.fspath(root), takeover=True).require)
-        try:
-            assert child.answer() == "done"
+        with run_in_a_child(root, takeover=True) as child:
             with pytest.raises(RootInUse, match=rf"process {child.pid} on .* has taken over"):
                 first.save(2, state_of(2))
             assert first.all_steps() == [1]
             with pytest.raises(RootInUse):
                 first.delete(1)
-        finally:
-            child.kill()
 
 
 def test_a_running_save_is_not_committed_after_a_takeover(root: Path, held_commits: Gate) -> None:
     with manager_of(root) as first:
         first.save(1, state_of(1))
         held_commits.wait()
-        child = Child(Lease(os.fspath(root), takeover=True).require)
-        try:
-            assert child.answer() == "done"
+        with run_in_a_child(root, takeover=True):
             held_commits.open()
             with pytest.raises(Exception, match="has taken over") as caught:
                 first.wait_until_finished()
             assert isinstance(cause_of(caught.value), RootInUse)
             assert first.all_steps() == []
-        finally:
-            child.kill()
-
-
-def test_a_lease_taken_over_is_not_removed_by_its_former_holder(root: Path) -> None:
-    with leased(root):
-        child = Child(Lease(os.fspath(root), takeover=True).require)
-        assert child.answer() == "done"
-    try:
-        assert "RootInUse" in tried_elsewhere(root)
-    finally:
-        child.kill()
-
-
-# --- on several machines -------------------------------------------------------------------------
-
-
-def test_a_lease_of_another_machine_that_is_not_touched_is_taken(root: Path) -> None:
-    touch_long_ago(record(root))
-    with leased(root):
-        pass
-
-
-@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff", b"{" * 100_000])
-def test_an_unparsable_lease_that_is_not_touched_is_taken(root: Path, content: bytes) -> None:
-    path = record(root)
-    path.write_bytes(content)
-    touch_long_ago(path)
-    with leased(root):
-        pass
 
 
 def test_a_lease_of_another_machine_is_taken_after_a_wait_if_it_is_not_touched(
@@ -314,43 +226,13 @@ def test_a_lease_of_another_machine_is_taken_after_a_wait_if_it_is_not_touched(
     assert "has a lease held by process 123 on host elsewhere" in caplog.text
 
 
-def test_a_run_on_another_machine_that_touches_its_lease_is_alive(root: Path) -> None:
-    path = record(root)
-    with (
-        before("wait for a lease", lambda: os.utime(path, (1e9, time.time() + 5))),
-        pytest.raises(RootInUse, match="process 123 on host elsewhere"),
-    ):
-        Lease(os.fspath(root), times=Times(poll=0.01)).require()
-
-
-def test_a_run_on_another_machine_with_a_visible_lock_is_alive(root: Path) -> None:
-    path = record(root)
-    touch_long_ago(path)
-    with open(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(RootInUse, match="process 123 on host elsewhere"):
-            Lease(os.fspath(root)).require()
-
-
 def test_the_lock_decides_at_once_for_another_container_of_this_machine(root: Path) -> None:
     record(root, boot=of_this_machine()["boot"], pids="pid:[1]")
     with leased(root):
         pass
 
 
-def test_a_lease_is_touched_while_its_run_is_alive(root: Path) -> None:
-    with leased(root, times=Times(renew=0.01)):
-        path = root / LEASE_NAME
-        touch_long_ago(path)
-        eventually(lambda: path.stat().st_mtime > time.time() - LONG_AGO / 2)
-
-
-# --- leases that cannot be taken -----------------------------------------------------------------
-
-
-def test_a_root_on_a_read_only_disk_is_refused_unless_read_only(
-    small_disk: Path,
-) -> None:
+def test_a_root_on_a_read_only_disk_is_refused_unless_read_only(small_disk: Path) -> None:
     root = small_disk / "run"
     with manager_of(root) as made:
         made.save(1, state_of(1))
@@ -359,9 +241,3 @@ def test_a_root_on_a_read_only_disk_is_refused_unless_read_only(
         CheckpointManager(root, preemption_signals=())
     with manager_of(root, read_only=True) as made:
         assert made.restore(state_of(0)) == 1
-
-
-def test_a_failed_constructor_holds_no_lease(root: Path) -> None:
-    with pytest.raises(ValueError, match="interval"):
-        CheckpointManager(root, preemption_signals=(), interval=-1)
-    assert not root.exists()
