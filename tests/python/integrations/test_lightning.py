@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_structure
 
 import torch_ckpt
 from tests.fault_hooks import at_fault_points, failing, held
-from tests.support import stock_load
+from tests.support import assert_equal, stock_load
 
 NAMES = [
     pytest.param(
@@ -120,8 +121,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(
     fit(pl, tmp_path / "parts", 2, plugin())
     resumed = fit(pl, tmp_path / "parts", 4, plugin(), resume="last")
     assert resumed.global_step == uninterrupted.global_step == 24
-    for name, value in weights(uninterrupted).items():
-        assert torch.equal(weights(resumed)[name], value), name
+    assert_equal(weights(resumed), weights(uninterrupted))
 
 
 def test_model_checkpoint_keeps_the_best_and_the_last(pl: Any, tmp_path: Path) -> None:
@@ -138,8 +138,7 @@ def test_save_last_may_be_a_link_with_synchronous_saves(pl: Any, tmp_path: Path)
     trainer = fit(pl, tmp_path, 3, plugin(async_saves=False), save_last="link")
     assert (tmp_path / "last.ckpt").is_symlink()
     loaded = plugin().load_checkpoint(tmp_path / "last.ckpt")
-    for name, value in weights(trainer).items():
-        assert torch.equal(loaded["state_dict"][name], value), name
+    assert_equal(loaded["state_dict"], weights(trainer))
 
 
 def test_a_link_to_the_last_checkpoint_is_refused_for_asynchronous_saves(
@@ -179,19 +178,8 @@ def checkpoint_of(value: float) -> dict[str, Any]:
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    assert type(found) is type(wanted)
-    if isinstance(wanted, Tensor):
-        assert torch.equal(found, wanted)
-    elif isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-        for key in wanted:
-            assert_same(found[key], wanted[key])
-    elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == wanted
+    assert tree_structure(found) == tree_structure(wanted)
+    assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize("async_saves", [True, False])
@@ -288,32 +276,27 @@ class Own:
 def test_objects_of_other_classes_are_loaded_only_with_weights_only_false(
     io: Any, tmp_path: Path
 ) -> None:
-    io.save_checkpoint({"hyper_parameters": {"own": Own()}}, tmp_path / "c")
+    io.save_checkpoint({"own": Own()}, tmp_path / "c")
     with pytest.raises(CheckpointException, match="Own"):
         io.load_checkpoint(tmp_path / "c")
-    loaded = io.load_checkpoint(tmp_path / "c", weights_only=False)
-    assert type(loaded["hyper_parameters"]["own"]) is Own
+    assert type(io.load_checkpoint(tmp_path / "c", weights_only=False)["own"]) is Own
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "name"),
+    ("checkpoint", "path", "message"),
     [
-        ({"a": {0: torch.zeros(1), "0": torch.ones(1)}}, r"a\.0"),
-        ({"a": {0: torch.zeros(1), "0": None}}, r"a\.0"),
-        ({"lightning": torch.zeros(1)}, "lightning"),
+        ({"a": {0: torch.zeros(1), "0": torch.ones(1)}}, None, r"have the name a\.0"),
+        ({"a": {0: torch.zeros(1), "0": None}}, None, r"have the name a\.0"),
+        ({"lightning": torch.zeros(1)}, None, "have the name lightning"),
+        ({}, "s3://bucket/c", "got s3://bucket/c"),
     ],
-    ids=["two tensors", "a tensor and None", "the reserved name"],
+    ids=["two tensors", "a tensor and None", "the reserved name", "a URL"],
 )
-def test_two_values_with_the_same_name_are_refused(
-    io: Any, tmp_path: Path, checkpoint: dict[str, Any], name: str
+def test_two_values_with_the_same_name_and_a_url_are_refused(
+    io: Any, tmp_path: Path, checkpoint: dict[str, Any], path: str | None, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"have the name {name}"):
-        io.save_checkpoint(checkpoint, tmp_path / "c")
-
-
-def test_a_url_is_refused(io: Any) -> None:
-    with pytest.raises(ValueError, match="got s3://bucket/c"):
-        io.save_checkpoint({}, "s3://bucket/c")
+    with pytest.raises(ValueError, match=message):
+        io.save_checkpoint(checkpoint, path or tmp_path / "c")
 
 
 def test_a_directory_without_a_checkpoint_is_named(io: Any, tmp_path: Path) -> None:
@@ -321,12 +304,13 @@ def test_a_directory_without_a_checkpoint_is_named(io: Any, tmp_path: Path) -> N
         io.load_checkpoint(tmp_path / "absent")
 
 
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
 def test_importing_torch_ckpt_imports_neither_lightning_nor_transformers() -> None:
-    code = (
-        "import sys, torch_ckpt\n"
-        "print({'lightning', 'pytorch_lightning', 'transformers'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    others = "{'lightning', 'pytorch_lightning', 'transformers'}"
+    done = run(f"import sys, torch_ckpt; print({others} & {{*sys.modules}})")
     assert done.stdout.strip() == "set()"
 
 
@@ -338,9 +322,7 @@ def test_a_missing_lightning_is_reported_with_the_package_to_install() -> None:
         "of.find_spec = lambda name, *rest: None if name in hidden else find(name, *rest)\n"
         "import torch_ckpt.integrations.lightning\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}
-    )
+    done = run(code)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
         "ModuleNotFoundError: torch_ckpt.integrations.lightning needs Lightning. Run "

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from tests.async_saves import (
     DecentralizedPlanner,
-    Priority,
     assert_priorities,
     finish,
     priorities_of_writers,
@@ -51,19 +50,14 @@ def plan(name: str) -> SavePlan:
 # --- the cache's rules ---------------------------------------------------------------------------
 
 
-def test_a_new_cache_is_empty() -> None:
-    cache = CheckpointMetadataCache()
-    assert cache.get_cache_metadata() == (None, None, False, None)
-    assert cache.get_metadata_caching_status() == (False, False)
-
-
 def test_two_equal_plans_make_the_cache_valid_and_another_one_invalidates_it() -> None:
     cache = CheckpointMetadataCache()
-    status = []
+    assert cache.get_cache_metadata() == (None, None, False, None)
+    status = [cache.get_metadata_caching_status()]
     for name in ("a", "a", "a", "b", "b"):
         cache.set_cache_metadata(plan(name), plan(name), False)
         status.append(cache.get_metadata_caching_status())
-    assert status == [(False, False), (True, False), (True, False), (False, False), (True, False)]
+    assert status == [(valid, False) for valid in (False, False, True, True, False, True)]
     assert cache.get_cache_metadata() == (plan("b"), plan("b"), True, None)
 
 
@@ -75,26 +69,21 @@ def test_the_result_of_all_ranks_overrides_this_ranks_comparison(all_ranks: bool
     assert cache.get_metadata_caching_status() == (all_ranks, False)
 
 
-def test_loaded_metadata_contains_the_plans_of_all_ranks() -> None:
+def test_loaded_plans_of_all_ranks_are_dropped_once_a_rank_has_another_plan() -> None:
     cache = CheckpointMetadataCache()
     metadata = Metadata({})
     metadata.all_local_plans = [plan("a")]  # type: ignore[attr-defined]
     cache.set_cached_global_metadata(metadata)
     assert cache.get_cache_metadata()[3] == [plan("a")]
-    cache.set_cached_global_metadata(Metadata({}))
-    assert cache.get_cache_metadata()[3] is None
-
-
-def test_loaded_plans_are_dropped_once_a_rank_has_another_plan(tmp_path: Path) -> None:
-    cache = CheckpointMetadataCache()
-    metadata = Metadata({})
-    metadata.all_local_plans = [plan("a")]  # type: ignore[attr-defined]
-    cache.set_cached_global_metadata(metadata)
     cache.set_cache_metadata(plan("a"), plan("a"), True)
     assert cache.get_metadata_caching_status() == (False, True)
     assert cache.get_cache_metadata()[3] == [plan("a")]
     cache.set_cache_metadata(plan("b"), plan("b"), False)
     assert cache.get_metadata_caching_status() == (False, False)
+    assert cache.get_cache_metadata()[3] is None
+    cache.set_cached_global_metadata(metadata)
+    assert cache.get_cache_metadata()[3] == [plan("a")]
+    cache.set_cached_global_metadata(Metadata({}))
     assert cache.get_cache_metadata()[3] is None
 
 
@@ -150,6 +139,11 @@ class Counting(DecentralizedPlanner):
         return super().create_global_plan(all_plans)
 
 
+@pytest.fixture(autouse=True)
+def _no_plans_yet() -> None:
+    Counting.made = 0
+
+
 def save(state: StateDict, path: Path, planner: Any = None, **options: Any) -> None:
     finalizing = save_state_dict_async_plan(
         state, FileSystemWriterAsync(path), planner=planner, **options
@@ -172,7 +166,6 @@ def test_saves_with_the_cache_have_their_own_values(tmp_path: Path, planner: Any
 
 @forked
 def test_the_processs_cache_is_the_default(tmp_path: Path) -> None:
-    Counting.made = 0
     nvrx.init_checkpoint_metadata_cache()
     for seed in range(4):
         save(small_state(seed), tmp_path / "c", Counting(), enable_cache=True)
@@ -183,7 +176,6 @@ def test_the_processs_cache_is_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"enable_cache": True}], ids=["not enabled", "no cache"])
 @forked
 def test_without_a_cache_every_save_is_planned(tmp_path: Path, options: StateDict) -> None:
-    Counting.made = 0
     if not options:
         nvrx.init_checkpoint_metadata_cache()
     for seed in range(3):
@@ -194,20 +186,18 @@ def test_without_a_cache_every_save_is_planned(tmp_path: Path, options: StateDic
 @forked
 def test_a_restarted_run_saves_by_the_loaded_plans(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "before", Counting())
-    Counting.made = 0
     nvrx.init_checkpoint_metadata_cache(
         CachedMetadataFileSystemReader(tmp_path / "before").read_metadata()
     )
     for seed in range(1, 4):
         save(small_state(seed), tmp_path / f"c{seed}", Counting(), enable_cache=True)
-    assert Counting.made == 0
+    assert Counting.made == 1
     # The plans of two saves have been equal by now.
     assert nvrx.get_metadata_caching_status() == (True, False)
 
 
 def test_a_state_that_changes_after_a_restart_is_planned_again(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "before", Counting())
-    Counting.made = 0
     cache = CheckpointMetadataCache()
     cache.set_cached_global_metadata(
         CachedMetadataFileSystemReader(tmp_path / "before").read_metadata()
@@ -215,7 +205,7 @@ def test_a_state_that_changes_after_a_restart_is_planned_again(tmp_path: Path) -
     for seed in range(1, 5):
         state = small_state(seed, count=5)
         save(state, tmp_path / f"c{seed}", Counting(), enable_cache=True, metadata_cache=cache)
-    assert Counting.made == 2
+    assert Counting.made == 1 + 2
 
 
 # --- writer --------------------------------------------------------------------------------------
@@ -237,8 +227,7 @@ def test_the_writer_accepts_its_options(tmp_path: Path) -> None:
         use_cached_data_structure=True,
         use_cpu_shm_for_gpu_tensors=True,
     )
-    finalizing = save_state_dict_async_plan(small_state(), writer)
-    finish(finalizing)
+    finish(save_state_dict_async_plan(small_state(), writer))
     assert opened == [str(tmp_path / "c" / "__0_0.distcp")]
     FileSystemWriterAsync.cleanup_tensor_caches()
 
@@ -277,8 +266,8 @@ def test_a_failure_is_raised_as_by_theirs(tmp_path: Path) -> None:
 # --- queues --------------------------------------------------------------------------------------
 
 
-def priorities_of_queue_writers(calls_queue: Any, path: Path, gate: Gate) -> list[Priority]:
-    """Returns the priorities of the threads that write a save of a queue."""
+def assert_priorities_of_queue(calls_queue: Any, path: Path, gate: Gate, expected: int) -> None:
+    """Checks the priorities of the threads that write a save of a queue."""
     finalizing = save_state_dict_async_plan(small_state(), FileSystemWriterAsync(path))
     function, preload, arguments = finalizing[0].get_save_function_and_args()
     finalize = [lambda: save_state_dict_async_finalize(*finalizing)]
@@ -288,7 +277,7 @@ def priorities_of_queue_writers(calls_queue: Any, path: Path, gate: Gate) -> lis
         )
         gate.open()
         calls_queue.close()
-    return priorities
+    assert_priorities(priorities, expected, is_idle=False)
 
 
 @forked
@@ -297,24 +286,16 @@ def test_priorities_of_the_warm_up_are_used(tmp_path: Path, gate: Gate) -> None:
     AsyncCallsQueue.warmup_persistent_caller(
         0, cpu_priority=3, io_priority=2, cpu_shm_mode=True, otel_bootstrap=None
     )
-    assert_priorities(
-        priorities_of_queue_writers(calls_queue, tmp_path / "c", gate), 3, is_idle=False
-    )
+    # The warm-up is separate from Megatron's.
+    assert megatron.AsyncCallsQueue._default_background is None
+    assert_priorities_of_queue(calls_queue, tmp_path / "c", gate, 3)
 
 
 @forked
 def test_priorities_of_a_queue_are_its_own(tmp_path: Path, gate: Gate) -> None:
     AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=3)
     calls_queue = AsyncCallsQueue(cpu_priority=5, io_priority=1, sigterm_timeout=3, is_daemon=False)
-    assert_priorities(
-        priorities_of_queue_writers(calls_queue, tmp_path / "c", gate), 5, is_idle=False
-    )
-
-
-@forked
-def test_the_warm_up_is_separate_from_megatrons() -> None:
-    AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=3)
-    assert megatron.AsyncCallsQueue._default_background is None
+    assert_priorities_of_queue(calls_queue, tmp_path / "c", gate, 5)
 
 
 def test_instances_are_the_referenced_queues_of_this_kind() -> None:

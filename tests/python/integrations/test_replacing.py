@@ -45,44 +45,55 @@ class FileSystemWriterAsync:
     def __init__(self, path, *args, separation_hint=None, use_msc=False, **kwargs): ...
 """
 
-#: Relative to the strategies. Only the name of the results queue has changed.
-MEGATRON_CORE = {
-    "filesystem_async": f"{WRITER}\ndef RESULTS_QUEUE(): ...",
-    "async_utils": QUEUE,
-    "state_dict_saver": """
-def save_state_dict_async_plan(): ...
-def save_state_dict_async_finalize(): ...
-""",
-    "cached_metadata_filesystem_reader": "class CachedMetadataFileSystemReader: ...",
-    "base": """
+#: Names that install() replaces in the modules of each package.
+REPLACED = {
+    STRATEGIES: {
+        "async_utils": "AsyncCallsQueue AsyncRequest",
+        "cached_metadata_filesystem_reader": "CachedMetadataFileSystemReader",
+        "filesystem_async": "FileSystemWriterAsync get_write_results_queue",
+        "state_dict_saver": "save_state_dict_async_finalize save_state_dict_async_plan",
+    },
+    ASYNC_CKPT: {
+        "cached_metadata_filesystem_reader": "CachedMetadataFileSystemReader",
+        "core": "AsyncCallsQueue AsyncRequest abort_nvrx_checkpoint",
+        "filesystem_async": "FileSystemWriterAsync get_write_results_queue",
+        "state_dict_saver": (
+            "CheckpointMetadataCache get_metadata_caching_status init_checkpoint_metadata_cache"
+            " save_state_dict_async_finalize save_state_dict_async_plan"
+        ),
+        "torch_ckpt": "AsyncCallsQueue AsyncRequest TorchAsyncCheckpoint",
+    },
+}
+
+OURS = {STRATEGIES: megatron, ASYNC_CKPT: nvrx}
+
+#: Sources of the names whose definition matters.
+SOURCES = {"AsyncCallsQueue": QUEUE, "AsyncRequest": "", "FileSystemWriterAsync": WRITER}
+
+#: Source of each module.
+MODULES = {
+    package: {
+        module: "\n".join(SOURCES.get(name, f"def {name}(): ...") for name in names.split())
+        for module, names in modules.items()
+    }
+    for package, modules in REPLACED.items()
+}
+MODULES[ASYNC_CKPT]["torch_ckpt"] = """
+from .core import AsyncCallsQueue, AsyncRequest
+class TorchAsyncCheckpoint: ...
+"""
+MODULES[STRATEGIES]["base"] = """
 from .async_utils import AsyncCallsQueue, AsyncRequest
 async_calls = AsyncCallsQueue()
-""",
-    "torch": """
+"""
+MODULES[STRATEGIES]["torch"] = """
 from .async_utils import AsyncRequest
 from .cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from .filesystem_async import FileSystemWriterAsync
 from .state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-""",
-}
+"""
 
-NVRX = {
-    "filesystem_async": f"{WRITER}\ndef RESULTS_QUEUE(): ...",
-    "core": f"{QUEUE}\ndef abort_nvrx_checkpoint(): ...",
-    "state_dict_saver": """
-class CheckpointMetadataCache: ...
-def init_checkpoint_metadata_cache(): ...
-def get_metadata_caching_status(): ...
-def save_state_dict_async_plan(): ...
-def save_state_dict_async_finalize(): ...
-""",
-    "torch_ckpt": """
-from .core import AsyncCallsQueue, AsyncRequest
-class TorchAsyncCheckpoint: ...
-""",
-    "cached_metadata_filesystem_reader": "class CachedMetadataFileSystemReader: ...",
-}
-
+#: Newer and older name. Only the name of the results queue has changed.
 RESULTS_QUEUES = ["get_write_results_queue", "_get_write_results_queue"]
 
 
@@ -113,14 +124,11 @@ class Packages:
             (self.directory / package.replace(".", "/") / f"{name}.py").write_text(source)
 
     def write_both(self, results_queue: str = RESULTS_QUEUES[0]) -> None:
-        for package, modules in ((STRATEGIES, MEGATRON_CORE), (ASYNC_CKPT, NVRX)):
-            self.write(
-                package,
-                {
-                    n: source.replace("RESULTS_QUEUE", results_queue)
-                    for n, source in modules.items()
-                },
+        for package, modules in MODULES.items():
+            sources = (
+                source.replace(RESULTS_QUEUES[0], results_queue) for source in modules.values()
             )
+            self.write(package, dict(zip(modules, sources, strict=True)))
 
 
 @pytest.fixture
@@ -163,79 +171,40 @@ def all_names() -> dict[tuple[str, str], object]:
     }
 
 
-def test_names_are_replaced_in_the_modules_that_define_them(packages: Packages) -> None:
-    install()
-    assert strategy("filesystem_async").FileSystemWriterAsync is megatron.FileSystemWriterAsync
-    assert strategy("async_utils").AsyncCallsQueue is megatron.AsyncCallsQueue
-    of_nvrx = imported(f"{ASYNC_CKPT}.filesystem_async")
-    assert of_nvrx.FileSystemWriterAsync is nvrx.FileSystemWriterAsync
-    cache = imported(f"{ASYNC_CKPT}.state_dict_saver").CheckpointMetadataCache
-    assert cache is nvrx.CheckpointMetadataCache
-
-
 @pytest.mark.parametrize("name", RESULTS_QUEUES)
 def test_the_results_queue_is_replaced_under_its_old_and_new_name(
     packages: Packages, name: str
 ) -> None:
     packages.write_both(name)
     install()
-    replaced = getattr(strategy("filesystem_async"), name)
-    assert replaced is megatron.get_write_results_queue
-    replaced = getattr(imported(f"{ASYNC_CKPT}.filesystem_async"), name)
-    assert replaced is nvrx.get_write_results_queue
+    for package, ours in OURS.items():
+        replaced = getattr(imported(f"{package}.filesystem_async"), name)
+        assert replaced is ours.get_write_results_queue
 
 
-def test_every_replaced_name_has_a_line_which_is_logged(
+def test_names_are_replaced_in_their_modules_and_each_has_a_line_which_is_logged(
     packages: Packages, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="torch_ckpt"):
         lines = install()
     assert [record.getMessage() for record in caplog.records] == [f"replaced {x}" for x in lines]
-    assert lines == [
-        f"{STRATEGIES}.async_utils.AsyncCallsQueue -> torch_ckpt.megatron.AsyncCallsQueue",
-        f"{STRATEGIES}.async_utils.AsyncRequest -> torch_ckpt.megatron.AsyncRequest",
-        f"{STRATEGIES}.cached_metadata_filesystem_reader.CachedMetadataFileSystemReader"
-        " -> torch_ckpt.megatron.CachedMetadataFileSystemReader",
-        f"{STRATEGIES}.filesystem_async.FileSystemWriterAsync"
-        " -> torch_ckpt.megatron.FileSystemWriterAsync",
-        f"{STRATEGIES}.filesystem_async.get_write_results_queue"
-        " -> torch_ckpt.megatron.get_write_results_queue",
-        f"{STRATEGIES}.state_dict_saver.save_state_dict_async_finalize"
-        " -> torch_ckpt.megatron.save_state_dict_async_finalize",
-        f"{STRATEGIES}.state_dict_saver.save_state_dict_async_plan"
-        " -> torch_ckpt.megatron.save_state_dict_async_plan",
-        f"{ASYNC_CKPT}.cached_metadata_filesystem_reader.CachedMetadataFileSystemReader"
-        " -> torch_ckpt.nvrx.CachedMetadataFileSystemReader",
-        f"{ASYNC_CKPT}.core.AsyncCallsQueue -> torch_ckpt.nvrx.AsyncCallsQueue",
-        f"{ASYNC_CKPT}.core.AsyncRequest -> torch_ckpt.nvrx.AsyncRequest",
-        f"{ASYNC_CKPT}.core.abort_nvrx_checkpoint -> torch_ckpt.nvrx.abort_nvrx_checkpoint",
-        f"{ASYNC_CKPT}.filesystem_async.FileSystemWriterAsync"
-        " -> torch_ckpt.nvrx.FileSystemWriterAsync",
-        f"{ASYNC_CKPT}.filesystem_async.get_write_results_queue"
-        " -> torch_ckpt.nvrx.get_write_results_queue",
-        f"{ASYNC_CKPT}.state_dict_saver.CheckpointMetadataCache"
-        " -> torch_ckpt.nvrx.CheckpointMetadataCache",
-        f"{ASYNC_CKPT}.state_dict_saver.get_metadata_caching_status"
-        " -> torch_ckpt.nvrx.get_metadata_caching_status",
-        f"{ASYNC_CKPT}.state_dict_saver.init_checkpoint_metadata_cache"
-        " -> torch_ckpt.nvrx.init_checkpoint_metadata_cache",
-        f"{ASYNC_CKPT}.state_dict_saver.save_state_dict_async_finalize"
-        " -> torch_ckpt.nvrx.save_state_dict_async_finalize",
-        f"{ASYNC_CKPT}.state_dict_saver.save_state_dict_async_plan"
-        " -> torch_ckpt.nvrx.save_state_dict_async_plan",
-        f"{ASYNC_CKPT}.torch_ckpt.AsyncCallsQueue -> torch_ckpt.nvrx.AsyncCallsQueue",
-        f"{ASYNC_CKPT}.torch_ckpt.AsyncRequest -> torch_ckpt.nvrx.AsyncRequest",
-        f"{ASYNC_CKPT}.torch_ckpt.TorchAsyncCheckpoint -> torch_ckpt.nvrx.TorchAsyncCheckpoint",
+    expected = [
+        (f"{package}.{module}", name, OURS[package])
+        for package, modules in REPLACED.items()
+        for module, names in modules.items()
+        for name in names.split()
     ]
+    assert lines == [
+        f"{module}.{name} -> {ours.__name__}.{name}" for module, name, ours in expected
+    ]
+    for module, name, ours in expected:
+        assert getattr(imported(module), name) is getattr(ours, name)
 
 
 def test_names_imported_before_are_replaced(packages: Packages) -> None:
-    packages.write(
-        "megatron.training",
-        {"saving": f"from {ASYNC_CKPT}.core import AsyncRequest as Request"},
-    )
-    saving = imported("megatron.training.saving")
-    of_strategies = strategy("torch")
+    request = f"from {ASYNC_CKPT}.core import AsyncRequest as Request"
+    packages.write("megatron.training", {"saving": request})
+    saving, of_strategies = imported("megatron.training.saving"), strategy("torch")
     lines = install()
     assert of_strategies.FileSystemWriterAsync is megatron.FileSystemWriterAsync
     assert saving.Request is nvrx.AsyncRequest
@@ -299,13 +268,9 @@ def test_a_second_install_has_the_same_result(packages: Packages) -> None:
 
 
 def test_uninstall_restores_all_names_once(packages: Packages) -> None:
-    strategy("torch")
-    strategy("base")
-    for module in ("core", "torch_ckpt", "filesystem_async", "state_dict_saver"):
-        imported(f"{ASYNC_CKPT}.{module}")
-    for module in MEGATRON_CORE:
-        strategy(module)
-    imported(f"{ASYNC_CKPT}.cached_metadata_filesystem_reader")
+    for package, modules in MODULES.items():
+        for module in modules:
+            imported(f"{package}.{module}")
     before = all_names()
     lines = install()
     assert uninstall() == lines
@@ -314,16 +279,14 @@ def test_uninstall_restores_all_names_once(packages: Packages) -> None:
 
 
 def test_uninstall_restores_names_imported_after_install(packages: Packages) -> None:
-    theirs = imported(f"{STRATEGIES}.filesystem_async").FileSystemWriterAsync
+    theirs = strategy("filesystem_async").FileSystemWriterAsync
     install()
     of_strategies = strategy("torch")
     assert of_strategies.FileSystemWriterAsync is megatron.FileSystemWriterAsync
     lines = uninstall()
     assert of_strategies.FileSystemWriterAsync is theirs
-    assert (
-        f"{STRATEGIES}.torch.FileSystemWriterAsync -> torch_ckpt.megatron.FileSystemWriterAsync"
-        in lines
-    )
+    name = "FileSystemWriterAsync"
+    assert f"{STRATEGIES}.torch.{name} -> torch_ckpt.megatron.{name}" in lines
 
 
 def test_uninstall_keeps_what_other_code_has_replaced(
@@ -380,30 +343,43 @@ def test_without_the_packages_nothing_is_replaced_and_a_warning_is_given(
     assert "nvidia-resiliency-ext is not installed" in record.getMessage()
 
 
-def test_a_package_that_fails_to_import_is_named_with_the_reason(
-    packages: Packages, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("package", "module", "source", "text", "other"),
+    [
+        (
+            STRATEGIES,
+            "__init__",
+            "assert False, 'Minimum required nvrx is 0.6.0'",
+            "not replaced: Megatron-core cannot be imported: "
+            "AssertionError: Minimum required nvrx is 0.6.0",
+            ASYNC_CKPT,
+        ),
+        (
+            ASYNC_CKPT,
+            "filesystem_async",
+            "import there_is_no_such_module",
+            "not replaced: nvidia-resiliency-ext cannot be imported: "
+            "ModuleNotFoundError: No module named 'there_is_no_such_module'",
+            STRATEGIES,
+        ),
+    ],
+    ids=["a failure", "a missing dependency"],
+)
+def test_a_package_that_fails_to_import_is_named_with_the_reason_and_the_other_is_replaced(
+    packages: Packages,
+    caplog: pytest.LogCaptureFixture,
+    package: str,
+    module: str,
+    source: str,
+    text: str,
+    other: str,
 ) -> None:
-    packages.write(STRATEGIES, {"__init__": "assert False, 'Minimum required nvrx is 0.6.0'"})
+    packages.write(package, {module: source})
     with caplog.at_level(logging.INFO, logger="torch_ckpt"):
         lines = install()
     assert lines
-    assert all(line.startswith(ASYNC_CKPT) for line in lines)
-    assert (
-        "not replaced: Megatron-core cannot be imported: "
-        "AssertionError: Minimum required nvrx is 0.6.0" in caplog.text
-    )
-
-
-def test_a_package_with_a_missing_dependency_is_not_reported_as_not_installed(
-    packages: Packages, caplog: pytest.LogCaptureFixture
-) -> None:
-    packages.write(ASYNC_CKPT, {"filesystem_async": "import there_is_no_such_module"})
-    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
-        install()
-    assert (
-        "nvidia-resiliency-ext cannot be imported: "
-        "ModuleNotFoundError: No module named 'there_is_no_such_module'" in caplog.text
-    )
+    assert all(line.startswith(other) for line in lines)
+    assert text in caplog.text
 
 
 def test_a_version_without_a_module_gets_the_other_replacements(packages: Packages) -> None:
@@ -413,26 +389,21 @@ def test_a_version_without_a_module_gets_the_other_replacements(packages: Packag
     assert "TorchAsyncCheckpoint" not in "".join(lines)
 
 
-def test_options_of_the_writer_override_megatrons_arguments(
+def test_options_of_the_writer_override_megatrons_arguments_and_keep_the_signature(
     packages: Packages, tmp_path: Path
 ) -> None:
     install(writer={"thread_count": 3})
-    for module in (f"{STRATEGIES}.filesystem_async", f"{ASYNC_CKPT}.filesystem_async"):
-        writer = imported(module).FileSystemWriterAsync(tmp_path, thread_count=1)
-        assert writer.thread_count == 3
+    for package, ours in OURS.items():
+        replaced = imported(f"{package}.filesystem_async").FileSystemWriterAsync
+        assert replaced(tmp_path, thread_count=1).thread_count == 3
+        # Megatron reads the options from the signature.
+        assert inspect.signature(replaced) == inspect.signature(ours.FileSystemWriterAsync)
 
 
 def test_options_of_the_reader_reach_it(packages: Packages, tmp_path: Path) -> None:
     install(reader={"allow_pickle": True})
-    module = f"{STRATEGIES}.cached_metadata_filesystem_reader"
-    assert imported(module).CachedMetadataFileSystemReader(tmp_path).allow_pickle
-
-
-def test_a_class_with_options_has_the_signature_of_the_class_without(packages: Packages) -> None:
-    """Megatron reads the options from the signature."""
-    install(writer={"thread_count": 3})
-    replaced = imported(f"{ASYNC_CKPT}.filesystem_async").FileSystemWriterAsync
-    assert inspect.signature(replaced) == inspect.signature(nvrx.FileSystemWriterAsync)
+    reader = strategy("cached_metadata_filesystem_reader").CachedMetadataFileSystemReader
+    assert reader(tmp_path).allow_pickle
 
 
 @pytest.mark.parametrize(

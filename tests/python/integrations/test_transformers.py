@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from tests.fault_hooks import at_fault_points
+from tests.support import assert_equal
 from torch_ckpt.steps import MARKER_NAME
 
 transformers = pytest.importorskip("transformers", reason="no transformers")
@@ -82,9 +83,7 @@ def train(
 
 def assert_same_weights(trainer: Any, other: Any) -> None:
     assert trainer.state.global_step == other.state.global_step
-    weights = other.model.state_dict()
-    for name, value in trainer.model.state_dict().items():
-        assert torch.equal(value, weights[name]), name
+    assert_equal(trainer.model.state_dict(), other.model.state_dict())
 
 
 def losses(trainer: Any) -> list[float]:
@@ -118,13 +117,6 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_run(
     assert losses(resumed) == losses(uninterrupted)
 
 
-def test_the_interval_of_the_manager_determines_when_to_save(tmp_path: Path) -> None:
-    train(tmp_path, manager={"interval": 4})
-    with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", read_only=True) as manager:
-        # The last step is always saved.
-        assert manager.all_steps() == [4, 8, 12, 15]
-
-
 def test_metrics_of_an_evaluation_select_the_best_step(tmp_path: Path) -> None:
     options = {"interval": 5, "keep_best": 1, "best_metric": "eval_loss", "keep_last": 1}
     trainer = train(tmp_path, manager=options, eval_strategy="epoch", learning_rate=1e-2)
@@ -136,11 +128,6 @@ def test_metrics_of_an_evaluation_select_the_best_step(tmp_path: Path) -> None:
         best = manager.best_step()
         assert best == 5 * (1 + rated.index(min(rated)))
         assert manager.metrics(best)["eval_loss"] == min(rated)
-
-
-def test_trainer_writes_no_checkpoints_of_its_own(tmp_path: Path) -> None:
-    train(tmp_path)
-    assert not list((tmp_path / "output").glob("checkpoint-*"))
 
 
 def test_a_preemption_notice_saves_and_stops_training(tmp_path: Path) -> None:
@@ -207,6 +194,14 @@ def complete_steps(root: Path) -> list[int]:
         return manager.all_steps()
 
 
+def test_the_interval_of_the_manager_determines_when_to_save(tmp_path: Path) -> None:
+    train(tmp_path, manager={"interval": 4})
+    # The last step is always saved.
+    assert complete_steps(tmp_path) == [4, 8, 12, 15]
+    # Trainer writes no checkpoints of its own.
+    assert not list((tmp_path / "output").glob("checkpoint-*"))
+
+
 def test_a_failed_save_of_the_last_step_is_retried(tmp_path: Path, full_disk_once: None) -> None:
     train(tmp_path, manager={"interval": 15, "on_save_error": "warn_and_continue"})
     assert complete_steps(tmp_path) == [15]
@@ -255,12 +250,11 @@ def manager(tmp_path: Path) -> Any:
         yield manager
 
 
-def test_a_save_strategy_of_trainer_is_refused(tmp_path: Path, manager: Any) -> None:
+def test_a_save_strategy_of_trainer_and_a_second_callback_are_refused(
+    tmp_path: Path, manager: Any
+) -> None:
     with pytest.raises(ValueError, match=r'save_strategy is "steps"\. Set it to "no"'):
         CheckpointCallback(trainer_for(tmp_path, save_strategy="steps"), manager)
-
-
-def test_a_second_callback_is_refused(tmp_path: Path, manager: Any) -> None:
     trainer = trainer_for(tmp_path)
     CheckpointCallback(trainer, manager)
     with pytest.raises(ValueError, match="already has a CheckpointCallback"):

@@ -22,12 +22,9 @@ LEAVES = st.sampled_from(
 
 
 def containers(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    dicts, lists = st.dictionaries(KEYS, parts, max_size=3), st.lists(parts, max_size=3)
     return st.one_of(
-        st.dictionaries(KEYS, parts, max_size=3),
-        st.dictionaries(KEYS, parts, max_size=3).map(OrderedDict),
-        st.dictionaries(KEYS, parts, max_size=3).map(MappingProxyType),
-        st.lists(parts, max_size=3),
-        st.lists(parts, max_size=3).map(tuple),
+        dicts, dicts.map(OrderedDict), dicts.map(MappingProxyType), lists, lists.map(tuple)
     )
 
 
@@ -81,14 +78,11 @@ def test_a_removed_value_can_be_replaced_by_another_of_its_name() -> None:
     assert rows.others() == [0]
 
 
-def test_indexes_of_absent_items_are_refused() -> None:
+def test_indexes_of_absent_items_and_reads_are_refused() -> None:
     rows = _C.FlatState({}, chunks_here)
     for use in (rows.name, rows.value, rows.path, rows.remove):
         with pytest.raises(IndexError):
             use(0)
-
-
-def test_reads_of_absent_numbers_are_refused() -> None:
     reads = _C.TensorReads()
     with pytest.raises(IndexError, match="there is no read of this number"):
         reads[0]

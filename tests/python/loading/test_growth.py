@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +29,42 @@ from tests.loads import (
     refusal,
     save,
 )
-from tests.metadata import read_metadata
 from tests.support import StateDict, assert_equal, pairwise, random_tensor
-from torch_ckpt import _core
-from torch_ckpt.checkpoint.chunks import Box
-from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.loading.zero_fill import GrowingSize
 
-GROWTHS: list[tuple[Shape, Shape]] = [
-    ((), ()),
-    ((3,), (5,)),
-    ((3,), (3,)),
-    ((0,), (4,)),
-    ((3, 4), (5, 4)),
-    ((3, 4), (3, 9)),
-    ((3, 4), (6, 8)),
-    ((2, 3, 4), (4, 5, 6)),
-    ((300, 200), (500, 333)),
+#: Stored and wanted shape, and the option that lets them differ.
+FITTING: list[tuple[Shape, Shape, str]] = [
+    ((), (), "zero_fill"),
+    ((3,), (5,), "zero_fill"),
+    ((3,), (3,), "zero_fill"),
+    ((0,), (4,), "zero_fill"),
+    ((3, 4), (5, 4), "zero_fill"),
+    ((3, 4), (3, 9), "zero_fill"),
+    ((3, 4), (6, 8), "zero_fill"),
+    ((2, 3, 4), (4, 5, 6), "zero_fill"),
+    ((300, 200), (500, 333), "zero_fill"),
+    *(
+        ((3, 4), wanted, "allow_shape_mismatch")
+        for wanted in ((2, 4), (3, 1), (0, 4), (2, 6), (5, 2), (6, 6), (3, 4))
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("growth", "loader", "saver"), pairwise(itertools.product(GROWTHS, LOADERS, SAVERS))
+    ("shapes", "loader", "saver"), pairwise(itertools.product(FITTING, LOADERS, SAVERS))
 )
-def test_a_larger_target_is_zero_filled(
-    tmp_path: Path, growth: tuple[Shape, Shape], loader: Any, saver: Any
+def test_the_common_region_of_two_shapes_is_loaded_and_the_rest_zero_filled(
+    tmp_path: Path, shapes: tuple[Shape, Shape, str], loader: Any, saver: Any
 ) -> None:
-    stored, wanted = growth
+    stored, wanted, option = shapes
     tensor = random_tensor(stored, torch.int32)
     saver({"t": tensor}, tmp_path)
     target = torch.full(wanted, 7, dtype=torch.int32)
-    loader({"t": target}, tmp_path, zero_fill=True)
+    loader({"t": target}, tmp_path, **{option: True})
     expected = torch.zeros(wanted, dtype=torch.int32)
-    expected[tuple(slice(0, size) for size in stored)] = tensor
+    common = tuple(slice(0, min(sizes)) for sizes in zip(stored, wanted, strict=True))
+    expected[common] = tensor[common]
     assert_equal(target, expected)
 
 
@@ -84,13 +85,14 @@ def test_a_larger_target_can_be_strided_and_of_another_dtype(
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_inference_tensors_are_loaded_and_zero_filled(tmp_path: Path, loader: Any) -> None:
-    save({"t": torch.ones(3, 4), "q": quantized(4)}, tmp_path)
+    save({"t": torch.ones(3, 4), "u": torch.ones(2, 3).t(), "q": quantized(4)}, tmp_path)
     with torch.inference_mode():
-        state = {"t": torch.full((5, 4), 7.0), "q": quantized(4, end=2)}
+        state = {"t": torch.full((5, 4), 7.0), "u": torch.zeros(3, 2), "q": quantized(4, end=2)}
     assert state["t"].is_inference()
     loader(state, tmp_path, zero_fill=True)
     assert (state["t"][:3] == 1).all()
     assert (state["t"][3:] == 0).all()
+    assert (state["u"] == 1).all()
     assert torch.equal(state["q"].dequantize(), quantized(4).dequantize())
 
 
@@ -104,12 +106,11 @@ def test_a_record_of_another_shape_is_damage(tmp_path: Path, loader: Any) -> Non
         stored.chunks = [dcp.metadata.ChunkStorageMetadata(torch.Size((0, 0)), stored.size)]
 
     change_metadata(tmp_path, change)
-    for cause in (
-        refusal(lambda: loader({"t": quantized(8)}, tmp_path)),
-        refusal(
-            lambda: dcp_load({"t": quantized(2)}, tmp_path, planner=Boxes({"t": (5, 0)})),
-        ),
+    for work in (
+        lambda: loader({"t": quantized(8)}, tmp_path),
+        lambda: dcp_load({"t": quantized(2)}, tmp_path, planner=Boxes({"t": (5, 0)})),
     ):
+        cause = refusal(work)
         assert type(cause) is Corrupt
         assert str(cause).startswith("t: the record in ")
         assert (
@@ -140,25 +141,7 @@ def test_a_target_of_another_shape_is_refused(
     assert (target == 7).all()
 
 
-@pytest.mark.parametrize(
-    ("wanted", "loader", "saver"),
-    pairwise(
-        itertools.product([(2, 4), (3, 1), (0, 4), (2, 6), (5, 2), (6, 6), (3, 4)], LOADERS, SAVERS)
-    ),
-)
-def test_the_common_region_is_loaded_if_shapes_may_differ(
-    tmp_path: Path, loader: Any, saver: Any, wanted: Shape
-) -> None:
-    tensor = random_tensor((3, 4), torch.int32)
-    saver({"t": tensor}, tmp_path)
-    target = torch.full(wanted, 7, dtype=torch.int32)
-    loader({"t": target}, tmp_path, allow_shape_mismatch=True)
-    expected = torch.zeros(wanted, dtype=torch.int32)
-    expected[:3, :4] = tensor[: wanted[0], : wanted[1]]
-    assert_equal(target, expected)
-
-
-def test_truncated_tensors_are_reported(tmp_path: Path) -> None:
+def test_truncated_and_zero_filled_tensors_are_reported(tmp_path: Path) -> None:
     save({"t": torch.ones(3, 3), "u": torch.ones(3, 3)}, tmp_path)
     state = {"t": torch.ones(2, 3), "u": torch.ones(2, 4)}
     report = torch_ckpt.preflight(state, tmp_path, allow_shape_mismatch=True)
@@ -166,27 +149,19 @@ def test_truncated_tensors_are_reported(tmp_path: Path) -> None:
     assert [name for name, _stored, _wanted in report.truncated] == ["t", "u"]
     assert [name for name, _stored, _wanted in report.grown] == ["u"]
     assert "2 smaller than stored:\n  t: stored [3, 3], wanted [2, 3]" in str(report)
+    state = {"t": torch.ones(5, 3), "u": torch.ones(3, 3)}
+    report = torch_ckpt.preflight(state, tmp_path, zero_fill=True)
+    assert report.fits
+    assert report.grown == [("t", torch.Size([3, 3]), torch.Size([5, 3]))]
+    assert "t: stored [3, 3], wanted [5, 3]" in str(report)
+    assert (state["t"] == 1).all()
 
 
 def test_a_lost_shard_is_detected_although_shapes_may_differ(tmp_path: Path) -> None:
     save({"t": torch.ones(4)}, tmp_path)
-
-    def change(stored: Any) -> None:
-        stored.size = torch.Size((8,))
-
-    change_metadata(tmp_path, change)
+    change_metadata(tmp_path, lambda stored: setattr(stored, "size", torch.Size((8,))))
     cause = refusal(lambda: load({"t": torch.zeros(6)}, tmp_path, allow_shape_mismatch=True))
     assert type(cause) is Corrupt
-
-
-def test_zero_filled_tensors_are_reported(tmp_path: Path) -> None:
-    save({"t": torch.ones(3), "u": torch.ones(3)}, tmp_path)
-    state = {"t": torch.ones(5), "u": torch.zeros(3)}
-    report = torch_ckpt.preflight(state, tmp_path, zero_fill=True)
-    assert report.fits
-    assert report.grown == [("t", torch.Size([3]), torch.Size([5]))]
-    assert "t: stored [3], wanted [5]" in str(report)
-    assert (state["t"] == 1).all()
 
 
 def test_only_selected_names_are_zero_filled(tmp_path: Path) -> None:
@@ -227,14 +202,25 @@ def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-UNCOVERED = [
-    (None, None, "contain only 0 of the 12 wanted elements"),
-    ((2, 4), (0, 0), "contain only 8 of the 12 wanted elements"),
-    ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which lies outside the tensor of [3, 4]"),
-    ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which lies outside"),
-    ((3, 4), (-1, 0), "a shard offset of -1"),
-    ((12,), (0,), "a shard of [12] at [0], which lies outside"),
+#: Offsets and sizes of shards of a tensor of [3, 4], and the error.
+UNCOVERED: Any = [
+    ((), "contain only 0 of the 12 wanted elements"),
+    ((((0, 0), (2, 4)),), "contain only 8 of the 12 wanted elements"),
+    (
+        (((1, 0), (3, 4)),),
+        "a shard of [3, 4] at [1, 0], which lies outside the tensor of [3, 4]",
+    ),
+    ((((0, 0), (4, 4)),), "a shard of [4, 4] at [0, 0], which lies outside"),
+    ((((-1, 0), (3, 4)),), "a shard offset of -1"),
+    ((((0,), (12,)),), "a shard of [12] at [0], which lies outside"),
 ]
+
+
+def chunks(places: Iterable[tuple[Shape, Shape]]) -> list[dcp.metadata.ChunkStorageMetadata]:
+    return [
+        dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        for offsets, sizes in places
+    ]
 
 
 @pytest.mark.parametrize(
@@ -244,27 +230,20 @@ UNCOVERED = [
 def test_metadata_that_does_not_cover_a_tensor_is_damage(
     tmp_path: Path,
     one_rank_mesh: DeviceMesh,
-    uncovered: tuple[Shape | None, Shape, str],
+    uncovered: tuple[tuple[tuple[Shape, Shape], ...], str],
     sharded: bool,
     zero_fill: bool,
 ) -> None:
-    sizes, offsets, says = uncovered
+    places, message = uncovered
     path = tmp_path / "checkpoint"
     save({"t": torch.ones(3, 4)}, path)
-
-    def change(stored: Any) -> None:
-        stored.chunks = []
-        if sizes is not None:
-            chunk = dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            stored.chunks = [chunk]
-
-    change_metadata(path, change)
+    change_metadata(path, lambda stored: setattr(stored, "chunks", chunks(places)))
     target = torch.full((5, 4) if zero_fill else (3, 4), 7.0)
     state = {"t": distribute_tensor(target, one_rank_mesh, [Shard(0)]) if sharded else target}
     cause = refusal(lambda: load(state, path, zero_fill=zero_fill))
     assert type(cause) is Corrupt
     assert str(cause).startswith(("t: the metadata ", "t: the shards in the metadata "))
-    assert says in str(cause)
+    assert message in str(cause)
     assert (target == 7).all()
 
 
@@ -274,16 +253,10 @@ def test_a_duplicate_shard_does_not_replace_a_missing_one(
     tmp_path: Path, one_rank_mesh: DeviceMesh, sharded: bool, loader: Callable[..., object]
 ) -> None:
     path = tmp_path / "checkpoint"
-    mine = distribute_tensor(torch.ones(4, 3), one_rank_mesh, [Shard(0)])
-    save({"t": mine}, path)
-    metadata = read_metadata(path)
+    save({"t": distribute_tensor(torch.ones(4, 3), one_rank_mesh, [Shard(0)])}, path)
     # The shards have as many elements as the tensor, but none of the last row.
     places = [((0, 0), (3, 2)), ((0, 1), (3, 2))]
-    metadata.state_dict_metadata["t"].chunks = [
-        dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in places
-    ]
-    (path / ".metadata").write_bytes(encode_metadata(metadata))
+    change_metadata(path, lambda stored: setattr(stored, "chunks", chunks(places)))
     target = torch.full((4, 3), 7.0)
     state = {"t": distribute_tensor(target, one_rank_mesh, [Shard(0)]) if sharded else target}
     cause = refusal(lambda: loader(state, path))
@@ -294,66 +267,22 @@ def test_a_duplicate_shard_does_not_replace_a_missing_one(
     assert (target == 7).all()
 
 
-class TestFindGap:
-    @staticmethod
-    def boxes_of(shape: tuple[int, ...], generator: random.Random) -> list[Box]:
-        """Cuts a box in two, repeatedly."""
-        boxes = [((0,) * len(shape), shape)]
-        for _ in range(generator.randrange(8)):
-            offsets, sizes = boxes.pop(generator.randrange(len(boxes)))
-            dim = generator.randrange(len(shape))
-            at = generator.randint(0, sizes[dim])
-            for begin, length in ((0, at), (at, sizes[dim] - at)):
-                moved = (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :])
-                boxes.append((moved, (*sizes[:dim], length, *sizes[dim + 1 :])))
-        generator.shuffle(boxes)
-        return boxes
-
-    @pytest.mark.parametrize("seed", range(40))
-    def test_it_finds_the_same_gap_as_marking_each_element(self, seed: int) -> None:
-        generator = random.Random(seed)
-        shape = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
-        boxes = self.boxes_of(shape, generator)
-        assert _core.first_gap(shape, boxes) is None
-        # Replaces a box, so that boxes overlap and often leave a gap.
-        boxes[generator.randrange(len(boxes))] = boxes[generator.randrange(len(boxes))]
-        seen = torch.zeros(shape, dtype=torch.bool)
-        for offsets, sizes in boxes:
-            seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = True
-        missing = (~seen).nonzero().tolist()
-        assert _core.first_gap(shape, boxes) == (missing[0] if missing else None)
-
-    def test_two_complete_sets_of_boxes_have_no_gap(self) -> None:
-        assert _core.first_gap((2, 3), [((0, 0), (2, 3))] * 2) is None
-        assert _core.first_gap((), [((), ())] * 2) is None
-
-    def test_a_gap_is_found_with_more_cut_dimensions_than_corners_are_counted_for(self) -> None:
-        shape = (2,) * 8
-        boxes = [(place, (1,) * 8) for place in itertools.product((0, 1), repeat=8)]
-        assert _core.first_gap(shape, boxes) is None
-        assert _core.first_gap(shape, boxes[:-1]) == [1] * 8
+def test_a_least_size_equals_every_size_that_is_at_least_as_large() -> None:
+    size = GrowingSize((3, 4))
+    assert size == (3, 4)
+    assert size == torch.Size([5, 4])
+    assert not size != torch.Size([5, 4])  # noqa: SIM202
+    for other in ((2, 9), (9, 3), (3,), (3, 4, 5), (), [3, 4], None, 3):
+        assert size != other
+        assert not size == other  # noqa: SIM201
+    assert GrowingSize(()) == ()
+    assert GrowingSize(()) != (1,)
 
 
-class TestGrowingSize:
-    def test_it_equals_every_size_that_is_at_least_as_large(self) -> None:
-        size = GrowingSize((3, 4))
-        assert size == (3, 4)
-        assert size == torch.Size([5, 4])
-        assert not size != torch.Size([5, 4])  # noqa: SIM202
-
-    @pytest.mark.parametrize("other", [(2, 9), (9, 3), (3,), (3, 4, 5), (), [3, 4], None, 3])
-    def test_it_differs_from_all_other_values(self, other: object) -> None:
-        assert GrowingSize((3, 4)) != other
-        assert not GrowingSize((3, 4)) == other  # noqa: SIM201
-
-    def test_a_scalar_size_equals_only_itself(self) -> None:
-        assert GrowingSize(()) == ()
-        assert GrowingSize(()) != (1,)
-
-    def test_it_is_hashed_as_a_tuple_and_pickled_with_its_class(self) -> None:
-        size = GrowingSize((3, 4))
-        assert hash(size) == hash((3, 4))
-        back = pickle.loads(pickle.dumps(size))
-        assert type(back) is GrowingSize
-        assert tuple(back) == (3, 4)
-        assert size.numel() == 12
+def test_a_least_size_is_hashed_as_a_tuple_and_pickled_with_its_class() -> None:
+    size = GrowingSize((3, 4))
+    assert hash(size) == hash((3, 4))
+    back = pickle.loads(pickle.dumps(size))
+    assert type(back) is GrowingSize
+    assert tuple(back) == (3, 4)
+    assert size.numel() == 12

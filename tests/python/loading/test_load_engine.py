@@ -6,7 +6,6 @@ import io
 import pickle
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.forked import in_fork, in_fresh_process
+from tests.loads import MIB, load, refusal, save
 from tests.support import (
-    cause_of,
     data_files,
     flip_bit,
     place_of,
@@ -26,22 +25,6 @@ from tests.support import (
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.errors import Corrupt, Unsafe
-
-MIB = 1 << 20
-
-
-def save(state: dict[str, Any], path: Path) -> Any:
-    return torch_ckpt.save(state, path, no_dist=True, sync_files=False)
-
-
-def load(state: dict[str, Any], path: Path, **options: Any) -> None:
-    torch_ckpt.load(state, path, no_dist=True, **options)
-
-
-def refusal(state: dict[str, Any], path: Path, **options: Any) -> BaseException:
-    with pytest.raises(dcp.CheckpointException) as error:
-        load(state, path, **options)
-    return cause_of(error.value)
 
 
 def test_lack_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
@@ -66,28 +49,31 @@ def test_lack_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_the_later_of_two_names_with_the_same_memory_wins(tmp_path: Path, verify: bool) -> None:
-    size = 4 * MIB
-    save({"a": torch.full((size,), 1.0), "b": torch.full((size,), 2.0)}, tmp_path)
+@pytest.mark.parametrize(
+    ("shape", "stored_shape", "is_transposed", "part"),
+    [
+        ((2000, 2100), (2000, 2100), False, slice(None)),
+        ((100, 100), (50, 100), False, slice(50, None)),
+        ((200, 300), (200, 300), True, slice(None)),
+    ],
+    ids=["the same memory", "a part", "the earlier is stored transposed"],
+)
+def test_the_later_of_two_names_that_share_memory_wins(
+    tmp_path: Path,
+    shape: tuple[int, int],
+    stored_shape: tuple[int, int],
+    is_transposed: bool,
+    part: slice,
+    verify: bool,
+) -> None:
+    earlier = torch.ones(shape[::-1]).t() if is_transposed else torch.ones(shape)
+    save({"a": earlier, "b": torch.full(stored_shape, 2.0)}, tmp_path)
     for _ in range(5):
-        tied = torch.zeros(size)
-        load({"a": tied, "b": tied}, tmp_path, verify=verify)
-        assert tied.unique().tolist() == [2.0]
-
-
-def test_the_later_name_wins_if_only_a_part_is_shared(tmp_path: Path) -> None:
-    save({"a": torch.full((100, 100), 1.0), "b": torch.full((50, 100), 2.0)}, tmp_path)
-    full = torch.zeros(100, 100)
-    load({"a": full, "b": full[50:]}, tmp_path)
-    assert full[:50].unique().tolist() == [1.0]
-    assert full[50:].unique().tolist() == [2.0]
-
-
-def test_the_later_name_wins_if_the_earlier_is_stored_transposed(tmp_path: Path) -> None:
-    save({"a": torch.full((300, 200), 1.0).t(), "b": torch.full((200, 300), 2.0)}, tmp_path)
-    tied = torch.zeros(200, 300)
-    load({"a": tied, "b": tied}, tmp_path)
-    assert tied.unique().tolist() == [2.0]
+        tied = torch.zeros(shape)
+        load({"a": tied, "b": tied[part]}, tmp_path, verify=verify)
+        assert tied[part].unique().tolist() == [2.0]
+        tied[part] = 1.0
+        assert tied.unique().tolist() == [1.0]
 
 
 def test_parts_of_one_tensor_are_read_at_once(tmp_path: Path) -> None:
@@ -103,12 +89,11 @@ def test_parts_of_one_tensor_are_read_at_once(tmp_path: Path) -> None:
 
 
 def test_a_stock_tensor_that_is_read_in_parts_is_verified(tmp_path: Path) -> None:
-    metadata = stock_save({"t": torch.ones(2000, 1000)}, tmp_path)
+    place = place_of(stock_save({"t": torch.ones(2000, 1000)}, tmp_path), "t")
     (file,) = data_files(tmp_path)
-    place = place_of(metadata, "t")
     flip_bit(file, place.offset + place.length // 2, 3)
     target = torch.zeros(2000, 1000)._neg_view()
-    cause = refusal({"t": target}, tmp_path, max_inflight_bytes=2 * MIB)
+    cause = refusal(lambda: load({"t": target}, tmp_path, max_inflight_bytes=2 * MIB))
     assert isinstance(cause, Corrupt)
     assert str(cause).startswith("t: ")
 
@@ -168,10 +153,11 @@ def test_the_bytes_of_an_object_are_held_once(tmp_path: Path) -> None:
 def test_a_file_outside_of_the_checkpoint_is_refused_before_anything_changes(
     tmp_path: Path,
 ) -> None:
-    metadata = save({"a": torch.ones(3), "note": "stored", "weight": torch.ones(3)}, tmp_path)
+    stored = {"a": torch.ones(3), "note": "stored", "weight": torch.ones(3)}
+    metadata = torch_ckpt.save(stored, tmp_path, no_dist=True)
     place_of(metadata, "weight").relative_path = "../other"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     state = {"a": torch.zeros(3), "note": "mine", "weight": torch.zeros(3)}
-    assert isinstance(refusal(state, tmp_path), Unsafe)
+    assert isinstance(refusal(lambda: load(state, tmp_path)), Unsafe)
     assert state["note"] == "mine"
     assert state["a"].tolist() == [0, 0, 0]

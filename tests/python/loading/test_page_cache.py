@@ -19,31 +19,22 @@ def reads(bytes: int, digest: int, machine: str = "a") -> RankReads:
     return RankReads(bytes, digest, machine)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stored", "expected"),
-    [
-        pytest.param([reads(ALL, 1)], ALL, False, id="one rank"),
-        pytest.param([reads(ALL, 1)] * 2, ALL, True, id="two ranks that read everything"),
-        pytest.param([reads(ALL, 1), reads(ALL + 8, 2)], ALL, True, id="almost everything"),
-        pytest.param([reads(ALL // 4, 1)] * 2, ALL, True, id="two ranks that read the same part"),
-        pytest.param(
-            [reads(ALL // 2, 1), reads(ALL // 2, 2)], ALL, False, id="two ranks that read halves"
-        ),
-        pytest.param([reads(ALL, 1), reads(ALL, 1, "b")], ALL, False, id="two machines"),
-        pytest.param(
-            [reads(ALL, 1, machine) for machine in "aabb"],
-            ALL,
-            True,
-            id="two ranks on each machine",
-        ),
-        pytest.param([reads(ALL, 1, "")] * 4, ALL, False, id="unknown machines"),
-        pytest.param(
-            [reads(ALL, rank) for rank in range(4)], None, False, id="a checkpoint for each rank"
-        ),
-        pytest.param([reads(0, 0)] * 4, ALL, False, id="nothing to read"),
-        pytest.param([], ALL, False, id="no messages"),
-    ],
-)
+RANKS: dict[str, tuple[list[RankReads], int | None, bool]] = {
+    "one rank": ([reads(ALL, 1)], ALL, False),
+    "two ranks that read everything": ([reads(ALL, 1)] * 2, ALL, True),
+    "almost everything": ([reads(ALL, 1), reads(ALL + 8, 2)], ALL, True),
+    "two ranks that read the same part": ([reads(ALL // 4, 1)] * 2, ALL, True),
+    "two ranks that read halves": ([reads(ALL // 2, 1), reads(ALL // 2, 2)], ALL, False),
+    "two machines": ([reads(ALL, 1), reads(ALL, 1, "b")], ALL, False),
+    "two ranks on each machine": ([reads(ALL, 1, machine) for machine in "aabb"], ALL, True),
+    "unknown machines": ([reads(ALL, 1, "")] * 4, ALL, False),
+    "a checkpoint for each rank": ([reads(ALL, rank) for rank in range(4)], None, False),
+    "nothing to read": ([reads(0, 0)] * 4, ALL, False),
+    "no messages": ([], ALL, False),
+}
+
+
+@pytest.mark.parametrize(("ranks", "stored", "expected"), RANKS.values(), ids=RANKS)
 def test_ranks_of_a_machine_share_bytes_if_they_read_more_than_can_differ(
     ranks: list[RankReads], stored: int | None, expected: bool
 ) -> None:

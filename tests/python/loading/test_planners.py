@@ -40,31 +40,25 @@ from tests.support import (
 @pytest.fixture
 def _fresh_plan_cache() -> Iterator[None]:
     """Clears torch's cached plans, which are class attributes."""
-    caches = [
-        getattr(SavePlanner, name) for name in vars(SavePlanner) if name.startswith("_cached_")
-    ]
-    for cache in caches:
-        cache.clear()
+
+    def clear() -> None:
+        for name in vars(SavePlanner):
+            if name.startswith("_cached_"):
+                getattr(SavePlanner, name).clear()
+
+    clear()
     yield
-    for cache in caches:
-        cache.clear()
-
-
-def caching_planner() -> dcp.DefaultSavePlanner:
-    return dcp.DefaultSavePlanner(enable_plan_caching=True)
+    clear()
 
 
 @pytest.mark.usefixtures("_fresh_plan_cache")
 def test_a_cached_plan_is_replaced_when_the_state_changes(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
-    states = [
-        nested_state(0),
-        nested_state(1) | {"more": f32(3)},
-        nested_state(2) | {"more": f32(3)},
-    ]
-    for step, state in enumerate(states):
+    for step in range(3):
+        state = nested_state(step) | ({"more": f32(3)} if step else {})
         path = tmp_path / str(step)
-        save_with(writer, state, planner=caching_planner(), checkpoint_id=path)
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        save_with(writer, state, planner=planner, checkpoint_id=path)
         loaded = emptied(state)
         load(loaded, path)
         assert_equal(loaded, state)
@@ -100,24 +94,24 @@ class _Halving(dcp.DefaultSavePlanner):
         return object / 2 if isinstance(object, torch.Tensor) else object
 
 
-def test_the_tensors_that_a_save_planner_returns_are_stored(tmp_path: Path) -> None:
-    save_with(torch_ckpt.FileSystemWriter(tmp_path), {"a": f32(5)}, planner=_Halving())
-    loaded = {"a": torch.zeros(5)}
-    load(loaded, tmp_path)
-    assert torch.equal(loaded["a"], f32(5) / 2)
-
-
 class _Renaming(dcp.DefaultSavePlanner):
     def lookup_object(self, index: Any) -> Any:
         return self.state_dict["other"]
 
 
-def test_the_objects_that_a_save_planner_looks_up_are_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("planner", "stored"),
+    [(_Halving, f32(5) / 2), (_Renaming, f32(5, seed=1))],
+    ids=["transformed", "looked up"],
+)
+def test_the_objects_that_a_save_planner_returns_are_stored(
+    tmp_path: Path, planner: type[dcp.SavePlanner], stored: torch.Tensor
+) -> None:
     state = {"a": f32(5), "other": f32(5, seed=1)}
-    save_with(torch_ckpt.FileSystemWriter(tmp_path), state, planner=_Renaming())
+    save_with(torch_ckpt.FileSystemWriter(tmp_path), state, planner=planner())
     loaded = {"a": torch.zeros(5)}
     load(loaded, tmp_path)
-    assert torch.equal(loaded["a"], f32(5, seed=1))
+    assert torch.equal(loaded["a"], stored)
 
 
 @pytest.mark.parametrize("flatten", [True, False])
@@ -125,12 +119,10 @@ def test_a_state_dict_can_be_kept_unflattened(tmp_path: Path, flatten: bool) -> 
     state = {"flat": f32(5), "nested": {"a": 1, "b": [2, 3]}}
     save_planner = dcp.DefaultSavePlanner(flatten_state_dict=flatten)
     save_with(torch_ckpt.FileSystemWriter(tmp_path), state, planner=save_planner)
-    loaded = {"flat": torch.zeros(5), "nested": {"a": 0, "b": [0, 0]}}
-    by_stock = {"flat": torch.zeros(5), "nested": {"a": 0, "b": [0, 0]}}
+    loaded, by_stock = ({"flat": torch.zeros(5), "nested": {"a": 0, "b": [0, 0]}} for _ in range(2))
     load(loaded, tmp_path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=flatten))
-    stock_reader = dcp.FileSystemReader(tmp_path)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=flatten)
-    dcp.load(by_stock, storage_reader=stock_reader, planner=planner, no_dist=True)
+    dcp.load(by_stock, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner, no_dist=True)
     assert_equal(loaded["flat"], state["flat"])
     # Without flattening, torch's planner does not return loaded objects.
     assert_equal(loaded, by_stock)
@@ -139,32 +131,13 @@ def test_a_state_dict_can_be_kept_unflattened(tmp_path: Path, flatten: bool) -> 
 # --- through Python: extensions and other file systems -------------------------------------------
 
 
-class _Flipped(io.RawIOBase):
-    """Stream that inverts every byte."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self.raw = raw
-
-    def writable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.raw.write(bytes(255 - byte for byte in memoryview(data).cast("B")))
-        return memoryview(data).nbytes
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.raw.read(len(buffer))
-        buffer[: len(data)] = bytes(255 - byte for byte in data)
-        return len(data)
-
-    def flush(self) -> None:
-        self.raw.flush()
+def flipped(data: bytes) -> bytes:
+    return bytes(255 - byte for byte in data)
 
 
 class Flip(StreamTransformExtension):
+    """Stores every byte inverted."""
+
     @staticmethod
     def registry_name() -> str:
         return "test.flip"
@@ -177,62 +150,63 @@ class Flip(StreamTransformExtension):
         return "test.flip/1"
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        return _Flipped(output)  # type: ignore[return-value]
+        class Stream(io.BytesIO):
+            def close(self) -> None:
+                if not self.closed:
+                    output.write(flipped(self.getvalue()))
+                super().close()
+
+        return Stream()
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:
-        return _Flipped(input)  # type: ignore[return-value]
+        return io.BytesIO(flipped(input.read()))
 
 
-def flip_registry() -> ExtensionRegistry:
+def flipping_reader(path: Path, reader: Any = torch_ckpt.FileSystemReader) -> Any:
     registry = ExtensionRegistry()
     registry.register(Flip)
-    return registry
+    return reader(path, _extension_registry=registry)
+
+
+EXTENDED = {"a": f32(5), "b": f32(3), "c": 7}
 
 
 @pytest.mark.parametrize("free_before_read", [False, True])
 def test_our_load_reads_data_stored_by_extensions(tmp_path: Path, free_before_read: bool) -> None:
-    state = {"a": f32(5), "b": f32(3), "c": 7}
-    save(state, tmp_path, _extensions=[Flip()])
-    loaded = emptied(state)
-    reader = torch_ckpt.FileSystemReader(tmp_path, _extension_registry=flip_registry())
+    save(EXTENDED, tmp_path, _extensions=[Flip()])
+    loaded = emptied(EXTENDED)
+    reader = flipping_reader(tmp_path)
     torch_ckpt.load(loaded, storage_reader=reader, free_before_read=free_before_read, no_dist=True)
-    assert_equal(loaded, state)
+    assert_equal(loaded, EXTENDED)
 
 
 def test_data_stored_by_extensions_is_not_read_through_a_link(tmp_path: Path) -> None:
-    state = {"a": f32(5), "b": f32(3), "c": 7}
-    save(state, tmp_path / "checkpoint", thread_count=1, _extensions=[Flip()])
+    save(EXTENDED, tmp_path / "checkpoint", thread_count=1, _extensions=[Flip()])
     (file,) = data_files(tmp_path / "checkpoint")
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    reader = torch_ckpt.FileSystemReader(
-        tmp_path / "checkpoint", _extension_registry=flip_registry()
-    )
+    reader = flipping_reader(tmp_path / "checkpoint")
     with pytest.raises(dcp.CheckpointException) as error:
-        dcp.load(emptied(state), storage_reader=reader, no_dist=True)
+        dcp.load(emptied(EXTENDED), storage_reader=reader, no_dist=True)
     assert isinstance(cause_of(error.value), torch_ckpt.Unsafe)
 
 
 @pytest.mark.parametrize("thread_count", [1, 3])
 def test_stream_extensions_transform_the_stored_bytes(tmp_path: Path, thread_count: int) -> None:
-    state = {"a": f32(5), "b": f32(3), "c": 7}
-    metadata = save(state, tmp_path, thread_count=thread_count, _extensions=[Flip()])
+    metadata = save(EXTENDED, tmp_path, thread_count=thread_count, _extensions=[Flip()])
     place = place_of(metadata, "a")
     assert place.transform_descriptors == ["test.flip/1"]
     data = (tmp_path / place.relative_path).read_bytes()
-    stored = data[place.offset : place.offset + place.length]
-    assert bytes(255 - byte for byte in stored) == record_of(f32(5))
+    assert flipped(data[place.offset : place.offset + place.length]) == record_of(f32(5))
 
 
 @pytest.mark.parametrize("writer", [torch_ckpt.FileSystemWriter, dcp.FileSystemWriter])
 @pytest.mark.parametrize("reader", [torch_ckpt.FileSystemReader, dcp.FileSystemReader])
 def test_stream_extensions_make_the_round_trip(tmp_path: Path, writer: Any, reader: Any) -> None:
-    state = {"a": f32(5), "b": 7}
-    save_with(writer(tmp_path, _extensions=[Flip()]), state)
-    loaded = emptied(state)
-    storage_reader = reader(tmp_path, _extension_registry=flip_registry())
-    dcp.load(loaded, storage_reader=storage_reader, no_dist=True)
-    assert_equal(loaded, state)
+    save_with(writer(tmp_path, _extensions=[Flip()]), EXTENDED)
+    loaded = emptied(EXTENDED)
+    dcp.load(loaded, storage_reader=flipping_reader(tmp_path, reader), no_dist=True)
+    assert_equal(loaded, EXTENDED)
 
 
 def test_extensions_keep_the_old_checkpoint_while_overwriting(tmp_path: Path) -> None:
@@ -245,25 +219,23 @@ def test_extensions_keep_the_old_checkpoint_while_overwriting(tmp_path: Path) ->
 
 
 def in_memory_classes() -> tuple[Any, Any]:
+    """Returns a writer and a reader of a file system of fsspec."""
     pytest.importorskip("fsspec")
     try:
         from torch.distributed.checkpoint.fsspec_filesystem import _FileSystem
     except ImportError:  # older torch
         from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as _FileSystem
 
-    class Writer(torch_ckpt.FileSystemWriter):
-        def __init__(self, path: str, **options: Any) -> None:
-            super().__init__(path, **options)
-            self.fs = _FileSystem()
-            self.path = self.fs.init_path(path)
+    def derived(base: Any) -> Any:
+        class InMemory(base):  # type: ignore[misc]
+            def __init__(self, path: str, **options: Any) -> None:
+                super().__init__(path, **options)
+                self.fs = _FileSystem()
+                self.path = self.fs.init_path(path)
 
-    class Reader(torch_ckpt.FileSystemReader):
-        def __init__(self, path: str, **options: Any) -> None:
-            super().__init__(path, **options)
-            self.fs = _FileSystem()
-            self.path = self.fs.init_path(path)
+        return InMemory
 
-    return Writer, Reader
+    return derived(torch_ckpt.FileSystemWriter), derived(torch_ckpt.FileSystemReader)
 
 
 @pytest.mark.filterwarnings("ignore:fsync not supported")
@@ -283,9 +255,7 @@ def test_another_file_system_is_written_and_read_through_torchs_code(thread_coun
             torch_ckpt.load(loaded, storage_reader=reader(path), no_dist=True, **option)
 
 
-def test_values_that_are_freed_before_reading_cannot_be_read_once(
-    tmp_path: Path,
-) -> None:
+def test_values_that_are_freed_before_reading_cannot_be_read_once(tmp_path: Path) -> None:
     save(nested_state(), tmp_path)
     with pytest.raises(ValueError, match="either free_before_read or read_once"):
         torch_ckpt.load(nested_state(), tmp_path, free_before_read=True, read_once=True)
@@ -327,11 +297,15 @@ def test_hugging_face_storage_works_with_torch_ckpt_imported(tmp_path: Path) -> 
     assert_equal(loaded, state)
 
 
+def collector() -> tuple[object, ...]:
+    return gc.isenabled(), *gc.get_threshold()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_garbage_collector_is_restored(tmp_path: Path, fails: bool) -> None:
     # Failures of earlier tests may still keep the collector relaxed.
     gc.collect()
-    before = gc.isenabled(), gc.get_threshold()
+    before = collector()
     state = nested_state()
     planner = FailingAt("epoch" if fails else "no such name")
     with contextlib.suppress(dcp.CheckpointException):
@@ -339,29 +313,28 @@ def test_the_garbage_collector_is_restored(tmp_path: Path, fails: bool) -> None:
     with contextlib.suppress(dcp.CheckpointException):
         load({"epoch": 0, ("missing" if fails else "name"): 0}, tmp_path)
     gc.collect()
-    assert (gc.isenabled(), gc.get_threshold()) == before
+    assert collector() == before
 
 
-def test_failed_loads_let_the_collector_free_their_garbage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("next_call", ["load", "collection"])
+def test_the_next_load_or_collection_frees_what_a_failed_load_has_left(
+    tmp_path: Path, next_call: str
+) -> None:
     gc.collect()
-    before = gc.get_threshold()
+    before = collector()
     save(nested_state(), tmp_path)
-    for _ in range(2):
+
+    def fail() -> None:
         with contextlib.suppress(dcp.CheckpointException):
             load({"epoch": 0, "missing": 0}, tmp_path)
-    # The second load found that the first had failed.
-    assert gc.get_threshold() == before
 
-
-def test_the_next_collection_frees_what_a_failed_load_has_left(tmp_path: Path) -> None:
-    gc.collect()
-    before = gc.get_threshold()
-    save(nested_state(), tmp_path)
-    with contextlib.suppress(dcp.CheckpointException):
-        load({"epoch": 0, "missing": 0}, tmp_path)
-    assert gc.get_threshold() != before
-    gc.collect(0)
-    assert gc.get_threshold() == before
+    fail()
+    assert collector() != before
+    if next_call == "load":
+        fail()
+    else:
+        gc.collect(0)
+    assert collector() == before
 
 
 def test_importing_torch_ckpt_changes_no_settings() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from benchmarks.limits import direct_io_works
 from benchmarks.measure import bytes_read
-from tests.forked import in_fork, in_fresh_process
 from tests.support import assert_equal, data_files, emptied, f32, load, pairwise, save
 from torch_ckpt._base.progress import Progress
 
@@ -30,31 +28,21 @@ OPTIONS_STATE = {
 
 
 @pytest.mark.parametrize(
-    ("thread_count", "direct_io", "verify"),
-    pairwise(itertools.product([1, 2, 8], [True, False, "auto"], [True, False])),
+    ("thread_count", "direct_io", "verify", "is_cached"),
+    pairwise(itertools.product([1, 2, 8], [True, False, "auto"], [True, False], [True, False])),
 )
-def test_every_pair_of_options_loads_the_same_values(
-    tmp_path: Path, thread_count: int, direct_io: bool | str, verify: bool
+def test_every_pair_of_options_loads_the_same_values_from_the_page_cache_and_the_disk(
+    tmp_path: Path, thread_count: int, direct_io: bool | str, verify: bool, is_cached: bool
 ) -> None:
     if direct_io is True and not direct_io_works(tmp_path):
         pytest.skip("this file system has no direct I/O")
-    save(OPTIONS_STATE, tmp_path, sync_files=False)
-    loaded = emptied(OPTIONS_STATE)
-    load(loaded, tmp_path, thread_count=thread_count, direct_io=direct_io, verify=verify)
-    assert_equal(loaded, OPTIONS_STATE)
-
-
-@pytest.mark.parametrize("direct_io", [True, False, "auto"])
-def test_data_outside_of_the_page_cache_is_read(tmp_path: Path, direct_io: bool | str) -> None:
-    if direct_io is True and not direct_io_works(tmp_path):
-        pytest.skip("this file system has no direct I/O")
-    save(OPTIONS_STATE, tmp_path)
-    for file in data_files(tmp_path):
+    save(OPTIONS_STATE, tmp_path, sync_files=not is_cached)
+    for file in [] if is_cached else data_files(tmp_path):
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     loaded = emptied(OPTIONS_STATE)
-    load(loaded, tmp_path, direct_io=direct_io)
+    load(loaded, tmp_path, thread_count=thread_count, direct_io=direct_io, verify=verify)
     assert_equal(loaded, OPTIONS_STATE)
 
 
@@ -84,11 +72,10 @@ def test_progress_of_a_load_reaches_the_total(tmp_path: Path) -> None:
     assert done[-1] == seen[-1].bytes_planned == sum(tensor.nbytes for tensor in tensors)
 
 
-def interrupt(_progress: Progress) -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
 def test_control_c_ends_a_load(tmp_path: Path) -> None:
+    def interrupt(_progress: Progress) -> None:
+        signal.raise_signal(signal.SIGINT)
+
     save(OPTIONS_STATE, tmp_path)
     with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)) as error:
         load(emptied(OPTIONS_STATE), tmp_path, progress=interrupt)
@@ -103,20 +90,3 @@ def test_a_full_load_reads_nothing_twice(tmp_path: Path) -> None:
     load(loaded, tmp_path, direct_io=False)
     # The archive of the transposed tensor is read once more.
     assert bytes_read() - before <= 1.05 * stored
-
-
-def save_and_load_before_and_after_a_fork(path: Path) -> None:
-    warnings.simplefilter("ignore")
-
-    def save_and_load() -> None:
-        state = {"a": torch.zeros(1000)}
-        save({"a": torch.ones(1000)}, path)
-        load(state, path)
-        assert state["a"].sum() == 1000
-
-    save_and_load()
-    in_fork(save_and_load)
-
-
-def test_a_forked_child_saves_and_loads_after_its_parent_did(tmp_path: Path) -> None:
-    in_fresh_process(save_and_load_before_and_after_a_fork, tmp_path)

@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_ckpt
 from tests.support import assert_equal, cause_of, save
-from torch_ckpt.loading.renaming import Rename, new_names, new_path
+from torch_ckpt.loading.renaming import new_names, new_path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -23,30 +23,22 @@ RENAMES: dict[str, Any] = {
 }
 
 
-def saved(path: Path) -> None:
-    save({"encoder": {"w": torch.arange(4.0), "b": torch.ones(2)}, "step": 5}, path)
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Checkpoint whose names differ from those of fresh()."""
+    save({"encoder": {"w": torch.arange(4.0), "b": torch.ones(2)}, "step": 5}, tmp_path)
+    return tmp_path
 
 
 def fresh() -> dict[str, Any]:
     return {"model": {"encoder": {"w": torch.zeros(4), "b": torch.zeros(2)}}, "count": 0}
 
 
-def refused(path: Path, rename: Rename, match: str) -> None:
-    state = fresh()
-    with pytest.raises(dcp.CheckpointException) as caught:
-        torch_ckpt.load(state, path, rename=rename)
-    error = cause_of(caught.value)
-    assert isinstance(error, ValueError)
-    assert match in str(error)
-    assert_equal(state, fresh())
-
-
-@pytest.mark.parametrize("free", [False, True], ids=["", "free_before_read"])
+@pytest.mark.parametrize("free", [False, True], ids=["in place", "free_before_read"])
 @pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
-def test_renamed_values_are_loaded(tmp_path: Path, rename: Any, free: bool) -> None:
-    saved(tmp_path)
+def test_renamed_values_are_loaded(saved: Path, rename: Any, free: bool) -> None:
     state = fresh()
-    report = torch_ckpt.load(state, tmp_path, rename=rename, free_before_read=free)
+    report = torch_ckpt.load(state, saved, rename=rename, free_before_read=free)
     assert state["count"] == 5
     assert_equal(state["model"], {"encoder": {"w": torch.arange(4.0), "b": torch.ones(2)}})
     assert report is not None
@@ -54,103 +46,101 @@ def test_renamed_values_are_loaded(tmp_path: Path, rename: Any, free: bool) -> N
 
 
 @pytest.mark.parametrize("option", ["zero_fill", "allow_shape_mismatch"])
-def test_a_generator_of_pairs_renames_zero_filled_values(tmp_path: Path, option: str) -> None:
-    saved(tmp_path)
+def test_a_generator_of_pairs_renames_zero_filled_values(saved: Path, option: str) -> None:
     state = {"model": {"encoder": {"w": torch.ones(6)}}}
     pairs = zip(["encoder.*", "step"], ["model.encoder.*", "count"], strict=True)
-    torch_ckpt.load(state, tmp_path, rename=pairs, **{option: True})
+    torch_ckpt.load(state, saved, rename=pairs, **{option: True})
     assert_equal(state["model"]["encoder"]["w"], torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 0.0]))
 
 
-def test_preflight_and_the_estimate_have_the_new_names(tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_preflight_and_the_estimate_have_the_new_names(saved: Path) -> None:
     rename = RENAMES["mapping"]
-    assert torch_ckpt.preflight(fresh(), tmp_path, rename=rename).unexpected == []
-    assert torch_ckpt.preflight(fresh(), tmp_path).missing == [
+    assert torch_ckpt.preflight(fresh(), saved, rename=rename).unexpected == []
+    assert torch_ckpt.preflight(fresh(), saved).missing == [
         "model.encoder.w",
         "model.encoder.b",
         "count",
     ]
-    memory = torch_ckpt.estimate_read_memory(fresh(), tmp_path, rename=rename)
+    memory = torch_ckpt.estimate_read_memory(fresh(), saved, rename=rename)
     assert memory.target_bytes == 24
 
 
-def test_names_selects_from_the_new_names(tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_names_selects_from_the_new_names(saved: Path) -> None:
     state = fresh()
-    torch_ckpt.load(state, tmp_path, rename={"encoder.*": "model.encoder.*"}, names=["model.*"])
+    torch_ckpt.load(state, saved, rename={"encoder.*": "model.encoder.*"}, names=["model.*"])
     assert_equal(state["model"]["encoder"]["w"], torch.arange(4.0))
     assert state["count"] == 0
 
 
-def test_a_pattern_without_a_match_is_named(tmp_path: Path) -> None:
-    saved(tmp_path)
-    rename = {**RENAMES["mapping"], "enc.*": "x.*"}
-    refused(tmp_path, rename, "no name matches 'enc.*'; the names are encoder.w, encoder.b, step")
-
-
-def test_a_function_that_renames_nothing_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
-    refused(tmp_path, lambda name: name, "does not change any name")
-
-
-@pytest.mark.parametrize("rename", [{"*.w": "*.b"}, lambda _: "encoder.b", {"encoder.w": "step"}])
-def test_two_names_that_become_one_are_refused(tmp_path: Path, rename: Rename) -> None:
-    saved(tmp_path)
-    refused(tmp_path, rename, "both encoder.")
-
-
 @pytest.mark.parametrize(
-    ("rename", "match"),
+    ("rename", "message"),
     [
+        (
+            {**RENAMES["mapping"], "enc.*": "x.*"},
+            "no name matches 'enc.*'; the names are encoder.w, encoder.b, step",
+        ),
+        (lambda name: name, "does not change any name"),
+        ({"*.w": "*.b"}, "both encoder."),
+        (lambda _: "encoder.b", "both encoder."),
+        ({"encoder.w": "step"}, "both encoder."),
         ({"encoder.*": "model"}, "the old and the new name must have equally many"),
         ({"step": 3}, "must consist of pairs of str"),
         (lambda _: None, "must return a str for each name, got None for encoder.w"),
     ],
+    ids=[
+        "a pattern without a match",
+        "no name changes",
+        *[f"two names become one by {way}" for way in ("a pattern", "a function", "a pair")],
+        "other stars",
+        "no text",
+        "a function that returns no text",
+    ],
 )
-def test_a_rename_of_another_form_is_refused(tmp_path: Path, rename: Any, match: str) -> None:
-    saved(tmp_path)
-    refused(tmp_path, rename, match)
-
-
-def test_the_first_matching_pair_is_used() -> None:
-    pairs = [("a.*", "first.*"), ("*.b", "second.*")]
-    assert new_names(["a.b", "c.b", "d"], pairs) == {
-        "a.b": "first.b",
-        "c.b": "second.c",
-        "d": "d",
-    }
-
-
-def test_stars_stand_for_the_text_that_stars_at_their_positions_match() -> None:
-    assert new_names(["h.3.attn.w"], {"h.*.attn.*": "layers.*.a.*"}) == {
-        "h.3.attn.w": "layers.3.a.w"
-    }
+def test_a_rename_that_cannot_be_applied_is_refused(saved: Path, rename: Any, message: str) -> None:
+    state = fresh()
+    with pytest.raises(dcp.CheckpointException) as caught:
+        torch_ckpt.load(state, saved, rename=rename)
+    error = cause_of(caught.value)
+    assert isinstance(error, ValueError)
+    assert message in str(error)
+    assert_equal(state, fresh())
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "expected"),
+    ("names", "rename", "expected"),
     [
-        (("model", "0.weight"), "0.weight", ("0.weight",)),
-        (("model", "0.weight"), "net.0.weight", ("net", "0.weight")),
         (
-            ("optimizer", "param_groups", 0, "lr"),
-            "o.param_groups.0.lr",
-            ("o", "param_groups", 0, "lr"),
+            ["a.b", "c.b", "d"],
+            [("a.*", "first.*"), ("*.b", "second.*")],
+            {"a.b": "first.b", "c.b": "second.c", "d": "d"},
         ),
-        (("a", 0, "b"), "0.b", ("0.b",)),
-        (("a", "b"), "c.d", ("c.d",)),
-        (("a", "b"), "a.b", ("a", "b")),
+        (["h.3.attn.w"], {"h.*.attn.*": "layers.*.a.*"}, {"h.3.attn.w": "layers.3.a.w"}),
+    ],
+    ids=["the first pair that matches", "stars by their positions"],
+)
+def test_a_name_is_renamed_by_the_first_pair_that_matches(
+    names: list[str], rename: Any, expected: dict[str, str]
+) -> None:
+    assert new_names(names, rename) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "name", "expected"),
+    [
+        (("model", "0.weight"), "model.0.weight", "0.weight", ("0.weight",)),
+        (("model", "0.weight"), "model.0.weight", "net.0.weight", ("net", "0.weight")),
+        (("o", "groups", 0, "lr"), "o.groups.0.lr", "p.groups.0.lr", ("p", "groups", 0, "lr")),
+        (("a", 0, "b"), "a.0.b", "0.b", ("0.b",)),
+        (("a", "b"), "a.b", "c.d", ("c.d",)),
+        (("a", "b"), "a.b", "a.b", ("a", "b")),
+        # A path that does not spell its name is not kept.
+        (("list", 7), "other.7", "new.7", ("new.7",)),
     ],
 )
 def test_the_path_of_a_renamed_value_keeps_the_end_of_its_name(
-    path: Any, name: str, expected: Any
+    path: Any, old: str, name: str, expected: Any
 ) -> None:
-    assert new_path(path, ".".join(map(str, path)), name) == expected
-
-
-def test_a_path_that_does_not_spell_its_name_is_not_kept() -> None:
-    assert new_path(("list", 7), "other.7", "new.7") == ("new.7",)
+    assert new_path(path, old, name) == expected
 
 
 def test_a_manager_restores_a_model_with_other_names(tmp_path: Path) -> None:
@@ -165,8 +155,7 @@ def test_a_manager_restores_a_model_with_other_names(tmp_path: Path) -> None:
     assert_equal(list(new.state_dict().values()), list(old.state_dict().values()))
 
 
-def test_rename_and_a_planner_exclude_each_other(tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_rename_and_a_planner_exclude_each_other(saved: Path) -> None:
     planner = dcp.DefaultLoadPlanner()
     with pytest.raises(ValueError, match="rename and free_before_read do not work with a planner"):
-        torch_ckpt.load(fresh(), tmp_path, planner=planner, rename=RENAMES["mapping"])
+        torch_ckpt.load(fresh(), saved, planner=planner, rename=RENAMES["mapping"])

@@ -42,6 +42,11 @@ def full_run(document: dict[str, Any], tmp_path: Path) -> str:
     return write(tmp_path / "full.json", document, quick=False, rounds=5, only=[])
 
 
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    return tmp_path / "page.md"
+
+
 def between(marker: str, lines: str = "") -> str:
     return f"before\n<!-- {marker}:begin -->\n{lines}<!-- {marker}:end -->\nafter\n"
 
@@ -67,9 +72,9 @@ def test_the_report_names_every_contender(
 
 
 def test_without_new_charts_a_document_links_those_that_exist(
-    full_run: str, tmp_path: Path
+    full_run: str, tmp_path: Path, page: Path
 ) -> None:
-    images, page = tmp_path / "images", tmp_path / "page.md"
+    images = tmp_path / "images"
     images.mkdir()
     (images / "async-timeline.png").touch()
     page.write_text(between("benchmark-async", ""))
@@ -80,18 +85,22 @@ def test_without_new_charts_a_document_links_those_that_exist(
 MARKERS = [block.marker for block in report.BLOCKS]
 
 
-@pytest.mark.parametrize("marker", MARKERS)
-def test_a_full_run_fills_only_the_block_of_a_document(
-    full_run: str, tmp_path: Path, marker: str
-) -> None:
-    page = tmp_path / "page.md"
+def filled(page: Path, run: str, marker: str) -> str:
+    """Fills a block of a document, whose other text must stay."""
     page.write_text(between(marker, "old numbers\n"))
-    report.main([full_run, "--no-charts", "--doc", str(page)])
+    report.main([run, "--no-charts", "--doc", str(page)])
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith(f"<!-- {marker}:end -->\nafter\n")
     assert "old numbers" not in text
-    assert "|" in text
+    return text
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_a_full_run_fills_only_the_block_of_a_document(
+    full_run: str, page: Path, marker: str
+) -> None:
+    assert "|" in filled(page, full_run, marker)
 
 
 def test_the_numbers_of_the_readme_compare_with_the_default_and_the_best_of_stock(
@@ -116,38 +125,30 @@ def test_the_list_of_missed_targets_has_each_comparison_that_misses(full_run: st
 
 def test_the_last_of_several_runs_of_a_group_is_used(full_run: str, tmp_path: Path) -> None:
     run = json.loads(Path(full_run).read_text())
-    older, newer = (
-        {
-            **run,
-            "groups": [{**run["groups"][0], "title": title}, *others],
-            "machine": {**run["machine"], "date": date},
-        }
-        for title, date, others in (
-            ("older", "2026-01-01", run["groups"][1:]),
-            ("newer", "2026-01-02", []),
-        )
-    )
-    runs = [results.read(Path(write(tmp_path / "run.json", content))) for content in (older, newer)]
-    merged = results.merged(runs)
+    first, *others = run["groups"]
+
+    def run_of(date: str, title: str, *others: dict[str, Any]) -> results.Results:
+        groups, machine = [first | {"title": title}, *others], run["machine"] | {"date": date}
+        content = run | {"groups": groups, "machine": machine}
+        return results.read(Path(write(tmp_path / "run.json", content)))
+
+    older, newer = run_of("2026-01-01", "older", *others), run_of("2026-01-02", "newer")
+    merged = results.merged([older, newer])
     assert merged.groups[0].title == "newer"
     assert len(merged.groups) == len(run["groups"])
     assert merged.machine.date == "2026-01-01 and 2026-01-02"
-
-
-def is_of_loads(group: results.Group) -> bool:
-    return group.name.startswith(("load", "partial", "reshard", "replicas"))
-
-
-def is_of_queues(group: results.Group) -> bool:
-    return group.name.startswith("megatron")
 
 
 @pytest.mark.parametrize(
     ("marker", "only", "belongs"),
     [
         ("benchmark-async", ["async"], lambda group: group.background),
-        ("benchmark-loading", ["load"], is_of_loads),
-        ("benchmark-megatron", ["megatron"], is_of_queues),
+        (
+            "benchmark-loading",
+            ["load"],
+            lambda group: group.name.startswith(("load", "partial", "reshard", "replicas")),
+        ),
+        ("benchmark-megatron", ["megatron"], lambda group: group.name.startswith("megatron")),
         ("benchmark-manager", ["manager"], lambda group: group.of_calls),
     ],
     ids=["async", "loads", "queues", "manager"],
@@ -155,22 +156,18 @@ def is_of_queues(group: results.Group) -> bool:
 def test_a_document_gets_only_the_numbers_of_its_groups(
     document: dict[str, Any],
     tmp_path: Path,
+    page: Path,
     marker: str,
     only: list[str],
     belongs: Callable[[results.Group], bool],
 ) -> None:
     full = write(tmp_path / "full.json", document, quick=False, rounds=5, only=only)
-    page = tmp_path / "page.md"
-    page.write_text(between(marker, "old numbers\n"))
-    report.main([full, "--no-charts", "--doc", str(page)])
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert "old numbers" not in text
+    text = filled(page, full, marker)
     assert "trial run" not in text
     loaded = results.read(Path(full))
     for group in loaded.groups:
         assert (group.title in text) == belongs(group), group.name
-        if is_of_queues(group) and belongs(group):
+        if only == ["megatron"] and belongs(group):
             assert all(info.label in text for info in group.contenders)
     if only == ["load"]:
         assert loaded.crossovers
@@ -179,18 +176,16 @@ def test_a_document_gets_only_the_numbers_of_its_groups(
 
 @pytest.mark.parametrize("marker", MARKERS)
 def test_a_trial_run_changes_no_document(
-    document: dict[str, Any], tmp_path: Path, marker: str
+    document: dict[str, Any], tmp_path: Path, page: Path, marker: str
 ) -> None:
     trial = write(tmp_path / "trial.json", document, quick=True, rounds=1)
-    page = tmp_path / "page.md"
     page.write_text(between(marker))
     with pytest.raises(SystemExit, match="trial run"):
         report.main([trial, "--no-charts", "--doc", str(page)])
     assert page.read_text() == between(marker)
 
 
-def test_a_document_without_a_block_is_refused(full_run: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
+def test_a_document_without_a_block_is_refused(full_run: str, page: Path) -> None:
     page.write_text("no markers\n")
     with pytest.raises(SystemExit, match="benchmark-async"):
         report.main([full_run, "--no-charts", "--doc", str(page)])

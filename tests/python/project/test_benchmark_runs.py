@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.timeout(900)
 
 
-def _run(directory: Path, groups: Sequence[str]) -> Path:
+def _run(directory: Path, groups: Sequence[str]) -> Any:
     """Returns the results of a run with tiny sizes."""
     out = directory / "results" / "tiny.json"
     command = [sys.executable, "-m", "benchmarks.run", "--quick", "--size", "2MB"]
@@ -29,36 +29,26 @@ def _run(directory: Path, groups: Sequence[str]) -> Path:
     command += [f"--only={group}" for group in groups]
     subprocess.run([*command, "--out", str(out)], cwd=REPOSITORY, check=True)
     assert not any((directory / "work").iterdir()), "the run left checkpoints behind"
-    return out
+    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
-def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def document(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Results of all groups except the queues, which take as long as all others together."""
     groups = [group for group in run.GROUPS if group not in suites.QUEUE_GROUPS]
     return _run(tmp_path_factory.mktemp("bench"), groups)
 
 
 @pytest.fixture(scope="module")
-def queue_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def queue_document(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Results of the queues."""
     return _run(tmp_path_factory.mktemp("bench-queues"), list(suites.QUEUE_GROUPS))
 
 
 @pytest.fixture(scope="module")
-def queue_document(queue_file: Path) -> dict[str, Any]:
-    """Results of the queues, as JSON."""
-    loaded = json.loads(queue_file.read_text())
-    assert isinstance(loaded, dict)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def document(result_file: Path) -> dict[str, Any]:
-    """Results of all other groups, as JSON."""
-    loaded = json.loads(result_file.read_text())
-    assert isinstance(loaded, dict)
-    return loaded
+def samples(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Samples of each group."""
+    return {group["name"]: group["samples"] for group in document["groups"]}
 
 
 def assert_samples_are_complete(document: dict[str, Any]) -> None:
@@ -72,7 +62,7 @@ def assert_samples_are_complete(document: dict[str, Any]) -> None:
 
 
 def test_a_quick_run_measures_one_group_and_is_marked_as_quick(tmp_path: Path) -> None:
-    document = json.loads(_run(tmp_path, ["save"]).read_text())
+    document = _run(tmp_path, ["save"])
     assert [group["name"] for group in document["groups"]] == ["save"]
     assert_samples_are_complete(document)
     held = {entry["key"]: entry["met"] for entry in document["comparisons"] if entry["target"]}
@@ -83,10 +73,10 @@ def test_a_quick_run_measures_one_group_and_is_marked_as_quick(tmp_path: Path) -
 
 @pytest.mark.torture
 def test_a_run_measures_every_group_or_gives_the_reason(document: dict[str, Any]) -> None:
+    assert_samples_are_complete(document)
     names = {group["name"] for group in document["groups"]}
-    assert names >= {"save", "load_warm", "small_save", "small_load"}
-    assert names >= {"async", "async_small", "async_first"}
-    assert names >= {"partial_warm", "reshard_warm", "replicas_warm", "manager"}
+    warm = "save load_warm small_save small_load partial_warm reshard_warm replicas_warm manager"
+    assert names >= {*warm.split(), "async", "async_small", "async_first"}
     # The page cache of some file systems cannot be dropped (tmpfs is nothing but page cache).
     cold = {"load_cold", "partial_cold", "reshard_cold", "replicas_cold"}
     skipped = [entry["what"] for entry in document["skipped"] if "cold" in entry["what"]]
@@ -98,20 +88,14 @@ def test_a_run_measures_every_group_or_gives_the_reason(document: dict[str, Any]
 
 
 @pytest.mark.torture
-def test_every_sample_records_wall_and_cpu_seconds_and_bytes(document: dict[str, Any]) -> None:
-    assert_samples_are_complete(document)
-
-
-@pytest.mark.torture
 def test_samples_of_background_saves_have_the_slowdown_of_training(
-    document: dict[str, Any],
+    samples: dict[str, list[dict[str, Any]]],
 ) -> None:
-    groups = {group["name"]: group for group in document["groups"]}
     for name in ("async", "async_small", "async_first"):
-        for sample in groups[name]["samples"]:
+        for sample in samples[name]:
             assert 0 < sample["stall_s"] <= sample["staged_s"] <= sample["durable_s"]
             assert sample["steps"] == sum(len(save["steps"]) for save in sample["saves"])
-    beside = {sample["contender"]: sample for sample in groups["async"]["samples"]}
+    beside = {sample["contender"]: sample for sample in samples["async"]}
     assert {"stock_thread", "ours_blocking", "ours_overlapped"} <= beside.keys()
     for sample in beside.values():
         first = sample["saves"][0]
@@ -168,16 +152,15 @@ def test_peers_are_measured_with_their_workers_or_skipped_with_a_reason(
 
 
 @pytest.mark.torture
-def test_loads_of_parts_and_by_ranks_have_the_bytes_read(document: dict[str, Any]) -> None:
-    groups = {group["name"]: group for group in document["groups"]}
+def test_loads_of_parts_and_by_ranks_have_the_bytes_read(
+    document: dict[str, Any], samples: dict[str, list[dict[str, Any]]]
+) -> None:
     for name in ("partial_warm", "reshard_warm", "replicas_warm"):
-        for sample in groups[name]["samples"]:
-            assert sample["read_bytes"] > 0
-    labels = [info["label"] for info in groups["reshard_warm"]["contenders"]]
+        assert all(sample["read_bytes"] > 0 for sample in samples[name])
+    (reshard,) = [group for group in document["groups"] if group["name"] == "reshard_warm"]
+    labels = [info["label"] for info in reshard["contenders"]]
     assert labels == ["3 ranks: stock dcp.load", "3 ranks: dcp.load with torch_ckpt"]
-    read = {
-        sample["contender"]: sample["read_bytes"] for sample in groups["partial_warm"]["samples"]
-    }
+    read = {sample["contender"]: sample["read_bytes"] for sample in samples["partial_warm"]}
     assert read["ours_dcp"] < read["stock"]
 
 
@@ -209,30 +192,13 @@ def test_the_crossover_of_reading_once_is_recorded(document: dict[str, Any]) -> 
 @pytest.mark.torture
 def test_every_target_is_reported_as_met_or_missed(document: dict[str, Any]) -> None:
     held = [entry for entry in document["comparisons"] if entry["target"] is not None]
-    keys = {entry["key"] for entry in held}
-    assert keys >= {
-        "save.stock_1",
-        "save.best_stock",
-        "save.cpu",
-        "save.buffered",
-        "load_warm.stock",
-        "load_warm.stock_threads",
-        "load_warm.limit",
-        "load_warm.budget",
-        "partial_warm.read",
-        "reshard_warm.read.3",
-        "small_save.stock_1",
-        "small_save.call",
-        "small_load.stock",
-        "small_load.call",
-        "async.memcpy",
-        "async.stall.stock_thread",
-        "async.overlapped.call",
-        "async.blocking.durable",
-        "async.overlapped.durable",
-        "async_small.overlapped.call",
-        "async_first.blocking.stall",
-        "async_first.blocking.durable",
-    }
+    targets = """
+    save.stock_1 save.best_stock save.cpu save.buffered load_warm.stock load_warm.stock_threads
+    load_warm.limit load_warm.budget partial_warm.read reshard_warm.read.3 small_save.stock_1
+    small_save.call small_load.stock small_load.call async.memcpy async.stall.stock_thread
+    async.overlapped.call async.blocking.durable async.overlapped.durable
+    async_small.overlapped.call async_first.blocking.stall async_first.blocking.durable
+    """
+    assert {entry["key"] for entry in held} >= {*targets.split()}
     assert all(isinstance(entry["met"], bool) for entry in held)
     assert not document["representative"], "a quick run must not pass for a real one"

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,6 @@ from benchmarks.contenders import Running
 from benchmarks.training import Training, one_thread
 from tests.forked import in_fresh_process
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-
 
 def test_time_added_to_a_save_is_in_milliseconds_beyond_the_same_round_without_a_manager() -> None:
     def sample(contender: str, round_index: int, seconds: float) -> measure.CallSample:
@@ -75,9 +73,7 @@ def test_every_round_runs_all_contenders_and_starts_with_another() -> None:
 
 
 def test_a_ratio_is_the_median_of_the_rounds_and_not_of_the_times() -> None:
-    comparison = results.Comparison(
-        key="k", work="w", quantity="speed", ours="o", per_round=[1.0, 9.0, 2.0], target=2.0
-    )
+    comparison = results.Comparison("k", "w", "speed", "o", per_round=[1.0, 9.0, 2.0], target=2.0)
     assert comparison.value == 2.0
     assert comparison.met is True
 
@@ -162,22 +158,28 @@ def test_wiping_leaves_no_value_that_would_hide_a_failed_load() -> None:
     assert state["step"] == 0
 
 
-@pytest.mark.parametrize("name", sorted(limits.WRITE_SHAPES))
-def test_raw_writes_write_all_bytes(name: str, tmp_path: Path) -> None:
-    shape = limits.WRITE_SHAPES[name]
-    if shape.direct and not limits.direct_io_works(tmp_path):
+@pytest.fixture
+def shape(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Shape of raw writes or reads; skips the test if the file system does not support it."""
+    if request.param.direct and not limits.direct_io_works(tmp_path):
         pytest.skip("no O_DIRECT on this file system")
-    target = tmp_path / "raw"
-    limits.RawWriter().write(target, 9_000_001, shape)
-    written = sum(file.stat().st_size for file in target.iterdir())
+    return request.param
+
+
+def shapes(by_name: Mapping[str, Any]) -> pytest.MarkDecorator:
+    names = sorted(by_name)
+    return pytest.mark.parametrize("shape", [by_name[n] for n in names], ids=names, indirect=True)
+
+
+@shapes(limits.WRITE_SHAPES)
+def test_raw_writes_write_all_bytes(shape: Any, tmp_path: Path) -> None:
+    limits.RawWriter().write(tmp_path / "raw", 9_000_001, shape)
+    written = sum(file.stat().st_size for file in (tmp_path / "raw").iterdir())
     assert 9_000_001 <= written < 9_000_001 + shape.files * 4096
 
 
-@pytest.mark.parametrize("name", sorted(limits.READ_SHAPES))
-def test_raw_reads_read_all_bytes(name: str, tmp_path: Path) -> None:
-    shape = limits.READ_SHAPES[name]
-    if shape.direct and not limits.direct_io_works(tmp_path):
-        pytest.skip("no O_DIRECT on this file system")
+@shapes(limits.READ_SHAPES)
+def test_raw_reads_read_all_bytes(shape: Any, tmp_path: Path) -> None:
     files = [tmp_path / "long", tmp_path / "short"]
     for file, size in zip(files, (9_000_001, 5), strict=True):
         file.write_bytes(os.urandom(size))
@@ -301,28 +303,26 @@ def test_without_a_gpu_code_for_the_current_device_runs_on_the_cpu() -> None:
     assert in_fresh_process(_device_without_a_gpu) == "cpu"
 
 
-def _queue_save(rank: int, call_s: float, step_s: float) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "call_s": call_s,
-        "plan_s": call_s / 2,
-        "schedule_s": call_s / 2,
-        "finalize_s": 0.5,
-        "durable_s": call_s + 2 * step_s + 1,
-        "cpu_s": 0.25,
-        "polls": [0.1],
-        "idle_steps": [[-2.0, -1.0]],
-        "steps": [[call_s, call_s + step_s], [call_s + step_s, call_s + 2 * step_s]],
-    }
+def _queue_save(rank: int, call: float) -> dict[str, Any]:
+    """Makes the record of a save whose call takes these seconds, and each of two steps two."""
+    times = {"call_s": call, "plan_s": call / 2, "schedule_s": call / 2, "durable_s": call + 5}
+    steps = [[call, call + 2], [call + 2, call + 4]]
+    others = {"finalize_s": 0.5, "cpu_s": 0.25, "polls": [0.1], "idle_steps": [[-2.0, -1.0]]}
+    return {"rank": rank, "steps": steps, **times, **others}
+
+
+def _summary_of(kept: Sequence[bool], *calls: Sequence[float]) -> Any:
+    """Summarizes saves through queues, with the seconds of the calls of each rank."""
+    common = {"bytes": 3, "memory_bytes": 5, "processes": 2}
+    measured = [
+        {**common, "kept": kept[rank], "saves": [_queue_save(rank, call) for call in of_rank]}
+        for rank, of_rank in enumerate(calls)
+    ]
+    return queue_saves.summarize("fake", measured, round_index=0, position=0)
 
 
 def test_a_save_through_queues_is_as_slow_as_its_slowest_rank() -> None:
-    common = {"bytes": 3, "memory_bytes": 5, "processes": 2, "kept": True}
-    measured = [
-        common | {"saves": [_queue_save(0, call, 2.0) for call in (9.0, 1.0, 4.0, 3.0)]},
-        common | {"saves": [_queue_save(1, call, 2.0) for call in (8.0, 2.0, 2.0, 2.0)]},
-    ]
-    sample = queue_saves.summarize("fake", measured, round_index=0, position=0)
+    sample = _summary_of([True] * 2, (9.0, 1.0, 4.0, 3.0), (8.0, 2.0, 2.0, 2.0))
     assert (sample.first_call_s, sample.call_s) == (9.0, 3.0)
     assert (sample.bytes, sample.memory_bytes, sample.processes) == (6, 10, 4)
     # The slower rank's, for one save; everything except the steps.
@@ -331,22 +331,17 @@ def test_a_save_through_queues_is_as_slow_as_its_slowest_rank() -> None:
 
 
 def test_a_torn_save_on_one_rank_makes_the_sample_torn() -> None:
-    common = {"bytes": 1, "memory_bytes": 1, "processes": 0}
-    saves = [[_queue_save(rank, 1.0, 1.0)] * 2 for rank in (0, 1)]
-    measured = [
-        common | {"kept": rank == 0, "saves": of_rank} for rank, of_rank in enumerate(saves)
-    ]
-    assert not queue_saves.summarize("fake", measured, round_index=0, position=0).kept
+    assert not _summary_of([True, False], (1.0, 1.0), (1.0, 1.0)).kept
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_memcpy_copies_every_byte_with_any_number_of_threads(threads: int) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 3, None])
+def test_memcpy_copies_every_byte_with_any_number_of_threads(threads: int | None) -> None:
     source = states.training_state(10**6, 30)
     target = states.blank_copy(source)
-    limits.copy_memory(source, target, threads)
-    assert all(map(torch.equal, states.tensors(source), states.tensors(target)))
-    states.wipe(target)
-    limits.copy_memory_by_torch(source, target)
+    if threads is None:
+        limits.copy_memory_by_torch(source, target)
+    else:
+        limits.copy_memory(source, target, threads)
     assert all(map(torch.equal, states.tensors(source), states.tensors(target)))
 
 
@@ -371,40 +366,33 @@ class _FakeSave:
     """Save that becomes durable during a certain training step after its call."""
 
     def __init__(self, durable_after_steps: int) -> None:
-        self.saves = 0
         self._durable_after_steps = durable_after_steps
         self._left = 0
-        self._committed: Future[None] = Future()
 
     def run(self) -> Running:
-        self.saves += 1
         self._left = self._durable_after_steps
-        self._committed = Future()
+        self._committed: Future[None] = Future()
         return Running(self._committed)
 
     def step(self) -> None:
         time.sleep(1e-3)
-        if self._left:
-            self._left -= 1
-            if not self._left:
-                self._committed.set_result(None)
+        self._left -= 1
+        if self._left == 0:
+            self._committed.set_result(None)
 
-    def contender(self) -> measure.Contender:
-        return measure.Contender("fake", "fake", "ours", self.run)
+    def traces(self) -> list[background.Trace]:
+        contender = measure.Contender("fake", "fake", "ours", self.run)
+        effort = background.Effort(idle_steps=4, least_steps=5)
+        return background.trace_saves(contender, self.step, effort)
 
 
 def test_a_long_save_is_one_sample() -> None:
-    fake = _FakeSave(7)
-    effort = background.Effort(idle_steps=4, least_steps=5)
-    traces = background.trace_saves(fake.contender(), fake.step, effort)
-    assert [len(trace.steps) for trace in traces] == [7]
-    assert [len(trace.idle_steps) for trace in traces] == [4]
+    (trace,) = _FakeSave(7).traces()
+    assert (len(trace.steps), len(trace.idle_steps)) == (7, 4)
 
 
 def test_short_saves_are_repeated_until_enough_steps_were_measured() -> None:
-    fake = _FakeSave(2)
-    effort = background.Effort(idle_steps=4, least_steps=5)
-    traces = background.trace_saves(fake.contender(), fake.step, effort)
+    traces = _FakeSave(2).traces()
     assert [len(trace.steps) for trace in traces] == [2, 2, 2]
     sample = background.summarize("fake", traces, 1)
     assert sample.steps == 6
@@ -468,17 +456,20 @@ def test_step_ratios_compare_steps_during_the_save_with_steps_before() -> None:
         steps=[[1.0, 2.0], [2.0, 4.0], [4.0, 10.0]],
     )
     sample = background.summarize("name", [trace], 1)
-    assert sample.step_median_ratio == 2.0
-    assert sample.step_mean_ratio == 3.0
-    assert sample.stall_s == 0.5
-    assert sample.durable_s == sample.wall_s == 9.0
+    assert (sample.step_median_ratio, sample.step_mean_ratio) == (2.0, 3.0)
+    assert (sample.stall_s, sample.durable_s, sample.wall_s) == (0.5, 9.0, 9.0)
+
+
+def results_of(main: Callable[[list[str]], Any], directory: Path, arguments: str) -> Any:
+    """Runs a benchmark once with small sizes. Returns its results, which are also in the file."""
+    out = directory / "results.json"
+    found = main([*arguments.split(), "--rounds", "1", "--out", str(out)])
+    assert found == json.loads(out.read_text())
+    return found
 
 
 def test_every_use_of_a_planner_is_compared_with_stock(tmp_path: Path) -> None:
-    out = tmp_path / "dtensors.json"
-    sizes = ["--tensors", "3", "--plain", "4", "--rounds", "1"]
-    found = dtensors.main([*sizes, "--dir", str(tmp_path), "--out", str(out)])
-    assert found == json.loads(out.read_text())
+    found = results_of(dtensors.main, tmp_path, f"--tensors 3 --plain 4 --dir {tmp_path}")
     ways = {f"save: {name}" for name in dtensors.SAVES} | {
         f"load: {name}" for name in dtensors.LOADS
     }
@@ -486,14 +477,12 @@ def test_every_use_of_a_planner_is_compared_with_stock(tmp_path: Path) -> None:
 
 
 def test_saves_into_several_files_are_compared_with_raw_writes(tmp_path: Path) -> None:
-    out = tmp_path / "files.json"
-    sizes = ["--size", "4MB", "--files", "1", "2", "--rounds", "1", "--dir", str(tmp_path)]
-    found = files_per_rank.main([*sizes, "--out", str(out)])
-    assert found == json.loads(out.read_text())
+    arguments = f"--size 4MB --files 1 2 --dir {tmp_path}"
+    medians = results_of(files_per_rank.main, tmp_path, arguments)["medians"]
     for name in ("1 files", "2 files", "one tensor"):
-        assert found["medians"][f"async_save, {name}: call"] > 0
-        assert found["medians"][f"save, {name}"] > 0
-    assert any(name.startswith("raw ") for name in found["medians"])
+        assert medians[f"async_save, {name}: call"] > 0
+        assert medians[f"save, {name}"] > 0
+    assert any(name.startswith("raw ") for name in medians)
 
 
 def test_saves_and_loads_are_compared_with_limits_for_each_size_of_a_tensor(tmp_path: Path) -> None:
@@ -520,9 +509,6 @@ def test_the_cost_of_a_save_to_training_is_divided_by_cause(tmp_path: Path) -> N
 
 
 def test_the_plan_of_many_ranks_is_simulated_and_compared_with_stock(tmp_path: Path) -> None:
-    out = tmp_path / "planning.json"
-    sizes = ["--ranks", "3", "--tensors", "2", "--rounds", "1", "--steady"]
-    found = planning.main([*sizes, "--stock", "--out", str(out)])
-    assert found == json.loads(out.read_text())
+    found = results_of(planning.main, tmp_path, "--ranks 3 --tensors 2 --steady --stock")
     assert {"first: planned", "unchanged: metadata", "stock: plan"} <= found["seconds"].keys()
     assert found["bytes"]["metadata"] > 0

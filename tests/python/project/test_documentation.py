@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import json
@@ -12,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -33,6 +32,17 @@ PAGES = {
     "torch_ckpt.integrations.transformers": "integrations",
     "torch_ckpt.integrations.lightning": "integrations",
 }
+
+
+@pytest.fixture(params=PAGES)
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    """Module with public names."""
+    return pytest.importorskip(request.param, exc_type=ModuleNotFoundError)
+
+
+def public_names(module: ModuleType) -> list[str]:
+    return [name for name in module.__all__ if name != "__version__"]
+
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
 
@@ -57,17 +67,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-@pytest.mark.parametrize("module", PAGES)
-def test_the_reference_has_every_public_name(site: Path, module: str) -> None:
-    try:
-        names = importlib.import_module(module).__all__
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
-    page = (site / "reference" / f"{PAGES[module]}.html").read_text()
-    missing = [
-        name for name in names if name != "__version__" and f'id="{module}.{name}"' not in page
-    ]
-    assert not missing, f"{module}: these have no docstring, or no page: {missing}"
+def test_the_reference_has_every_public_name(site: Path, module: ModuleType) -> None:
+    title = module.__name__
+    page = (site / "reference" / f"{PAGES[title]}.html").read_text()
+    missing = [name for name in public_names(module) if f'id="{title}.{name}"' not in page]
+    assert not missing, f"{title}: these have no docstring, or no page: {missing}"
 
 
 def test_docstrings_show_no_sphinx_roles(site: Path) -> None:
@@ -241,28 +245,16 @@ def members_without_docstring(name: str, member: Any) -> Iterator[str]:
                 yield f"{base.__module__}.{base.__name__}.{part}"
 
 
-@pytest.mark.parametrize("module", PAGES)
-def test_every_public_name_and_method_has_a_docstring(module: str) -> None:
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
+def test_every_public_name_and_method_has_a_docstring(module: ModuleType) -> None:
     missing = {
         without
-        for name in imported.__all__
-        if name != "__version__"
-        for without in members_without_docstring(f"{module}.{name}", getattr(imported, name))
+        for name in public_names(module)
+        for without in members_without_docstring(f"{module.__name__}.{name}", getattr(module, name))
     }
     assert not missing
 
 
-@pytest.mark.parametrize("module", PAGES)
-def test_every_public_name_is_in_an_example_of_its_reference(module: str) -> None:
-    try:
-        names = importlib.import_module(module).__all__
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
-    page = REPOSITORY / "docs" / "reference" / f"{PAGES[module]}.md"
+def test_every_public_name_is_in_an_example_of_its_reference(module: ModuleType) -> None:
+    page = REPOSITORY / "docs" / "reference" / f"{PAGES[module.__name__]}.md"
     code = "".join(found.code for found in snippets_of(page) if found.language == "python")
-    missing = [name for name in names if not re.search(rf"\b{name}\b", code)]
-    assert not missing
+    assert not [name for name in module.__all__ if not re.search(rf"\b{name}\b", code)]

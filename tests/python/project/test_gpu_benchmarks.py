@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ def _measure_in_fork(module: str, arguments: Sequence[str], _timeout: float) -> 
     return in_fresh_process(gpu_process.measure, list(arguments))
 
 
-def _measure(directory: Path, *arguments: str) -> dict[str, Any]:
+def _measure(
+    directory: Path, *arguments: str, run: Callable[..., Any] = _measure_in_fork
+) -> dict[str, Any]:
     out = directory / "figures.json"
     where = ("--dir", str(directory / "work"), "--memory-dir", str(directory), "--out", str(out))
-    gpu.main([*_SMALL, *_SHORT, *where, *arguments], _measure_in_fork)
+    gpu.main([*_SMALL, *_SHORT, *where, *arguments], run)
     document = json.loads(out.read_text())
     assert isinstance(document, dict)
     return document
@@ -63,11 +65,8 @@ def test_a_measurement_that_fails_is_recorded_and_the_others_continue(tmp_path: 
             raise RuntimeError("out of device memory")
         return _measure_in_fork(module, arguments, timeout)
 
-    out = tmp_path / "figures.json"
-    where = ["--dir", str(tmp_path), "--memory-dir", str(tmp_path), "--out", str(out)]
-    options = [*_SMALL, *_SHORT, *where, "--only", "on_disk"]
-    gpu.main([*options, "--savers", "stock_thread", "ours_blocking"], run)
-    document = json.loads(out.read_text())
+    savers = ("--only", "on_disk", "--savers", "stock_thread", "ours_blocking")
+    document = _measure(tmp_path, *savers, run=run)
     skipped = {entry["what"]: entry["reason"] for entry in document["skipped"]}
     assert skipped["on_disk_few: stock_thread"] == "out of device memory"
     contenders = {sample["contender"] for sample in document["groups"][0]["samples"]}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from traceback import StackSummary
 from typing import Any
 
@@ -43,31 +43,19 @@ def scatter(
 # --- what the steps give -------------------------------------------------------------------------
 
 
-def test_each_rank_receives_its_part_of_the_combined_result(any_store: dist.Store) -> None:
-    outcomes = together(
-        ranks_of(any_store, 3),
-        lambda ranks: scatter(
-            ranks, lambda: ranks.rank, lambda values: [f"{values} for {v}" for v in values]
-        ),
-    )
-    assert outcomes == {rank: f"[0, 1, 2] for {rank}" for rank in range(3)}
+def test_each_step_returns_its_own_result_to_each_rank(any_store: dist.Store) -> None:
+    def work(ranks: Exchange) -> list[Any]:
+        return [
+            scatter(
+                ranks, lambda: ranks.rank, lambda values: [f"{values} for {v}" for v in values]
+            ),
+            *(scatter(ranks, lambda: n, list) for n in (1, 2)),  # noqa: B023
+            save(ranks, lambda: ranks.rank, sum),
+            ranks.run("load", lambda: ranks.rank),
+        ]
 
-
-def test_all_ranks_receive_the_combined_result(any_store: dist.Store) -> None:
-    outcomes = together(ranks_of(any_store, 3), lambda ranks: save(ranks, lambda: ranks.rank, sum))
-    assert outcomes == {0: 3, 1: 3, 2: 3}
-
-
-def test_each_rank_keeps_its_own_result_if_all_succeed(any_store: dist.Store) -> None:
-    outcomes = together(ranks_of(any_store, 3), lambda ranks: ranks.run("load", lambda: ranks.rank))
-    assert outcomes == {0: 0, 1: 1, 2: 2}
-
-
-def test_steps_of_one_name_follow_each_other(store: dist.Store) -> None:
-    def twice(ranks: Exchange) -> list[Any]:
-        return [scatter(ranks, lambda: n, list) for n in (1, 2)]  # noqa: B023
-
-    assert together(ranks_of(store, 2), twice) == {0: [1, 2], 1: [1, 2]}
+    outcomes = together(ranks_of(any_store, 3), work)
+    assert outcomes == {rank: [f"[0, 1, 2] for {rank}", 1, 2, 3, rank] for rank in range(3)}
 
 
 def test_a_single_rank_needs_no_other(store: dist.Store) -> None:
@@ -75,6 +63,7 @@ def test_a_single_rank_needs_no_other(store: dist.Store) -> None:
     assert save(ranks) == ["part"]
     assert scatter(ranks, lambda: 5, list) == 5
     assert ranks.run("load", lambda: 7) == 7
+    assert shared_bytes_of(Exchange()) == [b"alike"]
 
 
 def test_without_distribution_each_process_is_separate() -> None:
@@ -132,42 +121,40 @@ def test_a_failure_on_one_rank_raises_its_error_on_all(store: dist.Store, step: 
         assert causes_of(outcome) == {1: "OSError('of 1')", 2: "OSError('of 2')"}
 
 
-def test_a_failing_combination_fails_all(store: dist.Store) -> None:
-    def combine(values: list[Any]) -> Any:
-        return fail("no")
-
-    ranks = ranks_of(store, 2)
-    for outcome in together(ranks, lambda ranks: save(ranks, combine=combine)).values():
-        assert causes_of(outcome) == {0: "OSError('no')"}
-    plans = together(ranks, lambda r: scatter(r, lambda: 0, combine))
-    for outcome in plans.values():
-        assert causes_of(outcome) == {0: "OSError('no')"}
-
-
-def test_a_value_that_does_not_pickle_fails_all(store: dist.Store) -> None:
-    def work(ranks: Exchange) -> Any:
-        return save(ranks, lambda: threading.Lock() if ranks.rank == 1 else None)
-
+@pytest.mark.parametrize(
+    ("work", "rank", "cause"),
+    [
+        (lambda ranks: save(ranks, combine=lambda values: fail("no")), 0, "OSError('no')"),
+        (lambda ranks: scatter(ranks, int, lambda values: fail("no")), 0, "OSError('no')"),
+        (
+            lambda ranks: save(ranks, lambda: threading.Lock() if ranks.rank == 1 else None),
+            1,
+            'TypeError("cannot pickle',
+        ),
+        (
+            lambda ranks: save(ranks, combine=lambda values: threading.Lock()),
+            0,
+            'TypeError("cannot pickle',
+        ),
+    ],
+    ids=["combination", "combination of separate answers", "unpicklable value", "answer"],
+)
+def test_what_cannot_be_combined_or_sent_fails_all_ranks(
+    store: dist.Store, work: Callable[[Exchange], Any], rank: int, cause: str
+) -> None:
     for outcome in together(ranks_of(store, 2), work).values():
-        assert "cannot pickle" in causes_of(outcome)[1]
-
-
-def test_an_answer_that_does_not_pickle_fails_all(store: dist.Store) -> None:
-    def work(ranks: Exchange) -> Any:
-        return save(ranks, combine=lambda values: threading.Lock())
-
-    for outcome in together(ranks_of(store, 2), work).values():
-        assert "cannot pickle" in causes_of(outcome)[0]
+        ((found, text),) = causes_of(outcome).items()
+        assert found == rank
+        assert text.startswith(cause)
 
 
 def test_only_ranks_that_succeeded_undo_their_part(store: dist.Store) -> None:
     undone: list[int] = []
 
     def work(ranks: Exchange) -> Any:
-        def local() -> int:
-            return fail("no") if ranks.rank == 1 else ranks.rank
-
-        return save(ranks, local, undo=undone.append)
+        return save(
+            ranks, lambda: ranks.rank if ranks.rank != 1 else fail("no"), undo=undone.append
+        )
 
     together(ranks_of(store, 3), work)
     assert sorted(undone) == [0, 2]
@@ -210,14 +197,18 @@ def test_ranks_that_miss_their_coordinator_agree_on_the_missing_ranks(store: dis
     assert "ranks 0, 3 sent no heartbeat" in str(outcomes[1])
 
 
+@pytest.mark.parametrize("late", [0, 2], ids=["coordinator", "other rank"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_straggler_fails_like_the_others(store: dist.Store, step: str) -> None:
-    *others, late = ranks_of(store, 3, SHORT)
+def test_a_rank_that_was_declared_dead_fails_like_the_others(
+    store: dist.Store, step: str, late: int
+) -> None:
+    others = ranks_of(store, 3, SHORT)
+    last = others.pop(late)
     outcomes = together(others, lambda ranks: STEPS[step](ranks, lambda: None))
-    outcomes |= together([late], lambda ranks: STEPS[step](ranks, lambda: None))
+    outcomes |= together([last], lambda ranks: STEPS[step](ranks, lambda: None))
     for outcome in outcomes.values():
-        assert causes_of(outcome) == causes_of(outcomes[0])
-        assert set(causes_of(outcome)) == {2}
+        assert causes_of(outcome) == causes_of(outcomes[1])
+        assert set(causes_of(outcome)) == {late}
 
 
 def test_a_straggler_undoes_its_part(store: dist.Store) -> None:
@@ -225,16 +216,6 @@ def test_a_straggler_undoes_its_part(store: dist.Store) -> None:
     together(ranks_of(store, 2, SHORT)[:1], save)
     together(ranks_of(store, 2, SHORT)[1:], lambda ranks: save(ranks, undo=undone.append))
     assert undone == ["part"]
-
-
-@pytest.mark.parametrize("step", ["separate answers", "one answer"])
-def test_a_coordinator_that_was_declared_dead_fails(store: dist.Store, step: str) -> None:
-    coordinator, *others = ranks_of(store, 3, SHORT)
-    outcomes = together(others, lambda ranks: STEPS[step](ranks, lambda: None))
-    outcomes |= together([coordinator], lambda ranks: STEPS[step](ranks, lambda: None))
-    for outcome in outcomes.values():
-        assert causes_of(outcome) == causes_of(outcomes[1])
-        assert set(causes_of(outcome)) == {0}
 
 
 def test_a_rank_that_arrives_after_the_coordinator_was_declared_dead_does_not_wait(
@@ -246,67 +227,25 @@ def test_a_rank_that_arrives_after_the_coordinator_was_declared_dead_does_not_wa
     assert causes_of(outcomes[1]) == causes_of(outcomes[2])
 
 
-def test_a_coordinator_that_was_declared_dead_does_not_commit(store: dist.Store) -> None:
-    committed: list[Any] = []
-    coordinator, other = ranks_of(store, 2, SHORT)
-    together([other], save)
-    together([coordinator], lambda ranks: save(ranks, combine=committed.append))
-    assert committed == []
-
-
-def test_nothing_is_undone_if_the_coordinator_may_have_committed(store: dist.Store) -> None:
-    undone: list[Any] = []
-    given_up = threading.Event()
-
-    def work(ranks: Exchange) -> Any:
-        try:
-            return save(ranks, combine=lambda values: given_up.wait(), undo=undone.append)
-        finally:
-            given_up.set()
-
-    outcome = together(ranks_of(store, 2, SHORT), work)[1]
-    assert "rank 0 may have committed" in str(outcome)
-    assert undone == []
-
-
-class SlowWork:
-    """Work that ends after twenty heartbeats, of which each takes a tenth of the timeout."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._is_done = threading.Event()
-
-    def beat(self) -> int:
-        self._count += 1
-        if self._count == 20:
-            self._is_done.set()
-        return self._count
-
-    def run(self, ranks: Exchange) -> bool:
-        with ranks.alive(self.beat):
-            return self._is_done.wait(PATIENCE_SECONDS)
-
-
 @pytest.mark.parametrize("slow", [0, 1])
 def test_ranks_wait_for_a_rank_whose_heartbeat_advances(store: dist.Store, slow: int) -> None:
-    slow_work = SlowWork()
+    beats, is_done = itertools.count(1), threading.Event()
 
-    def work(ranks: Exchange) -> Any:
-        return save(ranks, lambda: ranks.rank != slow or slow_work.run(ranks))
+    def beat() -> int:
+        count = next(beats)
+        # Each heartbeat takes a tenth of the timeout.
+        if count == 20:
+            is_done.set()
+        return count
 
-    outcomes = together(ranks_of(store, 3, SHORT), work)
+    def local(ranks: Exchange) -> bool:
+        if ranks.rank != slow:
+            return True
+        with ranks.alive(beat):
+            return is_done.wait(PATIENCE_SECONDS)
+
+    outcomes = together(ranks_of(store, 3, SHORT), lambda ranks: save(ranks, lambda: local(ranks)))
     assert outcomes == {rank: [True, True, True] for rank in range(3)}
-
-
-def test_ranks_wait_for_a_coordinator_whose_heartbeat_advances_while_combining(
-    store: dist.Store,
-) -> None:
-    slow_work = SlowWork()
-
-    def work(ranks: Exchange) -> Any:
-        return save(ranks, combine=lambda values: slow_work.run(ranks))
-
-    assert together(ranks_of(store, 2, SHORT), work) == {0: True, 1: True}
 
 
 def test_a_woken_rank_polls_the_store_as_often_as_at_the_start(store: dist.Store) -> None:
@@ -320,7 +259,10 @@ def test_a_woken_rank_polls_the_store_as_often_as_at_the_start(store: dist.Store
     def rests(count: int) -> list[float]:
         """Returns the times between ``count`` reads of the store."""
         return [
-            b - a for a, b in pairwise(looks.get(timeout=PATIENCE_SECONDS) for _ in range(count))
+            b - a
+            for a, b in itertools.pairwise(
+                looks.get(timeout=PATIENCE_SECONDS) for _ in range(count)
+            )
         ]
 
     def rests_around_a_wake() -> tuple[float, float]:
@@ -340,67 +282,46 @@ def test_a_woken_rank_polls_the_store_as_often_as_at_the_start(store: dist.Store
     assert any(five < 2 * longest for longest, five in found), found
 
 
-def test_a_rank_whose_heartbeat_stops_advancing_is_declared_dead(store: dist.Store) -> None:
-    others_have_failed = threading.Event()
-    ranks = ranks_of(store, 2, SHORT)
-
-    def work(ranks: Exchange) -> Any:
-        def local() -> bool:
-            with ranks.alive(lambda: 5):
-                return others_have_failed.wait(PATIENCE_SECONDS)
-
-        try:
-            return save(ranks, local if ranks.rank == 1 else lambda: True)
-        finally:
-            others_have_failed.set()
-
-    for outcome in together(ranks, work).values():
-        assert set(causes_of(outcome)) == {1}
-
-
 # --- the store -----------------------------------------------------------------------------------
 
 
-def complete_save(ranks: Exchange, last: Callable[[Exchange], Any] = save) -> None:
+def complete_save(ranks: Exchange, local: Callable[[Exchange], Any]) -> None:
     """Runs a save of several steps and a large value, with heartbeats, to its end."""
     beaten = threading.Event()
 
-    def local() -> None:
+    def start() -> None:
         with ranks.alive(lambda: beaten.set() or 1):  # type: ignore[func-returns-value]
             beaten.wait(PATIENCE_SECONDS)
 
     try:
-        ranks.run("start", local)
+        ranks.run("start", start)
         scatter(ranks, lambda: bytes(9 << 20), list)
-        last(ranks)
+        save(ranks, lambda: local(ranks))
     finally:
         ranks.close(PATIENCE_SECONDS)
 
 
-def test_a_save_leaves_no_keys(any_store: dist.Store) -> None:
-    assert together(ranks_of(any_store, 3, 5.0), complete_save) == dict.fromkeys(range(3))
+@pytest.mark.parametrize("failing", [None, 1])
+def test_a_save_leaves_no_keys(any_store: dist.Store, failing: int | None) -> None:
+    def local(ranks: Exchange) -> Any:
+        return fail("no") if ranks.rank == failing else None
+
+    ranks = ranks_of(any_store, 3, 5.0)
+    outcomes = together(ranks, lambda ranks: complete_save(ranks, local))
+    if failing is None:
+        assert outcomes == dict.fromkeys(range(3))
+    else:
+        assert all(set(causes_of(outcome)) == {failing} for outcome in outcomes.values())
     assert any_store.num_keys() == 0
 
 
-def test_a_failed_save_leaves_no_keys(any_store: dist.Store) -> None:
-    def last(ranks: Exchange) -> Any:
-        return save(ranks, lambda: fail("no") if ranks.rank == 1 else None)
-
-    outcomes = together(ranks_of(any_store, 3, 5.0), lambda ranks: complete_save(ranks, last))
-    assert all(set(causes_of(outcome)) == {1} for outcome in outcomes.values())
-    assert any_store.num_keys() == 0
-
-
-def shared_bytes_of(ranks: Exchange, fails_on: int | None = None) -> Any:
+def shared_bytes_of(ranks: Exchange) -> Any:
     """Returns the bytes that the coordinator has received of data that ranks share."""
-
-    def local() -> Any:
-        token = ranks.share(b"alike" if ranks.rank < 2 else b"other")
-        return fail("no") if ranks.rank == fails_on else token
-
     try:
         return scatter(
-            ranks, local, lambda tokens: [[ranks.shared(t) for t in tokens]] * len(tokens)
+            ranks,
+            lambda: ranks.share(b"alike" if ranks.rank < 2 else b"other"),
+            lambda tokens: [[ranks.shared(t) for t in tokens]] * len(tokens),
         )
     finally:
         ranks.close(PATIENCE_SECONDS)
@@ -410,15 +331,6 @@ def test_shared_bytes_reach_the_coordinator(any_store: dist.Store) -> None:
     received = together(ranks_of(any_store, 3, 5.0), shared_bytes_of)
     assert received == {rank: [b"alike", b"alike", b"other"] for rank in range(3)}
     assert any_store.num_keys() == 0
-
-
-def test_shared_bytes_are_deleted_with_a_failed_step(any_store: dist.Store) -> None:
-    together(ranks_of(any_store, 3, 5.0), lambda ranks: shared_bytes_of(ranks, fails_on=2))
-    assert any_store.num_keys() == 0
-
-
-def test_a_single_process_keeps_its_shared_bytes() -> None:
-    assert shared_bytes_of(Exchange()) == [b"alike"]
 
 
 def saved_and_closed(ranks: Exchange) -> None:
@@ -432,17 +344,15 @@ def names_of_keys(store: dist.Store) -> set[str]:
     return {key.removeprefix("torch_ckpt/test/save/0/") for key in store.list_keys()}
 
 
-def test_only_the_verdict_is_left_for_a_rank_that_was_declared_dead(store: dist.Store) -> None:
-    together(ranks_of(store, 3, SHORT)[:2], saved_and_closed)
-    assert names_of_keys(store) == {"1.write/verdict", "1.write/to/all"}
-
-
-def test_a_straggler_leaves_none_of_its_values(store: dist.Store) -> None:
+def test_a_rank_that_was_declared_dead_finds_the_verdict_and_leaves_none_of_its_values(
+    store: dist.Store,
+) -> None:
     *others, late = ranks_of(store, 3, SHORT)
     together(others, saved_and_closed)
-    before = names_of_keys(store)
+    verdict = {"1.write/verdict", "1.write/to/all"}
+    assert names_of_keys(store) == verdict
     together([late], saved_and_closed)
-    assert names_of_keys(store) == before | {"bye/2"}
+    assert names_of_keys(store) == verdict | {"bye/2"}
 
 
 def test_the_coordinator_closes_after_all_have_read_the_answer(store: dist.Store) -> None:

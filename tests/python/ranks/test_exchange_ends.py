@@ -115,22 +115,12 @@ class StoppedStore(dist.Store):  # type: ignore[misc]
         return self.goes_on.wait(PATIENCE_SECONDS)
 
 
-def test_a_store_that_does_not_answer_is_an_error() -> None:
-    stopped = StoppedStore()
-    [outcome] = together(
-        [Exchange.open(RankGroup(stopped, 1, 2, "test"), "save", SHORT)], save
-    ).values()
-    stopped.goes_on.set()
-    assert "ConnectionError" in causes_of(outcome)[1]
-    assert "no answer for 0.5 s" in causes_of(outcome)[1]
-
-
 @pytest.mark.parametrize(
     ("work", "may_have_committed"),
     [(save, True), (lambda ranks: ranks.run("load", str), False)],
     ids=["save", "load"],
 )
-def test_a_rank_that_has_lost_the_store_makes_no_more_calls(
+def test_a_store_that_does_not_answer_is_an_error_and_gets_no_more_calls(
     work: Callable[[Exchange], Any], may_have_committed: bool
 ) -> None:
     stopped = StoppedStore()
@@ -141,6 +131,8 @@ def test_a_rank_that_has_lost_the_store_makes_no_more_calls(
     [again] = together([ranks], work).values()
     stopped.goes_on.set()
     assert causes_of(again) == causes_of(outcome)
+    assert "ConnectionError" in causes_of(outcome)[1]
+    assert "no answer for 0.5 s" in causes_of(outcome)[1]
     assert stopped.asked == before_close == 1
     assert ("rank 0 may have committed" in str(outcome)) == may_have_committed
 

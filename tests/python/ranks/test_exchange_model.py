@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
@@ -226,173 +227,128 @@ def test_every_schedule_keeps_the_promises() -> None:
 
 # --- mutants -------------------------------------------------------------------------------------
 
-Patch = Callable[[Any, str, Any], None]
-
-
-def check_then_set(kind: str) -> Callable[[Patch], None]:
-    """Returns a mutant that creates a key by a check and a set, not by one atomic request."""
-
-    def plant(patch: Patch) -> None:
-        atomic = SimulatedStore.compare_set
-
-        def compare_set(self: SimulatedStore, key: str, expected: str, desired: Any) -> bytes:
-            if not key.endswith(kind) or expected:
-                return atomic(self, key, expected, desired)
-            if self.check([key]):
-                return atomic(self, key, "absent", "absent")
-            self.set(key, desired)
-            return desired.encode() if isinstance(desired, str) else bytes(desired)
-
-        patch(SimulatedStore, "compare_set", compare_set)
-
-    return plant
-
-
-def close_at_once(patch: Patch) -> None:
-    """Deletes the keys at the end without waiting for the other ranks."""
-    wait = Exchange._wait
-
-    def impatient(self: Exchange, keys: dict[int, str], patience: float) -> list[int]:
-        is_end = any("/bye/" in key for key in keys.values())
-        return [] if is_end else wait(self, keys, patience)
-
-    patch(Exchange, "_wait", impatient)
-
-
-def delete_the_answer(patch: Patch) -> None:
-    """Deletes the answer to all ranks as soon as one rank has read it."""
-    receive = Exchange._receive
-
-    def receive_and_delete(self: Exchange) -> Any:
-        answer = receive(self)
-        self._request(self._delete, [f"{self._key}/to/all"])
-        return answer
-
-    patch(Exchange, "_receive", receive_and_delete)
-
-
-def delete_shared_bytes(patch: Patch) -> None:
-    """Deletes shared bytes at the end, even if the coordinator may still read them."""
-    close = Exchange.close
-
-    def close_early(self: Exchange, timeout: float) -> None:
-        self._may_be_read = False
-        close(self, timeout)
-
-    patch(Exchange, "close", close_early)
-
-
-def ignore_the_verdict(patch: Patch) -> None:
-    """Lets the coordinator go on although it was declared dead."""
-    compare_set = SimulatedStore.compare_set
-
-    def own(self: SimulatedStore, key: str, expected: str, desired: Any) -> bytes:
-        found = compare_set(self, key, expected, desired)
-        return desired if key.endswith("/verdict") and self._process.rank == 0 else found
-
-    patch(SimulatedStore, "compare_set", own)
-
-
-def send_no_heartbeat_while_waiting(patch: Patch) -> None:
-    """Lets the coordinator send no heartbeat while it waits for other ranks."""
-    store_set = SimulatedStore.set
-
-    def silent(self: SimulatedStore, key: str, value: Any) -> None:
-        if not key.endswith("/alive/0") or self._world.is_beating:
-            store_set(self, key, value)
-
-    patch(SimulatedStore, "set", silent)
-
-
-def trust_an_own_pause(patch: Patch) -> None:
-    """Lets a coordinator commit that did not run for long, together with its store."""
-    patch(Exchange, "_refuse_to_commit", lambda _self, _lapse: exchange._DECIDED)
-
-
-def post_own_answers_last(patch: Patch) -> None:
-    """Directs ranks to their own answers before these are posted."""
-    post, held = Exchange._set, []
-
-    def late(self: Exchange, key: str, data: bytes) -> list[str]:
-        if "/to/" in key and not key.endswith("/all"):
-            held.append((key, data))
-            return [key]
-        keys = post(self, key, data)
-        if "/to/" in key:
-            while held:
-                post(self, *held.pop())
-        return keys
-
-    patch(Exchange, "_set", late)
-
-
-def undo_a_possible_commit(patch: Patch) -> None:
-    """Treats a coordinator that was silent after its verdict as one that has not begun."""
-    declare = Exchange._declare_dead
-
-    def unsure(self: Exchange, silent: list[int]) -> RankFailures:
-        return declare(self, silent)._replace(combining=False)
-
-    patch(Exchange, "_declare_dead", unsure)
-
-
-def give_no_advice(patch: Patch) -> None:
-    """Does not report that the coordinator may have committed."""
-    patch(exchange, "MAY_HAVE_COMMITTED", "")
-
-
-def blame_slow_ranks(patch: Patch) -> None:
-    """Declares ranks dead that still write, together with the coordinator."""
-    declare = Exchange._declare_dead
-
-    def blame(self: Exchange, silent: list[int]) -> RankFailures:
-        others = range(1, self.size)
-        absent = [r for r in others if not self._store.check([f"{self._key}/from/{r}"])]
-        return declare(self, sorted({*silent, *absent}))
-
-    patch(Exchange, "_declare_dead", blame)
-
-
-def count_an_own_pause(patch: Patch) -> None:
-    """Takes the time for which this rank was stopped as the silence of other ranks."""
-    patch(exchange, "max", lambda *values: 0.0 if values[0] == 0.0 else max(*values))
-
-
-def wait_for_ever(patch: Patch) -> None:
-    """Takes ranks that send no heartbeat for alive."""
-    beats = Exchange._heartbeats
-
-    def fresh(self: Exchange, keys: dict[int, str]) -> dict[int, bytes]:
-        return dict.fromkeys(beats(self, keys), os.urandom(8))
-
-    patch(Exchange, "_heartbeats", fresh)
-
-
-MUTANTS: dict[str, Callable[[Patch], None]] = {
-    "own shared bytes by check and set": check_then_set("/owner"),
-    "set the verdict by check and set": check_then_set("/verdict"),
-} | {
-    plant.__name__.replace("_", " "): plant
-    for plant in (
-        close_at_once,
-        delete_the_answer,
-        delete_shared_bytes,
-        ignore_the_verdict,
-        send_no_heartbeat_while_waiting,
-        trust_an_own_pause,
-        post_own_answers_last,
-        undo_a_possible_commit,
-        give_no_advice,
-        blame_slow_ranks,
-        count_an_own_pause,
-        wait_for_ever,
-    )
+#: By its title: the owner of a name, the name and its replacement.
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    # A coordinator commits that did not run for long, together with its store.
+    "trust an own pause": (Exchange, "_refuse_to_commit", lambda _self, _lapse: exchange._DECIDED),
+    # Nothing reports that the coordinator may have committed.
+    "give no advice": (exchange, "MAY_HAVE_COMMITTED", ""),
+    # A rank takes the time for which it was stopped as the silence of other ranks.
+    "count an own pause": (exchange, "max", lambda *of: 0.0 if of[0] == 0.0 else max(*of)),
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutant_breaks_a_promise(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS[mutant](lambda owner, name, new: monkeypatch.setattr(owner, name, new, raising=False))
+def mutant(owner: type, name: str, **constants: str) -> Callable[[Callable[..., Any]], None]:
+    """Registers a replacement of a method. It is called with the original method first."""
+    original = getattr(owner, name)
+
+    def register(replacement: Callable[..., Any]) -> None:
+        def method(*arguments: Any) -> Any:
+            return replacement(original, *arguments, **constants)
+
+        title = " ".join([replacement.__name__.replace("_", " "), *constants.values()])
+        MUTANTS[title] = owner, name, method
+
+    return register
+
+
+def check_then_set(
+    atomic: Any, store: SimulatedStore, key: str, expected: str, desired: Any, kind: str
+) -> Any:
+    """Creates a key by a check and a set, not by one atomic request."""
+    if not key.endswith(kind) or expected:
+        return atomic(store, key, expected, desired)
+    if store.check([key]):
+        return atomic(store, key, "absent", "absent")
+    store.set(key, desired)
+    return desired.encode() if isinstance(desired, str) else bytes(desired)
+
+
+mutant(SimulatedStore, "compare_set", kind="/owner")(check_then_set)
+mutant(SimulatedStore, "compare_set", kind="/verdict")(check_then_set)
+
+
+@mutant(Exchange, "_wait")
+def close_at_once(wait: Any, ranks: Exchange, keys: dict[int, str], patience: float) -> Any:
+    """Deletes the keys at the end without waiting for the other ranks."""
+    is_end = any("/bye/" in key for key in keys.values())
+    return [] if is_end else wait(ranks, keys, patience)
+
+
+@mutant(Exchange, "_receive")
+def delete_the_answer(receive: Any, ranks: Exchange) -> Any:
+    """Deletes the answer to all ranks as soon as one rank has read it."""
+    answer = receive(ranks)
+    ranks._request(ranks._delete, [f"{ranks._key}/to/all"])
+    return answer
+
+
+@mutant(Exchange, "close")
+def delete_shared_bytes(close: Any, ranks: Exchange, timeout: float) -> None:
+    """Deletes shared bytes at the end, even if the coordinator may still read them."""
+    ranks._may_be_read = False
+    close(ranks, timeout)
+
+
+@mutant(SimulatedStore, "compare_set")
+def ignore_the_verdict(
+    compare_set: Any, store: SimulatedStore, key: str, expected: str, desired: Any
+) -> Any:
+    """Lets the coordinator go on although it was declared dead."""
+    found = compare_set(store, key, expected, desired)
+    return desired if key.endswith("/verdict") and store._process.rank == 0 else found
+
+
+@mutant(SimulatedStore, "set")
+def send_no_heartbeat_while_waiting(
+    store_set: Any, store: SimulatedStore, key: str, value: Any
+) -> None:
+    """Lets the coordinator send no heartbeat while it waits for other ranks."""
+    if not key.endswith("/alive/0") or store._world.is_beating:
+        store_set(store, key, value)
+
+
+@mutant(Exchange, "_answer")
+def post_own_answers_last(answer: Any, ranks: Exchange, value: Any) -> Any:
+    """Directs ranks to their own answers before these are posted."""
+    post, held = ranks._set, []
+
+    def late(key: str, data: bytes) -> list[str]:
+        if not key.endswith("/all"):
+            held.append((key, data))
+            return [key]
+        keys = post(key, data)
+        for one in held:
+            post(*one)
+        return keys
+
+    with mock.patch.object(ranks, "_set", late):
+        return answer(ranks, value)
+
+
+@mutant(Exchange, "_declare_dead")
+def undo_a_possible_commit(declare: Any, ranks: Exchange, silent: list[int]) -> RankFailures:
+    """Treats a coordinator that was silent after its verdict as one that has not begun."""
+    return declare(ranks, silent)._replace(combining=False)  # type: ignore[no-any-return]
+
+
+@mutant(Exchange, "_declare_dead")
+def blame_slow_ranks(declare: Any, ranks: Exchange, silent: list[int]) -> Any:
+    """Declares ranks dead that still write, together with the coordinator."""
+    others = range(1, ranks.size)
+    absent = [r for r in others if not ranks._store.check([f"{ranks._key}/from/{r}"])]
+    return declare(ranks, sorted({*silent, *absent}))
+
+
+@mutant(Exchange, "_heartbeats")
+def wait_for_ever(beats: Any, ranks: Exchange, keys: dict[int, str]) -> dict[int, bytes]:
+    """Takes ranks that send no heartbeat for alive."""
+    return dict.fromkeys(beats(ranks, keys), os.urandom(8))
+
+
+@pytest.mark.parametrize("title", MUTANTS)
+def test_a_mutant_breaks_a_promise(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTANTS[title], raising=False)
     assert find_violation(4 * SCHEDULES) is not None
 
 
@@ -400,7 +356,7 @@ if __name__ == "__main__":
     begun = time.monotonic()
     number = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     if len(sys.argv) > 3:
-        MUTANTS[sys.argv[3]](setattr)
+        setattr(*MUTANTS[sys.argv[3]])
     found = find_violation(number, int(sys.argv[1]))
     done = number if found is None else found[0] - int(sys.argv[1]) + 1
     print(found or "no violation", f"{done / (time.monotonic() - begun):.0f} schedules a second")

@@ -186,28 +186,26 @@ def test_unsynchronized_threads_act_at_the_same_poll(any_store: dist.Store, seed
 # --- what a poll costs ---------------------------------------------------------------------------
 
 
-class Counting:
-    """Store that counts calls, or is lost."""
+def counting_group(rank: int) -> tuple[RankGroup, list[None]]:
+    """Returns a group, and a list that grows by one with each use of its store."""
+    group, uses = RankGroup(dist.HashStore(), rank, 2, "test"), []
+    connection = group.connection
 
-    def __init__(self, rank: int, size: int = 2) -> None:
-        self.group = RankGroup(dist.HashStore(), rank, size, "test")
-        self.asked = 0
-        connection = self.group.connection
+    def counted() -> Any:
+        uses.append(None)
+        return connection()
 
-        def counted() -> Any:
-            self.asked += 1
-            return connection()
-
-        self.group.connection = counted  # type: ignore[method-assign]
+    group.connection = counted  # type: ignore[method-assign]
+    return group, uses
 
 
 def test_a_rank_before_its_part_reads_the_store_at_every_eighth_poll_only() -> None:
-    counting = Counting(rank=1)
-    one = PolledEvent(counting.group, LIMIT)
+    group, uses = counting_group(rank=1)
+    one = PolledEvent(group, LIMIT)
     assert not any(one.poll(never) for _ in range(NEAR - 1))
-    assert counting.asked == 0
+    assert len(uses) == 0
     assert not one.poll(never)
-    assert counting.asked == 1
+    assert len(uses) == 1
 
 
 def test_ranks_in_step_do_not_wait() -> None:
@@ -247,28 +245,22 @@ def test_a_lost_event_is_resolved_at_the_same_poll_on_all_ranks() -> None:
 
 
 def test_a_single_rank_acts_without_the_store() -> None:
-    counting = Counting(rank=0)
-    one = PolledEvent(counting.group, LIMIT)
-    assert one.poll(lambda: True)
-    assert counting.asked == 0
+    group, uses = counting_group(rank=0)
+    assert PolledEvent(group, LIMIT).poll(lambda: True)
+    assert len(uses) == 0
 
 
 def test_a_lost_store_raises() -> None:
-    counting = Counting(rank=1)
-
     def lost() -> Any:
         raise RuntimeError("Connection reset by peer")
 
-    counting.group.connection = lost  # type: ignore[method-assign]
-    one = PolledEvent(counting.group, LIMIT)
-    with pytest.raises(
-        CheckpointException, match="lost the connection to the process group's store"
-    ):
-        one.report_part()
-    with pytest.raises(
-        CheckpointException, match="lost the connection to the process group's store"
-    ):
-        one.poll(never)
+    group = RankGroup(dist.HashStore(), 1, 2, "test")
+    group.connection = lost  # type: ignore[method-assign]
+    one = PolledEvent(group, LIMIT)
+    message = "lost the connection to the process group's store"
+    for call in (one.report_part, lambda: one.poll(never)):
+        with pytest.raises(CheckpointException, match=message):
+            call()
 
 
 def test_nothing_is_left_in_the_store() -> None:

@@ -47,32 +47,39 @@ class NeedsMore(RuntimeError):
         self.one = one
 
 
+MISMATCH = torch_ckpt.LoadMismatch("it does not fit", torch_ckpt.LoadReport(missing=["a"]))
+
+
 class OwnObjects(RuntimeError):
     def __new__(cls, one: int) -> OwnObjects:
         return super().__new__(cls, one)
 
 
 @pytest.mark.parametrize(
-    "cause",
+    ("cause", "attributes"),
     [
-        torch_ckpt.Corrupt("a file is damaged"),
-        torch_ckpt.LoadMismatch("it does not fit", torch_ckpt.LoadReport()),
-        torch_ckpt.NotCommitted("rename failed", errno.ENOSPC),
-        FileNotFoundError(errno.ENOENT, "there is none", "/ckpt"),
-        PermissionError(errno.EACCES, "no", "/ckpt"),
-        KeyError("name"),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
-        torch.OutOfMemoryError("none left"),
-        NeedsMore(1, 2),
+        (torch_ckpt.Corrupt("a file is damaged"), {}),
+        (MISMATCH, {"report": MISMATCH.report}),
+        (torch_ckpt.NotCommitted("rename failed", errno.ENOSPC), {}),
+        (FileNotFoundError(errno.ENOENT, "there is none", "/ckpt"), {"filename": "/ckpt"}),
+        (PermissionError(errno.EACCES, "no", "/ckpt"), {"errno": errno.EACCES}),
+        (KeyError("name"), {}),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), {"start": 0}),
+        (torch.OutOfMemoryError("none left"), {}),
+        (NeedsMore(1, 2), {"one": 1}),
     ],
-    ids=lambda cause: type(cause).__name__,
+    ids=lambda value: type(value).__name__,
 )
-def test_a_failure_on_a_rank_is_caught_by_its_type_and_bases(cause: Exception) -> None:
+def test_a_failure_on_a_rank_is_caught_by_its_type_and_bases_with_its_attributes(
+    cause: Exception, attributes: dict[str, Any]
+) -> None:
     for kind in (type(cause), torch_ckpt.CheckpointError, CheckpointException, Exception):
         with pytest.raises(kind) as caught:
             raise raised(cause)
         assert caught.value.failures == {1: (cause, NOTHING)}
         assert str(caught.value) == f"rank 1: {type(cause).__name__}: {cause}"
+        for name, value in attributes.items():
+            assert getattr(caught.value, name) is value
 
 
 def test_the_first_rank_determines_the_type_and_all_causes_are_listed() -> None:
@@ -80,16 +87,6 @@ def test_the_first_rank_determines_the_type_and_all_causes_are_listed() -> None:
     assert isinstance(error, torch_ckpt.Corrupt)
     assert not isinstance(error, OSError)
     assert list(error.failures) == [1, 2]
-
-
-def test_the_exception_has_the_attributes_of_the_cause() -> None:
-    error: Any = raised(OSError(errno.ENOSPC, "No space left on device", "/ckpt/file"))
-    assert (error.errno, error.filename) == (errno.ENOSPC, "/ckpt/file")
-    report = torch_ckpt.LoadReport(missing=["a"])
-    mismatch: Any = raised(torch_ckpt.LoadMismatch("it does not fit", report))
-    assert mismatch.report is report
-    assert raised(NeedsMore(1, 2)).one == 1  # type: ignore[attr-defined]
-    assert raised(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")).start == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -148,19 +145,17 @@ def test_a_cause_in_the_callers_code_is_reported_with_file_and_line() -> None:
 
 
 def test_a_wrong_path_prints_few_lines_and_the_last_has_the_advice(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong"
-    program = (
+    file, wrong = tmp_path / "train.py", str(tmp_path / "wrong")
+    file.write_text(
         "import torch, torch_ckpt\n"
-        f"torch_ckpt.load({{'a': torch.zeros(2)}},\n                {str(wrong)!r})\n"
+        f"torch_ckpt.load({{'a': torch.zeros(2)}},\n                {wrong!r})\n"
     )
-    file = tmp_path / "train.py"
-    file.write_text(program)
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False)
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert len(lines) <= 12
     assert "no committed checkpoint: there is no such directory" in lines[-1]
-    assert str(wrong) in lines[-1]
+    assert wrong in lines[-1]
 
 
 def test_results_of_background_saves_are_caught_by_type(tmp_path: Path) -> None:
