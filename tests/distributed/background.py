@@ -22,7 +22,6 @@ from tests.distributed.cases import (
     StateDict,
     assert_everything,
     everything_emptied,
-    tensor_of,
 )
 
 STAGINGS = ("blocking", "overlapped")
@@ -74,12 +73,6 @@ def overwrite(value: Any) -> None:
         for inner in value:
             overwrite(inner)
         value.clear()
-
-
-def megabytes_of(rank: int, count: int) -> StateDict:
-    """Makes a tensor that only one rank has."""
-    name = f"of rank {rank}"
-    return {name: tensor_of(name, count, 250_000)}
 
 
 def assert_saved(launch: Launch, path: Path) -> None:

@@ -22,7 +22,6 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -37,6 +36,7 @@ from tests.distributed.cases import (
     mesh_1d,
     tensor_of,
 )
+from tests.metadata import read_metadata
 from tests.support import assert_equal
 from torch_ckpt.megatron import (
     AsyncCallsQueue,
@@ -246,21 +246,13 @@ def assert_nothing_left(path: Path) -> None:
     assert names_in(path) == []
 
 
+def assert_no_other_files(path: Path) -> None:
+    """Checks that a directory has only the files that its metadata names."""
+    named = {info.relative_path for info in read_metadata(path).storage_data.values()}
+    assert set(names_in(path)) == named | {".metadata"}
+
+
 # --- polls ----------------------------------------------------------------------------------------
-
-
-class Latches:
-    """Keys that ranks wait for, independent of the process group."""
-
-    def __init__(self, launch: Launch) -> None:
-        store = dist.distributed_c10d._get_default_store().clone()
-        self.store = dist.PrefixStore(f"latches of {launch.case}", store)
-
-    def open(self, name: str) -> None:
-        self.store.set(name, "open")
-
-    def wait(self, name: str) -> None:
-        self.store.wait([name])
 
 
 def waits_for(event: threading.Event, error: BaseException | None = None) -> AsyncRequest:
@@ -272,17 +264,3 @@ def waits_for(event: threading.Event, error: BaseException | None = None) -> Asy
             raise error
 
     return AsyncRequest(function, [], [])
-
-
-def poll_of_outcome(queue: AsyncCallsQueue, before_poll: Callable[[int], Any]) -> tuple[int, str]:
-    """Returns the number of the poll that finalized or failed the next call, and which of the
-    two."""
-    for poll in range(1, 1_000_000):
-        before_poll(poll)
-        try:
-            if queue.maybe_finalize_async_calls():
-                return poll, "finalized"
-        except CheckpointException as error:
-            return poll, f"failed on {sorted(error.failures)}"
-        train_a_step()
-    raise AssertionError("the call did not end")

@@ -11,14 +11,16 @@ import errno
 import json
 import threading
 import warnings
-from collections import deque
+from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 from tests.distributed import cases
@@ -28,7 +30,6 @@ from tests.distributed.background import (
     Held,
     Stop,
     assert_saved,
-    load_by_dcp,
     overwrite,
     threads_in_collectives,
 )
@@ -36,8 +37,10 @@ from tests.distributed.cases import (
     PATIENCE_SECONDS,
     Launch,
     StateDict,
+    assert_is_full_disk,
     everything,
     failure_of,
+    full_disk_on,
     full_state,
     tensor_of,
     trained_model,
@@ -45,7 +48,7 @@ from tests.distributed.cases import (
 from tests.distributed.launcher import on, on_ranks
 from tests.fault_hooks import at_fault_points
 from tests.support import assert_equal, emptied
-from torch_ckpt import CheckpointError, OnCommitFailed
+from torch_ckpt import CheckpointError, OnCommitFailed, SourceChanged
 
 # --- replicas that differ -------------------------------------------------------------------------
 
@@ -133,28 +136,6 @@ def case_a_save_has_the_snapshot_of_the_state(launch: Launch) -> None:
         assert_saved(launch, path)
 
 
-def case_objects_are_saved_as_a_snapshot(launch: Launch) -> None:
-    for staging in STAGINGS:
-        path = launch.path(staging)
-        losses, recent, own = [0.5, 0.25], deque([1, 2]), f"of rank {launch.rank}"
-        writer = Held(path)
-        if staging == "blocking":
-            writer.may_stage.set()
-        state: StateDict = {"losses": losses, "recent": recent, own: {"rank": launch.rank}}
-        handle = torch_ckpt.async_save(state, storage_writer=writer, staging=staging)
-        losses.append(0.125)
-        recent.append(3)
-        state[own]["rank"] = -1
-        state.clear()
-        writer.may_stage.set()
-        handle.result(PATIENCE_SECONDS)
-        expected = {"losses": [0.5, 0.25], "recent": deque([1, 2]), own: {"rank": launch.rank}}
-        for load in LOADS:
-            loaded: StateDict = {"losses": [0.0, 0.0], "recent": None, own: {"rank": -1}}
-            load(loaded, path)
-            assert loaded == expected
-
-
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(3):
         model(torch.randn(4, 7)).square().sum().backward()
@@ -218,12 +199,8 @@ def case_ranks_of_a_subgroup_save_and_the_others_do_not(launch: Launch) -> None:
             torch_ckpt.load(loaded, path, process_group=group)
             assert_equal(loaded, state)
         else:
-            try:
+            with pytest.raises(ValueError, match="not in the process group"):
                 torch_ckpt.async_save(state, path, process_group=group)
-            except ValueError as error:
-                assert "not in the process group" in str(error)  # noqa: PT017
-            else:
-                raise AssertionError("a rank saved that is not in the group")
 
 
 def case_a_single_rank_saves_while_the_others_do_not(launch: Launch) -> None:
@@ -259,7 +236,7 @@ def case_a_save_uses_no_process_group_in_the_background(launch: Launch) -> None:
 # --- saves of one structure -----------------------------------------------------------------------
 
 
-def case_saves_of_one_structure_are_planned_once_and_have_their_own_values(launch: Launch) -> None:
+def case_a_structure_is_planned_once_until_it_changes_on_a_rank(launch: Launch) -> None:
     planned = []
 
     def note(operation: str, _path: str) -> None:
@@ -267,103 +244,58 @@ def case_saves_of_one_structure_are_planned_once_and_have_their_own_values(launc
             planned.append(operation)
 
     mesh, full = cases.mesh_1d(launch), torch.arange(35.0).reshape(7, 5)
+
+    def sharded(step: int, by: Placement) -> StateDict:
+        return {"t": distribute_tensor(full + step, mesh, [by]), "plain": full - step, "step": step}
+
+    own = {"own": full} if launch.rank == 1 else {}
+    states = [sharded(step, Shard(0)) for step in range(3)]
+    states += [sharded(3, Shard(1)), sharded(4, Replicate()), {"t": full}, {"t": full, **own}]
+    plans = [1, 1, 1, 2, 3, 4, 5]
     with at_fault_points(note):
-        for step in range(3):
-            path = launch.path(str(step))
-            sharded = distribute_tensor(full + step, mesh, [Shard(0)])
-            state = {"sharded": sharded, "plain": full - step, "step": step}
-            if step < 2:
-                torch_ckpt.async_save(state, path).result(PATIENCE_SECONDS)
+        for number, state in enumerate(states):
+            path = launch.path(str(number))
+            if number == 2:
+                metadata = torch_ckpt.save(state, path)
             else:
-                torch_ckpt.save(state, path)
+                metadata = torch_ckpt.async_save(state, path).result(PATIENCE_SECONDS)
+            assert len(planned) == (plans[number] if launch.rank == 0 else 0)
+            assert ("own" in metadata.state_dict_metadata) is (number == 6)
             for load in LOADS:
                 loaded = emptied(state)
                 load(loaded, path)
-                assert_equal(loaded, {**state, "sharded": full + step})
-    assert len(planned) == (1 if launch.rank == 0 else 0)
-
-
-def case_a_structure_that_changes_between_saves_is_saved_correctly(launch: Launch) -> None:
-    mesh, full = cases.mesh_1d(launch), torch.arange(64.0).reshape(8, 8)
-    own = {"own": full} if launch.rank == 1 else {}
-    states: list[StateDict] = [
-        {"t": full},
-        {"t": full[:5]},
-        {"t": full.double()},
-        {"t": distribute_tensor(full, mesh, [Shard(0)])},
-        {"t": distribute_tensor(full, mesh, [Shard(1)])},
-        {"t": distribute_tensor(full, mesh, [Replicate()])},
-        {"t": "an object"},
-        {"t": full, **own},
-        {"t": full},
-        {"t": full, "u": full},
-        {"nested": {"t": full}},
-        {"nested.t": full},
-    ]
-    for number, state in enumerate(states):
-        path = launch.path(str(number))
-        metadata = torch_ckpt.async_save(state, path).result(PATIENCE_SECONDS)
-        names = set(state) if "nested" not in state else {"nested.t"}
-        assert set(metadata.state_dict_metadata) == names | ({"own"} if number == 7 else set())
-        loaded = emptied(state)
-        load_by_dcp(loaded, path)
-        assert_equal(loaded, {k: full if isinstance(v, DTensor) else v for k, v in state.items()})
+                assert_equal(loaded, {**state, "t": full + state.get("step", 0)})
 
 
 # --- callbacks ------------------------------------------------------------------------------------
 
 
-def case_written_files_are_reported_on_all_ranks_and_the_commit_on_the_coordinator(
+def case_files_are_reported_on_all_ranks_which_then_wait_for_the_end_of_on_commit(
     launch: Launch,
 ) -> None:
-    path = launch.path()
+    path, ended = launch.path("ckpt"), launch.path("ended")
+    store = dist.PrefixStore("on_commit", dist.distributed_c10d._get_default_store())
     calls: list[Any] = []
 
-    def record(what: str) -> None:
-        calls.append((what, (path / ".metadata").exists()))
+    def write_done() -> None:
+        calls.append(("write_done", (path / ".metadata").exists()))
+        store.set(f"written {launch.rank}", "")
 
-    handle = torch_ckpt.async_save(
-        everything(launch),
-        path,
-        write_done=lambda: record("write_done"),
-        on_commit=lambda metadata: record(f"on_commit of {len(metadata.storage_data)}"),
-    )
-    metadata = handle.result(PATIENCE_SECONDS)
+    def on_commit(metadata: Any) -> None:
+        calls.append((f"on_commit of {len(metadata.storage_data)}", (path / ".metadata").exists()))
+        # The other ranks have finished their part: their files are durable.
+        store.wait([f"written {rank}" for rank in range(launch.size)])
+        # Longer than the timeout of ranks, as an upload would: no other thread sets the event.
+        threading.Event().wait(2.0)
+        ended.write_text("ended")
+
+    options = {"write_done": write_done, "on_commit": on_commit, "timeout": 1.0}
+    metadata = torch_ckpt.async_save(everything(launch), path, **options).result(PATIENCE_SECONDS)
+    assert ended.exists()
     expected: list[Any] = [("write_done", False)]
     if launch.rank == 0:
         expected.append((f"on_commit of {len(metadata.storage_data)}", True))
     assert calls == expected
-
-
-def case_no_rank_returns_before_on_commit_has_ended(launch: Launch) -> None:
-    ended = launch.path("ended")
-
-    def on_commit(metadata: Any) -> None:
-        if launch.size > 1:
-            # The other ranks have finished their part: their files are durable.
-            store.wait([f"written {rank}" for rank in range(1, launch.size)])
-        ended.write_text("ended")
-
-    store = dist.PrefixStore("on_commit", dist.distributed_c10d._get_default_store())
-    handle = torch_ckpt.async_save(
-        everything(launch),
-        launch.path("ckpt"),
-        write_done=lambda: store.set(f"written {launch.rank}", ""),
-        on_commit=on_commit,
-    )
-    handle.result(PATIENCE_SECONDS)
-    assert ended.exists()
-
-
-def case_on_commit_may_take_longer_than_the_timeout_of_ranks(launch: Launch) -> None:
-    def on_commit(metadata: Any) -> None:
-        # As an upload would: no other thread sets the event.
-        threading.Event().wait(2.0)
-
-    handle = torch_ckpt.async_save(
-        everything(launch), launch.path("ckpt"), on_commit=on_commit, timeout=1.0
-    )
-    handle.result(PATIENCE_SECONDS)
 
 
 def case_a_failing_on_commit_fails_the_save_on_all_ranks(launch: Launch) -> None:
@@ -393,6 +325,107 @@ def case_each_rank_has_metrics_and_a_trace(launch: Launch) -> None:
     events = json.loads(launch.path(f"trace-rank{launch.rank}.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {launch.rank}
     assert {"plan", "stage", "write", "commit"} <= {event["name"] for event in events}
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def case_an_error_unseen_on_one_rank_fails_the_next_save_on_all(launch: Launch) -> None:
+    path = launch.path("1")
+    with full_disk_on(1):
+        handle = torch_ckpt.async_save(everything(launch), path)
+        wait_for_futures([handle.committed], PATIENCE_SECONDS)
+    if launch.rank != 1:
+        assert handle.committed.exception() is not None
+
+    def save() -> None:
+        state, path = everything(launch), launch.path("2")
+        torch_ckpt.async_save(state, path, timeout=1e6).result(PATIENCE_SECONDS)
+
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save()
+    assert list(caught.value.failures) == [1]
+    assert not (launch.path("2") / ".metadata").exists()
+    save()
+    assert_saved(launch, launch.path("2"))
+
+
+def case_a_source_changed_too_early_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
+    for number, name in enumerate(("plain.3", "sharded.even rows", "old")):
+        path = launch.path(str(number))
+        state = everything(launch)
+        writer = Held(path)
+        handle = torch_ckpt.async_save(state, storage_writer=writer, staging="overlapped")
+        if launch.rank == 1:
+            value = state
+            for key in name.split("."):
+                value = value[int(key) if isinstance(value, list) else key]
+            overwrite(value)
+        writer.may_stage.set()
+        causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))  # noqa: B023
+        assert set(causes) == {1}
+        assert isinstance(causes[1], SourceChanged)
+        assert str(causes[1]).startswith(f"{name}: changed before"), causes[1]
+        assert list(path.iterdir()) == []
+
+
+def case_a_full_disk_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
+    for staging in STAGINGS:
+        path = launch.path(staging)
+        with full_disk_on(1):
+            handle = torch_ckpt.async_save(everything(launch), path, staging=staging)
+            causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))  # noqa: B023
+        assert_is_full_disk(causes, 1, path)
+        assert list(path.iterdir()) == []
+        torch_ckpt.async_save(everything(launch), path, staging=staging).result(PATIENCE_SECONDS)
+        assert_saved(launch, path)
+
+
+def case_a_failing_write_done_on_one_rank_publishes_nothing(launch: Launch) -> None:
+    path = launch.path()
+
+    def write_done() -> None:
+        if launch.rank == 1:
+            raise OSError(errno.EIO, "on purpose")
+
+    handle = torch_ckpt.async_save(everything(launch), path, write_done=write_done)
+    causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
+    assert {rank: type(cause) for rank, cause in causes.items()} == {1: OSError}
+    assert list(path.iterdir()) == []
+
+
+class FailsOnRank1:
+    """Stateful whose state rank 1 cannot read."""
+
+    def state_dict(self) -> StateDict:
+        if dist.get_rank() == 1:
+            raise KeyError("on purpose")
+        return {"value": 1}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        raise AssertionError("never")
+
+
+@on(2, 4)
+def case_a_failing_state_dict_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
+    for staging in STAGINGS:
+        path = launch.path(staging)
+        state = {"failing": FailsOnRank1(), "t": tensor_of("t", 5)}
+
+        def save(path: Path = path, state: StateDict = state, staging: str = staging) -> None:
+            # The other ranks do not wait for the timeout.
+            handle = torch_ckpt.async_save(state, path, staging=staging, timeout=1e6)
+            handle.result(PATIENCE_SECONDS)
+
+        with pytest.raises(KeyError, match="on purpose") as caught:
+            save()
+        # Rank 1 raises its own error if that is known before the save starts.
+        if launch.rank != 1 or isinstance(caught.value, dcp.CheckpointException):
+            assert isinstance(caught.value, dcp.CheckpointException)
+            assert list(caught.value.failures) == [1]
+        assert not (path / ".metadata").exists()
+        torch_ckpt.async_save(everything(launch), path, staging=staging).result(PATIENCE_SECONDS)
+        assert_saved(launch, path)
 
 
 test_on_ranks = on_ranks(globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.distributed.background import replaced
 from tests.distributed.cases import Launch
 from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.distributed.managers import (
@@ -34,7 +35,7 @@ from torch_ckpt.events import Event
 from torch_ckpt.manager import restoring
 from torch_ckpt.multihost import RanksDisagree
 from torch_ckpt.state.app_state import PerRank
-from torch_ckpt.steps import MARKER_NAME, marker
+from torch_ckpt.steps import MARKER_NAME, local_writer, marker
 
 
 def step_path(launch: Launch, step: int) -> Path:
@@ -109,7 +110,7 @@ def case_ranks_restore_the_newest_step_of_rank_0(launch: Launch) -> None:
         assert restored(launch, made) == 2
 
 
-def case_a_damaged_shard_makes_all_ranks_fall_back_to_an_older_step(launch: Launch) -> None:
+def case_all_ranks_fall_back_to_an_older_step_until_all_are_damaged(launch: Launch) -> None:
     run_of(launch, [1, 2, 3])
     if launch.rank == 0:
         file = sorted(data_files(step_path(launch, 3)))[-1]
@@ -119,13 +120,22 @@ def case_a_damaged_shard_makes_all_ranks_fall_back_to_an_older_step(launch: Laun
     with manager_of(launch, on_event=events.append) as made:
         assert restored(launch, made) == 2
     assert [(event.kind, event.step) for event in events] == [("damaged", 3), ("restored", 2)]
+    dist.barrier()
+    if launch.rank == 0:
+        for step in (1, 2):
+            (step_path(launch, step) / ".metadata").write_bytes(b"nothing")
+    dist.barrier()
+    with (
+        manager_of(launch) as made,
+        pytest.raises(CheckpointError, match=r"no step in .* can be loaded"),
+    ):
+        made.restore(state_of(launch, 0))
 
 
-@takes_several
 @contextmanager
 def not_found(launch: Launch, made: CheckpointManager, times: int) -> Iterator[None]:
     """Hides step 2 on the last rank, for ``times`` lookups."""
-    path_of, patience = made._store.path_of, restoring._RETRY_SECONDS  # type: ignore[attr-defined]
+    path_of = made._store.path_of  # type: ignore[attr-defined]
     left = [times if is_last(launch) else 0]
 
     def path_once(step: int) -> str:
@@ -134,26 +144,20 @@ def not_found(launch: Launch, made: CheckpointManager, times: int) -> Iterator[N
             return f"{path_of(step)}-away"
         return str(path_of(step))
 
-    made._store.path_of = path_once  # type: ignore[attr-defined]
-    restoring._RETRY_SECONDS = (0.01,) * 3
-    try:
+    retries = replaced(restoring, "_RETRY_SECONDS", (0.01,) * 3)
+    with replaced(made._store, "path_of", path_once), retries:
         yield
-    finally:
-        made._store.path_of, restoring._RETRY_SECONDS = path_of, patience  # type: ignore[attr-defined]
 
 
 @takes_several
-def case_ranks_wait_for_a_step_that_one_rank_sees_late(launch: Launch) -> None:
+def case_ranks_wait_for_a_step_that_one_rank_does_not_find(launch: Launch) -> None:
     run_of(launch, [1, 2])
-    with manager_of(launch) as made, not_found(launch, made, 2):
-        assert restored(launch, made) == 2
-
-
-@takes_several
-def case_a_step_that_one_rank_does_not_find_is_not_skipped(launch: Launch) -> None:
-    run_of(launch, [1, 2])
-    with manager_of(launch) as made, not_found(launch, made, 100):
-        failures = failures_of(lambda: made.restore(state_of(launch, 0)))
+    with manager_of(launch) as made:
+        with not_found(launch, made, 2):
+            assert restored(launch, made) == 2
+        # The step is not skipped.
+        with not_found(launch, made, 100):
+            failures = failures_of(lambda: made.restore(state_of(launch, 0)))
     assert list(failures) == [launch.size - 1]
     assert isinstance(failures[launch.size - 1], FileNotFoundError)
 
@@ -172,28 +176,19 @@ def case_ranks_that_save_different_steps_raise(launch: Launch) -> None:
 
 @takes_several
 def case_a_root_in_another_directory_on_one_rank_gives_no_step(launch: Launch) -> None:
-    with manager_of(launch) as made:
+    write_values = local_writer.StepWriter.write_values
+
+    def write(writer: Any, *args: Any) -> Any:
+        """Writes as if the path were on a local disk of this rank."""
+        written = write_values(writer, *args)
+        for name in written.files.names:
+            if (writer.path / name).exists():
+                (writer.path / name).rename(launch.path(f"elsewhere-{launch.rank}-{name}"))
+        return written
+
+    is_apart = replaced(local_writer.StepWriter, "write_values", write)
+    with manager_of(launch) as made, is_apart if is_last(launch) else nullcontext():
         made._store.patience = 0.1
-        made_writer = made._store.writer
-
-        def elsewhere(*args: Any, **options: Any) -> Any:
-            writer = made_writer(*args, **options)
-            # The path is the same, but it is on a local disk on this rank.
-            write_values = writer.write_values
-
-            def write(*args: Any) -> Any:
-                written = write_values(*args)
-                for name in written.files.names:
-                    file = writer.path / name
-                    if file.exists():
-                        file.rename(launch.path(f"elsewhere-{launch.rank}-{name}"))
-                return written
-
-            writer.write_values = write
-            return writer
-
-        if is_last(launch):
-            made._store.writer = elsewhere  # type: ignore[method-assign]
         made.save(1, state_of(launch, 1))
         failures = failures_of(made.wait_until_finished)
         assert isinstance(failures[0], NotCommitted)
@@ -208,13 +203,10 @@ def manager_sees(launch: Launch) -> list[int]:
 
 
 @takes_several
-def case_the_next_save_succeeds_after_any_early_error_on_one_rank(
-    launch: Launch,
-) -> None:
+def case_the_next_save_succeeds_after_any_early_error_on_one_rank(launch: Launch) -> None:
+    errors = (CheckpointException("test", {}), RuntimeError("test"), ValueError("test"))
     with manager_of(launch, on_save_error="warn_and_continue") as made:
-        for step, error in enumerate(
-            (CheckpointException("test", {}), RuntimeError("test"), ValueError("test")), 1
-        ):
+        for step, error in enumerate(errors, 1):
 
             def fail(error: BaseException = error) -> None:
                 raise error
@@ -226,27 +218,16 @@ def case_the_next_save_succeeds_after_any_early_error_on_one_rank(
             if handle is not None:
                 handle.remove()
             dist.barrier()
+        before = made.save_errors
+        unreadable = {"loader": NoState()} if is_last(launch) else {}
+        assert made.save(4, state_of(launch, 4) | unreadable) == (not is_last(launch))
+        made.wait_until_finished()
+        assert made.save_errors == before + 1
+        assert made.last_step is None
         assert saved(launch, made, [9]) == [9]
+        made.wait_until_finished()
+        assert restored(launch, made) == 9
     assert manager_sees(launch) == [9]
-
-
-@takes_several
-def case_a_state_that_rank_0_cannot_read_leaves_no_directory(launch: Launch) -> None:
-    with manager_of(launch) as made:
-        state = state_of(launch, 1)
-        if launch.rank == 0:
-            state["loader"] = NoState()
-
-        def save_and_wait() -> None:
-            made.save(1, state)
-            made.wait_until_finished()
-
-        with pytest.raises(CheckpointError, match="no state today"):
-            save_and_wait()
-        dist.barrier()
-        assert made.steps() == []
-        dist.barrier()
-        assert saved(launch, made, [1]) == [1]
 
 
 @takes_several
@@ -287,19 +268,6 @@ def case_an_error_of_rank_0_at_the_start_is_raised_on_all_ranks(launch: Launch) 
         pass
 
 
-def case_all_ranks_raise_if_all_steps_are_damaged(launch: Launch) -> None:
-    run_of(launch, [1, 2])
-    if launch.rank == 0:
-        for step in (1, 2):
-            (step_path(launch, step) / ".metadata").write_bytes(b"nothing")
-    dist.barrier()
-    with (
-        manager_of(launch) as made,
-        pytest.raises(CheckpointError, match=r"no step in .* can be loaded"),
-    ):
-        made.restore(state_of(launch, 0))
-
-
 def case_an_absent_step_is_refused_on_all_ranks(launch: Launch) -> None:
     run_of(launch, [1, 2])
     with manager_of(launch) as made:
@@ -312,49 +280,27 @@ def case_an_absent_step_is_refused_on_all_ranks(launch: Launch) -> None:
 
 @takes_several
 @on(2, 4)
-def case_ranks_that_restore_different_steps_raise(launch: Launch) -> None:
+def case_a_restore_that_one_rank_cannot_join_is_an_error_on_all(launch: Launch) -> None:
     run_of(launch, [1, 2])
+    last = launch.size - 1
     with manager_of(launch) as made:
         with pytest.raises(RanksDisagree, match="ranks request different steps:") as caught:
             made.restore(state_of(launch, 0), 1 if is_last(launch) else 2)
-        assert f"rank {launch.size - 1}: 1" in str(caught.value)
-
-
-@takes_several
-def case_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(launch: Launch) -> None:
-    run_of(launch, [1])
-    with manager_of(launch) as made:
+        assert f"rank {last}: 1" in str(caught.value)
+        # A state that does not fit.
         state = state_of(launch, 0)
         if is_last(launch):
             state["more"] = torch.zeros(3)
         causes = failures_of(lambda: made.restore(state))
-        assert [type(cause) for cause in causes.values()] == [LoadMismatch]
-        assert list(causes) == [launch.size - 1]
-
-
-@takes_several
-def case_a_state_that_one_rank_cannot_read_ends_the_restore_on_all(launch: Launch) -> None:
-    run_of(launch, [1])
-    with manager_of(launch) as made:
-        state = state_of(launch, 0)
+        assert {rank: type(cause) for rank, cause in causes.items()} == {last: LoadMismatch}
+        # A state that cannot be read.
+        unreadable = state_of(launch, 0)
         if is_last(launch):
-            state["loader"] = NoState()
+            unreadable["loader"] = NoState()
         error = CheckpointError if is_last(launch) else RuntimeError
         with pytest.raises(error, match="no state today"):
-            made.restore(state)
-        assert restored(launch, made) == 1
-
-
-def case_two_managers_take_turns(launch: Launch) -> None:
-    with (
-        manager_of(launch, root=launch.path("one")) as one,
-        manager_of(launch, root=launch.path("other"), interval=2) as other,
-    ):
-        for step in range(1, 5):
-            saved(launch, one, [step])
-            saved(launch, other, [step])
-    dist.barrier()
-    assert (one.all_steps(), other.all_steps()) == ([1, 2, 3, 4], [2, 4])
+            made.restore(unreadable)
+        assert restored(launch, made) == 2
 
 
 @takes_several

@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 
 import torch_ckpt
-from tests.distributed.megatron_deaths import (
-    DEATHS,
-    SIZE,
-    Death,
-    play,
-    run_rank,
-    state_of,
-)
+from tests.distributed.megatron_deaths import DEATHS, SIZE, Death, play, run_rank, state_of
 from tests.distributed.silent_ranks import TIMEOUT, Found, given_up_after, play_in_groups
 from tests.metadata import read_metadata
 from tests.ranks import ranks

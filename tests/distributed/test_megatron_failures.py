@@ -1,79 +1,164 @@
-"""Saves by several ranks through the Megatron interface: failures and aborts."""
+"""Saves by several ranks through the Megatron interface: polls, failures and aborts.
+
+tests/python/ranks/test_polled_event.py tests the order of polls in one process.
+"""
 
 from __future__ import annotations
 
 import errno
 import gc
+import itertools
+import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.distributed.background import replaced
-from tests.distributed.cases import (
-    PATIENCE_SECONDS,
-    Launch,
-    StateDict,
-    failure_of,
-    full_disk_on,
-    tensor_of,
-)
-from tests.distributed.launcher import on, on_ranks
+from tests.distributed.background import replaced, threads_in_collectives
+from tests.distributed.cases import PATIENCE_SECONDS, Launch, failure_of, full_disk_on, tensor_of
+from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.distributed.megatron_training import (
     PLANNERS,
-    Latches,
     Site,
+    assert_no_other_files,
     assert_nothing_left,
     assert_saved,
     finalized_at,
     last_of,
     names_in,
     of_all,
-    poll_of_outcome,
     queue_of,
     save,
     state_at,
     train_a_step,
     waits_for,
 )
-from tests.metadata import read_metadata
+from tests.gates import in_thread
 from torch_ckpt import Background
 from torch_ckpt._base import exit_threads
 from torch_ckpt.errors import NotCommitted
 from torch_ckpt.megatron import AsyncCallsQueue
 from torch_ckpt.megatron.call import Agreement, Call
 
-# --- a training in Megatron's shape ---------------------------------------------------------------
+# --- polls ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def slow_disk(launch: Launch, rank: int) -> Iterator[Background | None]:
-    """Makes options of the writers: on one rank only the first bytes reach the disk."""
-    yield Background(max_bytes_per_second=1) if launch.rank == rank else None
+def case_neither_a_save_nor_a_poll_uses_a_process_group_or_a_device(launch: Launch) -> None:
+    def used(*_: Any, **__: Any) -> None:
+        raise AssertionError("a device was used")
+
+    path, state, queue = launch.path(), state_at(launch, 1), queue_of()
+    with ExitStack() as stack:
+        users = stack.enter_context(threads_in_collectives())
+        for name in ("synchronize", "current_stream", "_lazy_init"):
+            stack.enter_context(replaced(torch.cuda, name, used))
+        queue.schedule_async_request(Site().request(state, path))
+        finalized_at(queue)
+    assert users == set()
+    assert_saved(launch, path, 1)
 
 
-def megabytes_of(launch: Launch, count: int = 12) -> StateDict:
-    """Makes several chunks on each rank."""
-    return {"own": {f"t{launch.rank}": torch.arange(count << 18, dtype=torch.int32)}}
+@on(2, 4)
+def case_ranks_of_different_speed_finalize_at_the_same_poll(launch: Launch) -> None:
+    for seed in range(20, 32):
+        numbers = random.Random(f"{seed} on {launch.rank}")
+        queue, events = queue_of(), [threading.Event() for _ in range(3)]
+        for call, event in enumerate(events):
+            fails = call == seed % 4 and launch.rank == seed % launch.size
+            queue.schedule_async_request(waits_for(event, on_purpose() if fails else None))
+        ends = sorted(numbers.randrange(1, 60) for _ in events)
+        outcome: list[tuple[int, Any]] = []
+        for poll in itertools.count(1):
+            for end, event in zip(ends, events, strict=True):
+                if poll >= end:
+                    event.set()
+            try:
+                outcome += [(poll, call) for call in queue.maybe_finalize_async_calls()]
+            except CheckpointException as error:
+                outcome.append((poll, f"failed on {sorted(error.failures)}"))
+            if not queue.get_num_unfinalized_calls():
+                break
+            train_a_step()
+        everywhere = of_all(launch, outcome)
+        assert everywhere == [outcome] * launch.size, (seed, everywhere)
+
+
+def case_concurrent_saves_are_finalized_in_order_even_after_a_failed_call(launch: Launch) -> None:
+    queue, site, done = queue_of(), Site(), []
+    paths = [launch.path("1"), launch.path("2"), launch.path("1")]
+    for step, path in enumerate(paths, start=1):
+        request = site.request(state_at(launch, step), path, partial(done.append, step))
+        assert queue.schedule_async_request(request) == step - 1
+    assert queue.get_num_unfinalized_calls() == 3
+    polls = finalized_at(queue, 2)
+    assert done == [1, 2, 3]
+    assert len(set(of_all(launch, polls))) == 1
+    assert_saved(launch, launch.path("2"), 2)
+    assert_saved(launch, launch.path("1"), 3)
+    for path in paths:
+        assert_no_other_files(path)
+    dist.barrier()
+    error = on_purpose() if launch.rank == last_of(launch) else None
+    queue.schedule_async_request(waits_for(opened(), error))
+    queue.schedule_async_request(site.request(state_at(launch, 4), launch.path("4")))
+    assert set(failure_of(launch, queue.close)) == {last_of(launch)}
+    assert queue.get_num_unfinalized_calls() == 0
+    assert_saved(launch, launch.path("4"), 4)
+
+
+@takes_several
+def case_mismatched_calls_are_detected(launch: Launch) -> None:
+    queue = queue_of()
+    if launch.rank == last_of(launch):
+        queue.schedule_async_request(waits_for(opened()))
+        queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+    for number, finish in enumerate((queue.close, partial(finalized_at, queue))):
+        queue.schedule_async_request(waits_for(opened()))
+        causes = failure_of(launch, finish)
+        assert set(causes) == {0}
+        assert f"rank 0 call {number}" in str(causes[0])
+        assert f"rank {last_of(launch)} call {number + 1}" in str(causes[0])
+    save(launch, launch.path())
+    assert_saved(launch, launch.path(), 1)
 
 
 # --- failures -------------------------------------------------------------------------------------
 
 
+def on_purpose() -> OSError:
+    return OSError(errno.EIO, "on purpose")
+
+
+def fail_on(launch: Launch, rank: int) -> None:
+    if launch.rank == rank:
+        raise on_purpose()
+
+
+def opened() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 @on(2, 4)
-def case_a_bucket_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
+def case_a_bucket_that_fails_on_one_rank_fails_the_save_on_all_and_keeps_the_older_one(
+    launch: Launch,
+) -> None:
     for planner in PLANNERS:
         path, queue, done = launch.path(planner.__name__), queue_of(), []
+        save(launch, path, 1, Site(planner))
+        dist.barrier()
+        before = names_in(path)
         large = {"own": {f"{launch.rank}.{i}": tensor_of(f"{i}", 40, 50) for i in range(4)}}
         small = {"step": 1}
+        site = Site(planner, thread_count=4)
         with full_disk_on(last_of(launch)):
-            site = Site(planner, thread_count=4)
             request = site.request({**large, **small}, path, partial(done.append, 1))
             queue.schedule_async_request(request)
             causes = failure_of(launch, queue.close)
@@ -83,159 +168,94 @@ def case_a_bucket_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -
         assert f"{path}/__{last_of(launch)}_" in text
         assert done == []
         del request
+        gc.collect()
+        dist.barrier()
+        assert names_in(path) == before
+        assert_saved(launch, path, 1)
+        queue.schedule_async_request(site.request(state_at(launch, 2), path))
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+        assert_saved(launch, path, 2)
+
+
+def case_a_request_that_cannot_start_on_one_rank_fails_on_all(launch: Launch) -> None:
+    def fail() -> None:
+        raise MemoryError("on purpose")
+
+    # A request with a preload function needs two arguments.
+    changes: tuple[dict[str, Any], ...] = ({"preload_fn": fail}, {"async_fn_args": [1]})
+    for number, change in enumerate(changes):
+        path, queue, done = launch.path(str(number)), queue_of(), []
+        request = Site().request(state_at(launch, 1), path, partial(done.append, 1))
+        if launch.rank == last_of(launch):
+            request = request._replace(**change)
+        queue.schedule_async_request(request)
+        del request
+        kept: list[CheckpointException] = []
+        polls = 0
+        while not kept:
+            polls += 1
+            try:
+                queue.maybe_finalize_async_calls()
+            except CheckpointException as error:
+                kept.append(error)
+            train_a_step()
+        assert sorted(kept[0].failures) == [last_of(launch)]
+        assert len(set(of_all(launch, polls))) == 1
+        assert done == []
+        # The error keeps no file open.
         assert_nothing_left(path)
-        queue.schedule_async_request(site.request(state_at(launch, 1), path))
+        queue.schedule_async_request(Site().request(state_at(launch, 1), path))
         assert queue.maybe_finalize_async_calls(blocking=True) == [1]
         assert_saved(launch, path, 1)
 
 
-def case_a_failed_save_keeps_the_older_checkpoint(launch: Launch) -> None:
-    path, queue, site = launch.path(), queue_of(), Site(caching=True)
-    for step in (1, 2):
-        save(launch, path, step, site)
-    dist.barrier()
-    before = names_in(path)
-    with full_disk_on(last_of(launch)):
-        queue.schedule_async_request(site.request(state_at(launch, 3), path))
-        failure_of(launch, queue.close)
-    gc.collect()
-    dist.barrier()
-    assert names_in(path) == before
-    assert_saved(launch, path, 2)
-
-
-def case_a_preload_that_fails_on_one_rank_fails_the_call_on_all(launch: Launch) -> None:
-    path, queue, done = launch.path(), queue_of(), []
-    request = Site().request(state_at(launch, 1), path, partial(done.append, 1))
-    if launch.rank == last_of(launch):
-
-        def fail() -> None:
-            raise MemoryError("on purpose")
-
-        request = request._replace(preload_fn=fail)
-    queue.schedule_async_request(request)
-    del request
-    outcome = poll_of_outcome(queue, lambda _: None)
-    assert set(of_all(launch, outcome)) == {(outcome[0], f"failed on [{last_of(launch)}]")}
-    assert done == []
-    assert_nothing_left(path)
-    queue.schedule_async_request(Site().request(state_at(launch, 1), path))
-    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
-    assert_saved(launch, path, 1)
-
-
-def case_the_error_of_a_failed_call_keeps_no_file_open(launch: Launch) -> None:
-    path, queue = launch.path(), queue_of()
-    request = Site().request(state_at(launch, 1), path)
-    if launch.rank == last_of(launch):
-        # A request with a preload function needs two arguments.
-        request = request._replace(async_fn_args=[1])
-    queue.schedule_async_request(request)
-    del request
-    kept = []
-    try:
-        queue.close()
-    except CheckpointException as error:
-        kept.append(error)
-    assert [sorted(error.failures) for error in kept] == [[last_of(launch)]]
-    assert_nothing_left(path)
-
-
 def case_a_finalize_function_that_raises_fails_only_its_call_on_its_rank(launch: Launch) -> None:
-    queue, site, done = queue_of(), Site(), []
-
-    def fail() -> None:
-        if launch.rank == last_of(launch):
-            raise OSError(errno.EIO, "on purpose")
-
-    for step in (1, 2):
-        path = launch.path(str(step))
-        request = site.request(state_at(launch, step), path, *([fail] if step == 1 else []))
-        request.add_finalize_fn(partial(done.append, step))
-        queue.schedule_async_request(request)
-    raised, polls = [], 0
-    while queue.get_num_unfinalized_calls():
-        polls += 1
-        try:
-            queue.maybe_finalize_async_calls()
-        except OSError as error:
-            raised.append(error.errno)
-        train_a_step()
-    assert raised == ([errno.EIO] if launch.rank == last_of(launch) else [])
-    assert done == ([2] if launch.rank == last_of(launch) else [1, 2])
-    # The ranks are still in step.
-    assert len(set(of_all(launch, polls))) == 1
-    for step in (1, 2):
-        assert_saved(launch, launch.path(str(step)), step)
-
-
-def case_a_blocking_close_after_a_failed_finalize_function_ends_the_next_call(
-    launch: Launch,
-) -> None:
     queue, site = queue_of(), Site()
+    is_last = launch.rank == last_of(launch)
+    for first, finish in ((1, queue.maybe_finalize_async_calls), (3, queue.close)):
+        raised, done, polls = [], [], 0
+        for step in (first, first + 1):
+            request = site.request(state_at(launch, step), launch.path(str(step)))
+            if step == first:
+                request.add_finalize_fn(partial(fail_on, launch, last_of(launch)))
+            request.add_finalize_fn(partial(done.append, step))
+            queue.schedule_async_request(request)
+        while queue.get_num_unfinalized_calls():
+            polls += 1
+            try:
+                finish()
+            except OSError as error:
+                raised.append(error.errno)
+            train_a_step()
+        # The ranks are still in step.
+        assert len(set(of_all(launch, polls))) == 1
+        assert raised == [errno.EIO] * is_last
+        assert done == ([first + 1] if is_last else [first, first + 1])
+        for step in (first, first + 1):
+            assert_saved(launch, launch.path(str(step)), step)
 
-    def fail() -> None:
-        if launch.rank == last_of(launch):
-            raise OSError(errno.EIO, "on purpose")
 
-    queue.schedule_async_request(site.request(state_at(launch, 1), launch.path("1"), fail))
-    queue.schedule_async_request(site.request(state_at(launch, 2), launch.path("2")))
-    with suppress(OSError) if launch.rank == last_of(launch) else nullcontext():
-        queue.close()
-    assert queue.get_num_unfinalized_calls() == 0
-    assert_saved(launch, launch.path("2"), 2)
-
-
+@takes_several
 def case_a_rank_absent_from_finalize_is_named_and_takes_part_in_the_next_save(
     launch: Launch,
 ) -> None:
-    if launch.size == 1:
-        return
     for absent in (last_of(launch), 0):
-        path, queue, site = launch.path(str(absent)), queue_of(), Site(timeout=2.0)
-        request = site.request(state_at(launch, 1), path)
-        if launch.rank == absent:
-
-            def fail() -> None:
-                raise OSError(errno.EIO, "on purpose")
-
-            request.finalize_fns.insert(0, fail)
+        path, queue = launch.path(str(absent)), queue_of()
+        request = Site(timeout=2.0).request(state_at(launch, 1), path)
+        request.finalize_fns.insert(0, partial(fail_on, launch, absent))
         queue.schedule_async_request(request)
-        try:
+        error_type = OSError if launch.rank == absent else CheckpointException
+        with pytest.raises(error_type) as caught:
             queue.close()
-        except CheckpointException as error:
-            assert sorted(error.failures) == [absent]  # noqa: PT017
-            assert f"rank {absent} sent no heartbeat" in str(error)  # noqa: PT017
-        except OSError:
-            assert launch.rank == absent
-        else:
-            raise AssertionError("nothing was raised")
+        if isinstance(caught.value, CheckpointException):
+            assert sorted(caught.value.failures) == [absent]
+            assert f"rank {absent} sent no heartbeat" in str(caught.value)
+        del caught
         dist.barrier()
         assert not (path / ".metadata").exists()
         del request
         save(launch, path)
         assert_saved(launch, path, 1)
-
-
-def case_a_rank_that_stops_polling_does_not_block_the_others(
-    launch: Launch,
-) -> None:
-    for silent in {0, last_of(launch)}:
-        queue, ended, latches = queue_of(), threading.Event(), Latches(launch)
-        ended.set()
-        queue.schedule_async_request(waits_for(ended))
-        if launch.rank == silent:
-            finalized = queue.maybe_finalize_async_calls()
-            for rank in set(range(launch.size)) - {silent}:
-                latches.wait(f"rank {rank} has finalized without {silent}")
-            finalized += queue.maybe_finalize_async_calls(blocking=True)
-            assert finalized == [0]
-        else:
-            finalized_at(queue)
-            latches.open(f"rank {launch.rank} has finalized without {silent}")
-        assert queue.get_num_unfinalized_calls() == 0
-    save(launch, launch.path())
-    assert_saved(launch, launch.path(), 1)
 
 
 def case_a_failed_commit_fails_all_ranks(launch: Launch) -> None:
@@ -288,104 +308,50 @@ def assert_aborted(launch: Launch, queue: AsyncCallsQueue, path: Path) -> None:
     # Files of a cancelled write are deleted when the write ends, which no thread waits for.
     assert exit_threads.join()
     dist.barrier()
-    named = {info.relative_path for info in read_metadata(path).storage_data.values()}
-    assert set(names_in(path)) == named | {".metadata"}
+    assert_no_other_files(path)
     dist.barrier()
     save(launch, path, 2)
     assert_saved(launch, path, 2)
 
 
-def case_an_abort_before_the_call_is_scheduled(launch: Launch) -> None:
-    path, queue = launch.path(), queue_of()
-    request = Site().request(state_at(launch, 5), path)
-    assert request.finalize_fns
-    del request
-    assert_aborted(launch, queue, path)
+MOMENTS = ("planned", "polled on some ranks", "writing on one rank", "written and polled on some")
 
 
 @on(2, 4)
-def case_an_abort_after_a_poll_on_some_ranks_only(launch: Launch) -> None:
-    path, queue = launch.path(), queue_of()
-    queue.schedule_async_request(Site().request(state_at(launch, 5), path))
-    # A single rank would finalize it.
-    if launch.rank % 2 == 0 and launch.size > 1:
-        queue.maybe_finalize_async_calls()
-    assert_aborted(launch, queue, path)
+def case_a_save_can_be_aborted_at_any_moment(launch: Launch) -> None:
+    for moment in MOMENTS:
+        path, queue, options = launch.path(moment), queue_of(), {}
+        state = state_at(launch, 5)
+        if moment == "writing on one rank":
+            # Several chunks on each rank.
+            state = {"own": {f"t{launch.rank}": torch.arange(12 << 18, dtype=torch.int32)}}
+            if launch.rank == last_of(launch):
+                # Only the first bytes reach the disk.
+                options["background"] = Background(max_bytes_per_second=1)
+        request = Site().request(state, path, **options)
+        if moment != "planned":
+            queue.schedule_async_request(request)
+        del request
+        if moment == "written and polled on some":
+            assert queue._calls[0].ended.wait(PATIENCE_SECONDS)
+            dist.barrier()
+        # A single rank would finalize it.
+        is_polling = launch.rank % 2 == 0 and launch.size > 1
+        if ("polled" in moment and is_polling) or moment == "writing on one rank":
+            queue.maybe_finalize_async_calls()
+            assert queue.get_num_unfinalized_calls() == 1
+        assert_aborted(launch, queue, path)
 
 
-def case_an_abort_while_bytes_are_written(launch: Launch) -> None:
-    path, queue = launch.path(), queue_of()
-    with slow_disk(launch, last_of(launch)) as background:
-        options = {"background": background} if background else {}
-        queue.schedule_async_request(Site().request(megabytes_of(launch), path, **options))
-    queue.maybe_finalize_async_calls()
-    assert queue.get_num_unfinalized_calls() == 1
-    assert_aborted(launch, queue, path)
-
-
-def case_an_abort_when_all_is_written(launch: Launch) -> None:
-    path, queue = launch.path(), queue_of()
-    queue.schedule_async_request(Site().request(state_at(launch, 5), path))
-    assert queue._calls[0].ended.wait(PATIENCE_SECONDS)
-    dist.barrier()
-    # A single rank would finalize it.
-    if launch.rank % 2 == 0 and launch.size > 1:
-        queue.maybe_finalize_async_calls()
-    assert_aborted(launch, queue, path)
-
-
-def case_an_abort_when_all_is_written_of_a_referenced_save(launch: Launch) -> None:
-    path, queue = launch.path(), queue_of()
-    held = Site().request(state_at(launch, 5), path)
-    queue.schedule_async_request(held)
-    assert queue._calls[0].ended.wait(PATIENCE_SECONDS)
-    queue.close(abort=True)
-    # Files of the other ranks may still exist: ranks abort at different times.
-    assert not [name for name in names_in(path) if name.startswith(f"__{launch.rank}_")]
-    causes = failure_of(launch, held.finalize_fns[0])
-    assert set(causes) == set(range(launch.size))
-    for cause in causes.values():
-        assert "Worker failure: aborted" in str(cause)
-    assert not (path / ".metadata").exists()
-
-
+@takes_several
 def case_an_abort_after_some_ranks_have_finalized_the_call(launch: Launch) -> None:
-    if launch.size == 1:
-        return
     path, queue = launch.path(), queue_of()
     queue.schedule_async_request(Site(timeout=2.0).request(state_at(launch, 5), path))
     if launch.rank != last_of(launch):
         # The last rank aborts before it finalizes.
-        finalized = False
-        with suppress(CheckpointException):
-            queue._calls[0].ended.wait(PATIENCE_SECONDS)
+        queue._calls[0].ended.wait(PATIENCE_SECONDS)
+        with pytest.raises(CheckpointException):
             queue._calls[0].request.execute_finalize_fns(validate_matching_call_idx=False)
-            finalized = True
-        assert not finalized
-    assert_aborted(launch, queue, path)
-
-
-def case_an_abort_by_another_thread_while_a_call_is_staged(launch: Launch) -> None:
-    path, queue = launch.path(), queue_of()
-    staging, aborted = threading.Event(), threading.Event()
-    request = Site().request(state_at(launch, 5), path)
-
-    def held(preload: Any = request.preload_fn) -> Any:
-        staging.set()
-        assert aborted.wait(PATIENCE_SECONDS)
-        return preload()
-
-    def abort() -> None:
-        assert staging.wait(PATIENCE_SECONDS)
-        queue.close(abort=True)
-        aborted.set()
-
-    thread = threading.Thread(target=abort)
-    thread.start()
-    queue.schedule_async_request(request._replace(preload_fn=held))
-    thread.join()
-    del request, held
-    assert queue.get_num_unfinalized_calls() == 0
     assert_aborted(launch, queue, path)
 
 
@@ -409,9 +375,7 @@ def case_an_abort_on_one_rank_is_reported_to_ranks_that_have_polled(launch: Laun
     assert_saved(launch, launch.path(), 1)
 
 
-def case_an_abort_by_another_thread_while_ranks_wait_for_an_absent_one(
-    launch: Launch,
-) -> None:
+def case_an_abort_by_another_thread_while_ranks_wait_for_an_absent_one(launch: Launch) -> None:
     # No rank would be declared dead.
     queue, event, waits = queue_of(timeout=1e6), threading.Event(), threading.Event()
     wait = Agreement.wait
@@ -429,16 +393,9 @@ def case_an_abort_by_another_thread_while_ranks_wait_for_an_absent_one(
     if launch.rank == last_of(launch) and launch.size > 1:
         queue.close(abort=True)
     else:
-        thread = threading.Thread(target=abort)
-        with replaced(Agreement, "wait", watched):
-            thread.start()
-            try:
-                queue.close()
-            except CheckpointException as error:
-                assert "call 0 was aborted" in str(error)  # noqa: PT017
-            else:
-                raise AssertionError("nothing was raised")
-        thread.join()
+        aborted = pytest.raises(CheckpointException, match="call 0 was aborted")
+        with replaced(Agreement, "wait", watched), in_thread(abort), aborted:
+            queue.close()
     event.set()
     assert queue.get_num_unfinalized_calls() == 0
     assert_no_thread_waits()

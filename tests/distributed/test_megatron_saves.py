@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
-from tests.distributed import cases
 from tests.distributed.background import overwrite, replaced
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
@@ -23,7 +23,7 @@ from tests.distributed.cases import (
     load,
     tensor_of,
 )
-from tests.distributed.launcher import between, on, on_ranks
+from tests.distributed.launcher import between, on, on_ranks, takes_several
 from tests.distributed.megatron_training import (
     PLANNERS,
     READERS,
@@ -107,17 +107,6 @@ def case_data_files_equal_those_of_stock_torch_byte_for_byte(launch: Launch) -> 
             assert (ours / name).read_bytes() == (stock / name).read_bytes(), name
 
 
-def case_items_with_the_separation_hint_have_separate_files(launch: Launch) -> None:
-    path = launch.path()
-    save(launch, path, 2, Site(separation_hint="optimizer", thread_count=4))
-    places = read_metadata(path).storage_data
-    for index, info in places.items():
-        is_apart = info.relative_path.startswith("optimizer__")
-        assert is_apart == index.fqn.startswith("optimizer"), (index, info)
-    assert {info.relative_path.startswith("optimizer") for info in places.values()} == {True, False}
-    assert_saved(launch, path, 2)
-
-
 def case_ranks_with_nothing_to_write_take_part(launch: Launch) -> None:
     for planner in PLANNERS:
         for writer in {0, last_of(launch)}:
@@ -136,18 +125,6 @@ def case_ranks_with_nothing_to_write_take_part(launch: Launch) -> None:
                 assert_equal(loaded, own)
 
 
-def case_dcp_saves_by_this_writer(launch: Launch) -> None:
-    for planner in PLANNERS:
-        path = launch.path(planner.__name__)
-        for step in (1, 2):
-            cases.save(state_at(launch, step), path, FileSystemWriterAsync, planner=planner())
-            dist.barrier()
-            assert_saved(launch, path, step)
-            named = {info.relative_path for info in read_metadata(path).storage_data.values()}
-            assert set(names_in(path)) == named | {".metadata"}
-            dist.barrier()
-
-
 def case_a_request_can_be_executed_at_once(launch: Launch) -> None:
     path, done = launch.path(), []
     Site().request(state_at(launch, 4), path, partial(done.append, 1)).execute_sync()
@@ -162,38 +139,36 @@ def case_a_request_can_be_executed_at_once(launch: Launch) -> None:
     assert_nothing_left(launch.path("full"))
 
 
+def request_of(finalizing: Any, finalize: Any = save_state_dict_async_finalize) -> AsyncRequest:
+    function, preload, arguments = finalizing[0].get_save_function_and_args()
+    finalize = partial(finalize, *finalizing)
+    return AsyncRequest(function, arguments, [finalize], preload_fn=preload)
+
+
 def case_a_rank_other_than_the_first_can_coordinate(launch: Launch) -> None:
     for planner in PLANNERS:
         path, queue = launch.path(planner.__name__), queue_of()
         for step, disk in ((1, full_disk_on(last_of(launch))), (2, nullcontext())):
-            writer = FileSystemWriterAsync(path, thread_count=2, timeout=PATIENCE_SECONDS)
             finalizing = save_state_dict_async_plan(
                 state_at(launch, step),
-                writer,
+                FileSystemWriterAsync(path, thread_count=2, timeout=PATIENCE_SECONDS),
                 coordinator_rank=last_of(launch),
                 planner=planner(),
             )[0]
             assert (finalizing[1] is not None) is (launch.rank == last_of(launch))
-            function, preload, arguments = writer.get_save_function_and_args()
-            finalize = partial(save_state_dict_async_finalize, *finalizing)
-            request = AsyncRequest(function, arguments, [finalize], preload_fn=preload)
             with disk:
-                queue.schedule_async_request(request)
+                queue.schedule_async_request(request_of(finalizing))
+                del finalizing
                 if step == 1:
-                    causes = failure_of(launch, queue.close)
-            if step == 2:
-                queue.close()
-                assert_saved(launch, path, 2)
-            else:
-                assert set(causes) == {last_of(launch)}
-                del request, finalize, finalizing, writer
-                assert_nothing_left(path)
+                    assert set(failure_of(launch, queue.close)) == {last_of(launch)}
+                    assert_nothing_left(path)
+        queue.close()
+        assert_saved(launch, path, 2)
 
 
+@takes_several
 @on(4)
 def case_ranks_of_a_subgroup_save_and_the_others_do_not(launch: Launch) -> None:
-    if launch.size == 1:
-        return
     half = launch.size // 2
     sides = [list(range(half)), list(range(half, launch.size))]
     groups = [dist.new_group(side) for side in sides]
@@ -202,9 +177,7 @@ def case_ranks_of_a_subgroup_save_and_the_others_do_not(launch: Launch) -> None:
     state = {f"of {launch.rank}": tensor_of(f"of {launch.rank}", 30, 7), "step": 1}
     writer = FileSystemWriterAsync(path, thread_count=1)
     finalizing = save_state_dict_async_plan(state, writer, groups[side])[0]
-    function, preload, arguments = writer.get_save_function_and_args()
-    finalize = partial(save_state_dict_async_finalize, *finalizing)
-    queue.schedule_async_request(AsyncRequest(function, arguments, [finalize], preload_fn=preload))
+    queue.schedule_async_request(request_of(finalizing))
     assert finalized_at(queue) > 0
     expected = {f"of {rank}" for rank in sides[side]} | {"step"}
     assert set(read_metadata(path).state_dict_metadata) == expected
@@ -231,9 +204,7 @@ def watched_collectives() -> Iterator[list[str]]:
         yield seen
 
 
-def case_a_decentralized_plan_is_made_by_each_rank_and_kept_in_the_metadata(
-    launch: Launch,
-) -> None:
+def case_a_decentralized_plan_is_made_by_each_rank_and_kept_in_the_metadata(launch: Launch) -> None:
     path, planned = launch.path(), []
 
     class Planner(Decentralized):
@@ -278,16 +249,6 @@ def case_identical_plans_of_two_saves_are_not_exchanged_again(launch: Launch) ->
                 assert site.is_as_cached is (step > 1)
                 assert_saved(launch, path, step)
         assert met == ["plan", "write", "plan", "write", "write", "write"]
-
-
-def case_cached_plans_write_into_one_directory_again_and_again(launch: Launch) -> None:
-    path, site = launch.path(), Site(caching=True)
-    for step in range(1, 5):
-        save(launch, path, step, site)
-        assert_saved(launch, path, step)
-        dist.barrier()
-    named = {info.relative_path for info in read_metadata(path).storage_data.values()}
-    assert set(names_in(path)) == named | {".metadata"}
 
 
 def case_files_by_a_cached_plan_are_kept_until_the_commit(launch: Launch) -> None:
@@ -348,9 +309,7 @@ def changed_on(launch: Launch, rank: int, step: int) -> StateDict:
     return state
 
 
-def case_a_change_on_one_rank_keeps_all_ranks_from_using_cached_plans(
-    launch: Launch,
-) -> None:
+def case_a_change_on_one_rank_keeps_all_ranks_from_using_cached_plans(launch: Launch) -> None:
     for planner in PLANNERS:
         site = Site(planner, caching=True)
         for number, state in enumerate(
@@ -382,61 +341,50 @@ def case_a_change_on_one_rank_fails_a_save_with_cached_plans_on_all(launch: Laun
         assert_saved(launch, path, 3)
 
 
-def case_a_change_on_one_rank_since_the_loaded_checkpoint_is_saved(launch: Launch) -> None:
+def case_a_change_on_one_rank_after_a_restart_makes_all_ranks_plan(launch: Launch) -> None:
     first = Site(caching=True)
     save(launch, launch.path("1"), 1, first)
     for rank in {0, last_of(launch)}:
-        path, queue = launch.path(f"changed on {rank}"), queue_of()
-        site = first.restarted_from(launch.path("1"))
-        queue.schedule_async_request(site.request(changed_on(launch, rank, 2), path))
-        queue.close()
-        assert not site.is_as_loaded
-        assert "own.added" in read_metadata(path).state_dict_metadata
-        assert_saved(launch, path, 2)
+        for change in ("another state", "no loaded plans"):
+            path, queue = launch.path(f"{change} on {rank}"), queue_of()
+            site = first.restarted_from(launch.path("1"))
+            state = state_at(launch, 2)
+            if change == "another state":
+                state = changed_on(launch, rank, 2)
+            elif launch.rank == rank:
+                site.loaded_plans = None
+            queue.schedule_async_request(site.request(state, path))
+            queue.close()
+            assert not site.is_as_loaded
+            has_change = "own.added" in read_metadata(path).state_dict_metadata
+            assert has_change is (change == "another state")
+            assert_saved(launch, path, 2)
 
 
-def case_a_rank_without_the_loaded_plans_makes_all_ranks_plan(launch: Launch) -> None:
-    first = Site(caching=True)
-    save(launch, launch.path("1"), 1, first)
-    for rank in {0, last_of(launch)}:
-        site = first.restarted_from(launch.path("1"))
-        if launch.rank == rank:
-            site.loaded_plans = None
-        save(launch, launch.path(f"without on {rank}"), 2, site)
-        assert not site.is_as_loaded
-        assert_saved(launch, launch.path(f"without on {rank}"), 2)
+def case_a_planner_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("on purpose")
 
+    for method in ("create_local_plan", "resolve_data"):
+        path, queue = launch.path(method), queue_of()
+        site = Site()
+        if launch.rank == last_of(launch):
+            site = Site(type("Failing", (Decentralized,), {method: fail}))
 
-def case_a_failing_planner_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
-    class Failing(Decentralized):
-        def create_local_plan(self) -> SavePlan:
-            if dist.get_rank() == last_of(launch):
-                raise KeyError("on purpose")
-            return super().create_local_plan()
+        def run(site: Site = site, path: Path = path, queue: AsyncCallsQueue = queue) -> None:
+            queue.schedule_async_request(site.request(state_at(launch, 1), path))
+            queue.close()
 
-    path = launch.path()
-    causes = failure_of(launch, lambda: Site(Failing).request(state_at(launch, 1), path))
-    assert {rank: type(cause) for rank, cause in causes.items()} == {last_of(launch): KeyError}
-    assert_nothing_left(path)
-    save(launch, path)
-    assert_saved(launch, path, 1)
-
-
-def case_values_not_found_on_one_rank_fail_the_save_on_all(launch: Launch) -> None:
-    class Failing(Decentralized):
-        def resolve_data(self, write_item: Any) -> Any:
-            if dist.get_rank() == last_of(launch):
-                raise KeyError("on purpose")
-            return super().resolve_data(write_item)
-
-    path, queue = launch.path(), queue_of()
-    queue.schedule_async_request(Site(Failing).request(state_at(launch, 1), path))
-    causes = failure_of(launch, queue.close)
-    assert set(causes) == {last_of(launch)}
-    assert "on purpose" in str(causes[last_of(launch)])
-    assert_nothing_left(path)
-    save(launch, path)
-    assert_saved(launch, path, 1)
+        causes = failure_of(launch, run)
+        assert set(causes) == {last_of(launch)}
+        assert "on purpose" in str(causes[last_of(launch)])
+        if method == "create_local_plan":
+            # The plan itself has failed.
+            assert type(causes[last_of(launch)]) is KeyError
+            assert queue.get_num_unfinalized_calls() == 0
+        assert_nothing_left(path)
+        save(launch, path)
+        assert_saved(launch, path, 1)
 
 
 def case_plans_are_cached_with_the_interface_of_the_other_library(launch: Launch) -> None:
@@ -448,18 +396,14 @@ def case_plans_are_cached_with_the_interface_of_the_other_library(launch: Launch
             cache = nvrx.CheckpointMetadataCache()
             metadata = CachedMetadataFileSystemReader(launch.path("4")).read_metadata()
             cache.set_cached_global_metadata(metadata)
-        writer = nvrx.FileSystemWriterAsync(path, thread_count=2, timeout=PATIENCE_SECONDS)
         finalizing = nvrx.save_state_dict_async_plan(
             state_at(launch, step),
-            writer,
+            nvrx.FileSystemWriterAsync(path, thread_count=2, timeout=PATIENCE_SECONDS),
             planner=Decentralized(),
             enable_cache=True,
             metadata_cache=cache,
         )
-        function, preload, arguments = writer.get_save_function_and_args()
-        finalize = partial(nvrx.save_state_dict_async_finalize, *finalizing)
-        request = AsyncRequest(function, arguments, [finalize], preload_fn=preload)
-        queue.schedule_async_request(request)
+        queue.schedule_async_request(request_of(finalizing, nvrx.save_state_dict_async_finalize))
         queue.close()
         assert cache.validated_cache_reuse is (step not in (1, 5))
         assert cache.validated_loaded_metadata_reuse is (step in (5, 6))

@@ -23,32 +23,23 @@ SHORT = 2.0
 # --- names ----------------------------------------------------------------------------------------
 
 
-def case_ranks_with_the_same_name_pass(launch: Launch) -> None:
-    for name in ("begin", "end", "begin"):
-        multihost.sync_global_devices(name, timeout=PATIENCE)
-
-
 def case_no_rank_passes_before_all_have_arrived(launch: Launch) -> None:
     store = dist.PrefixStore("order", dist.distributed_c10d._get_default_store())
     for turn in range(10):
         store.add(f"came {turn}", 1)
-        multihost.sync_global_devices(f"turn {turn}")
+        # Names may be repeated.
+        multihost.sync_global_devices(f"turn {turn % 3}", timeout=PATIENCE)
         assert store.add(f"came {turn}", 0) == launch.size
 
 
 @takes_several
-def case_different_names_raise_on_every_rank_instead_of_a_hang(launch: Launch) -> None:
+def case_different_names_or_functions_raise_on_every_rank_instead_of_a_hang(launch: Launch) -> None:
     last = launch.rank == launch.size - 1
     name = "evaluate" if last else "train"
     text = disagreement(launch, lambda: multihost.sync_global_devices(name, timeout=PATIENCE))
     assert f"{others(launch)}: sync_global_devices('train')" in text
     assert f"rank {launch.size - 1}: sync_global_devices('evaluate')" in text
-    # The ranks are still in step.
-    multihost.sync_global_devices("after")
 
-
-@takes_several
-def case_different_functions_raise_on_every_rank(launch: Launch) -> None:
     def work() -> Any:
         if launch.rank == 0:
             return multihost.sync_global_devices("a")
@@ -57,6 +48,8 @@ def case_different_functions_raise_on_every_rank(launch: Launch) -> None:
     text = disagreement(launch, work)
     assert "rank 0: sync_global_devices('a')" in text
     assert "broadcast_one_to_all()" in text
+    # The ranks are still in step.
+    multihost.sync_global_devices("after")
 
 
 @takes_several
@@ -143,50 +136,6 @@ def case_a_signal_to_one_rank_stops_all_at_the_same_step(launch: Launch) -> None
         assert again[0] > stopped[0] + 5
         assert watch.reason == "SIGTERM on rank 0"
     assert signal.getsignal(signal.SIGTERM) is handler
-
-
-def case_signals_to_all_ranks_stop_them_at_the_same_step(launch: Launch) -> None:
-    def preempt(step: int) -> None:
-        if step == 2 + launch.rank:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=0.05, timeout=PATIENCE):
-        stopped = steps_until_preempted(launch, preempt)
-        assert stopped == stopped[:1] * launch.size
-        assert stopped[0] > 2
-
-
-def case_a_file_stops_all_ranks_at_the_same_step(launch: Launch) -> None:
-    path = launch.path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def preempt(step: int) -> None:
-        if step == 4 and launch.rank == 0:
-            path.write_text("")
-
-    file = path if launch.rank == launch.size - 1 else None
-    with multihost.watch_for_preemption((), file, poll_seconds=0.05, timeout=PATIENCE) as watch:
-        stopped = steps_until_preempted(launch, preempt)
-        assert stopped == stopped[:1] * launch.size
-        assert stopped[0] > 4
-        assert watch.reason == f"{path} on rank {launch.size - 1}"
-
-
-@takes_several
-def case_ranks_do_not_wait_for_a_rank_that_is_a_step_ahead(launch: Launch) -> None:
-    """The last rank waits in step 6 for the others, which learn of the notice before that step."""
-    with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.05) as watch:
-        assert not watch.reached(5)
-        multihost.sync_global_devices("all are at 5", timeout=PATIENCE)
-        if launch.rank == launch.size - 1:
-            assert not watch.reached(6)
-            os.kill(os.getpid(), signal.SIGUSR1)
-        else:
-            with watch._changed:
-                assert watch._changed.wait_for(lambda: watch._posted == 5, PATIENCE)
-            assert not watch.reached(6)
-        dist.barrier()
-        assert watch.reached(7)
 
 
 @takes_several

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
@@ -22,6 +22,7 @@ from torch.distributed.tensor import (
 )
 
 from tests.distributed import cases
+from tests.distributed.background import replaced
 from tests.distributed.cases import Launch, mesh_1d, tensor_of
 from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.distributed.trees import PATIENCE, disagreement, others
@@ -94,16 +95,12 @@ def case_the_first_ranks_tree_is_on_all_ranks(launch: Launch) -> None:
     assert found["tensors"]["odd"]["parameter"].requires_grad
 
 
-def case_any_rank_can_be_the_source(launch: Launch) -> None:
+def case_any_rank_can_be_the_source_and_the_others_need_no_tree(launch: Launch) -> None:
     for source in range(launch.size):
-        found = multihost.broadcast_one_to_all(several(launch.rank), launch.rank == source)
-        assert_same(found, several(source))
-
-
-def case_a_rank_without_a_tree_gets_the_source_tree(launch: Launch) -> None:
-    is_source = launch.rank == launch.size - 1
-    tree = {"w": several(7), "step": 3} if is_source else None
-    assert_same(multihost.broadcast_one_to_all(tree, is_source), {"w": several(7), "step": 3})
+        is_source = launch.rank == source
+        for tree in (several(launch.rank), several(launch.rank) if is_source else None):
+            found = multihost.broadcast_one_to_all(tree, is_source)
+            assert_same(found, several(source))
 
 
 def case_a_broadcast_result_shares_no_memory_with_the_tree(launch: Launch) -> None:
@@ -116,43 +113,18 @@ def case_a_broadcast_result_shares_no_memory_with_the_tree(launch: Launch) -> No
     assert found["l"] is not tree["l"]
 
 
-def case_tensors_larger_than_a_batch_are_sent_in_pieces(launch: Launch) -> None:
-    before, moving.BATCH_BYTES = moving.BATCH_BYTES, 1000
-    try:
-        tree = [random_tensor((n,), torch.float32, launch.rank) for n in (1, 251, 999, 0, 4000)]
-        expected = [random_tensor((n,), torch.float32, 0) for n in (1, 251, 999, 0, 4000)]
+def case_trees_larger_than_a_batch_are_sent_in_pieces(launch: Launch) -> None:
+    tree = [random_tensor((n,), torch.float32, launch.rank) for n in (1, 251, 999, 0, 4000)]
+    expected = [random_tensor((n,), torch.float32, 0) for n in (1, 251, 999, 0, 4000)]
+    with replaced(moving, "BATCH_BYTES", 1000):
         assert_same(multihost.broadcast_one_to_all(tree), expected)
-    finally:
-        moving.BATCH_BYTES = before
-
-
-@takes_several
-def case_none_or_several_sources_are_refused_on_every_rank(launch: Launch) -> None:
-    text = disagreement(launch, lambda: multihost.broadcast_one_to_all(1, is_source=False))
-    assert "is_source must be True on exactly one rank, but it is True on no rank" in text
-    text = disagreement(launch, lambda: multihost.broadcast_one_to_all(1, is_source=True))
-    assert f"it is True on ranks 0-{launch.size - 1}" in text
-
-
-@takes_several
-@on(2, 4)
-def case_a_leaf_of_another_shape_is_named_with_its_ranks(launch: Launch) -> None:
-    last = launch.rank == launch.size - 1
-    tree = {"a": {"b": [torch.zeros(3, 5 if last else 4)]}, "same": torch.zeros(1)}
-    text = disagreement(launch, lambda: multihost.broadcast_one_to_all(tree))
-    assert (
-        f"a.b.0 is a tensor of float32, shape (3, 4) on {others(launch)}; "
-        f"a tensor of float32, shape (3, 5) on rank {launch.size - 1}" in text
-    )
-    assert "same" not in text.split("\n", 1)[1]
-
-
-@takes_several
-def case_a_missing_leaf_is_named_with_its_ranks(launch: Launch) -> None:
-    tree = {"a": 1, "b": 2} if launch.rank else {"a": 1}
-    for function in (multihost.broadcast_one_to_all, multihost.process_allgather):
-        text = disagreement(launch, lambda function=function: function(tree))
-        assert "b is missing on rank 0; an object on rank" in text
+    # A batch has at least 64 KiB.
+    tree = [random_tensor((n + launch.rank,), torch.uint8, launch.rank) for n in (5, 150_000)]
+    with replaced(moving, "BATCH_BYTES", 1):
+        gathered = multihost.process_allgather([*tree], tiled=True)
+    for n, got in zip((5, 150_000), gathered, strict=True):
+        parts = [random_tensor((n + rank,), torch.uint8, rank) for rank in range(launch.size)]
+        assert_equal(got, torch.cat(parts), str(n))
 
 
 def case_replicated_dtensors_are_broadcast_and_sharded_ones_refused(launch: Launch) -> None:
@@ -165,19 +137,6 @@ def case_replicated_dtensors_are_broadcast_and_sharded_ones_refused(launch: Laun
     tree["s"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     with pytest.raises(ValueError, match="s is a sharded DTensor"):
         multihost.broadcast_one_to_all(tree)
-
-
-@takes_several
-def case_a_failure_on_one_rank_is_named_on_the_others(launch: Launch) -> None:
-    tree = {"x": (lambda: 0) if launch.rank == launch.size - 1 else 1}
-    error = RuntimeError if launch.rank < launch.size - 1 else Exception
-    with pytest.raises(error) as caught:
-        multihost.process_allgather(tree)
-    if launch.rank < launch.size - 1:
-        assert f"process_allgather(tiled=False) failed on rank {launch.size - 1}" in str(
-            caught.value
-        )
-    assert "pickle" in str(caught.value)
 
 
 # --- gather ---------------------------------------------------------------------------------------
@@ -204,19 +163,6 @@ def case_tiled_tensors_of_different_lengths_are_concatenated(launch: Launch) -> 
             assert_same(got[start : start + rows].reshape(part.shape), part)
             start += rows
         assert start == got.shape[0]
-
-
-def case_gathers_larger_than_a_batch_are_sent_in_pieces(launch: Launch) -> None:
-    before, moving.BATCH_BYTES = moving.BATCH_BYTES, 1
-    try:
-        # A batch has at least 64 KiB.
-        tree = [random_tensor((n + launch.rank,), torch.uint8, launch.rank) for n in (5, 150_000)]
-        first, second = multihost.process_allgather([*tree], tiled=True)
-    finally:
-        moving.BATCH_BYTES = before
-    for n, got in ((5, first), (150_000, second)):
-        parts = [random_tensor((n + rank,), torch.uint8, rank) for rank in range(launch.size)]
-        assert_equal(got, torch.cat(parts), str(n))
 
 
 def case_other_leaves_are_gathered_as_lists_by_rank(launch: Launch) -> None:
@@ -262,20 +208,13 @@ def case_sharded_tensors_are_gathered_as_full_tensors(launch: Launch) -> None:
 
 @takes_several
 @on(4)
-def case_tensors_sharded_over_two_dimensions_are_gathered_as_full_tensors(launch: Launch) -> None:
+def case_tensors_of_a_mesh_of_two_dimensions_are_gathered_as_full_tensors(launch: Launch) -> None:
     mesh = cases.mesh_2d(launch)
-    tree = cases.dtensors_2d(mesh)
-    for name, found in multihost.process_allgather(tree).items():
+    for name, found in multihost.process_allgather(cases.dtensors_2d(mesh)).items():
         assert_equal(found, tensor_of(name, 9, 7), name)
-
-
-@takes_several
-@on(4)
-def case_tensors_of_half_of_the_ranks_are_gathered_among_these(launch: Launch) -> None:
-    mesh = cases.mesh_2d(launch)["b"]
-    half = dist.get_rank() // (launch.size // 2)
-    tensor = distribute_tensor(tensor_of(f"half {half}", 5, 3), mesh, [Shard(0)])
-    assert_equal(multihost.process_allgather(tensor), tensor_of(f"half {half}", 5, 3))
+    # Among half of the ranks.
+    full = tensor_of(f"half {launch.rank // (launch.size // 2)}", 5, 3)
+    assert_equal(multihost.process_allgather(distribute_tensor(full, mesh["b"], [Shard(0)])), full)
 
 
 def case_a_gathered_replica_shares_no_memory_with_it(launch: Launch) -> None:
@@ -285,13 +224,6 @@ def case_a_gathered_replica_shares_no_memory_with_it(launch: Launch) -> None:
     assert found.tolist() == [1, 1, 1]
 
 
-@takes_several
-def case_another_dtype_on_one_rank_is_named(launch: Launch) -> None:
-    tree = {"x": torch.zeros(2, dtype=torch.int32 if launch.rank == 0 else torch.int64)}
-    text = disagreement(launch, lambda: multihost.process_allgather(tree, tiled=True))
-    assert "x is a tensor of int32, shape (any) on rank 0; a tensor of int64" in text
-
-
 # --- equality -------------------------------------------------------------------------------------
 
 
@@ -299,21 +231,13 @@ def case_identical_trees_are_equal(launch: Launch) -> None:
     tree = several(1)
     tree["numbers"] = (1, -0.0, float("nan"), 1j, "text", b"", None, True, numpy.float32("nan"))
     tree["nan"] = torch.tensor([float("nan")])
+    tree["sets"] = {"x", "y", "z"}
+    # Strides, gradients and pickles of equal objects may differ.
+    tensor, one = tensor_of("w", 4, 3), "".join(["a", "b"])
+    tree["w"] = tensor.t().contiguous().t().requires_grad_() if launch.rank else tensor
+    tree["o"] = Unregistered((one, one if launch.rank else "".join(["a", "b"])))  # type: ignore[arg-type]
     backwards = dict(reversed(list(tree.items())))
     multihost.assert_equal(backwards if launch.rank else tree, timeout=PATIENCE)
-
-
-def case_strides_and_gradients_may_differ(launch: Launch) -> None:
-    tensor = tensor_of("w", 4, 3)
-    if launch.rank:
-        tensor = tensor.t().contiguous().t().requires_grad_()
-    multihost.assert_equal({"w": tensor})
-
-
-def case_equal_objects_with_different_pickles_are_equal(launch: Launch) -> None:
-    one = "".join(["a", "b"])
-    twice = Unregistered((one, one if launch.rank else "".join(["a", "b"])))  # type: ignore[arg-type]
-    multihost.assert_equal({"o": twice, "s": {"x", "y", "z"}})
 
 
 @takes_several
@@ -351,23 +275,6 @@ def case_differing_numbers_are_shown(launch: Launch) -> None:
     assert "type is int 1 on rank 0; bool True on rank" in text
     assert re.search(r"o \(.*Unregistered\) differs: rank 0 has one value, rank", text)
     assert re.search(r"long \(str 'x+\.\.\.\) differs: rank 0 has one value, rank", text)
-
-
-@takes_several
-def case_differing_structures_are_named(launch: Launch) -> None:
-    trees = [{"a": [1, 2], "e": {}}, {"a": (1, 2), "e": []}]
-    text = disagreement(launch, lambda: multihost.assert_equal(trees[min(launch.rank, 1)]))
-    assert "a (container) is list on rank 0; tuple on rank" in text
-    assert "e (container) is dict on rank 0; list on rank" in text
-
-
-@takes_several
-def case_many_differences_are_counted(launch: Launch) -> None:
-    text = disagreement(launch, lambda: multihost.assert_equal([launch.rank] * 25))
-    assert "ranks differ in 25 leaves" in text
-    assert "9 is int 0 on rank 0" in text
-    assert "10 is" not in text
-    assert text.endswith("and 15 more")
 
 
 @takes_several
@@ -421,20 +328,13 @@ def case_local_tensors_become_global_and_local_again(launch: Launch) -> None:
     local["whole"] = torch.ones(2)
     local["more"]["step"] = 5
     found = multihost.local_to_global(local, mesh, placements)
-    for got, name in zip(leaves_of(found), pytree.tree_flatten_with_path(found)[0], strict=True):
-        path = pytree.keystr(name[0])
-        if path not in ("['whole']", "['more']['step']"):
-            assert isinstance(got, DTensor), path
-    for name, tree in expected.items():
-        got = (
-            {k: v for k, v in found[name].items() if k != "step"} if name == "more" else found[name]
-        )
-        for one, other in zip(leaves_of(got), leaves_of(tree), strict=True):
-            assert one.placements == other.placements
-            assert_equal(one.full_tensor(), other.full_tensor(), name)
     back = multihost.global_to_local(found, mesh, placements)
-    assert back["whole"] is local["whole"]
-    assert back["more"]["step"] == 5
+    assert back["whole"] is found.pop("whole") is local["whole"]
+    assert back["more"]["step"] == found["more"].pop("step") == 5
+    for one, other in zip(leaves_of(found), leaves_of(expected), strict=True):
+        assert isinstance(one, DTensor)
+        assert one.placements == other.placements
+        assert_equal(one.full_tensor(), other.full_tensor())
     for one, other in zip(leaves_of(back), leaves_of(local), strict=True):
         if isinstance(other, torch.Tensor):
             assert one.data_ptr() == other.data_ptr()
@@ -470,36 +370,79 @@ def case_other_placements_redistribute_a_tensor(launch: Launch) -> None:
     assert_equal(multihost.global_to_local(tree, mesh, [Replicate()])["w"], full)
 
 
+# --- ranks that disagree --------------------------------------------------------------------------
+
+
 @takes_several
-def case_a_leaf_that_is_global_on_one_rank_only_is_named(launch: Launch) -> None:
+@on(2, 4)
+def case_trees_that_cannot_be_moved_are_named_with_their_ranks(launch: Launch) -> None:
+    broadcast, gather = multihost.broadcast_one_to_all, multihost.process_allgather
+    last = launch.size - 1
+
+    def refused(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+        return disagreement(launch, lambda: function(*args, **options))
+
+    text = refused(broadcast, 1, is_source=False)
+    assert "is_source must be True on exactly one rank, but it is True on no rank" in text
+    assert f"it is True on ranks 0-{last}" in refused(broadcast, 1, is_source=True)
+    columns = 5 if launch.rank == last else 4
+    tree = {"a": {"b": [torch.zeros(3, columns)]}, "same": torch.zeros(1)}
+    text = refused(broadcast, tree)
+    assert (
+        f"a.b.0 is a tensor of float32, shape (3, 4) on {others(launch)}; "
+        f"a tensor of float32, shape (3, 5) on rank {last}" in text
+    )
+    assert "same" not in text.split("\n", 1)[1]
+    for function in (broadcast, gather):
+        text = refused(function, {"a": 1, "b": 2} if launch.rank else {"a": 1})
+        assert "b is missing on rank 0; an object on rank" in text
+    dtype = torch.int64 if launch.rank else torch.int32
+    text = refused(gather, {"x": torch.zeros(2, dtype=dtype)}, tiled=True)
+    assert "x is a tensor of int32, shape (any) on rank 0; a tensor of int64" in text
+
+
+@takes_several
+def case_local_tensors_that_make_no_global_one_are_named(launch: Launch) -> None:
     mesh = mesh_1d(launch)
+
+    def refused(tree: Any, placement: Placement) -> str:
+        return disagreement(launch, lambda: multihost.local_to_global(tree, mesh, [placement]))
+
     tree = {"w": torch.ones(2), "v": torch.ones(2)}
     if launch.rank == 0:
         tree["w"] = DTensor.from_local(tree["w"], mesh, [Shard(0)], run_check=False)
-    text = disagreement(launch, lambda: multihost.local_to_global(tree, mesh, [Shard(0)]))
+    text = refused(tree, Shard(0))
     assert "w is missing on rank 0; a tensor of float32" in text
     assert "v is" not in text
-
-
-@takes_several
-def case_invalid_shard_shapes_are_named(launch: Launch) -> None:
-    local = {"w": torch.zeros(1 if launch.rank == 0 else 5, 2)}
-    text = disagreement(
-        launch, lambda: multihost.local_to_global(local, mesh_1d(launch), [Shard(0)])
-    )
-    size = 1 + 5 * (launch.size - 1)
+    text = refused({"w": torch.zeros(5 if launch.rank else 1, 2)}, Shard(0))
+    rows = 1 + 5 * (launch.size - 1)
     assert "w: the local tensor at mesh index 0 has shape (1, 2), but" in text
-    assert f"a tensor with shape ({size}, 2) and placements [Shard(dim=0)] requires" in text
-
-
-@takes_several
-def case_a_replica_of_another_shape_is_named(launch: Launch) -> None:
-    local = [torch.zeros(3 + launch.rank)]
-    text = disagreement(
-        launch, lambda: multihost.local_to_global(local, mesh_1d(launch), [Replicate()])
-    )
+    assert f"a tensor with shape ({rows}, 2) and placements [Shard(dim=0)] requires" in text
+    text = refused([torch.zeros(3 + launch.rank)], Replicate())
     assert "0: the local tensor at mesh index 1 has shape (4,), but" in text
     assert "a tensor with shape (3,) and placements [Replicate()] requires" in text
+
+
+@takes_several
+def case_differing_structures_are_named_and_many_differences_counted(launch: Launch) -> None:
+    trees = [{"a": [1, 2], "e": {}}, {"a": (1, 2), "e": []}]
+    text = disagreement(launch, lambda: multihost.assert_equal(trees[min(launch.rank, 1)]))
+    assert "a (container) is list on rank 0; tuple on rank" in text
+    assert "e (container) is dict on rank 0; list on rank" in text
+    text = disagreement(launch, lambda: multihost.assert_equal([launch.rank] * 25))
+    assert "ranks differ in 25 leaves" in text
+    assert "9 is int 0 on rank 0" in text
+    assert "10 is" not in text
+    assert text.endswith("and 15 more")
+
+
+@takes_several
+def case_a_failure_on_one_rank_is_named_on_the_others(launch: Launch) -> None:
+    is_last, last = launch.rank == launch.size - 1, launch.size - 1
+    with pytest.raises(Exception if is_last else RuntimeError, match="pickle") as caught:
+        multihost.process_allgather({"x": (lambda: 0) if is_last else 1})
+    text = f"process_allgather(tiled=False) failed on rank {last}"
+    assert is_last or text in str(caught.value)
 
 
 test_on_ranks = on_ranks(globals(), (1, 2, 4))

@@ -81,62 +81,51 @@ def started_at(output: str) -> int:
     return int(found[1])
 
 
+PREEMPTED = ("--save-every", "30", "--steps", "30")
+OVERLAPPED = ("--checkpoint.async_mode", "overlapped")
+
+
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 @pytest.mark.parametrize(
-    ("script", "options", "launch"),
+    ("script", "launch", "killed_on", "resumed_on", "tolerance"),
     [
         # A recipe as a user starts it.
-        pytest.param("ddp.py", [], torchrun, id="ddp"),
+        pytest.param("ddp.py", torchrun, (2,), (2,), {}, id="ddp"),
         pytest.param(
-            "titan_loop.py",
-            ["--checkpoint.async_mode", "overlapped"],
+            "titan_loop.py", by_fork, (2, *OVERLAPPED), (2, *OVERLAPPED), {}, id="titan_loop"
+        ),
+        pytest.param("fsdp2.py", by_fork, (4,), (2,), CLOSE, id="four ranks, then two"),
+        pytest.param(
+            "tensor_parallel.py",
             by_fork,
-            id="titan_loop, overlapped",
+            (2, "--tensor", "2"),
+            (2, "--tensor", "1"),
+            CLOSE,
+            id="another layout",
         ),
     ],
 )
 def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(
-    tmp_path: Path, script: str, options: list[str], launch: Callable[..., Any]
-) -> None:
-    uninterrupted = Recipe(script, tmp_path / "whole", *options, launch=launch)
-    killed = Recipe(script, tmp_path / "killed", *options)
-    assert uninterrupted.run(2) == 0
-    assert killed.run(2, kill=True) == 0
-    assert killed.run(2) in RESUMES_AT
-    assert_equal(uninterrupted.last, killed.last)
-
-
-@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
-def test_a_killed_run_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
-    uninterrupted = Recipe("fsdp2.py", tmp_path / "whole")
-    killed = Recipe("fsdp2.py", tmp_path / "killed")
-    assert uninterrupted.run(2) == 0
-    assert killed.run(4, kill=True) == 0
-    assert killed.run(2) in RESUMES_AT
-    assert_equal(uninterrupted.last, killed.last, **CLOSE)
-
-
-@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
-def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
-    uninterrupted = Recipe("tensor_parallel.py", tmp_path / "whole")
-    killed = Recipe("tensor_parallel.py", tmp_path / "killed")
-    assert uninterrupted.run(2, "--tensor", "1") == 0
-    assert killed.run(2, "--tensor", "2", kill=True) == 0
-    assert killed.run(2, "--tensor", "1") in RESUMES_AT
-    assert_equal(uninterrupted.last, killed.last, **CLOSE)
-
-
-@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
-def test_a_notice_to_one_rank_makes_all_save_one_step_and_request_a_restart(
     tmp_path: Path,
+    script: str,
+    launch: Callable[..., Any],
+    killed_on: Any,
+    resumed_on: Any,
+    tolerance: dict[str, float],
 ) -> None:
-    uninterrupted = Recipe(
-        "preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30"
-    )
+    uninterrupted = Recipe(script, tmp_path / "whole", launch=launch)
+    killed = Recipe(script, tmp_path / "killed")
+    assert uninterrupted.run(*resumed_on) == 0
+    assert killed.run(*killed_on, kill=True) == 0
+    assert killed.run(*resumed_on) in RESUMES_AT
+    assert_equal(uninterrupted.last, killed.last, **tolerance)
+
+
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+def test_a_notice_to_one_rank_makes_all_save_one_step_and_request_a_restart(tmp_path: Path) -> None:
+    uninterrupted = Recipe("preemption.py", tmp_path / "whole", *PREEMPTED)
     assert uninterrupted.run(2) == 0
-    preempted = Recipe(
-        "preemption.py", tmp_path / "preempted", "--save-every", "30", "--steps", "30"
-    )
+    preempted = Recipe("preemption.py", tmp_path / "preempted", *PREEMPTED)
     program = ["-m", "tests.distributed.interrupted", "SIGTERM", "1", "7", preempted.script]
     # torchrun has one exit code for all of them.
     with ranks(2, run_program, [*program, *preempted.options]) as group:
@@ -183,9 +172,7 @@ def test_the_batch_script_starts_all_ranks_and_requests_a_restart_from_slurm(
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    preempted = Recipe(
-        "preemption.py", tmp_path / "preempted", "--save-every", "30", "--steps", "30"
-    )
+    preempted = Recipe("preemption.py", tmp_path / "preempted", *PREEMPTED)
     command = "-m tests.distributed.interrupted SIGTERM 1 7"
     command = " ".join([sys.executable, command, preempted.script, *preempted.options])
     for shown, run in (("29500", str(free_port())), ("python examples/preemption.py", command)):
@@ -204,16 +191,25 @@ def test_the_batch_script_starts_all_ranks_and_requests_a_restart_from_slurm(
     assert (tmp_path / "requeued").read_text() == "4711\n"
 
 
-def test_an_unknown_way_to_save_is_refused() -> None:
-    script = REPOSITORY / "examples" / "titan_loop.py"
-    done = by_fork(1, script, "--checkpoint.async_mode", "async_with_pinned_mem")
-    assert done.returncode == 2, done.stdout
-    assert "choose from" in done.stdout
-
-
 @pytest.mark.timeout(TIMEOUT_SECONDS)
-def test_a_number_of_ranks_that_makes_no_complete_groups_is_refused(tmp_path: Path) -> None:
-    recipe = Recipe("tensor_parallel.py", tmp_path)
-    done = by_fork(2, recipe.script, *recipe.options, "--tensor", "3")
-    assert done.returncode != 0
-    assert "2 ranks cannot be split into groups of 3" in done.stdout
+@pytest.mark.parametrize(
+    ("script", "ranks", "options", "code", "text"),
+    [
+        (
+            "titan_loop.py",
+            1,
+            ["--checkpoint.async_mode", "async_with_pinned_mem"],
+            2,
+            "choose from",
+        ),
+        ("tensor_parallel.py", 2, ["--tensor", "3"], 1, "2 ranks cannot be split into groups of 3"),
+    ],
+    ids=["an unknown way to save", "ranks that make no complete groups"],
+)
+def test_invalid_options_are_refused(
+    tmp_path: Path, script: str, ranks: int, options: list[str], code: int, text: str
+) -> None:
+    recipe = Recipe(script, tmp_path, *options)
+    done = by_fork(ranks, recipe.script, *recipe.options)
+    assert done.returncode == code, done.stdout
+    assert text in done.stdout

@@ -17,11 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ckpt
@@ -108,7 +104,7 @@ def restore(state: State, path: Path) -> None:
 # --- modules and optimizers ----------------------------------------------------------------------
 
 
-def case_names_are_those_of_torch(launch: Launch) -> None:
+def case_names_are_those_of_torch_and_shards_are_dtensors(launch: Launch) -> None:
     for wrap in WRAPS:
         state = program(wrap, launch)
         train(state, 1)
@@ -116,15 +112,10 @@ def case_names_are_those_of_torch(launch: Launch) -> None:
         found = AppState(state).state_dict()
         assert set(found["model"]) == set(module), wrap
         assert set(found["optimizer"]["state"]) == set(optimizer["state"]), wrap
-
-
-def case_shards_are_saved_as_dtensors(launch: Launch) -> None:
-    for wrap in ("fsdp", "tp"):
-        state = program(wrap, launch)
-        train(state, 1)
-        found = AppState(state).state_dict()
-        assert isinstance(found["model"]["0.weight"], DTensor), wrap
-        assert isinstance(found["optimizer"]["state"]["0.weight"]["exp_avg"], DTensor), wrap
+        is_sharded = wrap in ("fsdp", "tp")
+        exp_avg = found["optimizer"]["state"]["0.weight"]["exp_avg"]
+        assert isinstance(found["model"]["0.weight"], DTensor) is is_sharded, wrap
+        assert isinstance(exp_avg, DTensor) is is_sharded, wrap
 
 
 def case_training_continues_bit_for_bit_after_a_restore(launch: Launch) -> None:
@@ -247,10 +238,7 @@ def case_stock_torch_loads_the_saved_shards(launch: Launch) -> None:
         module, optimizer = get_state_dict(state["model"], state["optimizer"])
         dcp.load({"model": module, "optimizer": optimizer}, checkpoint_id=launch.path("ckpt"))
         set_state_dict(
-            state["model"],
-            state["optimizer"],
-            model_state_dict=module,
-            optim_state_dict=optimizer,
+            state["model"], state["optimizer"], model_state_dict=module, optim_state_dict=optimizer
         )
         found, expected = gather_full(state), gather_full(saved)
         assert_equal(
@@ -265,39 +253,21 @@ def case_a_background_save_is_restored(launch: Launch) -> None:
     for wrap in ("ddp", "fsdp"):
         checkpoint = AsyncCheckpoint(**program(wrap, launch))
         state = checkpoint.state
-        paths = []
+        paths, committed = [], []
         for _ in range(2):
             train(state, 1)
-            paths.append(checkpoint.save(launch.path(wrap)))
+            paths.append(checkpoint.save(launch.path(wrap), on_commit=committed.append))
             expected = copy.deepcopy(gather_full(state))
         train(state, 1)
         assert paths == [f"{launch.path(wrap)}-1", f"{launch.path(wrap)}-2"]
         checkpoint.sync()
+        # Callbacks run only on the coordinator.
+        assert committed == ([] if launch.rank else paths)
+        dist.barrier()
         resumed = AsyncCheckpoint(**program(wrap, launch, seed=1))
         resumed.restore(paths[1])
         assert resumed.save_counter == 2
         assert_equal(gather_full(resumed.state), expected, wrap)
-
-
-def case_a_state_that_one_rank_cannot_read_raises_on_all(launch: Launch) -> None:
-    checkpoint = AsyncCheckpoint({"timeout": 30.0}, w=torch.ones(3))
-
-    def fail() -> None:
-        if launch.rank == launch.size - 1:
-            raise RuntimeError("the cache is gone")
-
-    handle = checkpoint.before_save(fail)
-
-    def save_and_wait() -> None:
-        checkpoint.save(launch.path("ckpt"))
-        checkpoint.sync()
-
-    # Raised by the call on that rank, and at the end on the others.
-    with pytest.raises((RuntimeError, CheckpointException), match="the cache is gone"):
-        save_and_wait()
-    handle.remove()
-    assert checkpoint.save(launch.path("ckpt")) == f"{launch.path('ckpt')}-2"
-    checkpoint.sync()
 
 
 class _FailsOnTheLastRank:
@@ -319,32 +289,29 @@ class _FailsOnTheLastRank:
             raise RuntimeError("the worker has died")
 
 
-def case_a_restore_that_fails_on_one_rank_raises_on_all(launch: Launch) -> None:
+def case_a_save_or_restore_that_fails_on_one_rank_raises_on_all(launch: Launch) -> None:
     value = _FailsOnTheLastRank(launch)
     checkpoint = AsyncCheckpoint({"timeout": 60.0}, w=torch.ones(3), value=value)
-    path = checkpoint.save(launch.path("ckpt"))
-    checkpoint.sync()
+    handle = checkpoint.before_save(lambda: value._fail("hook"))
+
+    def save_and_wait() -> str:
+        path = checkpoint.save(launch.path("ckpt"))
+        checkpoint.sync()
+        return path
+
+    value.failing = "hook"
+    # Raised by the call on that rank, and at the end on the others.
+    with pytest.raises((RuntimeError, CheckpointException), match="worker has died"):
+        save_and_wait()
+    handle.remove()
+    path = save_and_wait()
+    assert path == f"{launch.path('ckpt')}-2"
     for method in ("state_dict", "load_state_dict"):
         value.failing = method
         with pytest.raises((CheckpointError, RuntimeError), match=r"value: .*worker has died"):
             checkpoint.restore(path)
     value.failing = ""
     checkpoint.restore(path)
-
-
-def case_per_rank_values_under_another_key_are_missing_on_all(launch: Launch) -> None:
-    save({"loader": PerRank({"position": launch.rank})}, launch.path("ckpt"))
-    with pytest.raises(CheckpointException, match=r"renamed\.rank0"):
-        restore({"renamed": PerRank({"position": 0})}, launch.path("ckpt"))
-
-
-def case_callbacks_run_only_on_the_coordinator(launch: Launch) -> None:
-    called: list[str] = []
-    checkpoint = AsyncCheckpoint(w=torch.ones(3))
-    path = checkpoint.save(launch.path("ckpt"), on_commit=called.append)
-    checkpoint.sync()
-    assert called == ([path] if launch.rank == 0 else [])
-    dist.barrier()
 
 
 test_on_ranks = on_ranks(globals(), (1, 2, 4))

@@ -64,25 +64,18 @@ def total_of_ranks(launch: Launch) -> DTensor:
 # --- logs ----------------------------------------------------------------------------------------
 
 
-def case_sharded_tensors_are_logged_as_full_tensors(launch: Launch) -> None:
+def case_rank_0_logs_full_tensors_and_totals(launch: Launch) -> None:
     logger = Recorded()
     state = dtensors(mesh_1d(launch))
-    log(1, logger, state)
+    log(1, logger, {**state, "loss": total_of_ranks(launch)})
+    total = launch.size * (launch.size + 1) / 2
+    # Other scalars count the elements that are not finite.
+    assert logger.scalars.get("loss") == (None if launch.rank else total)
     whole = {name: tensor_of(name, *tensor.shape) for name, tensor in state.items()}
     expected = {name: tensor[torch.isfinite(tensor)] for name, tensor in whole.items()}
     assert set(logger.histograms) == (set() if launch.rank else set(expected))
     for name, values in logger.histograms.items():
         assert torch.equal(values, expected[name]), name
-
-
-def case_partial_sums_are_logged_as_totals(launch: Launch) -> None:
-    logger = Recorded()
-    log(1, logger, {"loss": total_of_ranks(launch)})
-    total = launch.size * (launch.size + 1) / 2
-    assert logger.scalars == ({} if launch.rank else {"loss": total})
-
-
-def case_only_rank_0_writes_a_line(launch: Launch) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as written:
         log(1, None, {"loss": 0.5})
     assert written.getvalue() == ("" if launch.rank else "step 1: loss=0.5\n")
@@ -92,24 +85,18 @@ def case_a_failure_to_log_on_rank_0_does_not_block_the_others(launch: Launch) ->
     extra = {} if launch.rank else {"note": "text"}
     with refused_on(range(1), ValueError, "'note': a str"):
         log(1, None, {**extra, "loss": total_of_ranks(launch)})
-    dist.barrier()
-
-
-def case_an_invalid_logger_does_not_block_the_others(launch: Launch) -> None:
     with refused_on(range(1), TypeError, "logger is a list"):
         log(1, [], {"loss": total_of_ranks(launch)})  # type: ignore[arg-type]
     dist.barrier()
 
 
 def case_a_value_that_no_rank_can_log_is_refused_on_all(launch: Launch) -> None:
-    with refused_on(range(launch.size), ValueError, "'w': a tensor of torch.complex64"):
+    ranks = range(launch.size)
+    with refused_on(ranks, ValueError, "'w': a tensor of torch.complex64"):
         log(1, None, {"w": total_of_ranks(launch).to(torch.complex64)})
-
-
-def case_a_tensor_without_a_part_on_rank_0_is_refused_on_all(launch: Launch) -> None:
     mesh = DeviceMesh("cpu", list(range(1, launch.size)))
     tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
-    with refused_on(range(launch.size), ValueError, "'w': a DTensor on .* does not include rank 0"):
+    with refused_on(ranks, ValueError, "'w': a DTensor on .* does not include rank 0"):
         log(1, None, {"w": tensor})
 
 
@@ -131,8 +118,14 @@ def operations(path: str) -> set[str]:
     return {event.get("name") for event in events}
 
 
-def case_a_profile_has_the_trace_of_rank_0(launch: Launch) -> None:
+def case_a_profile_has_the_trace_of_rank_0_and_wrong_calls_are_refused_on_all(
+    launch: Launch,
+) -> None:
+    with refused_on(range(launch.size), RuntimeError, "no profile is running"):
+        stop_profile(launch.path())
     start_profile()
+    with refused_on(range(launch.size), RuntimeError, "a profile is running"):
+        start_profile()
     torch.ones(3).cumsum(0)
     path = stop_profile(launch.path("traces"))
     dist.barrier()
@@ -152,27 +145,15 @@ def case_a_profile_of_all_ranks_has_a_trace_of_each(launch: Launch) -> None:
     assert len(list(launch.path("traces").iterdir())) == launch.size
 
 
-def case_a_wrong_call_is_refused_on_all_ranks(launch: Launch) -> None:
-    with refused_on(range(launch.size), RuntimeError, "no profile is running"):
-        stop_profile(launch.path())
-    start_profile()
-    with refused_on(range(launch.size), RuntimeError, "a profile is running"):
-        start_profile()
-    stop_profile(launch.path())
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
-def case_a_graph_is_saved_by_rank_0(launch: Launch) -> None:
+def case_a_graph_is_saved_by_rank_0_and_a_wrong_suffix_refused_on_all(launch: Launch) -> None:
     save_graph(Graph(), launch.path(f"{launch.rank}.dot"))
-    dist.barrier()
-    assert [file.name for file in launch.path().iterdir()] == ["0.dot"]
-
-
-def case_a_wrong_suffix_is_refused_on_all_ranks(launch: Launch) -> None:
     with refused_on(range(launch.size), ValueError, "must end in"):
         save_graph(Graph(), launch.path("graph.png"))
+    dist.barrier()
+    assert [file.name for file in launch.path().iterdir()] == ["0.dot"]
 
 
 def case_all_ranks_can_make_one_directory_at_the_same_time(launch: Launch) -> None:
@@ -183,14 +164,10 @@ def case_all_ranks_can_make_one_directory_at_the_same_time(launch: Launch) -> No
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
+def case_a_complete_step_and_another_dtype_on_one_rank_are_refused_on_all(launch: Launch) -> None:
     save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
     with pytest.raises(FileExistsError, match="complete"):
         save_checkpoint(launch.path("run"), 1, {"t": torch.zeros(3)})
-
-
-def case_another_dtype_on_one_rank_is_refused_on_all(launch: Launch) -> None:
-    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
     state = {"t": torch.zeros(3, dtype=torch.float32 if launch.rank else torch.int64)}
     with pytest.raises(CheckpointException, match=r"stored torch\.float32, wanted"):
         load_checkpoint_if_it_exists(launch.path("run"), state)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,9 @@ from torch_ckpt.megatron import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
-PLANNERS = [dcp.DefaultSavePlanner, DecentralizedPlanner]
+for_each_planner = pytest.mark.parametrize(
+    "planner", [dcp.DefaultSavePlanner, DecentralizedPlanner]
+)
 
 
 class Site:
@@ -79,19 +80,20 @@ class Site:
         finish(finalizing)
 
 
-@contextmanager
-def refusing_exchanges() -> Iterator[None]:
-    def refuse(operation: str, _path: str) -> None:
-        assert operation != "plan of all ranks"
-
-    with at_fault_points(refuse):
-        yield
+def with_valid_plan(planner: Callable[[], dcp.SavePlanner], path: Path) -> Site:
+    """Returns a site that has saved two equal states into the directory."""
+    site = Site(planner)
+    for seed in range(2):
+        assert not site.cached[2]
+        site.save(small_state(seed), path)
+    assert site.cached[2]
+    return site
 
 
 # --- plans of the previous save ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@for_each_planner
 @pytest.mark.parametrize("into", ["one directory", "many"])
 def test_saves_with_a_cached_plan_contain_their_own_values(
     tmp_path: Path, planner: Any, into: str
@@ -105,36 +107,28 @@ def test_saves_with_a_cached_plan_contain_their_own_values(
     assert site.cached[2]
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_a_plan_is_valid_after_two_equal_saves_and_then_not_exchanged(
-    tmp_path: Path, planner: Any
-) -> None:
-    site = Site(planner)
-    for seed in range(2):
-        assert not site.cached[2]
-        site.save(small_state(seed), tmp_path / f"c{seed}")
-    assert site.cached[2]
+@for_each_planner
+def test_a_valid_plan_is_not_exchanged_and_makes_no_metadata(tmp_path: Path, planner: Any) -> None:
+    site = with_valid_plan(planner, tmp_path / "c")
     metadata, site.metadata = site.metadata, None
-    with refusing_exchanges():
-        (writer, made, wrapper), _ = site.plan(small_state(2), tmp_path / "c2")
-    assert site.cached[2]
-    assert made is None
-    here(writer)
-    save_state_dict_async_finalize(writer, metadata, wrapper)
-    assert_checkpoint(tmp_path / "c2", small_state(2))
+    for at in ("d", "e"):
+        with at_fault_points(refuse_exchange):
+            (writer, made, wrapper), _ = site.plan(small_state(2), tmp_path / at)
+        assert site.cached[2]
+        assert made is None
+        here(writer)
+        if at == "d":
+            save_state_dict_async_finalize(writer, metadata, wrapper)
+            assert_checkpoint(tmp_path / "d", small_state(2))
+            continue
+        text = "pass the metadata of the save whose plan is reused"
+        with pytest.raises(CheckpointException, match=text):
+            save_state_dict_async_finalize(writer, None, wrapper)
+        assert os.listdir(tmp_path / "e") == []
 
 
-def test_the_error_of_missing_metadata_names_the_metadata_to_pass(tmp_path: Path) -> None:
-    site = Site(DecentralizedPlanner)
-    for seed in range(2):
-        site.save(small_state(seed), tmp_path / f"c{seed}")
-    (writer, _, wrapper), _ = site.plan(small_state(2), tmp_path / "c")
-    here(writer)
-    with pytest.raises(
-        CheckpointException, match="pass the metadata of the save whose plan is reused"
-    ):
-        save_state_dict_async_finalize(writer, None, wrapper)
-    assert os.listdir(tmp_path / "c") == []
+def refuse_exchange(operation: str, _path: str) -> None:
+    assert operation != "plan of all ranks"
 
 
 CHANGES: dict[str, tuple[Callable[[StateDict], Any], str]] = {
@@ -150,16 +144,14 @@ CHANGES: dict[str, tuple[Callable[[StateDict], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("planner", PLANNERS)
+@for_each_planner
 def test_a_state_that_differs_from_the_valid_plan_fails_the_save_and_is_named(
     tmp_path: Path, planner: Any, change: str
 ) -> None:
-    site = Site(planner)
-    for seed in range(2):
-        site.save(small_state(seed), tmp_path / "c")
-    work, message = CHANGES[change]
+    site = with_valid_plan(planner, tmp_path / "c")
+    change_state, message = CHANGES[change]
     state = small_state(2)
-    work(state)
+    change_state(state)
     # The plan does not raise, because it exchanges nothing with other ranks.
     finalizing, _ = site.plan(state, tmp_path / "c")
     here(finalizing[0])
@@ -180,18 +172,16 @@ def test_a_changed_nesting_of_the_same_names_fails_a_save_with_a_valid_plan(tmp_
         save_state_dict_async_finalize(*finalizing)
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@for_each_planner
 def test_strides_may_change_although_the_plan_is_valid(tmp_path: Path, planner: Any) -> None:
-    site = Site(planner)
-    for seed in range(2):
-        site.save(small_state(seed), tmp_path / f"c{seed}")
+    site = with_valid_plan(planner, tmp_path / "c")
     state = small_state(2)
     state["t1"] = state["t1"].t().contiguous().t()
     site.save(state, tmp_path / "c")
     assert_checkpoint(tmp_path / "c", small_state(2))
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@for_each_planner
 def test_a_state_that_changes_before_the_plan_is_valid_is_planned_again(
     tmp_path: Path, planner: Any
 ) -> None:
@@ -210,9 +200,7 @@ def test_two_valid_plans_for_two_paths_of_one_directory_use_different_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    site = Site(DecentralizedPlanner)
-    for seed in range(2):
-        site.save(small_state(seed), tmp_path / f"c{seed}")
+    site = with_valid_plan(DecentralizedPlanner, tmp_path / "before")
     # Both choose their file names before either has created a file.
     one, _ = site.plan(small_state(2), tmp_path / "c")
     other, _ = site.plan(small_state(3), Path("c"))
@@ -304,9 +292,8 @@ def test_a_planner_error_before_the_exchange_ends_fails_the_plan(
     tmp_path: Path, method: str
 ) -> None:
     (tmp_path / "c").mkdir()
-    writer = FileSystemWriterAsync(tmp_path / "c")
     with pytest.raises(CheckpointException, match=f"{method} fails"):
-        save_state_dict_async_plan(small_state(0), writer, planner=planner_failing(method))
+        Site(lambda: planner_failing(method)).plan(small_state(0), tmp_path / "c")
     # remove_leftovers() would return None if the failed plan still held the directory.
     assert torch_ckpt.remove_leftovers(tmp_path / "c") == []
 
@@ -315,11 +302,8 @@ def test_a_planner_error_before_the_exchange_ends_fails_the_plan(
 def test_a_planner_error_after_the_exchange_is_raised_by_finalize(
     tmp_path: Path, method: str
 ) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing, *_ = save_state_dict_async_plan(
-        small_state(0), writer, planner=planner_failing(method)
-    )
-    assert writer.get_save_function_and_args() == (None, None, [])
+    finalizing, _ = Site(lambda: planner_failing(method)).plan(small_state(0), tmp_path / "c")
+    assert finalizing[0].get_save_function_and_args() == (None, None, [])
     with pytest.raises(CheckpointException, match=f"Worker failure: {method} fails"):
         save_state_dict_async_finalize(*finalizing)
     assert os.listdir(tmp_path / "c") == []

@@ -62,30 +62,22 @@ def test_metadata_is_decoded_once_for_all_readers_and_paths_of_a_directory(
     assert decoded == [str(tmp_path / "c" / ".metadata")]
 
 
-def test_a_replaced_checkpoint_is_decoded_again(tmp_path: Path, decoded: list[str]) -> None:
+def test_a_replaced_deleted_or_damaged_checkpoint_is_not_read_from_the_cache(
+    tmp_path: Path, decoded: list[str]
+) -> None:
     path = checkpoint(tmp_path / "c")
     load_cached(path)
     checkpoint(path, seed=1)
     decoded.clear()
-    assert_equal(load_cached(path), state(1))
-    assert_equal(load_cached(path), state(1))
+    for _ in range(2):
+        assert_equal(load_cached(path), state(1))
     assert len(decoded) == 1
-
-
-def test_a_deleted_checkpoint_is_not_found_in_the_cache(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "c")
-    load_cached(path)
-    (path / ".metadata").unlink()
-    with pytest.raises(CheckpointException, match=NO_CHECKPOINT):
-        load_cached(path)
-
-
-def test_damage_after_caching_is_detected(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "c")
-    load_cached(path)
     flip_bit(path / ".metadata", byte=40, bit=3)
     with pytest.raises(Corrupt):
         CachedMetadataFileSystemReader(path).read_metadata()
+    (path / ".metadata").unlink()
+    with pytest.raises(CheckpointException, match=NO_CHECKPOINT):
+        load_cached(path)
 
 
 def test_the_last_two_checkpoints_are_cached(tmp_path: Path, decoded: list[str]) -> None:
@@ -134,36 +126,29 @@ def test_the_cache_is_neither_read_nor_filled_with(
     assert len(decoded) == 1
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_second_positional_argument_enables_the_cache(
-    tmp_path: Path, decoded: list[str], cached: bool
+def test_the_second_positional_argument_disables_the_cache(
+    tmp_path: Path, decoded: list[str]
 ) -> None:
     path = checkpoint(tmp_path / "c")
     decoded.clear()
-    for _ in range(2):
-        metadata = CachedMetadataFileSystemReader(path, cached).read_metadata()
+    for use_cache, expected in ((True, 1), (True, 1), (False, 2), (False, 3)):
+        metadata = CachedMetadataFileSystemReader(path, use_cache).read_metadata()
         assert metadata.state_dict_metadata  # decoded on first access
-    assert len(decoded) == (1 if cached else 2)
+        assert len(decoded) == expected
 
 
-def test_a_changed_copy_of_the_metadata_does_not_change_the_cache(tmp_path: Path) -> None:
+def test_each_load_has_its_own_copy_of_the_metadata_and_load_id(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
-    metadata = CachedMetadataFileSystemReader(path).read_metadata()
-    metadata.storage_data = {}
-    assert metadata.storage_meta is not None
-    metadata.storage_meta.checkpoint_id = "elsewhere"
-    again = CachedMetadataFileSystemReader(path).read_metadata()
-    assert again.storage_data
-    assert again.storage_meta is not None
-    assert again.storage_meta.checkpoint_id == str(path)
-
-
-def test_each_load_has_its_own_load_id(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "c")
-    for reader in [CachedMetadataFileSystemReader(path) for _ in range(2)]:
-        meta = reader.read_metadata().storage_meta
+    for _ in range(2):
+        reader = CachedMetadataFileSystemReader(path)
+        metadata = reader.read_metadata()
+        meta = metadata.storage_meta
+        assert metadata.storage_data
         assert meta is not None
-        assert meta.load_id == reader.load_id
+        assert (meta.checkpoint_id, meta.load_id) == (str(path), reader.load_id)
+        # These changes do not reach the cache.
+        metadata.storage_data = {}
+        meta.checkpoint_id = "elsewhere"
 
 
 def test_a_save_that_reuses_cached_metadata_does_not_change_the_cache(tmp_path: Path) -> None:
@@ -181,10 +166,10 @@ def test_a_save_that_reuses_cached_metadata_does_not_change_the_cache(tmp_path: 
 
 def test_part_of_a_checkpoint_loads_from_cached_metadata(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
-    for _ in range(2):
-        loaded = {"t1": torch.zeros(100, 8)}
-        dcp.load(loaded, storage_reader=CachedMetadataFileSystemReader(path), no_dist=True)
-        assert_equal(loaded, {"t1": state()["t1"]})
+    load_cached(path)
+    loaded = {"t1": torch.zeros(100, 8)}
+    dcp.load(loaded, storage_reader=CachedMetadataFileSystemReader(path), no_dist=True)
+    assert_equal(loaded, {"t1": state()["t1"]})
 
 
 def test_a_cached_load_leaves_no_descriptor_open(tmp_path: Path) -> None:

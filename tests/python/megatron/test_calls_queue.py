@@ -1,20 +1,26 @@
-"""The queue of asynchronous calls: functions, their order, and their errors."""
+"""The queue of asynchronous calls: functions, their errors and timeouts, and several ranks."""
 
 from __future__ import annotations
 
+import io
+import re
 import threading
+import time
 import weakref
 from collections import namedtuple
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.async_calls import assert_saved, fail, request, schedule, wait_for_end
+from tests.async_calls import assert_saved, fail, is_empty, request, schedule, wait_for_end
 from tests.async_saves import planned, request_of, small_state
-from tests.gates import Gate, eventually
+from tests.fault_hooks import calling
+from tests.forked import context
+from tests.gates import LIMIT, Gate, eventually
+from tests.ranks import on_forked_ranks
 from tests.support import cause_of
 from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest, FileSystemWriterAsync
 
@@ -22,44 +28,36 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"
 
 
 def test_functions_that_cannot_be_pickled_run_with_their_arguments(
-    calls_queue: AsyncCallsQueue,
+    calls_queue: AsyncCallsQueue, gate: Gate
 ) -> None:
     lock = threading.Lock()  # cannot be pickled
     got: list[Any] = []
+
+    def function(*args: Any, **kwargs: Any) -> None:
+        gate()
+        got.append((args, kwargs))
+
+    def preload() -> str:
+        got.append(threading.get_ident())
+        return "preloaded"
+
     calls_queue.schedule_async_request(
-        AsyncRequest(
-            lambda *args, **kwargs: got.append((args, kwargs)),
-            (1, None, lock),
-            [],
-            {"more": lock},
-            preload_fn=lambda: "preloaded",
-        )
+        AsyncRequest(function, (1, None, lock), [], {"more": lock}, preload_fn=preload)
     )
-    calls_queue.schedule_async_request(request(got.append, 7))
-    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
-    assert got == [((1, "preloaded", lock), {"more": lock}), 7]
+    # The preload function has run in this thread.
+    assert got == [threading.get_ident()]
+    gate.open()
+    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert got[1:] == [((1, "preloaded", lock), {"more": lock})]
 
 
-def test_the_preload_function_runs_while_the_call_is_scheduled(
-    calls_queue: AsyncCallsQueue, gate: Gate
-) -> None:
-    ran: list[int] = []
-    calls_queue.schedule_async_request(
-        request(lambda *_: gate(), 1, 2, preload_fn=lambda: ran.append(threading.get_ident()))
-    )
-    assert ran == [threading.get_ident()]
-
-
-def test_a_request_without_a_function_is_finalized(
-    calls_queue: AsyncCallsQueue,
-) -> None:
+def test_a_request_without_a_function_is_finalized(calls_queue: AsyncCallsQueue) -> None:
     finalized: list[int] = []
-    calls_queue.schedule_async_request(request(finalize=[lambda: finalized.append(1)]))
-    calls_queue.schedule_async_request(
-        request(preload_fn=fail, finalize=[lambda: finalized.append(2)])
-    )
+    for number, preload in enumerate((None, fail)):
+        finalize = [lambda n=number: finalized.append(n)]
+        calls_queue.schedule_async_request(request(preload_fn=preload, finalize=finalize))
     assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
-    assert finalized == [1, 2]
+    assert finalized == [0, 1]
 
 
 def test_functions_run_one_after_the_other(calls_queue: AsyncCallsQueue, gate: Gate) -> None:
@@ -106,10 +104,7 @@ def test_a_single_rank_finalizes_at_the_first_poll_after_the_end(
 def test_the_arguments_of_a_function_are_released_when_it_has_ended(
     calls_queue: AsyncCallsQueue,
 ) -> None:
-    class Large:
-        pass
-
-    large = Large()
+    large = type("Large", (), {})()
     alive = weakref.ref(large)
     calls_queue.schedule_async_request(request(lambda _: None, large))
     del large
@@ -163,22 +158,6 @@ def test_finalize_functions_may_be_added_until_a_request_is_frozen() -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_the_error_of_a_function_is_raised_by_finalizing(
-    calls_queue: AsyncCallsQueue, blocking: bool
-) -> None:
-    finalized: list[int] = []
-    calls_queue.schedule_async_request(request(fail, finalize=[lambda: finalized.append(1)]))
-    wait_for_end(calls_queue)
-    finish = partial(calls_queue.maybe_finalize_async_calls, blocking)
-    with pytest.raises(CheckpointException) as error:
-        eventually(lambda: bool(finish()))
-    assert isinstance(cause_of(error.value), OSError)
-    assert str(cause_of(error.value)) == "refused"
-    assert finalized == []
-    assert calls_queue.get_num_unfinalized_calls() == 0
-
-
 class Unpicklable(Exception):
     """An error that cannot be pickled."""
 
@@ -225,30 +204,24 @@ def test_the_error_of_a_finalize_function_is_raised_unchanged(calls_queue: Async
 
 @pytest.mark.parametrize("no_dist", [False, True])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_calls_after_a_failed_one_are_finalized(
+def test_a_failed_call_raises_its_error_and_later_calls_are_finalized(
     calls_queue: AsyncCallsQueue, blocking: bool, no_dist: bool
 ) -> None:
     finalized: list[int] = []
-    calls_queue.schedule_async_request(request(fail))
-    calls_queue.schedule_async_request(request(print, finalize=[lambda: finalized.append(1)]))
+    for number, function in enumerate((fail, print)):
+        finalize = [lambda n=number: finalized.append(n)]
+        calls_queue.schedule_async_request(request(function, finalize=finalize))
     wait_for_end(calls_queue, 1)
-    with pytest.raises(CheckpointException, match="refused"):
+    with pytest.raises(CheckpointException) as error:
         calls_queue.maybe_finalize_async_calls(blocking, no_dist)
+    cause = cause_of(error.value)
+    assert (type(cause), str(cause)) == (OSError, "refused")
     assert finalized == ([1] if blocking else [])
     if not blocking:
         # The next poll finalizes it.
         assert calls_queue.maybe_finalize_async_calls(blocking, no_dist) == [1]
+    assert finalized == [1]
     assert calls_queue.get_num_unfinalized_calls() == 0
-
-
-def test_close_commits_the_save_after_a_failed_call(
-    calls_queue: AsyncCallsQueue, tmp_path: Path
-) -> None:
-    calls_queue.schedule_async_request(request(fail))
-    schedule(calls_queue, tmp_path / "c")
-    with pytest.raises(CheckpointException, match="refused"):
-        calls_queue.close()
-    assert_saved(tmp_path / "c")
 
 
 def test_close_raises_the_first_of_several_errors_and_logs_the_others(
@@ -283,13 +256,14 @@ def test_execute_sync_runs_all_functions_of_a_request() -> None:
     assert done[2:] == ["nothing to run"]
 
 
-@pytest.mark.parametrize("of", ["function", "preload function"])
-def test_execute_sync_does_not_finalize_after_an_error(of: str) -> None:
+@pytest.mark.parametrize(
+    "fields", [(fail,), (print, 1, 2, fail)], ids=["function", "preload function"]
+)
+def test_execute_sync_does_not_finalize_after_an_error(fields: Any) -> None:
     done: list[int] = []
-    finalize = [lambda: done.append(1)]
-    made = request(fail, finalize=finalize)
-    if of == "preload function":
-        made = request(print, 1, 2, preload_fn=fail, finalize=finalize)
+    function, *arguments = fields
+    preload = arguments.pop() if arguments else None
+    made = request(function, *arguments, preload_fn=preload, finalize=[lambda: done.append(1)])
     with pytest.raises(CheckpointException, match="refused"):
         made.execute_sync()
     assert done == []
@@ -298,3 +272,133 @@ def test_execute_sync_does_not_finalize_after_an_error(of: str) -> None:
 def test_execute_sync_saves_a_checkpoint(tmp_path: Path) -> None:
     request_of(planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))).execute_sync()
     assert_saved(tmp_path / "c")
+
+
+# --- timeouts ------------------------------------------------------------------------------------
+
+
+#: Timeout in seconds of calls that must time out; other tests do not wait for it.
+SHORT = 0.3
+
+
+def timeout_of(calls_queue: AsyncCallsQueue, **options: bool) -> str:
+    """Returns the text of the timeout that the next blocking call must raise."""
+    with pytest.raises(CheckpointException) as error:
+        calls_queue.maybe_finalize_async_calls(blocking=True, **options)
+    cause = cause_of(error.value)
+    assert isinstance(cause, TimeoutError)
+    assert calls_queue.get_num_unfinalized_calls() == 0
+    return str(cause)
+
+
+@pytest.mark.parametrize("no_dist", [False, True])
+def test_a_function_without_progress_times_out(gate: Gate, no_dist: bool) -> None:
+    calls_queue = AsyncCallsQueue(timeout=SHORT)
+    calls_queue.schedule_async_request(request(gate))
+    text = timeout_of(calls_queue, no_dist=no_dist)
+    assert re.search(r"rank 0: call 0 made no progress for 0\.3 s .its function.", text)
+    assert "AsyncCallsQueue(timeout=...)" in text
+
+
+def test_the_timeout_of_a_save_names_files_and_phase(
+    tmp_path: Path, held_after_staging: Gate
+) -> None:
+    calls_queue = AsyncCallsQueue(timeout=SHORT)
+    schedule(calls_queue, tmp_path / "c", thread_count=2)
+    text = timeout_of(calls_queue)
+    assert f"__0_0.distcp, __0_1.distcp in {tmp_path / 'c'}: " in text
+    assert re.search(r"(staging|writing|fsync), \d+ of \d+ bytes written, \d of 2 files done", text)
+    held_after_staging.open()
+    eventually(lambda: is_empty(tmp_path / "c"))
+
+
+def test_the_timeout_of_a_write_in_python_names_files_and_items(tmp_path: Path, gate: Gate) -> None:
+    def opening(path: str, mode: str) -> Any:
+        if path.endswith("_1.distcp"):
+            gate()
+        return open(path, mode)
+
+    calls_queue = AsyncCallsQueue(timeout=SHORT)
+    schedule(calls_queue, tmp_path / "c", thread_count=2, open_file=opening)
+    text = timeout_of(calls_queue)
+    assert f"files __0_* in {tmp_path / 'c'}: writing in Python, 2 of 4 items written" in text
+
+
+def test_a_function_that_uses_processor_time_does_not_time_out() -> None:
+    def work() -> None:
+        begun = time.monotonic()
+        while time.monotonic() < begun + 3 * SHORT:
+            pass
+
+    calls_queue = AsyncCallsQueue(timeout=SHORT)
+    calls_queue.schedule_async_request(request(work))
+    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0]
+
+
+def test_a_slow_write_in_python_threads_does_not_time_out(tmp_path: Path) -> None:
+    # The thread that waits for the writing threads uses no processor time.
+    never = threading.Event()
+
+    class Stream(io.FileIO):
+        """Stream that writes a few items within a timeout."""
+
+        def flush(self) -> None:
+            never.wait(SHORT / 5)
+            super().flush()
+
+    calls_queue = AsyncCallsQueue(timeout=SHORT)
+    state = small_state(count=15)
+    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=1, open_file=Stream)
+    calls_queue.schedule_async_request(request_of(planned(state, writer)))
+    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0]
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+
+def on_two_ranks(work: Callable[[int, AsyncCallsQueue], Any]) -> list[Any]:
+    """Returns the result or error of each rank."""
+    return on_forked_ranks(2, lambda rank: work(rank, AsyncCallsQueue(timeout=LIMIT)))
+
+
+def test_no_dist_finalizes_a_call_before_it_ends_on_other_ranks() -> None:
+    rank_0_is_done = context.Event()
+
+    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
+        calls_queue.schedule_async_request(request(print))
+        if rank == 0:
+            # Rank 1 has neither scheduled nor polled.
+            finalized = calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+            rank_0_is_done.set()
+            return finalized
+        assert rank_0_is_done.wait(LIMIT)
+        return calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+
+    assert on_two_ranks(work) == [[0], [0]]
+
+
+def test_no_dist_raises_an_error_on_the_failed_rank_only() -> None:
+    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
+        calls_queue.schedule_async_request(request(fail if rank else print))
+        return calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+
+    good, bad = on_two_ranks(work)
+    assert good == [0]
+    assert list(bad.failures) == [1]
+
+
+def test_both_ranks_finalize_at_the_first_poll_after_the_last_end() -> None:
+    begun, ended = context.Barrier(2), context.Barrier(2)
+
+    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
+        gate, posted = Gate(), threading.Event()
+        with calling({"part is posted": posted.set}):
+            calls_queue.schedule_async_request(request(gate))
+            assert calls_queue.maybe_finalize_async_calls() == []
+            begun.wait(LIMIT)
+            gate.open()
+            assert posted.wait(LIMIT)
+        ended.wait(LIMIT)
+        return calls_queue.maybe_finalize_async_calls()
+
+    assert on_two_ranks(work) == [[0], [0]]

@@ -36,24 +36,18 @@ from torch_ckpt.megatron import (
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
 
-def test_saves_are_committed_in_order(calls_queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_saves_are_committed_in_order_and_their_sources_may_change_once_scheduled(
+    calls_queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
     for seed in (1, 2, 3):
-        schedule(calls_queue, tmp_path / "c", seed)
+        state = small_state(seed)
+        writer = FileSystemWriterAsync(tmp_path / "c")
+        calls_queue.schedule_async_request(request_of(planned(state, writer)))
+        for tensor in state.values():
+            tensor.zero_()
     assert not is_committed(tmp_path / "c")
     assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
     assert_saved(tmp_path / "c", seed=3)
-
-
-def test_sources_may_change_after_the_call_is_scheduled(
-    calls_queue: AsyncCallsQueue, tmp_path: Path
-) -> None:
-    state = small_state()
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    calls_queue.schedule_async_request(request_of(planned(state, writer)))
-    for tensor in state.values():
-        tensor.zero_()
-    calls_queue.close()
-    assert_saved(tmp_path / "c")
 
 
 @pytest.mark.parametrize(
@@ -211,20 +205,16 @@ def test_an_abort_does_not_wait_for_a_function_of_the_caller(
     calls_queue: AsyncCallsQueue, gate: Gate
 ) -> None:
     finalized: list[int] = []
-    calls_queue.schedule_async_request(request(gate, finalize=[lambda: finalized.append(1)]))
-    calls_queue.schedule_async_request(request(print, finalize=[lambda: finalized.append(2)]))
+    for function in (gate, print):
+        finalize = [lambda: finalized.append(1)]
+        calls_queue.schedule_async_request(request(function, finalize=finalize))
     gate.wait()
     calls_queue.close(abort=True)
     gate.open()
     assert calls_queue.maybe_finalize_async_calls(blocking=True) == []
     assert finalized == []
-
-
-def test_calls_keep_their_numbers_after_an_abort(calls_queue: AsyncCallsQueue) -> None:
-    # Other ranks abort as well and compare the numbers.
-    calls_queue.schedule_async_request(request(print))
-    calls_queue.close(abort=True)
-    assert calls_queue.schedule_async_request(request(print)) == 1
+    # Other ranks abort as well and compare the numbers of calls.
+    assert calls_queue.schedule_async_request(request(print)) == 2
 
 
 def test_an_abort_ends_a_wait_in_another_thread(calls_queue: AsyncCallsQueue, gate: Gate) -> None:
@@ -257,36 +247,21 @@ def test_a_call_that_another_thread_aborts_after_its_end_is_not_finalized(
     assert finalized == []
 
 
-def test_a_closed_queue_can_be_used_again(calls_queue: AsyncCallsQueue) -> None:
-    finalized: list[int] = []
-    for number in range(2):
-        calls_queue.schedule_async_request(
-            request(print, finalize=[lambda n=number: finalized.append(n)])
-        )
-        calls_queue.close()
-    assert finalized == [0, 1]
-
-
 def test_a_queue_deleted_with_calls_logs_an_error(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forgotten = AsyncCallsQueue()
-    forgotten.schedule_async_request(request(gate))
-    gate.wait()
-    with caplog.at_level(logging.ERROR, "torch_ckpt"):
-        del forgotten
-        gc.collect()
-    assert "1 async calls were never finalized" in caplog.text
-
-
-def test_a_queue_deleted_without_calls_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    used = AsyncCallsQueue()
-    used.schedule_async_request(request(print))
-    used.close()
-    with caplog.at_level(logging.DEBUG, "torch_ckpt"):
-        del used
-        gc.collect()
-    assert caplog.text == ""
+    for is_closed in (True, False):
+        used = AsyncCallsQueue()
+        used.schedule_async_request(request(print if is_closed else gate))
+        if is_closed:
+            used.close()
+        else:
+            gate.wait()
+        with caplog.at_level(logging.DEBUG, "torch_ckpt"):
+            del used
+            gc.collect()
+        assert ("1 async calls were never finalized" in caplog.text) is not is_closed
+        assert [record.levelname for record in caplog.records] == ["ERROR"] * (not is_closed)
 
 
 def test_control_c_during_staging_is_raised_and_fails_the_call(

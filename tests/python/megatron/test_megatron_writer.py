@@ -10,8 +10,6 @@ import pickle
 import queue
 import signal
 import threading
-from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 import torch_ckpt
 from tests.async_saves import (
@@ -39,12 +36,7 @@ from tests.async_saves import (
 )
 from tests.fault_hooks import at_fault_points, calling
 from tests.gates import Gate, in_thread
-from tests.support import (
-    StateDict,
-    assert_tables_match,
-    cause_of,
-    data_files,
-)
+from tests.support import StateDict, assert_tables_match, cause_of, data_files
 from torch_ckpt import Background, CheckpointError, megatron
 from torch_ckpt.megatron import (
     FileSystemWriterAsync,
@@ -59,28 +51,20 @@ pytestmark = [
 ]
 
 
-def test_a_save_is_correct_in_any_process(tmp_path: Path, caller: Caller) -> None:
-    save(state_of(), tmp_path / "c", caller, thread_count=2)
-    assert_checkpoint(tmp_path / "c", state_of())
-    assert_tables_match(tmp_path / "c", read_metadata(tmp_path / "c"))
-
-
-def test_a_save_is_correct_after_other_saves_of_the_process(tmp_path: Path, caller: Caller) -> None:
+def test_saves_in_any_process_are_correct_and_replace_the_previous_one(
+    tmp_path: Path, caller: Caller
+) -> None:
     # The engine's threads and memory then exist in this process, but not in a child.
     torch_ckpt.save(state_of(1), tmp_path / "before")
     torch_ckpt.async_save(state_of(2), tmp_path / "in background").result()
-    save(state_of(), tmp_path / "c", caller)
-    save(state_of(3), tmp_path / "after")
-    assert_checkpoint(tmp_path / "c", state_of())
-    assert_checkpoint(tmp_path / "after", state_of(3))
-
-
-def test_a_second_save_replaces_the_checkpoint(tmp_path: Path, caller: Caller) -> None:
     for seed in (1, 2):
         save(state_of(seed), tmp_path / "c", caller, thread_count=2)
+    save(state_of(3), tmp_path / "after")
     assert_checkpoint(tmp_path / "c", state_of(2))
+    assert_tables_match(tmp_path / "c", read_metadata(tmp_path / "c"))
     # The files of the first save were deleted.
     assert len(names_in(tmp_path / "c")) == 2
+    assert_checkpoint(tmp_path / "after", state_of(3))
 
 
 @pytest.mark.filterwarnings("ignore:an unused file could not be removed")
@@ -96,32 +80,27 @@ def test_errors_of_the_engine_arrive_from_any_process(tmp_path: Path, caller: Ca
     assert not is_committed(tmp_path / "c")
 
 
-@pytest.mark.parametrize("dumps", [pickle.dumps, ForkingPickler.dumps], ids=["pickle", "forking"])
-def test_the_functions_of_a_save_can_be_pickled(
-    tmp_path: Path, dumps: Callable[[Any], Any]
-) -> None:
+def test_the_functions_of_a_save_can_be_pickled(tmp_path: Path) -> None:
     planned = plan_save(state_of(), tmp_path / "c", progress=print)
-    function, preload, arguments = pickle.loads(dumps(planned.writer.get_save_function_and_args()))
+    functions = planned.writer.get_save_function_and_args()
+    function, preload, arguments = pickle.loads(pickle.dumps(functions))
     arguments[1] = preload()
     function(*arguments)
     planned.finalize()
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_the_save_function_stages_a_task_that_was_not_preloaded(tmp_path: Path) -> None:
-    planned = plan_save(state_of(), tmp_path / "c")
-    planned.run()
-    planned.finalize()
-    assert_checkpoint(tmp_path / "c", state_of())
-
-
-@pytest.mark.parametrize("preloaded", [True, False])
-def test_the_save_function_accepts_write_buckets(tmp_path: Path, preloaded: bool) -> None:
+@pytest.mark.parametrize("gets", ["task", "buckets", "preloaded buckets"])
+def test_the_save_function_accepts_what_was_not_staged_by_its_preload_function(
+    tmp_path: Path, gets: str
+) -> None:
     planned = plan_save(small_state(), tmp_path / "c")
     buckets = planned.writer.write_buckets
     assert buckets is not None
-    staged = FileSystemWriterAsync.preload_tensors(buckets, True) if preloaded else buckets
-    planned.arguments[1] = staged
+    if gets == "buckets":
+        planned.arguments[1] = buckets
+    elif gets == "preloaded buckets":
+        planned.arguments[1] = FileSystemWriterAsync.preload_tensors(buckets, True)
     planned.run()
     planned.finalize()
     assert_checkpoint(tmp_path / "c", small_state())
@@ -134,32 +113,30 @@ def test_an_empty_list_of_tasks_gives_no_results() -> None:
     assert got.get_nowait() == {}
 
 
-def test_tasks_of_several_writers_are_rejected(tmp_path: Path) -> None:
-    one, other = (plan_save(small_state(), tmp_path / name).arguments[1] for name in "ab")
+def test_several_tasks_at_once_are_refused(tmp_path: Path) -> None:
+    one, other = (plan_save(small_state(), tmp_path / name) for name in "ab")
+    one.arguments[1] = one.arguments[1] + other.arguments[1]
     with pytest.raises(ValueError, match="cannot stage 2 write tasks at once"):
-        FileSystemWriterAsync.preload_tensors(one + other)
+        FileSystemWriterAsync.preload_tensors(one.arguments[1])
+    one.run()
+    assert "Worker failure: cannot stage 2 write tasks at once" in one.failure()
 
 
-@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}])
+@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "python"])
 def test_a_task_that_is_staged_and_run_twice_is_written_once(
     tmp_path: Path, options: StateDict
 ) -> None:
     planned = plan_save(small_state(), tmp_path / "c", **options)
     first = planned.stage()
-    assert planned.stage() is first
+    # It is listed again, so that it can be cancelled.
+    staged = StagedWrites()
+    with staging_for(staged):
+        assert planned.stage() is first
+    assert staged.writes == [first]
     planned.run()
     planned.run()
     planned.finalize()
     assert_checkpoint(tmp_path / "c", small_state())
-
-
-def test_a_task_staged_again_is_listed_so_that_it_can_be_cancelled(tmp_path: Path) -> None:
-    planned = plan_save(small_state(), tmp_path / "c")
-    first = planned.stage()
-    staged = StagedWrites()
-    with staging_for(staged):
-        planned.stage()
-    assert staged.writes == [first]
 
 
 def test_a_task_pickled_after_staging_reports_that_it_has_no_values(tmp_path: Path) -> None:
@@ -182,26 +159,8 @@ def test_a_cancel_in_a_worker_process_keeps_the_files_it_has_written(tmp_path: P
     assert_checkpoint(tmp_path / "c", small_state())
 
 
-def test_a_task_that_cannot_be_staged_puts_its_error(tmp_path: Path) -> None:
-    planned = plan_save(small_state(), tmp_path / "c")
-    planned.arguments[1] = planned.arguments[1] * 2
-    planned.run()
-    assert "Worker failure: cannot stage 2 write tasks at once" in planned.failure()
-
-
-def test_results_are_put_into_the_given_queue(tmp_path: Path) -> None:
-    planned = plan_save(small_state(), tmp_path / "c", thread_count=2)
-    own = planned.arguments[2] = multiprocessing.Manager().Queue()
-    planned.stage()
-    planned.run()
-    outcome = own.get(timeout=60)
-    assert sorted(outcome) == [0, 1]
-    assert all(isinstance(one, WriteResult) for results in outcome.values() for one in results)
-    assert own.empty()
-
-
-@pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "Python"])
-def test_a_child_forked_while_its_parent_writes_gets_the_outcome(
+@pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "python"])
+def test_children_forked_while_their_parent_writes_or_later_get_the_outcome(
     tmp_path: Path, held_after_staging: Gate, by_engine: bool
 ) -> None:
     def opening(path: str, mode: str) -> Any:
@@ -209,13 +168,20 @@ def test_a_child_forked_while_its_parent_writes_gets_the_outcome(
         return open(path, mode)
 
     planned = plan_save(state_of(), tmp_path / "c", open_file=open if by_engine else opening)
-    planned.stage()
+    staged = planned.stage()
     held_after_staging.wait()
-    child = planned.child()
-    child.start()
+    children = [planned.child() for _ in range(2)]
+    for child in children:
+        child.start()
     held_after_staging.open()
-    child.join(60)
-    assert child.exitcode == 0
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    staged.outcome()
+    in_child(planned.function, *planned.arguments)
+    first, second = (planned.writer.retrieve_write_results() for _ in children)
+    assert isinstance(first, list)
+    assert [result.index for result in first] == [result.index for result in second]
     planned.finalize()
     assert_checkpoint(tmp_path / "c", state_of())
 
@@ -261,14 +227,6 @@ def test_two_threads_can_stage_at_once(tmp_path: Path) -> None:
         assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
 
 
-def test_a_child_forked_after_the_write_has_the_outcome(tmp_path: Path) -> None:
-    planned = plan_save(state_of(), tmp_path / "c")
-    planned.stage().outcome()
-    in_child(planned.function, *planned.arguments)
-    planned.finalize()
-    assert_checkpoint(tmp_path / "c", state_of())
-
-
 def test_a_save_leaves_no_descriptor_open(tmp_path: Path, caller: Caller) -> None:
     save(small_state(), tmp_path / "first", caller)
     gc.collect()
@@ -276,22 +234,6 @@ def test_a_save_leaves_no_descriptor_open(tmp_path: Path, caller: Caller) -> Non
     save(small_state(), tmp_path / "second", caller)
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) == before
-
-
-def test_several_children_can_wait_for_one_outcome(
-    tmp_path: Path, held_after_staging: Gate
-) -> None:
-    planned = plan_save(small_state(), tmp_path / "c", thread_count=2)
-    planned.stage()
-    children = [planned.child() for _ in range(2)]
-    for child in children:
-        child.start()
-    held_after_staging.open()
-    for child in children:
-        child.join(60)
-    first, second = (planned.writer.retrieve_write_results() for _ in children)
-    assert isinstance(first, list)
-    assert [result.index for result in first] == [result.index for result in second]
 
 
 def test_a_child_of_a_parent_without_a_channel_gets_an_error(tmp_path: Path, gate: Gate) -> None:
@@ -363,9 +305,15 @@ def test_the_error_for_a_killed_worker_names_its_process(tmp_path: Path, is_stag
 # --- results -------------------------------------------------------------------------------------
 
 
-def test_results_cover_all_items(tmp_path: Path) -> None:
-    planned = plan_save(small_state(), tmp_path / "c")
-    here(planned.writer)
+def test_results_cover_all_items_and_are_returned_once(tmp_path: Path) -> None:
+    planned = plan_save(small_state(), tmp_path / "c", thread_count=2)
+    planned.arguments[2] = own = multiprocessing.Manager().Queue()
+    planned.stage()
+    planned.run()
+    outcome = own.get(timeout=60)
+    assert own.empty()
+    assert planned.writer.results_queue is not None
+    planned.writer.results_queue.put(outcome)
     results = planned.writer.retrieve_write_results()
     assert isinstance(results, list)
     assert {result.index for result in results} == {
@@ -373,8 +321,20 @@ def test_results_cover_all_items(tmp_path: Path) -> None:
     }
     size = sum(file.stat().st_size for file in data_files(tmp_path / "c"))
     assert sum(result.size_in_bytes for result in results) == size
-    # They can be retrieved once.
     assert "should not be empty" in planned.failure()
+    planned.writer.results_queue.put({0: outcome[0]})
+    assert "Incomplete worker results (expected 4, got 2)" in planned.failure()
+
+
+def test_results_are_grouped_by_file_number(tmp_path: Path) -> None:
+    # The large items are placed first, although the small ones are first in the plan.
+    state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(5000), "d": torch.ones(900)}
+    planned = plan_save(state, tmp_path / "c", thread_count=3)
+    here(planned.writer)
+    outcome = planned.arguments[2].get()
+    assert sorted(outcome) == [0, 1, 2]
+    for number, of_file in outcome.items():
+        assert {result.storage_data.relative_path for result in of_file} == {f"__0_{number}.distcp"}
 
 
 ERROR = OSError(errno.EIO, "Input/output error", "/the/file")
@@ -389,34 +349,36 @@ ERROR = OSError(errno.EIO, "Input/output error", "/the/file")
     ],
     ids=["nothing", "an error", "no results"],
 )
-def test_a_failure_is_returned_with_its_cause_rank_and_files(
+def test_a_failure_is_returned_or_raised_with_its_cause_rank_and_files(
     tmp_path: Path, put: list[Any], message: str
 ) -> None:
-    planned = plan_save(small_state(), tmp_path / "c")
-    for item in put:
-        planned.arguments[2].put(item)
-    error = planned.failure()
-    assert error.startswith(message)
-    assert "rank 0, files __0_* in" in error
+    for on_failure in ("return", "raise"):
+        planned = plan_save(small_state(), tmp_path / on_failure, on_failure=on_failure)
+        for item in put:
+            planned.arguments[2].put(item)
+        if on_failure == "return":
+            error = planned.failure()
+        else:
+            with pytest.raises(RuntimeError) as raised:
+                planned.writer.retrieve_write_results()
+            assert raised.value.__cause__ is (ERROR if ERROR in put else None)
+            error = str(raised.value)
+            with pytest.raises(CheckpointException):
+                planned.finalize()
+        assert error.startswith(message)
+        assert "rank 0, files __0_* in" in error
 
 
-def test_some_missing_results_are_an_error(tmp_path: Path) -> None:
-    planned = plan_save(small_state(), tmp_path / "c", thread_count=1)
-    here(planned.writer)
-    results = planned.arguments[2]
-    results.put({0: results.get()[0][:3]})
-    assert "Incomplete worker results (expected 4, got 3)" in planned.failure()
+def test_a_wrong_value_of_on_failure_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on_failure"):
+        FileSystemWriterAsync(tmp_path, on_failure="ignore")
 
 
-@pytest.mark.parametrize("preloaded", [True, False])
-def test_each_bucket_can_be_written_separately(tmp_path: Path, preloaded: bool) -> None:
-    writer = plan_save(small_state(), tmp_path / "c", thread_count=2).writer
-    buckets: Any = writer.write_buckets
-    if preloaded:
-        buckets = FileSystemWriterAsync.preload_tensors(buckets, True)
+def write_separately(writer: FileSystemWriterAsync, buckets: Any, first: int = 0) -> list[Any]:
+    """Writes each bucket by a call of its own. Returns what each call puts."""
     results: queue.Queue[Any] = queue.Queue()
     count: queue.Queue[int] = queue.Queue()
-    for number, bucket in enumerate(buckets):
+    for number, bucket in enumerate(buckets, first):
         count.put(number)
         FileSystemWriterAsync.write_preloaded_data(
             [writer.transforms],
@@ -427,36 +389,23 @@ def test_each_bucket_can_be_written_separately(tmp_path: Path, preloaded: bool) 
             use_fsync=True,
         )
     count.join()
-    written = [result for _ in buckets for result in results.get_nowait()[1]]
+    return [results.get_nowait() for _ in buckets]
+
+
+@pytest.mark.parametrize("preloaded", [True, False])
+def test_each_bucket_can_be_written_separately(tmp_path: Path, preloaded: bool) -> None:
+    writer = plan_save(small_state(), tmp_path / "c", thread_count=2).writer
+    buckets: Any = writer.write_buckets
+    if preloaded:
+        buckets = FileSystemWriterAsync.preload_tensors(buckets, True)
+    written = [result for _, of_bucket in write_separately(writer, buckets) for result in of_bucket]
     assert sorted(result.index.fqn for result in written) == ["t0", "t1", "t2", "t3"]
 
 
 def test_the_error_of_a_bucket_has_its_number(tmp_path: Path) -> None:
-    results: queue.Queue[Any] = queue.Queue()
-    count: queue.Queue[int] = queue.Queue()
-    count.put(5)
     writer = plan_save(small_state(), tmp_path / "c").writer
-    (bucket,) = pickle.loads(pickle.dumps(writer.write_buckets))
+    buckets = pickle.loads(pickle.dumps(writer.write_buckets))
     (tmp_path / "c").rename(tmp_path / "gone")
-    FileSystemWriterAsync.write_preloaded_data([], 5, bucket, results, count, True)
-    count.join()
-    number, error = results.get_nowait()
+    [(number, error)] = write_separately(writer, buckets, first=5)
     assert number == 5
     assert isinstance(error, OSError)
-
-
-def test_on_failure_raise_raises_the_error(tmp_path: Path) -> None:
-    planned = plan_save(small_state(), tmp_path / "c", on_failure="raise")
-    with pytest.raises(RuntimeError, match="should not be empty"):
-        planned.writer.retrieve_write_results()
-    planned.arguments[2].put(ERROR)
-    with pytest.raises(RuntimeError, match="Worker failure") as error:
-        planned.writer.retrieve_write_results()
-    assert error.value.__cause__ is ERROR
-    with pytest.raises(CheckpointException):
-        planned.finalize()
-
-
-def test_a_wrong_value_of_on_failure_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on_failure"):
-        FileSystemWriterAsync(tmp_path, on_failure="ignore")

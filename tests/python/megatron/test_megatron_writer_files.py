@@ -1,10 +1,15 @@
-"""Megatron's writer: its files and their contents."""
+"""Megatron's writer: its files and their contents, and files that are written in Python."""
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
 import os
+import pickle
+import sys
 import threading
+import types
 import weakref
 from fractions import Fraction
 from pathlib import Path
@@ -12,11 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.async_saves import (
     Caller,
@@ -34,14 +37,8 @@ from tests.async_saves import (
 )
 from tests.fault_hooks import calling
 from tests.gates import Gate, in_thread
-from tests.support import (
-    assert_equal,
-    data_files,
-    emptied,
-    random_tensor,
-    stock_load,
-    stock_save,
-)
+from tests.support import StateDict, assert_equal, data_files, files_limited_to, stock_save
+from torch_ckpt import CheckpointError
 from torch_ckpt.megatron import FileSystemWriterAsync, save_state_dict_async_finalize
 
 pytestmark = [
@@ -49,24 +46,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
-
-@pytest.mark.parametrize(
-    ("threads", "count", "names"),
-    [
-        (1, 4, ["__0_0.distcp"]),
-        (2, 4, ["__0_0.distcp", "__0_1.distcp"]),
-        (4, 4, [f"__0_{n}.distcp" for n in range(4)]),
-        (4, 3, [f"__0_{n}.distcp" for n in range(3)]),
-        (4, 1, ["__0_0.distcp"]),
-    ],
+by_each_writer = pytest.mark.parametrize(
+    "opened", [{}, {"open_file": open_in_python}], ids=["engine", "python"]
 )
-def test_each_thread_with_items_writes_one_file(
-    tmp_path: Path, threads: int, count: int, names: list[str]
-) -> None:
-    state = small_state(count=count)
-    save(state, tmp_path / "c", thread_count=threads)
-    assert names_in(tmp_path / "c") == names
-    assert_checkpoint(tmp_path / "c", state)
 
 
 def items_of(metadata: Any) -> dict[str, set[str]]:
@@ -77,39 +59,21 @@ def items_of(metadata: Any) -> dict[str, set[str]]:
     return found
 
 
-HINTED = {
-    f"{side}.{n}": torch.full((64, 64), float(n)) for side in ("model", "optim") for n in "01"
-}
-
-
-@pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "python"])
-@pytest.mark.parametrize(
-    ("threads", "files"),
-    [
-        (2, {"__0_0": {"model.0", "model.1"}, "optim__0_1": {"optim.0", "optim.1"}}),
-        (
-            4,
-            {
-                "__0_0": {"model.0"},
-                "__0_1": {"model.1"},
-                "optim__0_2": {"optim.0"},
-                "optim__0_3": {"optim.1"},
-            },
-        ),
-    ],
-)
-def test_items_with_the_hint_are_in_separate_files(
-    tmp_path: Path, threads: int, files: dict[str, set[str]], by_engine: bool
-) -> None:
-    opened = {} if by_engine else {"open_file": open_in_python}
-    metadata = save(
-        dict(HINTED), tmp_path / "c", thread_count=threads, separation_hint="optim", **opened
-    )
-    assert items_of(metadata) == {f"{name}.distcp": items for name, items in files.items()}
-    assert_checkpoint(tmp_path / "c", dict(HINTED))
+@by_each_writer
+def test_items_with_the_hint_are_in_separate_files(tmp_path: Path, opened: StateDict) -> None:
+    state = {
+        f"{side}.{n}": torch.full((64, 64), float(n)) for side in ("model", "optim") for n in "01"
+    }
+    options = {"thread_count": 2, "separation_hint": "optim", **opened}
+    metadata = save(dict(state), tmp_path / "c", **options)
+    assert items_of(metadata) == {
+        "__0_0.distcp": {"model.0", "model.1"},
+        "optim__0_1.distcp": {"optim.0", "optim.1"},
+    }
+    assert_checkpoint(tmp_path / "c", state)
     # A hint without items makes no file.
-    save(small_state(), tmp_path / "d", thread_count=2, separation_hint="optim", **opened)
-    assert all(name.startswith("__0_") for name in names_in(tmp_path / "d"))
+    save(small_state(), tmp_path / "d", **options)
+    assert names_in(tmp_path / "d") == ["__0_0.distcp"]
 
 
 def test_a_hint_with_one_thread_is_rejected(tmp_path: Path) -> None:
@@ -117,33 +81,35 @@ def test_a_hint_with_one_thread_is_rejected(tmp_path: Path) -> None:
         FileSystemWriterAsync(tmp_path, thread_count=1, separation_hint="optim")
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, DecentralizedPlanner])
-def test_a_single_file_is_identical_to_the_file_of_stock_torch(
+def test_a_single_file_and_its_metadata_are_identical_to_those_of_stock_torch(
     tmp_path: Path, planner: Any
 ) -> None:
-    stock_save(state_of(), tmp_path / "stock", thread_count=1)
-    save(state_of(), tmp_path / "ours", thread_count=1, planner=planner())
-    [stock], [ours] = data_files(tmp_path / "stock"), data_files(tmp_path / "ours")
-    assert stock.name == ours.name
-    assert stock.read_bytes() == ours.read_bytes()
+    # Also torch's own quantized tensors, which are not dequantized.
+    quantized = torch.quantize_per_tensor(torch.arange(6.0), 0.1, 0, torch.qint8)
+    states = {"q": quantized}, state_of() | {"of another class": Fraction(1, 3)}
+    for number, state in enumerate(states):
+        path = tmp_path / str(number)
+        of_stock = stock_save(state, path / "stock", thread_count=1)
+        metadata = save(state, path / "ours", thread_count=1, planner=planner())
+        [stock], [ours] = data_files(path / "stock"), data_files(path / "ours")
+        assert stock.name == ours.name
+        assert stock.read_bytes() == ours.read_bytes()
+        read = dcp.FileSystemReader(path / "ours").read_metadata()
+        assert list(read.state_dict_metadata) == list(of_stock.state_dict_metadata)
+        assert read.planner_data == of_stock.planner_data
+        assert read.storage_data == of_stock.storage_data == metadata.storage_data
 
 
-@pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "python"])
-def test_each_item_has_a_file_without_single_file_per_rank(tmp_path: Path, by_engine: bool) -> None:
-    opened = {} if by_engine else {"open_file": open_in_python}
+@by_each_writer
+def test_each_item_has_a_file_without_single_file_per_rank(
+    tmp_path: Path, opened: StateDict
+) -> None:
     metadata = save(small_state(), tmp_path / "c", single_file_per_rank=False, **opened)
     assert names_in(tmp_path / "c") == [f"__0_{n}.distcp" for n in range(4)]
     assert sorted(map(len, items_of(metadata).values())) == [1, 1, 1, 1]
     assert_checkpoint(tmp_path / "c", small_state())
-
-
-def test_results_are_grouped_by_file_number(tmp_path: Path) -> None:
-    # The large items are placed first, although the small ones are first in the plan.
-    state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(5000), "d": torch.ones(900)}
-    planned = plan_save(state, tmp_path / "c", thread_count=3)
-    here(planned.writer)
-    for number, of_file in planned.arguments[2].get().items():
-        assert {result.storage_data.relative_path for result in of_file} == {f"__0_{number}.distcp"}
 
 
 def test_a_rank_without_items_has_no_functions(tmp_path: Path) -> None:
@@ -172,21 +138,6 @@ def test_the_writer_has_the_attributes_that_callers_read(tmp_path: Path) -> None
 # --- contents ------------------------------------------------------------------------------------
 
 
-def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
-    state = state_of()
-    planned = plan_save(state, tmp_path / "c")
-    planned.stage()
-    with torch.no_grad():
-        for part in state["model"], state["optimizer"]:
-            for value in part.values():
-                if isinstance(value, torch.Tensor) and value.numel():
-                    value.untyped_storage().fill_(7)
-    state["optimizer"]["step"] = -1
-    planned.run()
-    planned.finalize()
-    assert_checkpoint(tmp_path / "c", state_of())
-
-
 def test_sources_are_released_when_they_are_staged(
     tmp_path: Path, held_after_staging: Gate
 ) -> None:
@@ -196,21 +147,6 @@ def test_sources_are_released_when_they_are_staged(
     planned.stage()
     del state["t"]
     assert source() is None
-
-
-@pytest.mark.parametrize("moment", ["engine has begun", "sources are copied"])
-def test_a_source_changed_by_another_thread_during_staging_fails_the_save(
-    tmp_path: Path, gate: Gate, moment: str
-) -> None:
-    state = small_state()
-    planned = plan_save(state, tmp_path / "c")
-    with calling({moment: gate}), in_thread(lambda: here(planned.writer)):
-        gate.wait()
-        state["t2"].add_(1)
-        gate.open()
-    with pytest.raises(CheckpointException, match="changed before the save had copied it"):
-        planned.finalize()
-    assert os.listdir(tmp_path / "c") == []
 
 
 class Gated(torch.Tensor):
@@ -223,19 +159,20 @@ class Gated(torch.Tensor):
         return super().detach()
 
 
-def test_a_source_changed_by_another_thread_during_a_copy_in_python_fails_the_save(
-    tmp_path: Path, gate: Gate
+@pytest.mark.parametrize("moment", ["engine has begun", "sources are copied", "copy in Python"])
+def test_a_source_changed_by_another_thread_during_staging_fails_the_save(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    state = small_state() | {"z": torch.ones(3).as_subclass(Gated)}
-    planned = plan_save(state, tmp_path / "c", open_file=open_in_python)
-    Gated.gate = gate
-    try:
-        with in_thread(lambda: here(planned.writer)):
-            gate.wait()
-            state["t2"].add_(1)
-            gate.open()
-    finally:
-        Gated.gate = None
+    state, options = small_state(), {}
+    if moment == "copy in Python":
+        monkeypatch.setattr(Gated, "gate", gate)
+        state["z"] = torch.ones(3).as_subclass(Gated)
+        options = {"open_file": open_in_python}
+    planned = plan_save(state, tmp_path / "c", **options)
+    with calling({moment: gate}), in_thread(lambda: here(planned.writer)):
+        gate.wait()
+        state["t2"].add_(1)
+        gate.open()
     with pytest.raises(CheckpointException, match="changed before the save had copied it"):
         planned.finalize()
     assert os.listdir(tmp_path / "c") == []
@@ -263,52 +200,18 @@ class Quantized(torch.Tensor):
         return False
 
 
-@pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "python"])
-def test_quantized_tensor_subclasses_are_saved_dequantized(tmp_path: Path, by_engine: bool) -> None:
+@by_each_writer
+def test_quantized_tensor_subclasses_are_saved_dequantized(
+    tmp_path: Path, opened: StateDict
+) -> None:
     data = torch.arange(12, dtype=torch.int8).view(3, 4)
-    opened = {} if by_engine else {"open_file": open_in_python}
     save({"q": Quantized(data), "t": torch.ones(2)}, tmp_path / "c", **opened)
     assert_checkpoint(tmp_path / "c", {"q": data.float() * 0.5, "t": torch.ones(2)})
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_torchs_own_quantized_tensors_are_saved_unchanged(tmp_path: Path) -> None:
-    quantized = torch.quantize_per_tensor(torch.arange(6.0), 0.1, 0, torch.qint8)
-    save({"q": quantized}, tmp_path / "ours", thread_count=1)
-    stock_save({"q": quantized}, tmp_path / "stock", thread_count=1)
-    [ours], [stock] = data_files(tmp_path / "ours"), data_files(tmp_path / "stock")
-    assert ours.read_bytes() == stock.read_bytes()
-
-
-@pytest.mark.usefixtures("default_group")
-def test_dtensors_are_saved_by_shard(tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    whole = random_tensor((8, 5), torch.float32).nan_to_num()
-    save({"d": distribute_tensor(whole, mesh, [Shard(0)])}, tmp_path / "c")
-    dist.destroy_process_group()
-    assert_checkpoint(tmp_path / "c", {"d": whole})
-
-
-def test_objects_are_saved_as_stock_torch_saves_them(tmp_path: Path, caller: Caller) -> None:
-    state = {"of another class": Fraction(1, 3), "t": torch.ones(3)}
-    save(state, tmp_path / "c", caller)
-    loaded = emptied(state)
-    stock_load(loaded, tmp_path / "c")
-    assert_equal(loaded, state)
 
 
 def test_an_object_that_cannot_be_pickled_fails_the_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="cannot pickle"):
         save({"lock": threading.Lock()}, tmp_path / "c")
-
-
-def test_the_metadata_is_equal_to_that_of_stock_torch(tmp_path: Path) -> None:
-    ours = save(state_of(), tmp_path / "ours", thread_count=1)
-    stock = stock_save(state_of(), tmp_path / "stock", thread_count=1)
-    read = dcp.FileSystemReader(tmp_path / "ours").read_metadata()
-    assert list(read.state_dict_metadata) == list(stock.state_dict_metadata)
-    assert read.planner_data == stock.planner_data
-    assert read.storage_data == stock.storage_data == ours.storage_data
 
 
 def test_the_garbage_collector_may_run_during_a_save(tmp_path: Path, gate: Gate) -> None:
@@ -324,9 +227,7 @@ def test_the_garbage_collector_may_run_during_a_save(tmp_path: Path, gate: Gate)
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_a_plan_restores_the_threshold_of_the_garbage_collector(
-    tmp_path: Path,
-) -> None:
+def test_a_plan_restores_the_threshold_of_the_garbage_collector(tmp_path: Path) -> None:
     before = gc.get_threshold()
     planned(state_of(), FileSystemWriterAsync(tmp_path / "c"))
     assert gc.get_threshold() == before
@@ -339,3 +240,191 @@ def test_a_plan_restores_the_threshold_of_the_garbage_collector(
     assert gc.get_threshold() == before
     with pytest.raises(CheckpointException, match="finish_plan"):
         save_state_dict_async_finalize(*failed)
+
+
+# --- written in Python ---------------------------------------------------------------------------
+
+
+class Flip(StreamTransformExtension):
+    """Transform that flips every written bit."""
+
+    @staticmethod
+    def from_descriptor(version: str) -> Flip:
+        return Flip()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.flip"
+
+    def get_descriptor(self) -> str:
+        return "stream.flip"
+
+    def transform_to(self, output: Any) -> Any:
+        return Flipped(output)
+
+    def transform_from(self, input: Any) -> Any:
+        raise NotImplementedError
+
+
+class Flipped(io.BytesIO):
+    """Stream that passes its contents on when it is closed."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def close(self) -> None:
+        if not self.closed:
+            self._output.write(flipped(self.getvalue()))
+        super().close()
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes(byte ^ 255 for byte in data)
+
+
+def test_a_transform_is_applied_to_every_record(tmp_path: Path, caller: Caller) -> None:
+    metadata = save(small_state(), tmp_path / "c", caller, thread_count=2, _extensions=[Flip()])
+    assert len(names_in(tmp_path / "c")) == 2
+    for index, info in metadata.storage_data.items():
+        data = (tmp_path / "c" / info.relative_path).read_bytes()
+        record = flipped(data[info.offset :][: info.length])
+        assert_equal(torch.load(io.BytesIO(record)), small_state()[index.fqn])
+        assert info.transform_descriptors == ["stream.flip"]
+
+
+def test_open_file_gets_path_and_mode_in_concurrent_threads(tmp_path: Path) -> None:
+    calls = []
+    # Each thread waits until all files are open.
+    barrier = threading.Barrier(4)
+
+    def opening(path: str, mode: str) -> Any:
+        calls.append((path, mode))
+        barrier.wait(60)
+        return open(path, mode)
+
+    save(state_of(), tmp_path / "c", thread_count=4, open_file=opening)
+    assert sorted(calls) == [(str(tmp_path / "c" / f"__0_{n}.distcp"), "wb") for n in range(4)]
+    assert_checkpoint(tmp_path / "c", state_of())
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_the_error_of_any_python_thread_fails_the_save_and_leaves_no_file(
+    tmp_path: Path, number: int
+) -> None:
+    def opening(path: str, mode: str) -> Any:
+        if path.endswith(f"_{number}.distcp"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return open(path, mode)
+
+    with pytest.raises(CheckpointException, match=rf"Permission denied.*__0_{number}\.distcp"):
+        save(small_state(), tmp_path / "c", thread_count=4, open_file=opening)
+    assert os.listdir(tmp_path / "c") == []
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_failed_write_in_python_leaves_no_file(tmp_path: Path, threads: int) -> None:
+    planned = plan_save(
+        small_state(), tmp_path / "c", thread_count=threads, open_file=open_in_python
+    )
+    with files_limited_to(1000):
+        here(planned.writer)
+    with pytest.raises(CheckpointException, match="File too large"):
+        planned.finalize()
+    assert os.listdir(tmp_path / "c") == []
+
+
+def test_a_write_in_python_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
+    def opening(path: str, mode: str) -> Any:
+        gate()
+        return open(path, mode)
+
+    planned = plan_save(small_state(), tmp_path / "c", thread_count=2, open_file=opening)
+    staged = planned.stage()
+    gate.wait()
+    staged.cancel()
+    gate.open()
+    planned.run()
+    assert "aborted" in planned.failure()
+    assert names_in(tmp_path / "c") == []
+
+
+# --- through multistorageclient ------------------------------------------------------------------
+
+
+class FakeStore:
+    """The functions of multistorageclient that the writer uses, with a dictionary as the store."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.synced: set[str] = set()
+        self.made: list[str] = []
+        self.fails: str | None = None
+        self.os = self
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.made.append(path)
+
+    def open(self, path: str, mode: str) -> Any:
+        if self.fails is not None and self.fails in path:
+            raise ConnectionError(f"{path}: the store does not answer")
+        store = self
+
+        class Stream(io.BytesIO):
+            def fsync(self) -> None:
+                store.synced.add(path)
+
+            def close(self) -> None:
+                store.objects[path] = self.getvalue()
+                super().close()
+
+        return Stream()
+
+
+@pytest.fixture
+def msc(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    store = FakeStore()
+    module: Any = types.ModuleType("multistorageclient")
+    module.open, module.os = store.open, store
+    monkeypatch.setitem(sys.modules, "multistorageclient", module)
+    return store
+
+
+def test_an_object_store_gets_files_and_metadata_with_torchs_version(
+    msc: FakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c").mkdir()
+    monkeypatch.chdir(tmp_path / "c")
+    save(state_of(), "msc://bucket/c", thread_count=2, use_msc=True)
+    assert os.listdir() == []
+    assert sorted(msc.objects) == [
+        f"msc://bucket/c/{name}" for name in (".metadata", "__0_0.distcp", "__0_1.distcp")
+    ]
+    assert msc.synced == {f"msc://bucket/c/__0_{n}.distcp" for n in range(2)}
+    assert set(msc.made) == {"msc://bucket/c"}
+    for path, data in msc.objects.items():
+        (tmp_path / os.path.basename(path)).write_bytes(data)
+    assert_checkpoint(tmp_path, state_of())
+    stock_save(small_state(), tmp_path / "stock")
+    stock = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
+    ours = pickle.loads(msc.objects["msc://bucket/c/.metadata"])
+    assert getattr(ours, "version", None) == getattr(stock, "version", None)
+
+
+def test_an_error_of_the_object_store_fails_the_save(msc: FakeStore) -> None:
+    msc.fails = "__0_1"
+    with pytest.raises(CheckpointException, match="the store does not answer"):
+        save(state_of(), "msc://bucket/c", thread_count=2, use_msc=True)
+    assert "msc://bucket/c/.metadata" not in msc.objects
+
+
+def test_paths_of_object_stores_are_valid() -> None:
+    assert FileSystemWriterAsync.validate_checkpoint_id("msc://bucket/c")
+
+
+def test_use_msc_without_its_package_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "multistorageclient", None)
+    with pytest.raises(CheckpointError, match="multi-storage-client"):
+        FileSystemWriterAsync(tmp_path, use_msc=True)

@@ -1,4 +1,7 @@
-"""The queue of results: items of a process and its children arrive once and in order."""
+"""The queue of results: items of a process and its children arrive once and in order.
+
+tests/cpp/process_channel_test.cpp tests the channel through which children send them.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forked import answer_of, in_fork
+from tests.forked import REPOSITORY, answer_of, end_of, fork, in_fork
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
 
@@ -29,44 +30,17 @@ LIMIT = 60.0
 SHORT = 0.05
 
 
-def by_multiprocessing(how: str, work: Callable[..., None], *args: Any) -> None:
-    child = multiprocessing.get_context(how).Process(target=work, args=args)
-    child.start()
-    child.join(LIMIT)
-    assert child.exitcode == 0
-
-
-def python(program: str, *args: str, **options: Any) -> str:
-    """Runs a Python program, which must succeed. Returns its output."""
-    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=os.environ | {"PYTHONPATH": path},
-        **options,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
-
-
 # --- in one process ------------------------------------------------------------------------------
 
 
-def test_items_are_taken_in_the_order_of_their_puts() -> None:
+def test_items_of_the_same_process_are_taken_in_order_and_are_the_same_objects() -> None:
     results = ResultsQueue()
-    for number in range(5):
-        results.put(number)
-    assert [results.get() for _ in range(5)] == list(range(5))
-
-
-def test_an_item_from_the_same_process_is_the_same_object() -> None:
-    results = ResultsQueue()
-    lock = threading.Lock()  # cannot be pickled
-    results.put(lock)
-    assert results.get() is lock
+    items = [threading.Lock(), 1, 2, 3]  # a lock cannot be pickled
+    for item in items:
+        results.put(item)
+    taken = [results.get() for _ in items]
+    assert taken[0] is items[0]
+    assert taken == items
 
 
 @pytest.mark.parametrize(
@@ -75,26 +49,6 @@ def test_an_item_from_the_same_process_is_the_same_object() -> None:
 def test_a_get_from_an_empty_queue_raises(options: dict[str, Any]) -> None:
     with pytest.raises(queue.Empty):
         ResultsQueue().get(**options)
-
-
-def test_the_size_counts_items_from_all_processes() -> None:
-    results = ResultsQueue()
-    assert results.empty()
-    results.put("parent")
-    in_fork(lambda: results.put("child"))
-    assert results.qsize() == 2
-    assert not results.empty()
-    results.get()
-    results.get()
-    assert results.empty()
-
-
-def test_a_put_wakes_a_waiting_get_of_another_thread() -> None:
-    results = ResultsQueue()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(results.get, timeout=LIMIT)
-        results.put("item")
-        assert waiting.result(LIMIT) == "item"
 
 
 def test_several_threads_put_and_get_every_item_once() -> None:
@@ -114,20 +68,11 @@ def test_several_threads_put_and_get_every_item_once() -> None:
 
 def test_several_threads_take_each_item_of_a_child_once() -> None:
     results = ResultsQueue()
-    in_fork(lambda: [results.put(number) for number in range(40)] and None)
+    in_fork(lambda: put(results, *range(40)))
     with ThreadPoolExecutor(8) as pool:
         items = list(pool.map(lambda _: results.get(timeout=LIMIT), range(40)))
     assert sorted(items) == list(range(40))
     assert results.empty()
-
-
-def test_two_queues_do_not_mix() -> None:
-    one, other = ResultsQueue(), ResultsQueue()
-    in_fork(lambda: one.put("one"))
-    in_fork(lambda: other.put("other"))
-    assert (one.get(), other.get()) == ("one", "other")
-    assert one.empty()
-    assert other.empty()
 
 
 # --- from children -------------------------------------------------------------------------------
@@ -146,11 +91,30 @@ def put_by_all(results: ResultsQueue, pickled: bytes) -> None:
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
-def test_items_of_a_child_arrive_in_order_through_a_queue_and_its_pickles(how: str) -> None:
+def test_items_of_a_child_arrive_in_order_through_a_queue_and_its_pickles(how: Any) -> None:
     results = ResultsQueue()
-    by_multiprocessing(how, put_by_all, results, pickle.dumps(results))
+    child = multiprocessing.get_context(how).Process(
+        target=put_by_all, args=(results, pickle.dumps(results))
+    )
+    child.start()
+    child.join(LIMIT)
+    assert child.exitcode == 0
     assert [results.get(timeout=LIMIT) for _ in range(12)] == list(range(12))
     assert results.empty()
+
+
+def test_the_size_counts_items_from_all_processes_and_a_child_sends_only_its_own() -> None:
+    results, other = ResultsQueue(), ResultsQueue()
+    assert results.empty()
+    results.put("parent")
+    in_fork(lambda: results.put("child"))
+    in_fork(lambda: in_fork(lambda: results.put("grandchild")))
+    in_fork(lambda: other.put("of another queue"))
+    assert results.qsize() == 3
+    assert not results.empty()
+    assert [results.get() for _ in range(3)] == ["parent", "child", "grandchild"]
+    assert results.empty()
+    assert other.get() == "of another queue"
 
 
 def test_unpickling_in_the_owner_returns_the_same_queue() -> None:
@@ -158,13 +122,17 @@ def test_unpickling_in_the_owner_returns_the_same_queue() -> None:
     assert pickle.loads(pickle.dumps(results)) is results
 
 
-def test_a_put_to_a_deleted_queue_raises() -> None:
-    pickled = pickle.dumps(ResultsQueue())
+@pytest.mark.parametrize("ends", ["the queue", "its owner"])
+def test_a_put_raises_once_the_queue_or_its_owner_has_ended(ends: str) -> None:
+    def pickled() -> bytes:
+        return pickle.dumps(ResultsQueue())
+
+    orphaned = answer_of(pickled) if ends == "its owner" else pickled()
     gc.collect()
 
     def work() -> None:
         with pytest.raises(FileNotFoundError):
-            pickle.loads(pickled).put("item")
+            pickle.loads(orphaned).put("item")
 
     in_fork(work)
 
@@ -177,14 +145,6 @@ def test_only_the_owner_takes_items() -> None:
             results.get_nowait()
 
     in_fork(work)
-
-
-def test_items_put_before_a_fork_are_not_sent_by_the_child() -> None:
-    results = ResultsQueue()
-    results.put("parent")
-    in_fork(lambda: results.put("child"))
-    assert [results.get(), results.get(timeout=LIMIT)] == ["parent", "child"]
-    assert results.empty()
 
 
 def test_a_child_can_put_although_a_thread_held_the_queues_lock_at_the_fork() -> None:
@@ -204,13 +164,7 @@ def test_a_forked_child_can_own_a_queue() -> None:
         in_fork(lambda: results.put("of a grandchild"))
         assert results.get(timeout=LIMIT) == "of a grandchild"
 
-    by_multiprocessing("fork", work)
-
-
-def test_a_grandchild_puts_to_the_queue_of_the_first_process() -> None:
-    results = ResultsQueue()
-    in_fork(lambda: in_fork(lambda: results.put("item")))
-    assert results.get(timeout=LIMIT) == "item"
+    in_fork(work)
 
 
 def test_large_items_arrive_complete() -> None:
@@ -223,24 +177,18 @@ def test_large_items_arrive_complete() -> None:
 
 def test_no_item_of_several_concurrent_children_is_lost() -> None:
     results = ResultsQueue()
-    ways = [os.pipe() for _ in range(4)]
-    children = []
-    for number, (reading, writing) in enumerate(ways):
-        child = os.fork()
-        if child == 0:
-            os.close(writing)
-            os.read(reading, 1)
-            put(results, *((number, n) for n in range(10)))
-            os._exit(0)
-        children.append(child)
-    for reading, writing in ways:
-        os.write(writing, b"!")
-        os.close(reading)
+    reading, writing = os.pipe()
+
+    def work(number: int) -> None:
         os.close(writing)
-    for child in children:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.read(reading, 1)  # ends when the parent closes its end
+        put(results, *((number, n) for n in range(10)))
+
+    children = [fork(lambda n=number: work(n)) for number in range(4)]
+    os.close(writing)
+    os.close(reading)
+    assert [end_of(child) for child in children] == [0] * 4
     items = [results.get(timeout=LIMIT) for _ in range(40)]
-    assert sorted(items) == [(number, n) for number in range(4) for n in range(10)]
     for number in range(4):
         assert [n for of, n in items if of == number] == list(range(10))
 
@@ -258,69 +206,27 @@ def test_an_item_that_cannot_be_pickled_fails_its_put() -> None:
         results.get_nowait()
 
 
-def test_a_partly_sent_item_is_not_received() -> None:
-    results = ResultsQueue()
-
-    class Dies:
-        def __reduce__(self) -> Any:
-            os._exit(0)
-
-    in_fork(lambda: results.put([bytes(1 << 20), Dies()]))
-    assert results.empty()
-    with pytest.raises(queue.Empty):
-        results.get(timeout=SHORT)
-
-
-def test_a_put_raises_after_the_owner_has_ended() -> None:
-    orphaned = pickle.loads(answer_of(lambda: pickle.dumps(ResultsQueue())))
-    with pytest.raises(FileNotFoundError):
-        orphaned.put("item")
-
-
-# --- children that die ---------------------------------------------------------------------------
-
-
-def test_a_child_that_dies_before_its_item_is_reported_instead() -> None:
-    results = ResultsQueue()
-    child = os.fork()
-    if child == 0:
-        results.begin("the files of rank 3")
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    error = results.get_nowait()
-    assert isinstance(error, CheckpointError)
-    assert f"process {child} exited before sending its result (the files of rank 3)" in str(error)
-    assert results.empty()
-
-
 def test_a_waiting_get_gets_the_death_of_a_child_at_once() -> None:
     results = ResultsQueue()
     reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        results.begin("files")
+
+    def work() -> None:
+        results.begin("the files of rank 3")
         os.write(writing, b"!")
         signal.pause()
+
+    child = fork(work)
     os.read(reading, 1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(results.get)
         os.kill(child, signal.SIGKILL)
-        assert isinstance(waiting.result(LIMIT), CheckpointError)
-    os.waitpid(child, 0)
+        error = waiting.result(LIMIT)
+    assert isinstance(error, CheckpointError)
+    assert f"process {child} exited before sending its result (the files of rank 3)" in str(error)
+    assert end_of(child) == -signal.SIGKILL
+    assert results.empty()
     os.close(reading)
     os.close(writing)
-
-
-def test_a_child_may_exit_after_its_item() -> None:
-    results = ResultsQueue()
-
-    def work() -> None:
-        results.begin("files")
-        results.put("item")
-
-    in_fork(work)
-    assert results.get_nowait() == "item"
-    assert results.empty()
 
 
 # --- released resources --------------------------------------------------------------------------
@@ -381,4 +287,12 @@ def child():
 process = multiprocessing.get_context("fork").Process(target=child)
 process.start()
 """
-    assert python(program) == "put\n"
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "put\n", "")
