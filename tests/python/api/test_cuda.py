@@ -43,17 +43,26 @@ def on_host(values: StateDict) -> StateDict:
     return {k: v.cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
 
 
-def assert_holds(path: Path, expected: StateDict) -> None:
-    found: StateDict = {
+def targets_like(expected: StateDict) -> StateDict:
+    """Makes tensors of the same dtypes, strides and devices with other values."""
+    return {
         k: torch.full_like(v, -1) if isinstance(v, torch.Tensor) else None
         for k, v in expected.items()
     }
-    torch_ckpt.load(found, path)
+
+
+def assert_equals(found: StateDict, expected: StateDict) -> None:
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(found[name], value), name
         else:
             assert found[name] == value
+
+
+def assert_holds(path: Path, expected: StateDict) -> None:
+    found = targets_like(expected)
+    torch_ckpt.load(found, path)
+    assert_equals(found, expected)
 
 
 def spin() -> None:
@@ -77,13 +86,17 @@ def test_a_save_takes_a_snapshot(tmp_path: Path, staging: str, max_host_bytes: i
     assert_holds(tmp_path / "c", expected)
 
 
-def test_a_save_waits_for_work_queued_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_save_waits_for_work_queued_before_it(tmp_path: Path, is_async: bool) -> None:
     tensor = torch.zeros(1 << 20, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         spin()
         tensor.fill_(5)
-        torch_ckpt.async_save({"t": tensor}, tmp_path / "c").result()
+        if is_async:
+            torch_ckpt.async_save({"t": tensor}, tmp_path / "c").result()
+        else:
+            torch_ckpt.save({"t": tensor}, tmp_path / "c")
     assert_holds(tmp_path / "c", {"t": torch.full((1 << 20,), 5.0)})
 
 
@@ -125,23 +138,20 @@ def test_dense_tensors_take_no_device_memory(tmp_path: Path) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_a_synchronous_save_waits_for_the_current_stream(tmp_path: Path) -> None:
-    tensor = torch.zeros(1 << 20, device="cuda")
-    spin()
-    tensor.fill_(5)
-    torch_ckpt.save({"t": tensor}, tmp_path / "c")
-    assert_holds(tmp_path / "c", {"t": torch.full((1 << 20,), 5.0)})
-
-
 # --- loads ---------------------------------------------------------------------------------------
 
 
-def targets_like(expected: StateDict) -> StateDict:
-    """Makes tensors of the same dtypes, strides and devices with other values."""
-    return {
-        k: torch.full_like(v, -1) if isinstance(v, torch.Tensor) else None
-        for k, v in expected.items()
-    }
+def assert_loads(path: Path, values: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
+    torch_ckpt.load({"weight": target}, path, **options)
+    assert torch.equal(target.cpu(), values.to(target.dtype))
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> torch.Tensor:
+    """Makes host values that are saved as "weight"."""
+    made = torch.randn(1000, 3000) * 100
+    torch_ckpt.save({"weight": made}, tmp_path)
+    return made
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -151,18 +161,14 @@ def test_every_kind_of_tensor_is_loaded_to_the_device(tmp_path: Path, verify: bo
     found = targets_like(expected)
     found["with gaps"] = torch.zeros_like(expected["large"])[:, ::3]
     torch_ckpt.load(found, tmp_path, verify=verify)
-    for name, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(found[name], value), name
+    assert_equals(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32], ids=str)
-def test_values_are_converted_before_they_are_sent(tmp_path: Path, dtype: torch.dtype) -> None:
-    values = torch.randn(500, 3000) * 100
-    torch_ckpt.save({"weight": values}, tmp_path)
-    found = {"weight": torch.zeros(500, 3000, dtype=dtype, device="cuda")}
-    torch_ckpt.load(found, tmp_path)
-    assert torch.equal(found["weight"].cpu(), values.to(dtype))
+def test_values_are_converted_before_they_are_sent(
+    tmp_path: Path, values: torch.Tensor, dtype: torch.dtype
+) -> None:
+    assert_loads(tmp_path, values, torch.zeros(values.shape, dtype=dtype, device="cuda"))
 
 
 def test_thousands_of_small_tensors_are_converted_and_sent(tmp_path: Path) -> None:
@@ -173,40 +179,32 @@ def test_thousands_of_small_tensors_are_converted_and_sent(tmp_path: Path) -> No
         name: torch.zeros(256, dtype=torch.bfloat16, device="cuda") for name in values
     }
     torch_ckpt.load(found, tmp_path)
-    wrong = [
-        name
-        for name, value in values.items()
-        if not torch.equal(found[name].cpu(), value.to(torch.bfloat16))
-    ]
-    assert not wrong
+    expected = {name: value.to(torch.bfloat16) for name, value in values.items()}
+    assert_equals(on_host(found), expected)
 
 
-def test_a_load_waits_for_the_current_streams_work_on_its_targets(tmp_path: Path) -> None:
-    values = torch.randn(1000, 1000)
-    torch_ckpt.save({"weight": values}, tmp_path)
-    target = torch.zeros(1000, 1000, device="cuda")
+def test_a_load_waits_for_the_current_streams_work_on_its_targets(
+    tmp_path: Path, values: torch.Tensor
+) -> None:
+    target = torch.zeros(values.shape, device="cuda")
     spin()
     target.fill_(7)
-    torch_ckpt.load({"weight": target}, tmp_path)
-    assert torch.equal(target.cpu(), values)
+    assert_loads(tmp_path, values, target)
 
 
-def test_a_load_uses_at_most_two_chunks_for_each_thread(tmp_path: Path) -> None:
-    values = torch.randn(3000, 3000)
-    torch_ckpt.save({"weight": values}, tmp_path)
-    target = torch.zeros(3000, 3000, device="cuda")
-    torch_ckpt.load({"weight": target}, tmp_path, max_inflight_bytes=2 << 20)
-    assert torch.equal(target.cpu(), values)
+def test_a_load_uses_at_most_two_chunks_for_each_thread(
+    tmp_path: Path, values: torch.Tensor
+) -> None:
+    target = torch.zeros(values.shape, device="cuda")
+    assert_loads(tmp_path, values, target, max_inflight_bytes=2 << 20)
     before = torch.cuda.max_memory_allocated()
     torch_ckpt.load({"weight": target}, tmp_path)
     assert torch.cuda.max_memory_allocated() == before
 
 
 def test_a_temporary_is_not_written_before_work_that_still_reads_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: torch.Tensor
 ) -> None:
-    values = torch.randn(1000, 3000)
-    torch_ckpt.save({"weight": values}, tmp_path)
     # Spread on the device, through a temporary of 1000 x 3000.
     target = torch.zeros(3000, 1000, device="cuda").t()
     copies: list[torch.Tensor] = []
@@ -220,6 +218,5 @@ def test_a_temporary_is_not_written_before_work_that_still_reads_its_memory(
         return events
 
     monkeypatch.setattr("torch_ckpt.loading.reader.record_events", record_and_free)
-    torch_ckpt.load({"weight": target}, tmp_path)
-    assert torch.equal(target.cpu(), values)
+    assert_loads(tmp_path, values, target)
     assert torch.equal(copies[0].cpu(), torch.full((1000, 3000), 7.0))

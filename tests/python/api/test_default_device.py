@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +43,20 @@ def state_of(seed: int) -> StateDict:
     }
 
 
-def save(state: StateDict, path: Path) -> None:
-    torch_ckpt.save(state, path, check_replicas="error")
-
-
-def save_in_background(state: StateDict, path: Path) -> None:
-    torch_ckpt.async_save(state, path, staging="blocking").result(60)
-
-
-def save_overlapped(state: StateDict, path: Path) -> None:
-    torch_ckpt.async_save(state, path, staging="overlapped").result(60)
+Save = Callable[[StateDict, Path], Any]
+SAVES: dict[str, Save] = {
+    "save": partial(torch_ckpt.save, check_replicas="error"),
+    "blocking": lambda s, path: torch_ckpt.async_save(s, path, staging="blocking").result(60),
+    "overlapped": lambda s, path: torch_ckpt.async_save(s, path, staging="overlapped").result(60),
+}
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("saver", [save, save_in_background, save_overlapped])
-def test_a_save_writes_the_same_values(
-    tmp_path: Path, saver: Callable[[StateDict, Path], None], default: str
-) -> None:
+@pytest.mark.parametrize("save", SAVES)
+def test_a_save_writes_the_same_values(tmp_path: Path, save: str, default: str) -> None:
     state = state_of(1)
     with DEFAULTS[default]():
-        saver(state, tmp_path)
+        SAVES[save](state, tmp_path)
     loaded = state_of(2)
     torch_ckpt.load(loaded, tmp_path)
     assert_equal(loaded, state_of(1))

@@ -16,13 +16,7 @@ from torch.utils.data import DataLoader
 
 import torch_ckpt
 from tests.async_saves import is_committed
-from tests.background_saves import (
-    SEEN,
-    assert_checkpoint,
-    large,
-    trained,
-    unwritable,
-)
+from tests.background_saves import SEEN, assert_checkpoint, large, trained, unwritable
 from tests.fault_hooks import before
 from tests.forked import Answering, end_of, in_fork, run_script
 from tests.gates import LIMIT, Gate
@@ -106,7 +100,7 @@ def test_a_reported_error_is_not_logged_at_exit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", SEEN)
-def test_a_forked_child_does_not_take_part_in_the_save(
+def test_a_forked_child_does_not_take_part_in_the_save_and_can_make_its_own(
     tmp_path: Path, gate: Gate, way: str
 ) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", write_done=gate)
@@ -115,22 +109,12 @@ def test_a_forked_child_does_not_take_part_in_the_save(
         with pytest.raises(CheckpointError, match="the process that forked this one"):
             SEEN[way](handle)
         torch_ckpt.check_for_errors()
+        torch_ckpt.async_save({"t": torch.zeros(3)}, tmp_path / "child").result()
 
     in_fork(ask)
     gate.open()
     handle.result()
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
-
-
-def test_a_forked_child_can_make_its_own_save(tmp_path: Path, gate: Gate) -> None:
-    handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "parent", write_done=gate)
-
-    def save() -> None:
-        torch_ckpt.async_save({"t": torch.zeros(3)}, tmp_path / "child").result()
-
-    in_fork(save)
-    gate.open()
-    handle.result()
     assert_checkpoint(tmp_path / "child", {"t": torch.zeros(3)})
 
 
@@ -184,28 +168,23 @@ def test_workers_of_a_data_loader_start_during_a_save(tmp_path: Path, gate: Gate
     assert_checkpoint(tmp_path / "c", state)
 
 
-#: Phases of a save in which its process is killed.
-MOMENTS = {"writing": "pwrite", "written": "files are written"}
+@pytest.mark.parametrize(
+    "moment", ["pwrite", "files are written"], ids=["writing", "before the commit"]
+)
+def test_sigterm_during_a_save_keeps_the_old_checkpoint(tmp_path: Path, moment: str) -> None:
+    old = {"a": large(1), "b": large(2)}
+    torch_ckpt.save(old, tmp_path / "c")
 
-
-def save_and_terminate(path: Path, moment: str) -> None:
     def save(send: Callable[[Any], None]) -> None:
         def stop() -> None:
             send("under way")
             threading.Event().wait()
 
-        with before(MOMENTS[moment], stop):
-            torch_ckpt.async_save({"a": large(3), "b": large(4)}, path).result()
+        with before(moment, stop):
+            torch_ckpt.async_save({"a": large(3), "b": large(4)}, tmp_path / "c").result()
 
     child = Answering(save)
     assert child.answer() == "under way"
     os.kill(child.pid, signal.SIGTERM)
     assert end_of(child.pid) == -signal.SIGTERM
-
-
-@pytest.mark.parametrize("moment", ["writing", "written"])
-def test_sigterm_during_a_save_keeps_the_old_checkpoint(tmp_path: Path, moment: str) -> None:
-    old = {"a": large(1), "b": large(2)}
-    torch_ckpt.save(old, tmp_path / "c")
-    save_and_terminate(tmp_path / "c", moment)
     assert_checkpoint(tmp_path / "c", old)

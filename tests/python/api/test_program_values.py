@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler
 
 import torch_ckpt
-from tests.support import assert_equal, cause_of, stock_restore, stock_save
+from tests.support import assert_equal, cause_of, pairwise, stock_restore, stock_save
 from torch_ckpt import RNGState
 from torch_ckpt.errors import LoadMismatch
 
@@ -23,12 +23,7 @@ State = dict[str, Any]
 Call = Callable[[State, Path], Any]
 
 
-@pytest.fixture(autouse=True)
-def no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+pytestmark = pytest.mark.filterwarnings("error", "ignore:torch.distributed is disabled")
 
 
 def program(steps: int, *, unused: bool = False, **options: Any) -> State:
@@ -58,58 +53,70 @@ def outcome(state: State) -> State:
     return {**state, **parts}
 
 
-def by_manager(state: State, path: Path) -> None:
-    with torch_ckpt.CheckpointManager(path) as manager:
+def step_of(root: Path) -> Path:
+    return root / "0000000001"
+
+
+def by_manager(state: State, root: Path) -> None:
+    with torch_ckpt.CheckpointManager(root) as manager:
         manager.save(1, state, force=True)
 
 
-def restored_by_manager(state: State, path: Path) -> None:
-    (path / "write_completed").touch()
-    path.rename(path.with_name("0000000001"))
-    with torch_ckpt.CheckpointManager(path.parent) as manager:
+def as_step(save: Call) -> Call:
+    """Makes a function that saves a step of a manager."""
+
+    def save_step(state: State, root: Path) -> None:
+        save(state, step_of(root))
+        (step_of(root) / "write_completed").touch()
+
+    return save_step
+
+
+def by_get_state_dict(state: State, path: Path) -> None:
+    model, optimizer = get_state_dict(state["model"], state["optimizer"])
+    stock_save({**state, "model": model, "optimizer": optimizer}, path)
+
+
+def restored_by_manager(state: State, root: Path) -> None:
+    with torch_ckpt.CheckpointManager(root) as manager:
         assert manager.restore(state) == 1
 
 
-def by_async_save(state: State, path: Path) -> None:
-    torch_ckpt.async_save(state, path).result()
+SAVES: dict[str, Call] = {
+    "save": as_step(torch_ckpt.save),
+    "async_save": as_step(lambda state, path: torch_ckpt.async_save(state, path).result()),
+    "manager": by_manager,
+}
+# The layouts of dcp.save: with get_state_dict, and without, as of torch_ckpt.save before optimizers
+# had names.
+STOCK_SAVES: dict[str, Call] = {
+    "names by stock": as_step(by_get_state_dict),
+    "numbers by stock": as_step(stock_save),
+}
+LOADS: dict[str, Call] = {
+    "load": lambda state, root: torch_ckpt.load(state, step_of(root)),
+    "freeing": lambda state, root: torch_ckpt.load(state, step_of(root), free_before_read=True),
+    "manager": restored_by_manager,
+}
 
 
-def freeing(state: State, path: Path) -> None:
-    torch_ckpt.load(state, path, free_before_read=True)
-
-
-SAVES: dict[str, Call] = {"save": torch_ckpt.save, "async_save": by_async_save}
-LOADS: dict[str, Call] = {"load": torch_ckpt.load, "freeing": freeing}
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(
+    ("save", "load", "steps", "unused"),
+    [
+        *pairwise(itertools.product(SAVES, LOADS, [0, 3], [True, False])),
+        *itertools.product(STOCK_SAVES, LOADS, [3], [True, False]),
+    ],
+)
 def test_a_program_is_restored_into_a_fresh_one(
-    tmp_path: Path, save: str, load: str, steps: int
+    tmp_path: Path, save: str, load: str, steps: int, unused: bool
 ) -> None:
-    saved, fresh = program(steps, unused=True), program(1 if not steps else 0, unused=True)
-    SAVES[save](saved, tmp_path)
+    saved, fresh = program(steps, unused=unused), program(0 if steps else 1, unused=unused)
+    nested, mean = fresh["train"]["losses"], fresh["train"]["mean"]
+    (SAVES | STOCK_SAVES)[save](saved, tmp_path)
     LOADS[load](fresh, tmp_path)
     assert_equal(outcome(fresh), outcome(saved))
-
-
-@pytest.mark.parametrize("load", LOADS)
-def test_load_restores_a_step_of_a_manager(tmp_path: Path, load: str) -> None:
-    saved, fresh = program(3), program(0)
-    nested, mean = fresh["train"]["losses"], fresh["train"]["mean"]
-    by_manager(saved, tmp_path)
-    LOADS[load](fresh, tmp_path / "0000000001")
-    assert_equal(outcome(fresh), outcome(saved))
-    assert fresh["train"]["losses"] is nested
     assert fresh["train"]["mean"] is mean
-
-
-def test_a_manager_restores_what_save_wrote(tmp_path: Path) -> None:
-    saved, fresh = program(3), program(0)
-    torch_ckpt.save(saved, tmp_path / "c")
-    restored_by_manager(fresh, tmp_path / "c")
-    assert_equal(outcome(fresh), outcome(saved))
+    assert load == "manager" or fresh["train"]["losses"] is nested
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -122,36 +129,6 @@ def test_stock_torch_loads_the_model_and_optimizer_that_save_wrote(
     assert_equal(fresh["model"].state_dict(), saved["model"].state_dict())
     if steps:
         assert_equal(fresh["optimizer"].state_dict(), saved["optimizer"].state_dict())
-
-
-@pytest.mark.parametrize("load", LOADS)
-def test_load_reads_what_stock_torch_wrote_from_get_state_dict(tmp_path: Path, load: str) -> None:
-    saved, fresh = program(3), program(0)
-    model, optimizer = get_state_dict(saved["model"], saved["optimizer"])
-    stock_save({**saved, "model": model, "optimizer": optimizer}, tmp_path)
-    LOADS[load](fresh, tmp_path)
-    assert_equal(outcome(fresh), outcome(saved))
-
-
-# --- the layout of dcp.save, and of torch_ckpt.save before optimizers had names ------------------
-
-
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("unused", [False, True])
-def test_an_optimizer_with_numbered_parameters_is_restored(
-    tmp_path: Path, load: str, unused: bool
-) -> None:
-    saved, fresh = program(3, unused=unused), program(0, unused=unused)
-    stock_save(saved, tmp_path)
-    LOADS[load](fresh, tmp_path)
-    assert_equal(outcome(fresh), outcome(saved))
-
-
-def test_a_manager_restores_an_optimizer_with_numbered_parameters(tmp_path: Path) -> None:
-    saved, fresh = program(3), program(0)
-    stock_save(saved, tmp_path / "c")
-    restored_by_manager(fresh, tmp_path / "c")
-    assert_equal(outcome(fresh), outcome(saved))
 
 
 def test_a_tensor_learning_rate_is_restored_with_numbered_parameters(tmp_path: Path) -> None:
@@ -203,14 +180,15 @@ def test_a_value_without_state_is_restored_completely(tmp_path: Path, save: Call
     assert fresh.state == {"count": 3, "nested": {"a": [1]}}
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("freeing", [False, True])
 def test_an_empty_dict_that_has_values_in_the_checkpoint_is_refused(
-    tmp_path: Path, load: str
+    tmp_path: Path, freeing: bool
 ) -> None:
     saved, fresh = program(1), program(0)
     torch_ckpt.save({"optimizer": saved["optimizer"].state_dict()}, tmp_path)
+    state = {"optimizer": fresh["optimizer"].state_dict()}
     with pytest.raises(dcp.CheckpointException) as caught:
-        LOADS[load]({"optimizer": fresh["optimizer"].state_dict()}, tmp_path)
+        torch_ckpt.load(state, tmp_path, free_before_read=freeing)
     cause = cause_of(caught.value)
     assert isinstance(cause, LoadMismatch)
     assert str(cause).startswith(
@@ -250,8 +228,7 @@ def test_random_number_generators_are_saved_per_rank(tmp_path: Path) -> None:
 def test_before_checkpoint_of_a_nested_module_is_called(tmp_path: Path) -> None:
     class Filling(nn.Linear):
         def before_checkpoint(self) -> None:
-            with torch.no_grad():
-                self.weight.fill_(7)
+            nn.init.constant_(self.weight, 7)
 
     fresh = nn.Linear(2, 2)
     torch_ckpt.save({"model": nn.Sequential(Filling(2, 2))}, tmp_path)

@@ -79,14 +79,19 @@ def test_a_state_without_any_match_is_refused(saved: Path, freeing: bool, kind: 
     assert (model == 0).all()
 
 
-def test_a_state_without_any_fitting_shape_is_refused(saved: Path) -> None:
-    with pytest.raises(torch_ckpt.LoadMismatch, match="no value of model can be loaded"):
-        load({"model": {"a": torch.zeros(9)}, "epoch": 0}, saved, False)
-
-
-def test_a_flat_state_dict_without_any_match_is_refused(saved: Path) -> None:
-    with pytest.raises(torch_ckpt.LoadMismatch, match="no value of the state dict can be loaded"):
-        load({"a": torch.zeros(2), "b": torch.zeros(3)}, saved, False)
+@pytest.mark.parametrize(
+    ("state", "subject"),
+    [
+        ({"model": {"a": torch.zeros(9)}, "epoch": 0}, "model"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3)}, "the state dict"),
+    ],
+    ids=["no fitting shape", "a flat state dict"],
+)
+def test_a_state_of_which_nothing_can_be_loaded_is_refused(
+    saved: Path, state: dict[str, Any], subject: str
+) -> None:
+    with pytest.raises(torch_ckpt.LoadMismatch, match=f"no value of {subject} can be loaded"):
+        load(state, saved, False)
 
 
 def test_a_state_that_was_not_selected_may_be_missing(saved: Path) -> None:

@@ -26,12 +26,8 @@ from tests.background_saves import (
 )
 from tests.fault_hooks import calling
 from tests.gates import LIMIT, Gate, eventually
-from tests.support import (
-    StateDict,
-    files_limited_to,
-)
-from torch_ckpt import AsyncSave, Background
-from torch_ckpt._base.progress import Progress
+from tests.support import StateDict, files_limited_to
+from torch_ckpt import AsyncSave
 from torch_ckpt.saving.background import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.
@@ -57,14 +53,17 @@ def test_a_guarded_step_waits_until_staged(
     tmp_path: Path, opened_by_a_step: Gate, kind: str
 ) -> None:
     optimizer_type, options = OPTIMIZERS[kind]
-    model, optimizer = trained(optimizer_type, **options)
-    expected = copied(model.state_dict())
-    handle = torch_ckpt.async_save({"model": model}, tmp_path / "c", staging="overlapped")
-    handle.guard(optimizer)
-    step(model, optimizer)
+    models = [trained(optimizer_type, **options) for _ in range(2)]
+    state = {str(number): model for number, (model, _) in enumerate(models)}
+    expected = {name: copied(model.state_dict()) for name, model in state.items()}
+    handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
+    for _, optimizer in models:
+        handle.guard(optimizer)
+    for model, optimizer in models:
+        step(model, optimizer)
     handle.result()
-    assert_checkpoint(tmp_path / "c", {"model": expected})
-    assert not torch.equal(model.weight, expected["weight"])
+    assert_checkpoint(tmp_path / "c", expected)
+    assert not torch.equal(state["0"].weight, expected["0"]["weight"])
 
 
 def test_a_guarded_step_waits_only_until_staged(tmp_path: Path, gate: Gate) -> None:
@@ -79,7 +78,7 @@ def test_a_guarded_step_waits_only_until_staged(tmp_path: Path, gate: Gate) -> N
     handle.result()
 
 
-def test_one_hook_guards_an_optimizer_through_many_saves(tmp_path: Path) -> None:
+def test_one_hook_guards_an_optimizer_through_many_saves_and_can_be_pickled(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.SGD)
     expected = []
     for number in range(5):
@@ -93,47 +92,23 @@ def test_one_hook_guards_an_optimizer_through_many_saves(tmp_path: Path) -> None
     for number, weights in enumerate(expected):
         assert_checkpoint(tmp_path / str(number), {"model": weights, "number": number})
     assert len(optimizer._optimizer_step_pre_hooks) == 1
+    pickle.loads(pickle.dumps(optimizer))
 
 
-def test_one_save_guards_many_optimizers(tmp_path: Path, opened_by_a_step: Gate) -> None:
-    models = [trained(torch.optim.SGD) for _ in range(2)]
-    state = {str(number): model for number, (model, _) in enumerate(models)}
-    expected = {name: copied(model.state_dict()) for name, model in state.items()}
-    handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
-    for _, optimizer in models:
-        handle.guard(optimizer)
-    for model, optimizer in models:
-        step(model, optimizer)
-    handle.result()
-    assert_checkpoint(tmp_path / "c", expected)
-
-
-def test_a_failing_save_does_not_block_a_step(tmp_path: Path, opened_by_a_step: Gate) -> None:
+@pytest.mark.parametrize("has_ended", [False, True], ids=["failing", "failed"])
+def test_a_failed_save_does_not_block_a_step(
+    tmp_path: Path, opened_by_a_step: Gate, has_ended: bool
+) -> None:
     model, optimizer = trained(torch.optim.SGD)
     handle = torch_ckpt.async_save({"model": model}, unwritable(tmp_path), staging="overlapped")
+    if has_ended:
+        opened_by_a_step.open()
+        wait_for_futures([handle.committed])
     handle.guard(optimizer)
     step(model, optimizer)
     # The step has not raised the save's error.
     with pytest.raises(CheckpointException):
-        handle.result()
-
-
-def test_a_failed_save_does_not_block_a_step(tmp_path: Path) -> None:
-    model, optimizer = trained(torch.optim.SGD)
-    handle = torch_ckpt.async_save({"model": model}, unwritable(tmp_path), staging="overlapped")
-    wait_for_futures([handle.committed])
-    handle.guard(optimizer)
-    step(model, optimizer)
-    with pytest.raises(CheckpointException):
-        torch_ckpt.check_for_errors()
-
-
-def test_a_guarded_optimizer_pickles(tmp_path: Path) -> None:
-    model, optimizer = trained(torch.optim.SGD)
-    handle = torch_ckpt.async_save({"model": model}, tmp_path / "c")
-    handle.guard(optimizer)
-    handle.result()
-    pickle.loads(pickle.dumps(optimizer))
+        torch_ckpt.check_for_errors() if has_ended else handle.result()
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -152,70 +127,32 @@ def test_a_state_above_the_budget_is_staged_in_waves(tmp_path: Path, budget: int
     assert_checkpoint(tmp_path / "c", state)
 
 
-def test_the_budget_limits_the_staged_bytes(tmp_path: Path) -> None:
-    budget = 2 * CHUNK_BYTES
-    ahead = []
+@pytest.mark.usefixtures("empty_pool")
+@pytest.mark.parametrize(
+    "save",
+    [torch_ckpt.save, lambda *args, **options: torch_ckpt.async_save(*args, **options).result()],
+    ids=["save", "async_save"],
+)
+def test_the_second_save_uses_and_keeps_the_memory_of_the_first(
+    tmp_path: Path, save: Callable[..., object]
+) -> None:
+    state = {"t": large()}
+    # The file is a little larger than its tensor.
+    enough = state["t"].nbytes + CHUNK_BYTES
 
-    def look(progress: Progress) -> None:
-        ahead.append(progress.bytes_staged - progress.bytes_done)
-
-    torch_ckpt.async_save(
-        {"t": large(chunks=6)},
-        tmp_path / "c",
-        max_host_bytes=budget,
-        progress=look,
-        background=Background(max_bytes_per_second=64 << 20),
-    ).result()
-    assert len(ahead) > 1
-    assert max(ahead) <= budget
-
-
-def fill_pool(path: Path, state: StateDict) -> int:
-    """Saves until the pool has memory for all of a state in one file. Returns the number of
-    bytes."""
-    size: int = sum(tensor.nbytes for tensor in state.values())
-    # The file is a little larger than its tensors.
-    expected = (size // CHUNK_BYTES + 1) * CHUNK_BYTES
-
-    def save() -> bool:
+    def fill_pool() -> bool:
         # Memory beyond the first chunks is allocated during the save, if a thread becomes free.
-        torch_ckpt.async_save(state, path, thread_count=1).result()
+        torch_ckpt.async_save(state, tmp_path / "first", thread_count=1).result()
         torch_ckpt._core.join_executor()
-        return pool_bytes() == expected
+        return pool_bytes() == enough
 
-    eventually(save)
-    return expected
-
-
-@pytest.mark.usefixtures("empty_pool")
-def test_a_synchronous_save_keeps_the_memory_for_the_next_one(tmp_path: Path) -> None:
-    state = {"t": large()}
-    kept = fill_pool(tmp_path / "first", state)
-    torch_ckpt.save(state, tmp_path / "second", thread_count=1)
-    assert pool_bytes() == kept
-
-
-@pytest.mark.usefixtures("empty_pool")
-def test_trim_pool_frees_the_memory(tmp_path: Path) -> None:
-    fill_pool(tmp_path / "c", {"t": large()})
-    for kept in (2 * CHUNK_BYTES, 0):
-        torch_ckpt.trim_pool(kept)
-        assert pool_bytes() == kept
-
-
-@pytest.mark.usefixtures("empty_pool")
-@pytest.mark.parametrize("trim", [False, True])
-def test_the_second_save_allocates_nothing(tmp_path: Path, trim: bool) -> None:
-    state = {"t": large()}
-    fill_pool(tmp_path / "first", state)
-    if trim:
-        torch_ckpt.trim_pool(0)
+    eventually(fill_pool)
     made: list[None] = []
     with calling({"mmap": lambda: made.append(None)}):
-        torch_ckpt.async_save(state, tmp_path / "second", thread_count=1).result()
+        save(state, tmp_path / "second", thread_count=1)
         torch_ckpt._core.join_executor()
-    # Memory that was freed before is allocated again.
-    assert bool(made) == trim
+    assert made == []
+    assert pool_bytes() == enough
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
@@ -258,16 +195,12 @@ def assert_releases_its_source(save: Callable[[torch.Tensor], AsyncSave]) -> Non
     assert storage.expired()
 
 
-def test_a_save_that_fails_in_planning_releases_its_sources(tmp_path: Path) -> None:
-    assert_releases_its_source(
-        lambda tensor: torch_ckpt.async_save({"t": tensor}, unwritable(tmp_path))
-    )
-
-
-def test_a_save_that_fails_in_writing_releases_its_sources(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["file", "c"], ids=["in planning", "in writing"])
+def test_a_save_that_fails_releases_its_sources(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
     with files_limited_to(1_000_000):
         assert_releases_its_source(
-            lambda tensor: torch_ckpt.async_save({"t": tensor}, tmp_path / "c")
+            lambda tensor: torch_ckpt.async_save({"t": tensor}, tmp_path / path)
         )
 
 

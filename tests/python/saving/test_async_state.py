@@ -4,16 +4,19 @@ name."""
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torch_ckpt
 from tests.background_saves import (
@@ -24,21 +27,15 @@ from tests.background_saves import (
     copied,
     everything,
     large,
+    pool_bytes,
     spoil,
     step,
     trained,
+    unwritable,
 )
 from tests.fault_hooks import before
 from tests.gates import LIMIT, Gate
-from tests.support import (
-    DTYPES,
-    StateDict,
-    assert_equal,
-    cause_of,
-    data_files,
-    emptied,
-    random_tensor,
-)
+from tests.support import DTYPES, StateDict, assert_equal, cause_of, data_files, random_tensor
 from torch_ckpt import Background, SourceChanged
 from torch_ckpt.saving.background import CHUNK_BYTES
 
@@ -50,42 +47,22 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_every_kind_of_value_is_loaded_as_saved(tmp_path: Path, staging: str) -> None:
-    torch_ckpt.async_save(everything(), tmp_path / "c", staging=staging).result()
-    assert_checkpoint(tmp_path / "c", everything())
-
-
-def test_every_dtype_makes_the_round_trip(tmp_path: Path) -> None:
-    state = {str(dtype): random_tensor((7, 3), dtype) for dtype in DTYPES}
-    torch_ckpt.async_save(state, tmp_path / "c").result()
-    loaded = emptied(state)
-    torch_ckpt.load(loaded, tmp_path / "c")
-    assert_equal(loaded, state)
-
-
-@pytest.mark.parametrize("staging", STAGINGS)
-def test_the_data_files_equal_those_of_save(tmp_path: Path, staging: str) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"thread_count": 1}, {"single_file_per_rank": False}], ids=str
+)
+def test_data_files_and_metadata_equal_those_of_save(
+    tmp_path: Path, staging: str, options: StateDict
+) -> None:
     state = everything() | {"large": large()}
-    torch_ckpt.save(state, tmp_path / "saved")
-    torch_ckpt.async_save(state, tmp_path / "async", staging=staging).result()
+    state["dtypes"] = {str(dtype): random_tensor((7, 3), dtype) for dtype in DTYPES}
+    saved = torch_ckpt.save(state, tmp_path / "saved", **options)
+    handle = torch_ckpt.async_save(state, tmp_path / "async", staging=staging, **options)
+    returned = handle.result()
     assert contents(tmp_path / "async") == contents(tmp_path / "saved")
-
-
-def test_the_metadata_equals_that_of_save(tmp_path: Path) -> None:
-    saved = torch_ckpt.save(everything(), tmp_path / "saved")
-    returned = torch_ckpt.async_save(everything(), tmp_path / "async").result()
     assert returned.state_dict_metadata == saved.state_dict_metadata
     assert list(returned.state_dict_metadata) == list(saved.state_dict_metadata)
     assert returned.planner_data == saved.planner_data
     assert returned.storage_data == saved.storage_data
-
-
-@pytest.mark.parametrize("options", [{"thread_count": 1}, {"single_file_per_rank": False}], ids=str)
-def test_options_of_the_writer_are_used(tmp_path: Path, options: StateDict) -> None:
-    state = everything()
-    torch_ckpt.save(state, tmp_path / "saved", **options)
-    torch_ckpt.async_save(state, tmp_path / "async", **options).result()
-    assert contents(tmp_path / "async") == contents(tmp_path / "saved")
 
 
 def test_one_writer_can_be_used_for_many_saves(tmp_path: Path) -> None:
@@ -119,9 +96,7 @@ def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path, stagi
     assert_checkpoint(tmp_path / "c", everything() | {"large": large()})
 
 
-def test_containers_can_change_right_after_an_overlapped_call(tmp_path: Path, held: Gate) -> None:
-    state = everything()
-    handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
+def change_containers(state: StateDict) -> None:
     del state["model"]["weight"]
     state["model"]["more"] = torch.ones(3)
     state["optimizer"]["step"] = 13
@@ -130,28 +105,24 @@ def test_containers_can_change_right_after_an_overlapped_call(tmp_path: Path, he
     state["counts"]["a"] += 1
     state["settings"].names.append("c")
     state["new"] = 1
-    held.open()
-    handle.result()
-    assert_checkpoint(tmp_path / "c", everything())
 
 
-def test_tensors_can_be_freed_right_after_an_overlapped_call(tmp_path: Path, held: Gate) -> None:
+def assign_data(state: StateDict) -> None:
+    state["model"]["weight"].data = torch.zeros(5)
+
+
+@pytest.mark.parametrize("change", [change_containers, dict.clear, assign_data])
+def test_containers_and_data_can_change_right_after_an_overlapped_call(
+    tmp_path: Path, held: Gate, change: Callable[[StateDict], None]
+) -> None:
     state = everything()
     handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
-    del state
+    change(state)
+    # Tensors that nothing else refers to are freed.
     gc.collect()
     held.open()
     handle.result()
     assert_checkpoint(tmp_path / "c", everything())
-
-
-def test_data_can_be_assigned_right_after_an_overlapped_call(tmp_path: Path, held: Gate) -> None:
-    parameter = torch.nn.Parameter(torch.ones(5))
-    handle = torch_ckpt.async_save({"p": parameter}, tmp_path / "c", staging="overlapped")
-    parameter.data = torch.zeros(5)
-    held.open()
-    handle.result()
-    assert_checkpoint(tmp_path / "c", {"p": torch.ones(5)})
 
 
 class Counting:
@@ -192,18 +163,16 @@ def test_an_exception_of_a_stateful_is_raised_only_by_the_call(tmp_path: Path) -
     torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c").result()
 
 
-def test_the_callers_mapping_is_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [OwnMapping, lambda **items: MappingProxyType(items)])
+def test_any_mapping_is_saved_and_unchanged(
+    tmp_path: Path, kind: Callable[..., Mapping[str, Any]]
+) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    mapping = OwnMapping(p=parameter)
+    # The second one cannot be copied.
+    mapping = kind(p=parameter)
     torch_ckpt.async_save({"m": mapping}, tmp_path / "c").result()
     assert mapping["p"] is parameter
     assert_checkpoint(tmp_path / "c", {"m": {"p": torch.ones(3)}})
-
-
-def test_a_mapping_that_cannot_be_copied_is_saved(tmp_path: Path) -> None:
-    mapping = MappingProxyType({"t": torch.ones(3)})
-    torch_ckpt.async_save({"m": mapping}, tmp_path / "c").result()
-    assert_checkpoint(tmp_path / "c", {"m": {"t": torch.ones(3)}})
 
 
 class Pair(NamedTuple):
@@ -222,28 +191,50 @@ def test_objects_that_hold_tensors_are_copied_during_the_call(tmp_path: Path, he
     assert_equal(loaded, {"pair": Pair(torch.ones(3), 1)})
 
 
-def test_tensors_without_versions_are_saved(tmp_path: Path) -> None:
-    with torch.inference_mode():
-        tensor = torch.ones(3)
-    torch_ckpt.async_save({"t": tensor}, tmp_path / "c").result()
-    assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
-
-
-def test_an_empty_state_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    torch_ckpt.async_save({}, tmp_path / "c").result()
-    torch_ckpt.load({}, tmp_path / "c")
-    assert data_files(tmp_path / "c") == []
-
-
 # --- changes that come too early -----------------------------------------------------------------
 
 
-def with_a_view() -> tuple[StateDict, torch.Tensor]:
-    base = torch.zeros(4, 6)
-    return {"model": {"w": base[1:3], "other": torch.zeros(3)}}, base
+#: Makes a state and the change of it that comes too early.
+Changing = Callable[[], tuple[StateDict, Callable[[], object]]]
 
 
-TOO_EARLY: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+def in_a_view(change: Callable[[torch.Tensor, torch.Tensor], object]) -> Changing:
+    def make() -> tuple[StateDict, Callable[[], object]]:
+        base = torch.zeros(4, 6)
+        state = {"model": {"w": base[1:3], "other": torch.zeros(3)}}
+        return state, lambda: change(state["model"]["w"], base)
+
+    return make
+
+
+def in_containers() -> tuple[StateDict, Callable[[], object]]:
+    tensors = [torch.zeros(2) for _ in range(3)]
+    state = {
+        "list": [1, [tensors[0]]],
+        "tuple": (tensors[1], 2),
+        "mapping": OrderedDict(t=tensors[2]),
+        "unchanged": torch.zeros(2),
+    }
+    return state, lambda: torch._foreach_add_(tensors, 1)
+
+
+def in_twelve() -> tuple[StateDict, Callable[[], object]]:
+    state = {f"t{i}": torch.zeros(2) for i in range(12)}
+    return state, lambda: torch._foreach_add_(list(state.values()), 1)
+
+
+def in_a_buffer() -> tuple[StateDict, Callable[[], object]]:
+    model = torch.nn.BatchNorm1d(4)
+    return {"model": model}, lambda: model(torch.ones(2, 4))
+
+
+def by_a_fused_step() -> tuple[StateDict, Callable[[], object]]:
+    model, optimizer = trained(torch.optim.Adam, fused=True)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    return state, lambda: step(model, optimizer)
+
+
+OF_VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "in place": lambda tensor, base: tensor.add_(1),
     "by index": lambda tensor, base: tensor.__setitem__((0, 0), 1),
     "from another": lambda tensor, base: tensor.copy_(torch.ones(2, 6)),
@@ -251,46 +242,35 @@ TOO_EARLY: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "by what it is a view of": lambda tensor, base: base.mul_(2),
     "by an operation on many": lambda tensor, base: torch._foreach_add_([tensor], 1),
 }
+TOO_EARLY: dict[str, tuple[Changing, str]] = {
+    **{name: (in_a_view(change), "model.w") for name, change in OF_VIEWS.items()},
+    "in lists, tuples and mappings": (in_containers, "list.1.0, mapping.t, tuple.0"),
+    "more than ten": (in_twelve, "t0, t1, t2, t3, t4, t5, t6, t7, t8, t9 and more"),
+    # The kernel does not increment the versions of the averages.
+    "in a buffer by a forward pass": (in_a_buffer, "model.num_batches_tracked"),
+    # It does not increment the versions of parameters and moments.
+    "by a fused step": (by_a_fused_step, "optim.state.0.step, optim.state.1.step"),
+}
 
 
 @pytest.mark.parametrize("change", TOO_EARLY)
-def test_a_tensor_changed_before_its_copy_fails_the_save_by_name(
+def test_tensors_changed_before_their_copy_fail_the_save_by_name(
     tmp_path: Path, held: Gate, change: str
 ) -> None:
-    state, base = with_a_view()
+    make, names = TOO_EARLY[change]
+    state, act = make()
+    torch_ckpt.save({"t": large(1)}, tmp_path / "c")
+    before = sorted((tmp_path / "c").iterdir())
     handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
-    TOO_EARLY[change](state["model"]["w"], base)
+    act()
     held.open()
     with pytest.raises(CheckpointException) as error:
         handle.result()
     cause = cause_of(error.value)
     assert isinstance(cause, SourceChanged)
-    assert str(cause).startswith("model.w: changed before the save had copied it")
-
-
-def test_tensors_in_lists_tuples_and_mappings_are_named(tmp_path: Path, held: Gate) -> None:
-    state = {
-        "list": [1, [torch.zeros(2)]],
-        "tuple": (torch.zeros(2), 2),
-        "mapping": OrderedDict(t=torch.zeros(2)),
-        "unchanged": torch.zeros(2),
-    }
-    handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
-    for tensor in (state["list"][1][0], state["tuple"][0], state["mapping"]["t"]):  # type: ignore[index]
-        tensor.add_(1)
-    held.open()
-    with pytest.raises(CheckpointException, match=r"list\.1\.0, mapping\.t, tuple\.0: changed"):
-        handle.result()
-
-
-def test_ten_of_many_changed_tensors_are_named(tmp_path: Path, held: Gate) -> None:
-    state = {f"t{i}": torch.zeros(2) for i in range(12)}
-    handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
-    for tensor in state.values():
-        tensor.add_(1)
-    held.open()
-    with pytest.raises(CheckpointException, match=r"t8, t9 and more: changed"):
-        handle.result()
+    assert str(cause).startswith(f"{names}: changed before the save had copied it")
+    assert sorted((tmp_path / "c").iterdir()) == before
+    assert_checkpoint(tmp_path / "c", {"t": large(1)})
 
 
 def test_a_change_while_the_call_waits_is_detected(tmp_path: Path, held: Gate) -> None:
@@ -324,21 +304,6 @@ def test_a_change_during_the_copy_is_detected(tmp_path: Path) -> None:
             handle.result()
 
 
-def test_a_save_whose_source_changed_too_early_keeps_the_old_checkpoint(
-    tmp_path: Path, held: Gate
-) -> None:
-    torch_ckpt.save({"t": large(1)}, tmp_path / "c")
-    before = sorted((tmp_path / "c").iterdir())
-    tensor = large(2)
-    handle = torch_ckpt.async_save({"t": tensor}, tmp_path / "c", staging="overlapped")
-    tensor.add_(1)
-    held.open()
-    with pytest.raises(CheckpointException, match="t: changed"):
-        handle.result()
-    assert sorted((tmp_path / "c").iterdir()) == before
-    assert_checkpoint(tmp_path / "c", {"t": large(1)})
-
-
 def test_reads_and_gradients_are_not_changes(tmp_path: Path, held: Gate) -> None:
     model, optimizer = trained(torch.optim.SGD)
     expected = copied(model.state_dict())
@@ -351,25 +316,63 @@ def test_reads_and_gradients_are_not_changes(tmp_path: Path, held: Gate) -> None
     assert_checkpoint(tmp_path / "c", expected)
 
 
-def test_buffers_that_a_forward_pass_updates_are_detected(tmp_path: Path, held: Gate) -> None:
-    model = torch.nn.BatchNorm1d(4)
-    handle = torch_ckpt.async_save({"model": model}, tmp_path / "c", staging="overlapped")
-    model(torch.ones(2, 4))
-    held.open()
-    # Only by the counter: the kernel does not increment the versions of the averages.
-    with pytest.raises(CheckpointException, match=r"model\.num_batches_tracked: changed"):
-        handle.result()
+# --- torch's async_save with the writer, which stages the state ----------------------------------
 
 
-def test_the_step_of_fused_optimizers_is_detected(tmp_path: Path, held: Gate) -> None:
-    model, optimizer = trained(torch.optim.Adam, fused=True)
-    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
-    step(model, optimizer)
-    held.open()
-    with pytest.raises(CheckpointException) as error:
-        handle.result()
-    # Fused steps do not increment the versions of parameters and moments.
-    assert str(cause_of(error.value)).startswith(
-        "optim.state.0.step, optim.state.1.step: changed before"
-    )
+def test_a_staged_copy_shares_no_memory_with_the_state_and_keeps_strides(tmp_path: Path) -> None:
+    state = everything()
+    staged = torch_ckpt.FileSystemWriter(tmp_path).stage(state)
+    assert staged["model"]["transposed"].stride() == (1, 9)
+    spoil(state)
+    assert_equal(staged, everything())
+
+
+def test_staging_does_not_change_the_state(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    mapping = OwnMapping(p=parameter)
+    torch_ckpt.FileSystemWriter(tmp_path).stage({"m": mapping, "o": OrderedDict(p=parameter)})
+    assert mapping["p"] is parameter
+
+
+@pytest.mark.usefixtures("empty_pool")
+def test_the_memory_of_a_staged_copy_returns_to_the_pool(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path)
+    kept = []
+    for _ in range(3):
+        staged = writer.stage({"a": large(), "b": [large()]})
+        assert pool_bytes() == 0
+        del staged["a"]
+        assert pool_bytes() == 0
+        del staged
+        kept.append(pool_bytes())
+    assert kept == [2 * 3 * CHUNK_BYTES] * 3
+
+
+@pytest.mark.parametrize("by", ["storage_writer", "async_stager"])
+def test_torchs_async_save_saves_a_snapshot(tmp_path: Path, by: str) -> None:
+    state = everything() | {"large": large()}
+    slow = Background(max_bytes_per_second=64 << 20)
+    writer = torch_ckpt.FileSystemWriter(tmp_path / "c", background=slow)
+    options: StateDict = {"storage_writer": writer}
+    if by == "async_stager":
+        options["async_stager"] = torch_ckpt.FileSystemWriter(tmp_path / "stager")
+    future: Any = dcp_async_save(state, no_dist=True, **options)
+    spoil(state)
+    future.result()
+    assert_checkpoint(tmp_path / "c", everything() | {"large": large()})
+
+
+def test_torchs_async_save_raises_the_error_of_the_save(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(unwritable(tmp_path))
+    future: Any = dcp_async_save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointException):
+        future.result()
+
+
+def test_the_writer_pickles_after_staging(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path / "c", background=Background(nice=3))
+    writer.stage(everything())
+    copy = pickle.loads(pickle.dumps(writer))
+    dcp_save({"t": torch.ones(3)}, storage_writer=copy, no_dist=True)
+    assert copy.background == Background(nice=3)
+    assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})

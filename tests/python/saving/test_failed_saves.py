@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pickle
 import signal
@@ -19,11 +20,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import torch_ckpt
 from tests.failed_saves import LARGE, THREAD_COUNTS, assert_is_checkpoint, names_in, state_of
 from tests.support import (
+    StateDict,
     cause_of,
     data_files,
     emptied,
     files_limited_to,
     load,
+    pairwise,
     save,
     save_with,
     stock_save,
@@ -32,6 +35,13 @@ from torch_ckpt._base.progress import Progress
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 
 # --- without strace: real full disks, limits and directories -------------------------------------
+
+
+def error_of_save(state: StateDict, path: Path, **options: Any) -> BaseException:
+    """Returns the cause of the error of a save that must fail."""
+    with pytest.raises(dcp.CheckpointException) as error:
+        save(state, path, **options)
+    return cause_of(error.value)
 
 
 def test_metadata_that_no_load_accepts_is_not_committed(tmp_path: Path) -> None:
@@ -43,58 +53,33 @@ def test_metadata_that_no_load_accepts_is_not_committed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("thread_count", THREAD_COUNTS)
-@pytest.mark.parametrize("direct_io", [False, "auto"])
-def test_a_full_disk_fails_the_save_and_its_files_are_deleted(
-    small_disk: Path, thread_count: int, direct_io: bool | str
+@pytest.mark.parametrize(
+    ("thread_count", "direct_io", "is_first"),
+    pairwise(itertools.product(THREAD_COUNTS, [False, "auto"], [True, False])),
+)
+def test_a_full_disk_fails_the_save_and_keeps_only_the_old_checkpoint(
+    small_disk: Path, thread_count: int, direct_io: bool | str, is_first: bool
 ) -> None:
     path = small_disk / "checkpoint"
-    with pytest.raises(dcp.CheckpointException) as error:
-        save(state_of(0, 12 << 20), path, thread_count=thread_count, direct_io=direct_io)
-    cause = cause_of(error.value)
+    path.mkdir()
+    options: StateDict = {"thread_count": thread_count, "direct_io": direct_io}
+    if not is_first:
+        save(state_of(0, 5 << 20), path, **options)
+    before = names_in(path)
+    cause = error_of_save(state_of(1, (12 if is_first else 5) << 20), path, **options)
     assert isinstance(cause, OSError)
     assert cause.errno == errno.ENOSPC
     assert os.path.dirname(cause.filename) == str(path)
-    assert names_in(path) == []
-
-
-@pytest.mark.parametrize("thread_count", THREAD_COUNTS)
-def test_a_disk_too_small_for_two_checkpoints_keeps_the_first(
-    small_disk: Path, thread_count: int
-) -> None:
-    save(state_of(0, 5 << 20), small_disk, thread_count=thread_count)
-    before = names_in(small_disk)
-    with pytest.raises(dcp.CheckpointException, match="No space left"):
-        save(state_of(1, 5 << 20), small_disk, thread_count=thread_count)
-    assert names_in(small_disk) == before
-    assert_is_checkpoint(small_disk, state_of(0, 5 << 20))
-
-
-def test_a_full_disk_without_room_for_the_metadata_publishes_nothing(small_disk: Path) -> None:
-    path = small_disk / "checkpoint"
-    path.mkdir()
-    # There is space for the data, and then no page is left.
-    state = {"a": torch.zeros(1 << 20, dtype=torch.uint8)}
-    save(state, path, thread_count=1)
-    size = data_files(path)[0].stat().st_size
-    for file in path.iterdir():
-        file.unlink()
-    with (small_disk / "filler").open("wb") as filler:
-        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-        filler.write(bytes(free - -(-size // 4096) * 4096))
-    with pytest.raises(dcp.CheckpointException, match="No space left") as error:
-        save(state, path, thread_count=1)
-    assert isinstance(cause_of(error.value), NotCommitted)
-    assert not [name for name in names_in(path) if name.startswith(".metadata")]
+    assert names_in(path) == before
+    if not is_first:
+        assert_is_checkpoint(path, state_of(0, 5 << 20))
 
 
 def test_a_read_only_disk_fails_the_save_and_can_be_loaded_from(small_disk: Path) -> None:
     save(state_of(0, 1 << 20), small_disk)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for path in (small_disk, small_disk / "new"):
-        with pytest.raises(dcp.CheckpointException) as error:
-            save(state_of(1, 1 << 20), path)
-        cause = cause_of(error.value)
+        cause = error_of_save(state_of(1, 1 << 20), path)
         assert isinstance(cause, OSError)
         assert cause.errno == errno.EROFS
     assert_is_checkpoint(small_disk, state_of(0, 1 << 20))
@@ -103,22 +88,10 @@ def test_a_read_only_disk_fails_the_save_and_can_be_loaded_from(small_disk: Path
 @pytest.mark.parametrize("path", ["file", "file/below"])
 def test_a_file_in_place_of_the_directory_fails_the_save(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("keep")
-    with pytest.raises(dcp.CheckpointException) as error:
-        save(state_of(), tmp_path / path)
-    cause = cause_of(error.value)
+    cause = error_of_save(state_of(), tmp_path / path)
     assert isinstance(cause, OSError)
     assert cause.filename is not None
     assert (tmp_path / "file").read_text() == "keep"
-
-
-@pytest.mark.filterwarnings("ignore:an unused file could not be removed")
-@pytest.mark.parametrize("thread_count", THREAD_COUNTS)
-def test_a_directory_in_place_of_a_data_file_loses_no_data(
-    tmp_path: Path, thread_count: int
-) -> None:
-    (tmp_path / f"__0_{thread_count - 1}.distcp").mkdir()
-    save(state_of(), tmp_path, thread_count=thread_count)
-    assert_is_checkpoint(tmp_path, state_of())
 
 
 def test_the_incomplete_checkpoint_of_stock_torch_is_refused_with_the_reason(
@@ -140,26 +113,17 @@ def test_the_incomplete_checkpoint_of_stock_torch_is_refused_with_the_reason(
 # --- what is raised ------------------------------------------------------------------------------
 
 
-def error_of_save(path: Path) -> dcp.CheckpointException:
+def test_the_raised_exception_names_call_and_file_and_can_be_sent_to_other_ranks(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(dcp.CheckpointException) as error, files_limited_to(1 << 20):
-        save(state_of(), path, thread_count=1)
-    return error.value
-
-
-def test_the_raised_exception_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
-    error = error_of_save(tmp_path)
-    copy = pickle.loads(pickle.dumps(error))
-    cause, copied = cause_of(error), cause_of(copy)
+        save(state_of(), tmp_path, thread_count=1)
+    cause, copied = cause_of(error.value), cause_of(pickle.loads(pickle.dumps(error.value)))
+    for part in ("fallocate failed", "File too large", str(tmp_path / "__0_0.distcp")):
+        assert part in str(cause)
     assert type(copied) is type(cause)
     assert (copied.errno, copied.filename) == (errno.EFBIG, str(tmp_path / "__0_0.distcp"))
     assert str(copied) == str(cause)
-
-
-def test_the_message_names_the_call_and_the_file(tmp_path: Path) -> None:
-    text = str(cause_of(error_of_save(tmp_path)))
-    assert "fallocate failed" in text
-    assert "File too large" in text
-    assert str(tmp_path / "__0_0.distcp") in text
 
 
 @pytest.mark.parametrize("kind", [NotCommitted, DurabilityUncertain])
@@ -210,16 +174,6 @@ def test_a_failed_save_leaves_no_file_open_and_the_engine_ready(tmp_path: Path) 
     assert_is_checkpoint(tmp_path / "bad", state_of())
 
 
-def test_a_link_in_place_of_a_data_file_is_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("keep")
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "__0_0.distcp").symlink_to(victim)
-    save(state_of(), tmp_path / "checkpoint", thread_count=1)
-    assert victim.read_text() == "keep"
-    assert_is_checkpoint(tmp_path / "checkpoint", state_of())
-
-
 # --- progress and Ctrl-C -------------------------------------------------------------------------
 
 
@@ -234,21 +188,16 @@ def test_progress_of_a_save_reaches_the_total(tmp_path: Path) -> None:
     assert all(progress.bytes_done <= progress.bytes_staged for progress in seen)
 
 
-def test_progress_true_draws_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(state_of(), tmp_path / "step-7", progress=True)
-    load(emptied(state_of()), tmp_path / "step-7", progress=True)
-    drawn = capsys.readouterr().err
-    assert "save step-7: 100%" in drawn
-    assert "load step-7: 100%" in drawn
-
-
-@pytest.mark.parametrize("option", [None, False])
-def test_without_progress_nothing_is_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: bool | None
-) -> None:
-    save(state_of(), tmp_path, progress=option)
-    load(emptied(state_of()), tmp_path, progress=option)
-    assert capsys.readouterr() == ("", "")
+def test_only_progress_true_draws_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (True, None, False):
+        save(state_of(), tmp_path / "step-7", progress=option)
+        load(emptied(state_of()), tmp_path / "step-7", progress=option)
+        drawn = capsys.readouterr()
+        if option:
+            assert "save step-7: 100%" in drawn.err
+            assert "load step-7: 100%" in drawn.err
+        else:
+            assert drawn == ("", "")
 
 
 def interrupt(_progress: Progress) -> None:

@@ -13,14 +13,6 @@ from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 
 
-def test_a_system_call_of_the_engine_is_reported_with_its_path(tmp_path: Path) -> None:
-    (tmp_path / "one").touch()
-    reached: list[tuple[str, str]] = []
-    with at_fault_points(lambda operation, path: reached.append((operation, path))):
-        OpenDirectory(tmp_path).remove("one")
-    assert ("unlink", str(tmp_path / "one")) in reached
-
-
 def test_a_call_fails_with_the_errno_that_the_hook_returns(tmp_path: Path) -> None:
     (tmp_path / "one").touch()
     with failing("unlink", EACCES, tmp_path / "one"), pytest.raises(PermissionError) as raised:
@@ -33,22 +25,6 @@ def test_a_point_in_python_fails_like_a_call_of_the_engine(tmp_path: Path) -> No
     with failing("look", EIO, tmp_path), pytest.raises(OSError, match="look") as raised:
         _core.fault_point("look", tmp_path)
     assert (raised.value.errno, raised.value.filename) == (EIO, str(tmp_path))
-
-
-def test_a_hook_ends_with_its_scope() -> None:
-    with failing("look", EIO), pytest.raises(OSError, match="look"):
-        _core.fault_point("look")
-    _core.fault_point("look")
-
-
-def test_two_threads_can_be_in_a_hook_at_the_same_time() -> None:
-    both = threading.Barrier(2)
-    with at_fault_points(lambda _operation, _path: both.wait() and None):
-        other = threading.Thread(target=_core.fault_point, args=("here",))
-        other.start()
-        _core.fault_point("there")
-        other.join()
-    assert not both.broken
 
 
 def test_an_exception_of_a_hook_is_raised_at_the_end() -> None:

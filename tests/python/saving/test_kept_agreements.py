@@ -116,15 +116,6 @@ def test_a_changed_structure_is_planned_anew(tmp_path: Path, plans: Plans, chang
     assert_holds(tmp_path / "after", changed)
 
 
-def test_the_metadata_of_an_earlier_save_is_not_changed_by_a_later_one(tmp_path: Path) -> None:
-    first = torch_ckpt.async_save(state(1), tmp_path / "first").result()
-    places = dict(first.storage_data)
-    names = list(first.state_dict_metadata)
-    torch_ckpt.async_save(state(2), tmp_path / "second").result()
-    assert first.storage_data == places
-    assert list(first.state_dict_metadata) == names
-
-
 def test_a_rank_that_missed_an_answer_gets_a_new_plan(tmp_path: Path, plans: Plans) -> None:
     save(tmp_path / "before", state(1))
     PlanCache.of(RankGroup.of(None, no_dist=True)).number += 1

@@ -6,9 +6,9 @@ import errno
 import gc
 import logging
 import os
-import resource
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.fault_hooks import at_fault_points, failing
+from tests.fault_hooks import calling, failing
 from tests.forked import in_fork, run_script
 from tests.gates import LIMIT, Gate, eventually, in_thread
 from tests.support import random_tensor
@@ -54,89 +54,56 @@ def make(reserve: Reserve, chunks: int, wait: bool = True) -> int:
     return reserve.make(chunks * CHUNK_BYTES, None, wait)
 
 
-def test_the_bytes_are_reserved_in_whole_chunks() -> None:
-    assert torch_ckpt.reserve_pool(5 * CHUNK_BYTES + 1) == 6 * CHUNK_BYTES
-    assert _core.pool_bytes() == 6 * CHUNK_BYTES
+@pytest.mark.parametrize(
+    ("requested", "reserved"), [((0,), 0), ((2, 5.5), 6), ((5, 2), 5)], ids=["none", "more", "less"]
+)
+def test_only_the_missing_bytes_are_reserved_in_whole_chunks(
+    requested: tuple[float, ...], reserved: int
+) -> None:
+    made = [torch_ckpt.reserve_pool(int(chunks * CHUNK_BYTES)) for chunks in requested]
+    assert made[-1] == _core.pool_bytes() == reserved * CHUNK_BYTES
 
 
-def test_zero_bytes_reserve_nothing() -> None:
-    assert torch_ckpt.reserve_pool(0) == 0
-    assert _core.pool_bytes() == 0
-
-
-def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="must not be negative, got -1"):
-        torch_ckpt.reserve_pool(-1)
-
-
-def test_a_fraction_is_refused() -> None:
-    amount: Any = 2e9
-    with pytest.raises(TypeError, match="float"):
-        torch_ckpt.reserve_pool(amount)
-
-
-@pytest.mark.parametrize("device", ["cpu", torch.device("meta")])
-def test_memory_is_page_locked_only_for_cuda_devices(device: torch.device | str) -> None:
-    with pytest.raises(ValueError, match="device must be a CUDA device"):
-        torch_ckpt.reserve_pool(CHUNK_BYTES, device=device)
+@pytest.mark.parametrize(
+    ("amount", "device", "error", "text"),
+    [
+        (-1, None, ValueError, "must not be negative, got -1"),
+        (2e9, None, TypeError, "float"),
+        (CHUNK_BYTES, "cpu", ValueError, "device must be a CUDA device"),
+        (CHUNK_BYTES, torch.device("meta"), ValueError, "device must be a CUDA device"),
+    ],
+)
+def test_a_wrong_amount_or_device_is_refused(
+    amount: Any, device: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        torch_ckpt.reserve_pool(amount, device=device)
     assert _core.reserve_bytes() == 0
-
-
-def test_a_second_call_allocates_only_what_is_missing() -> None:
-    torch_ckpt.reserve_pool(2 * CHUNK_BYTES)
-    assert torch_ckpt.reserve_pool(5 * CHUNK_BYTES) == 5 * CHUNK_BYTES
-    assert _core.pool_bytes() == 5 * CHUNK_BYTES
-
-
-def test_a_smaller_number_frees_nothing() -> None:
-    torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
-    torch_ckpt.reserve_pool(2 * CHUNK_BYTES)
-    assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
 # --- saves and loads -----------------------------------------------------------------------------
 
 _state = {"t": random_tensor((3, CHUNK_BYTES), torch.uint8, 1)}
-# The file is a little larger than its tensor.
-_state_chunks = 4
+
+
+def saved(path: Path, **options: Any) -> None:
+    torch_ckpt.async_save(_state, path, **options).result()
+
+
+def loaded(path: Path) -> None:
+    torch_ckpt.load({"t": torch.empty_like(_state["t"])}, path.with_name("before"))
 
 
 @pytest.mark.parametrize(
-    ("staging", "reserve"), [("blocking", True), ("overlapped", True), ("overlapped", False)]
+    "work",
+    [saved, partial(saved, max_host_bytes=CHUNK_BYTES), loaded],
+    ids=["save", "save with a smaller budget", "load"],
 )
-def test_the_first_save_allocates_no_memory(tmp_path: Path, staging: str, reserve: bool) -> None:
-    if reserve:
-        torch_ckpt.reserve_pool(_state_chunks * CHUNK_BYTES)
-    made: list[str] = []
-
-    def look(operation: str, _path: str) -> None:
-        if operation == "mmap":
-            made.append(operation)
-
-    options: Any = {"staging": staging, "thread_count": 1}
-    with at_fault_points(look):
-        torch_ckpt.async_save(_state, tmp_path / "c", **options).result()
-        _core.join_executor()
-    # Without a reservation, memory is allocated.
-    assert bool(made) != reserve
-
-
-def test_a_save_with_a_smaller_budget_keeps_the_reservation(tmp_path: Path) -> None:
-    torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
-    torch_ckpt.async_save(_state, tmp_path / "c", max_host_bytes=CHUNK_BYTES).result()
-    assert _core.pool_bytes() == 5 * CHUNK_BYTES
-
-
-def test_a_save_without_a_budget_keeps_the_reservation(tmp_path: Path) -> None:
-    torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
-    torch_ckpt.async_save(_state, tmp_path / "c", thread_count=1).result()
-    assert _core.pool_bytes() == 5 * CHUNK_BYTES
-
-
-def test_a_load_keeps_the_reservation(tmp_path: Path) -> None:
-    torch_ckpt.save(_state, tmp_path / "c")
+def test_saves_and_loads_keep_the_reservation(tmp_path: Path, work: Callable[[Path], None]) -> None:
+    torch_ckpt.save(_state, tmp_path / "before")
     torch_ckpt.reserve_pool(20 * CHUNK_BYTES)
-    torch_ckpt.load({"t": torch.empty_like(_state["t"])}, tmp_path / "c")
+    work(tmp_path / "c")
+    _core.join_executor()
     assert _core.pool_bytes() == 20 * CHUNK_BYTES
 
 
@@ -156,17 +123,18 @@ def test_saves_can_use_the_entire_reservation() -> None:
 # --- limits --------------------------------------------------------------------------------------
 
 
-def test_at_most_half_of_the_free_memory_is_reserved(caplog: pytest.LogCaptureFixture) -> None:
-    reserve = Reserve(free(20 * CHUNK_BYTES))
+@pytest.mark.parametrize(("local_ranks", "chunks"), [("1", 20), ("4", 5)])
+def test_at_most_a_ranks_share_of_half_of_the_free_memory_is_reserved(
+    local_ranks: str,
+    chunks: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
     with caplog.at_level(logging.WARNING, "torch_ckpt"):
-        assert make(reserve, 50) == 10 * CHUNK_BYTES
-    assert f"reserved only {10 * CHUNK_BYTES} of {50 * CHUNK_BYTES} bytes" in caplog.text
-    assert _core.reserve_bytes() == 10 * CHUNK_BYTES, "saves keep no more than was made"
-
-
-def test_ranks_of_a_machine_share_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert make(Reserve(free(40 * CHUNK_BYTES)), 50) == 5 * CHUNK_BYTES
+        assert make(Reserve(free(40 * CHUNK_BYTES)), 50) == chunks * CHUNK_BYTES
+    assert f"reserved only {chunks * CHUNK_BYTES} of {50 * CHUNK_BYTES} bytes" in caplog.text
+    assert _core.reserve_bytes() == chunks * CHUNK_BYTES, "saves keep no more than was made"
 
 
 @pytest.mark.parametrize(
@@ -196,16 +164,13 @@ def test_memory_used_by_others_in_the_meantime_is_noticed() -> None:
 
 
 def test_memory_that_the_system_does_not_have_is_an_error() -> None:
-    def work() -> None:
-        torch_ckpt.reserve_pool(CHUNK_BYTES)  # and the threads
-        here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (here + 20 * CHUNK_BYTES,) * 2)
-        with pytest.raises(OSError, match="Cannot allocate memory") as raised:
-            torch_ckpt.reserve_pool(100 * CHUNK_BYTES)
-        assert raised.value.errno == errno.ENOMEM
-        assert _core.reserve_bytes() == _core.reserved_bytes() == _core.pool_bytes()
-
-    in_fork(work)
+    with (
+        failing("mmap", errno.ENOMEM),
+        pytest.raises(OSError, match="Cannot allocate memory") as raised,
+    ):
+        torch_ckpt.reserve_pool(100 * CHUNK_BYTES)
+    assert raised.value.errno == errno.ENOMEM
+    assert _core.reserve_bytes() == _core.reserved_bytes() == _core.pool_bytes()
 
 
 # --- trimming ------------------------------------------------------------------------------------
@@ -215,7 +180,7 @@ def test_trim_pool_frees_the_reservation_and_saves_no_longer_keep_it(tmp_path: P
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     torch_ckpt.trim_pool(2 * CHUNK_BYTES)
     assert _core.pool_bytes() == 2 * CHUNK_BYTES
-    torch_ckpt.async_save(_state, tmp_path / "c", max_host_bytes=CHUNK_BYTES).result()
+    saved(tmp_path / "c", max_host_bytes=CHUNK_BYTES)
     assert _core.pool_bytes() == 2 * CHUNK_BYTES
     torch_ckpt.trim_pool()
     assert _core.pool_bytes() == 0
@@ -239,20 +204,23 @@ class Held(Reserve):
         return 2000 * CHUNK_BYTES
 
 
-def test_a_call_without_waiting_returns_at_once_and_continues_in_the_background() -> None:
+@pytest.fixture
+def held_at_the_third() -> Held:
+    """Makes a background reservation of many chunks that is held before the third."""
+    held = Held(nth=3)
+    assert make(held, 50, wait=False) == 0
+    held.gate.wait()
+    assert _core.pool_bytes() == 2 * CHUNK_BYTES
+    return held
+
+
+def test_a_call_without_waiting_returns_at_once_and_can_be_waited_for() -> None:
     held = Held()
-    assert make(held, 3, wait=False) == 0
+    assert make(held, 20, wait=False) == 0
     held.gate.wait()
     held.gate.open()
+    assert make(held, 20) == 20 * CHUNK_BYTES
     held.join()
-    assert _core.pool_bytes() == 3 * CHUNK_BYTES
-
-
-def test_a_background_reservation_can_be_waited_for() -> None:
-    reserve = Reserve()
-    make(reserve, 20, wait=False)
-    assert make(reserve, 20) == 20 * CHUNK_BYTES
-    reserve.join()
     assert _core.pool_bytes() == 20 * CHUNK_BYTES
 
 
@@ -260,26 +228,21 @@ def test_a_background_reservation_can_be_waited_for() -> None:
 def test_only_a_call_without_waiting_uses_low_priority_threads(wait: bool) -> None:
     nice: list[int] = []
 
-    def look(operation: str, _path: str) -> None:
-        if operation == "mmap":
-            nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    def look() -> None:
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     reserve = Reserve()
-    with at_fault_points(look):
+    with calling({"mmap": look}):
         make(reserve, 1, wait)
         reserve.join()
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert nice == [own if wait else max(own, Background().nice)]
 
 
-def test_trim_pool_ends_a_background_reservation() -> None:
-    held = Held(nth=3)
-    make(held, 50, wait=False)
-    held.gate.wait()
-    assert _core.pool_bytes() == 2 * CHUNK_BYTES
+def test_trim_pool_ends_a_background_reservation(held_at_the_third: Held) -> None:
     torch_ckpt.trim_pool()
-    held.gate.open()
-    held.join()
+    held_at_the_third.gate.open()
+    held_at_the_third.join()
     assert _core.pool_bytes() == 0
 
 
@@ -292,13 +255,10 @@ def test_a_failure_of_a_background_reservation_is_logged(caplog: pytest.LogCaptu
     assert os.strerror(errno.ENOMEM) in caplog.text
 
 
-def test_leave_ends_a_background_reservation() -> None:
-    held = Held(nth=3)
-    make(held, 50, wait=False)
-    held.gate.wait()
-    with in_thread(held.leave):
-        eventually(lambda: held.leaving)
-        held.gate.open()
+def test_leave_ends_a_background_reservation(held_at_the_third: Held) -> None:
+    with in_thread(held_at_the_third.leave):
+        eventually(lambda: held_at_the_third.leaving)
+        held_at_the_third.gate.open()
     assert _core.pool_bytes() == 3 * CHUNK_BYTES, "the step that was under way, and no more"
 
 
@@ -319,7 +279,7 @@ def test_a_forked_child_has_no_reservation_and_makes_its_own(tmp_path: Path) -> 
     def work() -> None:
         at_start = (_core.reserve_bytes(), _core.reserved_bytes(), _core.pool_bytes())
         made = torch_ckpt.reserve_pool(4 * CHUNK_BYTES)
-        torch_ckpt.async_save(_state, tmp_path / "c", max_host_bytes=CHUNK_BYTES).result()
+        saved(tmp_path / "c", max_host_bytes=CHUNK_BYTES)
         assert at_start == (0, 0, 0)
         assert made == _core.pool_bytes() == 4 * CHUNK_BYTES
 
@@ -333,7 +293,7 @@ def test_a_child_forked_during_a_reservation_does_not_wait(gate: Gate) -> None:
         assert torch_ckpt.reserve_pool(2 * CHUNK_BYTES) == 2 * CHUNK_BYTES
         host_memory.leave()
 
-    with at_fault_points(lambda operation, _path: gate() if operation == "mmap" else None):
+    with calling({"mmap": gate}):
         torch_ckpt.reserve_pool(5 * CHUNK_BYTES, wait=False)
         gate.wait()
         in_fork(work)

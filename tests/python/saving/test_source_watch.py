@@ -18,31 +18,19 @@ def watch_of(holder: SimpleNamespace) -> _C.SourceWatch:
     return watch
 
 
-def replace_by_larger(holder: SimpleNamespace) -> None:
-    holder.tensor = torch.zeros(5)
+CHANGES: dict[str, Callable[[SimpleNamespace], object]] = {
+    "replaced by a larger one": lambda holder: setattr(holder, "tensor", torch.zeros(5)),
+    "replaced by an equal one": lambda holder: setattr(holder, "tensor", holder.tensor.clone()),
+    "replaced by an object": lambda holder: setattr(holder, "tensor", None),
+    "written in place": lambda holder: holder.tensor.add_(1),
+}
 
 
-def replace_by_equal(holder: SimpleNamespace) -> None:
-    holder.tensor = holder.tensor.clone()
-
-
-def replace_by_object(holder: SimpleNamespace) -> None:
-    holder.tensor = None
-
-
-def write_in_place(holder: SimpleNamespace) -> None:
-    holder.tensor.add_(1)
-
-
-@pytest.mark.parametrize(
-    "change", [replace_by_larger, replace_by_equal, replace_by_object, write_in_place]
-)
-def test_a_replaced_or_written_tensor_is_reported(
-    change: Callable[[SimpleNamespace], None],
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_replaced_or_written_tensor_is_reported(change: str) -> None:
     holder = SimpleNamespace(tensor=torch.zeros(3))
     watch = watch_of(holder)
-    change(holder)
+    CHANGES[change](holder)
     assert watch.changed() == ["weight"]
 
 
@@ -73,10 +61,11 @@ def test_an_inference_tensor_is_never_reported() -> None:
     assert watch.changed() == []
 
 
-def test_a_released_watch_reports_nothing() -> None:
+def test_a_released_watch_reports_nothing_and_host_memory_has_no_devices() -> None:
     tensor = torch.zeros(2)
     watch = _C.SourceWatch()
     watch.add("weight", tensor)
+    assert watch.devices == []
     tensor.add_(1)
     watch.release()
     assert watch.changed() == []
@@ -88,12 +77,6 @@ def test_an_error_of_the_holder_is_raised() -> None:
     del holder.tensor
     with pytest.raises(AttributeError, match="tensor"):
         watch.changed()
-
-
-def test_tensors_in_host_memory_have_no_devices() -> None:
-    watch = _C.SourceWatch()
-    watch.add("weight", torch.zeros(2))
-    assert watch.devices == []
 
 
 class AskingHolder(SimpleNamespace):

@@ -22,7 +22,7 @@ from torch_ckpt.saving.background import CHUNK_BYTES, Background, EngineOptions
 LIMIT = 60.0
 
 
-def start(path: Path, values: list[Any], background: Background, buckets: int = 1) -> _C.Save:
+def start(path: Path, values: list[Any], background: Background) -> _C.Save:
     sources = _C.SaveSources()
     for number, value in enumerate(values):
         sources.add(f"value {number}", value)
@@ -30,7 +30,7 @@ def start(path: Path, values: list[Any], background: Background, buckets: int = 
         _core.Directory(path),
         "__0_",
         sources,
-        buckets=buckets,
+        buckets=1,
         file_per_item=False,
         separation_hint="",
         chunk_bytes=CHUNK_BYTES,
@@ -76,12 +76,6 @@ def test_another_thread_can_query_while_one_waits(stuck: _C.Save) -> None:
 def test_a_forked_child_has_no_unfinished_files(stuck: _C.Save) -> None:
     assert stuck.unfinished() != []
     assert answer_of(stuck.unfinished) == []
-
-
-def test_a_finished_save_has_no_unfinished_files(tmp_path: Path) -> None:
-    save = start(tmp_path, [b"some bytes", torch.ones(3)], Background(), buckets=2)
-    assert save.wait(LIMIT)
-    assert save.unfinished() == []
 
 
 def test_bytes_that_are_not_consecutive_are_refused(tmp_path: Path) -> None:

@@ -1,19 +1,24 @@
-"""Saves by a build without CUDA on a machine with CUDA."""
+"""Builds without CUDA, and simulated captures of CUDA graphs; test_cuda_states.py has real ones."""
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+import torch_ckpt
 from torch_ckpt import _C
 from torch_ckpt._base.cuda_build import warn_without_cuda
 from torch_ckpt.megatron import calls_queue
 from torch_ckpt.saving.items import as_value
+
+# --- a build without CUDA on a machine with CUDA -------------------------------------------------
 
 
 class OnDevice(torch.Tensor):
@@ -22,7 +27,7 @@ class OnDevice(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_cuda_in_the_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_C, "has_cuda", False)
     warn_without_cuda.cache_clear()
@@ -30,6 +35,7 @@ def no_cuda_in_the_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     warn_without_cuda.cache_clear()
 
 
+@pytest.mark.usefixtures("no_cuda_in_the_build")
 def test_the_first_cuda_tensor_warns_and_names_the_toolkit() -> None:
     tensor = torch.arange(3).as_subclass(OnDevice)
     with pytest.warns(UserWarning, match=r"no CUDA support.*Rebuild torch_ckpt.*CUDA \w+"):
@@ -41,6 +47,7 @@ def test_the_first_cuda_tensor_warns_and_names_the_toolkit() -> None:
         as_value(tensor)
 
 
+@pytest.mark.usefixtures("no_cuda_in_the_build")
 def test_megatrons_queue_reserves_memory_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -49,3 +56,61 @@ def test_megatrons_queue_reserves_memory_without_a_device(monkeypatch: pytest.Mo
     )
     calls_queue.AsyncCallsQueue.warmup_persistent_caller(0, reserve_bytes=1)
     assert devices == [None]
+
+
+# --- the capture of a CUDA graph -----------------------------------------------------------------
+
+STATE = {"w": torch.zeros(4)}
+
+
+class Untouched:
+    """A value whose state must not be asked for: that may copy from the device."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        raise AssertionError
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        raise AssertionError
+
+
+def dcp_save(path: Path) -> None:
+    dcp.save(STATE, storage_writer=torch_ckpt.FileSystemWriter(path), no_dist=True)
+
+
+def dcp_load(path: Path) -> None:
+    dcp.load(STATE, storage_reader=torch_ckpt.FileSystemReader(path), no_dist=True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: torch_ckpt.save({"model": Untouched()}, path),
+        lambda path: torch_ckpt.async_save({"model": Untouched()}, path),
+        lambda path: torch_ckpt.load({"model": Untouched()}, path.with_name("before")),
+        dcp_save,
+        lambda path: dcp_load(path.with_name("before")),
+        lambda path: torch_ckpt.FileSystemWriter(path).stage(STATE),
+    ],
+    ids=["save", "async_save", "load", "dcp.save", "dcp.load", "stage"],
+)
+def test_a_call_during_a_capture_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Path], object]
+) -> None:
+    torch_ckpt.save(STATE, tmp_path / "before")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises((RuntimeError, dcp.CheckpointException), match="captures a CUDA graph"):
+        call(tmp_path / "c")
+    assert not (tmp_path / "c" / ".metadata").exists()
+
+
+def test_a_device_with_an_error_does_not_prevent_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    torch_ckpt.save(STATE, tmp_path / "c")
+    assert (tmp_path / "c" / ".metadata").exists()

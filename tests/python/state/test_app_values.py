@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 
 from tests.programs import State, kept, restore, save
 from tests.support import assert_equal, cause_of
+from torch_ckpt import LoadReport
 from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.state.app_state import AppState
 
@@ -62,8 +63,7 @@ def test_schedulers_load_without_allow_pickle(tmp_path: Path, name: str) -> None
 
 def test_a_scheduler_can_change_its_milestones(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
-    saved = lr_scheduler.MultiStepLR(optimizer, [2, 5])
-    other = lr_scheduler.MultiStepLR(optimizer, [7])
+    saved, other = (lr_scheduler.MultiStepLR(optimizer, steps) for steps in ([2, 5], [7]))
     kept({"scheduler": saved}, tmp_path, {"scheduler": other})
     assert other.milestones == Counter([2, 5])
 
@@ -98,23 +98,24 @@ def test_tensors_of_a_stateful_are_filled_in_place(tmp_path: Path) -> None:
     assert restored.tensors[0].data_ptr() == tensors[0].data_ptr()
 
 
-def test_a_stateful_with_fewer_tensors_than_stored_is_refused(tmp_path: Path) -> None:
-    saved, restored = _Averages(2.0), _Averages(0.0)
-    del restored.tensors[1]
+def mismatch(state: State, path: Path) -> LoadReport:
+    with pytest.raises(CheckpointException) as caught:
+        restore(state, path)
+    error = cause_of(caught.value)
+    assert isinstance(error, LoadMismatch)
+    return error.report
+
+
+def test_a_stateful_with_another_number_of_tensors_than_stored_is_refused(tmp_path: Path) -> None:
+    save({"averages": _Averages(2.0)}, tmp_path)
+    restored = _Averages(0.0)
+    restored.tensors.append(torch.ones(4))
+    assert mismatch({"averages": restored}, tmp_path).missing == ["averages.tensors.2"]
+    del restored.tensors[1:]
     with pytest.raises(
         CheckpointError, match=r"^averages: .*has 3 tensors, but the state now has 2"
     ):
-        kept({"averages": saved}, tmp_path, {"averages": restored})
-
-
-def test_a_stateful_with_more_tensors_than_stored_is_refused(tmp_path: Path) -> None:
-    saved, restored = _Averages(2.0), _Averages(0.0)
-    restored.tensors.append(torch.ones(4))
-    with pytest.raises(CheckpointException) as caught:
-        kept({"averages": saved}, tmp_path, {"averages": restored})
-    error = cause_of(caught.value)
-    assert isinstance(error, LoadMismatch)
-    assert error.report.missing == ["averages.tensors.2"]
+        restore({"averages": restored}, tmp_path)
 
 
 def test_a_stateful_whose_state_is_a_bare_tensor_is_refused() -> None:
@@ -131,24 +132,10 @@ def test_a_stateful_whose_state_is_a_bare_tensor_is_refused() -> None:
 
 
 PLAIN: list[Any] = [
-    3,
-    0.1,
-    True,
-    None,
-    "text",
-    b"bytes",
-    1 + 2j,
-    [1, "two", [3.0]],
-    (1, (2, 3)),
-    {"a": {"b": 1}, 2: "two"},
-    {},
-    [],
-    {1, 2},
-    OrderedDict(b=1, a=2),
-    Counter("abc"),
-    deque([1, 2], 5),
-    torch.float16,
-    torch.Size([2, 3]),
+    *(3, 0.1, True, None, "text", b"bytes", 1 + 2j),
+    *([1, "two", [3.0]], (1, (2, 3)), {"a": {"b": 1}, 2: "two"}, {}, [], {1, 2}),
+    *(OrderedDict(b=1, a=2), Counter("abc"), deque([1, 2], 5)),
+    *(torch.float16, torch.Size([2, 3])),
 ]
 
 
@@ -182,11 +169,8 @@ def test_a_plain_value_that_is_not_loaded_is_unchanged(tmp_path: Path, fresh: An
 
 def test_a_plain_value_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
     save({"best": 5}, tmp_path)
-    with pytest.raises(CheckpointException) as caught:
-        restore({"best": 0, "number": 0, "list": []}, tmp_path)
-    error = cause_of(caught.value)
-    assert isinstance(error, LoadMismatch)
-    assert error.report.missing == ["list._objects", "number"]
+    state: State = {"best": 0, "number": 0, "list": []}
+    assert mismatch(state, tmp_path).missing == ["list._objects", "number"]
 
 
 @pytest.mark.parametrize("saved", [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)])
@@ -239,31 +223,40 @@ def test_arrays_are_restored(tmp_path: Path) -> None:
     assert restored["value"][0].tolist() == [0, 1, 2]
 
 
-def test_tensors_in_dicts_and_lists_are_filled_in_place(tmp_path: Path) -> None:
+def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
     tensors = [torch.zeros(2), torch.zeros(3), torch.zeros(4)]
+    tensors.append(torch.zeros(3, requires_grad=True))
     saved = {"ema": {1: torch.ones(2), "l": [5, torch.ones(3)], "o": OrderedDict(a=torch.ones(4))}}
     fresh = {"ema": {1: tensors[0], "l": [0, tensors[1]], "o": OrderedDict(a=tensors[2])}}
-    restored = kept(saved, tmp_path, fresh)["ema"]
-    assert_equal(restored, saved["ema"])
-    assert restored[1] is tensors[0]
-    assert restored["l"][1] is tensors[1]
-    assert restored["o"]["a"] is tensors[2]
-
-
-def test_a_tensor_is_filled_in_place(tmp_path: Path) -> None:
-    tensor = torch.zeros(3, requires_grad=True)
-    state = kept({"w": torch.ones(3)}, tmp_path, {"w": tensor})
-    assert state["w"] is tensor
-    assert_equal(tensor.detach(), torch.ones(3))
+    restored = kept({**saved, "w": torch.ones(3)}, tmp_path, {**fresh, "w": tensors[3]})
+    ema = restored["ema"]
+    assert_equal(ema, saved["ema"])
+    assert_equal(restored["w"].detach(), torch.ones(3))
+    for found, tensor in zip(
+        (ema[1], ema["l"][1], ema["o"]["a"], restored["w"]), tensors, strict=True
+    ):
+        assert found is tensor
 
 
 class _OfThisTest:
     """Has a unique name: a warning is given once in a process for each name and class."""
 
 
-def test_a_value_that_cannot_be_loaded_is_named_at_the_save() -> None:
-    with pytest.warns(UserWarning, match=r"config\.0: .*_OfThisTest.*add_safe_globals"):
-        AppState({"config": [_OfThisTest()]}).state_dict()
+class _Phase(enum.IntEnum):
+    WARM_UP = 1
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"config": [_OfThisTest()]}, r"config\.0: .*_OfThisTest.*add_safe_globals"),
+        ({"phase": _Phase.WARM_UP}, r"phase: .*_Phase.*add_safe_globals"),
+    ],
+    ids=["object", "number of a subclass"],
+)
+def test_a_value_that_cannot_be_loaded_is_named_at_the_save(state: State, text: str) -> None:
+    with pytest.warns(UserWarning, match=text):
+        AppState(state).state_dict()
 
 
 def test_a_later_value_that_cannot_be_loaded_is_named_once() -> None:
@@ -274,15 +267,6 @@ def test_a_later_value_that_cannot_be_loaded_is_named_once() -> None:
     with pytest.warns(UserWarning, match=r"config\.nested\.0\.a: .*_OfThisTest"):
         app_state.state_dict()
     app_state.state_dict()
-
-
-class _Phase(enum.IntEnum):
-    WARM_UP = 1
-
-
-def test_a_number_of_a_subclass_is_checked() -> None:
-    with pytest.warns(UserWarning, match=r"phase: .*_Phase.*add_safe_globals"):
-        AppState({"phase": _Phase.WARM_UP}).state_dict()
 
 
 def test_names_that_are_not_strings_are_refused() -> None:

@@ -217,19 +217,6 @@ def test_every_optimizer_of_torch_is_covered() -> None:
 
 
 @each_case
-def test_reading_and_saving_a_state_changes_no_attribute(
-    tmp_path: Path, name: str, wrap: str, unused: bool, before: int
-) -> None:
-    state = program(name, wrap, unused=unused)
-    train(state, before)
-    expected = picture(state["model"], state["optimizer"], identity=True)
-    AppState(state).state_dict()
-    AppState(state).target()
-    save(state, tmp_path)
-    assert picture(state["model"], state["optimizer"], identity=True) == expected
-
-
-@each_case
 def test_restoring_the_current_state_changes_no_value(
     tmp_path: Path, name: str, wrap: str, unused: bool, before: int
 ) -> None:
@@ -244,20 +231,22 @@ def test_restoring_the_current_state_changes_no_value(
 
 
 @each_case
-def test_a_resumed_training_equals_an_uninterrupted_one(
+def test_a_save_changes_no_attribute_and_training_resumed_from_it_equals_an_uninterrupted_one(
     tmp_path: Path, name: str, wrap: str, unused: bool, before: int
 ) -> None:
     through = program(name, wrap, unused=unused)
     train(through, before + 3)
     interrupted = program(name, wrap, unused=unused)
     train(interrupted, before)
+    expected = picture(interrupted["model"], interrupted["optimizer"], identity=True)
+    AppState(interrupted).target()
     save(interrupted, tmp_path)
+    assert picture(interrupted["model"], interrupted["optimizer"], identity=True) == expected
     resumed = program(name, wrap, unused=unused, seed=1)
     restore(resumed, tmp_path)
-    train(resumed, 3)
-    train(interrupted, 3)
-    assert_equal(outcome(resumed), outcome(through))
-    assert_equal(outcome(interrupted), outcome(through))
+    for state in (resumed, interrupted):
+        train(state, 3)
+        assert_equal(outcome(state), outcome(through))
 
 
 @pytest.mark.parametrize("wrap", ["Accelerate", "delegating", "sharing"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.fault_hooks import at_fault_points, before
-from tests.forked import run_script
+from tests.fault_hooks import before, calling
 from tests.gates import Gate
 from tests.support import assert_equal
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 
-
-@pytest.fixture(autouse=True)
-def no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.filterwarnings("error")
 
 
 def weights(value: float) -> nn.Linear:
@@ -38,49 +31,50 @@ def weights(value: float) -> nn.Linear:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def test_saves_are_numbered_from_1(tmp_path: Path) -> None:
+def is_complete(path: str) -> bool:
+    return Path(path, ".metadata").exists()
+
+
+def test_saves_are_numbered_from_1_and_writes_have_no_number(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
-    paths = [checkpoint.save(tmp_path / "ckpt") for _ in range(2)]
     checkpoint.sync()
-    assert paths == [f"{tmp_path}/ckpt-1", f"{tmp_path}/ckpt-2"]
-    assert all(Path(path, ".metadata").exists() for path in paths)
-
-
-def test_a_write_uses_the_given_path_and_no_number(tmp_path: Path) -> None:
-    checkpoint = AsyncCheckpoint(model=weights(1))
-    path = checkpoint.write(tmp_path / "here")
+    paths = [
+        checkpoint.save(tmp_path / "ckpt"),
+        checkpoint.write(tmp_path / "here"),
+        checkpoint.save(tmp_path / "ckpt"),
+    ]
     checkpoint.sync()
-    assert path == str(tmp_path / "here")
-    assert Path(path, ".metadata").exists()
-    assert checkpoint.save_counter == 0
+    assert paths == [f"{tmp_path}/{name}" for name in ("ckpt-1", "here", "ckpt-2")]
+    assert all(is_complete(path) for path in paths)
+    assert checkpoint.save_counter == 2
 
 
-def test_numbers_continue_after_a_restore(tmp_path: Path) -> None:
+def test_numbers_continue_after_a_restore_and_not_after_a_read(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
     for _ in range(3):
         path = checkpoint.save(tmp_path / "ckpt")
     checkpoint.sync()
     fresh = AsyncCheckpoint(model=weights(0))
+    fresh.read(path)
+    assert fresh.save_counter == 0
+    assert_equal(fresh.state["model"].state_dict(), weights(1).state_dict())
     fresh.restore(path)
     assert fresh.save(tmp_path / "ckpt") == f"{tmp_path}/ckpt-4"
     fresh.sync()
 
 
-def test_a_read_keeps_the_counter(tmp_path: Path) -> None:
-    checkpoint = AsyncCheckpoint(model=weights(1))
-    path = checkpoint.save(tmp_path / "ckpt")
-    checkpoint.sync()
-    fresh = AsyncCheckpoint(model=weights(0))
-    fresh.read(path)
-    assert fresh.save_counter == 0
-    assert_equal(fresh.state["model"].state_dict(), weights(1).state_dict())
-
-
-def test_a_checkpoint_without_a_counter_can_be_read(tmp_path: Path) -> None:
-    torch_ckpt.save({"model": weights(5).state_dict(), "step": 8}, tmp_path)
-    fresh = AsyncCheckpoint(model=weights(1), step=0)
-    fresh.read(tmp_path)
-    assert (fresh.state["step"], fresh.save_counter) == (8, 0)
+def test_a_checkpoint_of_save_can_be_read_without_a_counter_and_restored_with_one(
+    tmp_path: Path,
+) -> None:
+    state = {"model": weights(5).state_dict(), "step": 8}
+    torch_ckpt.save(state, tmp_path / "without")
+    torch_ckpt.save({**state, "save_counter": 3}, tmp_path / "with")
+    fresh = AsyncCheckpoint(model=weights(0), step=0)
+    fresh.read(tmp_path / "without")
+    assert (fresh.step, fresh.save_counter) == (8, 0)
+    fresh.restore(tmp_path / "with")
+    assert_equal(fresh.model.state_dict(), weights(5).state_dict())
+    assert fresh.save_counter == 3
 
 
 def test_a_value_cannot_have_the_name_of_the_counter() -> None:
@@ -123,14 +117,6 @@ def test_values_must_be_passed_by_keyword(given: Any) -> None:
         AsyncCheckpoint(given)
 
 
-def test_a_restore_works_before_the_first_save(tmp_path: Path) -> None:
-    torch_ckpt.save({"model": weights(5).state_dict(), "save_counter": 8}, tmp_path)
-    fresh = AsyncCheckpoint(model=weights(0))
-    fresh.restore(tmp_path)
-    assert_equal(fresh.state["model"].state_dict(), weights(5).state_dict())
-    assert fresh.save_counter == 8
-
-
 @pytest.mark.parametrize("name", ["read", "restore"])
 def test_reading_waits_for_a_running_write(tmp_path: Path, name: str, gate: Gate) -> None:
     model = weights(3)
@@ -144,24 +130,11 @@ def test_reading_waits_for_a_running_write(tmp_path: Path, name: str, gate: Gate
     assert_equal(model.state_dict(), weights(3).state_dict())
 
 
-def test_plain_values_are_replaced_in_the_state(tmp_path: Path) -> None:
-    checkpoint = AsyncCheckpoint(epoch=7)
-    path = checkpoint.save(tmp_path / "ckpt")
-    checkpoint.sync()
-    fresh = AsyncCheckpoint(epoch=0)
-    fresh.restore(path)
-    assert fresh.state["epoch"] == 7
-
-
 def test_a_restore_works_after_a_failed_write(tmp_path: Path) -> None:
-    checkpoint = AsyncCheckpoint(model=weights(3))
-    path = checkpoint.save(tmp_path / "ckpt")
-    checkpoint.sync()
-    (tmp_path / "file").touch()
-    checkpoint.write(tmp_path / "file")
-    nn.init.zeros_(checkpoint.state["model"].weight)
-    checkpoint.restore(path)
-    assert_equal(checkpoint.state["model"].state_dict(), weights(3).state_dict())
+    torch_ckpt.save({"model": weights(3).state_dict(), "save_counter": 1}, tmp_path / "good")
+    checkpoint = failed_write(tmp_path)
+    checkpoint.restore(tmp_path / "good")
+    assert_equal(checkpoint.model.state_dict(), weights(3).state_dict())
     with pytest.raises(CheckpointException):
         checkpoint.sync()
 
@@ -169,52 +142,36 @@ def test_a_restore_works_after_a_failed_write(tmp_path: Path) -> None:
 # --- waiting and errors --------------------------------------------------------------------------
 
 
-def test_a_write_saves_a_snapshot_of_the_state(tmp_path: Path) -> None:
-    gate = Gate()
-    model = weights(3)
-    checkpoint = AsyncCheckpoint({"write_done": gate}, model=model)
-    path = checkpoint.save(tmp_path / "ckpt")
-    nn.init.constant_(model.weight, 9)
-    gate.open()
-    checkpoint.sync()
-    fresh = AsyncCheckpoint(model=weights(0))
-    fresh.restore(path)
-    assert_equal(fresh.state["model"].state_dict(), weights(3).state_dict())
-
-
-def test_sync_waits_no_longer_than_its_timeout(tmp_path: Path) -> None:
-    gate = Gate()
+def test_sync_waits_no_longer_than_its_timeout(tmp_path: Path, gate: Gate) -> None:
     checkpoint = AsyncCheckpoint({"write_done": gate}, model=weights(1))
-    checkpoint.save(tmp_path / "ckpt")
+    path = checkpoint.save(tmp_path / "ckpt")
     with pytest.raises(TimeoutError, match="ckpt-1 was not committed"):
         checkpoint.sync(timeout=0.01)
     gate.open()
     checkpoint.sync()
-    assert (tmp_path / "ckpt-1" / ".metadata").exists()
+    assert is_complete(path)
 
 
-def test_sync_before_the_first_write_returns() -> None:
-    AsyncCheckpoint(model=weights(1)).sync()
-
-
-def test_sync_raises_the_error_of_a_failed_write_once(tmp_path: Path) -> None:
+def failed_write(tmp_path: Path) -> AsyncCheckpoint:
     checkpoint = AsyncCheckpoint(model=weights(1))
     (tmp_path / "file").touch()
     checkpoint.write(tmp_path / "file")
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda checkpoint, _path: checkpoint.sync(), AsyncCheckpoint.write],
+    ids=["sync", "the next write"],
+)
+def test_the_error_of_a_failed_write_is_raised_once(
+    tmp_path: Path, call: Callable[[AsyncCheckpoint, Path], object]
+) -> None:
+    checkpoint = failed_write(tmp_path)
     with pytest.raises(CheckpointException):
-        checkpoint.sync()
+        call(checkpoint, tmp_path / "good")
     checkpoint.sync()
     checkpoint.write(tmp_path / "good")
-    checkpoint.sync()
-
-
-def test_the_next_write_raises_the_unreported_error_of_a_failed_write(tmp_path: Path) -> None:
-    checkpoint = AsyncCheckpoint(model=weights(1))
-    (tmp_path / "file").touch()
-    checkpoint.write(tmp_path / "file")
-    with pytest.raises(CheckpointException):
-        checkpoint.write(tmp_path / "good")
-    # The error is raised once only.
     checkpoint.sync()
 
 
@@ -232,20 +189,6 @@ def test_an_unreadable_state_is_an_error_of_the_write(tmp_path: Path) -> None:
     checkpoint.sync()
 
 
-def test_the_interpreter_waits_for_the_write_at_exit(tmp_path: Path) -> None:
-    program = f"""
-import torch
-from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
-checkpoint = AsyncCheckpoint(w=torch.ones(1 << 22))
-checkpoint.save({str(tmp_path / "ckpt")!r})
-"""
-    done = run_script(program)
-    assert done.returncode == 0, done.stderr
-    fresh = AsyncCheckpoint(w=torch.zeros(1 << 22))
-    fresh.restore(tmp_path / "ckpt-1")
-    assert_equal(fresh.state["w"], torch.ones(1 << 22))
-
-
 # --- callbacks, hooks, guards --------------------------------------------------------------------
 
 
@@ -254,7 +197,7 @@ def test_the_callback_gets_the_path_of_a_complete_checkpoint(tmp_path: Path, nam
     found: list[tuple[str, bool]] = []
     checkpoint = AsyncCheckpoint(model=weights(1))
     path = getattr(checkpoint, name)(
-        tmp_path / "ckpt", on_commit=lambda p: found.append((p, Path(p, ".metadata").exists()))
+        tmp_path / "ckpt", on_commit=lambda path: found.append((path, is_complete(path)))
     )
     checkpoint.sync()
     assert found == [(path, True)]
@@ -290,14 +233,7 @@ def test_an_overlapped_write_guards_the_optimizers(tmp_path: Path, gate: Gate) -
     model = weights(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoint = AsyncCheckpoint({"staging": "overlapped"}, model=model, optimizer=optimizer)
-
-    def hook(operation: str, _path: str) -> None:
-        if operation == "background save begins":
-            gate()
-        elif operation == "wait until staged":
-            gate.open()
-
-    with at_fault_points(hook):
+    with calling({"background save begins": gate, "wait until staged": gate.open}):
         checkpoint.save(tmp_path / "ckpt")
         gate.wait()
         # The gate opens only while the step waits.
@@ -308,12 +244,9 @@ def test_an_overlapped_write_guards_the_optimizers(tmp_path: Path, gate: Gate) -
 # --- metrics -------------------------------------------------------------------------------------
 
 
-def test_there_are_no_metrics_before_the_first_write() -> None:
-    assert AsyncCheckpoint().metrics() is None
-
-
 def test_metrics_have_the_durations_of_the_last_write(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
+    assert checkpoint.metrics() is None
     checkpoint.save(tmp_path / "ckpt")
     first = checkpoint.metrics()
     checkpoint.sync()

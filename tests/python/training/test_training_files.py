@@ -28,46 +28,37 @@ def memory() -> str:
     return f"memory://{uuid.uuid4().hex}"
 
 
-def test_training_needs_no_module_that_the_public_names_do_not_import() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == []
+@pytest.fixture(params=["local", "file URL", "memory"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path, memory: str) -> str:
+    return {"local": str(tmp_path), "file URL": f"file://{tmp_path}"}.get(request.param, memory)
 
 
-def test_importing_torch_ckpt_does_not_import_training() -> None:
-    code = "import sys, torch_ckpt; print('torch_ckpt.training' in sys.modules)"
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        (AFTERWARDS, []),
+        ("import sys, torch_ckpt; print('torch_ckpt.training' in sys.modules)", ["False"]),
+    ],
+    ids=["training needs no other module", "torch_ckpt does not import training"],
+)
+def test_an_import_imports_no_module_that_it_does_not_need(code: str, printed: list[str]) -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["False"]
+    assert found.stdout.split() == printed
 
 
-@pytest.mark.parametrize("prefix", ["", "file://"])
-def test_mkdir_creates_a_local_directory_and_its_parents(tmp_path: Path, prefix: str) -> None:
-    mkdir(f"{prefix}{tmp_path}/a/b")
-    assert (tmp_path / "a" / "b").is_dir()
-
-
-def test_mkdir_creates_a_directory_on_another_file_system(memory: str) -> None:
-    mkdir(f"{memory}/a/b")
-    file_system, place = fsspec.core.url_to_fs(f"{memory}/a/b")
+def test_mkdir_creates_a_directory_and_its_parents(directory: str) -> None:
+    mkdir(f"{directory}/a/b")
+    file_system, place = fsspec.core.url_to_fs(f"{directory}/a/b")
     assert file_system.isdir(place)
 
 
-@pytest.mark.parametrize("prefix", ["", "file://"])
-def test_mkdir_keeps_a_directory_and_refuses_the_name_of_a_file(
-    tmp_path: Path, prefix: str
-) -> None:
-    (tmp_path / "file").write_text("x")
-    mkdir(f"{prefix}{tmp_path}")
-    with pytest.raises(FileExistsError, match="file"):
-        mkdir(f"{prefix}{tmp_path}/file")
-    assert (tmp_path / "file").read_text() == "x"
-
-
-def test_mkdir_refuses_the_name_of_a_file_on_another_file_system(memory: str) -> None:
-    fsspec.filesystem("memory").pipe_file(f"{memory}/file", b"x")
-    with pytest.raises(FileExistsError, match=f"{memory}/file"):
-        mkdir(f"{memory}/file")
+def test_mkdir_keeps_a_directory_and_refuses_the_name_of_a_file(directory: str) -> None:
+    file_system, place = fsspec.core.url_to_fs(f"{directory}/file")
+    file_system.pipe_file(place, b"x")
+    mkdir(directory)
+    with pytest.raises(FileExistsError, match=directory.removeprefix("file://") + "/file"):
+        mkdir(f"{directory}/file")
+    assert file_system.cat_file(place) == b"x"
 
 
 def test_mkdir_names_a_url_with_an_unknown_protocol() -> None:
@@ -84,17 +75,17 @@ def test_mkdir_names_the_package_that_a_url_needs(monkeypatch: pytest.MonkeyPatc
         mkdir("s3://bucket/run")
 
 
-@pytest.mark.parametrize("directory", ["run", "run/", "memory://run", "memory://run/"])
-def test_a_name_is_joined_with_one_slash(directory: str) -> None:
-    assert join(directory, "trace") == f"{directory.rstrip('/')}/trace"
+@pytest.mark.parametrize("before", ["run", "run/", "memory://run", "memory://run/"])
+def test_a_name_is_joined_with_one_slash(before: str) -> None:
+    assert join(before, "trace") == f"{before.rstrip('/')}/trace"
 
 
-@pytest.mark.parametrize("prefix", ["", "file://"])
-def test_a_copy_to_a_local_directory_replaces_the_old_file(tmp_path: Path, prefix: str) -> None:
+def test_a_copy_replaces_the_old_file(directory: str, tmp_path: Path) -> None:
     (tmp_path / "source").write_text("new")
-    (tmp_path / "target").write_text("old")
-    put(tmp_path / "source", f"{prefix}{tmp_path}/target")
-    assert (tmp_path / "target").read_text() == "new"
+    file_system, place = fsspec.core.url_to_fs(f"{directory}/target")
+    file_system.pipe_file(place, b"old")
+    put(tmp_path / "source", f"{directory}/target")
+    assert file_system.cat_file(place) == b"new"
 
 
 def test_a_failed_copy_keeps_the_old_file_and_leaves_no_other(

@@ -36,9 +36,13 @@ def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.relu(x @ w).sum()
 
 
+def run_step(**options: Any) -> float:
+    return torch.compile(step, **options)(torch.ones(2, 3), torch.ones(3, 4)).item()
+
+
 def compiled_graph() -> Graph:
     recorder = GraphRecorder("eager")
-    torch.compile(step, backend=recorder)(torch.ones(2, 3), torch.ones(3, 4))
+    run_step(backend=recorder)
     [graph] = recorder.graphs
     return graph
 
@@ -77,14 +81,11 @@ def test_the_other_backend_compiles() -> None:
         calls.append("compile")
         return module.forward
 
-    compiled = torch.compile(step, backend=GraphRecorder(backend))
-    assert compiled(torch.ones(2, 3), torch.ones(3, 4)).item() == 24
+    assert run_step(backend=GraphRecorder(backend)) == 24
     assert calls == ["compile"]
 
 
-def test_inductor_compiles_with_the_mode_and_options_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_inductor_compiles_with_the_mode_and_options_given(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
     def compile_fx(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
@@ -92,14 +93,9 @@ def test_inductor_compiles_with_the_mode_and_options_given(
         return module.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    options: dict[str, Any] = {"max-fusion-size": 8}
-    torch.compile(step, backend=GraphRecorder(), mode="reduce-overhead")(
-        torch.ones(2, 3), torch.ones(3, 4)
-    )
+    run_step(backend=GraphRecorder(), mode="reduce-overhead")
     torch._dynamo.reset()
-    torch.compile(step, backend=GraphRecorder(), options=options)(
-        torch.ones(2, 3), torch.ones(3, 4)
-    )
+    run_step(backend=GraphRecorder(), options={"max-fusion-size": 8})
     assert given[0]["config_patches"] == torch._inductor.list_mode_options("reduce-overhead")
     assert given[1]["config_patches"] == {"max_fusion_size": 8}
 
@@ -147,20 +143,16 @@ def test_shapes_of_an_exported_program_are_shown() -> None:
     assert "aten.relu.default\\nfloat32[2, 3]" in dot_source(program.graph_module)
 
 
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "another file system"])
 def test_the_source_is_saved_without_graphviz(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
     monkeypatch.setenv("PATH", "")
     graph = compiled_graph()
-    save_graph(graph, tmp_path / "made" / "step.dot")
-    assert (tmp_path / "made" / "step.dot").read_text() == dot_source(graph)
-
-
-def test_the_source_is_saved_to_another_file_system() -> None:
-    path = f"memory://{uuid.uuid4().hex}/run/step.dot"
-    graph = compiled_graph()
+    path = f"{tmp_path if is_local else f'memory://{uuid.uuid4().hex}'}/made/step.dot"
     save_graph(graph, path)
-    assert fsspec.filesystem("memory").cat_file(path).decode() == dot_source(graph)
+    file_system, place = fsspec.core.url_to_fs(path)
+    assert file_system.cat_file(place).decode() == dot_source(graph)
 
 
 def test_an_svg_without_graphviz_and_another_suffix_are_refused(
@@ -210,7 +202,5 @@ def test_a_failure_of_dot_and_its_time_limit_are_reported(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(error, match=message):
         save_graph(
-            Graph(),
-            tmp_path / "step.svg",
-            timeout_seconds=0.5 if error is TimeoutError else None,
+            Graph(), tmp_path / "step.svg", timeout_seconds=0.5 if error is TimeoutError else None
         )

@@ -90,57 +90,49 @@ def test_the_peak_depends_on_the_dtype(
     assert flops_per_device(0, dtype) == tflops * 1e12
 
 
+V100 = "Tesla V100-SXM2-16GB"
+UNKNOWN = [
+    *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA A10G"),
+    *("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    *("NVIDIA H100", "NVIDIA H20", "AMD Radeon RX 7900 XTX"),
+]
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "units", "dtype", "text"),
     [
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA A10G",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA H100",
-        "NVIDIA H20",
-        "AMD Radeon RX 7900 XTX",
+        *(
+            (name, 100, torch.bfloat16, f"the peak rate of {name} is not known. Use")
+            for name in UNKNOWN
+        ),
+        (
+            *("AMD Instinct MI300X", 38, torch.bfloat16),
+            "partition of an AMD Instinct MI300X, with 38 of 304",
+        ),
+        *(
+            (V100, 100, dtype, f"{V100} has no known peak rate for {dtype}")
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64)
+        ),
     ],
 )
-def test_an_unknown_device_has_no_peak_and_causes_a_warning(machine: Properties, name: str) -> None:
-    machine.name = name
-    with pytest.warns(UserWarning, match=f"the peak rate of {re.escape(name)} is not known. Use"):
-        assert flops_per_device("cuda:0") is None
-
-
-def test_a_partition_of_a_device_has_no_peak_and_causes_a_warning(machine: Properties) -> None:
-    machine.name, machine.multi_processor_count = "AMD Instinct MI300X", 38
-    with pytest.warns(UserWarning, match="partition of an AMD Instinct MI300X, with 38 of 304"):
-        assert flops_per_device("cuda:0") is None
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
-def test_an_unsupported_dtype_has_no_peak_and_causes_a_warning(
-    machine: Properties, dtype: torch.dtype
+def test_an_unknown_device_or_dtype_has_no_peak_and_causes_a_warning(
+    machine: Properties, name: str, units: int, dtype: torch.dtype, text: str
 ) -> None:
-    machine.name = "Tesla V100-SXM2-16GB"
-    with pytest.warns(
-        UserWarning, match=f"Tesla V100-SXM2-16GB has no known peak rate for {dtype}"
-    ):
+    machine.name, machine.multi_processor_count = name, units
+    with pytest.warns(UserWarning, match=re.escape(text)):
         assert flops_per_device("cuda:0", dtype) is None
 
 
-def test_the_cpu_has_no_peak_and_causes_a_warning() -> None:
-    with pytest.warns(UserWarning, match="the peak rate of cpu is not known"):
+def test_the_cpu_has_no_peak_and_the_warning_points_at_the_caller() -> None:
+    with pytest.warns(UserWarning, match="the peak rate of cpu is not known") as warnings:
         assert flops_per_device("cpu") is None
+    assert warnings[0].filename == __file__
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_a_missing_accelerator_has_no_peak_and_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match="there is no accelerator"):
         assert flops_per_device() is None
-
-
-def test_the_warning_points_at_the_caller() -> None:
-    with pytest.warns(UserWarning, match="cpu") as warnings:
-        flops_per_device("cpu")
-    assert warnings[0].filename == __file__
 
 
 @pytest.mark.parametrize("chip", _CHIPS, ids=lambda chip: chip.name)

@@ -85,10 +85,7 @@ def test_starting_twice_and_stopping_without_a_start_are_refused(tmp_path: Path)
 
 
 def test_starting_while_a_torch_profiler_runs_is_refused() -> None:
-    with (
-        torch.profiler.profile(),
-        pytest.raises(RuntimeError, match="a torch profiler is running"),
-    ):
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match="a torch profiler is running"):
         start_profile()
 
 
