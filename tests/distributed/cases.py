@@ -78,21 +78,22 @@ def tensor_of(name: str, *shape: int) -> torch.Tensor:
 def dtensors(mesh: DeviceMesh) -> dict[str, DTensor]:
     """Makes DTensors on a mesh of one dimension: even, uneven and empty shards, and replicas."""
 
-    def shard(name: str, dim: int, *shape: int) -> DTensor:
-        return distribute_tensor(tensor_of(name, *shape), mesh, [Shard(dim)])
-
-    return {
-        "even rows": shard("even rows", 0, 8, 6),
-        "uneven rows": shard("uneven rows", 0, 7, 5),
-        "fewer rows than ranks": shard("fewer rows than ranks", 0, 1, 5),
-        "columns": shard("columns", 1, 6, 8),
-        "uneven columns": shard("uneven columns", 1, 3, 5),
-        "vector": shard("vector", 0, 9),
-        "three dimensions": shard("three dimensions", 1, 3, 5, 4),
-        "large": shard("large", 0, 501, 700),
-        "large columns": shard("large columns", 1, 500, 701),
-        "replicated": distribute_tensor(tensor_of("replicated", 4, 3), mesh, [Replicate()]),
+    sharded = {
+        "even rows": (0, 8, 6),
+        "uneven rows": (0, 7, 5),
+        "fewer rows than ranks": (0, 1, 5),
+        "columns": (1, 6, 8),
+        "uneven columns": (1, 3, 5),
+        "vector": (0, 9),
+        "three dimensions": (1, 3, 5, 4),
+        "large": (0, 501, 700),
+        "large columns": (1, 500, 701),
     }
+    replicated = distribute_tensor(tensor_of("replicated", 4, 3), mesh, [Replicate()])
+    return {
+        name: distribute_tensor(tensor_of(name, *shape), mesh, [Shard(dim)])
+        for name, (dim, *shape) in sharded.items()
+    } | {"replicated": replicated}
 
 
 def dtensors_2d(mesh: DeviceMesh) -> dict[str, DTensor]:

@@ -29,6 +29,11 @@ def by_dcp(state: StateDict, path: Path, **options: Any) -> None:
     dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path, **options))
 
 
+def by_planner(state: StateDict, path: Path, **options: Any) -> None:
+    reader = torch_ckpt.FileSystemReader(path, **options)
+    dcp.load(state, storage_reader=reader, planner=torch_ckpt.LoadPlanner())
+
+
 LOADERS = [by_load, by_dcp]
 
 

@@ -7,33 +7,29 @@ puts there. "Theirs" is the released code of these packages.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from tests.distributed.cases import Launch, StateDict
 from tests.metadata import read_metadata
-from tests.support import assert_equal, assert_tables_match, data_files, random_tensor
+from tests.support import assert_equal, assert_tables_match, random_tensor
 from torch_ckpt.megatron import install, uninstall
 
 
 def lacking(*modules: str) -> str:
     """Returns why cases that need some modules are skipped; "" if all are installed."""
     for module in modules:
-        try:
-            found = find_spec(module) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            return f"{module} is not installed; scripts/setup.sh installs it where PyPI has it"
+        with suppress(ModuleNotFoundError):
+            if find_spec(module) is not None:
+                continue
+        return f"{module} is not installed; scripts/setup.sh installs it where PyPI has it"
     return ""
 
 
@@ -57,10 +53,6 @@ def installed(**options: Any) -> Iterator[None]:
         yield
     finally:
         uninstall()
-
-
-#: Replaces a single name by torch_ckpt's during a block.
-instead = mock.patch.object
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -191,27 +183,3 @@ def assert_is_ours(launch: Launch, path: Path) -> None:
 
 def children() -> set[int | None]:
     return {child.pid for child in multiprocessing.active_children()}
-
-
-def failure_of(work: Callable[[], object]) -> dcp.CheckpointException:
-    """Returns the CheckpointException that ``work`` must raise."""
-    try:
-        work()
-    except dcp.CheckpointException as error:
-        return error
-    raise AssertionError("no CheckpointException was raised")
-
-
-def assert_names_the_file(launch: Launch, error: dcp.CheckpointException, path: Path) -> None:
-    """Checks the error on the coordinator, which has the details in Megatron."""
-    last = launch.size - 1
-    if launch.rank == 0:
-        assert list(error.failures) == [last]
-        assert f"{path}/__{last}_" in str(error.failures[last][0])
-
-
-def assert_holds_only_what_its_metadata_names(launch: Launch, path: Path) -> None:
-    if launch.rank == 0:
-        places = read_metadata(path).storage_data.values()
-        named = {info.relative_path for info in places}
-        assert {file.name for file in data_files(path)} == named

@@ -43,6 +43,7 @@ from tests.distributed.loads import (
     ALLOWANCE,
     LOADERS,
     by_load,
+    by_planner,
     bytes_read_by,
     changed_after_rank_0_looked,
     damaged,
@@ -243,10 +244,6 @@ def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Laun
         assert set(causes) == set(range(launch.size))
         for cause in causes.values():
             assert "t: this rank's part of the DTensor is not a single block" in str(cause)
-
-    def by_planner(state: StateDict, path: Path) -> None:
-        reader = torch_ckpt.FileSystemReader(path)
-        dcp.load(state, storage_reader=reader, planner=torch_ckpt.LoadPlanner())
 
     def in_background(state: StateDict, path: Path) -> None:
         torch_ckpt.async_save(state, path).result(60)

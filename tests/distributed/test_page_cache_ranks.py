@@ -17,14 +17,8 @@ from benchmarks import pagecache
 from benchmarks.limits import direct_io_works
 from tests.distributed.cases import Launch, mesh_1d, tensor_of
 from tests.distributed.launcher import on_ranks
-from tests.distributed.loads import by_dcp, by_load, on_rank_0, save
+from tests.distributed.loads import by_dcp, by_load, by_planner, on_rank_0, save
 from tests.support import assert_equal, data_files
-
-
-def by_planner(state: dict[str, Any], path: Any, **options: Any) -> None:
-    reader = torch_ckpt.FileSystemReader(path, **options)
-    dcp.load(state, storage_reader=reader, planner=torch_ckpt.LoadPlanner())
-
 
 LOADERS = (by_load, by_dcp, by_planner)
 

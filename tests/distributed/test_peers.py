@@ -7,6 +7,7 @@ import random
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -22,9 +23,7 @@ from tests.distributed.peers import (
     children,
     directory,
     emptied,
-    failure_of,
     installed,
-    instead,
     loaded,
     megatron_state,
     plain,
@@ -101,7 +100,7 @@ def case_four_megatron_saves_of_one_structure_are_planned_together_twice(launch:
         planned.append(len(plans))
         return dcp.DefaultSavePlanner.create_global_plan(self, plans)
 
-    with installed(), instead(planner, "create_global_plan", create_global_plan):
+    with installed(), mock.patch.object(planner, "create_global_plan", create_global_plan):
         strategy = save_strategy(cached=True)
         queue = their_queue()
         reused = []
@@ -127,13 +126,14 @@ def case_a_structure_that_changes_unnoticed_by_megatrons_cache_fails_the_save(
             run_in(queue, request_for(launch, path, 1, strategy))
         path = directory(launch, "changed")
         state = {"new": sharded("new", torch.zeros(3, 2), (0, launch.rank, launch.size))}
-        error = failure_of(lambda: run_in(queue, strategy.async_save(state, path)))
+        with pytest.raises(dcp.CheckpointException) as error:
+            run_in(queue, strategy.async_save(state, path))
         queue.close()
     if launch.rank == 0:
-        assert list(error.failures) == list(range(launch.size))
-        assert "the state dict has changed since the cached plan was made" in str(
-            error.failures[0][0]
-        )
+        failures = error.value.failures
+        assert list(failures) == list(range(launch.size))
+        text = "the state dict has changed since the cached plan was made"
+        assert text in str(failures[0][0])
     assert not (path / ".metadata").exists()
 
 
