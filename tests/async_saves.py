@@ -21,18 +21,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-import torch_ckpt
 from tests.fault_hooks import at_fault_points
 from tests.gates import LIMIT, Gate
-from tests.support import (
-    StateDict,
-    assert_equal,
-    data_files,
-    emptied,
-    load,
-    random_tensor,
-    stock_load,
-)
+from tests.metadata import read_metadata  # noqa: F401
+from tests.support import StateDict, assert_checkpoint, data_files, random_tensor  # noqa: F401
 from torch_ckpt.megatron import (
     AsyncRequest,
     FileSystemWriterAsync,
@@ -216,14 +208,13 @@ def worker() -> Iterator[Worker]:
     started.close()
 
 
-@pytest.fixture(params=["here", "fork after preload", "fork", "spawned worker"])
+CALLERS = {"here": here, "fork after preload": in_fork_after_preload, "fork": in_fork}
+
+
+@pytest.fixture(params=[*CALLERS, "spawned worker"])
 def caller(request: pytest.FixtureRequest) -> Caller:
-    if request.param == "spawned worker":
-        spawned: Worker = request.getfixturevalue("worker")
-        return spawned
-    return {"here": here, "fork after preload": in_fork_after_preload, "fork": in_fork}[
-        request.param
-    ]
+    found: Caller = CALLERS.get(request.param) or request.getfixturevalue("worker")
+    return found
 
 
 @pytest.fixture
@@ -294,11 +285,9 @@ def save(
 ) -> Metadata:
     """Plans, runs and commits a save. Returns its metadata."""
     finalizing = planned(state, FileSystemWriterAsync(path, **options), planner)
-    caller(finalizing[0])
-    save_state_dict_async_finalize(*finalizing)
-    metadata = finalizing[1]
-    assert metadata is not None
-    return metadata
+    finish(finalizing, caller)
+    assert finalizing[1] is not None
+    return finalizing[1]
 
 
 def save_to(path: str, threads: int) -> None:
@@ -307,9 +296,9 @@ def save_to(path: str, threads: int) -> None:
     save(small_state(), path, thread_count=threads)
 
 
-def finish(finalizing: Any) -> None:
-    """Runs the functions of a planned save in this process, and commits the save."""
-    here(finalizing[0])
+def finish(finalizing: Any, caller: Caller = here) -> None:
+    """Runs the functions of a planned save, and commits the save."""
+    caller(finalizing[0])
     save_state_dict_async_finalize(*finalizing)
 
 
@@ -321,20 +310,8 @@ def names_in(path: Path) -> list[str]:
     return [file.name for file in data_files(path)]
 
 
-def assert_checkpoint(path: Path, state: StateDict) -> None:
-    """Checks that torch_ckpt and stock torch load ``state`` from the checkpoint."""
-    for loader in (load, stock_load):
-        loaded = emptied(state)
-        loader(loaded, path)
-        assert_equal(loaded, state)
-
-
 def open_in_python(path: str, mode: str) -> Any:
     return open(path, mode)
-
-
-def read_metadata(path: Path) -> Metadata:
-    return torch_ckpt.FileSystemReader(path).read_metadata()
 
 
 def failure_of(writer: FileSystemWriterAsync) -> BaseException:

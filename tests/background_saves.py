@@ -14,16 +14,10 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests import support
 from tests.fault_hooks import calling
 from tests.gates import Gate
-from tests.support import (
-    StateDict,
-    assert_equal,
-    data_files,
-    emptied,
-    random_tensor,
-    stock_load,
-)
+from tests.support import StateDict, data_files, random_tensor
 from torch_ckpt import AsyncSave, CheckpointError
 from torch_ckpt._base import exit_threads
 from torch_ckpt.saving.background import CHUNK_BYTES
@@ -106,12 +100,8 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def assert_checkpoint(path: Path, state: StateDict) -> None:
     """Checks that torch_ckpt and stock torch load ``state`` from the checkpoint."""
-    # Stock torch needs an allow-list for the classes that some states contain.
-    trusting = partial(torch_ckpt.load, allow_pickle=True)
-    for loader in (trusting, stock_load):
-        loaded = emptied(state)
-        loader(loaded, path)
-        assert_equal(loaded, state)
+    # Both need an allow-list for the classes that some states contain.
+    support.assert_checkpoint(path, state, partial(torch_ckpt.load, allow_pickle=True))
 
 
 @dataclass

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import (
-    random_tensor,
-)
+from tests.support import random_tensor
 from torch_ckpt.conversion.convert import convert
 
 STATE = {

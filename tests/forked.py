@@ -1,15 +1,9 @@
-"""Children forked from processes that have imported torch.
+"""Children forked from processes that have imported torch, in tens of milliseconds.
 
-A child of a :class:`Server` is forked from a process that has no threads. It costs tens of
-milliseconds instead of an import of torch.
-
-1. For each child, the server gets two descriptors: one end of a connection, and a pipe for the exit
-   code.
-2. It forks. The child reads its work from the connection, so the work imports nothing in the
-   server.
-3. The child runs as a program: in its own process group, with its own output and environment, until
-   the interpreter ends. :func:`in_fresh_process` and :func:`run_script` start such children.
-4. When the tests end, the server kills its children and exits.
+A :class:`Server` has no threads. For each child, it gets one end of a connection, from which the
+child reads its work, and a pipe for the exit code. The work imports nothing in the server. The
+child runs as a program: in its own process group, with its own output and environment, until the
+interpreter ends. When the tests end, the server kills its children.
 
 :func:`fork` and its callers fork the test process instead, for children that inspect the state of
 the test process or need the test's objects.
@@ -91,8 +85,8 @@ class Child:
             raise TimeoutError(f"the child hangs: nothing came for {timeout:g} s")
         try:
             return self.connection.recv()
-        except ConnectionResetError:
-            raise EOFError from None
+        except (EOFError, ConnectionResetError):
+            raise EOFError(f"ended with code {self.wait()}") from None
 
     def wait(self, timeout: float = PATIENCE_SECONDS) -> int:
         """Returns the exit code, or the negative number of the signal that ended the child.

@@ -70,9 +70,7 @@ class Boxes(dcp.DefaultLoadPlanner):
             target = self.state_dict[name]
             properties = self.metadata.state_dict_metadata[name]
             (stored,) = dcp.planner_helpers.create_read_items_for_chunk_list(
-                name,
-                properties,
-                [dcp.ChunkStorageMetadata(torch.Size(offsets), target.size())],
+                name, properties, [dcp.ChunkStorageMetadata(torch.Size(offsets), target.size())]
             )
             plan.items.append(stored)
         return plan

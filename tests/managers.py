@@ -35,11 +35,7 @@ class Training:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(4, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "epoch": 0,
-        }
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "epoch": 0}
 
     def step(self) -> None:
         self.optimizer.zero_grad()

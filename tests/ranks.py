@@ -94,11 +94,10 @@ class Ranks:
         """Waits for the next value that a rank sends. Fails after ``timeout`` seconds."""
         try:
             return self.children[rank].receive(timeout)
-        except TimeoutError:
-            self.where([rank])
-            raise AssertionError(f"rank {rank} hangs\n{self.said()}") from None
-        except EOFError:
-            raise AssertionError(f"rank {rank} {self.end_of(rank)}\n{self.said()}") from None
+        except (TimeoutError, EOFError) as error:
+            if isinstance(error, TimeoutError):
+                self.where([rank])
+            raise AssertionError(f"rank {rank}: {error}\n{self.said()}") from None
 
     def codes(self, timeout: float = PATIENCE_SECONDS) -> list[int]:
         """Waits for all ranks and returns their exit codes. Fails after ``timeout`` seconds."""
@@ -109,21 +108,16 @@ class Ranks:
             self.where([rank for rank, child in enumerate(self.children) if child.alive])
             raise AssertionError(f"a rank does not end\n{self.said()}") from None
 
-    def end_of(self, rank: int) -> str:
-        """Describes the end of a rank whose connection has ended."""
-        return f"ended with code {self.children[rank].wait()}"
-
     def said(self, since: list[int] | None = None) -> str:
-        """Returns the standard output and error of all ranks.
-
-        Args:
-            since: by rank, the number of characters to skip.
-        """
-        parts = []
-        for rank, child in enumerate(self.children):
-            text = child.said()[since[rank] if since is not None else 0 :]
-            parts.append(f"--- output of rank {rank} ---\n{text[-_LOG_CHARACTERS:]}")
-        return "\n".join(parts)
+        """Returns the standard output and error of all ranks, without so many characters at the
+        begin of each."""
+        texts = [child.said() for child in self.children]
+        return "\n".join(
+            f"--- output of rank {rank} ---\n{text[skipped:][-_LOG_CHARACTERS:]}"
+            for rank, (text, skipped) in enumerate(
+                zip(texts, since or [0] * self.size, strict=True)
+            )
+        )
 
     def where(self, ranks: list[int]) -> None:
         """Makes ranks print the stacks of their threads, if they still can."""
@@ -166,7 +160,6 @@ def by_fork(
         code = 0
         while running and (ended := wait(running, max(0.0, until - time.monotonic()))):
             for child in ended:
-                assert isinstance(child, Child)
                 running.remove(child)
                 code = code or child.wait()
             if code != 0:

@@ -43,10 +43,7 @@ def staging(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=KINDS)
 def steps(
-    request: pytest.FixtureRequest,
-    staging: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, staging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> RemoteSteps:
     """Empty root on each kind of file system."""
     name = uuid.uuid4().hex

@@ -11,6 +11,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from torch_ckpt.ranks.failures import Failure, capture_exceptions
@@ -146,7 +147,7 @@ class World:
             Violation: the processes do not end.
         """
         for process in self.processes:
-            _start(process, work)
+            _threads.submit(process.run, work)
         self._next().turn.release()  # type: ignore[union-attr]
         self._ended.acquire()
         if self.violation:
@@ -336,32 +337,5 @@ class SimulatedEvent:
         return self._is_set
 
 
-class _Thread(threading.Thread):
-    """A thread that runs one process after another."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.job = threading.Lock()
-        self.job.acquire()
-        self.process: Process | None = None
-        self.work: Callable[[Process], Any] = lambda _process: None
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            self.job.acquire()
-            process, self.process = self.process, None
-            assert process is not None
-            # Free this thread before the process ends, because the next schedule may begin then.
-            _free[process.rank] = self
-            process.run(self.work)
-
-
-_free: dict[int, _Thread] = {}
-
-
-def _start(process: Process, work: Callable[[Process], Any]) -> None:
-    """Runs the work of a process in the thread for its rank."""
-    thread = _free.get(process.rank) or _Thread()
-    thread.process, thread.work = process, work
-    thread.job.release()
+#: The threads of all schedules. Those of the schedule before may be about to end when one begins.
+_threads = ThreadPoolExecutor(100)

@@ -18,18 +18,18 @@ import json
 import os
 import re
 import shlex
-import socket
 import sys
 import sysconfig
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from tests.forked import Answering, end_of
 
 _INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 
@@ -39,6 +39,7 @@ _ENVIRONMENT_OF_ONE_RANK = {
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
 }
 
 _BLOCK = re.compile(
@@ -179,39 +180,22 @@ def run(document: Path) -> str | None:
     return None
 
 
-def _free_port() -> int:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
-
-
 def _run_in_child(document: Path) -> str | None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(reader)
-            # Standard output carries the report.
-            os.dup2(2, 1)
-            with tempfile.TemporaryDirectory() as directory:
-                os.chdir(directory)
-                os.environ |= _ENVIRONMENT_OF_ONE_RANK | {"MASTER_PORT": str(_free_port())}
-                with open(writer, "w") as stream:
-                    json.dump(run(document), stream)
-                os.chdir("/")
-            status = 0
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    os.close(writer)
-    with open(reader) as stream:
-        text = stream.read()
-    _, status = os.waitpid(child, 0)
-    failed = f"{document.name}: the process ended with {os.waitstatus_to_exitcode(status)}"
-    outcome: str | None = json.loads(text) if text else failed
-    return outcome if outcome is not None or status == 0 else failed
+    def work(_send: object) -> str | None:
+        # Standard output carries the report.
+        os.dup2(2, 1)
+        with tempfile.TemporaryDirectory() as directory:
+            os.chdir(directory)
+            os.environ |= _ENVIRONMENT_OF_ONE_RANK
+            outcome = run(document)
+            os.chdir("/")
+        sys.stdout.flush()
+        return outcome
+
+    child = Answering(work)
+    outcome: str | None = child.answer()
+    code = end_of(child.pid)
+    return outcome or (f"{document.name}: the process ended with {code}" if code else None)
 
 
 def main(documents: Sequence[str]) -> None:

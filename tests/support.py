@@ -10,7 +10,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,19 +98,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def as_torch_stores(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor that DCP's writer passes to torch.save: a clone if the storage is
-    larger."""
+def record_of(tensor: torch.Tensor) -> bytes:
+    """Makes the record that DCP's writer stores: a clone if the storage is larger."""
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().size() != tensor.nbytes:
         tensor = tensor.clone()
-    return tensor
-
-
-def record_of(tensor: torch.Tensor) -> bytes:
-    """Makes the record that DCP's writer stores."""
     stream = io.BytesIO()
-    torch.save(as_torch_stores(tensor), stream)
+    torch.save(tensor, stream)
     return stream.getvalue()
 
 
@@ -124,24 +118,12 @@ def stock_save(state: StateDict, path: str | Path, **options: Any) -> Metadata:
     return save_with(dcp.FileSystemWriter(path, **options), state)
 
 
-def save_with(
-    writer: dcp.StorageWriter,
-    state: StateDict,
-    *,
-    planner: dcp.SavePlanner | None = None,
-    checkpoint_id: Any = None,
-) -> Metadata:
+def save_with(writer: dcp.StorageWriter, state: StateDict, **options: Any) -> Metadata:
     """``dcp.save`` without a process group, and without the warning that a checkpoint is
     replaced."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        return dcp.save(
-            state,
-            storage_writer=writer,
-            planner=planner,
-            checkpoint_id=checkpoint_id,
-            no_dist=True,
-        )
+        return dcp.save(state, storage_writer=writer, no_dist=True, **options)
 
 
 def load(
@@ -155,6 +137,14 @@ def load(
 def stock_load(state: StateDict, path: str | Path) -> None:
     """``dcp.load`` with torch's reader."""
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+def assert_checkpoint(path: Path, state: StateDict, loader: Callable[..., None] = load) -> None:
+    """Checks that torch_ckpt and stock torch load ``state`` from the checkpoint."""
+    for of in (loader, stock_load):
+        loaded = emptied(state)
+        of(loaded, path)
+        assert_equal(loaded, state)
 
 
 def stock_restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

@@ -287,12 +287,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if directory:
         os.makedirs(directory, exist_ok=True)
         for of in counts:
-            contents = {
-                "seed": SEED,
-                "everything": TORTURE,
-                "rows": of.rows,
-                "notes": of.notes,
-            }
+            contents = {"seed": SEED, "everything": TORTURE, "rows": of.rows, "notes": of.notes}
             (Path(directory) / f"{of.name}.json").write_text(json.dumps(contents, indent=1) + "\n")
 
 

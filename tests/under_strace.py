@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import Child, server
+from tests.forked import server
 
 TIMEOUT_SECONDS = 60
 
@@ -35,10 +35,7 @@ class Outcome:
 
 
 def run(
-    work: Callable[..., None],
-    *arguments: Any,
-    inject: str,
-    paths: Sequence[str | Path] = (),
+    work: Callable[..., None], *arguments: Any, inject: str, paths: Sequence[str | Path] = ()
 ) -> Outcome:
     """Runs ``work(*arguments)`` in a child under strace.
 
@@ -53,32 +50,21 @@ def run(
         pytest.skip("strace is not installed")
     child = server().start(_child, work, arguments)
     try:
-        assert _answer(child) == "ready"
+        assert child.receive() == "ready"
         command = [strace, "-p", str(child.pid), "-f", "-e", f"trace={inject.partition(':')[0]}"]
         for path in paths:
             command += ["-P", str(path)]
         command += ["-e", f"inject={inject}"]
         with _attached(command) as log:
             child.connection.send("go")
-            result = _answer(child)
+            result = child.receive()
             child.wait()
         return Outcome(pickle.loads(result), sum("INJECTED" in line for line in log))
     finally:
         child.kill()
 
 
-def _answer(child: Child) -> Any:
-    try:
-        return child.receive()
-    except EOFError:
-        raise AssertionError(f"the child died with code {child.wait()}") from None
-
-
-def _child(
-    connection: Connection,
-    work: Callable[..., None],
-    arguments: tuple[Any, ...],
-) -> None:
+def _child(connection: Connection, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as warm_up:
         work(warm_up, *arguments[1:])

@@ -7,11 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.metadata import read_metadata
-from tests.support import (
-    StateDict,
-    place_of,
-    random_tensor,
-)
+from tests.support import StateDict, place_of, random_tensor
 
 STATE: StateDict = {
     "small": random_tensor((40, 3), torch.float32),

@@ -17,7 +17,6 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,30 +26,22 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
-from tests.support import (
-    assert_equal,
-    files_limited_to,
-    random_tensor,
-)
+from tests.support import assert_equal, files_limited_to, random_tensor
 
 StateDict = dict[str, Any]
 
-
 OURS = (torch_ckpt.FileSystemWriter, torch_ckpt.FileSystemReader)
-
-
 STOCK = (dcp.FileSystemWriter, dcp.FileSystemReader)
-
 
 #: Writer and reader: torch_ckpt's for one of them or both.
 PAIRS = [(OURS[0], OURS[1]), (OURS[0], STOCK[1]), (STOCK[0], OURS[1])]
-
 
 # Timeout of the process group, in seconds.
 PATIENCE_SECONDS = 60
@@ -70,6 +61,12 @@ class Launch:
         return self.workdir / f"{self.size}-ranks" / self.case / Path(*names)
 
 
+def pairs(launch: Launch) -> Iterator[tuple[Path, Any, Any]]:
+    """Yields each of ``PAIRS`` with a path."""
+    for number, (writer, reader) in enumerate(PAIRS):
+        yield launch.path(str(number)), writer, reader
+
+
 # --- states ---------------------------------------------------------------------------------------
 
 
@@ -81,21 +78,22 @@ def tensor_of(name: str, *shape: int) -> torch.Tensor:
 def dtensors(mesh: DeviceMesh) -> dict[str, DTensor]:
     """Makes DTensors on a mesh of one dimension: even, uneven and empty shards, and replicas."""
 
-    def shard(name: str, dim: int, *shape: int) -> DTensor:
-        return distribute_tensor(tensor_of(name, *shape), mesh, [Shard(dim)])
-
-    return {
-        "even rows": shard("even rows", 0, 8, 6),
-        "uneven rows": shard("uneven rows", 0, 7, 5),
-        "fewer rows than ranks": shard("fewer rows than ranks", 0, 1, 5),
-        "columns": shard("columns", 1, 6, 8),
-        "uneven columns": shard("uneven columns", 1, 3, 5),
-        "vector": shard("vector", 0, 9),
-        "three dimensions": shard("three dimensions", 1, 3, 5, 4),
-        "large": shard("large", 0, 501, 700),
-        "large columns": shard("large columns", 1, 500, 701),
-        "replicated": distribute_tensor(tensor_of("replicated", 4, 3), mesh, [Replicate()]),
+    sharded = {
+        "even rows": (0, 8, 6),
+        "uneven rows": (0, 7, 5),
+        "fewer rows than ranks": (0, 1, 5),
+        "columns": (1, 6, 8),
+        "uneven columns": (1, 3, 5),
+        "vector": (0, 9),
+        "three dimensions": (1, 3, 5, 4),
+        "large": (0, 501, 700),
+        "large columns": (1, 500, 701),
     }
+    replicated = distribute_tensor(tensor_of("replicated", 4, 3), mesh, [Replicate()])
+    return {
+        name: distribute_tensor(tensor_of(name, *shape), mesh, [Shard(dim)])
+        for name, (dim, *shape) in sharded.items()
+    } | {"replicated": replicated}
 
 
 def dtensors_2d(mesh: DeviceMesh) -> dict[str, DTensor]:
@@ -141,11 +139,19 @@ def load(state: StateDict, path: Path, reader: Any = OURS[1], **options: Any) ->
     dcp.load(state, storage_reader=reader(path), **options)
 
 
-def failure_of(launch: Launch, work: Callable[[], Any]) -> dict[int, BaseException]:
-    """Returns by rank the causes of the CheckpointException that ``work`` must raise on all
-    ranks."""
+def assert_only_used(path: Path, metadata: Metadata) -> None:
+    """Checks that a checkpoint has only the files that its metadata names."""
+    used = {info.relative_path for info in metadata.storage_data.values()}
+    assert {file.name for file in path.iterdir()} == used | {".metadata"}
+
+
+def failure_of(
+    launch: Launch, work: Callable[..., Any], *arguments: Any, **options: Any
+) -> dict[int, BaseException]:
+    """Returns by rank the causes of the CheckpointException that ``work(*arguments)`` must raise on
+    all ranks."""
     try:
-        work()
+        work(*arguments, **options)
     except dcp.CheckpointException as error:
         causes = {rank: cause for rank, (cause, _traceback) in error.failures.items()}
     else:
@@ -154,6 +160,10 @@ def failure_of(launch: Launch, work: Callable[[], Any]) -> dict[int, BaseExcepti
     dist.all_gather_object(everywhere, {rank: repr(cause) for rank, cause in causes.items()})
     assert all(seen == everywhere[0] for seen in everywhere), everywhere
     return causes
+
+
+def texts_of(causes: dict[int, BaseException]) -> dict[int, str]:
+    return {rank: str(cause) for rank, cause in causes.items()}
 
 
 # --- interoperation and sharding ------------------------------------------------------------------
@@ -192,21 +202,20 @@ def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Stat
     return {"model": gathered(parts[0]), "optimizer": gathered(parts[1])}
 
 
-def sharded_tensor(launch: Launch) -> ShardedTensor:
+def sharded_tensor(launch: Launch, *, zeroed: bool = False) -> ShardedTensor:
     """Makes a ShardedTensor. Each rank has two shards of three rows that are not adjacent."""
     rank, size = launch.rank, launch.size
     whole = tensor_of("sharded", 6 * size, 5)
-    starts = [3 * rank, 3 * (size + rank)]
-    shards = [
-        TensorShard(
-            whole[start : start + 3].clone(),
-            ShardMetadata([start, 0], [3, 5], f"rank:{rank}/cpu"),
-        )
-        for start in starts
-    ]
+    if zeroed:
+        whole.zero_()
     places = [ShardMetadata([3 * i, 0], [3, 5], f"rank:{i % size}/cpu") for i in range(2 * size)]
+    shards = [TensorShard(whole[3 * i : 3 * i + 3].clone(), places[i]) for i in (rank, size + rank)]
     metadata = ShardedTensorMetadata(places, torch.Size([6 * size, 5]), ShardProperties())
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata)
+
+
+def local_parts(tensor: ShardedTensor) -> list[torch.Tensor]:
+    return [shard.tensor for shard in tensor.local_shards()]
 
 
 # --- without collectives --------------------------------------------------------------------------
@@ -249,32 +258,29 @@ def everything(launch: Launch) -> StateDict:
         "old": sharded_tensor(launch),
         "note": "for all",
         own: tensor_of(own, 5 + launch.rank),
+        f"object {own}": {"rank": launch.rank},
     }
 
 
 def everything_emptied(launch: Launch) -> StateDict:
     state = everything(launch)
-    old = sharded_tensor(launch)
-    for shard in old.local_shards():
-        shard.tensor.zero_()
     own = f"of rank {launch.rank}"
     return {
         "sharded": zeroed(state["sharded"]),
         "plain": [torch.zeros_like(tensor) for tensor in state["plain"]],
-        "old": old,
+        "old": sharded_tensor(launch, zeroed=True),
         "note": "",
         own: torch.zeros_like(state[own]),
+        f"object {own}": {"rank": -1},
     }
 
 
 def assert_everything(launch: Launch, state: StateDict) -> None:
     expected = everything(launch)
     assert_full_tensors(state["sharded"])
-    for actual, wanted in zip(
-        state["old"].local_shards(), expected["old"].local_shards(), strict=True
-    ):
-        assert_equal(actual.tensor, wanted.tensor)
-    for name in ("plain", "note", f"of rank {launch.rank}"):
+    assert_equal(local_parts(state["old"]), local_parts(expected["old"]))
+    own = f"of rank {launch.rank}"
+    for name in ("plain", "note", own, f"object {own}"):
         assert_equal(state[name], expected[name], name)
 
 
@@ -294,38 +300,18 @@ def attempt(launch: Launch, name: str, case: Callable[[Launch], None]) -> str | 
     return None
 
 
-@contextmanager
-def launched(module: str, workdir: Path) -> Iterator[tuple[ModuleType, Launch]]:
-    """Yields a module of cases and its launch, with a process group for the duration of the
-    block."""
+def serve(connection: Connection, module: str, workdir: Path) -> None:
+    """Runs cases on a rank. Sends that the rank is ready, receives names of cases, and sends None
+    or the traceback for each."""
     warnings.simplefilter("ignore")
     # As in a program: processes that a rank spawns import the module again, under another name.
     cases = sys.modules["__main__"] = import_module(module)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
-    yield cases, Launch(workdir)
+    launch = Launch(workdir)
+    connection.send("ready")
+    while (name := connection.recv()) is not None:
+        connection.send(attempt(launch, name, getattr(cases, f"case_{name}")))
     getattr(cases, "at_end", bool)()
     # Without this barrier gloo's thread sometimes aborts while Python exits (torch 2.15).
     dist.barrier()
     dist.destroy_process_group()
-
-
-def serve(connection: Connection, module: str, workdir: Path) -> None:
-    """Runs cases on a rank. Sends that the rank is ready, receives names of cases, and sends None
-    or the traceback for each."""
-    with launched(module, workdir) as (cases, launch):
-        connection.send("ready")
-        while (name := connection.recv()) is not None:
-            connection.send(attempt(launch, name, getattr(cases, f"case_{name}")))
-
-
-def main() -> None:
-    """Runs cases under torchrun: WORKDIR MODULE CASE..."""
-    workdir, module, *names = sys.argv[1:]
-    with launched(module, Path(workdir)) as (cases, launch):
-        for name in names:
-            failure = attempt(launch, name, getattr(cases, f"case_{name}"))
-            assert failure is None, failure
-
-
-if __name__ == "__main__":
-    main()

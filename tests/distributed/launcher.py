@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,7 +79,7 @@ def on_ranks(
 
     @pytest.mark.parametrize(("size", "case"), parameters)
     def test_on_ranks(launches: Launches, size: int, case: str) -> None:
-        launches.run(size, case)
+        launches(size, case)
 
     return test_on_ranks
 
@@ -89,69 +90,57 @@ def between(saves: str, loads: str, sizes: Sequence[tuple[int, int]]) -> Any:
 
     @pytest.mark.parametrize(("saved_by", "loaded_by"), sizes)
     def test_between(launches: Launches, saved_by: int, loaded_by: int) -> None:
-        launches.run(saved_by, saves)
-        launches.run(loaded_by, loads)
+        launches(saved_by, saves)
+        launches(loaded_by, loads)
 
     return test_between
 
 
-class Launches:
-    """Groups of ranks of one test file.
-
-    Args:
-        module: the file's name, as a rank imports it.
-        workdir: directory of all groups.
-        modules: see :class:`Ranks`.
-    """
-
-    def __init__(self, module: str, workdir: Path, modules: Sequence[str] = ()) -> None:
-        self._module = module
-        self._workdir = workdir
-        self._modules = modules
-        self._groups: dict[int, Group] = {}
-
-    def run(self, size: int, case: str) -> None:
-        """Runs a case on ``size`` ranks, and fails if the case fails."""
-        if size not in self._groups:
-            self._groups[size] = Group(self._module, size, self._workdir, self._modules)
-        self._groups[size].run(case)
-
-    def end(self) -> None:
-        """Ends all groups at the same time. Fails if a rank does not end normally."""
-        with ExitStack() as ends:
-            for group in self._groups.values():
-                group.request_end()
-                ends.callback(group.end)
+#: Runs a case on a number of ranks, and fails if the case fails.
+Launches = Callable[[int, str], None]
 
 
+@pytest.fixture(scope="module")
+def launches(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Launches]:
+    """Makes a group of ranks for each size in the cases of a file."""
+    module = f"tests.distributed.{request.path.stem}"
+    imported = getattr(request.module, "IMPORTED", ())
+    workdir = tmp_path_factory.mktemp(request.path.stem)
+    groups: dict[int, Group] = {}
+
+    def run(size: int, case: str) -> None:
+        if size not in groups:
+            groups[size] = Group(module, size, workdir, imported)
+        groups[size].run(case)
+
+    yield run
+    with ExitStack() as ends:
+        for group in groups.values():
+            group.request_end()
+            ends.callback(group.end)
+
+
+@dataclass
 class Group:
     """Ranks that run cases of a module.
 
-    Args:
-        module: its name.
-        size: number of ranks.
+    Attributes:
+        module: its name, as a rank imports it.
         workdir: directory of all groups of a module, so that one can load what another saved.
         modules: see :class:`Ranks`.
         case_seconds: time limit of a case.
         grace_seconds: time limit of the other ranks once a rank has failed.
     """
 
-    def __init__(
-        self,
-        module: str,
-        size: int,
-        workdir: Path,
-        modules: Sequence[str] = (),
-        case_seconds: float = CASE_SECONDS,
-        grace_seconds: float = GRACE_SECONDS,
-    ) -> None:
-        self.workdir = workdir
-        self._module = module
-        self._size = size
-        self._modules = modules
-        self._case_seconds = case_seconds
-        self._grace_seconds = grace_seconds
-        self._ranks: Ranks | None = None
+    module: str
+    size: int
+    workdir: Path
+    modules: Sequence[str] = ()
+    case_seconds: float = CASE_SECONDS
+    grace_seconds: float = GRACE_SECONDS
+    _ranks: Ranks | None = None
 
     def run(self, case: str) -> None:
         """Runs a case on all ranks.
@@ -161,17 +150,17 @@ class Group:
                 of all ranks if a rank died, hangs or lost step.
         """
         if self._ranks is None:
-            self._ranks = self._started()
+            self._ranks = Ranks(self.size, serve, self.module, self.workdir, modules=self.modules)
+            for rank in range(self.size):
+                self._ranks.answer(rank, CASE_SECONDS)
         group = self._ranks
         lengths = [len(child.said()) for child in group.children]
-        failures: dict[int, str] = {}
-        for rank, child in enumerate(group.children):
-            try:
+        for child in group.children:
+            # A rank that has ended is found below.
+            with suppress(OSError):
                 child.connection.send(case)
-            except OSError:
-                failures[rank] = f"ended before the case, with code {child.wait()}"
-        passed, lost = self._outcomes(group, failures)
-        if passed == self._size:
+        failures, passed, lost = self._outcomes(group)
+        if passed == self.size:
             return
         lines = [f"rank {rank}: {failure}" for rank, failure in sorted(failures.items())]
         if lost or passed:
@@ -179,17 +168,6 @@ class Group:
             self._ranks = None
             group.kill()
         raise AssertionError("\n".join(lines))
-
-    def _started(self) -> Ranks:
-        arguments = (self._module, self.workdir)
-        group = Ranks(self._size, serve, *arguments, modules=self._modules)
-        try:
-            for rank in range(self._size):
-                group.answer(rank, CASE_SECONDS)
-        except BaseException:
-            group.kill()
-            raise
-        return group
 
     def request_end(self) -> None:
         """Makes the ranks end; :meth:`end` waits for them."""
@@ -205,66 +183,31 @@ class Group:
         group, self._ranks = self._ranks, None
         try:
             codes = group.codes(CASE_SECONDS)
-            assert codes == [0] * self._size, f"exit codes {codes}\n{group.said()}"
+            assert codes == [0] * self.size, f"exit codes {codes}\n{group.said()}"
         finally:
             group.kill()
 
-    def _outcomes(self, group: Ranks, failures: dict[int, str]) -> tuple[int, bool]:
-        """Waits for all ranks and appends failures. Returns how many passed, and whether a rank
+    def _outcomes(self, group: Ranks) -> tuple[dict[int, str], int, bool]:
+        """Waits for all ranks. Returns the failures by rank, how many passed, and whether a rank
         cannot run another case."""
-        waiting: dict[Any, int] = {
-            child.connection: rank
-            for rank, child in enumerate(group.children)
-            if rank not in failures
-        }
-        passed, lost = 0, bool(failures)
-        until = time.monotonic() + (self._grace_seconds if lost else self._case_seconds)
+        waiting = {child.connection: rank for rank, child in enumerate(group.children)}
+        failures: dict[int, str] = {}
+        passed, lost = 0, False
+        until = time.monotonic() + self.case_seconds
         while waiting and (left := until - time.monotonic()) > 0:
             for connection in wait(list(waiting), left):
                 rank = waiting.pop(connection)
-                assert isinstance(connection, Connection)
                 try:
-                    failure = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    lost, failure = True, group.end_of(rank)
+                    failure = group.children[rank].receive()
+                except EOFError as error:
+                    lost, failure = True, str(error)
                 if failure is None:
                     passed += 1
                 else:
                     failures[rank] = failure
-                    until = min(until, time.monotonic() + self._grace_seconds)
-        hanging = sorted(waiting.values())
-        after = "others have failed" if failures else f"{self._case_seconds:g} s"
-        for rank in hanging:
+                    until = min(until, time.monotonic() + self.grace_seconds)
+        after = "others have failed" if failures else f"{self.case_seconds:g} s"
+        for rank in waiting.values():
             failures[rank] = f"hangs after {after}, and is killed"
-        group.where(hanging)
-        return passed, lost or bool(hanging)
-
-
-class Outcomes:
-    """Results that ranks send: a name and a value for each case. Ranks may die in their last case.
-
-    Args:
-        ranks: the sending ranks.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self._found: list[dict[str, Any]] | None = None
-
-    def found(self, case: str, dead: int | None = None) -> list[Any]:
-        """Returns by rank the result of a case; None for a rank that may have died in the case."""
-        if self._found is None:
-            self._found = [dict(self._sent(rank)) for rank in range(self.ranks.size)]
-        missing = [rank for rank, of_rank in enumerate(self._found) if case not in of_rank]
-        assert missing in ([], [dead]), self.ranks.said()
-        return [of_rank.get(case) for of_rank in self._found]
-
-    def _sent(self, rank: int) -> Iterator[tuple[str, Any]]:
-        child = self.ranks.children[rank]
-        with suppress(EOFError):
-            try:
-                while True:
-                    yield child.receive(CASE_SECONDS)
-            except TimeoutError:
-                self.ranks.where([rank])
-                raise AssertionError(f"rank {rank} hangs\n{self.ranks.said()}") from None
+        group.where(sorted(waiting.values()))
+        return failures, passed, lost or bool(waiting)

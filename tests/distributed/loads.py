@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.distributed import cases
-from tests.distributed.cases import (
-    Launch,
-    StateDict,
-)
+from tests.distributed.cases import Launch, StateDict
 from tests.support import data_files
 
 #: Limit for the metadata and for reads by Python in the meantime.
@@ -30,6 +29,11 @@ def by_dcp(state: StateDict, path: Path, **options: Any) -> None:
     dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path, **options))
 
 
+def by_planner(state: StateDict, path: Path, **options: Any) -> None:
+    reader = torch_ckpt.FileSystemReader(path, **options)
+    dcp.load(state, storage_reader=reader, planner=torch_ckpt.LoadPlanner())
+
+
 LOADERS = [by_load, by_dcp]
 
 
@@ -39,6 +43,12 @@ def save(state: StateDict, path: Path, **options: Any) -> None:
 
 def stock_save(state: StateDict, path: Path) -> None:
     cases.save(state, path, dcp.FileSystemWriter)
+
+
+def savers(launch: Launch) -> Iterator[tuple[Path, Callable[..., None]]]:
+    """Yields the savers of torch_ckpt and torch, each with a path."""
+    for saver in (save, stock_save):
+        yield launch.path(saver.__name__), saver
 
 
 def bytes_read() -> int:
@@ -60,6 +70,28 @@ def on_rank_0(launch: Launch, work: Callable[[], Any]) -> None:
     if launch.rank == 0:
         work()
     dist.barrier()
+
+
+@contextmanager
+def changed_after_rank_0_looked(
+    launch: Launch, reader: type, token: str, change: Callable[[], Any]
+) -> Iterator[None]:
+    """Makes rank 1 change what rank 0 has read the metadata of, before the other ranks read it."""
+    store = dist.PrefixStore(launch.case, dist.distributed_c10d._get_default_store())
+    before = reader._metadata_bytes  # type: ignore[attr-defined]
+
+    def read_metadata(self: Any, name: str) -> Any:
+        if launch.rank == 0:
+            found = before(self, name)
+            store.set(token, "")
+            return found
+        store.wait([token])
+        if launch.rank == 1:
+            change()
+        return before(self, name)
+
+    with mock.patch.object(reader, "_metadata_bytes", read_metadata):
+        yield
 
 
 # --- damage ---------------------------------------------------------------------------------------

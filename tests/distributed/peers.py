@@ -7,38 +7,29 @@ puts there. "Theirs" is the released code of these packages.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from tests.distributed.cases import Launch, StateDict
 from tests.metadata import read_metadata
-from tests.support import (
-    assert_equal,
-    assert_tables_match,
-    data_files,
-    random_tensor,
-)
+from tests.support import assert_equal, assert_tables_match, random_tensor
 from torch_ckpt.megatron import install, uninstall
 
 
 def lacking(*modules: str) -> str:
     """Returns why cases that need some modules are skipped; "" if all are installed."""
     for module in modules:
-        try:
-            found = find_spec(module) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            return f"{module} is not installed; scripts/setup.sh installs it where PyPI has it"
+        with suppress(ModuleNotFoundError):
+            if find_spec(module) is not None:
+                continue
+        return f"{module} is not installed; scripts/setup.sh installs it where PyPI has it"
     return ""
 
 
@@ -64,44 +55,39 @@ def installed(**options: Any) -> Iterator[None]:
         uninstall()
 
 
-@contextmanager
-def instead(module: Any, name: str, ours: Any) -> Iterator[None]:
-    """Replaces a single name by torch_ckpt's."""
-    with mock.patch.object(module, name, ours):
-        yield
-
-
 # --- states ---------------------------------------------------------------------------------------
+
+
+def sharded(name: str, data: torch.Tensor, *place: Any, **options: Any) -> Any:
+    """Makes Megatron's ShardedTensor."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(name, data, *place, **options)
 
 
 def megatron_state(launch: Launch, seed: int) -> StateDict:
     """Makes a state of ShardedTensors and ShardedObjects. Every value depends on the seed."""
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing import ShardedObject
 
     rank, size = launch.rank, launch.size
 
     def tensor(name: str, dtype: torch.dtype, *shape: int, of: int = rank) -> torch.Tensor:
         return random_tensor(shape, dtype, seed=seed * 1000 + sum(name.encode()) + of)
 
-    def sharded(
-        name: str, dtype: torch.dtype, *shape: int, axis: int = 0, layers: int = 0
-    ) -> ShardedTensor:
+    def shard(name: str, dtype: torch.dtype, *shape: int, axis: int = 0, layers: int = 0) -> Any:
         data = tensor(name, dtype, *shape)
-        offset = (axis, rank, size)
-        return ShardedTensor.from_rank_offsets(name, data, offset, prepend_axis_num=layers)
+        return sharded(name, data, (axis, rank, size), prepend_axis_num=layers)
 
     replicated = tensor("model.replicated", torch.float32, 5, 3, of=0)
     view = tensor("model.view", torch.float32, 40, 30)[10:20]
     return {
-        "rows": sharded("model.rows", torch.float32, 6, 5),
-        "columns": sharded("model.columns", torch.bfloat16, 4, 7, axis=1),
-        "layer": sharded("model.layers.weight", torch.float32, 3, 4, layers=1),
-        "large": sharded("optimizer.state.exp_avg.rows", torch.float32, 300, 701),
-        "small": sharded("optimizer.state.step", torch.int64, 1),
-        "view": ShardedTensor.from_rank_offsets("model.view", view, (0, rank, size)),
-        "replicated": ShardedTensor.from_rank_offsets(
-            "model.replicated", replicated, replica_id=rank
-        ),
+        "rows": shard("model.rows", torch.float32, 6, 5),
+        "columns": shard("model.columns", torch.bfloat16, 4, 7, axis=1),
+        "layer": shard("model.layers.weight", torch.float32, 3, 4, layers=1),
+        "large": shard("optimizer.state.exp_avg.rows", torch.float32, 300, 701),
+        "small": shard("optimizer.state.step", torch.int64, 1),
+        "view": sharded("model.view", view, (0, rank, size)),
+        "replicated": sharded("model.replicated", replicated, replica_id=rank),
         "object": ShardedObject("model.extra", {"seed": seed, "rank": rank}, (size,), (rank,)),
         "random state": ShardedObject("rng", [view[0].clone(), seed], (size,), (rank,)),
         "iteration": seed,
@@ -137,13 +123,26 @@ def directory(launch: Launch, *names: str) -> Path:
     return path
 
 
-def request_for(launch: Launch, path: Path, seed: int, strategy: Any = None) -> Any:
+def their_queue(**options: Any) -> Any:
+    """Makes the queue that Megatron-core's module has now."""
+    return strategies("async_utils").AsyncCallsQueue(**options)
+
+
+def request_of(state: StateDict, path: Path, strategy: Any = None) -> Any:
     """Makes Megatron-core's request to save a state."""
     from megatron.core import dist_checkpointing
 
-    return dist_checkpointing.save(
-        megatron_state(launch, seed), str(path), strategy, async_sharded_save=True
-    )
+    return dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True)
+
+
+def request_for(launch: Launch, path: Path, seed: int, strategy: Any = None) -> Any:
+    return request_of(megatron_state(launch, seed), path, strategy)
+
+
+def run_in(queue: Any, request: Any) -> None:
+    """Runs a save to its end in a queue."""
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
 
 
 def save_through(queue: Any, request: Any) -> None:
@@ -155,6 +154,14 @@ def save_through(queue: Any, request: Any) -> None:
     queue.close()
 
 
+def loaded(state: StateDict, path: Path, *strategy: Any) -> StateDict:
+    """Loads by Megatron-core into a state without values."""
+    from megatron.core import dist_checkpointing
+
+    found: StateDict = dist_checkpointing.load(state, str(path), *strategy)
+    return found
+
+
 def save_strategy(threads: int = 2, hint: str | None = None, cached: bool = False) -> Any:
     return strategies("torch").TorchDistSaveShardedStrategy(
         "torch_dist", 1, thread_count=threads, separation_hint=hint, cached_metadata=cached
@@ -163,12 +170,9 @@ def save_strategy(threads: int = 2, hint: str | None = None, cached: bool = Fals
 
 def assert_loads(launch: Launch, path: Path, seed: int) -> None:
     """Checks that Megatron-core's load returns the saved state."""
-    from megatron.core import dist_checkpointing
-
-    loaded = dist_checkpointing.load(emptied(megatron_state(launch, seed)), str(path))
-    expected = plain(megatron_state(launch, seed))
-    for name, value in expected.items():
-        assert_equal(loaded[name], value, name)
+    found = loaded(emptied(megatron_state(launch, seed)), path)
+    for name, value in plain(megatron_state(launch, seed)).items():
+        assert_equal(found[name], value, name)
 
 
 def assert_is_ours(launch: Launch, path: Path) -> None:
@@ -179,27 +183,3 @@ def assert_is_ours(launch: Launch, path: Path) -> None:
 
 def children() -> set[int | None]:
     return {child.pid for child in multiprocessing.active_children()}
-
-
-def failure_of(work: Callable[[], object]) -> dcp.CheckpointException:
-    """Returns the CheckpointException that ``work`` must raise."""
-    try:
-        work()
-    except dcp.CheckpointException as error:
-        return error
-    raise AssertionError("no CheckpointException was raised")
-
-
-def assert_names_the_file(launch: Launch, error: dcp.CheckpointException, path: Path) -> None:
-    """Checks the error on the coordinator, which has the details in Megatron."""
-    last = launch.size - 1
-    if launch.rank == 0:
-        assert list(error.failures) == [last]
-        assert f"{path}/__{last}_" in str(error.failures[last][0])
-
-
-def assert_holds_only_what_its_metadata_names(launch: Launch, path: Path) -> None:
-    if launch.rank == 0:
-        places = read_metadata(path).storage_data.values()
-        named = {info.relative_path for info in places}
-        assert {file.name for file in data_files(path)} == named

@@ -6,13 +6,15 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,19 +31,12 @@ PATIENCE_SECONDS = 60.0
 GROUPS_AT_ONCE = 4
 
 
-class Silence(Protocol):
-    """Describes which rank falls silent, and how."""
+class Silence(NamedTuple):
+    """Describes which rank falls silent, and how: "killed", "stopped", or another word for a
+    process that continues. Tests with more parameters have classes of their own."""
 
-    @property
-    def how(self) -> str:
-        """Returns "killed", "stopped", or another word for a process that continues."""
-
-    @property
-    def victim(self) -> int:
-        """Returns the silent rank."""
-
-
-D = TypeVar("D", bound=Silence)
+    how: str
+    victim: int
 
 
 @dataclass
@@ -61,6 +56,12 @@ class Found:
     names_later: list[str] = field(default_factory=list)
 
 
+def join_group() -> None:
+    """Makes the process group of a rank."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
+
+
 def given_up_after(victim: int) -> str:
     """Returns how an error states the time for which a rank sent no heartbeat."""
     # The other ranks wait for the coordinator longer than the coordinator waits for them.
@@ -77,7 +78,7 @@ def stop_here() -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
-def falls_silent(results: Connection, silence: Silence) -> Callable[[], None]:
+def falls_silent(results: Connection, silence: Any) -> Callable[[], None]:
     """Makes the function that the victim calls to fall silent. The test is notified just before."""
 
     def fall() -> None:
@@ -90,7 +91,7 @@ def falls_silent(results: Connection, silence: Silence) -> Callable[[], None]:
     return fall
 
 
-def is_victim(silence: Silence | None) -> bool:
+def is_victim(silence: Any) -> bool:
     """Returns True on the rank that is to fall silent."""
     return silence is not None and dist.get_rank() == silence.victim
 
@@ -105,7 +106,7 @@ def outcome_of(work: Callable[[], object]) -> tuple[list[int], str, float] | Non
     return None
 
 
-def outcomes_of(group: Ranks, path: Path, silence: Silence) -> Found:
+def outcomes_of(group: Ranks, path: Path, silence: Any) -> Found:
     """Collects the outcomes of the other ranks, and then the outcome of a surviving victim."""
     assert group.answer(silence.victim) == "dies"
     others = [rank for rank in range(group.size) if rank != silence.victim]
@@ -116,6 +117,9 @@ def outcomes_of(group: Ranks, path: Path, silence: Silence) -> Found:
     if silence.how != "killed":
         outcomes[silence.victim] = group.answer(silence.victim)
     return Found(outcomes, published, (path / ".metadata").exists())
+
+
+D = TypeVar("D")
 
 
 @contextmanager

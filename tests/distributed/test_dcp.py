@@ -12,28 +12,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_ckpt
 from tests.distributed.cases import (
     OURS,
-    PAIRS,
     STOCK,
     Launch,
     StateDict,
     assert_full_tensors,
+    assert_only_used,
     dtensors,
     dtensors_2d,
     failure_of,
-    full_state,
     load,
     mesh_1d,
     mesh_2d,
-    rank_local_state,
+    pairs,
     save,
     tensor_of,
-    trained_model,
     zeroed,
 )
 from tests.distributed.launcher import between, on, on_ranks
@@ -43,12 +40,15 @@ from tests.support import assert_equal, assert_tables_match, data_files
 # --- interoperation and sharding ------------------------------------------------------------------
 
 
+def all_dtensors(launch: Launch) -> dict[str, DTensor]:
+    return dtensors(mesh_1d(launch)) | dtensors_2d(mesh_2d(launch))
+
+
+@on(2, 4)
 def case_sharded_tensors_make_the_round_trip_with_stock_torch(launch: Launch) -> None:
-    mesh = mesh_1d(launch)
-    for number, (writer, reader) in enumerate(PAIRS):
-        path = launch.path(str(number))
-        save(dtensors(mesh), path, writer)
-        loaded = zeroed(dtensors(mesh))
+    for path, writer, reader in pairs(launch):
+        save(all_dtensors(launch), path, writer)
+        loaded = zeroed(all_dtensors(launch))
         load(loaded, path, reader)
         assert_full_tensors(loaded)
 
@@ -64,23 +64,16 @@ def case_dtensors_planned_by_the_engine_make_the_round_trip(launch: Launch) -> N
         assert_full_tensors(loaded)
 
 
-def case_a_rank_with_another_planner_is_named(launch: Launch) -> None:
-    planner = torch_ckpt.SavePlanner() if launch.rank == 0 else dcp.DefaultSavePlanner()
-    causes = failure_of(
-        launch, lambda: save(dtensors(mesh_1d(launch)), launch.path(), planner=planner)
-    )
-    assert "rank 1 does not plan with torch_ckpt.SavePlanner" in str(causes[0])
-
-
-def case_a_rank_with_another_kind_of_writer_is_named(launch: Launch) -> None:
-    writer = OURS[0] if launch.rank == 0 else STOCK[0]
-    causes = failure_of(
-        launch,
-        lambda: save(
-            dtensors(mesh_1d(launch)), launch.path(), writer, planner=torch_ckpt.SavePlanner()
-        ),
-    )
-    assert "kind of writer" in str(causes[0])
+def case_a_rank_with_another_planner_or_writer_is_named(launch: Launch) -> None:
+    ours, stock = torch_ckpt.SavePlanner, dcp.DefaultSavePlanner
+    for writers, planners, text in (
+        ((OURS[0], OURS[0]), (ours, stock), "rank 1 does not plan with torch_ckpt.SavePlanner"),
+        ((OURS[0], STOCK[0]), (ours, ours), "kind of writer"),
+    ):
+        writer, planner = writers[launch.rank], planners[launch.rank]()
+        state, path = dtensors(mesh_1d(launch)), launch.path()
+        causes = failure_of(launch, save, state, path, writer, planner=planner)
+        assert text in str(causes[0])
 
 
 def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -> None:
@@ -90,7 +83,7 @@ def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -
     loaded: StateDict = dict(zeroed(dtensors(mesh)))
     if launch.rank == 1:
         loaded["of rank 1 alone"] = torch.zeros(2)
-    causes = failure_of(launch, lambda: load(loaded, path, planner=torch_ckpt.LoadPlanner()))
+    causes = failure_of(launch, load, loaded, path, planner=torch_ckpt.LoadPlanner())
     assert list(causes) == [1]
     assert "of rank 1 alone" in str(causes[1])
     for value in loaded.values():
@@ -98,64 +91,9 @@ def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -
         assert not torch.count_nonzero(local)
 
 
-@on(4)
-def case_tensors_on_a_2d_mesh_make_the_round_trip_with_stock_torch(launch: Launch) -> None:
-    mesh = mesh_2d(launch)
-    for number, (writer, reader) in enumerate(PAIRS):
-        path = launch.path(str(number))
-        save(dtensors_2d(mesh), path, writer)
-        loaded = zeroed(dtensors_2d(mesh))
-        load(loaded, path, reader)
-        assert_full_tensors(loaded)
-
-
-def case_an_fsdp_model_and_its_optimizer_make_the_round_trip(launch: Launch) -> None:
-    for number, (writer, reader) in enumerate(PAIRS):
-        path = launch.path(str(number))
-        model, optimizer = trained_model(launch, seed=1)
-        parts = get_state_dict(model, optimizer)
-        save({"model": parts[0], "optimizer": parts[1]}, path, writer)
-        other, other_optimizer = trained_model(launch, seed=2)
-        parts = get_state_dict(other, other_optimizer)
-        loaded = {"model": parts[0], "optimizer": parts[1]}
-        load(loaded, path, reader)
-        set_state_dict(
-            other,
-            other_optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-        )
-        assert_equal(full_state(other, other_optimizer), full_state(model, optimizer))
-
-
-def case_objects_and_stateful_values_make_the_round_trip(launch: Launch) -> None:
-    class Counter:
-        def __init__(self, value: int) -> None:
-            self.value = value
-
-        def state_dict(self) -> StateDict:
-            return {"value": self.value, "tensor": torch.full((3,), float(self.value))}
-
-        def load_state_dict(self, state: StateDict) -> None:
-            assert state["tensor"].tolist() == [state["value"]] * 3
-            self.value = state["value"]
-
-    for number, (writer, reader) in enumerate(PAIRS):
-        path = launch.path(str(number))
-        own = f"of rank {launch.rank}"
-        save({"counter": Counter(7), "note": "for all", own: {"rank": launch.rank}}, path, writer)
-        counter = Counter(0)
-        loaded = {"counter": counter, "note": "", own: {"rank": -1}}
-        load(loaded, path, reader)
-        assert counter.value == 7
-        assert loaded["note"] == "for all"
-        assert loaded[own] == {"rank": launch.rank}
-
-
 def case_a_sharded_optimizer_state_is_loaded_before_the_optimizer_exists(launch: Launch) -> None:
     state = {"state": {"w": {"exp_avg": tensor_of("exp_avg", 4 * launch.size, 3)}}, "lr": 0.5}
-    for number, (writer, reader) in enumerate(PAIRS):
-        path = launch.path(str(number))
+    for path, writer, reader in pairs(launch):
         save({"optim": state}, path, writer)
         loaded = load_sharded_optimizer_state_dict(
             model_state_dict={}, optimizer_key="optim", storage_reader=reader(path)
@@ -173,18 +111,14 @@ def case_a_sharded_optimizer_state_is_loaded_before_the_optimizer_exists(launch:
 def case_this_number_of_ranks_saves_for_another(launch: Launch) -> None:
     for number, (writer, _reader) in enumerate((OURS, STOCK)):
         path = launch.workdir / f"from-{launch.size}" / str(number)
-        state: StateDict = dict(dtensors(mesh_1d(launch)))
-        if launch.size > 1:
-            state |= dtensors_2d(mesh_2d(launch))
-        save(state | {"step": launch.size}, path, writer)
+        save(all_dtensors(launch) | {"step": launch.size}, path, writer)
 
 
 @on(only=True)
 def case_a_checkpoint_of_another_number_of_ranks_is_loaded(launch: Launch) -> None:
     for source in sorted(launch.workdir.glob("from-*")):
         for number, reader in ((0, OURS[1]), (0, STOCK[1]), (1, OURS[1])):
-            mesh = mesh_1d(launch)
-            tensors = zeroed(dtensors(mesh) | dtensors_2d(mesh_2d(launch)))
+            tensors = zeroed(all_dtensors(launch))
             loaded: StateDict = tensors | {"step": 0}
             load(loaded, source / str(number), reader)
             assert_full_tensors(tensors)
@@ -194,39 +128,50 @@ def case_a_checkpoint_of_another_number_of_ranks_is_loaded(launch: Launch) -> No
 # --- assignment to ranks --------------------------------------------------------------------------
 
 
-def case_each_rank_writes_its_own_files(launch: Launch) -> None:
+def case_each_rank_writes_its_own_files_and_has_the_metadata_of_all(launch: Launch) -> None:
     path = launch.path()
     writer = torch_ckpt.FileSystemWriter(path, thread_count=2)
-    dcp.save(dict(dtensors(mesh_1d(launch))), storage_writer=writer)
+    metadata = dcp.save(dict(dtensors(mesh_1d(launch))), storage_writer=writer)
     expected = {f"__{rank}_{i}.distcp" for rank in range(launch.size) for i in range(2)}
     assert {file.name for file in data_files(path)} == expected
-
-
-def case_the_metadata_is_the_same_on_all_ranks(launch: Launch) -> None:
-    metadata = save(dict(dtensors(mesh_1d(launch))), launch.path())
     everywhere: list[Any] = [None] * launch.size
     seen = sorted((i.fqn, tuple(i.offset), vars(p)) for i, p in metadata.storage_data.items())
     dist.all_gather_object(everywhere, seen)
     assert all(one == everywhere[0] for one in everywhere)
-    read = torch_ckpt.FileSystemReader(launch.path()).read_metadata()
+    read = torch_ckpt.FileSystemReader(path).read_metadata()
     assert read.storage_data == metadata.storage_data
 
 
-def case_one_writer_overwrites_a_checkpoint_many_times(launch: Launch) -> None:
-    path = launch.path()
+def case_one_writer_saves_many_times_with_and_without_cached_plans(launch: Launch) -> None:
     mesh = mesh_1d(launch)
-    writer = torch_ckpt.FileSystemWriter(path)
-    for step in range(3):
-        full = tensor_of("t", 13, 5) + step
-        state = {"t": distribute_tensor(full, mesh, [Shard(0)]), "step": step}
-        metadata = dcp.save(state, storage_writer=writer)
-        dist.barrier()
-        used = {info.relative_path for info in metadata.storage_data.values()}
-        assert {file.name for file in path.iterdir()} == used | {".metadata"}
-        loaded = {"t": torch.zeros(13, 5), "step": -1}
-        load(loaded, path, STOCK[1])
-        assert_equal(loaded, {"t": full, "step": step})
-        dist.barrier()
+    for caching in (False, True):
+        forget_plans()
+        writer = torch_ckpt.FileSystemWriter(launch.path())
+        for step in range(4):
+            # The last two overwrite the same directory.
+            path = launch.path(f"{caching} {min(step, 2)}")
+            full = tensor_of("t", 13, 5) + step
+            state = {"t": distribute_tensor(full, mesh, [Shard(0)]), "plain": full, "step": step}
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=caching)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                metadata = dcp.save(
+                    state, checkpoint_id=path, storage_writer=writer, planner=planner
+                )
+            dist.barrier()
+            assert_only_used(path, metadata)
+            for reader in (OURS[1], STOCK[1]):
+                loaded = {"t": torch.zeros(13, 5), "plain": torch.zeros(13, 5), "step": -1}
+                load(loaded, path, reader)
+                assert_equal(loaded, {"t": full, "plain": full, "step": step})
+            dist.barrier()
+    forget_plans()
+
+
+def forget_plans() -> None:
+    for name in vars(SavePlanner):
+        if name.startswith("_cached_"):
+            getattr(SavePlanner, name).clear()
 
 
 @on(4)
@@ -254,43 +199,6 @@ def case_the_metadata_has_the_checksum_tables_of_all_ranks(launch: Launch) -> No
         path = launch.path(name)
         saver({**dtensors(mesh_1d(launch)), "step": 1}, path)
         assert_tables_match(path, read_metadata(path))
-
-
-def case_without_collectives_each_rank_has_its_own_checksum_tables(launch: Launch) -> None:
-    path = launch.path()
-    save(rank_local_state(launch, 1), path, use_collectives=False)
-    assert_tables_match(path, read_metadata(path, name=f"__{launch.rank}.metadata"))
-
-
-# --- plan caching ---------------------------------------------------------------------------------
-
-
-def forget_plans() -> None:
-    for name in vars(SavePlanner):
-        if name.startswith("_cached_"):
-            getattr(SavePlanner, name).clear()
-
-
-def case_saves_with_cached_plans_have_their_own_values(launch: Launch) -> None:
-    forget_plans()
-    mesh = mesh_1d(launch)
-    writer = torch_ckpt.FileSystemWriter(launch.path())
-    for step in range(4):
-        # The last two overwrite the same directory.
-        path = launch.path(str(min(step, 2)))
-        full = tensor_of("t", 13, 5) + step
-        state = {"t": distribute_tensor(full, mesh, [Shard(0)]), "plain": full, "step": step}
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(state, checkpoint_id=path, storage_writer=writer, planner=planner)
-        dist.barrier()
-        for reader in (OURS[1], STOCK[1]):
-            loaded = {"t": torch.zeros(13, 5), "plain": torch.zeros(13, 5), "step": -1}
-            load(loaded, path, reader)
-            assert_equal(loaded, {"t": full, "plain": full, "step": step})
-        dist.barrier()
-    forget_plans()
 
 
 test_on_ranks = on_ranks(globals())

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import datetime
 import errno
-import io
-import pickle
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -25,7 +24,6 @@ import torch_ckpt
 import torch_ckpt.saving.writer as writer_module
 from tests.distributed.cases import (
     OURS,
-    PAIRS,
     PATIENCE_SECONDS,
     STOCK,
     Launch,
@@ -33,6 +31,7 @@ from tests.distributed.cases import (
     assert_everything,
     assert_full_tensors,
     assert_is_full_disk,
+    assert_only_used,
     dtensors,
     everything,
     everything_emptied,
@@ -40,117 +39,83 @@ from tests.distributed.cases import (
     full_disk_on,
     load,
     mesh_1d,
+    pairs,
     rank_local_state,
     save,
     tensor_of,
     zeroed,
 )
 from tests.distributed.launcher import on, on_ranks
-from tests.support import assert_equal, data_files
+from tests.metadata import read_metadata
+from tests.support import assert_equal, assert_tables_match, data_files
 from torch_ckpt.errors import NotCommitted
 
 # --- without collectives --------------------------------------------------------------------------
 
 
-def case_without_collectives_each_rank_has_its_own_metadata(launch: Launch) -> None:
-    for number, (writer, reader) in enumerate(PAIRS):
-        path = launch.path(str(number))
-        save(rank_local_state(launch, 1), path, writer, use_collectives=False)
-        names = {file.name for file in path.iterdir() if file.suffix != ".distcp"}
-        assert names == {f"__{rank}.metadata" for rank in range(launch.size)}
-        loaded = {"own": torch.zeros(6, 4), "rank": -1, "step": -1}
-        load(loaded, path, reader)
-        assert_equal(loaded, rank_local_state(launch, 1))
+def case_without_collectives_each_rank_overwrites_only_its_own_files(launch: Launch) -> None:
+    for path, writer, reader in pairs(launch):
+        for step in range(3):
+            save(rank_local_state(launch, step), path, writer, use_collectives=False)
+            dist.barrier()
+            names = {file.name for file in path.iterdir() if file.suffix != ".distcp"}
+            assert names == {f"__{rank}.metadata" for rank in range(launch.size)}
+            loaded = {"own": torch.zeros(6, 4), "rank": -1, "step": -1}
+            load(loaded, path, reader)
+            assert_equal(loaded, rank_local_state(launch, step))
+            dist.barrier()
+        if writer is OURS[0]:
+            metadata = read_metadata(path, name=f"__{launch.rank}.metadata")
+            assert_tables_match(path, metadata)
 
 
-def case_without_collectives_overwriting_keeps_the_other_ranks_files(launch: Launch) -> None:
-    path = launch.path()
-    for step in range(3):
-        save(rank_local_state(launch, step), path, use_collectives=False)
-        dist.barrier()
-        loaded = {"own": torch.zeros(6, 4), "rank": -1, "step": -1}
-        load(loaded, path)
-        assert_equal(loaded, rank_local_state(launch, step))
-        dist.barrier()
+def assert_loads(path: Path, name: str) -> None:
+    loaded = {"t": torch.zeros(8)}
+    load(loaded, path)
+    assert_equal(loaded["t"], tensor_of(name, 8))
 
 
-def case_a_checkpoint_with_collectives_replaces_one_without(launch: Launch) -> None:
+def case_a_checkpoint_with_collectives_replaces_one_without_and_not_conversely(
+    launch: Launch,
+) -> None:
     path = launch.path()
     save(rank_local_state(launch, 1), path, use_collectives=False)
     dist.barrier()
     metadata = save({"t": tensor_of("t", 8)}, path)
     dist.barrier()
-    used = {info.relative_path for info in metadata.storage_data.values()}
-    assert {file.name for file in path.iterdir()} == used | {".metadata"}
-    loaded = {"t": torch.zeros(8)}
-    load(loaded, path)
-    assert_equal(loaded["t"], tensor_of("t", 8))
-
-
-def case_without_collectives_a_checkpoint_of_all_ranks_is_not_replaced(launch: Launch) -> None:
+    assert_only_used(path, metadata)
+    assert_loads(path, "t")
     # Loading would prefer the older one.
-    path = launch.path()
-    save({"t": tensor_of("t", 8)}, path)
-    dist.barrier()
-    try:
+    with pytest.raises(FileExistsError):
         save(rank_local_state(launch, 1), path, use_collectives=False)
-    except FileExistsError:
-        pass
-    else:
-        raise AssertionError("it was saved where no load would find it")
     dist.barrier()
-    loaded = {"t": torch.zeros(8)}
-    load(loaded, path)
-    assert_equal(loaded["t"], tensor_of("t", 8))
+    assert_loads(path, "t")
 
 
 # --- failures -------------------------------------------------------------------------------------
 
 
 @on(2, 4)
-def case_an_error_on_one_rank_fails_all_ranks_and_publishes_nothing(launch: Launch) -> None:
+def case_an_error_on_one_rank_fails_all_and_keeps_the_old_checkpoint(launch: Launch) -> None:
     path = launch.path()
     for rank in range(launch.size):
         state = dict(dtensors(mesh_1d(launch)))
         with full_disk_on(rank):
-            causes = failure_of(launch, lambda: save(state, path))  # noqa: B023
+            causes = failure_of(launch, save, state, path)
         assert_is_full_disk(causes, rank, path)
         assert not (path / ".metadata").exists()
     # The next save removes all files of the failed one.
     metadata = save(dict(dtensors(mesh_1d(launch))), path)
     dist.barrier()
-    used = {info.relative_path for info in metadata.storage_data.values()}
-    assert {file.name for file in path.iterdir()} == used | {".metadata"}
-    loaded = zeroed(dtensors(mesh_1d(launch)))
-    load(loaded, path, STOCK[1])
-    assert_full_tensors(loaded)
-
-
-class _FailingOn(dcp.DefaultSavePlanner):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if dist.get_rank() == self.rank:
-            raise OSError(errno.EIO, "on purpose", "somewhere")
-        return super().resolve_data(write_item)
-
-
-def case_an_error_while_overwriting_keeps_the_old_checkpoint(launch: Launch) -> None:
-    path = launch.path()
-    mesh = mesh_1d(launch)
-    save(dict(dtensors(mesh)), path)
+    assert_only_used(path, metadata)
     dist.barrier()
     for rank in range(launch.size):
-        state = {name: tensor + 1 for name, tensor in dtensors(mesh).items()}
-        planner = _FailingOn(rank)
-        causes = failure_of(launch, lambda: save(state, path, planner=planner))  # noqa: B023
-        assert set(causes) == {rank}
-        assert isinstance(causes[rank], OSError)
-        assert causes[rank].errno == errno.EIO
+        state = {name: tensor + 1 for name, tensor in dtensors(mesh_1d(launch)).items()}
+        with full_disk_on(rank):
+            causes = failure_of(launch, save, state, path)
+        assert_is_full_disk(causes, rank, path)
         for reader in (OURS[1], STOCK[1]):
-            loaded = zeroed(dtensors(mesh))
+            loaded = zeroed(dtensors(mesh_1d(launch)))
             load(loaded, path, reader)
             assert_full_tensors(loaded)
         dist.barrier()
@@ -190,15 +155,12 @@ def exchanged_before_rank_1_opens(
         aside.rename(path)
         return found
 
-    patched: Any = writer_module
-    if launch.rank == 0:
-        patched.DirectoryLease = leased
-    if launch.rank == 1:
-        patched.OpenDirectory = opened_late
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if launch.rank == 0:
+            patch.setattr(writer_module, "DirectoryLease", leased)
+        if launch.rank == 1:
+            patch.setattr(writer_module, "OpenDirectory", opened_late)
         yield
-    finally:
-        patched.DirectoryLease, patched.OpenDirectory = lease, opened
 
 
 def case_ranks_with_different_directories_at_one_path_publish_nothing(launch: Launch) -> None:
@@ -207,22 +169,23 @@ def case_ranks_with_different_directories_at_one_path_publish_nothing(launch: La
     for directory in (path, other):
         torch_ckpt.save(state, directory)
     dist.barrier()
-    for name, work in (
-        ("dcp.save", lambda: save(state, path)),
-        ("torch_ckpt.save", lambda: torch_ckpt.save(state, path)),
-    ):
-        contents = {file: file.read_bytes() for file in launch.path().glob("*/*")}
+
+    def contents() -> dict[Path, bytes]:
+        found = {file: file.read_bytes() for file in launch.path().glob("*/*")}
         dist.barrier()
-        with exchanged_before_rank_1_opens(launch, path, other, name):
-            causes = failure_of(launch, work)
+        return found
+
+    for saving in (save, torch_ckpt.save):
+        before = contents()
+        with exchanged_before_rank_1_opens(launch, path, other, saving.__module__):
+            causes = failure_of(launch, saving, state, path)
         assert isinstance(causes.pop(0), NotCommitted)
         assert not causes
-        after = {file: file.read_bytes() for file in launch.path().glob("*/*")}
-        dist.barrier()
-        assert {file: after.get(file) for file in contents} == contents
-        if name == "torch_ckpt.save":
+        after = contents()
+        assert {file: after.get(file) for file in before} == before
+        if saving is torch_ckpt.save:
             # DCP does not notify a rank whose writing succeeded of the failure of another rank.
-            assert after == contents
+            assert after == before
 
 
 def finished(response: Any) -> Any:
@@ -292,48 +255,19 @@ def case_a_scalar_dtensor_on_one_rank_is_saved_in_the_background(launch: Launch)
         assert_equal(loaded["t"], torch.tensor(3.5))
 
 
-def case_a_failed_async_save_raises_its_error(launch: Launch) -> None:
-    path = launch.path()
-
-    def saving() -> None:
-        writer = torch_ckpt.FileSystemWriter(path)
-        finished(dcp.async_save(dict(dtensors(mesh_1d(launch))), storage_writer=writer))
-
-    with full_disk_on(1):
-        causes = failure_of(launch, saving)
-    assert_is_full_disk(causes, 1, path)
-    assert not (path / ".metadata").exists()
-
-
-def case_a_writer_survives_pickling_after_a_save(launch: Launch) -> None:
-    writer = torch_ckpt.FileSystemWriter(launch.path("a"), thread_count=3, separation_hint="t")
-    dcp.save({"t": tensor_of("t", 4)}, storage_writer=writer)
-    copy = pickle.loads(pickle.dumps(writer))
-    assert copy.thread_count == 3
-    assert copy.separation_hint == "t"
-    dcp.save({"t": tensor_of("t", 4)}, checkpoint_id=launch.path("b"), storage_writer=copy)
-    loaded = {"t": torch.zeros(4)}
-    load(loaded, launch.path("b"))
-    assert_equal(loaded["t"], tensor_of("t", 4))
-
-
 # --- torch_ckpt.save and torch_ckpt.load ----------------------------------------------------------
 
 
 @on(2, 4)
 def case_torch_ckpt_save_and_load_do_what_dcp_does(launch: Launch) -> None:
-    def save_by_dcp(state: StateDict, path: Path) -> None:
-        save(state, path, STOCK[0])
-
-    def load_by_dcp(state: StateDict, path: Path) -> None:
-        load(state, path, STOCK[1])
-
-    pairs: list[tuple[Any, Any]] = [
-        (torch_ckpt.save, torch_ckpt.load),
-        (torch_ckpt.save, load_by_dcp),
-        (save_by_dcp, torch_ckpt.load),
-    ]
-    for number, (saving, loading) in enumerate(pairs):
+    save_by_dcp, load_by_dcp = partial(save, writer=STOCK[0]), partial(load, reader=STOCK[1])
+    for number, (saving, loading) in enumerate(
+        (
+            (torch_ckpt.save, torch_ckpt.load),
+            (torch_ckpt.save, load_by_dcp),
+            (save_by_dcp, torch_ckpt.load),
+        )
+    ):
         path = launch.path(str(number))
         saving(everything(launch), path)
         state = everything_emptied(launch)

@@ -1,12 +1,11 @@
-"""Ranks that are killed or stopped in each phase of a save. The other ranks name the rank in time,
-nothing is published, and after a restart the ranks save into the same directory."""
+"""Ranks that are killed or stopped in each phase of a save, a load or a restore. The other ranks
+name the rank in time. A failed save publishes nothing, and after a restart the ranks save into the
+same directory."""
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from tests.distributed.silent_ranks import (
     falls_silent,
     given_up_after,
     is_victim,
+    join_group,
     outcome_of,
     outcomes_of,
     play_in_groups,
@@ -38,6 +38,9 @@ from tests.metadata import read_metadata
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 
+#: The step that is loaded.
+STEP = 3
+
 
 @dataclass(frozen=True)
 class Death:
@@ -45,9 +48,9 @@ class Death:
 
     Attributes:
         how: "killed" or "stopped".
-        phase: the moment; see ``arm``.
+        phase: the moment; see ``PHASES`` and ``run_rank``.
         victim: the rank; 0 is the coordinator.
-        by: "save" or "async_save".
+        by: "save", "async_save", "load" or "restore".
         step: the step in which the other ranks notice it; "" if the save succeeds without the
             victim.
     """
@@ -59,48 +62,40 @@ class Death:
     step: str
 
     def __str__(self) -> str:
-        return f"rank {self.victim} {self.how} in {self.phase} of {self.by}"
+        return f"rank {self.victim} {self.how} while {self.phase} in {self.by}"
 
 
 WAITING = "waiting for the commit"
 
-PHASES = {
-    # The step that fails on the other ranks, by phase and victim.
-    "planning": ("plan", "plan"),
-    "writing": ("write", "write"),
-    "having written": ("write", "write"),
-    "committing": ("write", None),
-    WAITING: (None, ""),
+#: The step that fails on the other ranks, by operation, phase and victim.
+PHASES: dict[str, dict[str, tuple[str | None, ...]]] = {
+    "save": {
+        "planning": ("plan", "plan"),
+        "writing": ("write", "write"),
+        "having written": ("write", "write"),
+        "committing": ("write", None),
+        WAITING: (None, ""),
+    },
+    "load": {
+        "planning": ("plan", "plan"),
+        "reading": ("load", "load"),
+        "taking": ("finish", "finish"),
+    },
+    # manager.restore calls a state's own methods in separate steps.
+    "restore": {"reading": ("load", "load")},
 }
+PHASES["async_save"] = PHASES["save"]
 
 CASES = [
     Death(how, phase, victim, by, step)
-    for by in ("save", "async_save")
+    for by, phases in PHASES.items()
     for how in ("killed", "stopped")
-    for phase, steps in PHASES.items()
+    for phase, steps in phases.items()
     for victim, step in enumerate(steps)
-    if step is not None and (by == "save" or how == "killed" or phase == "having written")
+    if step is not None
+    if by != "async_save" or how == "killed" or phase == "having written"
 ]
-
-
-def state_of(rank: int, seed: int) -> dict[str, Any]:
-    numbers = torch.arange(100_000, dtype=torch.int32)
-    return {f"of rank {rank}": numbers + 10 * seed + rank, "seed": seed}
-
-
-class Dying:
-    """``Stateful`` that dies when its state is read."""
-
-    def __init__(self, die: Callable[[], None]) -> None:
-        self._die = die
-
-    def state_dict(self) -> dict[str, Any]:
-        self._die()
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("never")
-
+SAVES = [death for death in CASES if death.by.endswith("save")]
 
 #: Fault points at which a rank dies, by phase: the operation and the path.
 FAULT_POINTS = {
@@ -108,60 +103,91 @@ FAULT_POINTS = {
     "having written": ("files are written", ""),
     "committing": ("open", "*/.metadata.tmp-*"),
     WAITING: ("wait for ranks", "write"),
+    "reading": ("open", "*.distcp"),
 }
 
 
-def run_rank(results: Connection, path: Path, seed: int, *deaths: Death) -> None:
-    """Runs one rank: saves, and sends None, or the failed ranks, the text and the seconds. Then
-    saves the next state, if the process lives and the ranks are to save again."""
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
-    store = dist.distributed_c10d._get_default_store()
-    rank = dist.get_rank()
-    # Connects and imports before the case, whose time limit is too short for this.
-    torch_ckpt.save(
-        {"t": torch.zeros(1)}, path.with_name(f"{path.name}-warm"), timeout=PATIENCE_SECONDS
-    )
+class Dying:
+    """``Stateful`` that dies when its state is read, or in the phase "taking" when it is loaded."""
 
-    def save(seed: int, timeout: float, **dying: Any) -> None:
-        state = state_of(rank, seed) | dying
-        if any(death.by == "async_save" for death in deaths):
-            torch_ckpt.async_save(state, path, timeout=timeout).result(PATIENCE_SECONDS)
-        else:
-            torch_ckpt.save(state, path, timeout=timeout)
+    def __init__(self, phase: str, die: Callable[[], None]) -> None:
+        self._acts = {phase: die}
+
+    def state_dict(self) -> dict[str, Any]:
+        self._acts.get("planning", bool)()
+        return {"t": torch.zeros(10)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._acts.get("taking", bool)()
+
+
+def state_of(rank: int, seed: int) -> dict[str, Any]:
+    numbers = torch.arange(100_000, dtype=torch.int32)
+    return {f"of rank {rank}": numbers + 10 * seed + rank, "seed": seed}
+
+
+def stored() -> dict[str, Any]:
+    """Makes the state that is loaded."""
+    return {"t": torch.ones(1000), "s": {"t": torch.ones(10)}}
+
+
+def act(by: str, path: Path, seed: int, timeout: float, **dying: Dying) -> None:
+    """Saves the state of this rank and seed, or loads."""
+    if by == "load":
+        torch_ckpt.load(stored() | dying, path / f"{STEP:010d}", timeout=timeout)
+    elif by == "restore":
+        with torch_ckpt.CheckpointManager(path, timeout=timeout, read_only=True) as manager:
+            manager.restore(stored() | dying)
+    elif by == "async_save":
+        state = state_of(dist.get_rank(), seed) | dying
+        torch_ckpt.async_save(state, path, timeout=timeout).result(PATIENCE_SECONDS)
+    else:
+        torch_ckpt.save(state_of(dist.get_rank(), seed) | dying, path, timeout=timeout)
+
+
+def run_rank(results: Connection, path: Path, seed: int, *deaths: Death) -> None:
+    """Runs one rank: acts, and sends None, or the failed ranks, the text and the seconds. Then
+    saves the next state, if the process lives and the ranks are to save again."""
+    join_group()
+    store = dist.distributed_c10d._get_default_store()
+    by = deaths[0].by if deaths else "save"
+    # Connects and imports before the case, whose time limit is too short for this.
+    is_save = by.endswith("save")
+    act(by, path.with_name(f"{path.name}-warm") if is_save else path, 0, PATIENCE_SECONDS)
 
     def let_commit(die: Callable[[], None]) -> None:
         store.set("victim waits", "")
         die()
 
     with ExitStack() as armed:
-        dying: dict[str, Any] = {}
+        dying: dict[str, Dying] = {}
         for death in deaths:
             die = falls_silent(results, death)
-            if is_victim(death) and death.phase == "planning":
-                dying = {"dying": Dying(die)}
+            if is_victim(death) and death.phase not in FAULT_POINTS:
+                dying = {"s": Dying(death.phase, die)}
             elif is_victim(death):
-                act = partial(let_commit, die) if death.phase == WAITING else die
+                fall = partial(let_commit, die) if death.phase == WAITING else die
                 operation, where = FAULT_POINTS[death.phase]
-                armed.enter_context(before(operation, act, where))
+                armed.enter_context(before(operation, fall, where))
             elif death.phase == WAITING:
                 # Otherwise the commit might be over before the victim waits for it.
                 wait = partial(eventually, lambda: store.check(["victim waits"]))
                 operation, where = FAULT_POINTS["committing"]
                 armed.enter_context(before(operation, wait, where))
-        results.send(outcome_of(lambda: save(seed, TIMEOUT, **dying)))
+        results.send(outcome_of(lambda: act(by, path, seed, TIMEOUT, **dying)))
     if results.recv() == "again":
-        save(seed + 1, PATIENCE_SECONDS)
+        act(by, path, seed + 1, PATIENCE_SECONDS)
         results.send(None)
         results.recv()
     os._exit(0)
 
 
-def play(path: Path, death: Death) -> Found:
-    """Plays one case. If the victim survives, both ranks then save again."""
+def play(workdir: Path, death: Death) -> Found:
+    """Plays one case. If the victim of a save survives, both ranks then save again."""
+    path = workdir / str(death) if death in SAVES else workdir / "run"
     with ranks(2, run_rank, path, 1, death) as group:
         found = outcomes_of(group, path, death)
-        if death.how == "stopped":
+        if death.how == "stopped" and death in SAVES:
             found.names_later = os.listdir(path)
             for child in group.children:
                 child.connection.send("again")
@@ -185,22 +211,26 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
-    """Plays all cases, each in its own directory."""
-    with play_in_groups(CASES, lambda death: play(workdir / str(death), death)) as found:
+    """Plays all cases: saves in separate directories, loads from one checkpoint."""
+    with torch_ckpt.CheckpointManager(workdir / "run", timeout=PATIENCE_SECONDS) as manager:
+        manager.save(STEP, stored())
+    with play_in_groups(CASES, partial(play, workdir)) as found:
         yield found
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if d.step], ids=str)
-def test_a_silent_rank_fails_the_save_by_name_and_nothing_is_published(
-    played: dict[Death, Future[Found]], workdir: Path, death: Death
+def test_a_silent_rank_fails_the_call_by_name_and_nothing_is_published(
+    played: dict[Death, Future[Found]], death: Death
 ) -> None:
     found = played[death].result()
-    ranks, text, seconds = found.outcomes[1 - death.victim]
-    assert ranks == [death.victim]
-    assert f"rank {death.victim}" in text
-    assert given_up_after(death.victim) in text
-    assert f"'{death.step}'" in text
-    assert seconds < PATIENCE_SECONDS
+    failed, text, seconds = found.outcomes[1 - death.victim]
+    assert failed == [death.victim]
+    silence = given_up_after(death.victim)
+    reason = f"rank {death.victim} {silence} during '{death.step}'"
+    if death.phase == "committing":
+        reason = f"rank 0, the coordinator, received the values of 'write', but then {silence}"
+    assert reason in text
+    assert seconds < PATIENCE_SECONDS / 2
     assert not found.published
 
 
@@ -215,7 +245,6 @@ def test_a_rank_that_continues_after_it_was_declared_dead_fails(
         # commit.
         assert mine is None
         return
-    assert mine is not None
     assert mine[0] == [death.victim]
     assert not found.published_later
     assert not [name for name in found.names_later if name.startswith(f"__{death.victim}_")]
@@ -230,18 +259,23 @@ def test_a_rank_that_falls_silent_after_its_part_does_not_fail_the_save(
     assert set(found.outcomes.values()) == {None}
 
 
-@pytest.mark.parametrize("death", CASES, ids=str)
+@pytest.mark.parametrize("death", SAVES, ids=str)
 def test_the_ranks_save_into_the_same_directory_afterwards(
     played: dict[Death, Future[Found]], workdir: Path, death: Death
 ) -> None:
     played[death].result()
     path = workdir / str(death)
     if death.how == "killed":
-        with ranks(2, run_rank, path, 2) as group:
-            assert [group.answer(rank) for rank in range(2)] == [None, None]
+        save_again(path, 2)
     assert_saved(path, 2)
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
     assert set(os.listdir(path)) == named | {".metadata"}
+
+
+def save_again(path: Path, size: int) -> None:
+    """Saves the second state with restarted ranks."""
+    with ranks(size, run_rank, path, 2) as group:
+        assert [group.answer(rank) for rank in range(size)] == [None] * size
 
 
 PAIRS = [
@@ -265,8 +299,7 @@ def test_two_killed_ranks_of_four_fail_the_save_and_a_restart_saves(
             assert victims.issuperset(failed), text
             assert seconds < PATIENCE_SECONDS
         assert not (path / ".metadata").exists()
-    with ranks(4, run_rank, path, 2) as group:
-        assert [group.answer(rank) for rank in range(4)] == [None] * 4
+    save_again(path, 4)
     assert_saved(path, 4)
 
 
@@ -278,9 +311,8 @@ def test_a_rank_that_continues_after_a_restart_keeps_the_new_checkpoint_complete
     with ranks(2, run_rank, path, 1, death) as stopped:
         assert stopped.answer(1) == "dies"
         assert stopped.answer(0)[0] == [1]
-        with ranks(2, run_rank, path, 2) as restarted:
-            assert [restarted.answer(rank) for rank in range(2)] == [None, None]
-            stopped.children[1].signal(signal.SIGCONT)
-            # It removes only the files that it has written.
-            assert stopped.answer(1)[0] == [1]
+        save_again(path, 2)
+        stopped.children[1].signal(signal.SIGCONT)
+        # It removes only the files that it has written.
+        assert stopped.answer(1)[0] == [1]
     assert_saved(path, 2)

@@ -1,21 +1,33 @@
-"""The launcher: the environment of ranks, and ranks that die or hang."""
+"""The launcher: the environment of ranks, and ranks that die or hang. Also their program:
+
+    python -m tests.distributed.test_launcher PATH (hang|environment|fail)
+
+``hang`` writes its process id to PATH, a pipe, and does not end. ``environment`` writes the
+variables to PATH-{rank}.json. ``fail`` hangs on all ranks but the last, which fails when the others
+hang.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.distributed.cases import Launch
 from tests.distributed.launcher import Group
 from tests.ranks import TIMEOUT_SECONDS, by_fork, torchrun
 
 RANKS = 2
-MODULE = "tests.distributed.launched"
+MODULE = "tests.distributed.test_launcher"
 
 
 @pytest.fixture
@@ -53,6 +65,48 @@ def test_hanging_ranks_are_ended_and_their_output_is_shown(
     assert f"killed after {TIMEOUT_SECONDS} s" in str(hang.value)
     assert len(hanging) == RANKS
     assert not alive(hanging)
+
+
+# --- cases --------------------------------------------------------------------------------------
+
+
+def case_passes(launch: Launch) -> None:
+    """Writes its process ids to files."""
+    path = launch.path(str(launch.rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(str(os.getpid()))
+    dist.barrier()
+
+
+def case_all_fail(launch: Launch) -> None:
+    raise AssertionError(f"on purpose on {launch.rank}")
+
+
+def case_one_fails(launch: Launch) -> None:
+    print(f"{launch.rank} has begun")
+    dist.barrier()
+    assert launch.rank == 0, "on purpose"
+    signal.pause()
+
+
+def case_one_dies(launch: Launch) -> None:
+    print(f"{launch.rank} has begun")
+    dist.barrier()
+    if launch.rank == 1:
+        os._exit(7)
+    signal.pause()
+
+
+def case_one_hangs(launch: Launch) -> None:
+    print(f"{launch.rank} has begun")
+    dist.barrier()
+    if launch.rank == 1:
+        signal.pause()
+
+
+def case_one_exits_with_code_3(launch: Launch) -> None:
+    if launch.rank == 1:
+        atexit.register(os._exit, 3)
 
 
 @pytest.fixture
@@ -114,12 +168,8 @@ def test_a_program_that_fails_on_one_forked_rank_is_ended_on_the_others(tmp_path
 
 #: Variables that torchrun sets and forked ranks lack: the error file, and settings of CUDA.
 NOT_TOLD = {
-    *(
-        "TORCHELASTIC_ERROR_FILE",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    ),
-    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
 }
 
 #: Variables that differ between two runs.
@@ -144,3 +194,23 @@ def test_forked_ranks_have_the_environment_of_torchrun_and_no_gpu(
             del by_torchrun[name], forked[name]
         assert forked == by_torchrun
         assert forked["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def main() -> None:
+    path, what = sys.argv[1:]
+    if what == "environment":
+        Path(f"{path}-{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
+        return
+    print("said before the hang", flush=True)
+    if what == "fail":
+        dist.init_process_group("gloo")
+        dist.barrier()
+        assert dist.get_rank() < dist.get_world_size() - 1, "on purpose"
+    else:
+        with open(path, "w") as pipe:
+            pipe.write(f"{os.getpid()}\n")
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_ckpt
+from tests.distributed import cases
 from tests.distributed.cases import (
     Launch,
     StateDict,
@@ -28,21 +31,26 @@ from tests.distributed.cases import (
     everything,
     everything_emptied,
     failure_of,
+    local_parts,
     mesh_1d,
     mesh_2d,
     sharded_tensor,
     tensor_of,
+    texts_of,
 )
 from tests.distributed.launcher import on, on_ranks
 from tests.distributed.loads import (
     ALLOWANCE,
     LOADERS,
     by_load,
+    by_planner,
     bytes_read_by,
+    changed_after_rank_0_looked,
     damaged,
     flip,
     on_rank_0,
     save,
+    savers,
     stock_save,
 )
 from tests.local_steps import saved
@@ -86,8 +94,7 @@ def case_any_sharding_is_loaded_into_any_other(launch: Launch) -> None:
             found[f"dims {a} {b}"] = distribute_tensor(tensor, mesh2, [Shard(a), Shard(b)])
         return found
 
-    for number, saver in enumerate((save, stock_save)):
-        path = launch.path(str(number))
+    for path, saver in savers(launch):
         saver(dict(shardings()) | {"plain": tensor}, path)
         for name, stored in shardings().items():
             # Each loads from another one's data.
@@ -105,9 +112,8 @@ def case_checkpoints_of_several_ranks_are_verified_and_compared(launch: Launch) 
     mesh = mesh_1d(launch)
     tensor = tensor_of("t", 37, 26)
     stored = []
-    for number, (saver, dim) in enumerate(((save, 0), (stock_save, 1))):
-        path = launch.path(str(number))
-        saver({"t": distribute_tensor(tensor, mesh, [Shard(dim)]), "step": 7}, path)
+    for path, saver in savers(launch):
+        saver({"t": distribute_tensor(tensor, mesh, [Shard(len(stored))]), "step": 7}, path)
         stored.append(path)
 
     def look() -> None:
@@ -128,23 +134,17 @@ def case_checkpoints_of_several_ranks_are_verified_and_compared(launch: Launch) 
 
 def case_old_sharded_tensors_are_resharded(launch: Launch) -> None:
     mesh = mesh_1d(launch)
-    for number, saver in enumerate((save, stock_save)):
-        path = launch.path(str(number))
+    for path, saver in savers(launch):
         saver({"sharded": sharded_tensor(launch)}, path)
         full = tensor_of("sharded", 6 * launch.size, 5)
         for placement in (Shard(0), Shard(1), Replicate()):
             target = torch.zeros_like(distribute_tensor(full, mesh, [placement]))
             by_load({"sharded": target}, path)
             assert_equal(target.full_tensor(), full)
-        saver({"sharded": full}, launch.path(f"{number} whole"))
-        old = sharded_tensor(launch)
-        for shard in old.local_shards():
-            shard.tensor.zero_()
-        by_load({"sharded": old}, launch.path(f"{number} whole"))
-        for shard, expected in zip(
-            old.local_shards(), sharded_tensor(launch).local_shards(), strict=True
-        ):
-            assert_equal(shard.tensor, expected.tensor)
+        saver({"sharded": full}, whole := path.with_name(f"{path.name} whole"))
+        old = sharded_tensor(launch, zeroed=True)
+        by_load({"sharded": old}, whole)
+        assert_equal(local_parts(old), local_parts(sharded_tensor(launch)))
 
 
 def case_dtensors_are_saved_and_loaded_while_the_default_device_is_meta(launch: Launch) -> None:
@@ -217,8 +217,7 @@ def case_strided_shards_of_fsdp_beside_tensor_parallelism_are_loaded(launch: Lau
     def sharded(tensor: torch.Tensor) -> DTensor:
         return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
 
-    for number, saver in enumerate((save, stock_save)):
-        path = launch.path(str(number))
+    for path, saver in savers(launch):
         saver({"t": sharded(full)}, path)
         for load in LOADERS:
             target = sharded(torch.zeros(11, 6))
@@ -238,37 +237,28 @@ def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Laun
         placements = [_StridedShard(0, split_factor=2)]
         return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
-    planners = {"planner": torch_ckpt.LoadPlanner()}
-    every: list[dict[str, Any]] = [{}, {"free_before_read": True}, {"zero_fill": True}]
-    loads: list[Callable[[StateDict], Any]] = [
-        *(lambda state, o=options: torch_ckpt.load(state, path, **o) for options in every),
-        lambda state: dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path)),
-        lambda state: dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path), **planners),
-    ]
-    for load in loads:
-        target = strided(torch.full_like(full, 7.0))
-        state = {"a": torch.zeros(2), "t": target}
-        causes = failure_of(launch, lambda load=load, state=state: load(state))
+    def refused(
+        work: Callable[..., Any], state: StateDict, *arguments: Any, **options: Any
+    ) -> None:
+        causes = failure_of(launch, work, state, *arguments, **options)
         assert set(causes) == set(range(launch.size))
         for cause in causes.values():
             assert "t: this rank's part of the DTensor is not a single block" in str(cause)
+
+    def in_background(state: StateDict, path: Path) -> None:
+        torch_ckpt.async_save(state, path).result(60)
+
+    loads: list[tuple[Any, dict[str, bool]]] = [(load, {}) for load in (*LOADERS, by_planner)]
+    loads += [(by_load, {"free_before_read": True}), (by_load, {"zero_fill": True})]
+    for load, options in loads:
+        target = strided(torch.full_like(full, 7.0))
+        state = {"a": torch.zeros(2), "t": target}
+        refused(load, state, path, **options)
         assert (target.to_local() == 7).all()
         assert_equal(state["a"], torch.zeros(2))
-    target = strided(full)
-    saves: list[Callable[[Path], Any]] = [
-        lambda path: torch_ckpt.save({"t": target}, path),
-        lambda path: torch_ckpt.async_save({"t": target}, path).result(60),
-        lambda path: dcp.save(
-            {"t": target},
-            storage_writer=torch_ckpt.FileSystemWriter(path),
-            planner=torch_ckpt.SavePlanner(),
-        ),
-    ]
-    for number, write in enumerate(saves):
-        path = launch.path(f"refused {number}")
-        causes = failure_of(launch, lambda write=write, path=path: write(path))
-        for cause in causes.values():
-            assert "t: this rank's part of the DTensor is not a single block" in str(cause)
+    for number, saver in enumerate((torch_ckpt.save, in_background, cases.save)):
+        options = {"planner": torch_ckpt.SavePlanner()} if saver is cases.save else {}
+        refused(saver, {"t": strided(full)}, launch.path(f"refused {number}"), **options)
 
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -293,7 +283,7 @@ def exchange(files: list[Path]) -> None:
     aside.rename(files[1])
 
 
-def case_damage_of_one_ranks_file_is_an_error_on_all_ranks(launch: Launch) -> None:
+def case_damage_of_a_ranks_file_is_an_error_on_all_ranks(launch: Launch) -> None:
     good, target = saved_rows(launch)
     choice = random.Random(0)
     kinds: dict[str, Callable[[list[Path]], Any]] = {
@@ -301,70 +291,42 @@ def case_damage_of_one_ranks_file_is_an_error_on_all_ranks(launch: Launch) -> No
         "truncated": lambda files: os.truncate(files[1], 50_000),
         "empty": lambda files: os.truncate(files[1], 0),
         "missing": lambda files: files[1].unlink(),
+        "exchanged": exchange,
     }
     for kind, damage in kinds.items():
         path = damaged(launch, good, kind, damage)
         for load in LOADERS:
-            state = target()
-            causes = failure_of(launch, lambda load=load, s=state, p=path: load(s, p))
-            assert set(causes) == {1}, kind
-            expected = FileNotFoundError if kind == "missing" else Corrupt
-            assert isinstance(causes[1], expected), (kind, causes[1])
-            assert "__1_" in str(causes[1]), kind
-            assert "\n" not in str(causes[1])
-            assert str(causes[1]).startswith("t: ") or "(t)" in str(causes[1])
-
-
-def case_exchanged_files_are_an_error(launch: Launch) -> None:
-    good, target = saved_rows(launch)
-    path = damaged(launch, good, "exchanged", exchange)
-    for load in LOADERS:
-        causes = failure_of(launch, lambda load=load: load(target(), path))
-        assert set(causes) == {0, 1}
-        for cause in causes.values():
-            assert isinstance(cause, Corrupt)
-            assert str(cause).startswith("t: ")
+            causes = failure_of(launch, load, target(), path)
+            assert set(causes) == ({0, 1} if kind == "exchanged" else {1}), kind
+            for rank, cause in causes.items():
+                expected = FileNotFoundError if kind == "missing" else Corrupt
+                assert isinstance(cause, expected), (kind, cause)
+                assert f"__{rank}_" in str(cause), kind
+                assert "\n" not in str(cause)
+                assert str(cause).startswith("t: ") or "(t)" in str(cause)
 
 
 # --- zero_fill ------------------------------------------------------------------------------------
 
 
-def case_larger_sharded_tensors_are_zero_filled(launch: Launch) -> None:
+def case_sharded_tensors_of_another_shape_load_the_common_region(launch: Launch) -> None:
     """Some ranks' shards lie entirely outside of the stored tensor."""
     mesh, path = mesh_1d(launch), launch.path()
-    stored = tensor_of("t", 3, 4)
+    stored, size = tensor_of("t", 9, 4), launch.size
     save({"t": stored, "s": distribute_tensor(stored, mesh, [Shard(0)])}, path)
-    for load in LOADERS:
-        for shape in ((3, 4), (8 * launch.size, 4), (3, 8 * launch.size), (9, 11)):
-            expected = torch.zeros(shape)
-            expected[:3, :4] = stored
-            for placement in (Shard(0), Shard(1), Replicate()):
-                targets: StateDict = {
-                    name: distribute_tensor(torch.full(shape, 7.0), mesh, [placement])
-                    for name in ("t", "s")
-                }
-                load(targets, path, zero_fill=True)
-                for target in targets.values():
-                    assert_equal(target.full_tensor(), expected)
-
-
-def case_sharded_tensors_load_the_common_region(launch: Launch) -> None:
-    mesh, path = mesh_1d(launch), launch.path()
-    stored = tensor_of("t", 9, 4)
-    save({"t": stored, "s": distribute_tensor(stored, mesh, [Shard(0)])}, path)
-    for load in LOADERS:
-        for shape in ((2, 4), (9, 1), (5, 7)):
-            expected = torch.zeros(shape)
-            region = tuple(slice(0, min(pair)) for pair in zip(shape, stored.shape, strict=True))
-            expected[region] = stored[region]
-            for dim in (0, 1):
-                targets: StateDict = {
-                    name: distribute_tensor(torch.full(shape, 7.0), mesh, [Shard(dim)])
-                    for name in ("t", "s")
-                }
-                load(targets, path, allow_shape_mismatch=True)
-                for target in targets.values():
-                    assert_equal(target.full_tensor(), expected)
+    larger = [(9, 4), (24 * size, 4), (9, 8 * size), (19, 11)]
+    shapes = [(shape, {"zero_fill": True}) for shape in larger]
+    shapes += [(shape, {"allow_shape_mismatch": True}) for shape in [(2, 4), (9, 1), (5, 7)]]
+    for load, (shape, options) in itertools.product(LOADERS, shapes):
+        expected = torch.zeros(shape)
+        region = tuple(slice(0, min(pair)) for pair in zip(shape, stored.shape, strict=True))
+        expected[region] = stored[region]
+        for placement in (Shard(0), Shard(1), Replicate()):
+            full = torch.full(shape, 7.0)
+            targets = {name: distribute_tensor(full, mesh, [placement]) for name in ("t", "s")}
+            load(targets, path, **options)
+            for target in targets.values():
+                assert_equal(target.full_tensor(), expected)
 
 
 def case_a_sharded_tensor_that_is_smaller_than_stored_is_refused(launch: Launch) -> None:
@@ -372,9 +334,7 @@ def case_a_sharded_tensor_that_is_smaller_than_stored_is_refused(launch: Launch)
     save({"t": tensor_of("t", 9, 4)}, path)
     for load in LOADERS:
         target = distribute_tensor(torch.full((8, 5), 7.0), mesh, [Shard(0)])
-        causes = failure_of(
-            launch, lambda load=load, t=target: load({"t": t}, path, zero_fill=True)
-        )
+        causes = failure_of(launch, load, {"t": target}, path, zero_fill=True)
         assert set(causes) == set(range(launch.size))
         assert (target.full_tensor() == 7).all()
 
@@ -390,7 +350,7 @@ def case_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(launch: La
         if launch.rank == 1:
             state["absent"] = 0
             state["plain"][0] = torch.zeros(3)
-        causes = failure_of(launch, lambda s=state, f=free: by_load(s, path, free_before_read=f))
+        causes = failure_of(launch, by_load, state, path, free_before_read=free)
         assert set(causes) == {1}
         cause = causes[1]
         assert isinstance(cause, LoadMismatch)
@@ -409,21 +369,16 @@ def case_items_skipped_on_any_rank_are_reported_on_rank_0(launch: Launch) -> Non
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = torch_ckpt.load(state, path, strict=False)
-    assert report is not None
     assert report.missing == [f"model.of_rank_{launch.rank}"]
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == (1 if launch.rank == 0 else 0)
-    if messages:
-        assert all(f"model.of_rank_{rank} (missing)" in messages[0] for rank in range(launch.size))
-
-
-def case_a_state_that_is_absent_on_one_rank_is_refused_on_all(launch: Launch) -> None:
-    path = launch.path()
-    save({"model": {"a": torch.ones(2)}}, path)
+    for rank, message in itertools.product(range(launch.size), messages):
+        assert f"model.of_rank_{rank} (missing)" in message
+    # A value of which nothing can be loaded is refused.
     state = {"model": {"a": torch.zeros(2)}}
     if launch.rank == 1:
         state["optimizer"] = {"a": torch.zeros(2)}
-    causes = failure_of(launch, lambda: torch_ckpt.load(state, path, strict=False))
+    causes = failure_of(launch, torch_ckpt.load, state, path, strict=False)
     assert set(causes) == {1}
     assert "no value of optimizer can be loaded" in str(causes[1])
     assert (state["model"]["a"] == 0).all()
@@ -437,8 +392,7 @@ def case_a_wrong_path_on_one_rank_is_a_short_error_on_all(launch: Launch) -> Non
         torch_ckpt.load(state, wrong if launch.rank == 1 else path)
     assert caught.value.filename == str(wrong)
     assert isinstance(caught.value, dcp.CheckpointException)
-    printed = traceback.format_exception(caught.value)
-    lines = "".join(printed).splitlines()
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
     assert len(lines) <= 12
     assert lines[-1].endswith(f"no committed checkpoint: there is no such directory: '{wrong}'")
 
@@ -460,7 +414,7 @@ def case_meta_tensors_are_materialized_only_if_all_ranks_load(launch: Launch) ->
         state = on_meta()
         if launch.rank == 1:
             state["absent"] = 0
-        causes = failure_of(launch, lambda s=state, o=options: by_load(s, path, **o))
+        causes = failure_of(launch, by_load, state, path, **options)
         assert set(causes) == {1}
         assert all(state[name].is_meta for name in ("d", "t", "unwanted"))
         state = on_meta()
@@ -471,7 +425,7 @@ def case_meta_tensors_are_materialized_only_if_all_ranks_load(launch: Launch) ->
         assert state["unwanted"].is_meta
 
 
-def case_partial_load_fills_on_each_rank_what_fits(launch: Launch) -> None:
+def case_partial_loads_and_loads_that_free_first_fill_what_fits(launch: Launch) -> None:
     path = launch.path()
     save(everything(launch), path)
     state = everything_emptied(launch)
@@ -481,11 +435,6 @@ def case_partial_load_fills_on_each_rank_what_fits(launch: Launch) -> None:
     assert report.missing == [name]
     assert (state.pop(name) == 7).all()
     assert_everything(launch, state)
-
-
-def case_freeing_first_loads_the_same(launch: Launch) -> None:
-    path = launch.path()
-    save(everything(launch), path)
     state = everything_emptied(launch)
     by_load(state, path, free_before_read=True)
     assert_everything(launch, state)
@@ -502,51 +451,43 @@ class Collective:
         self.fails = fails if launch.rank == rank else ""
 
     def state_dict(self) -> StateDict:
-        return self.do("state_dict")
+        self.do("state_dict")
+        return {"t": self.tensor}
 
     def load_state_dict(self, state: StateDict) -> None:
         self.do("load_state_dict")
 
-    def do(self, what: str) -> StateDict:
+    def do(self, what: str) -> None:
         if self.fails == what:
             raise RuntimeError(f"{what} failed on purpose")
+        self.wait()
+
+    def wait(self) -> None:
         dist.barrier()
-        return {"t": self.tensor}
 
 
 class IndependentStateful(Collective):
     """Stateful that fails on one rank, without collectives."""
 
-    def do(self, what: str) -> StateDict:
-        if self.fails == what:
-            raise RuntimeError(f"{what} failed on purpose")
-        return {"t": self.tensor}
+    def wait(self) -> None:
+        pass
 
 
 def case_a_stateful_value_that_fails_on_one_rank_fails_the_load_on_all(launch: Launch) -> None:
+    """The next value may free memory by a collective."""
     path = launch.path()
     save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, path)
     for fails in ("state_dict", "load_state_dict"):
-        for free in (False, True):
-            state = {"a": IndependentStateful(launch), "b": IndependentStateful(launch, 1, fails)}
-            causes = failure_of(
-                launch, lambda s=state, f=free: by_load(s, path, free_before_read=f)
-            )
-            assert {rank: str(cause) for rank, cause in causes.items()} == {
-                1: f"{fails} failed on purpose"
-            }
-
-
-def case_a_failure_while_freeing_does_not_block_the_other_ranks(launch: Launch) -> None:
-    """The next value frees memory by a collective."""
-    good = launch.path("good")
-    save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, good)
-    for fails in ("state_dict", "load_state_dict"):
-        state = {"a": IndependentStateful(launch, 1, fails), "b": Collective(launch)}
-        causes = failure_of(launch, lambda s=state: by_load(s, good, free_before_read=True))
-        assert set(causes) == {1}
+        for free, kind in (
+            (False, IndependentStateful),
+            (True, IndependentStateful),
+            (True, Collective),
+        ):
+            state = {"a": IndependentStateful(launch, 1, fails), "b": kind(launch)}
+            causes = failure_of(launch, by_load, state, path, free_before_read=free)
+            assert texts_of(causes) == {1: f"{fails} failed on purpose"}
     state = {"a": Collective(launch), "b": Collective(launch)}
-    by_load(state, good, free_before_read=True)
+    by_load(state, path, free_before_read=True)
     assert_equal(state["b"].tensor, tensor_of("b", 5))
 
 
@@ -556,7 +497,7 @@ def case_freeing_needs_the_same_stateful_values_on_all_ranks(launch: Launch) -> 
     state: StateDict = {"a": Collective(launch)}
     if launch.rank == 1:
         state["b"] = Collective(launch)
-    causes = failure_of(launch, lambda: by_load(state, path, free_before_read=True))
+    causes = failure_of(launch, by_load, state, path, free_before_read=True)
     assert "all ranks have values with a state under the same keys" in str(causes[0])
     assert "rank 1 has ['a', 'b']" in str(causes[0])
     others: StateDict = {"a": Collective(launch)}
@@ -575,12 +516,8 @@ def case_a_pattern_may_match_on_one_rank_only(launch: Launch) -> None:
         patterns = [f"stage {i}" for i in range(launch.size)]
         by_load(state, path, names=patterns, free_before_read=free)
         assert (state[name] == launch.rank).all()
-        causes = failure_of(
-            launch,
-            lambda s=state, f=free, p=patterns: by_load(
-                s, path, names=[*p, "of nobody"], free_before_read=f
-            ),
-        )
+        patterns.append("of nobody")
+        causes = failure_of(launch, by_load, state, path, names=patterns, free_before_read=free)
         (cause,) = causes.values()
         assert isinstance(cause, ValueError)
         assert str(cause) == "no name in the state dict matches 'of nobody'"
@@ -589,47 +526,23 @@ def case_a_pattern_may_match_on_one_rank_only(launch: Launch) -> None:
 # --- roots ---------------------------------------------------------------------------------------
 
 
-def case_all_ranks_load_the_newest_step_of_a_root(launch: Launch) -> None:
-    root = _root_with_a_step(launch, 1)
+def case_all_ranks_load_the_newest_step_of_a_root_unless_it_changes_meanwhile(
+    launch: Launch,
+) -> None:
+    root = launch.path("run")
+    on_rank_0(launch, lambda: saved(LocalSteps(root), 1))
     for load in LOADERS:
         state = {"w": torch.zeros(5, 3)}
         load(state, root)
         assert state["w"][0].tolist() == [1.0] * 3
-
-
-def case_a_root_whose_newest_step_changes_between_two_ranks_is_loaded_by_no_rank(
-    launch: Launch,
-) -> None:
-    root = _root_with_a_step(launch, 1)
-    store = dist.distributed_c10d._get_default_store()
-    before = FileSystemReader._metadata_bytes
     for step, load in enumerate(LOADERS, 2):
-        token = f"{launch.case}: rank 0 has looked for step {step}"
-
-        def read_metadata(
-            self: FileSystemReader, name: str, step: int = step, token: str = token
-        ) -> Any:
-            if launch.rank == 0:
-                found = before(self, name)
-                store.set(token, "")
-                return found
-            store.wait([token])
-            if launch.rank == 1:
-                saved(LocalSteps(root), step)
-            return before(self, name)
-
         state = {"w": torch.zeros(5, 3)}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FileSystemReader, "_metadata_bytes", read_metadata)
-            causes = failure_of(launch, lambda load=load, state=state: load(state, root))
+        with changed_after_rank_0_looked(
+            launch, FileSystemReader, str(step), partial(saved, LocalSteps(root), step)
+        ):
+            causes = failure_of(launch, load, state, root)
         assert "ranks have read the metadata of different saves" in str(causes[0])
         assert not state["w"].any()
-
-
-def _root_with_a_step(launch: Launch, step: int) -> Path:
-    root = launch.path("run")
-    on_rank_0(launch, lambda: saved(LocalSteps(root), step))
-    return root
 
 
 test_on_ranks = on_ranks(globals())

@@ -7,6 +7,7 @@ import random
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -22,20 +23,21 @@ from tests.distributed.peers import (
     children,
     directory,
     emptied,
-    failure_of,
     installed,
-    instead,
+    loaded,
     megatron_state,
     plain,
     request_for,
+    request_of,
+    run_in,
     save_strategy,
     save_through,
+    sharded,
     strategies,
+    their_queue,
     why_skipped,
 )
-from tests.metadata import read_metadata
 from tests.support import assert_equal, data_files, random_tensor
-from torch_ckpt.checkpoint.metadata import checksum_tables
 from torch_ckpt.megatron import install, uninstall
 
 IMPORTED = ["tests.distributed.peers_imported"]
@@ -47,29 +49,22 @@ if __name__ == "__mp_main__":
 # --- Megatron-core, with all of ours --------------------------------------------------------------
 
 
-def case_megatron_saves_through_our_writer_and_queue(launch: Launch) -> None:
-    path = directory(launch)
-    before = children()
-    with installed():
-        request = request_for(launch, path, seed=1)
-        queue = strategies("async_utils").AsyncCallsQueue()
-        assert queue.schedule_async_request(request) == 0
-        assert not (path / ".metadata").exists()
-        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-        queue.close()
-    # Neither a worker nor a manager of queues.
-    assert children() == before
-    assert_is_ours(launch, path)
-    assert (path / "metadata.json").exists()
-
-
 def case_a_megatron_save_through_ours_is_loaded_by_ours_by_theirs_and_by_torch(
     launch: Launch,
 ) -> None:
     path = directory(launch)
+    before = children()
     with installed():
-        save_through(strategies("async_utils").AsyncCallsQueue(), request_for(launch, path, 2))
+        queue = their_queue()
+        assert queue.schedule_async_request(request_for(launch, path, seed=2)) == 0
+        assert not (path / ".metadata").exists()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        queue.close()
         assert_loads(launch, path, seed=2)
+    # Neither a worker nor a manager of queues.
+    assert children() == before
+    assert_is_ours(launch, path)
+    assert (path / "metadata.json").exists()
     assert_loads(launch, path, seed=2)
     assert_rows_load_by_torch(launch, path, seed=2)
 
@@ -83,19 +78,6 @@ def assert_rows_load_by_torch(launch: Launch, path: Path, seed: int) -> None:
     rows = state["model.rows"][6 * launch.rank : 6 * (launch.rank + 1)]
     assert_equal(rows, expected["rows"].data)
     assert_equal(state[key], [expected["object"].data])
-
-
-def case_megatron_saves_twice_before_it_finalizes(launch: Launch) -> None:
-    paths = [directory(launch, str(number)) for number in range(2)]
-    with installed():
-        queue = strategies("async_utils").AsyncCallsQueue()
-        for seed, path in enumerate(paths):
-            queue.schedule_async_request(request_for(launch, path, seed))
-        assert queue.get_num_unfinalized_calls() == 2
-        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
-        queue.close()
-    for seed, path in enumerate(paths):
-        assert_loads(launch, path, seed)
 
 
 def case_megatron_saves_synchronously_through_ours(launch: Launch) -> None:
@@ -118,14 +100,13 @@ def case_four_megatron_saves_of_one_structure_are_planned_together_twice(launch:
         planned.append(len(plans))
         return dcp.DefaultSavePlanner.create_global_plan(self, plans)
 
-    with installed(), instead(planner, "create_global_plan", create_global_plan):
+    with installed(), mock.patch.object(planner, "create_global_plan", create_global_plan):
         strategy = save_strategy(cached=True)
-        queue = strategies("async_utils").AsyncCallsQueue()
+        queue = their_queue()
         reused = []
         for seed in range(4):
             path = directory(launch, str(seed))
-            queue.schedule_async_request(request_for(launch, path, seed, strategy))
-            queue.maybe_finalize_async_calls(blocking=True)
+            run_in(queue, request_for(launch, path, seed, strategy))
             reused.append(strategy.validated_cache_reuse)
             assert_is_ours(launch, path)
             assert_loads(launch, path, seed)
@@ -137,90 +118,70 @@ def case_four_megatron_saves_of_one_structure_are_planned_together_twice(launch:
 def case_a_structure_that_changes_unnoticed_by_megatrons_cache_fails_the_save(
     launch: Launch,
 ) -> None:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     with installed():
         strategy = save_strategy(cached=True)
-        queue = strategies("async_utils").AsyncCallsQueue()
+        queue = their_queue()
         for number in range(2):
             path = directory(launch, str(number))
-            queue.schedule_async_request(request_for(launch, path, 1, strategy))
-            queue.maybe_finalize_async_calls(blocking=True)
+            run_in(queue, request_for(launch, path, 1, strategy))
         path = directory(launch, "changed")
-        data = torch.zeros(3, 2)
-        state = {"new": ShardedTensor.from_rank_offsets("new", data, (0, launch.rank, launch.size))}
-        queue.schedule_async_request(strategy.async_save(state, path))
-        error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        state = {"new": sharded("new", torch.zeros(3, 2), (0, launch.rank, launch.size))}
+        with pytest.raises(dcp.CheckpointException) as error:
+            run_in(queue, strategy.async_save(state, path))
         queue.close()
     if launch.rank == 0:
-        assert list(error.failures) == list(range(launch.size))
-        assert "the state dict has changed since the cached plan was made" in str(
-            error.failures[0][0]
-        )
+        failures = error.value.failures
+        assert list(failures) == list(range(launch.size))
+        text = "the state dict has changed since the cached plan was made"
+        assert text in str(failures[0][0])
     assert not (path / ".metadata").exists()
 
 
 def case_a_resumed_run_reuses_the_loaded_metadata(launch: Launch) -> None:
     """Megatron's training does this after a restart: the plans in the metadata fit its state."""
-    from megatron.core import dist_checkpointing
-
     before, after = directory(launch, "before"), directory(launch, "after")
     with installed():
-        queue = strategies("async_utils").AsyncCallsQueue()
-        queue.schedule_async_request(request_for(launch, before, 5, save_strategy(cached=True)))
-        queue.maybe_finalize_async_calls(blocking=True)
+        queue = their_queue()
+        run_in(queue, request_for(launch, before, 5, save_strategy(cached=True)))
         loading = strategies("torch").TorchDistLoadShardedStrategy()
-        dist_checkpointing.load(emptied(megatron_state(launch, 5)), str(before), loading)
+        loaded(emptied(megatron_state(launch, 5)), before, loading)
         saving = save_strategy(cached=True)
         saving.cached_global_metadata = loading.cached_global_metadata
-        queue.schedule_async_request(request_for(launch, after, 6, saving))
-        queue.maybe_finalize_async_calls(blocking=True)
+        run_in(queue, request_for(launch, after, 6, saving))
         queue.close()
         assert saving.validated_loaded_metadata_reuse
         assert_loads(launch, after, seed=6)
     assert_is_ours(launch, after)
 
 
-def case_options_of_install_apply_to_megatrons_saves_and_loads(launch: Launch) -> None:
-    path = directory(launch)
-    with installed(writer={"thread_count": 3}, reader={"thread_count": 1}):
-        save_through(strategies("async_utils").AsyncCallsQueue(), request_for(launch, path, 8))
-        assert len(list(path.glob(f"__{launch.rank}_*.distcp"))) == 3
-        assert_loads(launch, path, seed=8)
-
-
 def case_megatron_distributes_replicas_over_its_ranks_and_loads_them(launch: Launch) -> None:
     """Fully parallel strategies: ranks write and read for each other."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
 
     def state() -> StateDict:
-        replicas = {f"t{i}": random_tensor((50, 3), torch.float32, seed=i) for i in range(8)}
         return {
-            name: ShardedTensor.from_rank_offsets(name, data, replica_id=launch.rank)
-            for name, data in replicas.items()
+            f"t{i}": sharded(
+                f"t{i}", random_tensor((50, 3), torch.float32, seed=i), replica_id=launch.rank
+            )
+            for i in range(8)
         }
 
     path = directory(launch)
     parallel = strategies("fully_parallel")
     with installed():
         saving = parallel.FullyParallelSaveStrategyWrapper(save_strategy(threads=1))
-        request = dist_checkpointing.save(state(), str(path), saving, async_sharded_save=True)
-        save_through(strategies("async_utils").AsyncCallsQueue(), request)
+        save_through(their_queue(), request_of(state(), path, saving))
         assert [file.name for file in data_files(path)] == [
             f"__{rank}_0.distcp" for rank in range(launch.size)
         ]
         loading = parallel.FullyParallelLoadStrategyWrapper(
             strategies("torch").TorchDistLoadShardedStrategy(), exchange_algo="gather_object"
         )
-        loaded = dist_checkpointing.load(emptied(state()), str(path), loading)
-    for name, expected in plain(state()).items():
-        assert_equal(loaded[name], expected, name)
+        found = loaded(emptied(state()), path, loading)
+    assert_equal(found, plain(state()))
 
 
 def case_objects_of_megatrons_training_load_without_running_a_pickle(launch: Launch) -> None:
     """Objects that Megatron stores beside tensors, and its types that it declares safe."""
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject
     from megatron.core.rerun_state_machine import RerunMode
 
@@ -239,61 +200,47 @@ def case_objects_of_megatrons_training_load_without_running_a_pickle(launch: Lau
     path = directory(launch)
     with installed():
         saved = state([rng], io.BytesIO(b"of the layer"), {"mode": RerunMode.VALIDATE_RESULTS})
-        request = dist_checkpointing.save(saved, str(path), async_sharded_save=True)
-        save_through(strategies("async_utils").AsyncCallsQueue(), request)
-        loaded = dist_checkpointing.load(state(None, None, None), str(path))
-    ((kind, keys, *rest),) = (of.pop("np_rng_state") for of in loaded["rng_state"])
+        save_through(their_queue(), request_of(saved, path))
+        found = loaded(state(None, None, None), path)
+    ((kind, keys, *rest),) = (of.pop("np_rng_state") for of in found["rng_state"])
     expected_kind, expected_keys, *expected_rest = rng.pop("np_rng_state")
     assert (kind, rest) == (expected_kind, expected_rest)
     assert numpy.array_equal(keys, expected_keys)
-    assert_equal(loaded["rng_state"], [rng])
-    assert loaded["extra_state"].getvalue() == b"of the layer"
-    assert loaded["rerun_state_machine_state"] == {"mode": RerunMode.VALIDATE_RESULTS}
+    assert_equal(found["rng_state"], [rng])
+    assert found["extra_state"].getvalue() == b"of the layer"
+    assert found["rerun_state_machine_state"] == {"mode": RerunMode.VALIDATE_RESULTS}
 
 
 def case_megatron_loads_rows_as_columns(launch: Launch) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     path = directory(launch)
     whole = random_tensor((12, 8), torch.float32, seed=1)
-    shards = [whole.chunk(launch.size, dim)[launch.rank].contiguous() for dim in (0, 1)]
-
-    def state(dim: int, data: torch.Tensor) -> StateDict:
-        place = (dim, launch.rank, launch.size)
-        return {"t": ShardedTensor.from_rank_offsets("t", data, place)}
-
+    rows, columns = (whole.chunk(launch.size, dim)[launch.rank].contiguous() for dim in (0, 1))
+    place = (launch.rank, launch.size)
     with installed():
-        request = dist_checkpointing.save(state(0, shards[0]), str(path), async_sharded_save=True)
-        save_through(strategies("async_utils").AsyncCallsQueue(), request)
-        loaded = dist_checkpointing.load(state(1, torch.zeros_like(shards[1])), str(path))
-    assert_equal(loaded["t"], shards[1])
+        save_through(their_queue(), request_of({"t": sharded("t", rows, (0, *place))}, path))
+        found = loaded({"t": sharded("t", torch.zeros_like(columns), (1, *place))}, path)
+    assert_equal(found["t"], columns)
 
 
 def case_megatron_loads_another_shape_if_allowed(launch: Launch) -> None:
     """Megatron pads its vocabulary differently for other numbers of ranks."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     path = directory(launch)
 
     def state(rows: int, value: float, **options: Any) -> StateDict:
         data = torch.full((rows, 3), value)
-        return {"t": ShardedTensor.from_rank_offsets("t", data, replica_id=launch.rank, **options)}
+        return {"t": sharded("t", data, replica_id=launch.rank, **options)}
 
-    def loaded(rows: int) -> torch.Tensor:
-        wanted = state(rows, 7.0, allow_shape_mismatch=True)
-        tensor: torch.Tensor = dist_checkpointing.load(wanted, str(path))["t"]
+    def found(rows: int) -> torch.Tensor:
+        tensor: torch.Tensor = loaded(state(rows, 7.0, allow_shape_mismatch=True), path)["t"]
         return tensor
 
     with installed():
-        request = dist_checkpointing.save(state(6, 1.0), str(path), async_sharded_save=True)
-        save_through(strategies("async_utils").AsyncCallsQueue(), request)
-        larger, smaller = loaded(8), loaded(4)
+        save_through(their_queue(), request_of(state(6, 1.0), path))
+        larger, smaller = found(8), found(4)
     assert_equal(smaller, torch.full((4, 3), 1.0))
     assert_equal(larger[:6], torch.full((6, 3), 1.0))
     # Megatron's own strategy fills what is not stored, with either reader.
-    assert_equal(larger, loaded(8))
+    assert_equal(larger, found(8))
 
 
 def case_install_changes_only_what_it_reports_and_uninstall_restores_it(launch: Launch) -> None:
@@ -322,17 +269,6 @@ def case_install_changes_only_what_it_reports_and_uninstall_restores_it(launch: 
     assert f"{package}.serialization.AsyncRequest" in reported
     uninstall()
     assert all(value is before[name] for name, value in values().items())
-
-
-def case_uninstall_restores_megatrons_own_code(launch: Launch) -> None:
-    with installed():
-        pass
-    path = directory(launch)
-    save_through(strategies("async_utils").AsyncCallsQueue(), request_for(launch, path, 9))
-    if launch.rank == 0:
-        assert checksum_tables(read_metadata(path)) == {}
-    with installed():
-        assert_loads(launch, path, seed=9)
 
 
 test_on_ranks = on_ranks(globals(), (1, 2, 4), why_skipped)

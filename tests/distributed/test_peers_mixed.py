@@ -8,7 +8,9 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,24 +20,26 @@ from tests.distributed import cases
 from tests.distributed.cases import Launch, StateDict
 from tests.distributed.launcher import on, on_ranks
 from tests.distributed.peers import (
-    assert_holds_only_what_its_metadata_names,
     assert_is_ours,
     assert_loads,
-    assert_names_the_file,
     children,
     directory,
     emptied,
-    failure_of,
     installed,
-    instead,
+    loaded,
     request_for,
+    request_of,
+    run_in,
     save_strategy,
     save_through,
+    sharded,
     strategies,
+    their_queue,
     why_skipped,
 )
 from tests.metadata import read_metadata
 from tests.support import assert_equal, data_files, files_limited_to, random_tensor
+from torch_ckpt.checkpoint.metadata import checksum_tables
 
 IMPORTED = ["tests.distributed.peers_imported"]
 
@@ -80,14 +84,14 @@ def nvrx_request(launch: Launch, writer: Any, seed: int, **options: Any) -> Any:
 
 
 def assert_loads_by_torch(launch: Launch, path: Path, seed: int) -> None:
-    loaded = nvrx_state(launch, 0)
-    dcp.load(loaded, storage_reader=dcp.FileSystemReader(path))
-    expected = nvrx_state(launch, seed)
-    for name, value in expected.items():
-        if hasattr(value, "to_local"):
-            assert_equal(loaded[name].to_local(), value.to_local(), name)
-        else:
-            assert_equal(loaded[name], value, name)
+    def local(state: StateDict) -> StateDict:
+        return {
+            name: getattr(value, "to_local", lambda v=value: v)() for name, value in state.items()
+        }
+
+    found = nvrx_state(launch, 0)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(path))
+    assert_equal(local(found), local(nvrx_state(launch, seed)))
 
 
 def records(path: Path) -> dict[Any, tuple[str, bytes]]:
@@ -126,15 +130,17 @@ def our_writer() -> Any:
     """Puts torch_ckpt's writer into Megatron-core's own strategy, plan, finalize and queues."""
     from torch_ckpt import megatron
 
-    return instead(strategies("torch"), "FileSystemWriterAsync", megatron.FileSystemWriterAsync)
+    return mock.patch.object(
+        strategies("torch"), "FileSystemWriterAsync", megatron.FileSystemWriterAsync
+    )
 
 
 def save_by_their_queue(launch: Launch, queue: Any) -> None:
     paths = [directory(launch, str(seed)) for seed in range(2)]
     for seed, path in enumerate(paths):
         with our_writer():
-            queue.schedule_async_request(request_for(launch, path, seed))
-        queue.maybe_finalize_async_calls(blocking=True)
+            request = request_for(launch, path, seed)
+        run_in(queue, request)
     for seed, path in enumerate(paths):
         assert_is_ours(launch, path)
         assert_loads(launch, path, seed)
@@ -150,12 +156,12 @@ _spawned: list[Any] = []
 def spawned_queue() -> Any:
     """Megatron-core's own queue with its process, shared by all cases."""
     if not _spawned:
-        _spawned.append(strategies("async_utils").AsyncCallsQueue(persistent=SPAWNED))
+        _spawned.append(their_queue(persistent=SPAWNED))
     return _spawned[0]
 
 
 def case_our_writer_writes_in_a_process_that_megatron_forks(launch: Launch) -> None:
-    queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
+    queue = their_queue(persistent=FORKED)
     save_by_their_queue(launch, queue)
     queue.close()
 
@@ -173,7 +179,9 @@ def case_our_writer_overwrites_a_checkpoint_by_megatrons_plan(launch: Launch) ->
             request_for(launch, path, seed).execute_sync()
         assert_loads(launch, path, seed)
         dist.barrier()
-    assert_holds_only_what_its_metadata_names(launch, path)
+    if launch.rank == 0:
+        named = {info.relative_path for info in read_metadata(path).storage_data.values()}
+        assert {file.name for file in data_files(path)} == named
 
 
 def case_four_saves_of_our_writer_use_one_plan_of_theirs(launch: Launch) -> None:
@@ -189,35 +197,33 @@ def case_four_saves_of_our_writer_use_one_plan_of_theirs(launch: Launch) -> None
 
 def case_a_write_that_fails_in_a_forked_process_fails_megatrons_save(launch: Launch) -> None:
     path = directory(launch)
-    queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
+    queue = their_queue(persistent=FORKED)
     with our_writer():
         request = request_for(launch, path, seed=2)
     with files_limited_to(1000 if launch.rank == launch.size - 1 else 1 << 30):
         queue.schedule_async_request(request)
-    error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
-    assert_names_the_file(launch, error, path)
+    with pytest.raises(dcp.CheckpointException) as error:
+        queue.maybe_finalize_async_calls(blocking=True)
+    # In Megatron, the coordinator has the details.
+    if launch.rank == 0:
+        last, failures = launch.size - 1, error.value.failures
+        assert list(failures) == [last]
+        assert f"{path}/__{last}_" in str(failures[last][0])
     assert not (path / ".metadata").exists()
 
 
 def case_ranks_with_nothing_to_write_take_part_in_megatrons_save(launch: Launch) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     def state() -> StateDict:
         data = random_tensor((5, 3), torch.float32)
-        return {"t": ShardedTensor.from_rank_offsets("t", data, replica_id=launch.rank)}
+        return {"t": sharded("t", data, replica_id=launch.rank)}
 
-    def save_and_load(path: Path) -> None:
-        request = dist_checkpointing.save(state(), str(path), async_sharded_save=True)
-        assert (request.async_fn is None) == (launch.rank != 0)
-        save_through(strategies("async_utils").AsyncCallsQueue(), request)
-        loaded = dist_checkpointing.load(emptied(state()), str(path))
-        assert_equal(loaded["t"], state()["t"].data)
-
-    with installed():
-        save_and_load(directory(launch, "all of ours"))
-    with our_writer():
-        save_and_load(directory(launch, "our writer"))
+    for name, ours in (("all of ours", installed), ("our writer", our_writer)):
+        path = directory(launch, name)
+        with ours():
+            request = request_of(state(), path)
+            assert (request.async_fn is None) == (launch.rank != 0)
+            save_through(their_queue(), request)
+            assert_equal(loaded(emptied(state()), path)["t"], state()["t"].data)
 
 
 def case_megatrons_writer_writes_through_our_queue(launch: Launch) -> None:
@@ -225,12 +231,16 @@ def case_megatrons_writer_writes_through_our_queue(launch: Launch) -> None:
 
     path = directory(launch)
     save_through(megatron.AsyncCallsQueue(), request_for(launch, path, seed=3))
+    if launch.rank == 0:
+        assert checksum_tables(read_metadata(path)) == {}
     assert_loads(launch, path, seed=3)
+    with installed():
+        assert_loads(launch, path, seed=3)
 
 
 def case_a_save_that_runs_during_install_is_finalized(launch: Launch) -> None:
     path = directory(launch)
-    queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
+    queue = their_queue(persistent=FORKED)
     queue.schedule_async_request(request_for(launch, path, seed=4))
     with installed():
         assert queue.maybe_finalize_async_calls(blocking=True) == [0]
@@ -239,7 +249,7 @@ def case_a_save_that_runs_during_install_is_finalized(launch: Launch) -> None:
 
 def case_a_queue_from_before_install_accepts_later_requests(launch: Launch) -> None:
     path = directory(launch)
-    queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
+    queue = their_queue(persistent=FORKED)
     with installed():
         save_through(queue, request_for(launch, path, seed=5))
         assert_is_ours(launch, path)
@@ -247,15 +257,12 @@ def case_a_queue_from_before_install_accepts_later_requests(launch: Launch) -> N
 
 
 @on(2, only=True)
-def case_a_process_spawned_before_install_accepts_later_requests(
-    launch: Launch,
-) -> None:
+def case_a_process_spawned_before_install_accepts_later_requests(launch: Launch) -> None:
     """Nothing is installed in that process."""
     path = directory(launch)
     queue = spawned_queue()
     with installed():
-        queue.schedule_async_request(request_for(launch, path, seed=6))
-        queue.maybe_finalize_async_calls(blocking=True)
+        run_in(queue, request_for(launch, path, seed=6))
         assert_is_ours(launch, path)
         assert_loads(launch, path, seed=6)
 
@@ -271,13 +278,12 @@ def case_a_write_that_fails_in_a_spawned_process_fails_megatrons_save(launch: La
         if launch.rank == 0:
             shutil.rmtree(gone)
         dist.barrier()
-        queue.schedule_async_request(request)
-        error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        with pytest.raises(dcp.CheckpointException) as error:
+            run_in(queue, request)
         if launch.rank == 0:
-            assert list(error.failures) == list(range(launch.size))
-            assert str(gone) in str(error.failures[0][0])
-        queue.schedule_async_request(request_for(launch, path, seed=8))
-        queue.maybe_finalize_async_calls(blocking=True)
+            assert list(error.value.failures) == list(range(launch.size))
+            assert str(gone) in str(error.value.failures[0][0])
+        run_in(queue, request_for(launch, path, seed=8))
     assert_loads(launch, path, seed=8)
 
 
@@ -293,18 +299,10 @@ def case_files_have_megatrons_names_and_contents(launch: Launch) -> None:
 # --- nvidia-resiliency-ext ------------------------------------------------------------------------
 
 
-def case_nvrx_saves_through_our_writer_and_queue(launch: Launch) -> None:
-    path = launch.path()
+def case_four_nvrx_saves_of_one_structure_through_our_writer_and_queue_reuse_its_plan(
+    launch: Launch,
+) -> None:
     before = children()
-    with installed():
-        writer = nvrx("filesystem_async").FileSystemWriterAsync(path, thread_count=2)
-        save_through(nvrx("core").AsyncCallsQueue(), nvrx_request(launch, writer, seed=1))
-    assert children() == before
-    assert_is_ours(launch, path)
-    assert_loads_by_torch(launch, path, seed=1)
-
-
-def case_four_nvrx_saves_of_one_structure_reuse_its_plan(launch: Launch) -> None:
     with installed():
         saver = nvrx("state_dict_saver")
         saver.init_checkpoint_metadata_cache()
@@ -313,13 +311,13 @@ def case_four_nvrx_saves_of_one_structure_reuse_its_plan(launch: Launch) -> None
         for seed in range(1, 5):
             path = launch.path(str(seed))
             writer = nvrx("filesystem_async").FileSystemWriterAsync(path, thread_count=2)
-            queue.schedule_async_request(nvrx_request(launch, writer, seed, enable_cache=True))
-            queue.maybe_finalize_async_calls(blocking=True)
+            run_in(queue, nvrx_request(launch, writer, seed, enable_cache=True))
             statuses.append(saver.get_metadata_caching_status()[0])
             assert_is_ours(launch, path)
             assert_loads_by_torch(launch, path, seed)
         queue.close()
     assert statuses == [False, True, True, True]
+    assert children() == before
 
 
 def save_by_nvrxs_queue(launch: Launch, persistent: bool) -> None:
@@ -329,8 +327,7 @@ def save_by_nvrxs_queue(launch: Launch, persistent: bool) -> None:
     for seed in (1, 2):
         path = launch.path(str(seed))
         writer = ours.FileSystemWriterAsync(path, thread_count=2)
-        queue.schedule_async_request(nvrx_request(launch, writer, seed))
-        queue.maybe_finalize_async_calls(blocking=True)
+        run_in(queue, nvrx_request(launch, writer, seed))
         assert_is_ours(launch, path)
         assert_loads_by_torch(launch, path, seed)
     queue.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from tests.distributed.cases import (
     mesh_1d,
     mesh_2d,
     tensor_of,
+    texts_of,
     zeroed,
 )
 from tests.distributed.launcher import on, on_ranks
@@ -47,20 +49,30 @@ from torch_ckpt.loading import reader, shared_reads
 from torch_ckpt.loading.load import Load
 
 
-def of_all(launch: Launch, value: Any) -> list[Any]:
-    values: list[Any] = [None] * launch.size
-    dist.all_gather_object(values, value)
-    return values
-
-
-# --- read_once ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def batches_of(count: int) -> Iterator[None]:
     """Sets the bytes of a batch, which are also the size of the parts of large tensors."""
     with mock.patch.object(shared_reads, "BATCH_BYTES", count):
         yield
+
+
+def tensors(count: int, *shape: int) -> StateDict:
+    return {f"t{i}": tensor_of(f"t{i}", *shape) for i in range(count)}
+
+
+def blank(state: StateDict) -> StateDict:
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def bytes_read_once(
+    launch: Launch, load: Callable[..., None], state: StateDict, path: Path, stored: int
+) -> list[int]:
+    """Loads, checks that the ranks have read all bytes once, and returns these by rank."""
+    costs: list[Any] = [None] * launch.size
+    cost = bytes_read_by(lambda: load(state, path, read_once=True, direct_io=False))
+    dist.all_gather_object(costs, cost)
+    assert stored <= sum(costs) <= 1.05 * stored + launch.size * ALLOWANCE
+    return costs
 
 
 @on(2, 4)
@@ -71,14 +83,10 @@ def case_data_that_all_ranks_need_is_read_once(launch: Launch) -> None:
     save(state, path)
     stored = sum(tensor.nbytes for tensor in state.values())
     for load in LOADERS:
-        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        loaded = blank(state)
         with batches_of(1 << 20):
-            cost = bytes_read_by(
-                lambda load=load, s=loaded: load(s, path, read_once=True, direct_io=False)
-            )
+            costs = bytes_read_once(launch, load, loaded, path, stored)
         assert_equal(loaded, state)
-        costs = of_all(launch, cost)
-        assert stored <= sum(costs) <= 1.05 * stored + launch.size * ALLOWANCE
         # The large tensor is cut, so that each rank reads about its share.
         assert max(costs) <= 1.2 * stored / launch.size + ALLOWANCE
 
@@ -87,34 +95,28 @@ def case_data_that_all_ranks_need_is_read_once(launch: Launch) -> None:
 def case_shards_on_several_ranks_are_read_once(launch: Launch) -> None:
     """Sharded over one dimension of the mesh and replicated over the other."""
     mesh, path = mesh_2d(launch), launch.path()
-    full = {f"t{i}": tensor_of(f"t{i}", 512, 1024) for i in range(4)}
-    save(dict(full), path)
-    stored = sum(tensor.nbytes for tensor in full.values())
+    full = tensors(4, 512, 1024)
+    save(full, path)
     for load in LOADERS:
         state = {
             name: distribute_tensor(torch.zeros(512, 1024), mesh, [Replicate(), Shard(0)])
             for name in full
         }
-        cost = bytes_read_by(
-            lambda load=load, s=state: load(s, path, read_once=True, direct_io=False)
-        )
+        bytes_read_once(launch, load, state, path, 4 * 512 * 1024 * 4)
         assert_full_tensors(state)
-        costs = of_all(launch, cost)
-        assert stored <= sum(costs) <= 1.05 * stored + launch.size * ALLOWANCE
 
 
 def case_every_rank_warns_of_narrowing_in_a_read_once(launch: Launch) -> None:
     path = launch.path()
-    names = [f"t{i}" for i in range(6)]
-    save({name: tensor_of(name, 30, 20) for name in names}, path)
+    save(tensors(6, 30, 20), path)
     for load in LOADERS:
-        state = {name: torch.zeros(30, 20, dtype=torch.bfloat16) for name in names}
+        state = {f"t{i}": torch.zeros(30, 20, dtype=torch.bfloat16) for i in range(6)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             load(state, path, read_once=True)
         messages = [str(w.message) for w in caught if "loading converts" in str(w.message)]
         assert len(messages) == 1
-        assert all(f"{name} (torch.float32" in messages[0] for name in names), messages
+        assert all(f"{name} (torch.float32" in messages[0] for name in state), messages
 
 
 def replicated(launch: Launch) -> StateDict:
@@ -176,7 +178,8 @@ def case_read_once_fills_targets_of_all_kinds(launch: Launch) -> None:
     path = launch.path()
     names = ["dtype", "strided", "negated", "transposed", "inference", "parameter", "alike"]
     single = torch.zeros(3)[::2][:1]
-    save({name: tensor_of(name, 60, 70) for name in names} | {"single": torch.ones(1)}, path)
+    alone = {"single": torch.ones(1), "quantized": quantized(-3)}
+    save({name: tensor_of(name, 60, 70) for name in names} | alone, path)
     odd = launch.rank % 2 == 1
     with torch.inference_mode():
         inference = torch.zeros(60, 70)
@@ -190,8 +193,11 @@ def case_read_once_fills_targets_of_all_kinds(launch: Launch) -> None:
         "alike": torch.zeros(60, 70, dtype=torch.float64),
     }
     for load in LOADERS:
-        load({**state, "single": single}, path, read_once=True)
+        # Only torch reads quantized tensors.
+        target = quantized(-4)
+        load({**state, "single": single, "quantized": target}, path, read_once=True)
         assert single.tolist() == [1.0]
+        assert torch.equal(target.dequantize(), quantized(-3).dequantize())
         single.zero_()
         for name, target in state.items():
             found = target.detach().float().nan_to_num(7)
@@ -200,17 +206,9 @@ def case_read_once_fills_targets_of_all_kinds(launch: Launch) -> None:
                 target.data.zero_()
 
 
-def case_read_once_fills_values_that_only_torch_reads(launch: Launch) -> None:
-    path = launch.path()
-    values = torch.linspace(-3, 3, 24).reshape(4, 6)
-    tensor = torch.quantize_per_tensor(values, 0.05, 3, torch.quint8)
-    save({"q": tensor, "t": tensor_of("t", 40, 50)}, path)
-    for load in LOADERS:
-        target = torch.quantize_per_tensor(values - 1, 0.05, 3, torch.quint8)
-        state = {"q": target, "t": torch.zeros(40, 50)}
-        load(state, path, read_once=True)
-        assert torch.equal(target.dequantize(), tensor.dequantize())
-        assert_equal(state["t"], tensor_of("t", 40, 50))
+def quantized(first: int) -> torch.Tensor:
+    values = torch.linspace(first, first + 6, 24).reshape(4, 6)
+    return torch.quantize_per_tensor(values, 0.05, 3, torch.quint8)
 
 
 @on(2, 4)
@@ -224,17 +222,16 @@ def case_ranks_can_read_different_items(launch: Launch) -> None:
         "even": launch.rank % 2 == 0,
         "of the last": launch.rank == launch.size - 1,
     }
-    state = {name: torch.zeros(300, 200) for name, wanted in wants.items() if wanted}
+    wanted = {name: tensor_of(name, 300, 200) for name, is_wanted in wants.items() if is_wanted}
     for load in LOADERS:
+        state = blank(wanted)
         with batches_of(1 << 16):
             load(state, path, read_once=True)
-        for name, tensor in state.items():
-            assert_equal(tensor, tensor_of(name, 300, 200), name)
-            tensor.zero_()
-    nothing: StateDict = {} if launch.rank == 0 else state
-    by_load(nothing, path, read_once=True)
-    for name, tensor in nothing.items():
-        assert_equal(tensor, tensor_of(name, 300, 200), name)
+        assert_equal(state, wanted)
+    wanted = {} if launch.rank == 0 else wanted
+    state = blank(wanted)
+    by_load(state, path, read_once=True)
+    assert_equal(state, wanted)
 
 
 @on(4)
@@ -243,52 +240,32 @@ def case_a_subgroup_reads_once(launch: Launch) -> None:
     members = list(range(1, launch.size))
     group = dist.new_group(members)
     path = launch.path()
-    save({f"t{i}": tensor_of(f"t{i}", 300, 200) for i in range(4)}, path)
+    wanted = tensors(4, 300, 200)
+    save(wanted, path)
     if launch.rank not in members:
         return
-    state = {f"t{i}": torch.zeros(300, 200) for i in range(4)}
     if launch.rank == 1:
-        del state["t3"]
-    with batches_of(1 << 16):
-        by_load(state, path, read_once=True, process_group=group)
-    for name, tensor in state.items():
-        assert_equal(tensor, tensor_of(name, 300, 200), name)
-        tensor.zero_()
-    by_dcp_in_group(state, path, group, process_group=group)
-    with_planner = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    by_load(
-        with_planner, path, read_once=True, process_group=group, planner=dcp.DefaultLoadPlanner()
-    )
-    for target in (state, with_planner):
-        for name, tensor in target.items():
-            assert_equal(tensor, tensor_of(name, 300, 200), name)
+        del wanted["t3"]
+
+    def by_dcp_in_group(state: StateDict, **options: Any) -> None:
+        reader = torch_ckpt.FileSystemReader(path, read_once=True, **options)
+        dcp.load(state, storage_reader=reader, process_group=group)
+
+    load = partial(by_load, path=path, read_once=True, process_group=group)
+    for loading in (
+        load,
+        partial(load, planner=dcp.DefaultLoadPlanner()),
+        partial(by_dcp_in_group, process_group=group),
+    ):
+        state = blank(wanted)
+        with batches_of(1 << 16):
+            loading(state)
+        assert_equal(state, wanted)
     if len(members) > 1:
         with pytest.raises(
             dcp.CheckpointException, match="pass the load's process_group to the reader"
         ):
-            by_dcp_in_group(state, path, group)
-
-
-def by_dcp_in_group(state: StateDict, path: Path, group: Any, **options: Any) -> None:
-    reader = torch_ckpt.FileSystemReader(path, read_once=True, **options)
-    dcp.load(state, storage_reader=reader, process_group=group)
-
-
-def case_a_single_rank_reads_once(launch: Launch) -> None:
-    path = launch.path()
-    save({"t": tensor_of("t", 300, 200)}, path)
-    state = {"t": torch.zeros(300, 200)}
-    planners: list[Any] = [None, dcp.DefaultLoadPlanner(), Hooked()]
-    for who in (0, launch.size - 1):
-        dist.barrier()
-        for planner in planners if launch.rank == who else []:
-            torch_ckpt.load(state, path, read_once=True, no_dist=True, planner=planner)
-            assert_equal(state["t"].clone(), tensor_of("t", 300, 200))
-            state["t"].zero_()
-            storage_reader = torch_ckpt.FileSystemReader(path, read_once=True)
-            dcp.load(state, storage_reader=storage_reader, no_dist=True, planner=planner)
-            assert_equal(state["t"].clone(), tensor_of("t", 300, 200))
-            state["t"].zero_()
+            by_dcp_in_group(state)
 
 
 class Hooked(dcp.DefaultLoadPlanner):
@@ -298,16 +275,37 @@ class Hooked(dcp.DefaultLoadPlanner):
         return super().resolve_tensor(read_item)
 
 
-def case_a_user_planner_on_one_rank_works_with_the_other_ranks(launch: Launch) -> None:
-    path = launch.path()
-    names = [f"t{i}" for i in range(4)]
-    save({name: tensor_of(name, 300, 200) for name in names}, path)
-    for odd in range(launch.size):
-        planner = Hooked() if launch.rank == odd else dcp.DefaultLoadPlanner()
-        state = {name: torch.zeros(300, 200) for name in names}
-        by_load(state, path, read_once=True, planner=planner)
-        for name, tensor in state.items():
-            assert_equal(tensor, tensor_of(name, 300, 200), name)
+def case_a_single_rank_reads_once(launch: Launch) -> None:
+    path, wanted = launch.path(), tensors(1, 300, 200)
+    save(wanted, path)
+    planners: list[Any] = [None, dcp.DefaultLoadPlanner(), Hooked()]
+    for who in (0, launch.size - 1):
+        dist.barrier()
+        for planner in planners if launch.rank == who else []:
+            reader = torch_ckpt.FileSystemReader(path, read_once=True)
+            for load in (
+                partial(torch_ckpt.load, checkpoint_id=path, read_once=True),
+                partial(dcp.load, storage_reader=reader),
+            ):
+                state = blank(wanted)
+                load(state, no_dist=True, planner=planner)
+                assert_equal(state, wanted)
+
+
+def case_ranks_that_read_once_can_have_different_planners_and_limits(launch: Launch) -> None:
+    path, wanted = launch.path(), tensors(4, 300, 1000)
+    save(wanted, path)
+    planner = [Hooked if launch.rank == odd else dcp.DefaultLoadPlanner for odd in range(2)]
+    limit = {"max_inflight_bytes": (1 + launch.rank) << 20}
+    for load, options in (
+        (by_load, {"planner": planner[0]()}),
+        (by_load, {"planner": planner[1]()}),
+        (by_load, limit),
+        (by_dcp, limit),
+    ):
+        state = blank(wanted)
+        load(state, path, read_once=True, **options)
+        assert_equal(state, wanted)
 
 
 def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -> None:
@@ -319,16 +317,6 @@ def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -
             state = {"t": torch.full((300, 200), 7.0)}
             load(state, path, read_once=True)
             assert (state["t"] == launch.rank).all()
-
-
-def case_ranks_that_read_once_can_have_different_limits(launch: Launch) -> None:
-    path = launch.path()
-    save({f"t{i}": tensor_of(f"t{i}", 300, 1000) for i in range(4)}, path)
-    for load in LOADERS:
-        state = {f"t{i}": torch.zeros(300, 1000) for i in range(4)}
-        load(state, path, read_once=True, max_inflight_bytes=(1 + launch.rank) << 20)
-        for name, tensor in state.items():
-            assert_equal(tensor, tensor_of(name, 300, 1000), name)
 
 
 def case_read_once_zero_fills(launch: Launch) -> None:
@@ -364,35 +352,28 @@ def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
 @on(2, 4)
 def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
     path = launch.path()
-    state = {f"t{i}": tensor_of(f"t{i}", 30, 20) for i in range(8)} | {"step": 3}
+    state = tensors(8, 30, 20) | {"step": 3}
     save(state, path)
     last = launch.size - 1
+
+    def target(rows: int = 30) -> StateDict:
+        return {f"t{i}": torch.zeros(rows, 20) for i in range(8)} | {"step": 0}
+
     for load in LOADERS:
-        planning = "reading" if load is by_dcp else "begin"
+        planning, zeroing = "begin", "begin"
+        if load is by_dcp:
+            planning, zeroing = "reading", "zero_what_is_not_stored"
         for method in ("read_tensors", "read_bytes", planning):
-            target = {name: torch.zeros(30, 20) for name in state if name != "step"} | {"step": 0}
             with failing_on(launch, last, method):
-                causes = failure_of(
-                    launch, lambda load=load, s=target: load(s, path, read_once=True)
-                )
-            assert set(causes) == {last}, method
-            assert str(causes[last]) == f"{method} failed on purpose"
+                causes = failure_of(launch, load, target(), path, read_once=True)
+            assert texts_of(causes) == {last: f"{method} failed on purpose"}
+        with failing_on(launch, last, zeroing):
+            causes = failure_of(launch, load, target(31), path, read_once=True, zero_fill=True)
+        assert texts_of(causes) == {last: f"{zeroing} failed on purpose"}
         # The ranks are still in step.
-        load(target, path, read_once=True)
-        assert_equal(target, state)
-
-
-def case_a_failed_zero_fill_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
-    path = launch.path()
-    save({"t": tensor_of("t", 3)}, path)
-    for load in LOADERS:
-        with failing_on(launch, 1, "zero_what_is_not_stored" if load is by_dcp else "begin"):
-            causes = failure_of(
-                launch,
-                lambda load=load: load({"t": torch.zeros(5)}, path, read_once=True, zero_fill=True),
-            )
-        assert set(causes) == {1}
-        assert "on purpose" in str(causes[1])
+        found = target()
+        load(found, path, read_once=True)
+        assert_equal(found, state)
 
 
 def case_a_state_that_does_not_fit_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
@@ -401,17 +382,15 @@ def case_a_state_that_does_not_fit_on_one_rank_fails_a_read_once_on_all(launch: 
     for load in LOADERS:
         shape = (30, 21) if launch.rank == 1 else (30, 20)
         target = torch.full(shape, 7.0)
-        causes = failure_of(
-            launch, lambda load=load, t=target: load({"t": t}, path, read_once=True)
-        )
+        causes = failure_of(launch, load, {"t": target}, path, read_once=True)
         assert set(causes) == {1}
         assert (target == 7).all()
 
 
 def case_damage_fails_a_read_once_on_all(launch: Launch) -> None:
     good = launch.path("good")
-    names = [f"t{i}" for i in range(2 * launch.size)]
-    save({name: tensor_of(name, 300, 200) for name in names}, good)
+    stored = tensors(2 * launch.size, 300, 200)
+    save(stored, good)
     place = place_of(read_metadata(good), "t1")
 
     def flip_t1(files: list[Path]) -> None:
@@ -423,10 +402,7 @@ def case_damage_fails_a_read_once_on_all(launch: Launch) -> None:
     for kind, damage in (("flipped", flip_t1), ("missing", remove)):
         path = damaged(launch, good, kind, damage)
         for load in LOADERS:
-            state = {name: torch.zeros(300, 200) for name in names}
-            causes = failure_of(
-                launch, lambda load=load, s=state, p=path: load(s, p, read_once=True)
-            )
+            causes = failure_of(launch, load, blank(stored), path, read_once=True)
             assert causes
             for cause in causes.values():
                 assert isinstance(cause, FileNotFoundError if kind == "missing" else Corrupt)

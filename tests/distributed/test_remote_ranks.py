@@ -4,10 +4,12 @@ save."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -26,8 +28,17 @@ from tests.distributed.cases import (
     tensor_of,
     zeroed,
 )
-from tests.distributed.launcher import Outcomes, on_ranks
-from tests.distributed.remote_deaths import TIMEOUT, play
+from tests.distributed.launcher import on_ranks
+from tests.distributed.loads import changed_after_rank_0_looked
+from tests.distributed.silent_ranks import (
+    TIMEOUT,
+    Silence,
+    falls_silent,
+    is_victim,
+    join_group,
+    outcome_of,
+    outcomes_of,
+)
 from tests.ranks import ranks
 from tests.remote_stores import BUCKET, s3_server
 from tests.support import assert_equal
@@ -67,40 +78,41 @@ def staged_by(launch: Launch) -> list[Path]:
     return list(launch.path(f"staging-{launch.rank}").iterdir())
 
 
-@contextmanager
-def failing(method: str, launch: Launch, rank: int) -> Iterator[None]:
-    """Fails requests for data files on one rank during a block."""
-    before = getattr(RemoteFiles, method)
+def patched(method: str, made: Callable[[Any], Any]) -> Any:
+    """Replaces a request during a block by what ``made`` returns for it."""
+    return mock.patch.object(RemoteFiles, method, made(getattr(RemoteFiles, method)))
 
-    def fail(self: RemoteFiles, *args: Any) -> Any:
-        if launch.rank == rank and any(str(arg).endswith(".distcp") for arg in args):
-            raise PermissionError(13, "denied", self.url)
-        return before(self, *args)
 
-    setattr(RemoteFiles, method, fail)
-    try:
-        yield
-    finally:
-        setattr(RemoteFiles, method, before)
+def failing(method: str) -> Any:
+    """Fails requests for data files on rank 1 during a block."""
+
+    def made(before: Any) -> Any:
+        def fail(self: RemoteFiles, *args: Any) -> Any:
+            if dist.get_rank() == 1 and any(str(arg).endswith(".distcp") for arg in args):
+                raise PermissionError(13, "denied", self.url)
+            return before(self, *args)
+
+        return fail
+
+    return patched(method, made)
 
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """Yields the sizes of the requests of this rank for data files."""
     fetched: list[int] = []
-    before = RemoteFiles.read
 
-    def read(self: RemoteFiles, name: str, *place: Any) -> bytes:
-        data = before(self, name, *place)
-        if name.endswith(".distcp"):
-            fetched.append(len(data))
-        return data
+    def made(before: Any) -> Any:
+        def read(self: RemoteFiles, name: str, *place: Any) -> bytes:
+            data: bytes = before(self, name, *place)
+            if name.endswith(".distcp"):
+                fetched.append(len(data))
+            return data
 
-    RemoteFiles.read = read  # type: ignore[method-assign]
-    try:
+        return read
+
+    with patched("read", made):
         yield fetched
-    finally:
-        RemoteFiles.read = before  # type: ignore[method-assign]
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -108,21 +120,15 @@ def counted() -> Iterator[list[int]]:
 
 def case_sharded_tensors_make_the_round_trip(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
+    writer = steps.writer(2, attempt=ATTEMPT)
     save(steps, 1, dtensors(mesh))
-    loaded = zeroed(dtensors(mesh))
-    steps.load(1, loaded)
-    assert_full_tensors(loaded)
-    assert staged_by(launch) == []
-
-
-def case_a_save_in_the_background_makes_the_round_trip(launch: Launch) -> None:
-    steps, mesh = steps_of(launch), mesh_1d(launch)
-    writer = steps.writer(1, attempt=ATTEMPT)
     handle = torch_ckpt.async_save(dtensors(mesh), storage_writer=writer, timeout=PATIENCE_SECONDS)
     handle.result(PATIENCE_SECONDS)
-    loaded = zeroed(dtensors(mesh))
-    steps.load(1, loaded)
-    assert_full_tensors(loaded)
+    for step in (1, 2):
+        loaded = zeroed(dtensors(mesh))
+        steps.load(step, loaded)
+        assert_full_tensors(loaded)
+    assert staged_by(launch) == []
 
 
 def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
@@ -166,7 +172,7 @@ def case_with_read_once_the_ranks_fetch_each_byte_once(launch: Launch) -> None:
 
 def case_an_upload_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
-    with failing("upload", launch, rank=1):
+    with failing("upload"):
         causes = failure_of(launch, lambda: save(steps, 1, dtensors(mesh)))
     assert list(causes) == [1]
     assert isinstance(causes[1], PermissionError)
@@ -179,7 +185,7 @@ def case_an_upload_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) 
 def case_a_request_that_fails_on_one_rank_fails_the_load_on_all(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
     save(steps, 1, dtensors(mesh))
-    with failing("read", launch, rank=1):
+    with failing("read"):
         causes = failure_of(launch, lambda: steps.load(1, zeroed(dtensors(mesh))))
     assert list(causes) == [1]
     assert staged_by(launch) == []
@@ -190,35 +196,17 @@ def case_a_step_replaced_between_the_reads_of_two_ranks_is_loaded_by_no_rank(
 ) -> None:
     steps = steps_of(launch)
     save(steps, 1, {"t": torch.ones(3)})
-    store = dist.distributed_c10d._get_default_store()
     target = {"t": torch.zeros(3)}
-    before = RemoteReader._metadata_bytes
 
-    def read_metadata(self: RemoteReader, name: str) -> Any:
-        if launch.rank == 0:
-            found = before(self, name)
-            store.set("rank 0 has looked", "")
-            return found
-        store.wait(["rank 0 has looked"])
+    def replace() -> None:
         writer = RemoteSteps(url_of(launch)).writer(1, attempt=ATTEMPT, overwrite=True)
         torch_ckpt.save({"t": torch.full((3,), 2.0)}, storage_writer=writer, no_dist=True)
-        return before(self, name)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemoteReader, "_metadata_bytes", read_metadata)
-        causes = failure_of(launch, lambda: steps.load(1, target))
+    with changed_after_rank_0_looked(launch, RemoteReader, "looked", replace):
+        causes = failure_of(launch, steps.load, 1, target)
     assert "the checkpoint was replaced or a newer step was saved" in str(causes[0])
     assert url_of(launch) in str(causes[0])
     assert target["t"].tolist() == [0, 0, 0]
-
-
-def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
-    steps = steps_of(launch)
-    save(steps, 1, {"t": torch.ones(3)})
-    before = objects_of(launch)
-    causes = failure_of(launch, lambda: save(steps, 1, {"t": torch.zeros(3)}))
-    assert isinstance(causes[0], FileExistsError)
-    assert objects_of(launch) == before
 
 
 def case_ranks_that_save_at_different_roots_raise(launch: Launch) -> None:
@@ -228,9 +216,13 @@ def case_ranks_that_save_at_different_roots_raise(launch: Launch) -> None:
     assert objects_of(launch) == []
 
 
-def case_a_step_is_replaced_by_all_ranks(launch: Launch) -> None:
+def case_a_complete_step_is_replaced_by_all_ranks_only_on_request(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
     save(steps, 1, zeroed(dtensors(mesh)))
+    before = objects_of(launch)
+    causes = failure_of(launch, lambda: save(steps, 1, dtensors(mesh)))
+    assert isinstance(causes[0], FileExistsError)
+    assert objects_of(launch) == before
     save(steps, 1, dtensors(mesh), overwrite=True)
     loaded = zeroed(dtensors(mesh))
     steps.load(1, loaded)
@@ -243,7 +235,10 @@ def case_a_step_is_replaced_by_all_ranks(launch: Launch) -> None:
 # --- torch_ckpt.training -------------------------------------------------------------------------
 
 
-def case_the_newest_complete_checkpoint_is_loaded(launch: Launch) -> None:
+def case_the_newest_complete_checkpoint_is_loaded_if_there_is_one(launch: Launch) -> None:
+    state: dict[str, Any] = {"t": torch.ones(3), "note": "mine"}
+    assert load_checkpoint_if_it_exists(url_of(launch), state) == 0
+    assert_equal(state, {"t": torch.ones(3), "note": "mine"})
     mesh = mesh_1d(launch)
     save_checkpoint(url_of(launch), 9, {"t": distribute_tensor(torch.ones(5), mesh, [Shard(0)])})
     newest = distribute_tensor(tensor_of("t", 5), mesh, [Shard(0)])
@@ -256,19 +251,14 @@ def case_the_newest_complete_checkpoint_is_loaded(launch: Launch) -> None:
     assert_equal(state["t"].full_tensor(), tensor_of("t", 5))
 
 
-def case_the_state_is_unchanged_if_there_is_no_checkpoint(launch: Launch) -> None:
-    state = {"t": torch.ones(3), "note": "mine"}
-    assert load_checkpoint_if_it_exists(url_of(launch), state) == 0
-    assert_equal(state, {"t": torch.ones(3), "note": "mine"})
-
-
 def case_a_root_that_one_rank_cannot_open_fails_the_call_on_all(launch: Launch) -> None:
     root = url_of(launch) if launch.rank == 0 else "nowhere://run"
     expected = RuntimeError if launch.rank == 0 else ValueError
+    options = {"timeout": PATIENCE_SECONDS}
     with pytest.raises(expected, match="Protocol not known"):
-        save_checkpoint(root, 1, {"t": torch.ones(3)}, timeout=PATIENCE_SECONDS)
+        save_checkpoint(root, 1, {"t": torch.ones(3)}, **options)
     with pytest.raises(expected, match="Protocol not known"):
-        load_checkpoint_if_it_exists(root, {"t": torch.ones(3)}, timeout=PATIENCE_SECONDS)
+        load_checkpoint_if_it_exists(root, {"t": torch.ones(3)}, **options)
 
 
 def case_ranks_that_save_different_steps_raise(launch: Launch) -> None:
@@ -286,35 +276,50 @@ def object_store() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deaths")
-
-
-@pytest.fixture(scope="module")
-def deaths(workdir: Path) -> Iterator[Outcomes]:
-    """Two ranks; rank 1 dies in the last case."""
-    with ranks(2, play, workdir) as two:
-        yield Outcomes(two)
-
-
-@pytest.mark.parametrize("case", ["stopped", "killed"])
-def test_a_rank_that_falls_silent_in_its_upload_is_named(deaths: Outcomes, case: str) -> None:
-    found = deaths.found(case, dead=1 if case == "killed" else None)
-    assert found[0]["ranks"] == [1]
-    assert f"rank 1 sent no heartbeat for {TIMEOUT:g} s during 'write'" in found[0]["text"]
-
-
-@pytest.mark.parametrize("case", ["stopped", "killed"])
-def test_an_upload_of_a_silent_rank_leaves_no_file(deaths: Outcomes, case: str) -> None:
-    assert deaths.found(case, dead=1 if case == "killed" else None)[0]["files"] == []
-
-
-def test_a_rank_that_continues_after_it_was_declared_dead_leaves_no_file(
-    deaths: Outcomes, workdir: Path
-) -> None:
-    assert deaths.found("stopped")[1]["ranks"] == [1]
-    assert [path.name for path in (workdir / "run").glob("0000000002/*")] == []
-
-
 test_on_ranks = on_ranks(globals())
+
+
+# --- a rank that falls silent --------------------------------------------------------------------
+
+
+def upload(connection: Connection, workdir: Path, silence: Silence) -> None:
+    """Saves on one rank. The victim falls silent after its first of two uploads.
+
+    Sends the outcome and the files of the step.
+    """
+    join_group()
+    steps = RemoteSteps(f"file://{workdir}/run", workdir)
+    state = {f"{n} of rank {dist.get_rank()}": torch.arange(1000) for n in range(2)}
+    # Connects to the store, which may take longer than the timeout of a silent rank.
+    save(steps, 1, state, thread_count=2)
+
+    def made(before: Any) -> Any:
+        def interrupted(self: RemoteFiles, *args: Any) -> None:
+            before(self, *args)
+            RemoteFiles.upload = before
+            falls_silent(connection, silence)()
+
+        return interrupted if is_victim(silence) else before
+
+    with patched("upload", made):
+        writer = steps.writer(2, attempt=ATTEMPT, thread_count=2)
+        outcome = outcome_of(lambda: torch_ckpt.save(state, storage_writer=writer, timeout=TIMEOUT))
+    names = [name for name in steps._files.list() if name.startswith(f"{2:010d}/")]
+    connection.send((*(outcome or ()), names))
+    connection.recv()  # The test ends the ranks.
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_rank_that_falls_silent_in_its_upload_is_named_and_leaves_no_file(
+    tmp_path: Path, how: str
+) -> None:
+    silence = Silence(how, 1)
+    with ranks(2, upload, tmp_path, silence) as group:
+        found = outcomes_of(group, tmp_path, silence).outcomes
+    failed, text, _seconds, names = found[0]
+    assert failed == [1]
+    assert f"rank 1 sent no heartbeat for {TIMEOUT:g} s during 'write'" in text
+    assert names == []
+    if how == "stopped":
+        assert found[1][0] == [1]
+    assert list(tmp_path.glob("run/0000000002/*")) == []

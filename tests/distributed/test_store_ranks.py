@@ -1,66 +1,101 @@
-"""Ranks that communicate through their store: each case of store_cases.py on two and on four."""
+"""Ranks that communicate through their store in processes of their own."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.distributed.launcher import Outcomes
-from tests.distributed.store_cases import TIMEOUT, play, stop_the_host
+from tests.distributed.silent_ranks import (
+    PATIENCE_SECONDS,
+    TIMEOUT,
+    Silence,
+    falls_silent,
+    is_victim,
+    join_group,
+    outcome_of,
+    outcomes_of,
+    stop_here,
+)
 from tests.ranks import ranks
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.group import RankGroup
 
-KILLED = "a_killed_rank_is_declared_dead"
-STOPPED = "a_stopped_rank_is_declared_dead_and_fails_when_it_continues"
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[int, Outcomes]]:
-    """Runs all launches at the same time; they mostly wait."""
-    with ranks(2, play) as two, ranks(4, play) as four:
-        yield {of.size: Outcomes(of) for of in (two, four)}
+SIZE = 4
 
 
-@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
-def launch(request: pytest.FixtureRequest, outcomes: dict[int, Outcomes]) -> Outcomes:
-    return outcomes[request.param]
+def run(connection: Connection, work: Callable[..., Any], *arguments: Any) -> None:
+    """Sends the result of a rank's work. The test ends the ranks: destroying a process group that
+    has lost a rank may hang."""
+    join_group()
+    # Connecting may take longer than the timeout of a silent rank.
+    connecting = Exchange.open(RankGroup.of(None), "save", PATIENCE_SECONDS)
+    connecting.run("connect", lambda: None)
+    connecting.close()
+    connection.send(work(connection, *arguments))
+    connection.recv()
 
 
-def test_each_kind_of_step_returns_the_values_of_the_ranks(launch: Outcomes) -> None:
-    size = launch.ranks.size
-    failures = [[rank, repr(OSError(f"on {rank}"))] for rank in range(1, size)]
-    for rank, results in enumerate(
-        launch.found("each_kind_of_step_returns_the_values_of_the_ranks")
-    ):
-        assert results == [rank + 10, list(range(size)), rank, failures]
+def write(connection: Connection, silence: Silence) -> tuple[list[int], str, float] | None:
+    """Returns the outcome of a step in which a rank falls silent."""
+    ranks = Exchange.open(RankGroup.of(None), "save", TIMEOUT)
+
+    def local() -> tuple[None, None]:
+        if is_victim(silence):
+            falls_silent(connection, silence)()
+        return None, None
+
+    outcome = outcome_of(lambda: ranks.exchange("write", local, list, lambda part: None))
+    ranks.close()
+    return outcome
 
 
-def test_ranks_of_a_subgroup_are_numbered_within_it(launch: Outcomes) -> None:
-    half = launch.ranks.size // 2
-    expected = [
-        [rank % half, half, list(range(rank - rank % half, rank - rank % half + half))]
-        for rank in range(launch.ranks.size)
-    ]
-    assert launch.found("ranks_of_a_subgroup_are_numbered_within_it") == expected
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_silent_rank_is_named_on_all_ranks(tmp_path: Path, how: str) -> None:
+    silence = Silence(how, SIZE - 1)
+    with ranks(SIZE, run, write, silence) as group:
+        found = outcomes_of(group, tmp_path, silence).outcomes
+    assert len(found) == (SIZE if how == "stopped" else SIZE - 1)
+    for failed, text, _seconds in found.values():
+        assert failed == [silence.victim]
+        assert f"rank {silence.victim} sent no heartbeat for {TIMEOUT:g} s during 'write'" in text
+    assert len({text for _failed, text, _seconds in found.values()}) == 1
+    assert all(found[rank][2] > TIMEOUT for rank in range(silence.victim))
 
 
-@pytest.mark.parametrize("case", [STOPPED, KILLED])
-def test_a_silent_rank_is_named_on_all_others(launch: Outcomes, case: str) -> None:
-    last = launch.ranks.size - 1
-    for outcome in launch.found(case, dead=last if case == KILLED else None)[:last]:
-        assert outcome["ranks"] == [last]
-        assert f"rank {last} sent no heartbeat for 2 s during 'write'" in outcome["text"]
-        assert outcome["seconds"] > TIMEOUT
+def write_while_the_host_stops(connection: Connection) -> tuple[str, bool, float]:
+    """Stops rank 0, the store's host, in a step that commits.
 
+    Returns the error's text, whether this rank has committed, and the seconds after which it had
+    closed its connection to the store.
+    """
+    ranks = Exchange.open(RankGroup.of(None), "save", TIMEOUT)
+    committed: list[Any] = []
 
-def test_a_rank_that_was_stopped_fails_like_the_others(launch: Outcomes) -> None:
-    *others, stopped = launch.found(STOPPED)
-    assert [other["text"] for other in others] == [stopped["text"]] * len(others)
+    def local() -> tuple[None, None]:
+        if ranks.rank == 0:
+            connection.send("stops")
+            stop_here()
+        return None, None
+
+    started, text = time.monotonic(), ""
+    try:
+        with ranks.alive(time.monotonic_ns):
+            ranks.exchange("write", local, committed.append, lambda part: None)
+    except CheckpointException as error:
+        text = str(error)
+    ranks.close(TIMEOUT)
+    return text, bool(committed), time.monotonic() - started
 
 
 def test_a_stopped_store_host_does_not_commit_after_it_was_declared_dead() -> None:
-    with ranks(2, stop_the_host, rank_0_hosts_store=True) as group:
+    with ranks(2, run, write_while_the_host_stops, rank_0_hosts_store=True) as group:
         assert group.answer(0) == "stops"
         text, committed, seconds = group.answer(1)
         lost = "rank 1 lost the connection to the process group's store during 'write'"
