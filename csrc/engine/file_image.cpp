@@ -1,9 +1,6 @@
 #include "engine/file_image.h"
 
-#include <span>
 #include <utility>
-
-#include "format/crc32.h"
 
 namespace torch_ckpt::engine {
 
@@ -21,18 +18,14 @@ void FileImage::add_bytes(staging::Source source) {
 }
 
 void FileImage::add_tensor(const format::TensorHeader& header, staging::Source source) {
-  std::string pickle = format::encode_tensor_pickle(header);
   // Buckets are sorted by size, so tensors of the same shape are usually adjacent and share a
   // template.
-  if (last_ == nullptr || last_->pickle != pickle || last_->layout.payload_bytes != source.bytes) {
-    auto fresh = std::make_shared<RecordTemplate>();
-    fresh->layout = format::lay_out_record(pickle, source.bytes);
-    fresh->head = format::encode_head(pickle, source.bytes);
-    fresh->head_crc = format::crc32(0, std::as_bytes(std::span(fresh->head)));
-    fresh->pickle = std::move(pickle);
-    last_ = std::move(fresh);
+  if (record_ == nullptr || header_ != header || record_->layout().payload_bytes != source.bytes) {
+    record_ = std::make_shared<format::RecordTemplate>(format::encode_tensor_pickle(header),
+                                                       source.bytes);
+    header_ = header;
   }
-  append({0, last_->layout.total_bytes(), std::move(source), last_});
+  append({0, record_->layout().total_bytes(), std::move(source), record_});
 }
 
 }  // namespace torch_ckpt::engine

@@ -2,27 +2,19 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
+#include "format/tensor_pickle.h"
 #include "format/torch_record.h"
 #include "staging/source.h"
 
 namespace torch_ckpt::engine {
 
-/// The parts shared by all records with the same pickle and payload size.
-struct RecordTemplate {
-  std::string pickle;
-  format::RecordLayout layout;
-  std::string head;
-  std::uint32_t head_crc = 0;
-};
-
 struct ImageItem {
   std::uint64_t offset = 0;  // in the file
   std::uint64_t bytes = 0;   // in the file, including archive headers
   staging::Source source;
-  std::shared_ptr<const RecordTemplate> record;  // nullptr: only the source's bytes
+  std::shared_ptr<const format::RecordTemplate> record;  // nullptr: only the source's bytes
 };
 
 // The layout of one data file: items back to back, as in stock torch. Except for the checksums, it
@@ -49,7 +41,9 @@ class FileImage {
   std::uint64_t bytes_ = 0;
   int device_ = staging::Source::kHost;
   std::uint64_t device_bytes_ = 0;
-  std::shared_ptr<const RecordTemplate> last_;
+  // Of the last tensor.
+  format::TensorHeader header_;
+  std::shared_ptr<const format::RecordTemplate> record_;
 };
 
 }  // namespace torch_ckpt::engine

@@ -77,11 +77,10 @@ void ImageStream::add_checksum(std::size_t item, std::uint64_t position, std::ui
 
 void ImageStream::copy_tail(std::size_t item, std::uint64_t position, std::span<std::byte> out) {
   const ImageItem& tensor = image_.items()[item];
-  const std::string tail =
-      format::encode_tail(tensor.record->pickle, tensor.source.bytes, checksums_[item]);
+  const std::string tail = tensor.record->encode_tail(checksums_[item]);
   if (position == 0) {
     sums_[item].envelope_crc =
-        format::crc32(tensor.record->head_crc, std::as_bytes(std::span(tail)));
+        format::crc32(tensor.record->head_crc(), std::as_bytes(std::span(tail)));
   }
   std::memcpy(out.data(), tail.data() + position, out.size());
 }
@@ -99,8 +98,8 @@ Result<ImageStream::Piece> ImageStream::begin(std::uint64_t offset, std::span<st
   std::uint64_t position = out.empty() ? 0 : offset - found->offset;
   for (; !out.empty(); ++found, position = 0) {
     const auto number = static_cast<std::size_t>(found - items.begin());
-    const RecordTemplate* record = found->record.get();
-    const std::uint64_t head = record != nullptr ? record->head.size() : 0;
+    const format::RecordTemplate* record = found->record.get();
+    const std::uint64_t head = record != nullptr ? record->head().size() : 0;
     const std::uint64_t payload_end = head + found->source.bytes;
     // Calls use(position, part) for the part of `out` between two positions in the item.
     const auto take = [&](std::uint64_t begin, std::uint64_t end, auto use) {
@@ -111,7 +110,7 @@ Result<ImageStream::Piece> ImageStream::begin(std::uint64_t offset, std::span<st
       out = out.subspan(part.size());
     };
     take(0, head, [&](std::uint64_t at, std::span<std::byte> part) {
-      std::memcpy(part.data(), record->head.data() + at, part.size());
+      std::memcpy(part.data(), record->head().data() + at, part.size());
     });
     take(head, payload_end, [&](std::uint64_t at, std::span<std::byte> part) {
       if (on_device(*found)) {

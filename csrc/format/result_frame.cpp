@@ -88,6 +88,14 @@ std::string encode_file(const FileResult& result, std::uint32_t files) {
   return frame_of(FrameKind::file, payload);
 }
 
+std::string encode_files(std::span<const FileResult> results) {
+  std::string frames;
+  for (const FileResult& result : results) {
+    frames += encode_file(result, static_cast<std::uint32_t>(results.size()));
+  }
+  return frames;
+}
+
 std::string encode_failure(const Error& error) {
   std::string payload;
   put(payload, static_cast<std::uint32_t>(error.code), 4);
@@ -127,6 +135,19 @@ Result<std::vector<Frame>> decode_frames(std::span<const std::byte> bytes) {
     bytes = bytes.subspan(covered.size() + kCrcBytes);
   }
   return frames;
+}
+
+Result<std::vector<FileResult>> decode_files(std::span<const std::byte> bytes) {
+  auto frames = decode_frames(bytes);
+  if (!frames) return std::move(frames).error();
+  std::vector<FileResult> files;
+  for (Frame& frame : *frames) {
+    if (frame.kind != FrameKind::file || frame.files != frames->size()) {
+      return damaged("is not the result of a file, or results of other files are missing");
+    }
+    files.push_back(std::move(frame.file));
+  }
+  return files;
 }
 
 }  // namespace torch_ckpt::format

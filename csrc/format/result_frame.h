@@ -57,11 +57,15 @@ struct Frame {
 };
 
 std::string encode_file(const FileResult& result, std::uint32_t files);
+/// Encodes the results of all files of a save, each as a frame.
+std::string encode_files(std::span<const FileResult> results);
 std::string encode_failure(const Error& error);
 /// kind: object or begin.
 std::string encode_value(FrameKind kind, const Sender& sender, std::span<const std::byte> value);
 
 /// Fails with frame_damaged.
 Result<std::vector<Frame>> decode_frames(std::span<const std::byte> bytes);
+/// Decodes the output of encode_files(). Fails with frame_damaged, also if a file is missing.
+Result<std::vector<FileResult>> decode_files(std::span<const std::byte> bytes);
 
 }  // namespace torch_ckpt::format

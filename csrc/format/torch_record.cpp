@@ -18,15 +18,40 @@ constexpr std::uint64_t kPayloadAlignment = 64;
 // hash that the installed torch writes.
 constexpr std::string_view kRecordNamesHash = "15728199511854643026";
 
+// Byte of the CRC-32 in a data descriptor, and in an entry of the central directory.
+constexpr std::size_t kDescriptorCrcAt = 4;
+constexpr std::size_t kDirectoryCrcAt = 16;
+
+constexpr std::size_t kDigestDigits = 20;
+
 struct ZipEntry {
   std::string name;
   std::uint64_t header_offset = 0;
   std::uint64_t bytes = 0;
   std::uint32_t crc = 0;
+  // Positions in Archive::bytes(), which lack the payload.
+  std::size_t data_at = 0;
+  std::size_t descriptor_at = 0;
+  std::size_t directory_at = 0;
 };
 
 std::span<const std::byte> as_bytes(std::string_view text) {
   return std::as_bytes(std::span(text.data(), text.size()));
+}
+
+// Adds the CRC-32 of an entry to torch's digest of the entries' CRC-32s.
+void add_to_digest(std::uint64_t& digest, std::uint32_t crc) {
+  digest ^= std::uint64_t{crc} + 0x9e3779b9 + (digest << 6) + (digest >> 2);
+}
+
+void overwrite(std::string& out, std::size_t at, std::string_view bytes) {
+  out.replace(at, bytes.size(), bytes);
+}
+
+void overwrite_crc(std::string& out, std::size_t at, std::uint32_t crc) {
+  std::string bytes;
+  put(bytes, crc, 4);
+  overwrite(out, at, bytes);
 }
 
 // Builds the archive around the payload. The payload itself is only counted, not stored.
@@ -67,6 +92,7 @@ class Archive {
     out_ += "FB";
     put(out_, padding, 2);
     out_.append(padding, 'Z');
+    entry.data_at = out_.size();
     entries_.push_back(std::move(entry));
   }
 
@@ -75,6 +101,7 @@ class Archive {
   void add_descriptor(std::uint32_t crc) {
     ZipEntry& entry = entries_.back();
     entry.crc = crc;
+    entry.descriptor_at = out_.size();
     if (entry.bytes == 0) return;
     put(out_, zip::kDescriptor, 4);
     put(out_, crc, 4);
@@ -83,21 +110,9 @@ class Archive {
     put(out_, entry.bytes, width);
   }
 
-  /// Returns torch's digest of the CRC-32s of the entries added so far, in file order.
-  std::string checksums_digest() const {
-    std::uint64_t hash = 0;
-    for (const ZipEntry& entry : entries_) {
-      // torch takes the CRC-32s from the descriptors, which empty entries lack.
-      if (entry.bytes == 0) continue;
-      hash ^= std::uint64_t{entry.crc} + 0x9e3779b9 + (hash << 6) + (hash >> 2);
-    }
-    const std::string digits = std::to_string(hash);
-    return std::string(20 - digits.size(), '0') + digits;
-  }
-
   void finish() {
     const std::uint64_t directory_at = offset();
-    for (const ZipEntry& entry : entries_) add_directory_entry(entry);
+    for (ZipEntry& entry : entries_) add_directory_entry(entry);
     const std::uint64_t end64_at = offset();
     const std::uint64_t directory_bytes = end64_at - directory_at;
     put(out_, zip::kEnd64, 4);
@@ -123,7 +138,8 @@ class Archive {
   }
 
   std::uint64_t offset() const { return out_.size() + skipped_; }
-  std::string& bytes() { return out_; }
+  const std::string& bytes() const { return out_; }
+  const std::vector<ZipEntry>& entries() const { return entries_; }
 
  private:
   static std::uint16_t flags(const ZipEntry& entry) {
@@ -134,7 +150,8 @@ class Archive {
     return entry.bytes >= zip::kMax32 || entry.header_offset >= zip::kMax32;
   }
 
-  void add_directory_entry(const ZipEntry& entry) {
+  void add_directory_entry(ZipEntry& entry) {
+    entry.directory_at = out_.size();
     const bool long_size = entry.bytes >= zip::kMax32;
     const bool long_offset = entry.header_offset >= zip::kMax32;
     std::string extra64;
@@ -167,48 +184,54 @@ class Archive {
   std::vector<ZipEntry> entries_;
 };
 
-void add_head(Archive& archive, std::string_view pickle, std::uint64_t payload_bytes) {
+}  // namespace
+
+RecordTemplate::RecordTemplate(std::string_view pickle, std::uint64_t payload_bytes) {
+  Archive archive;
   archive.add("data.pkl", pickle);
   archive.add(".format_version", "1");
   archive.add(".storage_alignment", "64");
   archive.add("byteorder", "little");
+  for (const ZipEntry& entry : archive.entries()) add_to_digest(head_digest_, entry.crc);
   archive.add_header("data/0", payload_bytes);
-}
-
-void add_tail(Archive& archive, std::uint64_t payload_bytes, std::uint32_t payload_crc) {
+  head_ = archive.bytes();
+  head_crc_ = crc32(0, as_bytes(head_));
   archive.skip(payload_bytes);
-  archive.add_descriptor(payload_bytes == 0 ? 0 : payload_crc);
+  archive.add_descriptor(0);
   archive.add("version", "3\n");
-  archive.add(".data/serialization_id", std::string(kRecordNamesHash) + archive.checksums_digest());
+  archive.add(".data/serialization_id",
+              std::string(kRecordNamesHash) + std::string(kDigestDigits, '0'));
   archive.finish();
+  tail_ = archive.bytes().substr(head_.size());
+  layout_ = {head_.size(), payload_bytes, tail_.size()};
+
+  const auto at = [&](std::size_t position) { return position - head_.size(); };
+  const auto tail_entries = archive.entries().end() - 3;
+  const ZipEntry& payload = tail_entries[0];
+  const ZipEntry& version = tail_entries[1];
+  const ZipEntry& id = tail_entries[2];
+  version_crc_ = version.crc;
+  payload_crcs_at_ = {at(payload.descriptor_at) + kDescriptorCrcAt,
+                      at(payload.directory_at) + kDirectoryCrcAt};
+  id_at_ = at(id.data_at);
+  id_crcs_at_ = {at(id.descriptor_at) + kDescriptorCrcAt, at(id.directory_at) + kDirectoryCrcAt};
 }
 
-}  // namespace
-
-RecordLayout lay_out_record(std::string_view pickle, std::uint64_t payload_bytes) {
-  Archive archive;
-  add_head(archive, pickle, payload_bytes);
-  RecordLayout layout;
-  layout.head_bytes = archive.offset();
-  layout.payload_bytes = payload_bytes;
-  add_tail(archive, payload_bytes, 0);
-  layout.tail_bytes = archive.offset() - layout.head_bytes - payload_bytes;
-  return layout;
-}
-
-std::string encode_head(std::string_view pickle, std::uint64_t payload_bytes) {
-  Archive archive;
-  add_head(archive, pickle, payload_bytes);
-  return std::move(archive.bytes());
-}
-
-std::string encode_tail(std::string_view pickle, std::uint64_t payload_bytes,
-                        std::uint32_t payload_crc) {
-  Archive archive;
-  add_head(archive, pickle, payload_bytes);
-  const std::size_t head_bytes = archive.bytes().size();
-  add_tail(archive, payload_bytes, payload_crc);
-  return archive.bytes().substr(head_bytes);
+std::string RecordTemplate::encode_tail(std::uint32_t payload_crc) const {
+  std::string tail = tail_;
+  std::uint64_t digest = head_digest_;
+  // torch takes the CRC-32s from the descriptors, which empty entries lack.
+  if (layout_.payload_bytes > 0) {
+    for (const std::size_t at : payload_crcs_at_) overwrite_crc(tail, at, payload_crc);
+    add_to_digest(digest, payload_crc);
+  }
+  add_to_digest(digest, version_crc_);
+  const std::string digits = std::to_string(digest);
+  const std::size_t id_bytes = kRecordNamesHash.size() + kDigestDigits;
+  overwrite(tail, id_at_ + id_bytes - digits.size(), digits);
+  const std::uint32_t id_crc = crc32(0, as_bytes(std::string_view(tail).substr(id_at_, id_bytes)));
+  for (const std::size_t at : id_crcs_at_) overwrite_crc(tail, at, id_crc);
+  return tail;
 }
 
 }  // namespace torch_ckpt::format

@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -26,6 +27,10 @@ class GlobalPlan {
  public:
   /// Fails with Errc::invalid_argument if rule 3 is violated; the error names the value and ranks.
   static Result<GlobalPlan> of(std::vector<RankState> states);
+  /// Decodes the template and the state of each rank (planning/state_template.h) first. Equal
+  /// templates are decoded once.
+  static Result<GlobalPlan> decode(
+      std::span<const std::pair<std::string_view, std::string_view>> states);
 
   std::size_t ranks() const { return states_.size(); }
   const RankState& of_rank(std::size_t rank) const { return states_[rank]; }

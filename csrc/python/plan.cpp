@@ -5,7 +5,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -26,8 +25,6 @@ namespace torch_ckpt::python {
 namespace {
 
 using planning::GlobalPlan;
-using planning::RankState;
-using planning::StateTemplate;
 
 // A plan and the encoder of its metadata, which can encode only one save at a time.
 struct PlanWithMetadata {
@@ -39,23 +36,10 @@ struct PlanWithMetadata {
 
 std::unique_ptr<PlanWithMetadata> plan_of(
     const std::vector<std::pair<py::bytes, py::bytes>>& encoded) {
-  std::vector<std::pair<std::string_view, std::string_view>> texts(encoded.begin(), encoded.end());
-  return std::make_unique<PlanWithMetadata>(without_gil([&]() -> Result<GlobalPlan> {
-    std::unordered_map<std::string_view, std::shared_ptr<const StateTemplate>> templates;
-    std::vector<RankState> states;
-    for (const auto& [of_template, of_rank] : texts) {
-      auto& known = templates[of_template];
-      if (!known) {
-        auto made = StateTemplate::decode(of_template);
-        if (!made) return std::move(made).error();
-        known = std::make_shared<const StateTemplate>(std::move(*made));
-      }
-      auto state = RankState::decode(known, of_rank);
-      if (!state) return std::move(state).error();
-      states.push_back(std::move(*state));
-    }
-    return GlobalPlan::of(std::move(states));
-  }));
+  const std::vector<std::pair<std::string_view, std::string_view>> states(encoded.begin(),
+                                                                          encoded.end());
+  return std::make_unique<PlanWithMetadata>(
+      without_gil([&] { return GlobalPlan::decode(states); }));
 }
 
 using Written = std::vector<const WrittenFiles*>;

@@ -124,25 +124,13 @@ py::dict tables_of(const WrittenFiles& written) {
 }
 
 py::tuple frames_of(const WrittenFiles& written) {
-  std::string frames;
-  for (const format::FileResult& file : written.files) {
-    frames += format::encode_file(file, static_cast<std::uint32_t>(written.files.size()));
-  }
-  return py::make_tuple(py::bytes(frames));
+  return py::make_tuple(py::bytes(format::encode_files(written.files)));
 }
 
 WrittenFiles from_frames(const py::tuple& state) {
   const auto encoded = state[0].cast<py::bytes>();
   const std::string_view frames = encoded;
-  auto decoded = unwrap(format::decode_frames(std::as_bytes(std::span(frames))));
-  std::vector<format::FileResult> files;
-  for (format::Frame& frame : decoded) {
-    if (frame.kind != format::FrameKind::file || frame.files != decoded.size()) {
-      throw py::value_error("the frames do not contain the results of all files of one save");
-    }
-    files.push_back(std::move(frame.file));
-  }
-  return WrittenFiles{std::move(files)};
+  return WrittenFiles{unwrap(format::decode_files(std::as_bytes(std::span(frames))))};
 }
 
 }  // namespace

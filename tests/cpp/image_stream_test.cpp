@@ -374,7 +374,7 @@ TEST(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
   Sample sample;
   sample.add_tensor(random.bytes(2 * kBlock + 2));
   const std::vector<format::RecordSums> expected = sample.sums();
-  const std::uint64_t head = sample.image.items().front().record->head.size();
+  const std::uint64_t head = sample.image.items().front().record->head().size();
   for (const std::uint64_t around : {head, head + kBlock, head + 2 * kBlock}) {
     for (std::uint64_t split = around - 3; split <= around + 3; ++split) {
       ImageStream stream(sample.image);
@@ -431,7 +431,7 @@ TEST(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
       sample.add_tensor(payload);
     }
     const ImageItem& item = sample.image.items().front();
-    const std::uint64_t payload_end = item.record->head.size() + payload.size();
+    const std::uint64_t payload_end = item.record->head().size() + payload.size();
     for (std::uint64_t split = payload_end; split < item.bytes; ++split) {
       ImageStream stream(sample.image);
       Pieces pieces(item.bytes, [&, first = true]() mutable {

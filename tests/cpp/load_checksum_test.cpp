@@ -197,11 +197,10 @@ TEST(LoadChecksums, BlocksLargerThanAPieceAreCheckedEntirely) {
 
 TEST(LoadChecksums, BlocksAreCheckedEvenIfTheArchiveHasNoChecksum) {
   Stored stored = large(1000);
-  const std::string pickle = format::encode_tensor_pickle(stored.header);
+  const format::RecordTemplate record(format::encode_tensor_pickle(stored.header), 1000);
   stored = [&] {
     Stored without = stored;
-    without.record =
-        format::encode_head(pickle, 1000) + stored.payload + format::encode_tail(pickle, 1000, 0);
+    without.record = record.head() + stored.payload + record.encode_tail(0);
     std::string envelope = without.record;
     envelope.erase(stored.payload_at, 1000);
     without.sums.envelope_crc = store_raw(envelope).sums.block_crcs[0];

@@ -136,7 +136,7 @@ Stored store(const format::TensorHeader& header, std::string payload, std::uint6
   stored.payload = std::move(payload);
   stored.record = record_of(header, stored.payload);
   const std::string pickle = format::encode_tensor_pickle(header);
-  stored.payload_at = format::encode_head(pickle, stored.payload.size()).size();
+  stored.payload_at = format::RecordTemplate(pickle, stored.payload.size()).head().size();
   stored.sums.offset = offset;
   std::string envelope = stored.record;
   envelope.erase(stored.payload_at, stored.payload.size());
@@ -172,8 +172,8 @@ std::string widened(std::string_view items) {
 std::string unknown_record(std::string_view payload) {
   std::string pickle = format::encode_tensor_pickle(row_major("uint8", {payload.size()}));
   pickle.replace(pickle.find("_rebuild_tensor_v2"), 18, "_rebuild_qtensor__");
-  return format::encode_head(pickle, payload.size()) + std::string(payload) +
-         format::encode_tail(pickle, payload.size(), 0);
+  const format::RecordTemplate record(pickle, payload.size());
+  return record.head() + std::string(payload) + record.encode_tail(0);
 }
 
 }  // namespace torch_ckpt::test

@@ -27,9 +27,9 @@ class HollowRecord final : public RecordBytes {
  public:
   HollowRecord(const TensorHeader& header, std::uint32_t crc)
       : payload_bytes_(header.storage_bytes) {
-    const std::string pickle = encode_tensor_pickle(header);
-    head_ = encode_head(pickle, payload_bytes_);
-    tail_ = encode_tail(pickle, payload_bytes_, crc);
+    const RecordTemplate record(encode_tensor_pickle(header), payload_bytes_);
+    head_ = record.head();
+    tail_ = record.encode_tail(crc);
   }
   std::uint64_t size() const override { return head_.size() + payload_bytes_ + tail_.size(); }
   std::uint64_t payload_offset() const { return head_.size(); }

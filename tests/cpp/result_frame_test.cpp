@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "support.h"
 
@@ -81,6 +82,20 @@ TEST(ResultFrame, IsRefusedIfAnyByteIsChanged) {
     changed[at] ^= 0x10;
     EXPECT_TRUE(fails(decode_frames(bytes_of(changed)), Errc::frame_damaged)) << at;
   }
+}
+
+TEST(ResultFrame, DecodesAllFilesOfASave) {
+  const std::vector<FileResult> results = {some_result(), some_result()};
+  const auto decoded = decode_files(bytes_of(encode_files(results)));
+  ASSERT_TRUE(decoded.has_value());
+  EXPECT_EQ(*decoded, results);
+}
+
+TEST(ResultFrame, OfASaveIsRefusedIfAFileIsMissingOrAnObjectIsAmongThem) {
+  const std::string file = encode_file(some_result(), 2);
+  const std::string object = encode_value(FrameKind::object, {}, bytes_of("object"));
+  EXPECT_TRUE(fails(decode_files(bytes_of(file)), Errc::frame_damaged));
+  EXPECT_TRUE(fails(decode_files(bytes_of(file + object)), Errc::frame_damaged));
 }
 
 }  // namespace

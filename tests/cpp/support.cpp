@@ -243,9 +243,9 @@ format::TensorHeader row_major(std::string_view dtype, std::vector<std::uint64_t
 }
 
 std::string record_of(const format::TensorHeader& header, std::string_view payload) {
-  const std::string pickle = format::encode_tensor_pickle(header);
-  return format::encode_head(pickle, payload.size()) + std::string(payload) +
-         format::encode_tail(pickle, payload.size(), format::crc32(0, bytes_of(payload)));
+  const format::RecordTemplate record(format::encode_tensor_pickle(header), payload.size());
+  return record.head() + std::string(payload) +
+         record.encode_tail(format::crc32(0, bytes_of(payload)));
 }
 
 std::string byte_record(std::string_view payload) {
@@ -254,7 +254,7 @@ std::string byte_record(std::string_view payload) {
 
 format::RecordSums sums_of(const engine::ImageItem& item, std::string_view bytes) {
   const bool is_tensor = item.record != nullptr;
-  const std::size_t head_bytes = is_tensor ? item.record->layout.head_bytes : 0;
+  const std::size_t head_bytes = is_tensor ? item.record->layout().head_bytes : 0;
   const std::string_view head = bytes.substr(0, head_bytes);
   const std::string_view payload = bytes.substr(head_bytes, item.source.bytes);
   const std::string_view tail = bytes.substr(head_bytes + payload.size());

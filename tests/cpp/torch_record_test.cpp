@@ -45,32 +45,33 @@ struct Parts {
 
 Parts parts_of(std::uint64_t payload_bytes, std::uint32_t crc = 0xdeadbeef) {
   const std::string pickle = encode_tensor_pickle(row_major("uint8", {payload_bytes}));
-  return {lay_out_record(pickle, payload_bytes), encode_head(pickle, payload_bytes),
-          encode_tail(pickle, payload_bytes, crc)};
+  const RecordTemplate record(pickle, payload_bytes);
+  return {record.layout(), record.head(), record.encode_tail(crc)};
 }
 
 TEST(TorchRecord, OfAScalarEqualsStockTorchsByteForByte) {
-  const std::string pickle = encode_tensor_pickle(row_major("int64", {}));
-  EXPECT_EQ(encode_head(pickle, 8), test::stock_scalar_head());
+  const RecordTemplate record(encode_tensor_pickle(row_major("int64", {})), 8);
+  EXPECT_EQ(record.head(), test::stock_scalar_head());
   const std::string_view payload("\3\0\0\0\0\0\0\0", 8);
-  EXPECT_EQ(encode_tail(pickle, 8, crc32(0, bytes_of(payload))), test::stock_scalar_tail());
+  EXPECT_EQ(record.encode_tail(crc32(0, bytes_of(payload))), test::stock_scalar_tail());
 }
 
 class StockRecordBytes : public ::testing::TestWithParam<StockRecord> {};
 
 TEST_P(StockRecordBytes, EqualThoseOfStockTorch) {
   const StockRecord& stock = GetParam();
-  const std::string head = encode_head(stock.pickle, stock.payload_bytes);
-  EXPECT_EQ(head.size(), stock.head_bytes);
-  EXPECT_EQ(crc32(0, bytes_of(head)), stock.head_crc);
-  const std::string tail = encode_tail(stock.pickle, stock.payload_bytes, stock.payload_crc);
+  const RecordTemplate record(stock.pickle, stock.payload_bytes);
+  EXPECT_EQ(record.head().size(), stock.head_bytes);
+  EXPECT_EQ(record.head_crc(), stock.head_crc);
+  EXPECT_EQ(crc32(0, bytes_of(record.head())), stock.head_crc);
+  const std::string tail = record.encode_tail(stock.payload_crc);
   EXPECT_EQ(tail.size(), stock.tail_bytes);
   EXPECT_EQ(crc32(0, bytes_of(tail)), stock.tail_crc);
 }
 
 TEST_P(StockRecordBytes, HaveTheLayoutThatWasComputedBefore) {
   const StockRecord& stock = GetParam();
-  const RecordLayout layout = lay_out_record(stock.pickle, stock.payload_bytes);
+  const RecordLayout layout = RecordTemplate(stock.pickle, stock.payload_bytes).layout();
   EXPECT_EQ(layout.head_bytes, stock.head_bytes);
   EXPECT_EQ(layout.payload_bytes, stock.payload_bytes);
   EXPECT_EQ(layout.tail_bytes, stock.tail_bytes);
@@ -91,8 +92,8 @@ TEST(TorchRecord, HasTheSizesOfItsLayout) {
 TEST(TorchRecord, AlignsThePayloadTo64BytesForAnyPickle) {
   for (std::size_t length = 1; length < 400; ++length) {
     const std::string pickle(length, 'x');
-    ASSERT_EQ(lay_out_record(pickle, 1000).head_bytes % 64, 0) << length;
-    ASSERT_EQ(lay_out_record(pickle, std::uint64_t{5} << 30).head_bytes % 64, 0) << length;
+    ASSERT_EQ(RecordTemplate(pickle, 1000).layout().head_bytes % 64, 0) << length;
+    ASSERT_EQ(RecordTemplate(pickle, std::uint64_t{5} << 30).layout().head_bytes % 64, 0) << length;
   }
 }
 
