@@ -41,7 +41,7 @@ class FileImage {
   std::uint64_t bytes_ = 0;
   int device_ = staging::Source::kHost;
   std::uint64_t device_bytes_ = 0;
-  // Of the last tensor.
+  // The header and the record of the last tensor.
   format::TensorHeader header_;
   std::shared_ptr<const format::RecordTemplate> record_;
 };

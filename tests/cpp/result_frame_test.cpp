@@ -91,10 +91,11 @@ TEST(ResultFrame, DecodesAllFilesOfASave) {
   EXPECT_EQ(*decoded, results);
 }
 
-TEST(ResultFrame, OfASaveIsRefusedIfAFileIsMissingOrAnObjectIsAmongThem) {
+TEST(ResultFrame, OfASaveIsRefusedIfFilesAreMissingOrAdditionalOrAnObjectIsAmongThem) {
   const std::string file = encode_file(some_result(), 2);
   const std::string object = encode_value(FrameKind::object, {}, bytes_of("object"));
   EXPECT_TRUE(fails(decode_files(bytes_of(file)), Errc::frame_damaged));
+  EXPECT_TRUE(fails(decode_files(bytes_of(file + file + file)), Errc::frame_damaged));
   EXPECT_TRUE(fails(decode_files(bytes_of(file + object)), Errc::frame_damaged));
 }
 
