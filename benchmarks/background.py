@@ -211,9 +211,14 @@ def measure_background_saves(
     effort: Effort,
     on_sample: Callable[[BackgroundSample], None],
 ) -> list[BackgroundSample]:
-    """Samples every contender once per round; `step` is one step of training."""
+    """Samples every contender once per round; `step` is one step of training.
+
+    Each contender saves once before its sample, because the previous contender may have freed the
+    memory for copies. benchmarks/first_saves.py measures first saves.
+    """
     samples: list[BackgroundSample] = []
     for round_index, position, contender in alternate(contenders, rounds):
+        _save_once(contender, step, idle_steps=0)
         traces = trace_saves(contender, step, effort)
         sample = summarize(
             contender.name, traces, bytes_moved, round_index=round_index, position=position

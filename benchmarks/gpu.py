@@ -70,8 +70,9 @@ class _Run:
             return None
 
     def skip(self, what: str, reason: str) -> None:
-        """Records that something could not be measured."""
-        self.results.skipped.append(Skipped(what, reason))
+        """Records that something could not be measured, with the last line of the reason."""
+        last = reason.strip().splitlines()[-1:]
+        self.results.skipped.append(Skipped(what, *last or [""]))
         print(f"{what}: {reason}", flush=True)
         self.write()
 

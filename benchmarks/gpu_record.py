@@ -123,8 +123,7 @@ def _loads(group: dict[str, Any], parameters: dict[str, Any]) -> list[str]:
 
 def not_measured(skipped: dict[str, Any]) -> str:
     """Describes an entry of the figures that were skipped."""
-    last = skipped["reason"].strip().splitlines() or [""]
-    return f"not measured: {skipped['what']}: {last[-1]}"
+    return f"not measured: {skipped['what']}: {skipped['reason']}"
 
 
 def table(record: dict[str, Any]) -> list[str]:
