@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from errno import EIO
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +35,11 @@ from tests.distributed.managers import (
     saved,
     state_of,
 )
+from tests.fault_hooks import failing, held
 from torch_ckpt import CheckpointManager
+from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.events import Event
+from torch_ckpt.manager import schedule
 from torch_ckpt.multihost import RanksDisagree
 from torch_ckpt.state.app_state import PerRank
 from torch_ckpt.steps import local_writer
@@ -44,6 +50,59 @@ SHORT = 2.0
 
 def store_of(name: str) -> dist.Store:
     return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+# --- when -----------------------------------------------------------------------------------------
+
+
+def case_ranks_with_different_clocks_save_at_the_same_steps(launch: Launch) -> None:
+    rank = launch.rank
+    clock = SimpleNamespace(
+        monotonic=lambda: 1e6 * rank + (1 + rank) * time.monotonic(), sleep=time.sleep
+    )
+    found: list[int] = []
+    step = 0
+    interval = timedelta(seconds=0.05)
+    with replaced(schedule, "time", clock), manager_of(launch, interval=interval) as made:
+        # Until rank 0 has saved a few times, which all ranks notice in the same step.
+        while len(found) < 3:
+            step += 1
+            if made.save(step, state_of(launch, step)):
+                found.append(step)
+            # Ranks are never in step: some are behind in odd steps.
+            if (step + rank) % 2:
+                made.all_steps()
+        assert gathered(launch, found) == [found] * launch.size
+    dist.barrier()
+    assert made.all_steps() == found
+
+
+def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
+    with manager_of(launch, if_busy="skip", async_saves=False) as made:
+        for step in range(1, 6):
+            assert made.save(step, state_of(launch, step))
+            # Rank 0 must notice at the next step that it has ended.
+            dist.barrier()
+        made._deletions.wait_until_idle()
+        dist.barrier()
+        decisions = made._schedule.decisions
+        assert decisions.count == 5
+        if launch.size > 1 and launch.rank == 0:
+            keys = decisions._group.keys("")
+            assert not any(keys.check([str(number)]) for number in range(decisions.count))
+
+
+def case_a_busy_save_is_skipped_on_all_ranks(launch: Launch) -> None:
+    with manager_of(launch, if_busy="skip") as made:
+        with held("rename", "*/write_completed") as gate:
+            assert saved(launch, made, [1, 2, 3]) == [1]
+            gate.open()
+            made.wait_until_finished()
+        # Decided by rank 0, and not by what this rank knows of its own save.
+        dist.barrier()
+        assert saved(launch, made, [4]) == [4]
+    dist.barrier()
+    assert made.all_steps() == [1, 4]
 
 
 # --- preemption -----------------------------------------------------------------------------------
@@ -164,6 +223,30 @@ def case_a_state_that_one_rank_cannot_read_fails_the_save_at_once_on_all(launch:
             dist.barrier()
 
 
+def case_a_commit_that_fails_reaches_all_ranks(launch: Launch) -> None:
+    with manager_of(launch) as made:
+        fails = launch.rank == 0
+        with failing("rename", EIO, "*/write_completed") if fails else nullcontext():
+            made.save(1, state_of(launch, 1))
+            causes = failures_of(made.wait_until_finished)
+        assert {rank: type(cause) for rank, cause in causes.items()} == {0: NotCommitted}
+        dist.barrier()
+        assert made.steps() == []
+
+
+@takes_several
+def case_wrong_metrics_on_one_rank_fail_the_save_at_once_on_all(launch: Launch) -> None:
+    metrics: dict[str, Any] = {"loss": "low" if is_last(launch) else 1.0}
+    with manager_of(launch) as made:
+        if is_last(launch):
+            with pytest.raises(ValueError, match="could not convert string to float"):
+                made.save(1, state_of(launch, 1), metrics=metrics)
+        else:
+            made.save(1, state_of(launch, 1), metrics=metrics)
+            assert list(failures_of(made.wait_until_finished)) == [launch.size - 1]
+        assert saved(launch, made, [2]) == [2]
+
+
 @takes_several
 def case_a_rank_that_does_not_make_a_manager_is_named(launch: Launch) -> None:
     store, absent = store_of("no manager"), launch.size - 1
@@ -227,6 +310,29 @@ def differing(launch: Launch, step: int) -> dict[str, Any]:
     state = state_of(launch, step)
     state["model"] = {"w": torch.full((7,), float(is_last(launch))), "b": torch.zeros(3)}
     return state
+
+
+@takes_several
+@on(4)
+def case_differing_replicas_are_named_with_their_ranks(launch: Launch) -> None:
+    most = "rank 0 has" if launch.size == 2 else f"ranks 0-{launch.size - 2} have"
+    text = f"model.w: {most} one value, rank {launch.size - 1} another"
+    with manager_of(launch, check_replicas="error") as made:
+        with pytest.raises(CheckpointError, match="1 value differs between ranks") as caught:
+            made.save(1, differing(launch, 1))
+        assert text in str(caught.value)
+        assert gathered(launch, str(caught.value)) == [str(caught.value)] * launch.size
+        assert saved(launch, made, [2]) == [2]
+
+
+@takes_several
+def case_differing_objects_are_refused_on_request(launch: Launch) -> None:
+    with manager_of(launch, check_replicas="error") as made:
+        state = state_of(launch, 1) | {"elapsed": launch.rank}
+        with pytest.raises(CheckpointError, match="elapsed: rank 0 has one value"):
+            made.save(1, state)
+        assert made.steps() == []
+        dist.barrier()
 
 
 @takes_several

@@ -303,6 +303,18 @@ def case_a_restore_that_one_rank_cannot_join_is_an_error_on_all(launch: Launch) 
         assert restored(launch, made) == 2
 
 
+def case_two_managers_take_turns(launch: Launch) -> None:
+    with (
+        manager_of(launch, root=launch.path("one")) as one,
+        manager_of(launch, root=launch.path("other"), interval=2) as other,
+    ):
+        for step in range(1, 5):
+            saved(launch, one, [step])
+            saved(launch, other, [step])
+    dist.barrier()
+    assert (one.all_steps(), other.all_steps()) == ([1, 2, 3, 4], [2, 4])
+
+
 @takes_several
 @on(4)
 def case_a_group_saves_without_the_other_ranks(launch: Launch) -> None:

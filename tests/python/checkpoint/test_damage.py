@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
-from tests.loads import LOADERS, Boxes, dcp_load, load, refusal
+from tests.loads import LOADERS, dcp_load, load, refusal
 from tests.metadata import read_metadata
 from tests.support import (
     StateDict,
@@ -140,17 +140,34 @@ def test_a_full_load_detects_every_flipped_bit(ours: Path) -> None:
     assert_equal(target, STATE)
 
 
+class Rows(torch.Tensor):
+    """Tensor of which a load fills some rows, as of a sharded tensor."""
+
+    rows: torch.Tensor
+    first: int
+
+    def __create_chunk_list__(self) -> list[dcp.ChunkStorageMetadata]:
+        return [dcp.ChunkStorageMetadata(torch.Size((self.first, 0)), self.rows.size())]
+
+    def __get_tensor_shard__(self, _index: Any) -> torch.Tensor:
+        return self.rows
+
+
+@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("name", ["blocks", "many blocks", "transposed", "small"])
-def test_a_load_of_rows_detects_every_flipped_bit_or_is_correct(ours: Path, name: str) -> None:
+def test_a_load_of_rows_detects_every_flipped_bit_or_is_correct(
+    ours: Path, loader: Any, name: str
+) -> None:
     tensor = STATE[name]
     rows = tensor.size(0)
 
     def has_right_rows(choice: random.Random) -> bool:
         count = choice.randint(1, rows // 2)
-        first = choice.randrange(rows - count + 1)
-        target = torch.zeros((count, tensor.size(1)), dtype=tensor.dtype)
-        dcp_load({name: target}, ours, planner=Boxes({name: (first, 0)}))
-        return bytes_of(target) == bytes_of(tensor[first : first + count])
+        shard = torch.zeros_like(tensor).as_subclass(Rows)
+        shard.first = choice.randrange(rows - count + 1)
+        shard.rows = torch.zeros((count, tensor.size(1)), dtype=tensor.dtype)
+        loader({name: shard}, ours)
+        return bytes_of(shard.rows) == bytes_of(tensor[shard.first : shard.first + count])
 
     assert undetected(ours, 100, [name], has_right_rows) == []
 
@@ -250,6 +267,17 @@ def test_a_truncated_file_is_named(two_files: Any, loader: Any, cut: int) -> Non
     assert text.startswith(("a: ", "b: "))
     assert str(one) in text
     assert f"but the file ends at byte {size}" in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [bytes, random.Random(0).randbytes, lambda size: b"x" * size],
+    ids=["zeros", "noise", "text"],
+)
+def test_a_foreign_data_file_is_detected(our_copy: Path, content: Callable[[int], bytes]) -> None:
+    (file,) = data_files(our_copy)
+    file.write_bytes(content(file.stat().st_size))
+    assert str(file) in sentence(lambda: dcp_load(emptied(STATE), our_copy))
 
 
 @pytest.mark.parametrize("loader", LOADERS)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_ckpt
+from benchmarks.limits import direct_io_works
 from tests.support import (
     DTYPES,
     bytes_of,
@@ -149,6 +150,16 @@ def test_complete_files_equal_torchs(tmp_path: Path, options: dict[str, Any]) ->
     ours, stock = data_files(tmp_path / "ours"), data_files(tmp_path / "stock")
     assert [file.name for file in ours] == [file.name for file in stock]
     assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in stock]
+
+
+@pytest.mark.parametrize("direct_io", [True, False, "auto"])
+def test_direct_io_does_not_change_the_file(tmp_path: Path, direct_io: bool | str) -> None:
+    if direct_io is True and not direct_io_works(tmp_path):
+        pytest.skip("this file system has no direct I/O")
+    state = {"large": f32(1000, 1000), "small": f32(3)}
+    save(state, tmp_path, thread_count=1, direct_io=direct_io)
+    expected = record_of(state["large"]) + record_of(state["small"])
+    assert data_files(tmp_path)[0].read_bytes() == expected
 
 
 # --- any chain of views --------------------------------------------------------------------------

@@ -204,9 +204,13 @@ def test_a_failed_save_keeps_the_old_checkpoint_and_the_next_one_replaces_it(
     torch_ckpt.async_save({"t": large(1)}, tmp_path / "c").result()
     before = sorted((tmp_path / "c").iterdir())
     limit = files_limited_to(CHUNK_BYTES) if kind is OSError else nullcontext()
-    with limit, pytest.raises(CheckpointException, match=text) as error:
-        torch_ckpt.async_save({"t": large(2)}, tmp_path / "c", **options).result()
+    with limit:
+        handle = torch_ckpt.async_save({"t": large(2)}, tmp_path / "c", **options)
+        with pytest.raises(CheckpointException, match=text) as error:
+            handle.result()
     assert isinstance(cause_of(error.value), kind)
+    if "write_done" in options:
+        handle.wait_staged()
     assert sorted((tmp_path / "c").iterdir()) == before
     assert_checkpoint(tmp_path / "c", {"t": large(1)})
     torch_ckpt.async_save({"t": large(3)}, tmp_path / "c").result()

@@ -191,6 +191,13 @@ def test_objects_that_hold_tensors_are_copied_during_the_call(tmp_path: Path, he
     assert_equal(loaded, {"pair": Pair(torch.ones(3), 1)})
 
 
+def test_tensors_without_versions_are_saved(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+    torch_ckpt.async_save({"t": tensor}, tmp_path / "c").result()
+    assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
+
+
 # --- changes that come too early -----------------------------------------------------------------
 
 

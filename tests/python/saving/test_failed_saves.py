@@ -94,6 +94,16 @@ def test_a_file_in_place_of_the_directory_fails_the_save(tmp_path: Path, path: s
     assert (tmp_path / "file").read_text() == "keep"
 
 
+@pytest.mark.filterwarnings("ignore:an unused file could not be removed")
+@pytest.mark.parametrize("thread_count", THREAD_COUNTS)
+def test_a_directory_in_place_of_a_data_file_loses_no_data(
+    tmp_path: Path, thread_count: int
+) -> None:
+    (tmp_path / f"__0_{thread_count - 1}.distcp").mkdir()
+    save(state_of(), tmp_path, thread_count=thread_count)
+    assert_is_checkpoint(tmp_path, state_of())
+
+
 def test_the_incomplete_checkpoint_of_stock_torch_is_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:
