@@ -27,7 +27,7 @@ from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -200,6 +200,20 @@ def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Stat
 
     parts = get_state_dict(model, optimizer)
     return {"model": gathered(parts[0]), "optimizer": gathered(parts[1])}
+
+
+def full_state_loaded(
+    launch: Launch, path: Path, load: Callable[[StateDict, Path], Any]
+) -> StateDict:
+    """Loads a model and its optimizer with ``load(state, path)``, and returns their full state."""
+    model, optimizer = trained_model(launch, seed=2)
+    parts = get_state_dict(model, optimizer)
+    state: StateDict = {"model": parts[0], "optimizer": parts[1]}
+    load(state, path)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return full_state(model, optimizer)
 
 
 def sharded_tensor(launch: Launch, *, zeroed: bool = False) -> ShardedTensor:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
@@ -42,6 +42,7 @@ from tests.distributed.cases import (
     failure_of,
     full_disk_on,
     full_state,
+    full_state_loaded,
     tensor_of,
     trained_model,
 )
@@ -170,17 +171,7 @@ def case_an_fsdp_model_trains_while_it_is_saved(launch: Launch) -> None:
         trained = full_state(model, optimizer)
         assert not torch.equal(trained["model"]["0.weight"], expected["model"]["0.weight"])
         for load in LOADS:
-            other, other_optimizer = trained_model(launch, seed=2)
-            parts = get_state_dict(other, other_optimizer)
-            loaded: StateDict = {"model": parts[0], "optimizer": parts[1]}
-            load(loaded, path)
-            set_state_dict(
-                other,
-                other_optimizer,
-                model_state_dict=loaded["model"],
-                optim_state_dict=loaded["optimizer"],
-            )
-            assert_equal(full_state(other, other_optimizer), expected)
+            assert_equal(full_state_loaded(launch, path, load), expected)
 
 
 @on(4)
@@ -426,6 +417,15 @@ def case_a_failing_state_dict_on_one_rank_fails_the_save_on_all(launch: Launch) 
         assert not (path / ".metadata").exists()
         torch_ckpt.async_save(everything(launch), path, staging=staging).result(PATIENCE_SECONDS)
         assert_saved(launch, path)
+
+
+def case_ranks_that_disagree_about_a_tensor_fail_the_save_on_all(launch: Launch) -> None:
+    path = launch.path()
+    handle = torch_ckpt.async_save({"t": torch.zeros(3 + launch.rank % 2)}, path)
+    causes = failure_of(launch, handle.result, PATIENCE_SECONDS)
+    assert set(causes) == {0}
+    assert "rank 0 has torch.float32 [3], rank 1 has torch.float32 [4]" in str(causes[0])
+    assert not (path / ".metadata").exists()
 
 
 test_on_ranks = on_ranks(globals())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_ckpt
@@ -25,12 +27,15 @@ from tests.distributed.cases import (
     dtensors,
     dtensors_2d,
     failure_of,
+    full_state,
+    full_state_loaded,
     load,
     mesh_1d,
     mesh_2d,
     pairs,
     save,
     tensor_of,
+    trained_model,
     zeroed,
 )
 from tests.distributed.launcher import between, on, on_ranks
@@ -70,7 +75,8 @@ def case_a_rank_with_another_planner_or_writer_is_named(launch: Launch) -> None:
         ((OURS[0], OURS[0]), (ours, stock), "rank 1 does not plan with torch_ckpt.SavePlanner"),
         ((OURS[0], STOCK[0]), (ours, ours), "kind of writer"),
     ):
-        writer, planner = writers[launch.rank], planners[launch.rank]()
+        is_other = launch.rank > 0
+        writer, planner = writers[is_other], planners[is_other]()
         state, path = dtensors(mesh_1d(launch)), launch.path()
         causes = failure_of(launch, save, state, path, writer, planner=planner)
         assert text in str(causes[0])
@@ -89,6 +95,41 @@ def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -
     for value in loaded.values():
         local = value.to_local() if isinstance(value, DTensor) else value
         assert not torch.count_nonzero(local)
+
+
+def case_an_fsdp_model_and_its_optimizer_make_the_round_trip(launch: Launch) -> None:
+    for path, writer, reader in pairs(launch):
+        model, optimizer = trained_model(launch, seed=1)
+        parts = get_state_dict(model, optimizer)
+        save({"model": parts[0], "optimizer": parts[1]}, path, writer)
+        loaded = full_state_loaded(launch, path, partial(load, reader=reader))
+        assert_equal(loaded, full_state(model, optimizer))
+
+
+class Counter:
+    """Stateful with a number and a tensor of it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> StateDict:
+        return {"value": self.value, "tensor": torch.full((3,), float(self.value))}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        assert state["tensor"].tolist() == [state["value"]] * 3
+        self.value = state["value"]
+
+
+def case_objects_and_stateful_values_make_the_round_trip(launch: Launch) -> None:
+    own = f"of rank {launch.rank}"
+    for path, writer, reader in pairs(launch):
+        save({"counter": Counter(7), "note": "for all", own: {"rank": launch.rank}}, path, writer)
+        counter = Counter(0)
+        loaded = {"counter": counter, "note": "", own: {"rank": -1}}
+        load(loaded, path, reader)
+        assert counter.value == 7
+        assert loaded["note"] == "for all"
+        assert loaded[own] == {"rank": launch.rank}
 
 
 def case_a_sharded_optimizer_state_is_loaded_before_the_optimizer_exists(launch: Launch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import io
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -95,6 +97,19 @@ def case_a_checkpoint_with_collectives_replaces_one_without_and_not_conversely(
 # --- failures -------------------------------------------------------------------------------------
 
 
+class FailingOn(dcp.DefaultSavePlanner):
+    """Planner that fails on one rank while values are written."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if dist.get_rank() == self.rank:
+            raise OSError(errno.EIO, "on purpose", "somewhere")
+        return super().resolve_data(write_item)
+
+
 @on(2, 4)
 def case_an_error_on_one_rank_fails_all_and_keeps_the_old_checkpoint(launch: Launch) -> None:
     path = launch.path()
@@ -114,6 +129,10 @@ def case_an_error_on_one_rank_fails_all_and_keeps_the_old_checkpoint(launch: Lau
         with full_disk_on(rank):
             causes = failure_of(launch, save, state, path)
         assert_is_full_disk(causes, rank, path)
+        causes = failure_of(launch, save, state, path, planner=FailingOn(rank))
+        assert set(causes) == {rank}
+        assert isinstance(causes[rank], OSError)
+        assert causes[rank].errno == errno.EIO
         for reader in (OURS[1], STOCK[1]):
             loaded = zeroed(dtensors(mesh_1d(launch)))
             load(loaded, path, reader)
@@ -240,6 +259,19 @@ def case_async_saves_in_a_thread(launch: Launch) -> None:
 @on(2, only=True)
 def case_async_saves_in_a_process(launch: Launch) -> None:
     async_saves(launch, AsyncCheckpointerType.PROCESS)
+
+
+def case_a_failed_async_save_raises_its_error(launch: Launch) -> None:
+    path = launch.path()
+
+    def saving() -> None:
+        writer = torch_ckpt.FileSystemWriter(path)
+        finished(dcp.async_save(dict(dtensors(mesh_1d(launch))), storage_writer=writer))
+
+    with full_disk_on(1):
+        causes = failure_of(launch, saving)
+    assert_is_full_disk(causes, 1, path)
+    assert not (path / ".metadata").exists()
 
 
 def case_a_scalar_dtensor_on_one_rank_is_saved_in_the_background(launch: Launch) -> None:

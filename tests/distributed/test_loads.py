@@ -478,12 +478,15 @@ def case_a_stateful_value_that_fails_on_one_rank_fails_the_load_on_all(launch: L
     path = launch.path()
     save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, path)
     for fails in ("state_dict", "load_state_dict"):
-        for free, kind in (
-            (False, IndependentStateful),
-            (True, IndependentStateful),
-            (True, Collective),
+        failing = IndependentStateful(launch, 1, fails)
+        for free, key, kind in (
+            (False, "a", IndependentStateful),
+            (False, "b", IndependentStateful),
+            (True, "a", IndependentStateful),
+            (True, "b", IndependentStateful),
+            (True, "a", Collective),
         ):
-            state = {"a": IndependentStateful(launch, 1, fails), "b": kind(launch)}
+            state = {"a": kind(launch), "b": kind(launch)} | {key: failing}
             causes = failure_of(launch, by_load, state, path, free_before_read=free)
             assert texts_of(causes) == {1: f"{fails} failed on purpose"}
     state = {"a": Collective(launch), "b": Collective(launch)}

@@ -177,6 +177,24 @@ def case_a_bucket_that_fails_on_one_rank_fails_the_save_on_all_and_keeps_the_old
         assert_saved(launch, path, 2)
 
 
+def case_a_failed_save_by_a_cached_plan_keeps_the_older_checkpoint(launch: Launch) -> None:
+    path, queue, site = launch.path(), queue_of(), Site(caching=True)
+    for step in (1, 2):
+        save(launch, path, step, site)
+    assert site.is_as_cached
+    dist.barrier()
+    before = names_in(path)
+    # The next save exchanges nothing before it writes.
+    dist.barrier()
+    with full_disk_on(last_of(launch)):
+        queue.schedule_async_request(site.request(state_at(launch, 3), path))
+        failure_of(launch, queue.close)
+    gc.collect()
+    dist.barrier()
+    assert names_in(path) == before
+    assert_saved(launch, path, 2)
+
+
 def case_a_request_that_cannot_start_on_one_rank_fails_on_all(launch: Launch) -> None:
     def fail() -> None:
         raise MemoryError("on purpose")
@@ -256,6 +274,25 @@ def case_a_rank_absent_from_finalize_is_named_and_takes_part_in_the_next_save(
         del request
         save(launch, path)
         assert_saved(launch, path, 1)
+
+
+def case_a_rank_that_stops_polling_does_not_block_the_others(launch: Launch) -> None:
+    # The queue's threads use the default store at the same time.
+    store = dist.PrefixStore(launch.case, dist.distributed_c10d._get_default_store().clone())
+    for silent in {0, last_of(launch)}:
+        queue = queue_of()
+        queue.schedule_async_request(waits_for(opened()))
+        if launch.rank == silent:
+            finalized = queue.maybe_finalize_async_calls()
+            store.wait([f"{rank} of {silent}" for rank in range(launch.size) if rank != silent])
+            finalized += queue.maybe_finalize_async_calls(blocking=True)
+            assert finalized == [0]
+        else:
+            finalized_at(queue)
+            store.set(f"{launch.rank} of {silent}", "finalized")
+        assert queue.get_num_unfinalized_calls() == 0
+    save(launch, launch.path())
+    assert_saved(launch, launch.path(), 1)
 
 
 def case_a_failed_commit_fails_all_ranks(launch: Launch) -> None:

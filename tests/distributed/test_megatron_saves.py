@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
+from tests.distributed import cases
 from tests.distributed.background import overwrite, replaced
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
@@ -29,6 +30,7 @@ from tests.distributed.megatron_training import (
     READERS,
     Decentralized,
     Site,
+    assert_no_other_files,
     assert_nothing_left,
     assert_saved,
     finalized_at,
@@ -123,6 +125,17 @@ def case_ranks_with_nothing_to_write_take_part(launch: Launch) -> None:
                 loaded = {"own": {"only": torch.zeros(20, 30)}}
                 load(loaded, path, reader)
                 assert_equal(loaded, own)
+
+
+def case_dcp_saves_by_this_writer(launch: Launch) -> None:
+    for planner in PLANNERS:
+        path = launch.path(planner.__name__)
+        for step in (1, 2):
+            cases.save(state_at(launch, step), path, FileSystemWriterAsync, planner=planner())
+            dist.barrier()
+            assert_saved(launch, path, step)
+            assert_no_other_files(path)
+            dist.barrier()
 
 
 def case_a_request_can_be_executed_at_once(launch: Launch) -> None:

@@ -51,6 +51,14 @@ by_each_writer = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_each_thread_with_items_writes_one_file(tmp_path: Path, count: int) -> None:
+    state = small_state(count=count)
+    save(state, tmp_path / "c", thread_count=4)
+    assert names_in(tmp_path / "c") == [f"__0_{n}.distcp" for n in range(count)]
+    assert_checkpoint(tmp_path / "c", state)
+
+
 def items_of(metadata: Any) -> dict[str, set[str]]:
     """Returns the names of the items in each file."""
     found: dict[str, set[str]] = {}
@@ -60,20 +68,32 @@ def items_of(metadata: Any) -> dict[str, set[str]]:
 
 
 @by_each_writer
-def test_items_with_the_hint_are_in_separate_files(tmp_path: Path, opened: StateDict) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"__0_0": {"model.0", "model.1"}, "optim__0_1": {"optim.0", "optim.1"}},
+        {
+            "__0_0": {"model.0"},
+            "__0_1": {"model.1"},
+            "optim__0_2": {"optim.0"},
+            "optim__0_3": {"optim.1"},
+        },
+    ],
+    ids=["2 threads", "4 threads"],
+)
+def test_items_with_the_hint_are_in_separate_files(
+    tmp_path: Path, files: dict[str, set[str]], opened: StateDict
+) -> None:
     state = {
         f"{side}.{n}": torch.full((64, 64), float(n)) for side in ("model", "optim") for n in "01"
     }
-    options = {"thread_count": 2, "separation_hint": "optim", **opened}
+    options = {"thread_count": len(files), "separation_hint": "optim", **opened}
     metadata = save(dict(state), tmp_path / "c", **options)
-    assert items_of(metadata) == {
-        "__0_0.distcp": {"model.0", "model.1"},
-        "optim__0_1.distcp": {"optim.0", "optim.1"},
-    }
+    assert items_of(metadata) == {f"{name}.distcp": items for name, items in files.items()}
     assert_checkpoint(tmp_path / "c", state)
     # A hint without items makes no file.
     save(small_state(), tmp_path / "d", **options)
-    assert names_in(tmp_path / "d") == ["__0_0.distcp"]
+    assert names_in(tmp_path / "d") == [f"__0_{n}.distcp" for n in range(len(files) // 2)]
 
 
 def test_a_hint_with_one_thread_is_rejected(tmp_path: Path) -> None:

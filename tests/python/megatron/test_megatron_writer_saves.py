@@ -1,4 +1,4 @@
-"""Megatron's writer: several saves, and reused writers."""
+"""Megatron's writer: failed system calls, several saves, and reused writers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from tests.async_saves import (
     plan_save,
     planned,
     request_of,
+    save_to,
     small_state,
     state_of,
 )
 from tests.gates import Gate, eventually
-from tests.support import StateDict, files_limited_to, save_with
+from tests.interposed import Order, Server
+from tests.support import StateDict, cause_of, files_limited_to, save_with
 from torch_ckpt.megatron import (
     AsyncCallsQueue,
     FileSystemWriterAsync,
@@ -39,6 +41,29 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
+
+
+@pytest.mark.parametrize("kind", ["open", "write", "fsync"])
+@pytest.mark.parametrize("number", [1, 4])
+def test_one_failed_call_in_one_of_four_files_fails_the_save(
+    server: Server, tmp_path: Path, kind: str, number: int
+) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+    counted = server.run(Order(kinds=[kind]), tmp_path, save_to, str(path), 4)
+    assert counted.error is None, counted.error
+    data = [call.number for call in counted.of(kind) if call.path.endswith(".distcp")]
+    assert len(data) >= 4
+    for file in path.iterdir():
+        file.unlink()
+    order = Order("fail", data[number - 1], kinds=[kind], errors={kind: errno.EIO})
+    run = server.run(order, tmp_path, save_to, str(path), 4)
+    assert run.hit is not None
+    assert isinstance(run.error, CheckpointException), (run.hit, run.error)
+    text = str(cause_of(run.error))
+    assert "Errno 5" in text
+    assert str(path) in text
+    assert os.listdir(path) == []
 
 
 @pytest.mark.parametrize("first", [1, 2])
