@@ -49,8 +49,11 @@ def _on_cpu(state: Any) -> Any:
         return state.detach().cpu()
     if isinstance(state, tuple) and hasattr(state, "_make"):
         return state._make(map(_on_cpu, state))
-    if type(state) in (dict, OrderedDict, list, tuple):
-        return map_children(state, lambda part, _key: _on_cpu(part))
+    if type(state) in (dict, OrderedDict):
+        # Without the attributes of an OrderedDict, which might not be picklable.
+        return type(state)((key, _on_cpu(part)) for key, part in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(map(_on_cpu, state))
     if isinstance(state, dict):
         moved = {key: _on_cpu(part) for key, part in state.items()}
         if any(part is not state[key] for key, part in moved.items()):

@@ -25,7 +25,7 @@ RENAMES: dict[str, Any] = {
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Checkpoint whose names differ from those of fresh()."""
+    """Saves a state under other names than the state of fresh() has."""
     save({"encoder": {"w": torch.arange(4.0), "b": torch.ones(2)}, "step": 5}, tmp_path)
     return tmp_path
 

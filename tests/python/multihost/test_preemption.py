@@ -274,7 +274,7 @@ def test_without_a_notice_no_step_reads_the_store() -> None:
 
         def __getattr__(self, name: str) -> Any:
             called.append(name)
-            raise RuntimeError("nobody is there")
+            raise RuntimeError("the store cannot be reached")
 
     group = RankGroup(cast(Any, Asked()), 0, 2, "test")
     watch = PreemptionWatch(group, (), None, PATIENCE, PATIENCE)

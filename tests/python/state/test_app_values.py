@@ -218,6 +218,14 @@ def test_tensors_in_objects_are_stored_on_the_cpu(
     assert type(of(value)) is _Elsewhere
 
 
+def test_attributes_of_an_ordered_dict_in_an_object_are_not_stored() -> None:
+    value = OrderedDict(a=1)
+    vars(value)["hook"] = lambda: None
+    stored = AppState({"value": [(value,)]}).state_dict()["value"]["_objects"].value
+    assert stored == [(value,)]
+    assert vars(stored[0][0]) == {}
+
+
 def test_arrays_are_restored(tmp_path: Path) -> None:
     restored = kept({"value": [np.arange(3)]}, tmp_path, {"value": [0]})
     assert restored["value"][0].tolist() == [0, 1, 2]
