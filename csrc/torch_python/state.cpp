@@ -4,19 +4,23 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "planning/safetensors_layout.h"
 #include "planning/state_template.h"
 #include "python/gil.h"
 #include "python/memory.h"
 #include "python/text.h"
+#include "torch/extents.h"
 #include "torch/fingerprint.h"
 #include "torch/flat_state.h"
 #include "torch/source_watch.h"
+#include "torch/tensor_checks.h"
 #include "torch/tensor_save.h"
 #include "torch_python/bindings.h"
 
@@ -94,6 +98,44 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
   return sources;
 }
 
+/// Returns this rank's parts of the tensors of an assignment. places: a planning::RankPlaces. cast:
+/// the dtype in which floating-point tensors are stored, or None.
+SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const py::bytes& places,
+                     const std::optional<at::ScalarType>& cast) {
+  const auto numbers = numbers_of(assignment);
+  const auto of_rank = planning::RankPlaces::decode(places).value();
+  if (of_rank.places.size() != numbers.size()) {
+    throw py::value_error("there must be one place for each value of the assignment");
+  }
+  SaveSources sources;
+  std::vector<engine::SharedFile> files;
+  for (const auto& file : of_rank.files) files.push_back({file.name, file.bytes});
+  sources.set_files(std::move(files));
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const FlatState::Row& row = row_of(state, numbers[i]);
+    const std::string name(state.name(numbers[i]));
+    if (!row.has_tensor()) {
+      throw py::value_error(name + ": safetensors files cannot hold a value of this type");
+    }
+    at::Tensor local = row.local;
+    tensors::Extents sizes = tensors::unsigned_of(local.sizes());
+    tensors::Extents offsets(sizes.size(), 0);
+    if (row.kind == FlatState::Kind::dtensor) {
+      const auto whole = state.extents().at(row.size);
+      const auto begin = state.extents().at(state.box(row).offsets);
+      sizes.assign(whole.begin(), whole.end());
+      offsets.assign(begin.begin(), begin.end());
+    }
+    const format::Dtype* const own = tensors::dtype_of(local.scalar_type());
+    const bool is_cast = cast && planning::stored_dtype(own, tensors::dtype_of(*cast)) != own;
+    const at::ScalarType stored = is_cast ? *cast : local.scalar_type();
+    if (local.is_cuda()) local = local.to(stored).contiguous();
+    sources.add_part(name, local, of_rank.places[i].file, of_rank.places[i].begin, sizes, offsets,
+                     stored);
+  }
+  return sources;
+}
+
 /// Returns a method that returns the numbers of the values for which `is_wanted` is true.
 template <class IsWanted>
 auto numbers_where(IsWanted is_wanted) {
@@ -154,6 +196,7 @@ void bind_state(py::module_& module) {
       .def("contents", &contents_of)
       .def("unready", &unready_values, py::arg("assignment"))
       .def("sources", &sources_of, py::arg("assignment"), py::arg("with_names"))
+      .def("parts", &parts_of, py::arg("assignment"), py::arg("places"), py::arg("cast"))
       .def(
           "fingerprints",
           [](const FlatState& state, bool whole) {

@@ -150,6 +150,26 @@ class SaveState:
         self.seconds = self.seconds[0], time.perf_counter() - begin
         return sources
 
+    @no_gc()
+    def parts(
+        self, assignment: Assignment, places: bytes, dtype: torch.dtype | None
+    ) -> _C.SaveSources:
+        """Returns the parts of tensors in an assignment, for files that several ranks write.
+
+        Args:
+            places: the places of the tensors, encoded by the coordinator.
+            dtype: dtype in which floating-point tensors are stored; None keeps each tensor's.
+
+        Raises:
+            ValueError: the engine cannot write a tensor.
+        """
+        begin = time.perf_counter()
+        for row, _name, value in self._flat.unready(assignment.numbers):
+            self._flat.replace(row, as_value(value))
+        sources = self._flat.parts(assignment.numbers, places, dtype)
+        self.seconds = self.seconds[0], time.perf_counter() - begin
+        return sources
+
     # --- the sources of a snapshot ---------------------------------------------------------------
 
     @property
