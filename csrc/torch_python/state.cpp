@@ -98,6 +98,18 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
   return sources;
 }
 
+/// Adds this rank's part of a tensor. cast: the dtype in which floating-point tensors are stored,
+/// or None.
+void add_part(SaveSources& sources, const py::str& name, at::Tensor tensor,
+              const std::pair<std::size_t, std::uint64_t>& place, const tensors::Extents& sizes,
+              const tensors::Extents& offsets, const std::optional<at::ScalarType>& cast) {
+  const format::Dtype* const own = tensors::dtype_of(tensor.scalar_type());
+  const bool is_cast = cast && planning::stored_dtype(own, tensors::dtype_of(*cast)) != own;
+  const at::ScalarType stored = is_cast ? *cast : tensor.scalar_type();
+  if (tensor.is_cuda()) tensor = tensor.to(stored).contiguous();
+  sources.add_part(bytes_of(name), tensor, place.first, place.second, sizes, offsets, stored);
+}
+
 /// Returns this rank's parts of the tensors of an assignment. places: a planning::RankPlaces. cast:
 /// the dtype in which floating-point tensors are stored, or None.
 SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const py::bytes& places,
@@ -113,12 +125,11 @@ SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const 
   sources.set_files(std::move(files));
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     const FlatState::Row& row = row_of(state, numbers[i]);
-    const std::string name(state.name(numbers[i]));
     if (!row.has_tensor()) {
-      throw py::value_error(name + ": safetensors files cannot hold a value of this type");
+      throw py::value_error(std::string(state.name(numbers[i])) +
+                            ": safetensors files cannot hold a value of this type");
     }
-    at::Tensor local = row.local;
-    tensors::Extents sizes = tensors::unsigned_of(local.sizes());
+    tensors::Extents sizes = tensors::unsigned_of(row.local.sizes());
     tensors::Extents offsets(sizes.size(), 0);
     if (row.kind == FlatState::Kind::dtensor) {
       const auto whole = state.extents().at(row.size);
@@ -126,12 +137,9 @@ SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const 
       sizes.assign(whole.begin(), whole.end());
       offsets.assign(begin.begin(), begin.end());
     }
-    const format::Dtype* const own = tensors::dtype_of(local.scalar_type());
-    const bool is_cast = cast && planning::stored_dtype(own, tensors::dtype_of(*cast)) != own;
-    const at::ScalarType stored = is_cast ? *cast : local.scalar_type();
-    if (local.is_cuda()) local = local.to(stored).contiguous();
-    sources.add_part(name, local, of_rank.places[i].file, of_rank.places[i].begin, sizes, offsets,
-                     stored);
+    const auto& [file, begin] = of_rank.places[i];
+    add_part(sources, text_of(state.name(numbers[i])), row.local, {file, begin}, sizes, offsets,
+             cast);
   }
   return sources;
 }
@@ -184,6 +192,17 @@ void bind_state(py::module_& module) {
             add_source(sources, bytes_of(name), value);
           },
           py::arg("name"), py::arg("value"))
+      .def(
+          "set_files",
+          [](SaveSources& sources,
+             const std::vector<std::pair<std::string, std::uint64_t>>& given) {
+            std::vector<engine::SharedFile> files;
+            for (const auto& [name, bytes] : given) files.push_back({name, bytes});
+            sources.set_files(std::move(files));
+          },
+          py::arg("files"))
+      .def("add_part", &add_part, py::arg("name"), py::arg("tensor"), py::arg("place"),
+           py::arg("sizes"), py::arg("offsets"), py::arg("cast"))
       .def_property_readonly("nbytes", &SaveSources::bytes)
       .def("devices", &SaveSources::devices);
   py::class_<FlatState>(module, "FlatState")

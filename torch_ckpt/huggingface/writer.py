@@ -10,29 +10,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as TorchsSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.options import require_at_least, reusable
-from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.lazy_metadata import LazyContents, LazyMetadata
+from torch_ckpt._base.progress import ProgressOption
+from torch_ckpt.checkpoint.directory import OpenDirectory, require_one_directory
+from torch_ckpt.checkpoint.lazy_metadata import LazyContents, LazyMetadata, make_lazy
 from torch_ckpt.conversion.selection import parse_dtype
 from torch_ckpt.conversion.transformers_config import CONFIG_NAME, Config
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename, new_names
+from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.global_plan import Assignment, GlobalPlan
-from torch_ckpt.saving.items import Written
+from torch_ckpt.saving.items import Written, brought_with, resolve, results_of
 from torch_ckpt.saving.save_state import SaveState
-from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.saving.writer import FileSystemWriter, completed
 
 #: Default for max_shard_size, as in transformers.
 SHARD_BYTES = 5 * 10**9
@@ -49,9 +56,14 @@ class SavedModel(NamedTuple):
 
     path: str
 
+    @property
+    def contents(self) -> LazyContents:
+        """The contents of the metadata, which are read from the directory on first access."""
+        return LazyContents(partial(_read, self.path))
+
     def metadata(self) -> Metadata:
-        """Returns lazy metadata, which is read from the directory on first access."""
-        return LazyMetadata(LazyContents(partial(_read, self.path)))
+        """Returns lazy metadata."""
+        return LazyMetadata(self.contents)
 
 
 def _read(path: str) -> Metadata:
@@ -77,8 +89,9 @@ class SafetensorsWriter(FileSystemWriter):
             If ``dtype`` is given, the copied file states that dtype.
         copied: more files to copy to ``path``, such as the tokenizer's.
         metadata: texts to store in the header of each file.
-        writer_options: ``thread_count``, ``max_host_bytes``, ``direct_io``, ``sync_files``,
-            ``overwrite``, ``progress`` and ``background``; see :class:`FileSystemWriter`.
+        thread_count: number of files that this rank writes concurrently.
+        sync_files, overwrite, max_host_bytes, direct_io, progress, background: see
+            :class:`FileSystemWriter`.
 
     Raises:
         ValueError: an option is out of range or contradicts another one, or ``path`` is a URL.
@@ -107,9 +120,24 @@ class SafetensorsWriter(FileSystemWriter):
         config: StrPath | None = None,
         copied: Iterable[StrPath] = (),
         metadata: Mapping[str, str] | None = None,
-        **writer_options: Any,
+        thread_count: int | None = None,
+        sync_files: bool = True,
+        overwrite: bool = True,
+        max_host_bytes: int | None = None,
+        direct_io: bool | str = "auto",
+        progress: ProgressOption = None,
+        background: Background = Background(),  # noqa: B008  immutable
     ) -> None:
-        super().__init__(path, **writer_options)
+        super().__init__(
+            path,
+            thread_count=thread_count,
+            sync_files=sync_files,
+            overwrite=overwrite,
+            max_host_bytes=max_host_bytes,
+            direct_io=direct_io,
+            progress=progress,
+            background=background,
+        )
         require_at_least("max_shard_size", max_shard_size, 1)
         self._max_shard_size = max_shard_size
         self._dtype = None if dtype is None else parse_dtype(dtype)
@@ -124,7 +152,7 @@ class SafetensorsWriter(FileSystemWriter):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_save": None, "_layout": None}
 
-    # --- in the order of a save ------------------------------------------------------------------
+    # --- for torch_ckpt.save, in the order of a save ---------------------------------------------
 
     def set_up_for_save(self, rank: int) -> None:
         self.abandon()
@@ -175,15 +203,20 @@ class SafetensorsWriter(FileSystemWriter):
             )
         names = plan.engine.names()
         renamed = None if self._rename is None else [*new_names(names, self._rename).values()]
-        dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
+        self._begin(lambda *options: _core.SafetensorsLayout(plan.engine, renamed, *options))
+        assert self._layout is not None
+        return [
+            self._layout.places_of_rank(plan.engine, rank) for rank in range(len(plan.assignments))
+        ]
+
+    def _begin(self, lay_out: Callable[..., _core.SafetensorsLayout]) -> None:
+        """Lays out the files, and creates the directory under a temporary name."""
+        dtype = None if self._dtype is None else _name_of(self._dtype)
         try:
-            self._layout = _core.SafetensorsLayout(
-                plan.engine, renamed, dtype, self._max_shard_size, [*self._metadata.items()]
-            )
+            self._layout = lay_out(dtype, self._max_shard_size, [*self._metadata.items()])
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         self._save = _core.ModelSave(self.directory, Path(self.path).name, self.overwrite)
-        return [self._layout.places(plan.engine, rank) for rank in range(len(plan.assignments))]
 
     def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
         return state.parts(assignment, places, self._dtype)
@@ -193,11 +226,13 @@ class SafetensorsWriter(FileSystemWriter):
         return ""
 
     def commit_plan(self, plan: GlobalPlan, written: list[Written], ranks: int) -> SavedModel:
+        return self._publish([of_rank.files.tables for of_rank in written])
+
+    def _publish(self, tables: list[dict[str, bytes]]) -> SavedModel:
         save, layout = self._save, self._layout
         assert save is not None and layout is not None
         try:
-            files = [of_rank.files for of_rank in written]
-            save.complete(layout, [*self._copied.items()], files, self.sync_files)
+            save.complete(layout, [*self._copied.items()], tables, self.sync_files)
         except BaseException:
             self.abandon()
             raise
@@ -213,3 +248,89 @@ class SafetensorsWriter(FileSystemWriter):
         self._directory = None
         if save is not None:
             save.discard()
+
+    # --- DCP's contract, in the order of a save --------------------------------------------------
+
+    def storage_meta(self) -> StorageMeta:
+        # SavePlanner then plans like torch's planner, whose items the methods below understand.
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not self.use_collectives:
+            raise CheckpointError(
+                "safetensors files are written by all ranks together, so use_collectives=False "
+                "does not work with SafetensorsWriter"
+            )
+        self.set_up_for_save(self.rank or 0)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        tensors: dict[str, tuple[str, list[int]]] = {}
+        for item in (item for plan in plans for item in plan.items):
+            data = item.tensor_data
+            if data is None:
+                raise CheckpointError(
+                    f"{item.index.fqn}: safetensors files hold only tensors; save this value "
+                    "elsewhere"
+                )
+            tensors[item.index.fqn] = _name_of(data.properties.dtype), list(data.size)
+        names = new_names(tensors, self._rename)
+        rows = [(names[name], *tensor) for name, tensor in tensors.items()]
+        self._begin(lambda *options: _core.SafetensorsLayout.of_tensors(rows, *options))
+        assert self._layout is not None
+        places = dict(zip(tensors, self._layout.places(), strict=True))
+        files, tag = self._layout.files(), self.tag
+        return [
+            dataclasses.replace(
+                plan,
+                storage_data=_Places(tag, files, [places[item.index.fqn] for item in plan.items]),
+            )
+            for plan in plans
+        ]
+
+    def _write_data_of(
+        self, plan: SavePlan, planner: TorchsSavePlanner
+    ) -> Future[list[WriteResult]]:
+        places: _Places = plan.storage_data
+        sources = _C.SaveSources()
+        sources.set_files(places.files)
+        for item, place in zip(plan.items, places.of_items, strict=True):
+            value = resolve(planner, item)
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{item.index.fqn}: safetensors files cannot hold a tensor of this type"
+                )
+            assert item.tensor_data is not None
+            offsets = list(item.tensor_data.chunk.offsets)
+            size = list(item.tensor_data.size)
+            sources.add_part(item.index.fqn, value, place, size, offsets, self._dtype)
+        written = self.write_values(self.prefix(places.tag), sources)
+        return completed(results_of(plan.items, written))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        tables, directories = brought_with(results)
+        try:
+            require_one_directory(directories)
+        except BaseException:
+            self.abandon()
+            raise
+        make_lazy(metadata, self._publish(tables).contents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """The places of a rank's items, sent as part of its plan.
+
+    Attributes:
+        tag: temporary name of the directory.
+        files: name and size of each file.
+        of_items: for each item, the number of the file, and the offset of the tensor's data.
+    """
+
+    tag: str
+    files: list[tuple[str, int]]
+    of_items: list[tuple[int, int]]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

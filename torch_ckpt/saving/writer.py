@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -281,7 +282,7 @@ class FileSystemWriter(StockWriter):
             meta = self.storage_meta()
             metadata.storage_meta = None if meta is None else StorageMeta(**vars(meta))
             tables, directories = brought_with(results)
-            complete = with_checksum_tables(metadata, tables)
+            complete = with_checksum_tables(metadata, dict(ChainMap(*tables)))
             data = _core.EncodedMetadata(encode_metadata(complete))
         try:
             require_one_directory([DirectoryIdentity.of(self.directory), *directories])
