@@ -4,7 +4,7 @@ Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its class
 """
 
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from torch_ckpt.checkpoint.read_options import ReadOptions
@@ -534,6 +534,53 @@ class CheckpointIndex:
 
     def renamed(self, names: list[str]) -> CheckpointIndex:
         """Returns a copy with other names, which are in the order of the entries."""
+
+class SafetensorsFile:
+    """A safetensors file whose header has been read."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def header_crc(self) -> int:
+        """CRC-32 of the bytes before the data."""
+
+    @property
+    def has_stale_checksums(self) -> bool:
+        """True if the file has changed since its checksums were saved."""
+
+class SafetensorsFiles:
+    """The contents of safetensors files, without the data."""
+
+    @property
+    def index(self) -> CheckpointIndex: ...
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of all files."""
+
+    @property
+    def files(self) -> list[SafetensorsFile]: ...
+
+def read_safetensors(directory: Directory, name: str) -> SafetensorsFiles:
+    """Reads the headers of safetensors files in a directory.
+
+    ``name`` is the name of one file, or of an index that names the file of each tensor. Raises
+    Corrupt, Unsafe and OSError.
+    """
+
+def require_safe(name: str, dtype: str, sizes: Sequence[int]) -> None:
+    """Raises ValueError with the reason if safetensors files cannot hold a tensor."""
+
+def encode_safetensors_header(
+    tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str], alignment: int
+) -> bytes:
+    """Returns the bytes of a safetensors file before the data.
+
+    The data must follow in the order of the tensors, which are given by name, dtype and sizes. It
+    then begins at a multiple of ``alignment``. Raises ValueError if :func:`require_safe` does, or
+    if the header is larger than readers accept.
+    """
 
 def allow_dtypes(names: list[str]) -> None:
     """Adds names of dtypes in the module torch to the names that metadata may contain."""

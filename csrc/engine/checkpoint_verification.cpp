@@ -33,6 +33,7 @@ std::string describe_gap(std::span<const std::int64_t> gap, std::size_t shards) 
 }
 
 void CheckpointVerification::add(const CheckpointIndex& index) {
+  is_bare_ = index.is_bare();
   for (std::size_t i = 0; i < index.files().size(); ++i) {
     if (const auto table = index.text(index.tables()[i]); !table.empty()) {
       tables_[std::string(index.text(index.files()[i]))] = table;
@@ -143,7 +144,9 @@ Result<std::shared_ptr<VerifySession>> CheckpointVerification::start(Context& co
                        "the file is longer than its records"});
   }
   std::vector<LoadFile> files;
-  for (const std::string& name : opened_) files.push_back({name, std::move(tables_[name])});
+  for (const std::string& name : opened_) {
+    files.push_back({name, std::move(tables_[name]), is_bare_});
+  }
   auto own = directory_.duplicate();
   if (!own) return own.error();
   return VerifySession::start(context, std::move(*own), std::move(files), std::move(records_),

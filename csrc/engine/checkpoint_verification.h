@@ -51,6 +51,7 @@ class CheckpointVerification {
  public:
   explicit CheckpointVerification(os::Directory directory) : directory_(std::move(directory)) {}
 
+  /// All indexes that are added must be bare, or none.
   void add(const index::CheckpointIndex& index);
   /// Must be called only once.
   Result<std::shared_ptr<VerifySession>> start(Context& context, const VerifyOptions& options);
@@ -84,6 +85,7 @@ class CheckpointVerification {
   os::Directory directory_;
   std::map<std::string, File> files_;
   std::map<std::string, std::string> tables_;  // encoded checksum tables, by file name
+  bool is_bare_ = false;                       // records are bare; see ReadKind::bare
   std::vector<std::string> opened_;
   std::vector<NamedRecord> records_;
   std::vector<std::string> names_;  // of records_

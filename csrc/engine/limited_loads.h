@@ -30,6 +30,10 @@ class LimitedLoads {
                                    Wait wait);
 
   std::uint64_t limit() const { return options_.max_scratch_bytes; }
+  /// Returns the kind of the records of tensors in a file.
+  ReadKind tensor_kind(std::size_t file) const {
+    return files_[file].is_bare ? ReadKind::bare : ReadKind::tensor;
+  }
 
   /// Fails with Errc::invalid_argument if targets with a total size of `bytes` leave too little
   /// scratch memory.

@@ -37,6 +37,7 @@ struct ReadOptions {
 struct LoadFile {
   std::string name;
   std::string checksum_table;  // encoded; empty: the metadata has no checksums
+  bool is_bare = false;        // records are bare; see ReadKind::bare
 };
 
 /// Decodes the file's checksum table; returns nullopt if it has none. The table refers to memory of

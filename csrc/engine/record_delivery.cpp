@@ -47,7 +47,7 @@ bool reads_in_place(const ReadRequest& request) {
 }  // namespace
 
 std::uint64_t payload_bytes_of(const ReadRequest& request) {
-  if (request.kind == ReadKind::raw) return request.length;
+  if (is_all_payload(request.kind)) return request.length;
   if (request.kind == ReadKind::storage) return request.region.covering().end;
   if (request.layout != nullptr) return request.layout->storage_bytes;
   std::uint64_t bytes = request.dtype->item_bytes;
@@ -130,7 +130,7 @@ Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& by
   const Record& record = records_[number];
   const ReadRequest& request = first(record);
   Payload payload;
-  if (request.kind == ReadKind::raw) {
+  if (is_all_payload(request.kind)) {
     payload.bytes = request.length;
     for (const std::size_t index : record.requests) {
       if (requests_[index].region.covering().end <= request.length) continue;

@@ -18,8 +18,10 @@
 namespace torch_ckpt::engine {
 
 enum class ReadKind {
-  // The record's bytes, which are not parsed as an archive.
+  // The record's bytes, such as an object.
   raw,
+  // The record's bytes, which are the row-major elements of a tensor.
+  bare,
   // The payload of a tensor with `dtype` and `sizes`, stored row-major or with the strides of
   // `layout`.
   tensor,
@@ -40,6 +42,11 @@ struct ReadRequest {
   Target target;
   bool reads_entire_payload = false;  // also read bytes outside the region, to verify them
 };
+
+/// True if the entire record is payload, and is not parsed as an archive.
+inline bool is_all_payload(ReadKind kind) {
+  return kind == ReadKind::raw || kind == ReadKind::bare;
+}
 
 /// Returns the size that the payload of the request's record should have.
 std::uint64_t payload_bytes_of(const ReadRequest& request);
@@ -107,7 +114,7 @@ class RecordDelivery final : public ReadSink {
 
   const ReadRequest& first(const Record& record) const { return requests_[record.requests[0]]; }
   const format::RecordSums* blocks(const Record& record) const {
-    return block_sums(record.sums, first(record).kind == ReadKind::raw);
+    return block_sums(record.sums, is_all_payload(first(record).kind));
   }
   Result<ReadStatus> check_headers(const Record& record, const format::RecordIndex& archive);
   Result<> consume_in_place(const ReadRequest& request, std::uint64_t position,

@@ -43,7 +43,7 @@ RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
       findings_.push_back({named.file, number, 0, std::move(error)});
       continue;
     }
-    Record record{number, std::move(named), std::nullopt};
+    Record record{number, std::move(named), std::nullopt, files[named.file].is_bare};
     // An empty record has the same offset as the next record, and would get that record's
     // checksums.
     if (const auto& table = tables[record.named.file]; table && record.named.length > 0) {
@@ -56,7 +56,7 @@ RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
 std::vector<planning::WantedRecord> RecordVerifier::wanted() const {
   std::vector<planning::WantedRecord> wanted;
   wanted.reserve(records_.size());
-  for (const auto& [number, named, sums] : records_) {
+  for (const auto& [number, named, sums, is_bare] : records_) {
     // Ranges are relative to the payload, whose offset is not known yet. The pipeline ignores the
     // part of a range beyond the payload's end.
     wanted.push_back({named.file, named.offset, named.length, {{0, named.length}}});
@@ -73,8 +73,8 @@ std::uint64_t RecordVerifier::block_bytes() const {
 }
 
 Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& bytes) {
-  const auto& [number, named, sums] = records_[record];
-  const bool raw = sums && sums->raw;
+  const auto& [number, named, sums, is_bare] = records_[record];
+  const bool raw = is_bare || (sums && sums->raw);
   Payload payload;
   if (!named.tensor && !sums) {
     check_entries(record, bytes, {});
@@ -127,7 +127,7 @@ Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& by
 }
 
 void RecordVerifier::check_header(std::size_t record, const format::TensorHeader& header) {
-  const auto& [number, named, sums] = records_[record];
+  const auto& [number, named, sums, is_bare] = records_[record];
   if (header.sizes != named.sizes) {
     add_finding(record, tensor_mismatch(shape_text(header.sizes), shape_text(named.sizes)));
   }
@@ -188,7 +188,7 @@ Result<> RecordVerifier::finish(std::size_t record, const Payload& payload,
 }
 
 void RecordVerifier::add_finding(std::size_t record, Error error, std::uint64_t bytes) {
-  const auto& [number, named, sums] = records_[record];
+  const auto& [number, named, sums, is_bare] = records_[record];
   // System errors have a path and an offset in the file. Decoder errors have an offset in the
   // record.
   if (error.path.empty()) {

@@ -40,7 +40,8 @@ struct Finding {
 //
 //   1. If the file has a checksum table, the payload is verified block by block, and the bytes
 //      around the payload against a checksum of their own.
-//   2. Otherwise, each entry of the archive is verified against its CRC-32.
+//   2. Otherwise, each entry of the archive is verified against its CRC-32. A bare record has no
+//      archive.
 //   3. A tensor's record must be an archive of a tensor with the shape in the metadata. A different
 //      dtype is a finding only if there is no table: a planner may have cast the tensor, and a
 //      table proves that these bytes are the ones that were saved.
@@ -76,6 +77,7 @@ class RecordVerifier final : public ReadSink {
     std::size_t number = 0;  // in the constructor's `records`
     NamedRecord named;
     std::optional<format::RecordSums> sums;
+    bool is_bare = false;
   };
 
   void check_entries(std::size_t record, format::RecordBytes& archive, std::string_view skip);

@@ -2,19 +2,16 @@
 
 #include <algorithm>
 #include <array>
-#include <boost/json/basic_parser_impl.hpp>
 #include <boost/json/src.hpp>
 #include <optional>
 #include <unordered_set>
 
 #include "checked_math.h"
+#include "format/json_events.h"
 #include "format/little_endian.h"
 
 namespace torch_ckpt::format {
 namespace {
-
-using Code = boost::json::error_code;
-using View = boost::json::string_view;
 
 struct DtypeName {
   std::string_view safe;
@@ -45,7 +42,8 @@ constexpr DtypeName kNames[] = {
 };
 
 constexpr std::string_view kMetadataKey = "__metadata__";
-constexpr std::size_t kMaxDepth = 32;
+// The library has no limit. Real files have a few keys.
+constexpr std::size_t kMaxMetadataKeys = std::size_t{1} << 16;
 
 const Dtype* dtype_of_safe_name(std::string_view name) {
   const auto* found = std::ranges::find(kNames, name, &DtypeName::safe);
@@ -111,33 +109,27 @@ struct RawEntry {
   bool has_dtype = false;
 };
 
-// Receives the parser's events. Every method returns false to stop the parser, and then `problem`
-// explains why.
-class HeaderHandler {
+// Receives the events of a header.
+class HeaderEvents : public JsonEvents {
  public:
-  static constexpr std::size_t max_object_size = ~std::size_t{0};
-  static constexpr std::size_t max_array_size = ~std::size_t{0};
-  static constexpr std::size_t max_key_size = ~std::size_t{0};
-  static constexpr std::size_t max_string_size = ~std::size_t{0};
-
   std::vector<RawEntry> entries;
   SafeMetadata metadata;
-  std::string problem;
-
-  bool on_document_begin(Code&) { return true; }
-  bool on_document_end(Code&) { return true; }
-  bool on_comment_part(View, Code&) { return true; }
-  bool on_comment(View, Code&) { return true; }
 
   bool on_object_begin(Code& code) {
-    if (depth_ == 1 && !is_in_metadata_) entries.emplace_back().name = key_;
+    if (depth_ == 1 && is_in_metadata_) {
+      if (has_metadata_) return refuse(code, "the key __metadata__ occurs twice");
+      has_metadata_ = true;
+    } else if (depth_ == 1) {
+      entries.emplace_back().name = key_;
+    }
     if (depth_ == 2 && !require_ignored(code)) return false;
+    if (numbers_ != nullptr) return refuse_numbers(code);
     ++depth_;
     return true;
   }
-  bool on_object_end(std::size_t, Code&) {
-    --depth_;
-    return true;
+  bool on_object_end(std::size_t, Code& code) {
+    // Check this now, because a short text could otherwise contain many empty entries.
+    return --depth_ != 1 || is_in_metadata_ || require_complete(code);
   }
   bool on_array_begin(Code& code) {
     if (depth_ == 0) return refuse(code, "the header is not a JSON object");
@@ -161,41 +153,34 @@ class HeaderHandler {
     return true;
   }
 
-  bool on_key_part(View part, std::size_t, Code&) {
-    text_.append(part.data(), part.size());
-    return true;
-  }
   bool on_key(View part, std::size_t, Code&) {
-    text_.append(part.data(), part.size());
+    std::string key = joined(part);
     if (depth_ == 1) {
-      key_ = std::move(text_);
+      key_ = std::move(key);
       is_in_metadata_ = key_ == kMetadataKey;
     } else if (depth_ == 2) {
-      field_ = std::move(text_);
+      field_ = std::move(key);
     }
-    text_.clear();
-    return true;
-  }
-  bool on_string_part(View part, std::size_t, Code&) {
-    text_.append(part.data(), part.size());
     return true;
   }
   bool on_string(View part, std::size_t, Code& code) {
-    text_.append(part.data(), part.size());
-    const std::string text = std::exchange(text_, {});
+    std::string text = joined(part);
     if (depth_ == 2 && is_in_metadata_) {
-      metadata.emplace_back(field_, text);
+      if (metadata.size() == kMaxMetadataKeys) {
+        return refuse(code,
+                      "__metadata__ has more than " + std::to_string(kMaxMetadataKeys) + " keys");
+      }
+      metadata.emplace_back(field_, std::move(text));
       return true;
     }
     if (depth_ == 2 && field_ == "dtype") {
       if (entries.back().has_dtype) return refuse_repeated(code);
-      entries.back().dtype = text;
+      entries.back().dtype = std::move(text);
       entries.back().has_dtype = true;
       return true;
     }
     return scalar(code);
   }
-  bool on_number_part(View, Code&) { return true; }
   bool on_int64(std::int64_t value, View, Code& code) {
     if (value < 0) return scalar(code);
     return on_uint64(static_cast<std::uint64_t>(value), {}, code);
@@ -217,14 +202,16 @@ class HeaderHandler {
     if (field == "data_offsets") return &entries.back().offsets;
     return nullptr;
   }
-  bool refuse(Code& code, std::string text) {
-    problem = std::move(text);
-    code = boost::json::error::exception;
-    return false;
-  }
   bool refuse_entry(Code& code) {
     if (is_in_metadata_) return refuse_metadata(code);
     return refuse(code, key_ + ": its entry is not a JSON object");
+  }
+  bool require_complete(Code& code) {
+    const RawEntry& entry = entries.back();
+    if (!entry.has_dtype) return refuse(code, key_ + ": its dtype is not a string");
+    field_ = entry.shape ? "data_offsets" : "shape";
+    if (!entry.shape || !entry.offsets || entry.offsets->size() != 2) return refuse_numbers(code);
+    return true;
   }
   bool refuse_metadata(Code& code) {
     return refuse(code, "__metadata__ is not a JSON object whose values are strings");
@@ -255,26 +242,19 @@ class HeaderHandler {
 
   std::size_t depth_ = 0;
   bool is_in_metadata_ = false;
+  bool has_metadata_ = false;
   std::string key_;                                               // name of the tensor
   std::string field_;                                             // key in the tensor's entry
-  std::string text_;                                              // parts of a key or string so far
   std::optional<std::vector<std::uint64_t>>* numbers_ = nullptr;  // the list that is being read
 };
 
-/// Checks an entry. The offset of the tensor is relative to the data.
+/// Checks a complete entry. The offset of the tensor is relative to the data.
 Result<SafeTensor> tensor_of(RawEntry entry, std::uint64_t data_bytes) {
   const auto refuse = [&](const std::string& reason) {
     return invalid(entry.name + ": " + reason);
   };
   const Dtype* dtype = dtype_of_safe_name(entry.dtype);
   if (dtype == nullptr) return refuse("the dtype \"" + entry.dtype + "\" is not known");
-  if (!entry.shape) {
-    return refuse("its shape is not a list of at most " + std::to_string(kMaxSafeDimensions) +
-                  " sizes");
-  }
-  if (!entry.offsets || entry.offsets->size() != 2) {
-    return refuse("its data_offsets are not two sizes");
-  }
   const std::uint64_t begin = (*entry.offsets)[0];
   const std::uint64_t end = (*entry.offsets)[1];
   if (begin > end || end > data_bytes) {
@@ -416,19 +396,10 @@ Result<std::uint64_t> safetensors_header_bytes(std::span<const std::byte> begin,
 
 Result<SafetensorsHeader> decode_safetensors_header(std::string_view json,
                                                     std::uint64_t file_bytes) {
-  if (!json.starts_with('{')) return invalid("the header is not a JSON object");
-  boost::json::parse_options options;
-  options.max_depth = kMaxDepth;
-  boost::json::basic_parser<HeaderHandler> parser(options);
-  Code code;
-  const std::size_t parsed = parser.write_some(false, json.data(), json.size(), code);
-  HeaderHandler& found = parser.handler();
-  if (!found.problem.empty()) return invalid(found.problem);
-  // The parser stops after the object; only spaces may follow.
-  if (!code && json.find_first_not_of(" \t\r\n", parsed) != std::string_view::npos) {
-    code = boost::json::error::extra_data;
-  }
-  if (code) return invalid("the header is not valid JSON (" + code.message() + ")");
+  boost::json::basic_parser<HeaderEvents> parser(json_options());
+  std::string problem = parse_json_object(json, parser);
+  if (!problem.empty()) return invalid("the header: " + problem);
+  HeaderEvents& found = parser.handler();
   const auto first = [](const auto& item) -> std::string_view { return item.first; };
   const auto name_of = [](const RawEntry& entry) -> std::string_view { return entry.name; };
   auto twice = repeated(found.entries, name_of);

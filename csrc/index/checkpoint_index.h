@@ -59,6 +59,7 @@ class CheckpointIndex : public EntryTable {
 
  private:
   friend class IndexBuilder;
+  friend class SafetensorsIndexBuilder;
 
   CheckpointIndex() = default;
 

@@ -66,6 +66,8 @@ class EntryTable {
   std::span<const std::int64_t> extents(std::uint32_t id) const { return extents_.at(id); }
   /// The encoded checksum table of each file; empty for a file without one.
   std::span<const TextRef> tables() const { return tables_; }
+  /// Returns true if each record consists of a tensor's row-major elements, without an archive.
+  bool is_bare() const { return is_bare_; }
 
  protected:
   EntryTable() = default;
@@ -84,6 +86,7 @@ class EntryTable {
   std::vector<TextRef> tables_;
   std::vector<std::string> dtypes_;
   ExtentsTable extents_;
+  bool is_bare_ = false;
 };
 
 }  // namespace torch_ckpt::index

@@ -8,9 +8,13 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "engine/safetensors_files.h"
+#include "format/dtype.h"
+#include "format/safetensors.h"
 #include "index/allowed_globals.h"
 #include "index/checkpoint_index.h"
 #include "index/encoded_metadata.h"
@@ -109,10 +113,61 @@ void bind_encoded_metadata(py::module_& module) {
       .def(py::pickle(&contents_of, &metadata_of));
 }
 
+using TensorSpec = std::tuple<py::str, std::string, std::vector<std::uint64_t>>;
+
+/// Returns the bytes of a file before the tensors, each given by name, dtype and sizes.
+py::bytes safetensors_header(const std::vector<TensorSpec>& specs,
+                             const std::map<std::string, std::string>& metadata,
+                             std::size_t alignment) {
+  std::vector<format::SafeTensor> tensors;
+  for (const auto& [name, dtype, sizes] : specs) {
+    format::SafeTensor& tensor = tensors.emplace_back();
+    tensor.name = bytes_of(name);
+    tensor.dtype = format::find_dtype(dtype);
+    tensor.sizes = sizes;
+    unwrap(format::require_safe(tensor.name, tensor.dtype, tensor.sizes));
+  }
+  return unwrap(format::encode_safetensors_header(
+      tensors, format::SafeMetadata(metadata.begin(), metadata.end()), alignment));
+}
+
+void bind_safetensors(py::module_& module) {
+  using engine::SafetensorsFile;
+  using engine::SafetensorsFiles;
+  py::class_<SafetensorsFile>(module, "SafetensorsFile")
+      .def_property_readonly("name", [](const SafetensorsFile& file) { return text_of(file.name); })
+      .def_readonly("bytes", &SafetensorsFile::bytes)
+      .def_readonly("header_crc", &SafetensorsFile::header_crc)
+      .def_readonly("has_stale_checksums", &SafetensorsFile::has_stale_checksums);
+  py::class_<SafetensorsFiles>(module, "SafetensorsFiles")
+      .def_readonly("index", &SafetensorsFiles::index)
+      .def_property_readonly("metadata",
+                             [](const SafetensorsFiles& read) {
+                               return std::map(read.metadata.begin(), read.metadata.end());
+                             })
+      .def_readonly("files", &SafetensorsFiles::files);
+  module.def(
+      "read_safetensors",
+      [](const os::Directory& directory, const py::str& name) {
+        const std::string text = bytes_of(name);
+        return without_gil([&] { return engine::read_safetensors(directory, text); });
+      },
+      py::arg("directory"), py::arg("name"));
+  module.def(
+      "require_safe",
+      [](const py::str& name, const std::string& dtype, const std::vector<std::uint64_t>& sizes) {
+        unwrap(format::require_safe(bytes_of(name), format::find_dtype(dtype), sizes));
+      },
+      py::arg("name"), py::arg("dtype"), py::arg("sizes"));
+  module.def("encode_safetensors_header", &safetensors_header, py::arg("tensors"),
+             py::arg("metadata"), py::arg("alignment"));
+}
+
 }  // namespace
 
 void bind_index(py::module_& module) {
   bind_encoded_metadata(module);
+  bind_safetensors(module);
   module.attr("MAX_METADATA_BYTES") = CheckpointIndex::kMaxFileBytes;
   module.def(
       "bytes_sealed",

@@ -57,6 +57,7 @@ inline std::vector<engine::LoadFile> files_with_tables(const index::NameTable& n
   for (std::size_t i = 0; i < index.files().size(); ++i) {
     if (const auto number = names.find(index.text(index.files()[i]))) {
       files[*number].checksum_table = index.text(index.tables()[i]);
+      files[*number].is_bare = index.is_bare();
     }
   }
   return files;

@@ -171,14 +171,15 @@ bool LoadWaves::add_rows(std::size_t index, const Layout& layout, std::uint64_t 
                          const at::Tensor& temporary) {
   const TensorTarget& target = targets_[index];
   const at::Tensor& written = temporary.defined() ? temporary : tensor;
-  Step step{index, request_for(target, engine::ReadKind::tensor), tensor, temporary};
+  Step step{index, request_for(target, loads_.tensor_kind(target.file)), tensor, temporary};
   engine::ReadRequest& request = step.request;
   Extents offsets = target.region_offsets;
   Extents lengths = target.region_lengths;
   if (count > 0 && !lengths.empty()) {
     // Let the first part read the entire payload: if the only checksum is the archive's, verifying
     // it needs the entire payload, which no other part reads.
-    request.reads_entire_payload = begin == 0 && count < lengths[0] && lengths == target.sizes;
+    request.reads_entire_payload = request.kind == engine::ReadKind::tensor && begin == 0 &&
+                                   count < lengths[0] && lengths == target.sizes;
     offsets[0] += begin;
     lengths[0] = count;
   }

@@ -1,8 +1,9 @@
-"""Builds the index of a checkpoint's metadata without torch.
+"""Builds the index of a checkpoint's metadata, or of safetensors files, without torch.
 
 The metadata file is a pickle (checkpoint/metadata.py). Python does not execute the pickle. The
 engine interprets its opcodes, and refuses everything that metadata does not need
-(csrc/index/checkpoint_index.h).
+(csrc/index/checkpoint_index.h). The headers of safetensors files are JSON, which the engine decodes
+(csrc/engine/safetensors_files.h).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from torch_ckpt import _core
+from torch_ckpt._base.formatting import some_of
+from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
@@ -68,6 +71,43 @@ def allow_torchs_dtypes() -> None:
 
     dtypes = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
     _core.allow_dtypes(dtypes)
+
+
+def read_safetensors(directory: OpenDirectory, name: str) -> _core.SafetensorsFiles:
+    """Reads the headers of safetensors files in an open directory. Warns if a file has changed
+    since its checksums were saved.
+
+    Args:
+        name: the name of one file, or of the index of several files.
+
+    Raises:
+        Unsafe: a name leads out of the directory, or a file is a symbolic link.
+        Corrupt: a file, the index or the checksums are damaged or contradict each other.
+        OSError: a file cannot be read.
+    """
+    read = _core.read_safetensors(directory, name)
+    stale = [file.name for file in read.files if file.has_stale_checksums]
+    if stale:
+        warn(
+            f"{directory.path}: another program has changed files since torch_ckpt saved their "
+            f"checksums, so these files are read without verification: {some_of(stale)}"
+        )
+    return read
+
+
+def read_index(directory: OpenDirectory, safetensors: str | None) -> _core.CheckpointIndex:
+    """Reads the index of a checkpoint in an open directory, without torch's objects.
+
+    Args:
+        safetensors: see :class:`torch_ckpt.checkpoint.locating.OpenCheckpoint`.
+
+    Raises:
+        FileNotFoundError, CheckpointError, Unsafe, Corrupt, OSError: see :func:`read_index_in` and
+            :func:`read_safetensors`.
+    """
+    if safetensors is None:
+        return read_index_in(directory)
+    return read_safetensors(directory, safetensors).index
 
 
 def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _core.CheckpointIndex:

@@ -2,7 +2,8 @@
 
 A path is one of these:
 
-- the checkpoint directory itself;
+- the checkpoint directory itself, or a directory of safetensors files;
+- a safetensors file;
 - ``ROOT/40``: step 40 of the run in ROOT, stored as ``0000000040``;
 - ``ROOT``: the newest complete step of the run.
 """
@@ -14,6 +15,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME, no_checkpoint
@@ -28,7 +30,22 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _CONVERT = "convert it to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint whose directory is open.
+
+    Attributes:
+        directory: the open directory.
+        path: the path of the checkpoint directory, or of the safetensors file.
+        safetensors: the name in the directory of the safetensors file, or of the index of several
+            files; None if a metadata file describes the checkpoint.
+    """
+
+    directory: OpenDirectory
+    path: str
+    safetensors: str | None = None
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """Opens the directory of the checkpoint that a path refers to.
 
     If the path is a root or a step number, the step gets a shared lock: it cannot be deleted until
@@ -37,7 +54,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
     Raises:
         FileNotFoundError: the directory or step does not exist, so there is no committed
             checkpoint.
-        CheckpointError: the path refers to something else, which the message describes.
+        CheckpointError: the path refers to something else, which the message describes, or to
+            several safetensors files without an index.
         OSError: the directory cannot be opened or listed.
     """
     path = os.fspath(path)
@@ -46,9 +64,32 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
     except NotADirectoryError:
         if not os.path.exists(path):
             raise
-        raise CheckpointError(f"{path} is not a directory{_about_file(path)}") from None
+        return _open_file(path)
     except FileNotFoundError:
-        return _open_by_number(path)
+        directory = _open_by_number(path)
+    else:
+        directory = _newest_if_root(path, directory)
+    try:
+        return OpenCheckpoint(directory, directory.path, _safetensors_in(directory))
+    except BaseException:
+        directory.close()
+        raise
+
+
+def _open_file(path: str) -> OpenCheckpoint:
+    try:
+        is_safetensors = format_of(path) == "safetensors"
+    except OSError:
+        is_safetensors = False
+    if not is_safetensors:
+        raise CheckpointError(f"{path} is not a directory{_about_file(path)}")
+    # Follow links, because the caller chose the path.
+    folder, name = os.path.split(os.path.realpath(path))
+    return OpenCheckpoint(OpenDirectory(folder), path, name)
+
+
+def _newest_if_root(path: str, directory: OpenDirectory) -> OpenDirectory:
+    """Returns the newest step if the directory is a root, and otherwise the directory itself."""
     try:
         if _is_there(METADATA_NAME, directory):
             return directory
@@ -61,12 +102,36 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
             if step is not None:
                 directory.close()
                 return step
-        _refuse_other_formats(path, names)
-        # The caller then reports that the metadata is missing.
         return directory
     except BaseException:
         directory.close()
         raise
+
+
+def _safetensors_in(directory: OpenDirectory) -> str | None:
+    """Returns the name of the only safetensors file, or of the index of several files. Returns None
+    if the directory has metadata, or contains neither metadata nor another format. The caller then
+    reports that the metadata is missing."""
+    if _is_there(METADATA_NAME, directory):
+        return None
+    names = directory.names()
+    if any(name.endswith(METADATA_NAME) for name in names):
+        return None
+    files = [name for name in names if name.endswith(".safetensors")]
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    if len(indexes) == 1 or (not indexes and len(files) == 1):
+        return (indexes or files)[0]
+    if files or indexes:
+        raise CheckpointError(
+            f"{directory.path} contains {len(files)} safetensors files and {len(indexes)} indexes. "
+            "Pass the path of one file, or keep exactly one *.safetensors.index.json"
+        )
+    if any(name.endswith(TORCH_SUFFIXES) for name in names):
+        raise CheckpointError(
+            f"{directory.path} is not a checkpoint: it contains torch.save files; convert one of "
+            "them to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
+        )
+    return None
 
 
 def is_step_number(path: str) -> bool:
@@ -154,25 +219,10 @@ def _is_there(name: str, directory: OpenDirectory) -> bool:
 
 
 def _about_file(path: str) -> str:
-    title = None
     with suppress(OSError):
-        titles = {"torch": "a torch.save file", "safetensors": "a safetensors file"}
-        title = titles.get(format_of(path) or "")
-    if title is not None:
-        return f" but {title}; {_CONVERT}"
+        if format_of(path) == "torch":
+            return f" but a torch.save file; {_CONVERT}"
     directory = os.path.dirname(path) or "."
     if os.path.exists(os.path.join(directory, METADATA_NAME)):
         return f" but a file of the checkpoint {directory}; pass that directory"
     return "; pass a checkpoint directory"
-
-
-def _refuse_other_formats(path: str, names: list[str]) -> None:
-    if any(name.endswith(".safetensors") for name in names):
-        raise CheckpointError(
-            f"{path} is not a checkpoint: it contains safetensors files; {_CONVERT}"
-        )
-    if any(name.endswith(TORCH_SUFFIXES) for name in names):
-        raise CheckpointError(
-            f"{path} is not a checkpoint: it contains torch.save files; convert one of them to a "
-            "checkpoint with torch-ckpt convert (torch_ckpt.convert)"
-        )

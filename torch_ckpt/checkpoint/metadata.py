@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -159,6 +160,25 @@ def decode_indexed(data: bytes, source: str) -> Metadata:
     except Exception as error:
         raise _damaged(source, error) from error
     return _with_places(cast(Metadata, metadata))
+
+
+def metadata_of(index: _core.CheckpointIndex) -> Metadata:
+    """Converts the index of safetensors files to torch's objects."""
+    metadata = Metadata({}, planner_data={}, storage_data={})
+    for name in index.names():
+        tensor, shards = index.tensor(name), index.shards(name)
+        assert tensor is not None
+        chunks = [ChunkStorageMetadata(torch.Size(s[0]), torch.Size(s[1])) for s in shards]
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, tensor[0])), torch.Size(tensor[1]), chunks
+        )
+        metadata.planner_data[name] = (name,)
+        for number, (chunk, (_o, _s, file, offset, length, _t)) in enumerate(
+            zip(chunks, shards, strict=True)
+        ):
+            place = filesystem._StorageInfo(file, offset, length)
+            metadata.storage_data[MetadataIndex(name, chunk.offsets, number)] = place
+    return metadata
 
 
 def _damaged(source: str, error: Exception) -> Corrupt:

@@ -52,7 +52,7 @@ def _require_checkpoints(*paths: str) -> None:
     from torch_ckpt.checkpoint.locating import open_checkpoint
 
     for path in paths:
-        open_checkpoint(path).close()
+        open_checkpoint(path).directory.close()
 
 
 def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:

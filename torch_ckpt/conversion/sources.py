@@ -12,10 +12,7 @@ from typing import Any, TypeGuard
 import torch
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.locating import format_of, is_step_number
-from torch_ckpt.checkpoint.step_names import STEP_NAME
-from torch_ckpt.conversion.safetensors_source import SafetensorsDirectory, SafetensorsFile
 from torch_ckpt.conversion.source import Entry, Path, Source, allocate_tensor
 from torch_ckpt.conversion.torch_source import TorchSource
 from torch_ckpt.errors import CheckpointError
@@ -33,33 +30,28 @@ def open_source(path: str, allow_pickle: bool) -> Source:
         CheckpointError: the format is unknown.
         Corrupt, Unsafe, OSError: the source cannot be read.
     """
-    if os.path.isdir(path):
-        names = os.listdir(path)
-        is_other = not any(name == METADATA_NAME or STEP_NAME.match(name) for name in names)
-        if is_other and any(name.endswith(".safetensors") for name in names):
-            return SafetensorsDirectory(path, names)
-        return DcpSource(path, allow_pickle)
-    if is_step_number(path) and not os.path.exists(path):
-        return DcpSource(path, allow_pickle)
+    if os.path.isdir(path) or (is_step_number(path) and not os.path.exists(path)):
+        return CheckpointSource(path, allow_pickle)
     kind = format_of(path)
     if kind == "torch":
         return TorchSource(path, allow_pickle)
     if kind == "safetensors":
-        return SafetensorsFile(path)
+        return CheckpointSource(path, allow_pickle)
     raise CheckpointError(
         f"{path} is neither a safetensors file nor a zip archive written by torch.save. If it was "
         "written by torch older than 1.6, load it and save it again first"
     )
 
 
-class DcpSource(Source):
-    """A checkpoint directory, with any sharding."""
-
-    format = "dcp"
+class CheckpointSource(Source):
+    """A checkpoint directory, with any sharding, or safetensors files."""
 
     def __init__(self, path: str, allow_pickle: bool) -> None:
         super().__init__()
         self._stored = StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)
+        metadata = self._stored.safetensors_metadata
+        self.format = "dcp" if metadata is None else "safetensors"
+        self.metadata = metadata or {}
         try:
             self._list()
         except BaseException:

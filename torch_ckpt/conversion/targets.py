@@ -18,16 +18,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.publishing import new_file, require_absent
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
-from torch_ckpt.conversion.safetensors_header import (
-    DTYPES,
-    MAX_DIMENSIONS,
-    METADATA_KEY,
-    encode_header,
-    is_unicode,
-)
 from torch_ckpt.conversion.source import Entry, Path, Source
 from torch_ckpt.conversion.target_directory import published_directory, published_file
 from torch_ckpt.conversion.transformers_config import CONFIG_NAME
@@ -71,27 +63,15 @@ def _sizes(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, int]]:
 
 def require_safetensors(source: Source) -> None:
     """Raises CheckpointError if safetensors cannot hold a tensor's dtype, shape or name."""
-    known = set(DTYPES.values())
-    others = [f"{n} ({e.dtype})" for n, e in source.tensors.items() if e.dtype not in known]
-    if others:
-        raise CheckpointError(f"safetensors files cannot hold these dtypes: {some_of(others)}")
     for name, entry in source.tensors.items():
-        if entry.dtype == DTYPES.get("F4") and not entry.shape:
-            raise CheckpointError(
-                f"{name}: safetensors files cannot hold a zero-dimensional {entry.dtype} tensor, "
-                "because its elements are packed in pairs along the last dimension"
-            )
-        if len(entry.shape) > MAX_DIMENSIONS:
-            raise CheckpointError(
-                f"{name}: the tensor has {len(entry.shape)} dimensions, but safetensors files "
-                f"hold tensors of at most {MAX_DIMENSIONS}"
-            )
-        if name == METADATA_KEY:
-            raise CheckpointError(f"{name}: safetensors files reserve this name; rename the tensor")
-        if not is_unicode(name):
-            raise CheckpointError(
-                f"{name!r}: safetensors files hold only UTF-8 names; rename the tensor"
-            )
+        try:
+            _core.require_safe(name, _dtype_name(entry), entry.shape)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
+
+def _dtype_name(entry: Entry) -> str:
+    return str(entry.dtype).removeprefix("torch.")
 
 
 def write_safetensors(source: Source, target: Target) -> list[str]:
@@ -138,8 +118,12 @@ def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, En
     """Returns a file's tensors in their stored order, and its header."""
     # Store wide elements first, so that readers can map each tensor at its element alignment.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    rows = [(name, tensors[name].dtype, tensors[name].shape) for name in order]
-    header = encode_header(rows, source.metadata or {"format": "pt"})
+    specs = [(name, _dtype_name(tensors[name]), tensors[name].shape) for name in order]
+    metadata = source.metadata or {"format": "pt"}
+    try:
+        header = _core.encode_safetensors_header(specs, metadata, alignment=8)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     return {name: tensors[name] for name in order}, header
 
 

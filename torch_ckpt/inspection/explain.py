@@ -18,7 +18,7 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
-from torch_ckpt.checkpoint.index import locations_of, read_index_in
+from torch_ckpt.checkpoint.index import locations_of, read_index
 from torch_ckpt.checkpoint.locating import open_checkpoint
 
 _RANK_IN_FILE_NAME = re.compile(r"__(\d+)_")
@@ -91,8 +91,9 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
         FileNotFoundError: there is no committed checkpoint.
         Unsafe, Corrupt, CheckpointError: the metadata cannot be read.
     """
-    with closing(open_checkpoint(path)) as directory:
-        index, found = read_index_in(directory), directory.path
+    directory, found, safetensors = open_checkpoint(path)
+    with closing(directory):
+        index = read_index(directory, safetensors)
     shares = _share_of_each_rank(index)
     ranks = sorted(shares.values(), key=lambda share: (share.rank is None, share.rank))
     return Explanation(found, ranks, list(_remarks(ranks)))

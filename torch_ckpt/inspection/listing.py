@@ -17,8 +17,8 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.index import METADATA_NAME, locations_of, read_index_in
-from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.index import METADATA_NAME, locations_of, read_index
+from torch_ckpt.checkpoint.locating import OpenCheckpoint, open_checkpoint
 from torch_ckpt.errors import CheckpointError, Unsafe
 
 
@@ -268,24 +268,25 @@ def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) ->
     """Lists a checkpoint from its metadata and file lengths.
 
     Args:
-        path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
-            step.
+        path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, ROOT for its newest step, a
+            safetensors file, or a directory of safetensors files.
         names: names, prefixes or :mod:`fnmatch` patterns; None lists everything. Only files
             with a selected item are listed.
 
     Raises:
         CheckpointError, OSError: no checkpoint can be read, or a pattern matches no name.
     """
-    with closing(open_checkpoint(path)) as opened:
-        return _list(opened, read_index_in(opened), names)
+    opened = open_checkpoint(path)
+    with closing(opened.directory):
+        return _list(opened, read_index(opened.directory, opened.safetensors), names)
 
 
 def _list(
-    opened: OpenDirectory, index: _core.CheckpointIndex, patterns: Sequence[str] | None
+    opened: OpenCheckpoint, index: _core.CheckpointIndex, patterns: Sequence[str] | None
 ) -> Listing:
-    """Combines the metadata with the file lengths. Reads no data file."""
-    directory = Path(opened.path)
-    chosen = select_names(index.names(), patterns, directory)
+    """Combines the metadata with the file lengths. Reads no data."""
+    directory = Path(opened.directory.path)
+    chosen = select_names(index.names(), patterns, opened.path)
     records, stored, ends = Counter[str](), Counter[str](), Counter[str]()
 
     def count(locations: Iterable[tuple[str, int, int]]) -> None:
@@ -316,14 +317,17 @@ def _list(
         strays = [shard for _name, shard in index.strays()]
         count((file, at, length) for _o, _s, file, at, length, _t in strays if file is not None)
 
-    named = [_check_file(opened, f, records[f], stored[f], ends[f]) for f in records]
-    status = (directory / METADATA_NAME).stat()
+    named = [_check_file(opened.directory, f, records[f], stored[f], ends[f]) for f in records]
+    # An index of safetensors files is written after the files.
+    status = (directory / (opened.safetensors or METADATA_NAME)).stat()
+    metadata_bytes = 0 if opened.safetensors in records else status.st_size
     # With patterns, `records` lacks the files of other names.
-    files = [*named, *(_find_unreferenced(directory, records) if patterns is None else [])]
+    is_complete = patterns is None and opened.safetensors is None
+    files = [*named, *(_find_unreferenced(directory, records) if is_complete else [])]
     return Listing(
         path=opened.path,
         items=items,
         files=sorted(files, key=lambda file: natural_order(file.name)),
-        disk_bytes=status.st_size + sum(file.disk_bytes or 0 for file in named),
+        disk_bytes=metadata_bytes + sum(file.disk_bytes or 0 for file in named),
         committed=datetime.fromtimestamp(status.st_mtime).astimezone(),
     )

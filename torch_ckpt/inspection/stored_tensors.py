@@ -90,6 +90,11 @@ class StoredTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._index
 
+    @property
+    def safetensors_metadata(self) -> dict[str, str] | None:
+        """The metadata of safetensors files; None if the checkpoint has another format."""
+        return self.reader.safetensors_metadata
+
     def paths(self) -> dict[str, Any]:
         """Returns the path of each name in the nested state dict; empty if not recorded."""
         paths = self._metadata.planner_data

@@ -26,7 +26,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.formatting import Report, plural, printable, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
-from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
+from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in, read_safetensors
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
@@ -86,7 +86,7 @@ class VerifyReport(Report):
         unverifiable: names of records without a checksum that covers every byte, such as records
             written with ``torch.serialization.set_crc32_options(False)``.
         unreferenced: files in the directory that the metadata does not name. These do not count as
-            damage.
+            damage. Empty for safetensors files.
 
     Example::
 
@@ -171,10 +171,13 @@ def verify(
     """Reads an entire checkpoint and verifies it against all its checksums.
 
     Checkpoints written by stock torch are verified against the CRC-32 of each archive entry.
+    Safetensors files have no checksums unless torch_ckpt saved them. Without checksums, only the
+    headers and the lengths of the files are verified, and the tensors are listed as unverifiable.
 
     Args:
         checkpoint_id: a checkpoint directory. If a run is saved in ROOT, pass ``ROOT/40`` for step
-            40, or ``ROOT`` for the newest step.
+            40, or ``ROOT`` for the newest step. Can also be a safetensors file, or a directory of
+            safetensors files.
         thread_count: number of concurrent reads; None means 8.
         max_inflight_bytes: memory limit in bytes, not counting the metadata.
         direct_io: bypass the page cache; "auto" does so only for data that is not cached.
@@ -196,13 +199,17 @@ def verify(
     """
     options = ReadOptions(thread_count, max_inflight_bytes, direct_io)
     begun = time.perf_counter()
-    with closing(share_or_warn(open_checkpoint(checkpoint_id))) as directory:
-        report = VerifyReport(directory.path)
+    directory, path, safetensors = open_checkpoint(checkpoint_id)
+    with closing(share_or_warn(directory)):
+        report = VerifyReport(path)
         verification = _core.CheckpointVerification(directory)
-        metadata = _metadata_names(directory)
-        for name in metadata:
-            verification.add(read_index_in(directory, name))
-        report.unreferenced = _unreferenced(directory, verification, metadata)
+        if safetensors is not None:
+            verification.add(read_safetensors(directory, safetensors).index)
+        else:
+            metadata = _metadata_names(directory)
+            for name in metadata:
+                verification.add(read_index_in(directory, name))
+            report.unreferenced = _unreferenced(directory, verification, metadata)
         report.records, total = verification.records, verification.bytes
         report.bytes = total
         title = f"verify {os.path.basename(os.path.normpath(report.checkpoint))}"

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from torch_ckpt.checkpoint.index import (
     MAX_METADATA_BYTES,
     decode_index,
     metadata_bytes_in,
+    read_safetensors,
 )
 from torch_ckpt.checkpoint.lazy_metadata import LazyContents, LazyMetadata, lazy_contents
 from torch_ckpt.checkpoint.locating import open_checkpoint
@@ -41,6 +43,7 @@ from torch_ckpt.checkpoint.metadata import (
     decode_indexed,
     decode_metadata,
     index_of,
+    metadata_of,
 )
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.errors import CheckpointError
@@ -65,8 +68,8 @@ from torch_ckpt.loading.zero_fill import (
 
 
 class FileSystemReader(StockReader):
-    """Reads distributed checkpoints, including checkpoints written by stock torch. A drop-in
-    replacement for torch's class of the same name.
+    """Reads distributed checkpoints, including checkpoints written by stock torch, and safetensors
+    files. A drop-in replacement for torch's class of the same name.
 
     From each tensor, only the rows that the state dict needs are read, in pieces of a few MB. Each
     piece is then copied, converted or scattered into the target, or copied to the device. All data
@@ -82,7 +85,8 @@ class FileSystemReader(StockReader):
 
     Args:
         path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for the newest
-            complete step of the run. Each load looks up the newest step again.
+            complete step of the run; or a safetensors file, or a directory with one such file or
+            with several files and their index. Each load looks up the newest step again.
         thread_count: maximum number of concurrent reads; None means 8. Each read covers at least 1
             MiB, so small loads use fewer concurrent reads.
         max_inflight_bytes: maximum memory that a load uses in addition to its targets, in bytes; at
@@ -158,6 +162,9 @@ class FileSystemReader(StockReader):
         self._metadata: Metadata | None = None
         self._index: _core.CheckpointIndex | None = None
         self._directory: OpenDirectory | None = None
+        self._location = ""
+        # The contents of safetensors files, if the checkpoint consists of these.
+        self._safetensors: _core.SafetensorsFiles | None = None
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._is_alone = False
@@ -188,14 +195,19 @@ class FileSystemReader(StockReader):
         compare."""
         # Only a root or a step number must be resolved to the same directory on all ranks: a newer
         # step may be completed before the next rank looks for the newest one.
-        path = None if self._directory is None else self._directory.path
+        path = None if self._directory is None else self._location
         return None if path == str(self.path) else path
 
     @property
     def location(self) -> str:
-        """Path of the checkpoint directory. If ``path`` is a run's root, this is the step's
-        directory."""
-        return str(self.path) if self._directory is None else self._directory.path
+        """Path of the checkpoint directory or of the safetensors file. If ``path`` is a run's root,
+        this is the step's directory."""
+        return str(self.path) if self._directory is None else self._location
+
+    @property
+    def safetensors_metadata(self) -> dict[str, str] | None:
+        """The metadata of the safetensors files that were opened last; None for other formats."""
+        return None if self._safetensors is None else self._safetensors.metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
@@ -478,13 +490,15 @@ class FileSystemReader(StockReader):
     def verifies_parts(self) -> Callable[[str], bool]:
         """Returns a function that returns True for files whose records are verified in partial
         reads as strictly as in full reads."""
-        if not self.options.verify:
+        if not self.options.verify or self._safetensors is not None:
+            # Without checksums, safetensors files are not verified in full reads either.
             return lambda _file: True
         return self.checksum_tables().__contains__
 
     def checksum_tables(self) -> dict[str, bytes]:
         """Returns the encoded checksum table of each file that has one, by file name."""
-        return checksum_tables(self._metadata) if self._index is None else self._index.tables()
+        tables = self._tables()
+        return tables if isinstance(tables, dict) else tables.tables()
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -492,21 +506,26 @@ class FileSystemReader(StockReader):
         """Opens the directory, and reads the metadata and, unless it is unpickled, its index.
         Releases the directory if this fails."""
         self.release()
+        self._safetensors = None
         try:
             data, source = self._metadata_bytes(_core.metadata_name(rank))
             size_rule, load_id = self.size_rule, self.load_id
-            if self.allow_pickle:
-                index = None
+            index, convert = None, partial(self._unpickle, data, source)
+            if self._safetensors is not None:
+                index = self._safetensors.index
+                convert = partial(metadata_of, index)
+            elif not self.allow_pickle:
+                index = decode_index(data, source)
+            if index is None:
                 metadata = decode_metadata(data, source, allow_pickle=True)
                 _make_known(metadata, size_rule, load_id)
             else:
-                index, unpickle = decode_index(data, source), self._unpickle
 
                 def decode() -> Metadata:
                     # Do not refer to the reader here: lazy metadata must not keep it alive.
-                    unpickled = unpickle(data, source)
-                    _make_known(unpickled, size_rule, load_id)
-                    return unpickled
+                    converted = convert()
+                    _make_known(converted, size_rule, load_id)
+                    return converted
 
                 metadata = LazyMetadata(LazyContents(decode, index=index, reader=weakref.ref(self)))
             if self.read_once:
@@ -517,15 +536,23 @@ class FileSystemReader(StockReader):
             raise
 
     def _metadata_bytes(self, name: str) -> tuple[bytes, str]:
-        """Opens the directory, and returns the contents and the path of the metadata file."""
+        """Opens the directory, and returns the contents and the path of the metadata file. For
+        safetensors files, reads their headers, and returns bytes that identify the contents."""
         self._refuse_url()
         if not self.engine_can_read():
             return self._remote_bytes(name), os.path.join(self.path, name)
         # Lock the directory before reading the metadata: from then on, no save can remove the files
         # that it names.
-        self._directory = share_or_warn(open_checkpoint(self.path))
-        data = metadata_bytes_in(self._directory, name)
-        return data, os.path.join(self._directory.path, name)
+        self._directory, self._location, safetensors = open_checkpoint(self.path)
+        share_or_warn(self._directory)
+        if safetensors is None:
+            data = metadata_bytes_in(self._directory, name)
+            return data, os.path.join(self._directory.path, name)
+        self._safetensors = read_safetensors(self._directory, safetensors)
+        # Models of the same architecture have equal headers, so include the path.
+        files = [(file.name, file.bytes, file.header_crc) for file in self._safetensors.files]
+        contents = os.path.realpath(self._location), files, self._safetensors.index.tables()
+        return repr(contents).encode(errors="surrogatepass"), self._location
 
     def _guarded(self, planner: LoadPlanner) -> LoadPlanner:
         """Wraps the planner so that loading objects runs no code, unless allow_pickle is set."""
@@ -561,7 +588,12 @@ class FileSystemReader(StockReader):
 
     def _tables(self) -> _core.CheckpointIndex | dict[str, bytes]:
         """Returns the checksum tables, or the index that has them, for the engine."""
-        return checksum_tables(self._metadata) if self._index is None else self._index
+        if self._index is not None:
+            return self._index
+        # The metadata may have been decoded, and then has no index.
+        if self._safetensors is not None:
+            return self._safetensors.index
+        return checksum_tables(self._metadata)
 
     @contextmanager
     def _engine_arguments(self) -> Iterator[dict[str, Any]]:
@@ -569,7 +601,7 @@ class FileSystemReader(StockReader):
         of its files, and the options. If ``read_metadata`` has not opened the directory, opens it
         for the block."""
         is_open = self._directory is not None
-        directory = self._directory or share_or_warn(open_checkpoint(self.path))
+        directory = self._directory or share_or_warn(open_checkpoint(self.path).directory)
         try:
             options = self.options
             if self.shares_bytes and not self.read_once and options.direct_io == "auto":

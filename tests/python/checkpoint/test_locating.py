@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -47,8 +46,10 @@ def loaded_by_dcp(path: Path) -> float:
 
 
 def found(path: Path) -> str:
-    with closing(open_checkpoint(path)) as directory:
-        return Path(directory.path).name
+    opened = open_checkpoint(path)
+    with closing(opened.directory):
+        assert opened.path == opened.directory.path
+        return Path(opened.path).name
 
 
 @pytest.mark.parametrize("load", [loaded, loaded_by_dcp])
@@ -106,7 +107,7 @@ def test_a_directory_with_the_exact_name_is_not_replaced_by_a_step(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["40", ""])
 def test_an_open_step_is_not_deleted(root: Path, name: str) -> None:
-    with closing(open_checkpoint(root / name)):
+    with closing(open_checkpoint(root / name).directory):
         assert not LocalSteps(root).delete(40)
     assert LocalSteps(root).delete(40)
 
@@ -153,20 +154,13 @@ def refusal(path: Path) -> str:
 
 def test_a_load_of_another_format_names_convert(tmp_path: Path) -> None:
     convert = "to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
-    file, hf = tmp_path / "model.safetensors", tmp_path / "hf"
-    file.write_bytes(struct.pack("<Q", 2) + b"{}")
-    torch.save({"t": torch.ones(3)}, tmp_path / "model.pt")
-    for path, kind in ((file, "safetensors"), (tmp_path / "model.pt", "torch.save")):
-        expected = f"{path} is not a directory but a {kind} file; convert it {convert}"
-        assert refusal(path) == expected
-    hf.mkdir()
-    for name, kind, part in (
-        ("pytorch_model.bin", "torch.save", "one of them"),
-        ("model.safetensors", "safetensors", "it"),
-    ):
-        (hf / name).touch()
-        contains = f"it contains {kind} files; convert {part} {convert}"
-        assert refusal(hf) == f"{hf} is not a checkpoint: {contains}"
+    file = tmp_path / "model.pt"
+    torch.save({"t": torch.ones(3)}, file)
+    assert refusal(file) == f"{file} is not a directory but a torch.save file; convert it {convert}"
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/pytorch_model.bin").touch()
+    contains = f"it contains torch.save files; convert one of them {convert}"
+    assert refusal(tmp_path / "hf") == f"{tmp_path}/hf is not a checkpoint: {contains}"
 
 
 @pytest.mark.parametrize(

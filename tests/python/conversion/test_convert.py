@@ -17,6 +17,7 @@ import torch_ckpt
 from tests.commands import Run
 from tests.conversions import STATE, TENSORS, loaded, names_in, refused
 from tests.python.inspection.test_diff import shards
+from tests.safetensors_files import SAFE_DTYPES
 from tests.support import (
     DTYPES,
     assert_equal,
@@ -29,7 +30,6 @@ from tests.support import (
 from torch_ckpt import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.cli import arguments
 from torch_ckpt.conversion.convert import convert
-from torch_ckpt.conversion.safetensors_header import DTYPES as SAFETENSORS_DTYPES
 
 
 @pytest.mark.parametrize("saver", [save, stock_save])
@@ -63,7 +63,7 @@ def test_every_dtype_survives_torch_save_to_a_checkpoint_and_back(
     assert_equal(loaded(tmp_path / "b.pt"), state)
 
 
-@pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", SAFE_DTYPES.values(), ids=str)
 def test_every_dtype_of_safetensors_survives_both_ways(tmp_path: Path, dtype: torch.dtype) -> None:
     state = {"t": random_tensor((3, 4), dtype), "e": random_tensor((0, 4), dtype)}
     torch.save(state, tmp_path / "a.pt")
@@ -81,9 +81,7 @@ few = settings(
 
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8)
 
-CODES = [
-    SAFETENSORS_DTYPES[code] for code in ("F32", "BF16", "I64", "U8", "F8_E4M3", "C64", "BOOL")
-]
+CODES = [SAFE_DTYPES[code] for code in ("F32", "BF16", "I64", "U8", "F8_E4M3", "C64", "BOOL")]
 
 MODELS = st.dictionaries(
     NAMES.filter(lambda name: name != "__metadata__"),
@@ -211,9 +209,9 @@ def test_a_directory_with_a_single_file_needs_no_index(tmp_path: Path) -> None:
 
 
 INDEXES: dict[str, tuple[Any, type[Exception]]] = {
-    "x.safetensors', which is not a path": ({"a": "../x.safetensors"}, Unsafe),
+    "x.safetensors: the name is not a relative path": ({"a": "../x.safetensors"}, Unsafe),
     "assigns b to x.safe.*, but no file contains": (dict.fromkeys("ab", "x.safetensors"), Corrupt),
-    "the index assigns b to": ({"b": "y.safetensors"}, Corrupt),
+    "the index assigns b to y": ({"b": "y.safetensors"}, Corrupt),
     "is not a valid index": (["a"], Corrupt),
     "2 safetensors files and 0 ind": (None, CheckpointError),
 }
