@@ -32,16 +32,20 @@ bool is_model_file(std::string_view name) {
          name == "config.json" || (name.starts_with("model") && name.ends_with(".safetensors"));
 }
 
-/// Returns the names of the files that the directory's checksums name; none if there are no
-/// checksums or they cannot be read.
-std::set<std::string> files_with_checksums(const os::Directory& directory) {
+/// Returns the names of the files that the directory's checksums name; none if there are no valid
+/// checksums.
+Result<std::set<std::string>> files_with_checksums(const os::Directory& directory) {
   std::set<std::string> names;
   auto file = directory.open_for_read(std::string(format::kSafeChecksumsName));
-  if (!file) return names;
+  if (!file) {
+    if (file.error().sys_errno == ENOENT) return names;
+    return file.error();
+  }
   const auto bytes = file->size();
-  if (!bytes || *bytes > kMaxChecksumsBytes) return names;
+  if (!bytes) return bytes.error();
+  if (*bytes > kMaxChecksumsBytes) return names;
   std::vector<std::byte> contents(*bytes);
-  if (!file->read_at(contents, 0)) return names;
+  if (auto read = file->read_at(contents, 0); !read) return read.error();
   if (const auto files = format::decode_safe_checksums(contents)) {
     for (const format::SafeChecksums& one : *files) names.insert(one.name);
   }
@@ -63,9 +67,10 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
   }
   auto found = old->names();
   if (!found) return found.error();
-  const std::set<std::string> own = files_with_checksums(*old);
+  const auto own = files_with_checksums(*old);
+  if (!own) return own.error();
   for (const std::string& file : *found) {
-    if (is_model_file(file) || own.contains(file)) continue;
+    if (is_model_file(file) || own->contains(file)) continue;
     return exists(parent, name,
                   "the directory contains a file that this save would not write (" + file +
                       ") and was not replaced; save elsewhere, or remove the file");
@@ -93,7 +98,8 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
   if (!names) return names.error();
   for (const std::string& found : *names) {
     if (!is_temporary_name(found, name)) continue;
-    if (auto removed = remove_unused(parent, found); !removed && removed.error().sys_errno != ENOENT)
+    if (auto removed = remove_unused(parent, found);
+        !removed && removed.error().sys_errno != ENOENT)
       warnings.push_back("a leftover of an interrupted save was not removed: " +
                          removed.error().message());
   }
@@ -206,6 +212,17 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   return directory::publish(parent_, publication, mode);
 }
 
+Result<> ModelSave::remove_former(const std::string& former) const {
+  if (auto replaceable = require_replaceable(parent_, former); !replaceable) {
+    if (replaceable.error().sys_errno != EEXIST) return replaceable;
+    const std::string kept = "." + name_ + ".former-" + random_hex(kSuffixDigits);
+    if (auto renamed = parent_.rename(former, kept, false); !renamed) return renamed;
+    return exists(parent_, kept, "another process has added a file to it");
+  }
+  auto removed = remove_unused(parent_, former);
+  return removed ? Result<>() : removed.error();
+}
+
 PublishOutcome ModelSave::publish(bool sync, Warnings& warnings) {
   std::string former;
   PublishOutcome outcome = try_publish(sync, former);
@@ -215,9 +232,10 @@ PublishOutcome ModelSave::publish(bool sync, Warnings& warnings) {
   }
   has_ended_ = true;
   if (outcome.state == PublishState::published && !former.empty()) {
-    if (auto removed = remove_unused(parent_, former); !removed) {
-      warnings.push_back(parent_.path_of(name_) + " was replaced, but its former contents remain: " +
-                         removed.error().message());
+    if (auto removed = remove_former(former); !removed) {
+      warnings.push_back(
+          parent_.path_of(name_) +
+          " was replaced, but its former contents remain: " + removed.error().message());
     }
   }
   directory_.close();

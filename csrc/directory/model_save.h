@@ -33,9 +33,11 @@
 //     the two renames leaves no "model", but both directories (publish.h).
 //  5. The coordinator fsyncs the parent directory. Only then is the save reported as successful.
 //  6. The coordinator removes the old directory, which now has a temporary name. A directory is
-//     replaced only if it contains nothing but model files and files that its own checksums name;
-//     this is checked in 1 and again in 4. If a process holds the lock of the old directory, because
-//     it is loading, the old directory is left to the next save (7).
+//     replaced only if it contains nothing but model files and files that its own checksums name.
+//     This is checked in 1, in 4, and again before the removal: if another process has added a file
+//     meanwhile, the old directory is renamed to ".model.former-{32 hex digits}" and kept. If a
+//     process holds the lock of the old directory, because it is loading, the old directory is left
+//     to the next save (7).
 //  7. A leftover is a directory with a temporary name of 1. It is removed under its exclusive lock,
 //     which no running save or load lets go. Without locks, leftovers stay.
 //  8. If a save fails before 4, the coordinator removes the new directory.
@@ -72,6 +74,7 @@ class ModelSave {
   ModelSave(os::Directory parent, os::Directory directory, std::string name, std::string temporary,
             bool may_replace);
   PublishOutcome try_publish(bool sync, std::string& former);
+  Result<> remove_former(const std::string& former) const;
   Result<> write_file(const std::string& name, std::string_view contents, bool sync) const;
 
   os::Directory parent_;

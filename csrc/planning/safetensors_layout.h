@@ -27,8 +27,8 @@ namespace torch_ckpt::planning {
 class SafetensorsLayout {
  public:
   struct Options {
-    std::uint64_t max_shard_bytes = 0;  // 0: a single file
-    format::SafeMetadata metadata;      // of each file
+    std::uint64_t max_shard_bytes = 0;   // 0: a single file
+    format::SafeMetadata metadata = {};  // of each file
   };
   struct File {
     std::string name;

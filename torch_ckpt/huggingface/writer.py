@@ -86,7 +86,9 @@ class SafetensorsWriter(FileSystemWriter):
         rename: maps the names in the state dict to names in the files; see
             :func:`torch_ckpt.load`. The names must stay different.
         config: the model's ``config.json``, or a directory that contains one, to copy to ``path``.
-            If ``dtype`` is given, the copied file states that dtype.
+            If ``dtype`` is given, the copied file states that dtype. If ``transformers`` is
+            installed, a weight that the model ties to another weight is left out if both have the
+            same memory; ``from_pretrained`` ties them again.
         copied: more files to copy to ``path``, such as the tokenizer's.
         metadata: texts to store in the header of each file.
         thread_count: number of files that this rank writes concurrently.
@@ -143,9 +145,14 @@ class SafetensorsWriter(FileSystemWriter):
         self._dtype = None if dtype is None else parse_dtype(dtype)
         self._rename = reusable(rename)
         self._metadata = {"format": "pt"} if metadata is None else dict(metadata)
-        self._copied = {Path(file).name: Path(file).read_bytes() for file in copied}
-        if config is not None:
-            self._copied[CONFIG_NAME] = Config(os.fspath(config)).text(self._dtype)
+        self._config = None if config is None else Config(os.fspath(config))
+        self._copied: dict[str, bytes] = {}
+        if self._config is not None:
+            self._copied[CONFIG_NAME] = self._config.text(self._dtype)
+        for file in map(Path, copied):
+            if file.name in self._copied:
+                raise CheckpointError(f"{file}: two files to copy are named {file.name}")
+            self._copied[file.name] = file.read_bytes()
         self._save: _core.ModelSave | None = None
         self._layout: _core.SafetensorsLayout | None = None
 
@@ -187,6 +194,16 @@ class SafetensorsWriter(FileSystemWriter):
     def tag(self) -> str:
         """The temporary name of the directory."""
         return "" if self._save is None else self._save.temporary
+
+    def prepare_state(self, state: SaveState) -> None:
+        if self._config is None:
+            return
+        names = new_names(state.names(), self._rename)
+        tied = set(self._config.tied_names([*names.values()]))
+        kept = {state.memory(old) for old, new in names.items() if new not in tied}
+        for old, new in names.items():
+            if new in tied and state.memory(old) in kept:
+                state.remove(old)
 
     def places(self, plan: GlobalPlan) -> Sequence[bytes]:
         """Lays out the files on the coordinator, and returns the places of each rank's tensors.

@@ -193,6 +193,7 @@ class SaveSession:
             raise self._job.abandoned
         else:
             state = self._job.state
+        self._writer.prepare_state(state)
         state.plan(self._writer.storage_meta(), self._ranks.is_coordinator)
         self._writer.set_up_for_save(self._ranks.rank)
         is_known = state.structure is not None and state.structure == self._plans.structure

@@ -423,6 +423,9 @@ class FileSystemWriter(StockWriter):
         finally:
             self._write = None
 
+    def prepare_state(self, state: SaveState) -> None:
+        """Removes values from a state dict that this writer does not write."""
+
     def places(self, plan: GlobalPlan) -> Sequence[bytes]:
         """Returns the places of each rank's values in files that several ranks write; empty if each
         rank writes files of its own. Called on the coordinator."""
