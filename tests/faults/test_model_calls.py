@@ -28,10 +28,13 @@ def may_succeed(run: Run, call: Call, path: Path) -> bool:
     """Returns True if a save may succeed although this call failed."""
     done = run.calls[: run.calls.index(call)]
     is_published = any(c.kind == "rename" and c.path == str(path) and not c.errno for c in done)
+    # Entries of the parent directory are directories. Files in the old directory are only read.
+    is_read = Path(call.path).parent in (path.parent, path) or is_above(call.path, path)
     return (
         is_published  # what remains is to remove the old directory, which the next save does
         or call.kind in ("flock", "sync_file_range")
-        or (call.kind in ("close", "stat", "mkdir") and Path(call.path).is_dir())
+        or (call.kind == "close" and is_read)
+        or (call.kind in ("stat", "mkdir") and Path(call.path).is_dir())
         or (call.kind == "open" and call.errno == errno.EACCES and is_above(call.path, path))
     )
 

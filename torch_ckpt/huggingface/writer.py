@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,43 @@ class SavedModel(NamedTuple):
 
 def _read(path: str) -> Metadata:
     return FileSystemReader(path).read_metadata()
+
+
+class _NewDirectory:
+    """A directory that the coordinator has created under a temporary name.
+
+    If it is dropped before publish(), as DCP does after a failure, the directory is removed.
+    """
+
+    def __init__(self, parent: OpenDirectory, name: str, replace: bool) -> None:
+        self._save = _core.ModelSave(parent, name, replace)
+        self._discard = weakref.finalize(self, _discard, self._save, os.getpid())
+
+    @property
+    def temporary(self) -> str:
+        return self._save.temporary
+
+    def complete(
+        self,
+        layout: _core.SafetensorsLayout,
+        copied: Mapping[str, bytes],
+        tables: list[dict[str, bytes]],
+        sync: bool,
+    ) -> None:
+        self._save.complete(layout, [*copied.items()], tables, sync)
+
+    def publish(self, sync: bool) -> None:
+        self._discard.detach()
+        self._save.publish(sync)
+
+    def discard(self) -> None:
+        self._discard()
+
+
+def _discard(save: _core.ModelSave, pid: int) -> None:
+    # The parent of a forked child may continue the save.
+    if os.getpid() == pid:
+        save.discard()
 
 
 class SafetensorsWriter(FileSystemWriter):
@@ -153,7 +191,7 @@ class SafetensorsWriter(FileSystemWriter):
             if file.name in self._copied:
                 raise CheckpointError(f"{file}: two files to copy are named {file.name}")
             self._copied[file.name] = file.read_bytes()
-        self._save: _core.ModelSave | None = None
+        self._save: _NewDirectory | None = None
         self._layout: _core.SafetensorsLayout | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,7 +271,7 @@ class SafetensorsWriter(FileSystemWriter):
             self._layout = lay_out(dtype, self._max_shard_size, [*self._metadata.items()])
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        self._save = _core.ModelSave(self.directory, Path(self.path).name, self.overwrite)
+        self._save = _NewDirectory(self.directory, Path(self.path).name, self.overwrite)
 
     def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
         return state.parts(assignment, places, self._dtype)
@@ -249,7 +287,7 @@ class SafetensorsWriter(FileSystemWriter):
         save, layout = self._save, self._layout
         assert save is not None and layout is not None
         try:
-            save.complete(layout, [*self._copied.items()], tables, self.sync_files)
+            save.complete(layout, self._copied, tables, self.sync_files)
         except BaseException:
             self.abandon()
             raise
