@@ -71,7 +71,7 @@ def write_checksums(files: Iterable[Path]) -> None:
 
 def write_shards(directory: Path, *shards: dict[str, torch.Tensor]) -> list[Path]:
     """Writes files with an index, as Hugging Face does. Returns the files."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"

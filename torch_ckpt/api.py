@@ -307,7 +307,8 @@ def load(
             are restored as :class:`AppState` restores them. An optimizer need not have any state
             yet.
         checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
-            the newest complete step of the run. The step is not deleted during the load.
+            the newest complete step of the run. The step is not deleted during the load. Can also
+            be a safetensors file, or a directory of safetensors files.
         storage_reader: the reader to use; None creates one for ``checkpoint_id``.
         planner: the planner to use instead of the engine. The state dict is then loaded by
             ``dcp.load`` with torch_ckpt's reader, and ``strict=False``, ``names``, ``rename`` and

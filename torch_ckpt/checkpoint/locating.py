@@ -3,7 +3,7 @@
 A path is one of these:
 
 - the checkpoint directory itself, or a directory of safetensors files;
-- a safetensors file;
+- a safetensors file, or the index of several files;
 - ``ROOT/40``: step 40 of the run in ROOT, stored as ``0000000040``;
 - ``ROOT``: the newest complete step of the run.
 """
@@ -27,6 +27,11 @@ _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 #: Suffixes of torch.save files.
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
+_SAFETENSORS = ".safetensors"
+
+# Suffix of the index of several safetensors files.
+_INDEX = ".safetensors.index.json"
+
 _CONVERT = "convert it to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
 
 
@@ -35,7 +40,7 @@ class OpenCheckpoint(NamedTuple):
 
     Attributes:
         directory: the open directory.
-        path: the path of the checkpoint directory, or of the safetensors file.
+        path: the path of the checkpoint directory, or of the safetensors file or index.
         safetensors: the name in the directory of the safetensors file, or of the index of several
             files; None if a metadata file describes the checkpoint.
     """
@@ -117,14 +122,14 @@ def _safetensors_in(directory: OpenDirectory) -> str | None:
     names = directory.names()
     if any(name.endswith(METADATA_NAME) for name in names):
         return None
-    files = [name for name in names if name.endswith(".safetensors")]
-    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    files = [name for name in names if name.endswith(_SAFETENSORS)]
+    indexes = [name for name in names if name.endswith(_INDEX)]
     if len(indexes) == 1 or (not indexes and len(files) == 1):
         return (indexes or files)[0]
     if files or indexes:
         raise CheckpointError(
             f"{directory.path} contains {len(files)} safetensors files and {len(indexes)} indexes. "
-            "Pass the path of one file, or keep exactly one *.safetensors.index.json"
+            "Pass the path of one file or index"
         )
     if any(name.endswith(TORCH_SUFFIXES) for name in names):
         raise CheckpointError(
@@ -140,7 +145,8 @@ def is_step_number(path: str) -> bool:
 
 
 def format_of(path: str) -> str | None:
-    """Returns the format of a file, judged by its first bytes: "torch", "safetensors" or None.
+    """Returns the format of a file, judged by its first bytes or its suffix: "torch", "safetensors"
+    or None.
 
     Raises:
         OSError: the file cannot be read.
@@ -151,7 +157,8 @@ def format_of(path: str) -> str | None:
         begin = stream.read(9) or b""
     if begin.startswith(b"PK\3\4"):
         return "torch"
-    return "safetensors" if begin[8:] == b"{" else None
+    is_safetensors = begin[8:] == b"{" or path.endswith((_SAFETENSORS, _INDEX))
+    return "safetensors" if is_safetensors else None
 
 
 def _open_by_number(path: str) -> OpenDirectory:

@@ -176,8 +176,9 @@ def metadata_of(index: _core.CheckpointIndex) -> Metadata:
         for number, (chunk, (_o, _s, file, offset, length, _t)) in enumerate(
             zip(chunks, shards, strict=True)
         ):
-            place = filesystem._StorageInfo(file, offset, length)
-            metadata.storage_data[MetadataIndex(name, chunk.offsets, number)] = place
+            assert file is not None
+            location = filesystem._StorageInfo(file, offset, length)
+            metadata.storage_data[MetadataIndex(name, chunk.offsets, number)] = location
     return metadata
 
 

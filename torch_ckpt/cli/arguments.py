@@ -123,7 +123,10 @@ _EXAMPLES = (
     ),
 )
 
-_CHECKPOINT = "a checkpoint directory, ROOT/40 for step 40 of a run, or ROOT for its newest step"
+_CHECKPOINT = (
+    "a checkpoint directory, ROOT/40 for step 40 of a run, ROOT for its newest step, or a "
+    "safetensors file or a directory of such files"
+)
 
 
 def _value(

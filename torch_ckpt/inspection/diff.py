@@ -55,7 +55,8 @@ def diff(
 
     Args:
         a, b: checkpoint directories. If a run is saved in ROOT, pass ``ROOT/40`` for step 40, or
-            ``ROOT`` for the newest step.
+            ``ROOT`` for the newest step. Can also be safetensors files, or directories of
+            safetensors files.
         names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to compare;
             None compares everything.
         atol, rtol: values are equal if ``|a - b| <= atol + rtol * |b|``; both default to 0. If

@@ -238,7 +238,8 @@ def show(
 
     Args:
         path: a checkpoint directory. If a run is saved in ROOT, pass ``ROOT/40`` for step 40, or
-            ``ROOT`` for the newest step.
+            ``ROOT`` for the newest step. Can also be a safetensors file, or a directory of
+            safetensors files.
         names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to show; None
             shows everything.
         first: number of values to show for each tensor.

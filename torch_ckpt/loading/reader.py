@@ -510,7 +510,8 @@ class FileSystemReader(StockReader):
         try:
             data, source = self._metadata_bytes(_core.metadata_name(rank))
             size_rule, load_id = self.size_rule, self.load_id
-            index, convert = None, partial(self._unpickle, data, source)
+            index: _core.CheckpointIndex | None = None
+            convert: Callable[[], Metadata] = partial(self._unpickle, data, source)
             if self._safetensors is not None:
                 index = self._safetensors.index
                 convert = partial(metadata_of, index)

@@ -94,6 +94,13 @@ def test_a_model_that_transformers_saved_is_loaded(tmp_path: Path) -> None:
     assert len(list((tmp_path / "20KB").glob("*.safetensors"))) > 1
 
 
+def test_a_module_is_loaded_with_a_prefix_for_its_names(tmp_path: Path) -> None:
+    stored, model = (torch.nn.Sequential(torch.nn.Linear(3, 4)) for _ in range(2))
+    safetensors.torch.save_file(stored.state_dict(), tmp_path / "model.safetensors")
+    assert load({"model": model}, tmp_path, rename={"*": "model.*"}).fits
+    assert_equal(model.state_dict(), stored.state_dict())
+
+
 def test_a_load_converts_renames_selects_and_reports(file: Path) -> None:
     state = {"model": {"w": torch.zeros(1000, 700, dtype=torch.float64), "s": torch.zeros(())}}
     rename = {"large": "model.w", "scalar": "model.s"}
@@ -204,6 +211,17 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     state = {"b": torch.zeros(2)}
     load(state, files[1])
     assert_equal(state["b"], f32(2))
+
+
+def test_one_of_several_indexes_is_chosen_by_its_path(tmp_path: Path) -> None:
+    write_shards(tmp_path / "hf", {"a": f32(2)}, {"b": f32(2)})
+    index = tmp_path / "hf/model.safetensors.index.json"
+    (tmp_path / "hf/model.fp16.safetensors.index.json").write_text('{"weight_map":{}}')
+    cause = refusal(lambda: load({"a": torch.zeros(2)}, tmp_path / "hf"))
+    assert "contains 2 safetensors files and 2 indexes" in str(cause)
+    state = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    load(state, index)
+    assert_equal(state, {"a": f32(2), "b": f32(2)})
 
 
 def test_an_index_that_names_a_missing_file_is_corrupt(tmp_path: Path) -> None:
