@@ -61,6 +61,10 @@ def state_of(seed: int) -> StateDict:
     return state | {"step": seed, "small": random_tensor((7,), torch.int64, seed)}
 
 
+def tensors_of(seed: int) -> StateDict:
+    return {name: value for name, value in state_of(seed).items() if name != "step"}
+
+
 # --- what a child does ---------------------------------------------------------------------------
 
 
@@ -81,6 +85,18 @@ def save_in_background(path: str, seed: int, threads: int) -> None:
     torch_ckpt.async_save(state_of(seed), path, no_dist=True, thread_count=threads).result()
 
 
+def save_safetensors(path: str, seed: int, threads: int) -> None:
+    """Saves the tensors to two files and an index."""
+    torch_ckpt.save(
+        tensors_of(seed),
+        path,
+        no_dist=True,
+        thread_count=threads,
+        format="safetensors",
+        max_shard_size=2 * _BYTES_OF_A_TENSOR,
+    )
+
+
 def save_by_stock(path: str, seed: int, threads: int) -> None:
     stock_save(state_of(seed), path, thread_count=threads, sync_files=True)
 
@@ -91,6 +107,7 @@ SAVES = {
     "torch_ckpt.save direct_io=False": save_through_page_cache,
     "dcp.save": save_by_dcp,
     "async_save": save_in_background,
+    "safetensors": save_safetensors,
     "stock dcp.save": save_by_stock,
 }
 
@@ -124,6 +141,7 @@ OURS = [
     for threads in (1, 4)
     for overwrites in (False, True)
 ] + [Scenario("torch_ckpt.save direct_io=False", 4, True)]
+SAFETENSORS = [Scenario("safetensors", 4, overwrites) for overwrites in (False, True)]
 #: Control runs without assertions; one shows that a sweep detects failures.
 STOCK = [
     Scenario("stock dcp.save", threads, overwrites)
@@ -169,13 +187,14 @@ class Bench:
 
     def _older_of(self, scenario: Scenario) -> Path:
         # Stock writes over files of the same names, so its older checkpoint has as many files.
-        name = f"{scenario.how} {scenario.threads}" if scenario in STOCK else "ours"
+        of_its_own = scenario in (*STOCK, *SAFETENSORS)
+        name = f"{scenario.how} {scenario.threads}" if of_its_own else "ours"
         if name not in self._older:
             path = self._older[name] = self.workdir / f"older {name}"
-            save, threads = (
-                (save_by_stock, scenario.threads) if scenario in STOCK else (save_alone, 4)
-            )
-            save(str(path), OLD, threads)
+            if of_its_own:
+                SAVES[scenario.how](str(path), OLD, scenario.threads)
+            else:
+                save_alone(str(path), OLD, 4)
         return self._older[name]
 
 
@@ -184,9 +203,11 @@ def found_in(path: Path, *, stock: bool = False) -> str:
 
     Returns "a mix" for any other state, or "unreadable" if loading fails.
     """
-    if not os.path.lexists(path / ".metadata"):
+    is_model = os.path.lexists(path / "torch_ckpt.checksums")
+    if not is_model and not os.path.lexists(path / ".metadata"):
         return "none"
-    loaded = emptied(state_of(OLD))
+    contents = tensors_of if is_model else state_of
+    loaded = emptied(contents(OLD))
     try:
         if stock:
             stock_load(loaded, path)
@@ -198,7 +219,7 @@ def found_in(path: Path, *, stock: bool = False) -> str:
         return f"unreadable: {error!r}"
     for seed, name in ((OLD, "old"), (NEW, "new"), (NEXT, "next")):
         try:
-            assert_equal(loaded, state_of(seed))
+            assert_equal(loaded, contents(seed))
         except AssertionError:
             continue
         return name

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
     from torch_ckpt.checkpoint.lease import remove_leftovers
     from torch_ckpt.conversion.convert import ConvertReport, convert
+    from torch_ckpt.huggingface.writer import SafetensorsWriter
     from torch_ckpt.inspection.diff import diff
     from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
     from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
@@ -68,6 +69,7 @@ else:
         "api": ("async_save", "estimate_read_memory", "load", "preflight", "save"),
         "checkpoint.lease": ("remove_leftovers",),
         "conversion.convert": ("ConvertReport", "convert"),
+        "huggingface.writer": ("SafetensorsWriter",),
         "inspection.diff": ("diff",),
         "inspection.diff_report": ("DiffReport", "TensorDifference"),
         "inspection.show": ("ShownObject", "ShownTensor", "ShowReport", "show"),
@@ -87,8 +89,8 @@ else:
         "state.app_state": ("AppState", "PerRank", "RNGState"),
     }
     _PACKAGES = (
-        *("_C", "api", "checkpoint", "conversion", "inspection", "loading", "manager"),
-        *("ranks", "saving", "state", "steps"),
+        *("_C", "api", "checkpoint", "conversion", "huggingface", "inspection", "loading"),
+        *("manager", "ranks", "saving", "state", "steps"),
     )
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -130,6 +132,7 @@ __all__ = [
     "RNGState",
     "ReadMemory",
     "RootInUse",
+    "SafetensorsWriter",
     "SaveMetrics",
     "SavePlanner",
     "ShowReport",

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import names_of, options_of, refuse_unknown, require_choice
+from torch_ckpt.huggingface.writer import SafetensorsWriter
 from torch_ckpt.loading.dtypes import warn_of_lost_precision
 from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
@@ -57,6 +58,7 @@ def save(
     no_dist: bool = False,
     timeout: float = TIMEOUT_SECONDS,
     check_replicas: str = "warn",
+    format: str = "checkpoint",
     **writer_options: Any,
 ) -> Metadata:
     """Saves a state dict. Blocks until the checkpoint is durable and visible to all ranks.
@@ -87,7 +89,10 @@ def save(
             fail. "warn" compares tensors of up to 64 KiB in full, and samples 64 KiB spread evenly
             over each larger tensor; "error" compares all bytes. Objects are compared by their
             pickles. Not available with a ``planner``.
-        writer_options: passed to :class:`FileSystemWriter`.
+        format: "checkpoint", or "safetensors" for a directory of safetensors files in Hugging
+            Face's layout, which can hold only tensors.
+        writer_options: passed to :class:`FileSystemWriter`, or with ``format="safetensors"`` to
+            :class:`SafetensorsWriter`.
 
     Returns:
         The checkpoint's metadata, on every rank. If the metadata is large, only rank 0 keeps it in
@@ -104,6 +109,7 @@ def save(
     Example::
 
         torch_ckpt.save({"model": model, "optimizer": optimizer, "step": 100}, "checkpoints/100")
+        torch_ckpt.save(get_model_state_dict(model), "exports/final", format="safetensors")
     """
     # Do this before anything can fail, so that all ranks count the same saves.
     group = RankGroup.of(process_group, no_dist)
@@ -113,9 +119,8 @@ def save(
         with ExitStack() as stack:
             with ranks:
                 require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
-                writer = _resolve_storage(
-                    save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
-                )
+                kind = _writer_of(format, storage_writer)
+                writer = _resolve_storage(save, kind, storage_writer, checkpoint_id, writer_options)
                 # Do not raise the unreported error of an earlier background save here, because
                 # other ranks may already have raised it.
                 stack.enter_context(alone(ranks=ranks))
@@ -160,6 +165,7 @@ def async_save(
     warn_unchanged: bool = True,
     check_replicas: str = "warn",
     trace: str | os.PathLike[str] | None = None,
+    format: str = "checkpoint",
     **writer_options: Any,
 ) -> AsyncSave:
     """Saves a snapshot of a state dict in the background, while training continues.
@@ -195,7 +201,9 @@ def async_save(
         trace: path of a file to which a trace of the save is written. Open the file in
             chrome://tracing or Perfetto. With several ranks, each rank writes its own file and adds
             ``-rank{n}`` to the file name.
-        writer_options: passed to :class:`FileSystemWriter`. The option ``background`` sets the
+        format: see :func:`save`.
+        writer_options: passed to :class:`FileSystemWriter`, or with ``format="safetensors"`` to
+            :class:`SafetensorsWriter`. The option ``background`` sets the
             threads, priorities and bandwidth of the save.
 
     Returns:
@@ -225,9 +233,8 @@ def async_save(
         require_choice("staging", staging, ("blocking", "overlapped"))
         require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
         require_choice("if_busy", if_busy, ("wait", "raise"))
-        writer = _resolve_storage(
-            async_save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
-        )
+        kind = _writer_of(format, storage_writer)
+        writer = _resolve_storage(async_save, kind, storage_writer, checkpoint_id, writer_options)
         if not writer.engine_can_write():
             raise ValueError(
                 "async_save supports only writers for local files without _extensions. Pass this "
@@ -483,6 +490,18 @@ def _open_session(
 
 
 # --- shared by saves and loads -------------------------------------------------------------------
+
+
+#: The writers, by format.
+_WRITERS = {"checkpoint": FileSystemWriter, "safetensors": SafetensorsWriter}
+
+
+def _writer_of(format: str, given: FileSystemWriter | None) -> type[FileSystemWriter]:
+    """Returns the class of the writer for a format, or a base class of the given writer."""
+    require_choice("format", format, tuple(_WRITERS))
+    if given is not None and format != "checkpoint":
+        raise ValueError("format cannot be combined with a storage_writer, which has a format.")
+    return FileSystemWriter if given is not None else _WRITERS[format]
 
 
 def _resolve_storage(

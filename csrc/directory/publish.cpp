@@ -191,8 +191,10 @@ PublishOutcome publish(const os::Directory& directory, const Publication& public
     const MaybeIdentity written = publication.identity
                                       ? publication.identity
                                       : to_optional(directory.identity_of(publication.temporary));
-    auto renamed = directory.rename(publication.temporary, publication.name,
-                                    mode.replace && publication.aside.empty());
+    auto renamed = publication.exchanges
+                       ? directory.exchange(publication.temporary, publication.name)
+                       : directory.rename(publication.temporary, publication.name,
+                                          mode.replace && publication.aside.empty());
     is_renamed = check_rename(directory, publication.name, written, renamed);
     if (is_renamed != Renamed::yes) return renamed;
     auto same = require_named(directory, publication.name, publication.identity);

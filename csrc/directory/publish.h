@@ -64,6 +64,10 @@ struct Publication {
   std::string aside;
   /// Expected identity of `temporary`, if another process may rename it meanwhile.
   std::optional<os::FileIdentity> identity;
+  /// Exchange the two names: a directory that has `name` gets the temporary name. Requires
+  /// PublishMode::replace, and that both exist. Fails with EINVAL or ENOSYS if the file system
+  /// cannot exchange names.
+  bool exchanges = false;
 };
 
 /// Renames `publication.temporary` to `publication.name`. Fails with Errc::directory_moved if the

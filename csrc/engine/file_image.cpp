@@ -2,7 +2,16 @@
 
 #include <utility>
 
+#include "checked_math.h"
+#include "os/file.h"
+
 namespace torch_ckpt::engine {
+namespace {
+
+// Elements must not be split between two pieces of the image.
+constexpr std::uint64_t kPartAlignment = 64;
+
+}  // namespace
 
 void FileImage::append(ImageItem item) {
   item.offset = bytes_;
@@ -14,7 +23,7 @@ void FileImage::append(ImageItem item) {
 
 void FileImage::add_bytes(staging::Source source) {
   const std::uint64_t bytes = source.bytes;
-  append({0, bytes, std::move(source), nullptr});
+  append({0, bytes, std::move(source), nullptr, nullptr});
 }
 
 void FileImage::add_tensor(const format::TensorHeader& header, staging::Source source) {
@@ -25,7 +34,21 @@ void FileImage::add_tensor(const format::TensorHeader& header, staging::Source s
                                                        source.bytes);
     header_ = header;
   }
-  append({0, record_->layout().total_bytes(), std::move(source), record_});
+  append({0, record_->layout().total_bytes(), std::move(source), record_, nullptr});
+}
+
+void FileImage::add_part(staging::Source source, PartPlace place) {
+  is_of_parts_ = true;
+  if (place.runs.run_bytes() >= kLongRunBytes) {
+    // Unsigned arithmetic: the distance to the next offset with the alignment of the first run.
+    const std::uint64_t first = place.tensor + place.runs.begin();
+    bytes_ += (first - bytes_) % os::kDirectAlignment;
+  } else {
+    bytes_ = align_up(bytes_, kPartAlignment);
+  }
+  const std::uint64_t bytes = place.runs.bytes();
+  append({0, bytes, std::move(source), nullptr,
+          std::make_shared<const PartPlace>(std::move(place))});
 }
 
 }  // namespace torch_ckpt::engine

@@ -1,6 +1,8 @@
 #include "engine/file_save.h"
 
 #include "format/checksum_table.h"
+#include "format/crc32.h"
+#include "format/part_sums.h"
 
 namespace torch_ckpt::engine {
 
@@ -19,6 +21,14 @@ Result<format::FileResult> FileSave::result() const try {
     if (items[i].bytes > 0) records.push_back(stream.sums()[i]);
   }
   result.locations = format::ItemLocations(locations);
+  if (job.image.is_of_parts()) {
+    const std::vector<format::PartSums> parts = stream.part_sums();
+    for (const format::PartSums& part : parts) {
+      result.crcs.push_back(format::crc32(0, std::as_bytes(std::span(part.shares))));
+    }
+    result.checksum_table = format::encode_part_sums(parts);
+    return result;
+  }
   result.crcs = stream.checksums();
   result.checksum_table = format::encode_checksum_table(records);
   return result;

@@ -19,10 +19,12 @@ namespace torch_ckpt::engine {
 
 /// A file to be written.
 struct FileJob {
-  std::string name;  // in the directory; must not exist yet
+  std::string name;  // in the directory
+  // A data file, which must not exist yet; or this rank's parts of a file that several ranks write.
   FileImage image;
   // For each item of the image, its number in the save; empty: 0, 1, 2, ...
   std::vector<std::size_t> items = {};
+  std::uint64_t shared_bytes = 0;  // parts only: size of the file
 };
 
 /// The step that a file is waiting for.
@@ -50,7 +52,7 @@ struct FileSave {
       : job(std::move(given)),
         number(at),
         stream(job.image),
-        output(directory, job.name, job.image.bytes()) {}
+        output(directory, job.name, job.image, job.shared_bytes) {}
 
   /// Returns the file's result. Valid once the file is complete.
   Result<format::FileResult> result() const;

@@ -9,6 +9,7 @@
 #include "engine/file_image.h"
 #include "error.h"
 #include "format/checksum_table.h"
+#include "format/part_sums.h"
 #include "staging/device_copy.h"
 
 namespace torch_ckpt::engine {
@@ -38,7 +39,14 @@ class ImageStream {
       std::span<std::byte> bytes;
       std::optional<std::uint32_t> crc;  // of `bytes`, within one block; nullopt: not yet computed
     };
+    // A share in the checksum of a block of a tensor that several ranks write.
+    struct Share {
+      std::size_t item = 0;
+      std::size_t block = 0;  // minus the item's first block
+      std::uint32_t crc = 0;
+    };
     std::vector<Part> parts_;
+    std::vector<Share> shares_;
   };
 
   /// Starts filling `out` with the out.size() bytes of the image from `offset` on; adds the copies
@@ -46,6 +54,10 @@ class ImageStream {
   Result<Piece> begin(std::uint64_t offset, std::span<std::byte> out,
                       std::vector<staging::DeviceRun>& runs) const;
   void complete(const Piece& piece);
+
+  /// Returns the checksums of the image's parts of tensors that several ranks write, in the order
+  /// of the image. Valid once all pieces are complete.
+  std::vector<format::PartSums> part_sums() const;
 
   /// Returns the CRC-32 of each item's payload, in the order of the image. Valid once all pieces
   /// are complete.
@@ -59,6 +71,12 @@ class ImageStream {
   template <class Visit>
   void for_each_block(std::size_t item, std::uint64_t position, std::span<std::byte> payload,
                       Visit visit) const;
+  template <class Checksum>
+  void for_each_share(std::size_t item, std::uint64_t position, std::span<std::byte> payload,
+                      std::vector<Piece::Share>& shares, Checksum checksum) const;
+  void add_share(const Piece::Share& share) {
+    sums_[share.item].block_crcs[share.block] ^= share.crc;
+  }
   void add_checksum(std::size_t item, std::uint64_t position, std::uint64_t bytes,
                     std::uint32_t crc);
   void copy_tail(std::size_t item, std::uint64_t position, std::span<std::byte> out);

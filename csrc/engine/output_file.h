@@ -2,10 +2,12 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "engine/direct_io.h"
+#include "engine/file_image.h"
 #include "engine/timing.h"
 #include "error.h"
 #include "os/directory.h"
@@ -14,32 +16,49 @@
 
 namespace torch_ckpt::engine {
 
-// A data file written by a save. Call open(), write() any number of times, then finish(). After an
-// error, call abandon(), and remove() if the save has failed. write() may be called concurrently;
-// the other methods must be called by one thread at a time.
+// A file written by a save: a data file, or a file of which several ranks write parts. Call open(),
+// write() any number of times, then finish(). After an error, call abandon(), and remove() if the
+// save has failed. write() may be called concurrently; the other methods must be called by one
+// thread at a time.
 class OutputFile {
  public:
-  /// `directory` and `name` must outlive the OutputFile.
-  OutputFile(const os::Directory& directory, const std::string& name, std::uint64_t bytes)
-      : directory_(directory), name_(name), bytes_(bytes) {}
+  /// `directory`, `name` and `image` must outlive the OutputFile. shared_bytes: size of a file of
+  /// which the image has only parts.
+  OutputFile(const os::Directory& directory, const std::string& name, const FileImage& image,
+             std::uint64_t shared_bytes)
+      : directory_(directory),
+        name_(name),
+        image_(image),
+        bytes_(image.is_of_parts() ? shared_bytes : image.bytes()) {}
 
-  /// Creates the file, which must not exist yet, and reserves disk space for it.
+  /// Creates the file and reserves disk space for it. A data file must not exist yet; a file that
+  /// several ranks write may have been created by another rank.
   Result<> open(DirectIo direct_io);
-  /// Writes the first `bytes` bytes of the chunk at `offset` in the file. Direct I/O writes entire
-  /// blocks, so the last block is zero-padded in the chunk.
+  /// Writes the first `bytes` bytes of the chunk, which are the image's bytes from `offset` on.
   Result<> write(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset);
-  /// Removes the padding, fsyncs the file if `sync` is true, and closes it.
+  /// Fsyncs the file if `sync` is true, and closes it.
   Result<> finish(bool sync, Timing& timing, std::size_t number);
   /// Closes the file without finishing it.
-  void abandon() { file_.reset(); }
-  /// Deletes the file if open() created it.
+  void abandon() {
+    file_.reset();
+    edges_.reset();
+  }
+  /// Deletes a data file if open() created it. A file that several ranks write is left to the
+  /// coordinator.
   void remove() const noexcept;
 
  private:
+  Result<> write_parts(std::span<const std::byte> data, std::uint64_t offset);
+  Result<> write_segment(std::span<const std::byte> data, std::uint64_t offset);
+
   const os::Directory& directory_;
   const std::string& name_;
+  const FileImage& image_;
   const std::uint64_t bytes_;
   std::optional<os::File> file_;
+  // Buffered, for the bytes of a file of parts that direct I/O cannot write; empty without direct
+  // I/O.
+  std::optional<os::File> edges_;
   bool is_created_ = false;
   std::optional<os::FileIdentity> identity_;
 };

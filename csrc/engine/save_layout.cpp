@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 namespace torch_ckpt::engine {
@@ -54,6 +55,31 @@ Result<SaveLayout> lay_out_save(std::vector<SaveItem> items, const NamingOptions
                                 std::to_string(layout.files.size()) + ".distcp");
     job.name = layout.file_names.back();
     layout.files.push_back(std::move(job));
+  }
+  return layout;
+}
+
+SaveLayout lay_out_parts(std::vector<SavePart> parts, const std::vector<SharedFile>& files) {
+  std::vector<std::size_t> order(parts.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  const auto first_byte = [&](std::size_t i) {
+    return std::pair(parts[i].file, parts[i].place.tensor + parts[i].place.runs.begin());
+  };
+  std::ranges::stable_sort(order, {}, first_byte);
+  SaveLayout layout;
+  layout.locations.resize(parts.size());
+  std::size_t file = files.size();  // of the last job
+  for (const std::size_t index : order) {
+    SavePart& part = parts[index];
+    if (part.file != file) {
+      file = part.file;
+      layout.file_names.push_back(files[file].name);
+      layout.files.push_back({files[file].name, {}, {}, files[file].bytes});
+    }
+    FileJob& job = layout.files.back();
+    layout.locations[index] = {layout.files.size() - 1, job.image.items().size()};
+    job.items.push_back(index);
+    job.image.add_part(std::move(part.source), std::move(part.place));
   }
   return layout;
 }

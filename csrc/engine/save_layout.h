@@ -18,6 +18,19 @@ struct SaveItem {
   std::optional<format::TensorHeader> tensor;  // nullopt: write only the source's bytes
 };
 
+/// A part of a tensor in a file that several ranks write.
+struct SavePart {
+  staging::Source source;  // in row-major order
+  std::size_t file = 0;
+  PartPlace place;
+};
+
+/// A file that several ranks write.
+struct SharedFile {
+  std::string name;
+  std::uint64_t bytes = 0;
+};
+
 struct NamingOptions {
   std::string prefix;             // "__{rank}_"
   planning::BucketCount buckets;  // number of files
@@ -40,5 +53,9 @@ struct SaveLayout {
 /// Distributes items over files and lays out the files. Does not copy bytes from the sources. An
 /// empty bucket gets no file.
 Result<SaveLayout> lay_out_save(std::vector<SaveItem> items, const NamingOptions& naming);
+
+/// Lays out this rank's parts of files that several ranks write. A file of which the rank has no
+/// part is omitted.
+SaveLayout lay_out_parts(std::vector<SavePart> parts, const std::vector<SharedFile>& files);
 
 }  // namespace torch_ckpt::engine

@@ -100,22 +100,6 @@ bool is_utf8(std::string_view text) {
   return true;
 }
 
-void append_string(std::string& out, std::string_view text) {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  out += '"';
-  for (const char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    if (static_cast<unsigned char>(c) < 0x20) {
-      out += "\\u00";
-      out += kDigits[static_cast<std::size_t>(c) >> 4];
-      out += kDigits[static_cast<std::size_t>(c) & 0xf];
-    } else {
-      out += c;
-    }
-  }
-  out += '"';
-}
-
 /// The fields of a tensor's entry, before they are checked.
 struct RawEntry {
   std::string name;
@@ -300,6 +284,22 @@ std::optional<std::string_view> repeated(const Items& items, NameOf name_of) {
 
 }  // namespace
 
+void append_json_string(std::string& out, std::string_view text) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  out += '"';
+  for (const char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    if (static_cast<unsigned char>(c) < 0x20) {
+      out += "\\u00";
+      out += kDigits[static_cast<std::size_t>(c) >> 4];
+      out += kDigits[static_cast<std::size_t>(c) & 0xf];
+    } else {
+      out += c;
+    }
+  }
+  out += '"';
+}
+
 std::string_view safe_dtype_name(const Dtype& dtype) {
   const auto* found = std::ranges::find(kNames, dtype.name, &DtypeName::torch);
   return found == std::end(kNames) ? std::string_view() : found->safe;
@@ -337,7 +337,7 @@ Result<std::string> encode_safetensors_header(std::span<SafeTensor> tensors,
   std::string json = "{";
   const auto add = [&](std::string_view name, std::string_view value) {
     if (json.size() > 1) json += ',';
-    append_string(json, name);
+    append_json_string(json, name);
     json += ':';
     json += value;
   };
@@ -345,9 +345,9 @@ Result<std::string> encode_safetensors_header(std::span<SafeTensor> tensors,
     std::string text = "{";
     for (const auto& [key, value] : metadata) {
       if (text.size() > 1) text += ',';
-      append_string(text, key);
+      append_json_string(text, key);
       text += ':';
-      append_string(text, value);
+      append_json_string(text, value);
     }
     add(kMetadataKey, text + "}");
   }
@@ -359,7 +359,7 @@ Result<std::string> encode_safetensors_header(std::span<SafeTensor> tensors,
     tensor.begin = begin;
     begin += tensor.bytes;
     std::string text = "{\"dtype\":";
-    append_string(text, safe_dtype_name(*tensor.dtype));
+    append_json_string(text, safe_dtype_name(*tensor.dtype));
     text += ",\"shape\":" + quoted(shape);
     text += ",\"data_offsets\":[" + std::to_string(tensor.begin) + "," + std::to_string(begin);
     add(tensor.name, text + "]}");

@@ -55,6 +55,9 @@ std::string_view safe_dtype_name(const Dtype& dtype);
 Result<> require_safe(std::string_view name, const Dtype* dtype,
                       std::span<const std::uint64_t> sizes);
 
+/// Appends UTF-8 text as a JSON string.
+void append_json_string(std::string& out, std::string_view text);
+
 /// Encodes the bytes before the data, and sets the offsets of the tensors, whose data follows in
 /// this order. Pads the header so that the data begins at a multiple of `alignment`, a power of
 /// two of at least 8. The tensors must satisfy require_safe() and have different names. Fails with

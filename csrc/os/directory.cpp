@@ -132,6 +132,10 @@ Result<File> Directory::create(const std::string& name, IoMode mode) const {
   return File::create_at(fd_, name, path_of(name), mode);
 }
 
+Result<File> Directory::open_or_create(const std::string& name, IoMode mode) const {
+  return File::open_or_create_at(fd_, name, path_of(name), mode);
+}
+
 Result<> Directory::remove(const std::string& name) const {
   const std::string path = path_of(name);
   TC_FAULT("unlink", path);
@@ -189,6 +193,32 @@ Result<> Directory::rename(const std::string& from, const std::string& to, bool 
     return system_error(errno, "rename", path);
   }
   return {};
+}
+
+Result<> Directory::exchange(const std::string& one, const std::string& other) const {
+  const std::string path = path_of(other);
+  TC_FAULT("rename", path);
+  if (::renameat2(fd_, one.c_str(), fd_, other.c_str(), RENAME_EXCHANGE) != 0) {
+    return system_error(errno, "rename", path);
+  }
+  return {};
+}
+
+Result<> Directory::make_directory(const std::string& name) const {
+  const std::string path = path_of(name);
+  TC_FAULT("mkdir", path);
+  if (::mkdirat(fd_, name.c_str(), 0777) != 0) {
+    return system_error(errno, "mkdir", path);
+  }
+  return {};
+}
+
+Result<Directory> Directory::open_directory(const std::string& name) const {
+  const std::string path = path_of(name);
+  TC_FAULT("open", path);
+  const int fd = open_at(fd_, name.c_str(), O_RDONLY | O_NOFOLLOW);
+  if (fd < 0) return system_error(errno, "open", path);
+  return Directory(fd, path);
 }
 
 Result<> Directory::sync() const { return sync_by(fd_, path_); }

@@ -55,6 +55,9 @@ class Directory {
   }
   /// Creates a file in the directory; see File::create().
   Result<File> create(const std::string& name, IoMode mode) const;
+  /// Opens a file in the directory for writing; creates it if it does not exist. Never follows a
+  /// link.
+  Result<File> open_or_create(const std::string& name, IoMode mode) const;
 
   /// Removes a file. A missing file is not an error.
   Result<> remove(const std::string& name) const;
@@ -71,6 +74,14 @@ class Directory {
   /// Renames a file atomically. Fails with EEXIST if `replace` is false and `to` exists. Call
   /// sync() to make the rename durable.
   Result<> rename(const std::string& from, const std::string& to, bool replace = true) const;
+
+  /// Exchanges the names of two entries atomically. Fails with EINVAL or ENOSYS if the file system
+  /// does not support it.
+  Result<> exchange(const std::string& one, const std::string& other) const;
+  /// Creates a directory.
+  Result<> make_directory(const std::string& name) const;
+  /// Opens a directory in this one. Does not follow a link.
+  Result<Directory> open_directory(const std::string& name) const;
 
   /// Fsyncs the directory, so that creations, renames and removals in it survive a power cut.
   Result<> sync() const;

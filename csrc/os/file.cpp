@@ -88,8 +88,22 @@ Result<File> File::create(const std::string& path, IoMode mode) {
 
 Result<File> File::create_at(int directory, const std::string& name, const std::string& path,
                              IoMode mode) {
+  return open_for_write(directory, name, path, mode, true);
+}
+
+Result<File> File::open_or_create_at(int directory, const std::string& name,
+                                     const std::string& path, IoMode mode) {
+  auto file = open_for_write(directory, name, path, mode, false);
+  if (!file) return file.error();
+  const bool is_direct = file->is_direct();
+  return adopt(std::move(*file).release(), path, is_direct);
+}
+
+Result<File> File::open_for_write(int directory, const std::string& name, const std::string& path,
+                                  IoMode mode, bool must_create) {
   TC_FAULT("open", path);
-  const int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  const int flags =
+      O_WRONLY | O_CREAT | (must_create ? O_EXCL : O_NONBLOCK) | O_NOFOLLOW | O_CLOEXEC;
   const auto open_with = [&](int more) {
     return uninterrupted(
         [&] { return ::openat(directory, name.c_str(), flags | more, kFileMode); });
@@ -101,7 +115,7 @@ Result<File> File::create_at(int directory, const std::string& name, const std::
     if (file.fd_ >= 0) return file;
     if (errno != EINVAL) return system_error(errno, "open", path);
     // Some kernels create the file before they refuse O_DIRECT.
-    ::unlinkat(directory, name.c_str(), 0);
+    if (must_create) ::unlinkat(directory, name.c_str(), 0);
     file.direct_ = false;
   }
   file.fd_ = open_with(0);

@@ -34,6 +34,9 @@ class File {
   /// Creates `name` in the directory with the descriptor `directory`. `path` is used in messages.
   static Result<File> create_at(int directory, const std::string& name, const std::string& path,
                                 IoMode mode);
+  /// Like create_at(), but opens the file if it exists already.
+  static Result<File> open_or_create_at(int directory, const std::string& name,
+                                        const std::string& path, IoMode mode);
   /// Takes ownership of an open descriptor. Closes and refuses anything but a regular file (FIFO,
   /// device, directory).
   static Result<File> adopt(int fd, std::string path, bool direct);
@@ -97,6 +100,8 @@ class File {
  private:
   File(int fd, std::string path, bool direct) : fd_(fd), path_(std::move(path)), direct_(direct) {}
   void leave_direct_mode();
+  static Result<File> open_for_write(int directory, const std::string& name,
+                                     const std::string& path, IoMode mode, bool must_create);
 
   int fd_ = -1;
   std::string path_;

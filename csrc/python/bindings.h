@@ -11,6 +11,7 @@ void bind_results(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
 void bind_read(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_model(pybind11::module_& module);
 void bind_pool(pybind11::module_& module);
 void bind_verify(pybind11::module_& module);
 

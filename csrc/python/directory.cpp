@@ -26,6 +26,7 @@
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/memory.h"
+#include "python/publishing.h"
 
 namespace py = pybind11;
 
@@ -66,12 +67,6 @@ class Interrupts {
  private:
   std::optional<py::error_already_set> raised_;
 };
-
-void warn(const directory::Warnings& warnings) {
-  for (const std::string& text : warnings) {
-    py::module_::import("torch_ckpt._base.log").attr("warn")(os_text(text));
-  }
-}
 
 std::vector<std::string> native(const std::vector<Path>& paths) {
   std::vector<std::string> names;
@@ -130,27 +125,10 @@ void commit(directory::Lease& lease, const index::EncodedMetadata& metadata,
   if (outcome.state != directory::PublishState::published) raise(outcome);
 }
 
-/// Calls a function that removes files, and issues its warnings. The function never fails.
-template <class Function>
-void run_and_warn(Function function) {
-  directory::Warnings warnings;
-  {
-    const ReleasedGil released;
-    function(warnings);
-  }
-  warn(warnings);
-}
-
 std::optional<py::list> remove_leftovers(Directory& opened) {
   const auto removed =
       without_gil([&] { return directory::remove_leftovers(opened, directory::named_files); });
   return removed ? std::optional(texts(*removed)) : std::nullopt;
-}
-
-/// Raises OSError if nothing was published, like os.rename.
-void raise_unpublished(const directory::PublishOutcome& outcome) {
-  if (outcome.state == directory::PublishState::not_published) throw Failure(outcome.error);
-  if (outcome.state == directory::PublishState::durability_uncertain) raise(outcome);
 }
 
 void publish(const Directory& opened, const Path& temporary, const Path& name,
@@ -211,6 +189,10 @@ void bind_directory(py::module_& module) {
       .def("names",
            [](const Directory& self) { return texts(without_gil([&] { return self.names(); })); })
       .def("length_of", &length_of, py::arg("name"), NoGil())
+      .def(
+          "open_directory",
+          [](const Directory& self, const Path& name) { return self.open_directory(name.native()); },
+          py::arg("name"), NoGil())
       .def("open_for_read", &open_for_read, py::arg("name"), py::arg("flags") = 0, NoGil())
       .def(
           "remove",

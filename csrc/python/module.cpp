@@ -22,6 +22,7 @@ PYBIND11_MODULE(_core, module) {
   python::bind_index(module);
   python::bind_read(module);
   python::bind_plan(module);
+  python::bind_model(module);
   python::bind_pool(module);
   python::bind_verify(module);
   module.def(

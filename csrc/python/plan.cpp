@@ -9,13 +9,12 @@
 #include <vector>
 
 #include "planning/changes.h"
-#include "planning/global_plan.h"
-#include "planning/plan_metadata.h"
 #include "planning/replicas.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/list.h"
+#include "python/plan.h"
 #include "python/results.h"
 #include "python/text.h"
 
@@ -25,14 +24,6 @@ namespace torch_ckpt::python {
 namespace {
 
 using planning::GlobalPlan;
-
-// A plan and the encoder of its metadata, which can encode only one save at a time.
-struct PlanWithMetadata {
-  explicit PlanWithMetadata(GlobalPlan made) : plan(std::move(made)), metadata(plan) {}
-
-  const GlobalPlan plan;
-  planning::PlanMetadata metadata;
-};
 
 std::unique_ptr<PlanWithMetadata> plan_of(
     const std::vector<std::pair<py::bytes, py::bytes>>& encoded) {
@@ -136,6 +127,14 @@ void bind_plan(py::module_& module) {
             return save.plan.plans(bytes_of(name));
           },
           py::arg("name"))
+      .def("names",
+           [](const PlanWithMetadata& save) {
+             py::list names;
+             for (std::size_t i = 0; i < save.plan.names(); ++i) {
+               names.append(text_of(save.plan.name(i)));
+             }
+             return names;
+           })
       .def("differing_replicas", &differing_replicas, py::arg("fingerprints"))
       .def("paths", &paths_of)
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))

@@ -6,6 +6,7 @@
 
 #include "engine/end_session.h"
 #include "python/released_gil.h"
+#include "torch/conversion.h"
 #include "torch/tensor_checks.h"
 #include "torch/tensor_source.h"
 
@@ -27,10 +28,14 @@ void SaveSources::add(std::string name, const at::Tensor& tensor) {
 
 void SaveSources::resolve() {
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    TensorSource found = source_of(tensors_[i]);
-    engine::SaveItem& item = items_[items_of_tensors_[i]];
-    item.source = std::move(found.source);
-    item.tensor = std::move(found.header);
+    TensorSource found = parts_.empty() ? source_of(tensors_[i]) : row_major_source_of(tensors_[i]);
+    if (parts_.empty()) {
+      engine::SaveItem& item = items_[items_of_tensors_[i]];
+      item.source = std::move(found.source);
+      item.tensor = std::move(found.header);
+    } else {
+      parts_[i].source = std::move(found.source);
+    }
     storages_.push_back(found.owner.storage());
     tensors_[i] = std::move(found.owner);
   }
@@ -43,6 +48,35 @@ void SaveSources::add(std::string name, std::span<const std::byte> bytes,
   item.source.address = bytes.data();
   item.source.bytes = bytes.size();
   owners_.push_back(std::move(owner));
+}
+
+void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, std::size_t file,
+                           std::uint64_t begin, const Extents& sizes, const Extents& offsets,
+                           at::ScalarType stored) {
+  engine::SavePart part;
+  part.file = file;
+  part.place.tensor = begin;
+  part.place.item_bytes = c10::elementSize(stored);
+  auto runs = planning::BoxRuns::of(sizes, offsets, unsigned_of(tensor.sizes()),
+                                    part.place.item_bytes);
+  if (!runs) {
+    Error error = format_error(Errc::internal, "the rank's part does not lie within the tensor");
+    error.subject = name;
+    throw Failure(error);
+  }
+  part.place.runs = std::move(*runs);
+  if (tensor.scalar_type() != stored) {
+    // resolve() materializes conjugates and negatives.
+    part.place.convert = conversion_between(name, tensor.scalar_type(), stored, false, false);
+  }
+  parts_.push_back(std::move(part));
+  tensors_.push_back(tensor);
+}
+
+engine::SaveLayout SaveSources::lay_out(const engine::NamingOptions& naming) {
+  resolve();
+  if (!parts_.empty()) return engine::lay_out_parts(std::exchange(parts_, {}), files_);
+  return engine::lay_out_save(std::exchange(items_, {}), naming).value();
 }
 
 std::uint64_t SaveSources::bytes() const {
@@ -61,9 +95,7 @@ std::vector<at::Device> SaveSources::devices() const {
 TensorSave::TensorSave(engine::Context& context, const os::Directory& directory,
                        SaveSources& sources, const engine::NamingOptions& naming,
                        const engine::SaveOptions& options) {
-  sources.resolve();
-  engine::SaveLayout layout =
-      engine::lay_out_save(std::exchange(sources.items_, {}), naming).value();
+  engine::SaveLayout layout = sources.lay_out(naming);
   file_names_ = std::move(layout.file_names);
   session_ = engine::SaveSession::start(context, directory.duplicate().value(),
                                         std::move(layout.files), options)

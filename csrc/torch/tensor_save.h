@@ -12,6 +12,7 @@
 #include "engine/save_layout.h"
 #include "engine/save_session.h"
 #include "os/directory.h"
+#include "torch/extents.h"
 
 namespace torch_ckpt::tensors {
 
@@ -21,6 +22,16 @@ class SaveSources {
  public:
   void add(std::string name, const at::Tensor& tensor);
   void add(std::string name, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
+  /// Adds this rank's part of a tensor in a file that several ranks write. The part begins at
+  /// `offsets` in the tensor of size `sizes`, whose data begins at `begin` in the file. The elements
+  /// are stored with dtype `stored`. Throws Failure if the part does not lie within the tensor or
+  /// cannot be converted. `tensor` must not be on a device if it must be converted or is not
+  /// contiguous.
+  void add_part(const std::string& name, const at::Tensor& tensor, std::size_t file,
+                std::uint64_t begin, const Extents& sizes, const Extents& offsets,
+                at::ScalarType stored);
+  /// Sets the files of the parts.
+  void set_files(std::vector<engine::SharedFile> files) { files_ = std::move(files); }
   /// Returns the size of all values, in bytes.
   std::uint64_t bytes() const;
   /// Returns the CUDA devices that have tensors of the save.
@@ -34,9 +45,13 @@ class SaveSources {
   /// alive.
   void resolve();
 
+  engine::SaveLayout lay_out(const engine::NamingOptions& naming);
+
   std::vector<engine::SaveItem> items_;
+  std::vector<engine::SavePart> parts_;
+  std::vector<engine::SharedFile> files_;  // empty: the save has no parts
   std::vector<at::Tensor> tensors_;
-  std::vector<std::size_t> items_of_tensors_;
+  std::vector<std::size_t> items_of_tensors_;  // without parts
   // Keep the storages alive separately: `tensor.data = ...` replaces a tensor's storage.
   std::vector<c10::Storage> storages_;
   std::vector<std::shared_ptr<const void>> owners_;

@@ -16,16 +16,20 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// Returns the loops that copy a tensor to its payload. The payload is laid out by the dense
-// strides, with dimensions in order of decreasing stride.
-std::vector<staging::Source::Dim> gather_dims(const at::Tensor& tensor,
-                                              const std::vector<std::int64_t>& dense_strides,
-                                              std::size_t item_bytes) {
-  std::vector<std::size_t> order(dense_strides.size());
+// Returns the dimensions in order of decreasing stride.
+std::vector<std::size_t> order_by(const std::vector<std::int64_t>& strides) {
+  std::vector<std::size_t> order(strides.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return dense_strides[a] > dense_strides[b];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return strides[a] > strides[b]; });
+  return order;
+}
+
+// Returns the loops that copy a tensor to its payload, whose dimensions have this order, outermost
+// first.
+std::vector<staging::Source::Dim> gather_dims(const at::Tensor& tensor,
+                                              const std::vector<std::size_t>& order,
+                                              std::size_t item_bytes) {
   std::vector<staging::Source::Dim> dims;
   for (const std::size_t d : order) {
     const auto size = static_cast<std::uint64_t>(tensor.size(static_cast<std::int64_t>(d)));
@@ -87,7 +91,27 @@ TensorSource source_of(const at::Tensor& tensor) {
           : at::infer_dense_strides(tensor.sizes(), tensor.strides());
   found.header.strides = unsigned_of(strides);
   found.source.address = static_cast<const std::byte*>(tensor.const_data_ptr());
-  found.source.dims = gather_dims(tensor, strides, dtype->item_bytes);
+  found.source.dims = gather_dims(tensor, order_by(strides), dtype->item_bytes);
+  return found;
+}
+
+TensorSource row_major_source_of(const at::Tensor& tensor) {
+  if (tensor.is_cuda() ? !tensor.is_contiguous() : tensor.is_conj() || tensor.is_neg()) {
+    if (tensor.is_cuda()) throw std::invalid_argument("a CUDA tensor must be contiguous");
+    return row_major_source_of(tensor.resolve_conj().resolve_neg());
+  }
+  TensorSource found;
+  found.owner = tensor;
+  found.source.bytes = tensor.nbytes();
+  found.source.item_bytes = tensor.element_size();
+  found.source.address = static_cast<const std::byte*>(tensor.const_data_ptr());
+  if (tensor.is_cuda()) {
+    found.source.device = tensor.get_device();
+  } else if (tensor.numel() > 0) {
+    std::vector<std::size_t> order(static_cast<std::size_t>(tensor.dim()));
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    found.source.dims = gather_dims(tensor, order, found.source.item_bytes);
+  }
   return found;
 }
 

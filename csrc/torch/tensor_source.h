@@ -22,6 +22,9 @@ struct TensorSource {
 /// of it, otherwise the result of tensor.clone() (torch/distributed/checkpoint/filesystem.py).
 TensorSource source_of(const at::Tensor& tensor);
 
+/// Describes the tensor's elements in row-major order. A tensor on a device must be contiguous.
+TensorSource row_major_source_of(const at::Tensor& tensor);
+
 /// Copies dense CPU tensors into memory of the chunk pool. The copies have the same strides.
 std::vector<at::Tensor> copies_in_pool(engine::Context& context,
                                        const std::vector<at::Tensor>& tensors);

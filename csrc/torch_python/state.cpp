@@ -4,19 +4,23 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "planning/safetensors_layout.h"
 #include "planning/state_template.h"
 #include "python/gil.h"
 #include "python/memory.h"
 #include "python/text.h"
+#include "torch/extents.h"
 #include "torch/fingerprint.h"
 #include "torch/flat_state.h"
 #include "torch/source_watch.h"
+#include "torch/tensor_checks.h"
 #include "torch/tensor_save.h"
 #include "torch_python/bindings.h"
 
@@ -94,6 +98,52 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
   return sources;
 }
 
+/// Adds this rank's part of a tensor. cast: the dtype in which floating-point tensors are stored,
+/// or None.
+void add_part(SaveSources& sources, const py::str& name, at::Tensor tensor,
+              const std::pair<std::size_t, std::uint64_t>& place, const tensors::Extents& sizes,
+              const tensors::Extents& offsets, const std::optional<at::ScalarType>& cast) {
+  const format::Dtype* const own = tensors::dtype_of(tensor.scalar_type());
+  const bool is_cast = cast && planning::stored_dtype(own, tensors::dtype_of(*cast)) != own;
+  const at::ScalarType stored = is_cast ? *cast : tensor.scalar_type();
+  if (tensor.is_cuda()) tensor = tensor.to(stored).contiguous();
+  sources.add_part(bytes_of(name), tensor, place.first, place.second, sizes, offsets, stored);
+}
+
+/// Returns this rank's parts of the tensors of an assignment. places: a planning::RankPlaces. cast:
+/// the dtype in which floating-point tensors are stored, or None.
+SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const py::bytes& places,
+                     const std::optional<at::ScalarType>& cast) {
+  const auto numbers = numbers_of(assignment);
+  const auto of_rank = planning::RankPlaces::decode(places).value();
+  if (of_rank.places.size() != numbers.size()) {
+    throw py::value_error("there must be one place for each value of the assignment");
+  }
+  SaveSources sources;
+  std::vector<engine::SharedFile> files;
+  for (const auto& file : of_rank.files) files.push_back({file.name, file.bytes});
+  sources.set_files(std::move(files));
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const FlatState::Row& row = row_of(state, numbers[i]);
+    if (!row.has_tensor()) {
+      throw py::value_error(std::string(state.name(numbers[i])) +
+                            ": safetensors files cannot hold a value of this type");
+    }
+    tensors::Extents sizes = tensors::unsigned_of(row.local.sizes());
+    tensors::Extents offsets(sizes.size(), 0);
+    if (row.kind == FlatState::Kind::dtensor) {
+      const auto whole = state.extents().at(row.size);
+      const auto begin = state.extents().at(state.box(row).offsets);
+      sizes.assign(whole.begin(), whole.end());
+      offsets.assign(begin.begin(), begin.end());
+    }
+    const auto& [file, begin] = of_rank.places[i];
+    add_part(sources, text_of(state.name(numbers[i])), row.local, {file, begin}, sizes, offsets,
+             cast);
+  }
+  return sources;
+}
+
 /// Returns a method that returns the numbers of the values for which `is_wanted` is true.
 template <class IsWanted>
 auto numbers_where(IsWanted is_wanted) {
@@ -142,6 +192,17 @@ void bind_state(py::module_& module) {
             add_source(sources, bytes_of(name), value);
           },
           py::arg("name"), py::arg("value"))
+      .def(
+          "set_files",
+          [](SaveSources& sources,
+             const std::vector<std::pair<std::string, std::uint64_t>>& given) {
+            std::vector<engine::SharedFile> files;
+            for (const auto& [name, bytes] : given) files.push_back({name, bytes});
+            sources.set_files(std::move(files));
+          },
+          py::arg("files"))
+      .def("add_part", &add_part, py::arg("name"), py::arg("tensor"), py::arg("place"),
+           py::arg("sizes"), py::arg("offsets"), py::arg("cast"))
       .def_property_readonly("nbytes", &SaveSources::bytes)
       .def("devices", &SaveSources::devices);
   py::class_<FlatState>(module, "FlatState")
@@ -154,6 +215,7 @@ void bind_state(py::module_& module) {
       .def("contents", &contents_of)
       .def("unready", &unready_values, py::arg("assignment"))
       .def("sources", &sources_of, py::arg("assignment"), py::arg("with_names"))
+      .def("parts", &parts_of, py::arg("assignment"), py::arg("places"), py::arg("cast"))
       .def(
           "fingerprints",
           [](const FlatState& state, bool whole) {

@@ -120,15 +120,15 @@ def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
 
 def brought_with(
     results: list[list[WriteResult]],
-) -> tuple[dict[str, bytes], list[DirectoryIdentity]]:
-    """Removes the checksum tables and the ranks' directory identities from the results, and returns
-    them."""
-    tables: dict[str, bytes] = {}
+) -> tuple[list[dict[str, bytes]], list[DirectoryIdentity]]:
+    """Removes each rank's checksum tables, by file name, and directory identity from the results,
+    and returns them."""
+    tables: list[dict[str, bytes]] = []
     directories: list[DirectoryIdentity] = []
     for of_rank in results:
         for result in of_rank:
             brought = vars(result.storage_data).pop(_WRITTEN, None)
             if brought is not None:
-                tables |= brought[0]
+                tables.append(brought[0])
                 directories.append(brought[1])
     return tables, directories

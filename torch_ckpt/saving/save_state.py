@@ -78,6 +78,24 @@ class SaveState:
         #: Seconds spent on planning and on the lookup of values.
         self.seconds = time.perf_counter() - begin, 0.0
 
+    # --- the values ------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Returns the fully qualified names of all values."""
+        return self._flat.names()
+
+    def memory(self, name: str) -> Any:
+        """Returns a value that is equal for tensors of the same dtype, size and memory."""
+        value = self._flat.value(self._flat.names().index(name))
+        local = getattr(value, "_local_tensor", value)
+        if not isinstance(local, torch.Tensor):
+            return name
+        return local.data_ptr(), local.shape, local.stride(), local.dtype
+
+    def remove(self, name: str) -> None:
+        """Removes a value, which is then not saved."""
+        self._flat.remove(self._flat.names().index(name))
+
     # --- the plan --------------------------------------------------------------------------------
 
     @no_gc()
@@ -147,6 +165,31 @@ class SaveState:
         if self._planner is not None and assignment.torch_plan is not None:
             for item in self._planner.finish_plan(assignment.torch_plan).items:
                 sources.add(item.index.fqn, self._resolve(self._planner, item))
+        self.seconds = self.seconds[0], time.perf_counter() - begin
+        return sources
+
+    @no_gc()
+    def parts(
+        self, assignment: Assignment, places: bytes, dtype: torch.dtype | None
+    ) -> _C.SaveSources:
+        """Returns the parts of tensors in an assignment, for files that several ranks write.
+
+        Args:
+            places: the places of the tensors, encoded by the coordinator.
+            dtype: dtype in which floating-point tensors are stored; None keeps each tensor's.
+
+        Raises:
+            CheckpointError: the files cannot hold a tensor.
+        """
+        begin = time.perf_counter()
+        for row, name, value in self._flat.unready(assignment.numbers):
+            if not _C.is_plain(value):
+                raise CheckpointError(
+                    f"{name}: safetensors files cannot hold a tensor of this layout, subclass or "
+                    "device; convert it to a plain tensor first, or leave it out"
+                )
+            self._flat.replace(row, as_value(value))
+        sources = self._flat.parts(assignment.numbers, places, dtype)
         self.seconds = self.seconds[0], time.perf_counter() - begin
         return sources
 

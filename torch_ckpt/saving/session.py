@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,17 +23,16 @@ from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, require_one_directory
-from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.saving.global_plan import Assignment, Contents, GlobalPlan
-from torch_ckpt.saving.items import Written, names_of_files
+from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.rank_write import RankWrite
 from torch_ckpt.saving.replica_check import description_of
 from torch_ckpt.saving.save_state import SaveState, StateDict
-from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.saving.writer import FileSystemWriter, Saved
 
 
 class RankMessage(NamedTuple):
@@ -59,12 +59,14 @@ class Reply(NamedTuple):
         number: number of the plan; 0 asks all ranks for their contents.
         tag: the text after ``__{rank}_`` in the names of all data files.
         differing: the values that differ between ranks, if they were compared.
+        places: see :meth:`FileSystemWriter.places`.
     """
 
     assignment: Assignment | None
     number: int
     tag: str = ""
     differing: str = ""
+    places: bytes = b""
 
 
 class PlanCache:
@@ -191,6 +193,7 @@ class SaveSession:
             raise self._job.abandoned
         else:
             state = self._job.state
+        self._writer.prepare_state(state)
         state.plan(self._writer.storage_meta(), self._ranks.is_coordinator)
         self._writer.set_up_for_save(self._ranks.rank)
         is_known = state.structure is not None and state.structure == self._plans.structure
@@ -217,7 +220,14 @@ class SaveSession:
         if assignments is None:
             return Answers([Reply(None, 0)] * len(messages))
         differing = self._compare_replicas([message.fingerprints for message in messages])
-        return replies_of(assignments, plans.last_number, self._writer.tag, differing)
+        assert plans.plan is not None
+        places = self._writer.places(plans.plan)
+        replies = replies_of(assignments, plans.last_number, self._writer.tag, differing)
+        if not places:
+            return replies
+        return Answers(
+            [reply._replace(places=one) for reply, one in zip(replies, places, strict=True)]
+        )
 
     def _compare_replicas(self, fingerprints: list[bytes | None]) -> str:
         """Returns a description of the values that differ between ranks, or an empty string."""
@@ -238,10 +248,10 @@ class SaveSession:
         job, writer, plans = self._job, self._writer, self._plans
         plans.keep(state.structure, reply)
         with self._write.device_streams():
-            sources = state.sources(plans.assignment, bool(writer.separation_hint))
-        prefix = _core.choose_prefix(writer.directory, f"__{self._ranks.rank}_{reply.tag}")
-        if plans.plan is not None and not plans.plan.torch_metadata:
-            self._write.meanwhile = plans.plan.engine.describe
+            sources = writer.sources(state, plans.assignment, reply.places)
+        prefix = writer.prefix(reply.tag)
+        if plans.plan is not None:
+            self._write.meanwhile = partial(writer.prepare_commit, plans.plan)
         if job is not None:
             job.differing = reply.differing
             job.metrics.planning_s = time.perf_counter() - job.begun
@@ -259,12 +269,10 @@ class SaveSession:
 
     # --- 4. the commit, on the coordinator -------------------------------------------------------
 
-    def _commit(self, written: list[Written]) -> SavedMetadata:
+    def _commit(self, written: list[Written]) -> Saved:
         plan, writer = self._plans.plan, self._writer
         assert plan is not None
-        data = plan.encode(written, writer.storage_meta())
-        writer.commit(data, names_of_files(written))
-        saved = SavedMetadata(data, writer.destination, self._ranks.size)
+        saved = writer.commit_plan(plan, written, self._ranks.size)
         job = self._job
         if job is not None and job.unchanged is not None:
             job.warning = job.unchanged.check(plan, written, job.metrics.path)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
@@ -30,7 +31,7 @@ from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.file_system import FilesBeneath
-from torch_ckpt.checkpoint.lazy_metadata import make_lazy, saved_contents
+from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata, make_lazy, saved_contents
 from torch_ckpt.checkpoint.lease import (
     DirectoryLease,
     refuse_hidden_save,
@@ -44,7 +45,7 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.saving.background import CHUNK_BYTES, Background
-from torch_ckpt.saving.global_plan import GlobalPlan
+from torch_ckpt.saving.global_plan import Assignment, GlobalPlan
 from torch_ckpt.saving.items import (
     Written,
     brought_with,
@@ -55,9 +56,18 @@ from torch_ckpt.saving.items import (
 )
 from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
 from torch_ckpt.saving.save_planner import EngineStorageMeta, SavePlanner, global_plan_of
+from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.snapshots import copy_of_state
 
 _DEFAULT_BACKGROUND = Background()
+
+
+class Saved(Protocol):
+    """A committed save, in the form in which the coordinator sends it to the other ranks."""
+
+    def metadata(self) -> Metadata:
+        """Returns the metadata."""
+
 
 #: By default a rank writes one file per this many bytes or fraction thereof, up to its number of
 #: files. For less data a second file would cost an fsync but not make the save faster: nearly all
@@ -272,7 +282,7 @@ class FileSystemWriter(StockWriter):
             meta = self.storage_meta()
             metadata.storage_meta = None if meta is None else StorageMeta(**vars(meta))
             tables, directories = brought_with(results)
-            complete = with_checksum_tables(metadata, tables)
+            complete = with_checksum_tables(metadata, dict(ChainMap(*tables)))
             data = _core.EncodedMetadata(encode_metadata(complete))
         try:
             require_one_directory([DirectoryIdentity.of(self.directory), *directories])
@@ -412,6 +422,49 @@ class FileSystemWriter(StockWriter):
             )
         finally:
             self._write = None
+
+    def prepare_state(self, state: SaveState) -> None:
+        """Removes values from a state dict that this writer does not write."""
+
+    def places(self, plan: GlobalPlan) -> Sequence[bytes]:
+        """Returns the places of each rank's values in files that several ranks write; empty if each
+        rank writes files of its own. Called on the coordinator."""
+        return ()
+
+    def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
+        """Returns the values that this rank writes.
+
+        Args:
+            places: this rank's :meth:`places`.
+        """
+        return state.sources(assignment, bool(self.separation_hint))
+
+    def prefix(self, tag: str) -> str:
+        """Returns the prefix for the names of this rank's files.
+
+        Args:
+            tag: the coordinator's :attr:`tag`.
+        """
+        return _core.choose_prefix(self.directory, f"__{self.rank}_{tag}")
+
+    def prepare_commit(self, plan: GlobalPlan) -> None:
+        """Does the coordinator's work for the commit that does not depend on the files."""
+        if not plan.torch_metadata:
+            plan.engine.describe()
+
+    def commit_plan(self, plan: GlobalPlan, written: list[Written], ranks: int) -> Saved:
+        """Commits a save that the engine has planned, on the coordinator.
+
+        Args:
+            written: the results of the writes, indexed by rank.
+            ranks: number of ranks that receive the result.
+
+        Raises:
+            NotCommitted, DurabilityUncertain: see :meth:`commit`.
+        """
+        data = plan.encode(written, self.storage_meta())
+        self.commit(data, names_of_files(written))
+        return SavedMetadata(data, self.destination, ranks)
 
     def undo(self, written: Written) -> None:
         """Removes the files that this rank wrote, after the save has failed on another rank."""

@@ -1,0 +1,253 @@
+#include "directory/model_save.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <optional>
+#include <set>
+
+#include "directory/file_names.h"
+#include "format/crc32.h"
+#include "os/file.h"
+
+namespace torch_ckpt::directory {
+namespace {
+
+constexpr std::string_view kInfix = ".tmp-";
+// Limits the memory for the checksums of a directory that is to be replaced.
+constexpr std::uint64_t kMaxChecksumsBytes = std::uint64_t{1} << 30;
+
+std::string temporary_name(const std::string& name) {
+  return "." + name + std::string(kInfix) + random_hex(kSuffixDigits);
+}
+
+bool is_temporary_name(std::string_view found, const std::string& name) {
+  const std::string prefix = "." + name + std::string(kInfix);
+  return found.starts_with(prefix) && found.size() == prefix.size() + kSuffixDigits &&
+         found.find_first_not_of("0123456789abcdef", prefix.size()) == std::string_view::npos;
+}
+
+/// Returns true for the names of files that hold a model's tensors, and for its index.
+bool is_model_file(std::string_view name) {
+  return name == planning::SafetensorsLayout::kIndexName || name == format::kSafeChecksumsName ||
+         name == "config.json" || (name.starts_with("model") && name.ends_with(".safetensors"));
+}
+
+/// Returns the names of the files that the directory's checksums name; none if there are no valid
+/// checksums.
+Result<std::set<std::string>> files_with_checksums(const os::Directory& directory) {
+  std::set<std::string> names;
+  auto file = directory.open_for_read(std::string(format::kSafeChecksumsName));
+  if (!file) {
+    if (file.error().sys_errno == ENOENT) return names;
+    return file.error();
+  }
+  const auto bytes = file->size();
+  if (!bytes) return bytes.error();
+  if (*bytes > kMaxChecksumsBytes) return names;
+  std::vector<std::byte> contents(*bytes);
+  if (auto read = file->read_at(contents, 0); !read) return read.error();
+  if (const auto files = format::decode_safe_checksums(contents)) {
+    for (const format::SafeChecksums& one : *files) names.insert(one.name);
+  }
+  return names;
+}
+
+Error exists(const os::Directory& parent, const std::string& name, std::string detail) {
+  Error error = system_error(EEXIST, "save", parent.path_of(name));
+  error.detail = std::move(detail);
+  return error;
+}
+
+/// Checks that a directory may be replaced: 6 of the protocol.
+Result<> require_replaceable(const os::Directory& parent, const std::string& name) {
+  auto old = parent.open_directory(name);
+  if (!old) {
+    if (old.error().sys_errno != ENOTDIR && old.error().sys_errno != ELOOP) return old.error();
+    return exists(parent, name, "this is not a directory and was not replaced; save elsewhere");
+  }
+  auto found = old->names();
+  if (!found) return found.error();
+  const auto own = files_with_checksums(*old);
+  if (!own) return own.error();
+  for (const std::string& file : *found) {
+    if (is_model_file(file) || own->contains(file)) continue;
+    return exists(parent, name,
+                  "the directory contains a file that this save would not write (" + file +
+                      ") and was not replaced; save elsewhere, or remove the file");
+  }
+  return {};
+}
+
+/// Removes a directory under its exclusive lock. Returns false if it is in use.
+Result<bool> remove_unused(const os::Directory& parent, const std::string& name) {
+  auto opened = parent.open_directory(name);
+  if (!opened) return opened.error();
+  auto locked = opened->try_lock_exclusive();
+  if (!locked || !*locked) return locked;
+  if (auto removed = parent.remove_tree(name); !removed) return removed.error();
+  return true;
+}
+
+}  // namespace
+
+Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name, bool may_replace,
+                                   Warnings& warnings) {
+  auto own_parent = parent.reopen();
+  if (!own_parent) return own_parent.error();
+  auto names = parent.names();
+  if (!names) return names.error();
+  for (const std::string& found : *names) {
+    if (!is_temporary_name(found, name)) continue;
+    if (auto removed = remove_unused(parent, found);
+        !removed && removed.error().sys_errno != ENOENT)
+      warnings.push_back("a leftover of an interrupted save was not removed: " +
+                         removed.error().message());
+  }
+  if (std::ranges::find(*names, name) != names->end()) {
+    if (!may_replace) {
+      return exists(parent, name, "it exists already; pass overwrite=True to replace it");
+    }
+    if (auto replaceable = require_replaceable(parent, name); !replaceable) {
+      return replaceable.error();
+    }
+  }
+  std::string temporary = temporary_name(name);
+  if (auto made = parent.make_directory(temporary); !made) return made.error();
+  auto opened = parent.open_directory(temporary);
+  // A lock cannot be refused: no other process knows the name.
+  const Result<bool> shared = opened ? opened->try_share() : opened.error();
+  if (!shared) {
+    static_cast<void>(parent.remove_directory(temporary));
+    return shared.error();
+  }
+  return ModelSave(std::move(*own_parent), std::move(*opened), std::move(name),
+                   std::move(temporary), may_replace);
+}
+
+ModelSave::ModelSave(os::Directory parent, os::Directory directory, std::string name,
+                     std::string temporary, bool may_replace)
+    : parent_(std::move(parent)),
+      directory_(std::move(directory)),
+      name_(std::move(name)),
+      temporary_(std::move(temporary)),
+      may_replace_(may_replace) {}
+
+Result<> ModelSave::write_file(const std::string& name, std::string_view contents,
+                               bool sync) const {
+  auto file = directory_.create(name, os::IoMode::buffered);
+  if (!file) return file.error();
+  auto done = file->write_at(std::as_bytes(std::span(contents)), 0);
+  if (done && sync) done = file->sync();
+  return done ? std::move(*file).close() : done;
+}
+
+Result<> ModelSave::complete(const planning::SafetensorsLayout& layout,
+                             std::span<const Extra> extras, std::vector<std::string> checksums,
+                             bool sync) {
+  std::vector<format::SafeChecksums> all;
+  const auto add = [&](const std::string& name, std::uint64_t bytes, std::string_view contents) {
+    all.push_back({name, bytes, format::crc32(0, std::as_bytes(std::span(contents))), {}});
+  };
+  for (std::size_t i = 0; i < layout.files().size(); ++i) {
+    const auto& [name, header, bytes] = layout.files()[i];
+    auto file = directory_.open_or_create(name, os::IoMode::buffered);
+    if (!file) return file.error();
+    auto done = file->write_at(std::as_bytes(std::span(header)), 0);
+    if (done && sync) done = file->sync();
+    const auto found = file->size();
+    if (done && !found) done = found.error();
+    if (done && *found != bytes) {
+      Error error = format_error(Errc::range_past_end,
+                                 "the file has " + std::to_string(*found) + " bytes instead of " +
+                                     std::to_string(bytes) +
+                                     ": another process has changed it, or ranks do not see the "
+                                     "same file system");
+      error.operation = "save";
+      error.path = file->path();
+      return error;
+    }
+    if (done) done = std::move(*file).close();
+    if (!done) return done;
+    add(name, bytes, header);
+    if (i < checksums.size()) all.back().table = std::move(checksums[i]);
+  }
+  std::vector<Extra> others(extras.begin(), extras.end());
+  if (!layout.index().empty()) {
+    others.push_back({std::string(planning::SafetensorsLayout::kIndexName), layout.index()});
+  }
+  for (const Extra& other : others) {
+    if (auto written = write_file(other.name, other.contents, sync); !written) return written;
+    add(other.name, other.contents.size(), other.contents);
+  }
+  const std::string contents = format::encode_safe_checksums(all);
+  if (auto written = write_file(std::string(format::kSafeChecksumsName), contents, sync); !written)
+    return written;
+  return sync ? directory_.sync() : Result<>();
+}
+
+PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
+  const PublishMode mode{.sync = sync, .replace = may_replace_};
+  auto identity = directory_.identity();
+  if (!identity) return {PublishState::not_published, identity.error()};
+  Publication publication{temporary_, name_, {}, *identity};
+  auto is_there = parent_.contains(name_);
+  if (!is_there) return {PublishState::not_published, is_there.error()};
+  if (!*is_there || !may_replace_) {
+    return directory::publish(parent_, publication, {.sync = sync, .replace = false});
+  }
+  if (auto replaceable = require_replaceable(parent_, name_); !replaceable) {
+    return {PublishState::not_published, replaceable.error()};
+  }
+  publication.exchanges = true;
+  PublishOutcome outcome = directory::publish(parent_, publication, mode);
+  const int failed = outcome.error.sys_errno;
+  const bool is_unsupported = outcome.state == PublishState::not_published &&
+                              (failed == EINVAL || failed == ENOSYS || failed == EOPNOTSUPP);
+  if (!is_unsupported) {
+    former = temporary_;
+    return outcome;
+  }
+  publication.exchanges = false;
+  former = publication.aside = temporary_name(name_);
+  return directory::publish(parent_, publication, mode);
+}
+
+Result<> ModelSave::remove_former(const std::string& former) const {
+  if (auto replaceable = require_replaceable(parent_, former); !replaceable) {
+    if (replaceable.error().sys_errno != EEXIST) return replaceable;
+    const std::string kept = "." + name_ + ".former-" + random_hex(kSuffixDigits);
+    if (auto renamed = parent_.rename(former, kept, false); !renamed) return renamed;
+    return exists(parent_, kept, "another process has added a file to it");
+  }
+  auto removed = remove_unused(parent_, former);
+  return removed ? Result<>() : removed.error();
+}
+
+PublishOutcome ModelSave::publish(bool sync, Warnings& warnings) {
+  std::string former;
+  PublishOutcome outcome = try_publish(sync, former);
+  if (outcome.state == PublishState::not_published) {
+    discard(warnings);
+    return outcome;
+  }
+  has_ended_ = true;
+  if (outcome.state == PublishState::published && !former.empty()) {
+    if (auto removed = remove_former(former); !removed) {
+      warnings.push_back(
+          parent_.path_of(name_) +
+          " was replaced, but its former contents remain: " + removed.error().message());
+    }
+  }
+  directory_.close();
+  return outcome;
+}
+
+void ModelSave::discard(Warnings& warnings) {
+  if (std::exchange(has_ended_, true)) return;
+  directory_.close();
+  if (auto removed = parent_.remove_tree(temporary_); !removed) {
+    warnings.push_back("the files of a failed save were not removed: " + removed.error().message());
+  }
+}
+
+}  // namespace torch_ckpt::directory

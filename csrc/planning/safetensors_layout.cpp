@@ -1,0 +1,189 @@
+#include "planning/safetensors_layout.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <numeric>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include "format/little_endian.h"
+#include "os/file.h"
+
+namespace torch_ckpt::planning {
+namespace {
+
+using format::Dtype;
+using format::SafeTensor;
+
+std::uint64_t bytes_of(const SafeTensor& tensor) {
+  return std::accumulate(tensor.sizes.begin(), tensor.sizes.end(),
+                         std::uint64_t{tensor.dtype->item_bytes}, std::multiplies<>());
+}
+
+/// Distributes the tensors over files, in order.
+std::vector<std::vector<std::size_t>> split(std::span<const SafeTensor> tensors,
+                                            std::uint64_t max_bytes) {
+  std::vector<std::vector<std::size_t>> files(1);
+  std::uint64_t used = 0;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const std::uint64_t bytes = bytes_of(tensors[i]);
+    if (max_bytes != 0 && !files.back().empty() && bytes > max_bytes - std::min(used, max_bytes)) {
+      files.emplace_back();
+      used = 0;
+    }
+    files.back().push_back(i);
+    used += bytes;
+  }
+  return files;
+}
+
+std::string file_name(std::size_t number, std::size_t count) {
+  if (count == 1) return "model.safetensors";
+  char name[64];
+  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", number + 1, count);
+  return name;
+}
+
+std::string index_of(std::span<const SafeTensor> tensors,
+                     std::span<const SafetensorsLayout::File> files,
+                     std::span<const SafetensorsLayout::Place> places) {
+  std::uint64_t total = 0;
+  std::map<std::string_view, std::string_view> file_of;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    total += bytes_of(tensors[i]);
+    file_of[tensors[i].name] = files[places[i].file].name;
+  }
+  std::string json = "{\n  \"metadata\": {\n    \"total_size\": " + std::to_string(total) +
+                     "\n  },\n  \"weight_map\": {";
+  for (const auto& [name, file] : file_of) {
+    json += json.ends_with('{') ? "\n    " : ",\n    ";
+    format::append_json_string(json, name);
+    json += ": ";
+    format::append_json_string(json, file);
+  }
+  return json + "\n  }\n}\n";
+}
+
+}  // namespace
+
+Result<SafetensorsLayout> SafetensorsLayout::of(std::vector<SafeTensor> tensors,
+                                                const Options& options) {
+  std::unordered_set<std::string_view> names;
+  for (const SafeTensor& tensor : tensors) {
+    if (auto safe = format::require_safe(tensor.name, tensor.dtype, tensor.sizes); !safe) {
+      return safe.error();
+    }
+    if (!names.insert(tensor.name).second) {
+      Error error =
+          format_error(Errc::invalid_argument, "two tensors would get this name; rename one");
+      error.subject = tensor.name;
+      return error;
+    }
+  }
+  SafetensorsLayout layout;
+  layout.places_.resize(tensors.size());
+  std::vector<std::vector<std::size_t>> files = split(tensors, options.max_shard_bytes);
+  for (std::vector<std::size_t>& in_file : files) {
+    const auto file = static_cast<std::uint32_t>(layout.files_.size());
+    std::ranges::sort(in_file, [&](std::size_t a, std::size_t b) {
+      return std::forward_as_tuple(tensors[b].dtype->item_bytes, tensors[a].name) <
+             std::forward_as_tuple(tensors[a].dtype->item_bytes, tensors[b].name);
+    });
+    std::vector<SafeTensor> ordered;
+    for (const std::size_t i : in_file) ordered.push_back(tensors[i]);
+    auto header =
+        format::encode_safetensors_header(ordered, options.metadata, os::kDirectAlignment);
+    if (!header) return header.error();
+    const std::uint64_t bytes =
+        ordered.empty() ? header->size() : ordered.back().begin + ordered.back().bytes;
+    for (std::size_t i = 0; i < in_file.size(); ++i) {
+      layout.places_[in_file[i]] = {file, ordered[i].begin};
+    }
+    layout.files_.push_back({file_name(file, files.size()), std::move(*header), bytes});
+  }
+  if (files.size() > 1) layout.index_ = index_of(tensors, layout.files_, layout.places_);
+  return layout;
+}
+
+const Dtype* stored_dtype(const Dtype* dtype, const Dtype* cast) {
+  const bool is_floating = dtype != nullptr && (dtype->name.starts_with("float") ||
+                                                dtype->name.starts_with("bfloat"));
+  return is_floating && cast != nullptr && dtype->name != "float4_e2m1fn_x2" ? cast : dtype;
+}
+
+Result<std::vector<SafeTensor>> safe_tensors_of(const GlobalPlan& plan,
+                                                std::span<const std::string> names,
+                                                const Dtype* cast) {
+  std::vector<SafeTensor> tensors(plan.names());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const StateTemplate& state = plan.first_template(i);
+    const StateTemplate::Row& row = state.row(plan.first_row(i));
+    if (row.kind != StateTemplate::Kind::tensor && row.kind != StateTemplate::Kind::shard) {
+      Error error = format_error(Errc::invalid_argument,
+                                 "safetensors files hold only tensors; save this value elsewhere");
+      error.subject = plan.name(i);
+      return error;
+    }
+    tensors[i].name = names.empty() ? std::string(plan.name(i)) : names[i];
+    tensors[i].dtype = stored_dtype(format::find_dtype(state.dtype(row)), cast);
+    const auto sizes = state.sizes(row);
+    tensors[i].sizes.assign(sizes.begin(), sizes.end());
+  }
+  return tensors;
+}
+
+RankPlaces RankPlaces::of(const GlobalPlan& plan, const SafetensorsLayout& layout,
+                          std::size_t rank) {
+  RankPlaces of_rank;
+  for (const SafetensorsLayout::File& file : layout.files()) {
+    of_rank.files.push_back({file.name, file.bytes});
+  }
+  for (std::size_t i = 0; i < plan.owned(rank).size(); ++i) {
+    of_rank.places.push_back(layout.places()[plan.entry(rank, i)]);
+  }
+  return of_rank;
+}
+
+// places := files:u32 file* tensors:u32 place*
+// file   := name_bytes:u32 name bytes:u64
+// place  := file:u32 begin:u64
+std::string RankPlaces::encode() const {
+  std::string out;
+  format::put(out, files.size(), 4);
+  for (const File& file : files) {
+    format::put(out, file.name.size(), 4);
+    out += file.name;
+    format::put(out, file.bytes, 8);
+  }
+  format::put(out, places.size(), 4);
+  for (const SafetensorsLayout::Place& place : places) {
+    format::put(out, place.file, 4);
+    format::put(out, place.begin, 8);
+  }
+  return out;
+}
+
+Result<RankPlaces> RankPlaces::decode(std::string_view bytes) {
+  format::ByteReader reader(std::as_bytes(std::span(bytes)));
+  RankPlaces of_rank;
+  bool is_complete = true;
+  for (std::uint64_t left = reader.number(4); left > 0 && !reader.has_failed(); --left) {
+    File& file = of_rank.files.emplace_back();
+    file.name = reader.text(reader.number(4));
+    file.bytes = reader.number(8);
+  }
+  for (std::uint64_t left = reader.number(4); left > 0 && !reader.has_failed(); --left) {
+    SafetensorsLayout::Place& place = of_rank.places.emplace_back();
+    place.file = static_cast<std::uint32_t>(reader.number(4));
+    place.begin = reader.number(8);
+    is_complete = is_complete && place.file < of_rank.files.size();
+  }
+  if (!is_complete || reader.has_failed() || reader.left() != 0) {
+    return format_error(Errc::frame_damaged, "the places of a rank's tensors are damaged");
+  }
+  return of_rank;
+}
+
+}  // namespace torch_ckpt::planning

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "error.h"
+#include "format/safetensors.h"
+#include "planning/global_plan.h"
+
+namespace torch_ckpt::planning {
+
+// The files of a model in Hugging Face's layout:
+//
+//   1. Tensors are distributed over files in the order of their names in the state dict. A file has
+//      at most `max_shard_bytes` bytes of tensors, or a single larger tensor.
+//   2. A file has wide elements first, so that readers can map each tensor at its alignment, and
+//      equally wide elements in the order of their names. Its data begins at a multiple of a page.
+//   3. A single file is "model.safetensors". Several files are "model-00001-of-00002.safetensors",
+//      and so on, and "model.safetensors.index.json" maps names to files.
+//
+// Everything follows from names, dtypes and sizes, so each rank can write its parts of tensors to
+// their final places.
+class SafetensorsLayout {
+ public:
+  struct Options {
+    std::uint64_t max_shard_bytes = 0;   // 0: a single file
+    format::SafeMetadata metadata = {};  // of each file
+  };
+  struct File {
+    std::string name;
+    std::string header;  // the bytes before the data
+    std::uint64_t bytes = 0;
+  };
+  /// The place of a tensor's data.
+  struct Place {
+    std::uint32_t file = 0;
+    std::uint64_t begin = 0;  // offset in the file
+  };
+  static constexpr std::string_view kIndexName = "model.safetensors.index.json";
+
+  /// Fails with Errc::invalid_argument if the format cannot hold a tensor, or two have one name.
+  static Result<SafetensorsLayout> of(std::vector<format::SafeTensor> tensors,
+                                      const Options& options);
+
+  std::span<const File> files() const { return files_; }
+  /// The places of the tensors, in the order in which they were given.
+  std::span<const Place> places() const { return places_; }
+  /// The contents of the index; empty if there is a single file.
+  const std::string& index() const { return index_; }
+
+ private:
+  std::vector<File> files_;
+  std::vector<Place> places_;
+  std::string index_;
+};
+
+/// Returns the dtype in which a tensor is stored: `cast` if the tensor has floating-point elements
+/// of another dtype, otherwise its own. cast: nullptr changes nothing.
+const format::Dtype* stored_dtype(const format::Dtype* dtype, const format::Dtype* cast);
+
+/// Returns the tensors of a plan, in the order of GlobalPlan::name(). Fails with
+/// Errc::invalid_argument if a value is not a tensor. names: new names in the same order; empty
+/// keeps the plan's.
+Result<std::vector<format::SafeTensor>> safe_tensors_of(const GlobalPlan& plan,
+                                                        std::span<const std::string> names,
+                                                        const format::Dtype* cast);
+
+/// The files of which a rank writes parts, and the places of the tensors, in the order of the rows
+/// that it owns.
+struct RankPlaces {
+  struct File {
+    std::string name;
+    std::uint64_t bytes = 0;
+  };
+  std::vector<File> files;
+  std::vector<SafetensorsLayout::Place> places;
+
+  static RankPlaces of(const GlobalPlan& plan, const SafetensorsLayout& layout, std::size_t rank);
+  std::string encode() const;
+  /// Fails with Errc::frame_damaged.
+  static Result<RankPlaces> decode(std::string_view bytes);
+};
+
+}  // namespace torch_ckpt::planning

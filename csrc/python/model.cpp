@@ -1,0 +1,171 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "directory/model_save.h"
+#include "format/part_sums.h"
+#include "planning/safetensors_layout.h"
+#include "python/bindings.h"
+#include "python/errors.h"
+#include "python/gil.h"
+#include "python/plan.h"
+#include "python/publishing.h"
+#include "python/text.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt::python {
+namespace {
+
+using directory::ModelSave;
+using planning::SafetensorsLayout;
+
+using Metadata = std::vector<std::pair<py::str, py::str>>;
+
+SafetensorsLayout layout_of_tensors(Result<std::vector<format::SafeTensor>> tensors,
+                                    std::uint64_t max_shard_bytes, format::SafeMetadata metadata) {
+  if (!tensors) throw Failure(tensors.error());
+  return SafetensorsLayout::of(std::move(*tensors), {max_shard_bytes, std::move(metadata)}).value();
+}
+
+format::SafeMetadata metadata_of(const Metadata& given) {
+  format::SafeMetadata metadata;
+  for (const auto& [key, value] : given) metadata.emplace_back(bytes_of(key), bytes_of(value));
+  return metadata;
+}
+
+/// Returns the dtype with this name, or nullptr for None.
+const format::Dtype* cast_of(const std::optional<std::string>& name) {
+  return name ? format::find_dtype(*name) : nullptr;
+}
+
+SafetensorsLayout layout_of_plan(const PlanWithMetadata& plan,
+                                 const std::optional<std::vector<py::str>>& names,
+                                 const std::optional<std::string>& cast,
+                                 std::uint64_t max_shard_bytes, const Metadata& metadata) {
+  std::vector<std::string> renamed;
+  if (names) {
+    for (const py::str& name : *names) renamed.push_back(bytes_of(name));
+  }
+  return layout_of_tensors(planning::safe_tensors_of(plan.plan, renamed, cast_of(cast)),
+                           max_shard_bytes, metadata_of(metadata));
+}
+
+SafetensorsLayout layout_of_rows(
+    const std::vector<std::tuple<py::str, std::string, std::vector<std::uint64_t>>>& rows,
+    const std::optional<std::string>& cast, std::uint64_t max_shard_bytes,
+    const Metadata& metadata) {
+  std::vector<format::SafeTensor> tensors;
+  for (const auto& [name, dtype, sizes] : rows) {
+    format::SafeTensor& tensor = tensors.emplace_back();
+    tensor.name = bytes_of(name);
+    tensor.dtype = planning::stored_dtype(format::find_dtype(dtype), cast_of(cast));
+    tensor.sizes = sizes;
+  }
+  return layout_of_tensors(std::move(tensors), max_shard_bytes, metadata_of(metadata));
+}
+
+std::vector<std::pair<std::string, std::uint64_t>> files_of(const SafetensorsLayout& layout) {
+  std::vector<std::pair<std::string, std::uint64_t>> files;
+  for (const SafetensorsLayout::File& file : layout.files()) {
+    files.emplace_back(file.name, file.bytes);
+  }
+  return files;
+}
+
+std::vector<std::pair<std::uint32_t, std::uint64_t>> all_places_of(
+    const SafetensorsLayout& layout) {
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> places;
+  for (const auto& [file, begin] : layout.places()) places.emplace_back(file, begin);
+  return places;
+}
+
+py::bytes places_of(const SafetensorsLayout& layout, const PlanWithMetadata& plan,
+                    std::size_t rank) {
+  return planning::RankPlaces::of(plan.plan, layout, rank).encode();
+}
+
+/// The encoded checksums of each rank's parts, by file.
+using PartTables = std::vector<std::map<std::string, py::bytes>>;
+
+/// Joins the checksums of the parts that all ranks have written, by file.
+std::vector<std::string> joined_checksums(
+    const SafetensorsLayout& layout,
+    const std::vector<std::pair<std::string_view, std::string_view>>& tables_of_parts) {
+  std::map<std::string_view, std::vector<format::PartSums>> parts;
+  for (const auto& [file, table] : tables_of_parts) {
+    auto decoded = format::decode_part_sums(std::as_bytes(std::span(table))).value();
+    auto& of_file = parts[file];
+    of_file.insert(of_file.end(), std::make_move_iterator(decoded.begin()),
+                   std::make_move_iterator(decoded.end()));
+  }
+  std::vector<std::string> tables;
+  for (const SafetensorsLayout::File& file : layout.files()) {
+    const auto sums = format::join_part_sums(parts[file.name]).value();
+    tables.push_back(format::encode_checksum_table(sums));
+  }
+  return tables;
+}
+
+void complete(ModelSave& save, const SafetensorsLayout& layout,
+              const std::vector<std::pair<std::filesystem::path, py::bytes>>& extras,
+              const PartTables& written, bool sync) {
+  std::vector<std::pair<std::string_view, std::string_view>> tables;
+  for (const auto& of_rank : written) tables.insert(tables.end(), of_rank.begin(), of_rank.end());
+  std::vector<ModelSave::Extra> others;
+  for (const auto& [name, contents] : extras) others.push_back({name.native(), contents});
+  without_gil([&] {
+    save.complete(layout, others, joined_checksums(layout, tables), sync).value();
+    return true;
+  });
+}
+
+}  // namespace
+
+void bind_model(py::module_& module) {
+  py::class_<SafetensorsLayout>(module, "SafetensorsLayout")
+      .def(py::init(&layout_of_plan), py::arg("plan"), py::arg("names"), py::arg("cast"),
+           py::arg("max_shard_bytes"), py::arg("metadata"))
+      .def_static("of_tensors", &layout_of_rows, py::arg("tensors"), py::arg("cast"),
+                  py::arg("max_shard_bytes"), py::arg("metadata"))
+      .def("files", &files_of)
+      .def("places", &all_places_of)
+      .def("places_of_rank", &places_of, py::arg("plan"), py::arg("rank"));
+  py::class_<ModelSave>(module, "ModelSave")
+      .def(py::init(
+               [](const os::Directory& parent, const std::filesystem::path& name, bool replace) {
+                 directory::Warnings warnings;
+                 auto made = without_gil(
+                     [&] { return ModelSave::begin(parent, name.native(), replace, warnings); });
+                 warn(warnings);
+                 return std::make_unique<ModelSave>(unwrap(std::move(made)));
+               }),
+           py::arg("parent"), py::arg("name"), py::arg("replace"))
+      .def_property_readonly("temporary",
+                             [](const ModelSave& save) { return os_text(save.temporary()); })
+      .def("complete", &complete, py::arg("layout"), py::arg("extras"), py::arg("written"),
+           py::arg("sync"))
+      .def(
+          "publish",
+          [](ModelSave& save, bool sync) {
+            directory::Warnings warnings;
+            const auto outcome = without_gil([&] { return save.publish(sync, warnings); });
+            warn(warnings);
+            raise_unpublished(outcome);
+          },
+          py::arg("sync"))
+      .def("discard", [](ModelSave& save) {
+        run_and_warn([&](directory::Warnings& warnings) { save.discard(warnings); });
+      });
+}
+
+}  // namespace torch_ckpt::python

@@ -1,0 +1,179 @@
+"""Saves in Hugging Face's layout by several ranks, into the final files."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import torch_ckpt
+from tests.distributed.cases import Launch, StateDict, failure_of, mesh_1d, mesh_2d, tensor_of
+from tests.distributed.launcher import on, on_ranks
+from tests.fault_hooks import failing
+from tests.support import assert_equal
+
+#: Small enough for several files.
+SHARD_BYTES = 30_000
+
+
+def by_save(state: StateDict, path: Path, **options: Any) -> None:
+    torch_ckpt.save(state, path, format="safetensors", max_shard_size=SHARD_BYTES, **options)
+
+
+def by_async_save(state: StateDict, path: Path) -> None:
+    handle = torch_ckpt.async_save(
+        state, path, format="safetensors", max_shard_size=SHARD_BYTES, staging="overlapped"
+    )
+    handle.result()
+
+
+def by_dcp(state: StateDict, path: Path) -> None:
+    writer = torch_ckpt.SafetensorsWriter(path, max_shard_size=SHARD_BYTES)
+    dcp.save(state, storage_writer=writer)
+
+
+SAVERS = (by_save, by_async_save, by_dcp)
+
+
+def files_in(path: Path) -> StateDict:
+    state: StateDict = {}
+    for file in sorted(path.glob("*.safetensors")):
+        state |= safetensors.torch.load_file(file)
+    return state
+
+
+def assert_saved(launch: Launch, path: Path, expected: StateDict) -> None:
+    """Checks the directory on one rank, with the safetensors library and by its checksums."""
+    if launch.rank == 0:
+        found = files_in(path)
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert_equal(value, expected[name], name)
+        assert torch_ckpt.verify(path).ok
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    dist.barrier()
+
+
+@on(4)
+def case_shards_of_any_kind_are_written_to_their_places(launch: Launch) -> None:
+    mesh, mesh2, shape = mesh_1d(launch), mesh_2d(launch), (37, 26, 5)
+    placements = [(mesh, [Shard(d)]) for d in range(3)] + [(mesh, [Replicate()])]
+    placements += [(mesh2, [Shard(a), Shard(b)]) for a, b in ((0, 1), (1, 2), (2, 0), (0, 0))]
+    placements += [(mesh2, [Replicate(), Shard(1)]), (mesh2, [Shard(0), Replicate()])]
+    expected = {f"t{i}": tensor_of(f"t{i}", *shape) for i in range(len(placements))}
+    state: StateDict = {
+        name: distribute_tensor(tensor, *placement)
+        for (name, tensor), placement in zip(expected.items(), placements, strict=True)
+    }
+    expected["plain"] = state["plain"] = tensor_of("plain", 11)
+    # Fewer elements than ranks: some ranks have none.
+    expected["short"] = tensor_of("short", 2, 3)
+    state["short"] = distribute_tensor(expected["short"], mesh, [Shard(0)])
+    for number, save in enumerate(SAVERS):
+        path = launch.path(str(number), "model")
+        save(state, path)
+        assert_saved(launch, path, expected)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.norm = nn.LayerNorm(24)
+        self.register_buffer("positions", torch.arange(7))
+
+
+@on(4)
+def case_models_of_fsdp_tp_and_hsdp_are_written_whole(launch: Launch) -> None:
+    expected = Model().state_dict()
+    mesh, mesh2 = mesh_1d(launch), mesh_2d(launch)
+    plan = {f"blocks.{i}.up": ColwiseParallel() for i in range(3)}
+    plan |= {f"blocks.{i}.down": RowwiseParallel() for i in range(3)}
+    models = {
+        "fsdp": fully_shard(Model(), mesh=mesh),
+        "hsdp": fully_shard(Model(), mesh=mesh2),
+        "tp": parallelize_module(Model(), mesh, plan),
+        "fsdp and tp": fully_shard(parallelize_module(Model(), mesh2["b"], plan), mesh=mesh2["a"]),
+    }
+    for name, model in models.items():
+        path = launch.path(name, "model")
+        by_save(get_model_state_dict(model), path)
+        assert_saved(launch, path, expected)
+
+
+@on(4)
+def case_a_model_saved_by_one_rank_is_loaded_into_fsdp(launch: Launch) -> None:
+    expected, path = Model().state_dict(), launch.path("model")
+    if launch.rank == 0:
+        path.mkdir(parents=True)
+        safetensors.torch.save_file(expected, path / "model.safetensors")
+    dist.barrier()
+    model = Model()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    state = get_model_state_dict(fully_shard(model, mesh=init_device_mesh("cpu", (launch.size,))))
+    torch_ckpt.load(state, path)
+    for name, value in state.items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert_equal(whole, expected[name], name)
+
+
+def case_tensors_are_stored_with_another_dtype(launch: Launch) -> None:
+    whole = tensor_of("t", 33, 18).nan_to_num()
+    state = {"t": distribute_tensor(whole, mesh_1d(launch), [Shard(1)])}
+    path = launch.path("model")
+    by_save(state, path, dtype="bf16")
+    assert_saved(launch, path, {"t": whole.bfloat16()})
+
+
+def case_a_failure_on_one_rank_publishes_nothing(launch: Launch) -> None:
+    path = launch.path("runs", "model")
+    state = {"t": distribute_tensor(tensor_of("t", 40, 40), mesh_1d(launch), [Shard(0)])}
+    for save in (by_save, by_dcp):
+        if launch.rank == 1:
+            with failing("pwrite", errno.ENOSPC):
+                causes = failure_of(launch, save, state, path)
+        else:
+            causes = failure_of(launch, save, state, path)
+        assert isinstance(causes[1], OSError)
+        assert causes[1].errno == errno.ENOSPC
+        # DCP tells no writer of the failure, and only drops it.
+        gc.collect()
+        dist.barrier()
+        assert os.listdir(path.parent) == []
+        dist.barrier()
+
+
+def case_ranks_with_different_options_are_refused(launch: Launch) -> None:
+    path = launch.path("runs", "model")
+    causes = failure_of(
+        launch, by_save, {"t": torch.ones(3)}, path, dtype="bf16" if launch.rank else None
+    )
+    assert "ranks save different checkpoints" in str(causes[0])
+
+
+test_on_ranks = on_ranks(globals())

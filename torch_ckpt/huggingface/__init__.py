@@ -1,0 +1,1 @@
+"""Writes models in Hugging Face's layout, by all ranks at once."""

@@ -1,0 +1,391 @@
+"""The writer of directories in Hugging Face's layout.
+
+1. The coordinator lays out the files from the plan of all ranks. Names, dtypes and sizes determine
+   every offset (csrc/planning/safetensors_layout.h).
+2. Each rank receives the places of its tensors, and writes its parts there. No rank holds more than
+   its own shards, and nothing is consolidated afterwards.
+3. The coordinator completes and publishes the directory. csrc/directory/model_save.h has the
+   protocol.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as TorchsSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_ckpt import _C, _core
+from torch_ckpt._base.cuda_events import refuse_capture
+from torch_ckpt._base.options import require_at_least, reusable
+from torch_ckpt._base.progress import ProgressOption
+from torch_ckpt.checkpoint.directory import OpenDirectory, require_one_directory
+from torch_ckpt.checkpoint.lazy_metadata import LazyContents, LazyMetadata, make_lazy
+from torch_ckpt.conversion.selection import parse_dtype
+from torch_ckpt.conversion.transformers_config import CONFIG_NAME, Config
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.loading.reader import FileSystemReader
+from torch_ckpt.loading.renaming import Rename, new_names
+from torch_ckpt.saving.background import Background
+from torch_ckpt.saving.global_plan import Assignment, GlobalPlan
+from torch_ckpt.saving.items import Written, brought_with, resolve, results_of
+from torch_ckpt.saving.save_state import SaveState
+from torch_ckpt.saving.writer import FileSystemWriter, completed
+
+#: Default for max_shard_size, as in transformers.
+SHARD_BYTES = 5 * 10**9
+
+StrPath = str | os.PathLike[str]
+
+
+class SavedModel(NamedTuple):
+    """A directory that a save has published.
+
+    Attributes:
+        path: its path.
+    """
+
+    path: str
+
+    @property
+    def contents(self) -> LazyContents:
+        """The contents of the metadata, which are read from the directory on first access."""
+        return LazyContents(partial(_read, self.path))
+
+    def metadata(self) -> Metadata:
+        """Returns lazy metadata."""
+        return LazyMetadata(self.contents)
+
+
+def _read(path: str) -> Metadata:
+    return FileSystemReader(path).read_metadata()
+
+
+class _NewDirectory:
+    """A directory that the coordinator has created under a temporary name.
+
+    If it is dropped before publish(), as DCP does after a failure, the directory is removed.
+    """
+
+    def __init__(self, parent: OpenDirectory, name: str, replace: bool) -> None:
+        self._save = _core.ModelSave(parent, name, replace)
+        self._discard = weakref.finalize(self, _discard, self._save, os.getpid())
+
+    @property
+    def temporary(self) -> str:
+        return self._save.temporary
+
+    def complete(
+        self,
+        layout: _core.SafetensorsLayout,
+        copied: Mapping[str, bytes],
+        tables: list[dict[str, bytes]],
+        sync: bool,
+    ) -> None:
+        self._save.complete(layout, [*copied.items()], tables, sync)
+
+    def publish(self, sync: bool) -> None:
+        self._discard.detach()
+        self._save.publish(sync)
+
+    def discard(self) -> None:
+        self._discard()
+
+
+def _discard(save: _core.ModelSave, pid: int) -> None:
+    # The parent of a forked child may continue the save.
+    if os.getpid() == pid:
+        save.discard()
+
+
+class SafetensorsWriter(FileSystemWriter):
+    """Writes the tensors of a state dict to a directory of safetensors files in Hugging Face's
+    layout, by all ranks at once.
+
+    The directory appears under its name once it is complete and durable. A directory that it
+    replaces is kept until then, and must contain only files that such a save writes.
+
+    Args:
+        path: the directory.
+        max_shard_size: maximum number of bytes of tensors per file. A larger tensor gets a file of
+            its own.
+        dtype: dtype in which floating-point tensors are stored: a torch dtype, its name, "bf16",
+            "fp16" or "fp32". None keeps each tensor's dtype.
+        rename: maps the names in the state dict to names in the files; see
+            :func:`torch_ckpt.load`. The names must stay different.
+        config: the model's ``config.json``, or a directory that contains one, to copy to ``path``.
+            If ``dtype`` is given, the copied file states that dtype. If ``transformers`` is
+            installed, a weight that the model ties to another weight is left out if both have the
+            same memory; ``from_pretrained`` ties them again.
+        copied: more files to copy to ``path``, such as the tokenizer's.
+        metadata: texts to store in the header of each file.
+        thread_count: number of files that this rank writes concurrently.
+        sync_files, overwrite, max_host_bytes, direct_io, progress, background: see
+            :class:`FileSystemWriter`.
+
+    Raises:
+        ValueError: an option is out of range or contradicts another one, or ``path`` is a URL.
+        CheckpointError: ``config`` is not a JSON object, or two files to copy have the same name.
+        OSError: a file to copy cannot be read.
+
+    Raises (from a save, on every rank, inside a ``CheckpointException``):
+        CheckpointError: the files cannot hold a value; the message names the value.
+        FileExistsError: ``path`` exists and must not be replaced.
+        OSError, DurabilityUncertain: a system call failed, or the last fsync did.
+
+    Examples:
+        ```python
+        writer = torch_ckpt.SafetensorsWriter("exports/final", dtype="bf16", config="llama/")
+        torch_ckpt.save(get_model_state_dict(model), storage_writer=writer)
+        ```
+    """
+
+    def __init__(
+        self,
+        path: StrPath,
+        *,
+        max_shard_size: int = SHARD_BYTES,
+        dtype: torch.dtype | str | None = None,
+        rename: Rename = None,
+        config: StrPath | None = None,
+        copied: Iterable[StrPath] = (),
+        metadata: Mapping[str, str] | None = None,
+        thread_count: int | None = None,
+        sync_files: bool = True,
+        overwrite: bool = True,
+        max_host_bytes: int | None = None,
+        direct_io: bool | str = "auto",
+        progress: ProgressOption = None,
+        background: Background = Background(),  # noqa: B008  immutable
+    ) -> None:
+        super().__init__(
+            path,
+            thread_count=thread_count,
+            sync_files=sync_files,
+            overwrite=overwrite,
+            max_host_bytes=max_host_bytes,
+            direct_io=direct_io,
+            progress=progress,
+            background=background,
+        )
+        require_at_least("max_shard_size", max_shard_size, 1)
+        self._max_shard_size = max_shard_size
+        self._dtype = None if dtype is None else parse_dtype(dtype)
+        self._rename = reusable(rename)
+        self._metadata = {"format": "pt"} if metadata is None else dict(metadata)
+        self._config = None if config is None else Config(os.fspath(config))
+        self._copied: dict[str, bytes] = {}
+        if self._config is not None:
+            self._copied[CONFIG_NAME] = self._config.text(self._dtype)
+        for file in map(Path, copied):
+            if file.name in self._copied:
+                raise CheckpointError(f"{file}: two files to copy are named {file.name}")
+            self._copied[file.name] = file.read_bytes()
+        self._save: _NewDirectory | None = None
+        self._layout: _core.SafetensorsLayout | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_save": None, "_layout": None}
+
+    # --- for torch_ckpt.save, in the order of a save ---------------------------------------------
+
+    def set_up_for_save(self, rank: int) -> None:
+        self.abandon()
+        refuse_capture()
+        self._refuse_url()
+        self.rank = rank
+        self.use_collectives = True
+        self._is_coordinator = rank == 0
+        _core.make_directories(os.fspath(self._parent))
+
+    @property
+    def identity(self) -> str | None:
+        options = (self._max_shard_size, self._dtype, sorted(self._metadata.items()))
+        return f"safetensors {self.path} {options}"
+
+    @property
+    def _parent(self) -> Path:
+        return Path(self.path).parent
+
+    @property
+    def directory(self) -> OpenDirectory:
+        """The directory in which files are written; before the plan is known, its parent."""
+        if self._directory is None:
+            self._directory = OpenDirectory(self._parent)
+        return self._directory
+
+    @directory.setter
+    def directory(self, opened: OpenDirectory) -> None:
+        self._directory = opened
+
+    @property
+    def tag(self) -> str:
+        """The temporary name of the directory."""
+        return "" if self._save is None else self._save.temporary
+
+    def prepare_state(self, state: SaveState) -> None:
+        if self._config is None:
+            return
+        names = new_names(state.names(), self._rename)
+        tied = set(self._config.tied_names([*names.values()]))
+        kept = {state.memory(old) for old, new in names.items() if new not in tied}
+        for old, new in names.items():
+            if new in tied and state.memory(old) in kept:
+                state.remove(old)
+
+    def places(self, plan: GlobalPlan) -> Sequence[bytes]:
+        """Lays out the files on the coordinator, and returns the places of each rank's tensors.
+
+        Raises:
+            CheckpointError: the files cannot hold a value.
+            FileExistsError: the directory exists and must not be replaced.
+        """
+        if plan.torch_metadata:
+            name = next(iter(plan.torch_metadata))
+            raise CheckpointError(
+                f"{name}: safetensors files hold only plain tensors and DTensors; convert the "
+                "value first, or leave it out"
+            )
+        names = plan.engine.names()
+        renamed = None if self._rename is None else [*new_names(names, self._rename).values()]
+        self._begin(lambda *options: _core.SafetensorsLayout(plan.engine, renamed, *options))
+        assert self._layout is not None
+        return [
+            self._layout.places_of_rank(plan.engine, rank) for rank in range(len(plan.assignments))
+        ]
+
+    def _begin(self, lay_out: Callable[..., _core.SafetensorsLayout]) -> None:
+        """Lays out the files, and creates the directory under a temporary name."""
+        dtype = None if self._dtype is None else _name_of(self._dtype)
+        try:
+            self._layout = lay_out(dtype, self._max_shard_size, [*self._metadata.items()])
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+        self._save = _NewDirectory(self.directory, Path(self.path).name, self.overwrite)
+
+    def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
+        return state.parts(assignment, places, self._dtype)
+
+    def prefix(self, tag: str) -> str:
+        self._directory = self.directory.open_directory(tag)
+        return ""
+
+    def commit_plan(self, plan: GlobalPlan, written: list[Written], ranks: int) -> SavedModel:
+        return self._publish([of_rank.files.tables for of_rank in written])
+
+    def _publish(self, tables: list[dict[str, bytes]]) -> SavedModel:
+        save, layout = self._save, self._layout
+        assert save is not None and layout is not None
+        try:
+            save.complete(layout, self._copied, tables, self.sync_files)
+        except BaseException:
+            self.abandon()
+            raise
+        self._save = self._layout = self._directory = None
+        save.publish(self.sync_files)
+        return SavedModel(os.fspath(self.path))
+
+    def undo(self, written: Written) -> None:
+        """Does nothing: the coordinator removes the directory."""
+
+    def abandon(self) -> None:
+        save, self._save, self._layout = self._save, None, None
+        self._directory = None
+        if save is not None:
+            save.discard()
+
+    # --- DCP's contract, in the order of a save --------------------------------------------------
+
+    def storage_meta(self) -> StorageMeta:
+        # SavePlanner then plans like torch's planner, whose items the methods below understand.
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not self.use_collectives:
+            raise CheckpointError(
+                "safetensors files are written by all ranks together, so use_collectives=False "
+                "does not work with SafetensorsWriter"
+            )
+        self.set_up_for_save(self.rank or 0)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        tensors: dict[str, tuple[str, list[int]]] = {}
+        for item in (item for plan in plans for item in plan.items):
+            data = item.tensor_data
+            if data is None:
+                raise CheckpointError(
+                    f"{item.index.fqn}: safetensors files hold only tensors; save this value "
+                    "elsewhere"
+                )
+            tensors[item.index.fqn] = _name_of(data.properties.dtype), list(data.size)
+        names = new_names(tensors, self._rename)
+        rows = [(names[name], *tensor) for name, tensor in tensors.items()]
+        self._begin(lambda *options: _core.SafetensorsLayout.of_tensors(rows, *options))
+        assert self._layout is not None
+        places = dict(zip(tensors, self._layout.places(), strict=True))
+        files, tag = self._layout.files(), self.tag
+        return [
+            dataclasses.replace(
+                plan,
+                storage_data=_Places(tag, files, [places[item.index.fqn] for item in plan.items]),
+            )
+            for plan in plans
+        ]
+
+    def _write_data_of(
+        self, plan: SavePlan, planner: TorchsSavePlanner
+    ) -> Future[list[WriteResult]]:
+        places: _Places = plan.storage_data
+        sources = _C.SaveSources()
+        sources.set_files(places.files)
+        for item, place in zip(plan.items, places.of_items, strict=True):
+            value = resolve(planner, item)
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{item.index.fqn}: safetensors files cannot hold a tensor of this type"
+                )
+            assert item.tensor_data is not None
+            offsets = list(item.tensor_data.chunk.offsets)
+            size = list(item.tensor_data.size)
+            sources.add_part(item.index.fqn, value, place, size, offsets, self._dtype)
+        written = self.write_values(self.prefix(places.tag), sources)
+        return completed(results_of(plan.items, written))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        tables, directories = brought_with(results)
+        try:
+            require_one_directory(directories)
+        except BaseException:
+            self.abandon()
+            raise
+        make_lazy(metadata, self._publish(tables).contents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """The places of a rank's items, sent as part of its plan.
+
+    Attributes:
+        tag: temporary name of the directory.
+        files: name and size of each file.
+        of_items: for each item, the number of the file, and the offset of the tensor's data.
+    """
+
+    tag: str
+    files: list[tuple[str, int]]
+    of_items: list[tuple[int, int]]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
