@@ -251,6 +251,10 @@ Result<> RecordDelivery::check_raw(const Record& record, std::span<const std::by
 }
 
 void RecordDelivery::fail(std::size_t record, Error error) {
+  if (first(records_[record]).kind == ReadKind::bare && error.code == Errc::checksum_mismatch) {
+    // A program that changes the values of a safetensors file may write the same header.
+    error.detail += ". If another program has changed the file, delete torch_ckpt.checksums.";
+  }
   if (error.path.empty()) {
     // The decoder's offsets are relative to the record.
     const ReadRequest& request = first(records_[record]);
