@@ -28,8 +28,8 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -113,7 +113,7 @@ def _save_on_rank(size: int, rounds: int, stock_rounds: int, path: Path) -> None
             save_distributed=True,
             enable_consolidation=True,
         )
-        dcp.save(rows, storage_writer=writer)
+        dcp_save(rows, storage_writer=writer)
 
     savers: dict[str, Callable[[], object]] = {
         "checkpoint": lambda: torch_ckpt.save(rows, path / "checkpoint"),
