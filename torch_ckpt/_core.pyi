@@ -483,7 +483,8 @@ class ModelSave:
     directory ``name`` exists and must not be replaced.
     """
 
-    def __init__(self, parent: Directory, name: str, replace: bool) -> None: ...
+    def __init__(self, parent: Directory, name: str, replace: bool, extras: list[str]) -> None:
+        """``extras`` has the names of the files that ``complete`` receives."""
     @property
     def temporary(self) -> str:
         """The name of the new directory."""

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <optional>
+#include <regex>
 #include <set>
 
 #include "directory/file_names.h"
@@ -20,16 +21,25 @@ std::string temporary_name(const std::string& name) {
   return "." + name + std::string(kInfix) + random_hex(kSuffixDigits);
 }
 
+/// Returns a new name for a directory that is replaced and may have to be kept.
+std::string former_name(const std::string& name) {
+  return "." + name + ".former-" + random_hex(kSuffixDigits);
+}
+
 bool is_temporary_name(std::string_view found, const std::string& name) {
   const std::string prefix = "." + name + std::string(kInfix);
   return found.starts_with(prefix) && found.size() == prefix.size() + kSuffixDigits &&
          found.find_first_not_of("0123456789abcdef", prefix.size()) == std::string_view::npos;
 }
 
-/// Returns true for the names of files that hold a model's tensors, and for its index.
+/// Returns true for the names of files that every save of this format may write.
 bool is_model_file(std::string_view name) {
-  return name == planning::SafetensorsLayout::kIndexName || name == format::kSafeChecksumsName ||
-         name == "config.json" || (name.starts_with("model") && name.ends_with(".safetensors"));
+  if (name == planning::SafetensorsLayout::kIndexName || name == format::kSafeChecksumsName ||
+      name == "config.json") {
+    return true;
+  }
+  static const std::regex kPattern(R"(model(-\d{5,}-of-\d{5,})?\.safetensors)");
+  return std::regex_match(name.begin(), name.end(), kPattern);
 }
 
 /// Returns the names of the files that the directory's checksums name; none if there are no valid
@@ -58,24 +68,42 @@ Error exists(const os::Directory& parent, const std::string& name, std::string d
   return error;
 }
 
-/// Checks that a directory may be replaced: 6 of the protocol.
-Result<> require_replaceable(const os::Directory& parent, const std::string& name) {
+/// Checks that a directory may be replaced: 6 of the protocol. extras: names of other files that
+/// this save writes.
+Result<> require_replaceable(const os::Directory& parent, const std::string& name,
+                             const std::set<std::string>& extras) {
   auto old = parent.open_directory(name);
   if (!old) {
     if (old.error().sys_errno != ENOTDIR && old.error().sys_errno != ELOOP) return old.error();
     return exists(parent, name, "it is not a directory and was not replaced; choose another path");
+  }
+  const auto here = parent.identity();
+  const auto there = old->identity();
+  if (!here || !there) return here ? there.error() : here.error();
+  if (here->device != there->device) {
+    return exists(
+        parent, name,
+        "it is a mount point, which a save cannot replace; save to a directory inside it");
   }
   auto found = old->names();
   if (!found) return found.error();
   const auto own = files_with_checksums(*old);
   if (!own) return own.error();
   for (const std::string& file : *found) {
-    if (is_model_file(file) || own->contains(file)) continue;
+    const bool is_known = is_model_file(file) || own->contains(file) || extras.contains(file);
+    if (is_known && !old->open_directory(file)) continue;
     return exists(parent, name,
                   "the directory contains a file that this save would not write (" + file +
                       ") and was not replaced; choose another directory, or remove the file");
   }
   return {};
+}
+
+/// Gives the new directory the permissions of the one that it replaces.
+Result<> copy_mode(const os::Directory& parent, const std::string& name,
+                   const os::Directory& made) {
+  auto old = parent.open_directory(name);
+  return old ? made.copy_mode(*old) : old.error();
 }
 
 /// Removes a directory under its exclusive lock. Returns false if it is in use.
@@ -91,7 +119,7 @@ Result<bool> remove_unused(const os::Directory& parent, const std::string& name)
 }  // namespace
 
 Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name, bool may_replace,
-                                   Warnings& warnings) {
+                                   std::set<std::string> extras, Warnings& warnings) {
   auto own_parent = parent.reopen();
   if (!own_parent) return own_parent.error();
   auto names = parent.names();
@@ -103,11 +131,12 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
       warnings.push_back("a leftover of an interrupted save was not removed: " +
                          removed.error().message());
   }
-  if (std::ranges::find(*names, name) != names->end()) {
+  const bool is_there = std::ranges::find(*names, name) != names->end();
+  if (is_there) {
     if (!may_replace) {
       return exists(parent, name, "it exists already; pass overwrite=True to replace it");
     }
-    if (auto replaceable = require_replaceable(parent, name); !replaceable) {
+    if (auto replaceable = require_replaceable(parent, name, extras); !replaceable) {
       return replaceable.error();
     }
   }
@@ -116,21 +145,24 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
   auto opened = parent.open_directory(temporary);
   // A lock cannot be refused: no other process knows the name.
   const Result<bool> shared = opened ? opened->try_share() : opened.error();
-  if (!shared) {
+  Result<> done = shared ? Result<>() : shared.error();
+  if (done && is_there) done = copy_mode(parent, name, *opened);
+  if (!done) {
     static_cast<void>(parent.remove_directory(temporary));
-    return shared.error();
+    return done.error();
   }
   return ModelSave(std::move(*own_parent), std::move(*opened), std::move(name),
-                   std::move(temporary), may_replace);
+                   std::move(temporary), may_replace, std::move(extras));
 }
 
 ModelSave::ModelSave(os::Directory parent, os::Directory directory, std::string name,
-                     std::string temporary, bool may_replace)
+                     std::string temporary, bool may_replace, std::set<std::string> extras)
     : parent_(std::move(parent)),
       directory_(std::move(directory)),
       name_(std::move(name)),
       temporary_(std::move(temporary)),
-      may_replace_(may_replace) {}
+      may_replace_(may_replace),
+      extras_(std::move(extras)) {}
 
 Result<> ModelSave::write_file(const std::string& name, std::string_view contents,
                                bool sync) const {
@@ -200,7 +232,7 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
     }
     return outcome;
   }
-  if (auto replaceable = require_replaceable(parent_, name_); !replaceable) {
+  if (auto replaceable = require_replaceable(parent_, name_, extras_); !replaceable) {
     return {PublishState::not_published, replaceable.error()};
   }
   publication.exchanges = true;
@@ -213,15 +245,18 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
     return outcome;
   }
   publication.exchanges = false;
-  former = publication.aside = temporary_name(name_);
+  // Not a temporary name: after a crash between the renames, no save may remove the old directory.
+  former = publication.aside = former_name(name_);
   return directory::publish(parent_, publication, mode);
 }
 
 Result<> ModelSave::remove_former(const std::string& former) const {
-  if (auto replaceable = require_replaceable(parent_, former); !replaceable) {
+  if (auto replaceable = require_replaceable(parent_, former, extras_); !replaceable) {
     if (replaceable.error().sys_errno != EEXIST) return replaceable;
-    const std::string kept = "." + name_ + ".former-" + random_hex(kSuffixDigits);
-    if (auto renamed = parent_.rename(former, kept, false); !renamed) return renamed;
+    const std::string kept = former == temporary_ ? former_name(name_) : former;
+    if (kept != former) {
+      if (auto renamed = parent_.rename(former, kept, false); !renamed) return renamed;
+    }
     return exists(parent_, kept, "another process has added a file to it");
   }
   auto removed = remove_unused(parent_, former);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -29,8 +30,9 @@
 //  4. If "model" does not exist, the coordinator renames the new directory to "model"; the rename
 //     fails if another process has created it meanwhile. If "model" exists and may be replaced, the
 //     coordinator exchanges the names of the two directories. This is the commit point. On a file
-//     system that cannot exchange names, the old directory is renamed first, so that a crash between
-//     the two renames leaves no "model", but both directories (publish.h).
+//     system that cannot exchange names, the old directory is first renamed to
+//     ".model.former-{32 hex digits}", so that a crash between the two renames leaves no "model",
+//     but the old directory under that name, which no save removes.
 //  5. The coordinator fsyncs the parent directory. Only then is the save reported as successful.
 //  6. The coordinator removes the old directory, which now has a temporary name. A directory is
 //     replaced only if it contains nothing but model files and files that its own checksums name.
@@ -55,9 +57,10 @@ class ModelSave {
   };
 
   /// Performs 1. `name` is the directory's name in `parent`. Fails with EEXIST if the directory
-  /// exists and may not be replaced, or contains other files.
+  /// exists and may not be replaced, or contains other files. extras: names of the files that
+  /// complete() receives.
   static Result<ModelSave> begin(const os::Directory& parent, std::string name, bool may_replace,
-                                 Warnings& warnings);
+                                 std::set<std::string> extras, Warnings& warnings);
 
   /// The name of the new directory in the parent directory.
   const std::string& temporary() const { return temporary_; }
@@ -73,7 +76,7 @@ class ModelSave {
 
  private:
   ModelSave(os::Directory parent, os::Directory directory, std::string name, std::string temporary,
-            bool may_replace);
+            bool may_replace, std::set<std::string> extras);
   PublishOutcome try_publish(bool sync, std::string& former);
   Result<> remove_former(const std::string& former) const;
   Result<> write_file(const std::string& name, std::string_view contents, bool sync) const;
@@ -83,6 +86,7 @@ class ModelSave {
   std::string name_;
   std::string temporary_;
   bool may_replace_;
+  std::set<std::string> extras_;
   bool has_ended_ = false;
 };
 

@@ -64,7 +64,7 @@ std::vector<format::PartSums> ImageStream::part_sums() const {
   std::vector<format::PartSums> parts;
   for (std::size_t i = 0; i < sums_.size(); ++i) {
     const PartPlace& place = *image_.items()[i].place;
-    parts.push_back({place.tensor, place.runs.tensor_bytes(),
+    parts.push_back({place.tensor, place.runs.tensor_bytes(), place.runs.bytes(),
                      place.runs.begin() / sums_[i].block_bytes, sums_[i].block_crcs});
   }
   return parts;

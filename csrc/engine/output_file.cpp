@@ -41,6 +41,11 @@ Result<> OutputFile::open(DirectIo direct_io) {
     edges_ = std::move(*edges);
   }
   if (auto reserved = file->reserve(bytes_); !reserved) return reserved;
+  if (image_.is_of_parts()) {
+    // Where space cannot be reserved. A file that ends before a part that is written through the
+    // page cache could lose the bytes of another rank in the same page.
+    if (auto extended = file->truncate(bytes_); !extended) return extended;
+  }
   file_ = std::move(*file);
   return {};
 }

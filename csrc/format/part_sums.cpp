@@ -13,7 +13,7 @@ namespace torch_ckpt::format {
 namespace {
 
 constexpr std::size_t kCrcBytes = 4;
-constexpr std::size_t kLeastPartBytes = 8 + 8 + 8 + 4;
+constexpr std::size_t kLeastPartBytes = 8 + 8 + 8 + 8 + 4;
 
 Error damaged() {
   return format_error(Errc::frame_damaged, "the checksums of a rank's parts are damaged");
@@ -31,6 +31,7 @@ std::string encode_part_sums(std::span<const PartSums> parts) {
   for (const PartSums& part : parts) {
     put(out, part.tensor, 8);
     put(out, part.tensor_bytes, 8);
+    put(out, part.bytes, 8);
     put(out, part.first_block, 8);
     put(out, part.shares.size(), 4);
     for (const std::uint32_t share : part.shares) put(out, share, kCrcBytes);
@@ -51,6 +52,7 @@ Result<std::vector<PartSums>> decode_part_sums(std::span<const std::byte> bytes)
     PartSums& part = parts.emplace_back();
     part.tensor = reader.number(8);
     part.tensor_bytes = reader.number(8);
+    part.bytes = reader.number(8);
     part.first_block = reader.number(8);
     ByteReader shares(reader.take(reader.number(4) * kCrcBytes));
     while (shares.left() > 0) {

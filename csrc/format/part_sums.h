@@ -18,6 +18,7 @@ namespace torch_ckpt::format {
 struct PartSums {
   std::uint64_t tensor = 0;        // offset of the tensor's data in the file
   std::uint64_t tensor_bytes = 0;  // size of the entire tensor
+  std::uint64_t bytes = 0;         // size of the part
   std::uint64_t first_block = 0;
   std::vector<std::uint32_t> shares;
 
@@ -27,7 +28,7 @@ struct PartSums {
 // Encoding of the parts of one rank in one file:
 //
 //   parts := parts:u32 part* crc:u32     ; CRC-32 of the preceding bytes
-//   part  := tensor:u64 tensor_bytes:u64 first_block:u64 shares:u32 share:u32*
+//   part  := tensor:u64 tensor_bytes:u64 bytes:u64 first_block:u64 shares:u32 share:u32*
 std::string encode_part_sums(std::span<const PartSums> parts);
 /// Fails with Errc::frame_damaged.
 Result<std::vector<PartSums>> decode_part_sums(std::span<const std::byte> bytes);

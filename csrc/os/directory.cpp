@@ -213,6 +213,15 @@ Result<> Directory::make_directory(const std::string& name) const {
   return {};
 }
 
+Result<> Directory::copy_mode(const Directory& other) const {
+  TC_FAULT("fchmod", path_);
+  struct stat status {};
+  if (::fstat(other.fd_, &status) != 0) return system_error(errno, "stat", other.path_);
+  constexpr mode_t kModeBits = 07777;
+  if (::fchmod(fd_, status.st_mode & kModeBits) != 0) return system_error(errno, "fchmod", path_);
+  return {};
+}
+
 Result<Directory> Directory::open_directory(const std::string& name) const {
   const std::string path = path_of(name);
   TC_FAULT("open", path);

@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
 
+#include "format/checksum_table.h"
 #include "format/little_endian.h"
+#include "format/part_sums.h"
 #include "os/file.h"
 
 namespace torch_ckpt::planning {
@@ -104,7 +107,44 @@ Result<SafetensorsLayout> SafetensorsLayout::of(std::vector<SafeTensor> tensors,
     layout.files_.push_back({file_name(file, files.size()), std::move(*header), bytes});
   }
   if (files.size() > 1) layout.index_ = index_of(tensors, layout.files_, layout.places_);
+  layout.tensors_ = std::move(tensors);
   return layout;
+}
+
+Result<std::vector<std::string>> SafetensorsLayout::checksum_tables(
+    std::span<const WrittenParts> written) const {
+  std::map<std::string_view, std::vector<format::PartSums>> parts;
+  for (const auto& [file, encoded] : written) {
+    auto decoded = format::decode_part_sums(std::as_bytes(std::span(encoded)));
+    if (!decoded) return decoded.error();
+    auto& of_file = parts[file];
+    std::move(decoded->begin(), decoded->end(), std::back_inserter(of_file));
+  }
+  std::vector<std::map<std::uint64_t, std::uint64_t>> bytes(files_.size());  // by offset
+  for (std::size_t i = 0; i < files_.size(); ++i) {
+    for (const format::PartSums& part : parts[files_[i].name]) {
+      bytes[i][part.tensor] += part.bytes;
+    }
+  }
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const std::uint64_t wanted = bytes_of(tensors_[i]);
+    const std::uint64_t found = wanted == 0 ? 0 : bytes[places_[i].file][places_[i].begin];
+    if (found == wanted) continue;
+    Error error = format_error(
+        Errc::internal, "the ranks have written " + std::to_string(found) + " of " +
+                            std::to_string(wanted) +
+                            " bytes: their parts do not cover the tensor exactly once, or ranks "
+                            "have different options");
+    error.subject = tensors_[i].name;
+    return error;
+  }
+  std::vector<std::string> tables;
+  for (const File& file : files_) {
+    const auto sums = format::join_part_sums(parts[file.name]);
+    if (!sums) return sums.error();
+    tables.push_back(format::encode_checksum_table(*sums));
+  }
+  return tables;
 }
 
 const Dtype* stored_dtype(const Dtype* dtype, const Dtype* cast) {

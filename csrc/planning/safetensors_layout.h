@@ -40,6 +40,11 @@ class SafetensorsLayout {
     std::uint32_t file = 0;
     std::uint64_t begin = 0;  // offset in the file
   };
+  /// Encoded parts (format/part_sums.h) that a rank has written to a file.
+  struct WrittenParts {
+    std::string_view file;
+    std::string_view parts;
+  };
   static constexpr std::string_view kIndexName = "model.safetensors.index.json";
 
   /// Fails with Errc::invalid_argument if the format cannot hold a tensor, or two have one name.
@@ -49,12 +54,16 @@ class SafetensorsLayout {
   std::span<const File> files() const { return files_; }
   /// The places of the tensors, in the order in which they were given.
   std::span<const Place> places() const { return places_; }
+  /// Joins the parts of all ranks to the encoded checksum table of each file. Fails with
+  /// Errc::internal and the tensor's name unless the parts have as many bytes as each tensor.
+  Result<std::vector<std::string>> checksum_tables(std::span<const WrittenParts> written) const;
   /// The contents of the index; empty if there is a single file.
   const std::string& index() const { return index_; }
 
  private:
   std::vector<File> files_;
   std::vector<Place> places_;
+  std::vector<format::SafeTensor> tensors_;  // in the order in which they were given
   std::string index_;
 };
 

@@ -6,13 +6,13 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "directory/model_save.h"
-#include "format/part_sums.h"
 #include "planning/safetensors_layout.h"
 #include "python/bindings.h"
 #include "python/errors.h"
@@ -97,34 +97,17 @@ py::bytes places_of(const SafetensorsLayout& layout, const PlanWithMetadata& pla
 /// The encoded checksums of each rank's parts, by file.
 using PartTables = std::vector<std::map<std::string, py::bytes>>;
 
-/// Joins the checksums of the parts that all ranks have written, by file.
-std::vector<std::string> joined_checksums(
-    const SafetensorsLayout& layout,
-    const std::vector<std::pair<std::string_view, std::string_view>>& tables_of_parts) {
-  std::map<std::string_view, std::vector<format::PartSums>> parts;
-  for (const auto& [file, table] : tables_of_parts) {
-    auto decoded = format::decode_part_sums(std::as_bytes(std::span(table))).value();
-    auto& of_file = parts[file];
-    of_file.insert(of_file.end(), std::make_move_iterator(decoded.begin()),
-                   std::make_move_iterator(decoded.end()));
-  }
-  std::vector<std::string> tables;
-  for (const SafetensorsLayout::File& file : layout.files()) {
-    const auto sums = format::join_part_sums(parts[file.name]).value();
-    tables.push_back(format::encode_checksum_table(sums));
-  }
-  return tables;
-}
-
 void complete(ModelSave& save, const SafetensorsLayout& layout,
               const std::vector<std::pair<std::filesystem::path, py::bytes>>& extras,
               const PartTables& written, bool sync) {
-  std::vector<std::pair<std::string_view, std::string_view>> tables;
-  for (const auto& of_rank : written) tables.insert(tables.end(), of_rank.begin(), of_rank.end());
+  std::vector<SafetensorsLayout::WrittenParts> parts;
+  for (const auto& of_rank : written) {
+    for (const auto& [file, encoded] : of_rank) parts.push_back({file, encoded});
+  }
   std::vector<ModelSave::Extra> others;
   for (const auto& [name, contents] : extras) others.push_back({name.native(), contents});
   without_gil([&] {
-    save.complete(layout, others, joined_checksums(layout, tables), sync).value();
+    save.complete(layout, others, layout.checksum_tables(parts).value(), sync).value();
     return true;
   });
 }
@@ -141,15 +124,17 @@ void bind_model(py::module_& module) {
       .def("places", &all_places_of)
       .def("places_of_rank", &places_of, py::arg("plan"), py::arg("rank"));
   py::class_<ModelSave>(module, "ModelSave")
-      .def(py::init(
-               [](const os::Directory& parent, const std::filesystem::path& name, bool replace) {
-                 directory::Warnings warnings;
-                 auto made = without_gil(
-                     [&] { return ModelSave::begin(parent, name.native(), replace, warnings); });
-                 warn(warnings);
-                 return std::make_unique<ModelSave>(unwrap(std::move(made)));
-               }),
-           py::arg("parent"), py::arg("name"), py::arg("replace"))
+      .def(py::init([](const os::Directory& parent, const std::filesystem::path& name, bool replace,
+                       const std::vector<std::filesystem::path>& extras) {
+             std::set<std::string> names;
+             for (const auto& extra : extras) names.insert(extra.native());
+             directory::Warnings warnings;
+             auto made = without_gil(
+                 [&] { return ModelSave::begin(parent, name.native(), replace, names, warnings); });
+             warn(warnings);
+             return std::make_unique<ModelSave>(std::move(made));
+           }),
+           py::arg("parent"), py::arg("name"), py::arg("replace"), py::arg("extras"))
       .def_property_readonly("temporary",
                              [](const ModelSave& save) { return os_text(save.temporary()); })
       .def("complete", &complete, py::arg("layout"), py::arg("extras"), py::arg("written"),

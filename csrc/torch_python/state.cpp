@@ -106,7 +106,7 @@ void add_part(SaveSources& sources, const py::str& name, at::Tensor tensor,
   const format::Dtype* const own = tensors::dtype_of(tensor.scalar_type());
   const bool is_cast = cast && planning::stored_dtype(own, tensors::dtype_of(*cast)) != own;
   const at::ScalarType stored = is_cast ? *cast : tensor.scalar_type();
-  if (tensor.is_cuda()) tensor = tensor.to(stored).contiguous();
+  if (tensor.is_cuda()) tensor = tensor.resolve_conj().resolve_neg().to(stored).contiguous();
   sources.add_part(bytes_of(name), tensor, place.first, place.second, sizes, offsets, stored);
 }
 

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <functional>
+#include <set>
 
 #include "format/crc32.h"
 #include "os/fault.h"
@@ -30,7 +31,7 @@ planning::SafetensorsLayout layout_of(std::uint64_t max_shard_bytes = 0) {
 class ModelSaveTest : public DirectoryTest {
  protected:
   Result<ModelSave> begin(bool may_replace = true) {
-    return ModelSave::begin(parent_, "model", may_replace, warnings_);
+    return ModelSave::begin(parent_, "model", may_replace, extras_, warnings_);
   }
 
   /// Writes the data of both tensors, as the ranks do: eight times `letter`.
@@ -92,6 +93,7 @@ class ModelSaveTest : public DirectoryTest {
   }
 
   os::Directory parent_ = open_directory(directory_);
+  std::set<std::string> extras_;
   Warnings warnings_;
 };
 
@@ -147,6 +149,47 @@ TEST_F(ModelSaveTest, RefusesToReplaceADirectoryWithAFileOfAnother) {
   EXPECT_EQ(refused.error().sys_errno, EEXIST);
   EXPECT_NE(refused.error().detail.str().find("notes.txt"), std::string::npos);
   EXPECT_EQ(siblings(), Names{"model"});
+}
+
+TEST_F(ModelSaveTest, RefusesToReplaceADirectoryWithAnotherModelOrADirectoryInside) {
+  for (const char* name : {"model_ema.safetensors", "model.fp16.safetensors",
+                           "model-00001-of-2.safetensors", "model.safetensors.bak"}) {
+    save_well('x');
+    write_file(path(name), "precious");
+    EXPECT_FALSE(begin()) << name;
+    fs::remove(path(name));
+  }
+  fs::remove(path("config.json"));
+  fs::create_directory(path("config.json"));
+  EXPECT_FALSE(begin());
+}
+
+TEST_F(ModelSaveTest, ReplacesFilesThatItWritesItself) {
+  save_well('x');
+  write_file(path("tokenizer.json"), "{}");
+  EXPECT_FALSE(begin());
+  extras_ = {"tokenizer.json"};
+  save_well('y');
+  EXPECT_EQ(letter(), 'y');
+}
+
+TEST_F(ModelSaveTest, KeepsThePermissionsOfTheReplacedDirectory) {
+  save_well('x');
+  fs::permissions(directory_.file("model"), fs::perms::owner_all);
+  save_well('y');
+  EXPECT_EQ(fs::status(directory_.file("model")).permissions(), fs::perms::owner_all);
+}
+
+TEST_F(ModelSaveTest, KeepsTheOldModelAfterACrashBetweenTwoRenames) {
+  save_well('x');
+  // As a file system that cannot exchange names, and a crash before the second rename leave it.
+  fs::rename(directory_.file("model"), directory_.file(".model.former-" + std::string(32, 'a')));
+  {
+    const os::ScopedFaultHook hook(NthCallFails("pwrite", 1, ENOSPC));
+    EXPECT_EQ(save('y').state, PublishState::not_published);
+  }
+  ASSERT_EQ(siblings().size(), 1);
+  EXPECT_TRUE(fs::exists(directory_.file(siblings()[0] + "/model.safetensors")));
 }
 
 TEST_F(ModelSaveTest, RefusesToReplaceAFile) {

@@ -32,7 +32,7 @@ TEST(PartialCrc, SharesOfABlockJoinToItsChecksum) {
 
 TEST(PartialCrc, OfARankWithoutBytesIsZero) { EXPECT_EQ(PartialCrc().share(1000), 0); }
 
-const std::vector<PartSums> kParts = {{4096, 70000, 1, {7, 8, 9}}, {80000, 16, 0, {}}};
+const std::vector<PartSums> kParts = {{4096, 70000, 40000, 1, {7, 8, 9}}, {80000, 16, 0, 0, {}}};
 
 TEST(PartSums, SurviveTheirEncoding) {
   EXPECT_EQ(decode_part_sums(bytes_of(encode_part_sums(kParts))).value(), kParts);
@@ -52,7 +52,8 @@ TEST(PartSums, WithAnyDamagedByteAreRefused) {
 TEST(PartSums, JoinToTheBlocksOfEachTensorInTheOrderOfTheFile) {
   const std::uint64_t block = block_bytes_for(40000);
   const std::string data = std::string(40000, 'x');
-  std::vector<PartSums> parts = {{500, 40000, 0, {}}, {500, 40000, 1, {}}, {100, 8, 0, {}}};
+  std::vector<PartSums> parts = {
+      {500, 40000, 1, 0, {}}, {500, 40000, 1, 1, {}}, {100, 8, 8, 0, {}}};
   const auto share = [&](std::uint64_t begin, std::uint64_t bytes, std::uint64_t number) {
     PartialCrc crc;
     crc.add(begin - number * block, bytes, crc32(0, bytes_of(data).subspan(begin, bytes)));
@@ -80,14 +81,15 @@ TEST(PartSums, JoinToTheBlocksOfEachTensorInTheOrderOfTheFile) {
 }
 
 TEST(PartSums, ThatDoNotFitTheirTensorAreRefused) {
-  EXPECT_TRUE(fails(join_part_sums(std::vector<PartSums>{{0, 8, 0, {1, 2}}}), Errc::frame_damaged));
-  EXPECT_TRUE(fails(join_part_sums(std::vector<PartSums>{{0, 8, 1, {1}}}), Errc::frame_damaged));
-  EXPECT_TRUE(fails(join_part_sums(std::vector<PartSums>{{0, 8, 0, {1}}, {0, 9, 0, {1}}}),
+  EXPECT_TRUE(
+      fails(join_part_sums(std::vector<PartSums>{{0, 8, 8, 0, {1, 2}}}), Errc::frame_damaged));
+  EXPECT_TRUE(fails(join_part_sums(std::vector<PartSums>{{0, 8, 8, 1, {1}}}), Errc::frame_damaged));
+  EXPECT_TRUE(fails(join_part_sums(std::vector<PartSums>{{0, 8, 8, 0, {1}}, {0, 9, 9, 0, {1}}}),
                     Errc::frame_damaged));
 }
 
 TEST(PartSums, OfEmptyTensorsJoinToNoRecord) {
-  EXPECT_TRUE(join_part_sums(std::vector<PartSums>{{0, 0, 0, {}}}).value().empty());
+  EXPECT_TRUE(join_part_sums(std::vector<PartSums>{{0, 0, 0, 0, {}}}).value().empty());
 }
 
 }  // namespace

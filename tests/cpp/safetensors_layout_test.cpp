@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "format/checksum_table.h"
+#include "format/part_sums.h"
 #include "support.h"
 
 namespace torch_ckpt::planning {
@@ -102,6 +104,37 @@ TEST(SafetensorsLayout, RefusesWhatTheFormatCannotHold) {
   EXPECT_TRUE(refused({tensor("\xff", "uint8", {1})}));
   EXPECT_TRUE(refused({tensor("a", "uint8", std::vector<std::uint64_t>(65, 1))}));
   EXPECT_TRUE(refused({tensor("a", "uint8", {1}), tensor("a", "uint8", {2})}));
+}
+
+/// Encodes a part of `bytes` bytes of a tensor.
+std::string part_of(const SafetensorsLayout::Place& place, std::uint64_t tensor_bytes,
+                    std::uint64_t bytes) {
+  return format::encode_part_sums(
+      std::vector<format::PartSums>{{place.begin, tensor_bytes, bytes, 0, {1}}});
+}
+
+TEST(SafetensorsLayout, JoinsThePartsOfAllRanksToATableOfEachFile) {
+  const auto layout =
+      SafetensorsLayout::of({tensor("a", "uint8", {4}), tensor("b", "uint8", {0})}, {}).value();
+  const std::string first = part_of(layout.places()[0], 4, 3);
+  const std::string second = part_of(layout.places()[0], 4, 1);
+  const std::vector<SafetensorsLayout::WrittenParts> written = {{"model.safetensors", first},
+                                                                {"model.safetensors", second}};
+  const auto tables = layout.checksum_tables(written).value();
+  ASSERT_EQ(tables.size(), 1);
+  EXPECT_EQ(format::ChecksumTable::decode(bytes_of(tables[0])).value().size(), 1);
+}
+
+TEST(SafetensorsLayout, NamesATensorThatTheRanksHaveNotWrittenExactlyOnce) {
+  const auto layout = SafetensorsLayout::of({tensor("a", "uint8", {4})}, {}).value();
+  for (const std::uint64_t bytes : {3, 5}) {
+    const std::string part = part_of(layout.places()[0], 4, bytes);
+    const std::vector<SafetensorsLayout::WrittenParts> written = {{"model.safetensors", part}};
+    const auto tables = layout.checksum_tables(written);
+    ASSERT_TRUE(fails(tables, Errc::internal));
+    EXPECT_EQ(tables.error().subject.str(), "a");
+  }
+  EXPECT_TRUE(fails(layout.checksum_tables({}), Errc::internal));
 }
 
 TEST(StoredDtype, IsTheGivenOneForFloatingPointOnly) {

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -174,6 +174,23 @@ def case_ranks_with_different_options_are_refused(launch: Launch) -> None:
         launch, by_save, {"t": torch.ones(3)}, path, dtype="bf16" if launch.rank else None
     )
     assert "ranks save different checkpoints" in str(causes[0])
+
+
+def case_dcp_stores_the_dtype_of_the_coordinator(launch: Launch) -> None:
+    path, whole = launch.path("model"), tensor_of("t", 40, 40).nan_to_num()
+    writer = torch_ckpt.SafetensorsWriter(path, dtype="fp16" if launch.rank else "bf16")
+    dcp.save({"t": distribute_tensor(whole, mesh_1d(launch), [Shard(0)])}, storage_writer=writer)
+    assert_saved(launch, path, {"t": whole.bfloat16()})
+
+
+def case_a_rank_with_a_smaller_part_than_planned_fails(launch: Launch) -> None:
+    path = launch.path("runs", "model")
+    local = torch.ones(2 - launch.rank, 6)
+    shard = DTensor.from_local(
+        local, mesh_1d(launch), [Shard(0)], run_check=False, shape=torch.Size((5, 6)), stride=(6, 1)
+    )
+    causes = failure_of(launch, by_dcp, {"t": shard}, path)
+    assert "t: this rank has a tensor of shape" in str(causes[0])
 
 
 test_on_ranks = on_ranks(globals())

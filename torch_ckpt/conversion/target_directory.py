@@ -36,7 +36,7 @@ def published_directory(target: str, overwrite: bool) -> Iterator[str]:
     directory, name = split(target)
     with closing(OpenDirectory(directory)) as parent:
         # An empty directory may be replaced.
-        save = _core.ModelSave(parent, name, overwrite or os.path.isdir(target))
+        save = _core.ModelSave(parent, name, overwrite or os.path.isdir(target), [])
         path = os.path.join(directory, save.temporary)
         try:
             yield path

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,12 @@ from torch_ckpt.saving.writer import FileSystemWriter, completed
 
 #: Default for max_shard_size, as in transformers.
 SHARD_BYTES = 5 * 10**9
+
+#: Names of the files that every save writes itself.
+_WRITTEN = re.compile(
+    r"(model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
+    r"|torch_ckpt\.checksums)$"
+)
 
 StrPath = str | os.PathLike[str]
 
@@ -77,8 +84,10 @@ class _NewDirectory:
     If it is dropped before publish(), as DCP does after a failure, the directory is removed.
     """
 
-    def __init__(self, parent: OpenDirectory, name: str, replace: bool) -> None:
-        self._save = _core.ModelSave(parent, name, replace)
+    def __init__(
+        self, parent: OpenDirectory, name: str, replace: bool, copied: Collection[str]
+    ) -> None:
+        self._save = _core.ModelSave(parent, name, replace, list(copied))
         self._discard = weakref.finalize(self, _discard, self._save, os.getpid())
 
     @property
@@ -178,11 +187,15 @@ class SafetensorsWriter(FileSystemWriter):
             progress=progress,
             background=background,
         )
+        if not isinstance(max_shard_size, int):
+            raise ValueError(f"max_shard_size must be a number of bytes, got {max_shard_size!r}")
         require_at_least("max_shard_size", max_shard_size, 1)
         self._max_shard_size = max_shard_size
         self._dtype = None if dtype is None else parse_dtype(dtype)
         self._rename = reusable(rename)
         self._metadata = {"format": "pt"} if metadata is None else dict(metadata)
+        if not all(map(_is_unicode, (*self._metadata, *self._metadata.values()))):
+            raise ValueError(f"metadata must map Unicode strings to such strings, got {metadata!r}")
         self._config = None if config is None else Config(os.fspath(config))
         self._copied: dict[str, bytes] = {}
         if self._config is not None:
@@ -190,9 +203,14 @@ class SafetensorsWriter(FileSystemWriter):
         for file in map(Path, copied):
             if file.name in self._copied:
                 raise CheckpointError(f"{file}: two files to copy are named {file.name}")
+            if _WRITTEN.match(file.name):
+                raise CheckpointError(f"{file}: the save writes a file named {file.name} itself")
             self._copied[file.name] = file.read_bytes()
         self._save: _NewDirectory | None = None
         self._layout: _core.SafetensorsLayout | None = None
+
+    #: The checksums of parts cannot be compared with those of checkpoints.
+    finds_unchanged = False
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_save": None, "_layout": None}
@@ -203,6 +221,12 @@ class SafetensorsWriter(FileSystemWriter):
         self.abandon()
         refuse_capture()
         self._refuse_url()
+        path = os.fspath(self.path)
+        if Path(path).name in ("", "..") or (os.path.exists(path) and os.path.samefile(path, ".")):
+            raise CheckpointError(
+                f"{path}: a save would replace this directory, in which the program runs or which "
+                "has no name; save to a directory inside it"
+            )
         self.rank = rank
         self.use_collectives = True
         self._is_coordinator = rank == 0
@@ -210,8 +234,13 @@ class SafetensorsWriter(FileSystemWriter):
 
     @property
     def identity(self) -> str | None:
-        options = (self._max_shard_size, self._dtype, sorted(self._metadata.items()))
-        return f"safetensors {self.path} {options}"
+        # Two functions that rename cannot be compared.
+        rename = "a function" if callable(self._rename) else repr(self._rename)
+        copied = {name: _core.crc32(contents) for name, contents in self._copied.items()}
+        return (
+            f"safetensors files in {self.path} with max_shard_size={self._max_shard_size}, "
+            f"dtype={self._dtype}, rename={rename}, metadata={self._metadata}, copies={copied}"
+        )
 
     @property
     def _parent(self) -> Path:
@@ -259,9 +288,12 @@ class SafetensorsWriter(FileSystemWriter):
         renamed = None if self._rename is None else [*new_names(names, self._rename).values()]
         self._begin(lambda *options: _core.SafetensorsLayout(plan.engine, renamed, *options))
         assert self._layout is not None
-        return [
-            self._layout.places_of_rank(plan.engine, rank) for rank in range(len(plan.assignments))
-        ]
+        unique: dict[bytes, bytes] = {}
+        places = []
+        for rank in range(len(plan.assignments)):
+            of_rank = self._layout.places_of_rank(plan.engine, rank)
+            places.append(unique.setdefault(of_rank, of_rank))
+        return places
 
     def _begin(self, lay_out: Callable[..., _core.SafetensorsLayout]) -> None:
         """Lays out the files, and creates the directory under a temporary name."""
@@ -270,7 +302,9 @@ class SafetensorsWriter(FileSystemWriter):
             self._layout = lay_out(dtype, self._max_shard_size, [*self._metadata.items()])
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        self._save = _NewDirectory(self.directory, Path(self.path).name, self.overwrite)
+        self._save = _NewDirectory(
+            self.directory, Path(self.path).name, self.overwrite, self._copied
+        )
 
     def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
         return state.parts(assignment, places, self._dtype)
@@ -334,14 +368,14 @@ class SafetensorsWriter(FileSystemWriter):
         self._begin(lambda *options: _core.SafetensorsLayout.of_tensors(rows, *options))
         assert self._layout is not None
         places = dict(zip(tensors, self._layout.places(), strict=True))
+        self._is_alone = len(plans) == 1
         files, tag = self._layout.files(), self.tag
-        return [
-            dataclasses.replace(
-                plan,
-                storage_data=_Places(tag, files, [places[item.index.fqn] for item in plan.items]),
-            )
-            for plan in plans
-        ]
+        planned = []
+        for plan in plans:
+            of_items = [places[item.index.fqn] for item in plan.items]
+            of_rank = _Places(tag, files, of_items, self._dtype)
+            planned.append(dataclasses.replace(plan, storage_data=of_rank))
+        return planned
 
     def _write_data_of(
         self, plan: SavePlan, planner: TorchsSavePlanner
@@ -356,9 +390,14 @@ class SafetensorsWriter(FileSystemWriter):
                     f"{item.index.fqn}: safetensors files cannot hold a tensor of this type"
                 )
             assert item.tensor_data is not None
-            offsets = list(item.tensor_data.chunk.offsets)
-            size = list(item.tensor_data.size)
-            sources.add_part(item.index.fqn, value, place, size, offsets, self._dtype)
+            chunk, size = item.tensor_data.chunk, list(item.tensor_data.size)
+            if value.shape != chunk.sizes:
+                raise CheckpointError(
+                    f"{item.index.fqn}: this rank has a tensor of shape {tuple(value.shape)} for "
+                    f"a chunk of shape {tuple(chunk.sizes)}"
+                )
+            offsets = list(chunk.offsets)
+            sources.add_part(item.index.fqn, value, place, size, offsets, places.dtype)
         written = self.write_values(self.prefix_of_files(places.tag), sources)
         return completed(results_of(plan.items, written))
 
@@ -380,11 +419,20 @@ class _Places:
         tag: temporary name of the directory.
         files: name and size of each file.
         of_items: for each item, the number of the file, and the offset of the tensor's data.
+        dtype: dtype in which floating-point tensors are stored; None keeps each tensor's.
     """
 
     tag: str
     files: list[tuple[str, int]]
     of_items: list[tuple[int, int]]
+    dtype: torch.dtype | None
+
+
+def _is_unicode(text: object) -> bool:
+    try:
+        return isinstance(text, str) and text.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -188,13 +188,13 @@ class SaveState:
             CheckpointError: the files cannot hold a tensor.
         """
         begin = time.perf_counter()
-        for row, name, value in self._flat.unready(assignment.numbers):
+        # The engine itself makes tensors on devices contiguous.
+        for _row, name, value in self._flat.unready(assignment.numbers):
             if not _C.is_plain(value):
                 raise CheckpointError(
                     f"{name}: safetensors files cannot hold a tensor of this layout, subclass or "
                     "device; convert it to a plain tensor first, or leave it out"
                 )
-            self._flat.replace(row, as_value(value))
         sources = self._flat.parts(assignment.numbers, places, dtype)
         self.seconds = self.seconds[0], time.perf_counter() - begin
         return sources

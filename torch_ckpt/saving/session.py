@@ -225,8 +225,11 @@ class SaveSession:
         replies = replies_of(assignments, plans.last_number, self._writer.tag, differing)
         if not places:
             return replies
+        # Equal replies are one object, which is sent only once.
+        made: dict[tuple[int, int], Reply] = {}
         return Answers(
-            [reply._replace(places=one) for reply, one in zip(replies, places, strict=True)]
+            made.setdefault((id(reply), id(one)), reply._replace(places=one))
+            for reply, one in zip(replies, places, strict=True)
         )
 
     def _compare_replicas(self, fingerprints: list[bytes | None]) -> str:
@@ -274,7 +277,7 @@ class SaveSession:
         assert plan is not None
         saved = writer.commit_plan(plan, written, self._ranks.size)
         job = self._job
-        if job is not None and job.unchanged is not None:
+        if job is not None and job.unchanged is not None and writer.finds_unchanged:
             job.warning = job.unchanged.check(plan, written, job.metrics.path)
         if job is not None and job.on_commit is not None:
             job.call_on_commit(saved.metadata())

@@ -129,6 +129,9 @@ class FileSystemWriter(StockWriter):
     #: See :class:`torch_ckpt.checkpoint.lease.DirectoryLease`.
     ends_earlier_leases = True
 
+    #: True if background saves with this writer are compared with the previous save.
+    finds_unchanged = True
+
     #: True if the code that starts a background save with this writer reports its error. The error
     #: is then neither logged nor raised by the next save or check_for_errors().
     reported_elsewhere = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import torch_ckpt
+from tests.fault_hooks import failing
 from tests.safetensors_files import SAFE_DTYPES
 from tests.support import StateDict, assert_equal, cause_of, random_tensor
 from torch_ckpt import SafetensorsWriter
@@ -161,6 +163,52 @@ def test_files_of_the_same_name_are_refused(tmp_path: Path) -> None:
     copied = [tmp_path / directory / "vocab.txt" for directory in ("a", "b")]
     with pytest.raises(torch_ckpt.CheckpointError, match=r"two files to copy are named vocab\.txt"):
         SafetensorsWriter(tmp_path / "m", copied=copied)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "torch_ckpt.checksums"])
+def test_a_file_that_the_save_writes_itself_is_not_copied(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(torch_ckpt.CheckpointError, match="the save writes a file named"):
+        SafetensorsWriter(tmp_path / "m", copied=[tmp_path / name])
+
+
+@pytest.mark.parametrize("metadata", [{"a": "\udcff"}, {"a": 3}, {3: "a"}])
+def test_metadata_that_readers_refuse_is_refused(tmp_path: Path, metadata: Any) -> None:
+    with pytest.raises(ValueError, match="metadata must map Unicode strings"):
+        SafetensorsWriter(tmp_path / "m", metadata=metadata)
+
+
+def test_a_size_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_size must be a number of bytes"):
+        SafetensorsWriter(tmp_path / "m", max_shard_size="5GB")  # type: ignore[arg-type]
+
+
+def test_the_working_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cause = cause_of_refusal({"w": torch.ones(2)}, Path())
+    assert "in which the program runs" in str(cause)
+
+
+def test_saves_in_both_formats_find_unchanged_tensors(tmp_path: Path) -> None:
+    state: StateDict = {"model": {"w": torch.ones(2)}}
+
+    def save_in_both(step: int) -> None:
+        for values, options in ((state | {"step": step}, {}), (state, {"format": "safetensors"})):
+            path = tmp_path / str(len(values))
+            torch_ckpt.async_save(values, path, no_dist=True, **options).result()  # type: ignore[arg-type]
+
+    save_in_both(0)
+    with pytest.warns(UserWarning, match="model"):
+        save_in_both(1)
+
+
+def test_a_failed_save_by_dcp_removes_its_files_at_once(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path / "m")
+    with failing("pwrite", errno.ENOSPC), pytest.raises(dcp.CheckpointException):
+        dcp.save({"w": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_directory_is_replaced_only_if_it_may_be(tmp_path: Path) -> None:
