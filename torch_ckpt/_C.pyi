@@ -119,6 +119,24 @@ class SaveSources:
     def add(self, name: str, value: Any) -> None:
         """Adds a value. The name is used only for a separation hint."""
 
+    def set_files(self, files: list[tuple[str, int]]) -> None:
+        """Sets the names and sizes of files of which this rank writes parts."""
+
+    def add_part(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        place: tuple[int, int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        cast: torch.dtype | None,
+    ) -> None:
+        """Adds this rank's part of a tensor of size ``sizes``, which begins at ``offsets``.
+
+        ``place`` is the number of the file, and the offset of the entire tensor's data in it.
+        Floating-point elements are stored with the dtype ``cast``.
+        """
+
     @property
     def nbytes(self) -> int: ...
     def devices(self) -> list[torch.device]:
@@ -154,6 +172,12 @@ class FlatState:
         """
 
     def sources(self, assignment: bytes, with_names: bool) -> SaveSources: ...
+    def parts(self, assignment: bytes, places: bytes, cast: torch.dtype | None) -> SaveSources:
+        """This rank's parts of tensors, for files that several ranks write.
+
+        ``places`` has the places of the tensors; see ``SafetensorsLayout.places_of_rank``. Raises
+        ValueError for a value that is not a tensor.
+        """
     def fingerprints(self, whole: bool) -> bytes:
         """A fingerprint of 4 bytes for each plain tensor."""
 

@@ -75,6 +75,8 @@ class Directory:
 
         Raises ValueError for another kind of file, Unsafe for a link.
         """
+    def open_directory(self, name: str) -> Directory:
+        """Opens a directory in this one. Does not follow a link."""
     def open_for_read(self, name: str, flags: int = 0) -> int:
         """Opens a regular file beneath the directory. Use it as ``opener=`` of ``open``.
 
@@ -184,6 +186,8 @@ class GlobalPlan:
         """The numbers of the values that a rank writes, for ``FlatState.sources``."""
 
     def plans(self, name: str) -> bool: ...
+    def names(self) -> list[str]:
+        """The fully qualified names of all values."""
     def differing_replicas(
         self, fingerprints: list[bytes | None]
     ) -> list[tuple[str, list[list[int]]]]:
@@ -435,6 +439,73 @@ class StepRoot:
         Returns the names of the removed leftovers, and a message for each that could not be
         removed. Raises OSError if the root cannot be listed.
         """
+
+class SafetensorsLayout:
+    """The files of a model in Hugging Face's layout; see csrc/planning/safetensors_layout.h.
+
+    Floating-point tensors are stored with the dtype ``cast``; None keeps each tensor's dtype. A
+    file has at most ``max_shard_bytes`` bytes of tensors, or one larger tensor. ``metadata`` is
+    stored in each file. Raises ValueError if the files cannot hold a value.
+    """
+
+    def __init__(
+        self,
+        plan: GlobalPlan,
+        names: list[str] | None,
+        cast: str | None,
+        max_shard_bytes: int,
+        metadata: list[tuple[str, str]],
+    ) -> None:
+        """Lays out the values of a plan. ``names`` has new names, in the order of the plan's."""
+    @staticmethod
+    def of_tensors(
+        tensors: list[tuple[str, str, list[int]]],
+        cast: str | None,
+        max_shard_bytes: int,
+        metadata: list[tuple[str, str]],
+    ) -> SafetensorsLayout:
+        """Lays out tensors, given the name, dtype and size of each."""
+
+    def files(self) -> list[tuple[str, int]]:
+        """The name of each file, and its size in bytes."""
+
+    def places(self) -> list[tuple[int, int]]:
+        """For each tensor, the number of its file, and the offset of its data in the file."""
+
+    def places_of_rank(self, plan: GlobalPlan, rank: int) -> bytes:
+        """The places of a rank's values, for ``FlatState.parts``."""
+
+class ModelSave:
+    """The coordinator's part of a save in Hugging Face's layout; csrc/directory/model_save.h has
+    the protocol.
+
+    Creates a directory beside ``name`` in ``parent``. Raises OSError, and FileExistsError if the
+    directory ``name`` exists and must not be replaced.
+    """
+
+    def __init__(self, parent: Directory, name: str, replace: bool) -> None: ...
+    @property
+    def temporary(self) -> str:
+        """The name of the new directory."""
+
+    def complete(
+        self,
+        layout: SafetensorsLayout,
+        extras: list[tuple[str, bytes]],
+        written: list[dict[str, bytes]],
+        sync: bool,
+    ) -> None:
+        """Writes headers, the index, other files and checksums, after all ranks have written.
+
+        ``extras`` has the names and contents of the other files; ``written`` has each rank's
+        ``WrittenFiles.tables``. Raises OSError, and Corrupt if a file does not have its size.
+        """
+
+    def publish(self, sync: bool) -> None:
+        """Gives the directory its name. Raises OSError and DurabilityUncertain."""
+
+    def discard(self) -> None:
+        """Removes the directory. Does nothing after ``publish``."""
 
 class StepSave:
     """The coordinator's part of the save of a step, after all ranks have written their files.

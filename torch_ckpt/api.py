@@ -493,7 +493,10 @@ def _open_session(
 
 
 #: The writers, by format.
-_WRITERS = {"checkpoint": FileSystemWriter, "safetensors": SafetensorsWriter}
+_WRITERS: dict[str, type[FileSystemWriter]] = {
+    "checkpoint": FileSystemWriter,
+    "safetensors": SafetensorsWriter,
+}
 
 
 def _writer_of(format: str, given: FileSystemWriter | None) -> type[FileSystemWriter]:

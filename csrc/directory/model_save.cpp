@@ -63,7 +63,7 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
   auto old = parent.open_directory(name);
   if (!old) {
     if (old.error().sys_errno != ENOTDIR && old.error().sys_errno != ELOOP) return old.error();
-    return exists(parent, name, "this is not a directory and was not replaced; save elsewhere");
+    return exists(parent, name, "it is not a directory and was not replaced; choose another path");
   }
   auto found = old->names();
   if (!found) return found.error();
@@ -73,7 +73,7 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
     if (is_model_file(file) || own->contains(file)) continue;
     return exists(parent, name,
                   "the directory contains a file that this save would not write (" + file +
-                      ") and was not replaced; save elsewhere, or remove the file");
+                      ") and was not replaced; choose another directory, or remove the file");
   }
   return {};
 }
@@ -193,7 +193,12 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   auto is_there = parent_.contains(name_);
   if (!is_there) return {PublishState::not_published, is_there.error()};
   if (!*is_there || !may_replace_) {
-    return directory::publish(parent_, publication, {.sync = sync, .replace = false});
+    PublishOutcome outcome =
+        directory::publish(parent_, publication, {.sync = sync, .replace = false});
+    if (outcome.error.sys_errno == EEXIST) {
+      outcome.error.detail = "another process has created it meanwhile; it was not replaced";
+    }
+    return outcome;
   }
   if (auto replaceable = require_replaceable(parent_, name_); !replaceable) {
     return {PublishState::not_published, replaceable.error()};

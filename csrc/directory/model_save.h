@@ -39,7 +39,8 @@
 //     process holds the lock of the old directory, because it is loading, the old directory is left
 //     to the next save (7).
 //  7. A leftover is a directory with a temporary name of 1. It is removed under its exclusive lock,
-//     which no running save or load lets go. Without locks, leftovers stay.
+//     which another process cannot take while a save or load holds the shared lock. Without locks,
+//     leftovers stay.
 //  8. If a save fails before 4, the coordinator removes the new directory.
 
 namespace torch_ckpt::directory {

@@ -47,8 +47,8 @@ void FileImage::add_part(staging::Source source, PartPlace place) {
     bytes_ = align_up(bytes_, kPartAlignment);
   }
   const std::uint64_t bytes = place.runs.bytes();
-  append({0, bytes, std::move(source), nullptr,
-          std::make_shared<const PartPlace>(std::move(place))});
+  append(
+      {0, bytes, std::move(source), nullptr, std::make_shared<const PartPlace>(std::move(place))});
 }
 
 }  // namespace torch_ckpt::engine

@@ -70,8 +70,8 @@ std::vector<format::PartSums> ImageStream::part_sums() const {
   return parts;
 }
 
-// Adds this rank's shares in the checksums of blocks to `shares`, for a piece of the item's payload.
-// checksum(position, bytes) returns the CRC-32 of bytes of the payload.
+// Adds this rank's shares in the checksums of blocks to `shares`, for a piece of the item's
+// payload. checksum(position, bytes) returns the CRC-32 of bytes of the payload.
 template <class Checksum>
 void ImageStream::for_each_share(std::size_t item, std::uint64_t position,
                                  std::span<std::byte> payload, std::vector<Piece::Share>& shares,
@@ -220,10 +220,9 @@ void ImageStream::complete(const Piece& piece) {
   for (const Piece::Part& part : piece.parts_) {
     if (image_.items()[part.item].place != nullptr) {
       std::vector<Piece::Share> shares;
-      for_each_share(part.item, part.position, part.bytes, shares,
-                     [](std::uint64_t, std::span<std::byte> bytes) {
-                       return format::crc32(0, bytes);
-                     });
+      for_each_share(
+          part.item, part.position, part.bytes, shares,
+          [](std::uint64_t, std::span<std::byte> bytes) { return format::crc32(0, bytes); });
       for (const Piece::Share& share : shares) add_share(share);
     } else if (!part.is_payload) {
       copy_tail(part.item, part.position, part.bytes);

@@ -16,7 +16,8 @@ class BoxRuns {
   /// Returns nullopt if the box does not lie within the tensor, or if a size overflows.
   static std::optional<BoxRuns> of(std::span<const std::uint64_t> sizes,
                                    std::span<const std::uint64_t> offsets,
-                                   std::span<const std::uint64_t> lengths, std::uint64_t item_bytes);
+                                   std::span<const std::uint64_t> lengths,
+                                   std::uint64_t item_bytes);
 
   /// Size of the tensor, and of the box.
   std::uint64_t tensor_bytes() const { return tensor_bytes_; }

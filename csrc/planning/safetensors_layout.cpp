@@ -108,8 +108,8 @@ Result<SafetensorsLayout> SafetensorsLayout::of(std::vector<SafeTensor> tensors,
 }
 
 const Dtype* stored_dtype(const Dtype* dtype, const Dtype* cast) {
-  const bool is_floating = dtype != nullptr && (dtype->name.starts_with("float") ||
-                                                dtype->name.starts_with("bfloat"));
+  const bool is_floating =
+      dtype != nullptr && (dtype->name.starts_with("float") || dtype->name.starts_with("bfloat"));
   return is_floating && cast != nullptr && dtype->name != "float4_e2m1fn_x2" ? cast : dtype;
 }
 

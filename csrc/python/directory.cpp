@@ -191,7 +191,9 @@ void bind_directory(py::module_& module) {
       .def("length_of", &length_of, py::arg("name"), NoGil())
       .def(
           "open_directory",
-          [](const Directory& self, const Path& name) { return self.open_directory(name.native()); },
+          [](const Directory& self, const Path& name) {
+            return self.open_directory(name.native());
+          },
           py::arg("name"), NoGil())
       .def("open_for_read", &open_for_read, py::arg("name"), py::arg("flags") = 0, NoGil())
       .def(

@@ -1,3 +1,5 @@
+#include "python/plan.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -14,7 +16,6 @@
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/list.h"
-#include "python/plan.h"
 #include "python/results.h"
 #include "python/text.h"
 

@@ -57,8 +57,8 @@ void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, st
   part.file = file;
   part.place.tensor = begin;
   part.place.item_bytes = c10::elementSize(stored);
-  auto runs = planning::BoxRuns::of(sizes, offsets, unsigned_of(tensor.sizes()),
-                                    part.place.item_bytes);
+  auto runs =
+      planning::BoxRuns::of(sizes, offsets, unsigned_of(tensor.sizes()), part.place.item_bytes);
   if (!runs) {
     Error error = format_error(Errc::internal, "the rank's part does not lie within the tensor");
     error.subject = name;

@@ -23,10 +23,10 @@ class SaveSources {
   void add(std::string name, const at::Tensor& tensor);
   void add(std::string name, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
   /// Adds this rank's part of a tensor in a file that several ranks write. The part begins at
-  /// `offsets` in the tensor of size `sizes`, whose data begins at `begin` in the file. The elements
-  /// are stored with dtype `stored`. Throws Failure if the part does not lie within the tensor or
-  /// cannot be converted. `tensor` must not be on a device if it must be converted or is not
-  /// contiguous.
+  /// `offsets` in the tensor of size `sizes`, whose data begins at `begin` in the file. The
+  /// elements are stored with dtype `stored`. Throws Failure if the part does not lie within the
+  /// tensor or cannot be converted. `tensor` must not be on a device if it must be converted or is
+  /// not contiguous.
   void add_part(const std::string& name, const at::Tensor& tensor, std::size_t file,
                 std::uint64_t begin, const Extents& sizes, const Extents& offsets,
                 at::ScalarType stored);

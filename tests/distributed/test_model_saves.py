@@ -161,7 +161,7 @@ def case_a_failure_on_one_rank_publishes_nothing(launch: Launch) -> None:
             causes = failure_of(launch, save, state, path)
         assert isinstance(causes[1], OSError)
         assert causes[1].errno == errno.ENOSPC
-        # DCP tells no writer of the failure, and only drops it.
+        # After a failure, DCP only drops the writer.
         gc.collect()
         dist.barrier()
         assert os.listdir(path.parent) == []

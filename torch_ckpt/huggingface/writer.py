@@ -237,11 +237,10 @@ class SafetensorsWriter(FileSystemWriter):
         if self._config is None:
             return
         names = new_names(state.names(), self._rename)
-        tied = set(self._config.tied_names([*names.values()]))
-        kept = {state.memory(old) for old, new in names.items() if new not in tied}
-        for old, new in names.items():
-            if new in tied and state.memory(old) in kept:
-                state.remove(old)
+        of_model = set(self._config.tied_names([*names.values()]))
+        tied = [old for old, new in names.items() if new in of_model]
+        if tied:
+            state.remove(state.aliases(tied, names.keys() - tied))
 
     def places(self, plan: GlobalPlan) -> Sequence[bytes]:
         """Lays out the files on the coordinator, and returns the places of each rank's tensors.
@@ -276,7 +275,7 @@ class SafetensorsWriter(FileSystemWriter):
     def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
         return state.parts(assignment, places, self._dtype)
 
-    def prefix(self, tag: str) -> str:
+    def prefix_of_files(self, tag: str) -> str:
         self._directory = self.directory.open_directory(tag)
         return ""
 
@@ -285,7 +284,8 @@ class SafetensorsWriter(FileSystemWriter):
 
     def _publish(self, tables: list[dict[str, bytes]]) -> SavedModel:
         save, layout = self._save, self._layout
-        assert save is not None and layout is not None
+        assert save is not None
+        assert layout is not None
         try:
             save.complete(layout, self._copied, tables, self.sync_files)
         except BaseException:
@@ -359,7 +359,7 @@ class SafetensorsWriter(FileSystemWriter):
             offsets = list(item.tensor_data.chunk.offsets)
             size = list(item.tensor_data.size)
             sources.add_part(item.index.fqn, value, place, size, offsets, self._dtype)
-        written = self.write_values(self.prefix(places.tag), sources)
+        written = self.write_values(self.prefix_of_files(places.tag), sources)
         return completed(results_of(plan.items, written))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,17 +84,23 @@ class SaveState:
         """Returns the fully qualified names of all values."""
         return self._flat.names()
 
-    def memory(self, name: str) -> Any:
-        """Returns a value that is equal for tensors of the same dtype, size and memory."""
-        value = self._flat.value(self._flat.names().index(name))
-        local = getattr(value, "_local_tensor", value)
-        if not isinstance(local, torch.Tensor):
-            return name
-        return local.data_ptr(), local.shape, local.stride(), local.dtype
+    def aliases(self, names: Collection[str], others: Collection[str]) -> list[str]:
+        """Returns the tensors among ``names`` that have the same dtype, size and memory as one of
+        ``others``."""
+        memories: dict[str, Any] = {}
+        for row, name in enumerate(self._flat.names()):
+            value = self._flat.value(row)
+            local = getattr(value, "_local_tensor", value)
+            if isinstance(local, torch.Tensor):
+                memories[name] = local.data_ptr(), local.shape, local.stride(), local.dtype
+        found = {memories[name] for name in others if name in memories}
+        return [name for name in names if memories.get(name) in found]
 
-    def remove(self, name: str) -> None:
-        """Removes a value, which is then not saved."""
-        self._flat.remove(self._flat.names().index(name))
+    def remove(self, names: Collection[str]) -> None:
+        """Removes values, which are then not saved."""
+        for row, name in enumerate(self._flat.names()):
+            if name in names:
+                self._flat.remove(row)
 
     # --- the plan --------------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ class SaveSession:
         plans.keep(state.structure, reply)
         with self._write.device_streams():
             sources = writer.sources(state, plans.assignment, reply.places)
-        prefix = writer.prefix(reply.tag)
+        prefix = writer.prefix_of_files(reply.tag)
         if plans.plan is not None:
             self._write.meanwhile = partial(writer.prepare_commit, plans.plan)
         if job is not None:

@@ -439,7 +439,7 @@ class FileSystemWriter(StockWriter):
         """
         return state.sources(assignment, bool(self.separation_hint))
 
-    def prefix(self, tag: str) -> str:
+    def prefix_of_files(self, tag: str) -> str:
         """Returns the prefix for the names of this rank's files.
 
         Args:

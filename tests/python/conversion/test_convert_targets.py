@@ -112,7 +112,7 @@ def test_other_files_of_a_directory_are_never_replaced(tmp_path: Path) -> None:
     source = source_for(tmp_path, "hf")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/thesis.tex").write_text("the only copy")
-    match = "the directory contains other files"
+    match = "the directory contains a file that this save would not write"
     options = {"overwrite": True, "max_shard_size": 100}
     refused(tmp_path, FileExistsError, match, source.name, "hf", **options)
     assert names_in(tmp_path / "hf") == ["thesis.tex"]
@@ -134,7 +134,7 @@ def test_a_directory_that_another_process_creates_is_kept(tmp_path: Path, overwr
 
     with (
         at_fault_points(hook),
-        pytest.raises(FileExistsError, match="another process has created the target"),
+        pytest.raises(FileExistsError, match="another process has created it meanwhile"),
     ):
         convert(source, target, overwrite=overwrite, max_shard_size=100)
     assert names_in(tmp_path) == sorted([source.name, "hf"])
@@ -146,17 +146,17 @@ def test_files_added_to_a_replaced_directory_are_kept(tmp_path: Path) -> None:
     target = tmp_path / "hf"
     convert(source, target, max_shard_size=100)
 
-    def put_before_the_first_rename(operation: str, path: str) -> int:
-        if operation == "rename" and path != str(target):
+    def put_before_the_rename(operation: str, path: str) -> int:
+        if operation == "rename" and path == str(target):
             (target / "thesis.tex").write_text("the only copy")
         return 0
 
     with (
-        at_fault_points(put_before_the_first_rename),
-        pytest.warns(match="former contents are kept in"),
+        at_fault_points(put_before_the_rename),
+        pytest.warns(match="was replaced, but its former contents remain"),
     ):
         convert(source, target, overwrite=True, max_shard_size=100)
-    (kept,) = tmp_path.glob(".hf.tmp-*/thesis.tex")
+    (kept,) = tmp_path.glob(".hf.former-*/thesis.tex")
     assert kept.read_text() == "the only copy"
     assert len(names_in(kept.parent)) == 1 + len(names_in(target))
 

@@ -209,9 +209,7 @@ def test_dcp_writes_the_format_with_the_writer(tmp_path: Path, planner: Any) -> 
         {"w1": torch.ones(3), "w2": torch.zeros(2, 2)},
         storage_writer=writer, planner=planner, no_dist=True,
     )  # fmt: skip
-    assert_equal(
-        files_in(tmp_path / "m"), {"weight1": torch.ones(3), "weight2": torch.zeros(2, 2)}
-    )
+    assert_equal(files_in(tmp_path / "m"), {"weight1": torch.ones(3), "weight2": torch.zeros(2, 2)})
     assert sorted(metadata.state_dict_metadata) == ["weight1", "weight2"]
 
 
