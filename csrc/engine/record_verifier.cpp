@@ -43,7 +43,8 @@ RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
       findings_.push_back({named.file, number, 0, std::move(error)});
       continue;
     }
-    Record record{number, std::move(named), std::nullopt, files[named.file].is_bare};
+    const bool is_bare = files[named.file].is_bare;
+    Record record{number, std::move(named), std::nullopt, is_bare};
     // An empty record has the same offset as the next record, and would get that record's
     // checksums.
     if (const auto& table = tables[record.named.file]; table && record.named.length > 0) {

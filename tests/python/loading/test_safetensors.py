@@ -56,8 +56,12 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "hf/model.safetensors"
 
 
+def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
+    return zeros(tuple(tensor.shape), tensor.dtype)
+
+
 def emptied(state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: zeros(tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    return {name: zeros_of(tensor) for name, tensor in state.items()}
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -178,6 +182,25 @@ def test_a_damaged_block_is_found_with_checksums(file: Path, loader: Callable[..
     loader({"of F32": torch.zeros(3, 4)}, file.parent)
     (damage,) = torch_ckpt.verify(file.parent).damaged
     assert (damage.name, damage.bytes, damage.offset) == ("large", BLOCK_BYTES, at - 77)
+
+
+def test_saved_checksums_have_the_documented_layout_and_find_every_kind_of_damage(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model"
+    torch_ckpt.save(STATE, path, format="safetensors", no_dist=True)
+    saved = (path / CHECKSUMS).read_bytes()
+    file = path / "model.safetensors"
+    write_checksums([file])
+    assert (path / CHECKSUMS).read_bytes() == saved
+    report = torch_ckpt.verify(path)
+    assert report.ok
+    assert report.unverifiable == []
+    flip_bit(file, file.stat().st_size - 1, 0)
+    (damage,) = torch_ckpt.verify(path).damaged
+    cause = refusal(lambda: load({damage.name: zeros_of(STATE[str(damage.name)])}, path))
+    assert isinstance(cause, Corrupt)
+    assert "delete torch_ckpt.checksums" in str(cause)
 
 
 def test_checksums_of_a_file_that_another_program_has_changed_are_ignored(file: Path) -> None:
