@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("retention", "training"),
     ("steps",),
     ("api", "conversion", "nvrx"),
-    ("events", "inspection", "megatron", "multihost", "state"),
+    ("events", "huggingface", "inspection", "megatron", "multihost", "state"),
     ("loading", "saving"),
     ("checkpoint", "ranks"),
     ("_base", "errors", "intervals"),

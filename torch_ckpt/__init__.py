@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
     from torch_ckpt.checkpoint.lease import remove_leftovers
     from torch_ckpt.conversion.convert import ConvertReport, convert
-    from torch_ckpt.huggingface.writer import SafetensorsWriter
+    from torch_ckpt.huggingface.safetensors_writer import SafetensorsWriter
     from torch_ckpt.inspection.diff import diff
     from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
     from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
@@ -69,7 +69,7 @@ else:
         "api": ("async_save", "estimate_read_memory", "load", "preflight", "save"),
         "checkpoint.lease": ("remove_leftovers",),
         "conversion.convert": ("ConvertReport", "convert"),
-        "huggingface.writer": ("SafetensorsWriter",),
+        "huggingface.safetensors_writer": ("SafetensorsWriter",),
         "inspection.diff": ("diff",),
         "inspection.diff_report": ("DiffReport", "TensorDifference"),
         "inspection.show": ("ShownObject", "ShownTensor", "ShowReport", "show"),

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import names_of, options_of, refuse_unknown, require_choice
-from torch_ckpt.huggingface.writer import SafetensorsWriter
+from torch_ckpt.huggingface.safetensors_writer import SafetensorsWriter
 from torch_ckpt.loading.dtypes import warn_of_lost_precision
 from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader

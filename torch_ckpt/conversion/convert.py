@@ -21,7 +21,7 @@ from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
 from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
-from torch_ckpt.conversion.selection import Selection, parse_dtype
+from torch_ckpt.conversion.selection import Selection, leave_out_tied
 from torch_ckpt.conversion.source import Source
 from torch_ckpt.conversion.sources import open_source
 from torch_ckpt.conversion.targets import (
@@ -33,8 +33,9 @@ from torch_ckpt.conversion.targets import (
     write_safetensors_shards,
 )
 from torch_ckpt.conversion.torch_target import write_torch
-from torch_ckpt.conversion.transformers_config import Config, leave_out_tied
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.huggingface.transformers_config import Config
+from torch_ckpt.loading.dtypes import parse_dtype
 from torch_ckpt.loading.renaming import Rename
 
 # Default for max_shard_size, as in transformers.

@@ -11,10 +11,8 @@ import torch
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.conversion.source import Entry, Source
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.huggingface.transformers_config import Config
 from torch_ckpt.loading.renaming import Rename, new_names, new_path
-
-#: Abbreviated dtype names.
-_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 class Selection(Source):
@@ -115,16 +113,29 @@ def _select_names(names: list[str], select: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
-def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Returns a floating-point dtype by name, such as "bf16", "bfloat16" or "float8_e4m3fn".
+def leave_out_tied(source: Source, config: Config) -> list[str]:
+    """Removes weights that the model ties to others and that equal another weight bit for bit.
 
-    Raises:
-        ValueError: there is no floating-point dtype with this name.
+    ``from_pretrained`` ties them again.
+
+    Returns:
+        The names of the removed weights.
     """
-    name = _SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else None
-    found = dtype if name is None else getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"dtype must be a floating-point dtype such as bf16, fp16 or fp32, got {dtype!r}"
-        )
-    return found
+    tied = config.tied_names(list(source.tensors))
+    kept = source.tensors.keys() - set(tied)
+    removed = []
+    for name in tied:
+        entry = source.tensors[name]
+        if any(
+            source.tensors[other] == entry and _are_equal(*source.read([name, other]))
+            for other in source.tensors
+            if other in kept
+        ):
+            removed.append(name)
+    for name in removed:
+        del source.tensors[name]
+    return removed
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))

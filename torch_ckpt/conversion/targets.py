@@ -22,8 +22,8 @@ from torch_ckpt.checkpoint.publishing import new_file, require_absent
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
 from torch_ckpt.conversion.source import Entry, Path, Source
 from torch_ckpt.conversion.target_directory import published_directory, published_file
-from torch_ckpt.conversion.transformers_config import CONFIG_NAME
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.huggingface.transformers_config import CONFIG_NAME
 from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.saving.items import resolve, results_of
 from torch_ckpt.saving.writer import FileSystemWriter

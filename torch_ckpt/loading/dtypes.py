@@ -1,4 +1,4 @@
-"""Conversions between dtypes that lose precision or range, and the warning about them."""
+"""Names of dtypes, and conversions between dtypes that lose precision or range."""
 
 from __future__ import annotations
 
@@ -14,6 +14,24 @@ from torch_ckpt._base.formatting import some_of
 
 #: Stored dtype and target dtype of tensors, by name.
 Conversions = dict[str, tuple[torch.dtype, torch.dtype]]
+
+#: Abbreviated dtype names.
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Returns a floating-point dtype by name, such as "bf16", "bfloat16" or "float8_e4m3fn".
+
+    Raises:
+        ValueError: there is no floating-point dtype with this name.
+    """
+    name = _SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else None
+    found = dtype if name is None else getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"dtype must be a floating-point dtype such as bf16, fp16 or fp32, got {dtype!r}"
+        )
+    return found
 
 
 def lost_precision(reads: _C.TensorReads) -> Conversions:

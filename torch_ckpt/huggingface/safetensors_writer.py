@@ -32,9 +32,9 @@ from torch_ckpt._base.options import require_at_least, reusable
 from torch_ckpt._base.progress import ProgressOption
 from torch_ckpt.checkpoint.directory import OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.lazy_metadata import LazyContents, LazyMetadata, make_lazy
-from torch_ckpt.conversion.selection import parse_dtype
-from torch_ckpt.conversion.transformers_config import CONFIG_NAME, Config
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.huggingface.transformers_config import CONFIG_NAME, Config
+from torch_ckpt.loading.dtypes import parse_dtype
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename, new_names
 from torch_ckpt.saving.background import Background
@@ -159,6 +159,9 @@ class SafetensorsWriter(FileSystemWriter):
         ```
     """
 
+    #: The checksums of parts cannot be compared with those of checkpoints.
+    finds_unchanged = False
+
     def __init__(
         self,
         path: StrPath,
@@ -208,9 +211,6 @@ class SafetensorsWriter(FileSystemWriter):
             self._copied[file.name] = file.read_bytes()
         self._save: _NewDirectory | None = None
         self._layout: _core.SafetensorsLayout | None = None
-
-    #: The checksums of parts cannot be compared with those of checkpoints.
-    finds_unchanged = False
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_save": None, "_layout": None}

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from torch_ckpt.conversion.source import Source
 from torch_ckpt.errors import CheckpointError
 
 #: Name of the file from which transformers reads a model's configuration.
@@ -83,30 +82,6 @@ class Config:
         return [kind for kind in found if kind is not None]
 
 
-def leave_out_tied(source: Source, config: Config) -> list[str]:
-    """Removes weights that the model ties to others and that equal another weight bit for bit.
-
-    ``from_pretrained`` ties them again.
-
-    Returns:
-        The names of the removed weights.
-    """
-    tied = config.tied_names(list(source.tensors))
-    kept = source.tensors.keys() - set(tied)
-    removed = []
-    for name in tied:
-        entry = source.tensors[name]
-        if any(
-            source.tensors[other] == entry and _are_equal(*source.read([name, other]))
-            for other in source.tensors
-            if other in kept
-        ):
-            removed.append(name)
-    for name in removed:
-        del source.tensors[name]
-    return removed
-
-
 def _with_dtype(values: dict[str, Any], name: str) -> dict[str, Any]:
     changed = dict(values)
     for key, value in values.items():
@@ -121,7 +96,3 @@ def _with_dtype(values: dict[str, Any], name: str) -> dict[str, Any]:
 def _tied_patterns(model_class: Any) -> list[str]:
     keys = getattr(model_class, "_tied_weights_keys", None) or ()
     return [key for key in keys if isinstance(key, str)]
-
-
-def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
