@@ -91,6 +91,15 @@ def case_data_that_all_ranks_need_is_read_once(launch: Launch) -> None:
         assert max(costs) <= 1.2 * stored / launch.size + ALLOWANCE
 
 
+def case_without_read_once_each_rank_reads_all_that_it_needs(launch: Launch) -> None:
+    path = launch.path()
+    state = {"large": tensor_of("large", 4000, 500)}
+    save(state, path)
+    for load in LOADERS:
+        cost = bytes_read_by(lambda load=load: load(blank(state), path))
+        assert cost >= state["large"].nbytes
+
+
 @on(4)
 def case_shards_on_several_ranks_are_read_once(launch: Launch) -> None:
     """Sharded over one dimension of the mesh and replicated over the other."""
