@@ -91,7 +91,11 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
   if (!own) return own.error();
   for (const std::string& file : *found) {
     const bool is_known = is_model_file(file) || own->contains(file) || extras.contains(file);
-    if (is_known && !old->open_directory(file)) continue;
+    const auto inside = old->open_directory(file);
+    const int failed = inside ? 0 : inside.error().sys_errno;
+    const bool is_directory = failed != ENOTDIR && failed != ELOOP && failed != ENOENT;
+    if (is_directory && failed != 0) return inside.error();
+    if (is_known && !is_directory) continue;
     return exists(parent, name,
                   "the directory contains a file that this save would not write (" + file +
                       ") and was not replaced; choose another directory, or remove the file");
