@@ -80,7 +80,7 @@ class Directory {
   Result<> exchange(const std::string& one, const std::string& other) const;
   /// Creates a directory.
   Result<> make_directory(const std::string& name) const;
-  /// Sets the permissions to those of another directory.
+  /// Copies the permissions of another directory to this one.
   Result<> copy_mode(const Directory& other) const;
   /// Opens a directory in this one. Does not follow a link.
   Result<Directory> open_directory(const std::string& name) const;

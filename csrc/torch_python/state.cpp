@@ -100,14 +100,14 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
 
 /// Adds this rank's part of a tensor. cast: the dtype in which floating-point tensors are stored,
 /// or None.
-void add_part(SaveSources& sources, const py::str& name, at::Tensor tensor,
+void add_part(SaveSources& sources, const std::string& name, at::Tensor tensor,
               const std::pair<std::size_t, std::uint64_t>& place, const tensors::Extents& sizes,
               const tensors::Extents& offsets, const std::optional<at::ScalarType>& cast) {
   const format::Dtype* const own = tensors::dtype_of(tensor.scalar_type());
   const bool is_cast = cast && planning::stored_dtype(own, tensors::dtype_of(*cast)) != own;
   const at::ScalarType stored = is_cast ? *cast : tensor.scalar_type();
   if (tensor.is_cuda()) tensor = tensor.resolve_conj().resolve_neg().to(stored).contiguous();
-  sources.add_part(bytes_of(name), tensor, place.first, place.second, sizes, offsets, stored);
+  sources.add_part(name, tensor, place.first, place.second, sizes, offsets, stored);
 }
 
 /// Returns this rank's parts of the tensors of an assignment. places: a planning::RankPlaces. cast:
@@ -138,7 +138,7 @@ SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const 
       offsets.assign(begin.begin(), begin.end());
     }
     const auto& [file, begin] = of_rank.places[i];
-    add_part(sources, text_of(state.name(numbers[i])), row.local, {file, begin}, sizes, offsets,
+    add_part(sources, std::string(state.name(numbers[i])), row.local, {file, begin}, sizes, offsets,
              cast);
   }
   return sources;
@@ -201,8 +201,15 @@ void bind_state(py::module_& module) {
             sources.set_files(std::move(files));
           },
           py::arg("files"))
-      .def("add_part", &add_part, py::arg("name"), py::arg("tensor"), py::arg("place"),
-           py::arg("sizes"), py::arg("offsets"), py::arg("cast"))
+      .def(
+          "add_part",
+          [](SaveSources& sources, const py::str& name, const at::Tensor& tensor,
+             const std::pair<std::size_t, std::uint64_t>& place, const tensors::Extents& sizes,
+             const tensors::Extents& offsets, const std::optional<at::ScalarType>& cast) {
+            add_part(sources, bytes_of(name), tensor, place, sizes, offsets, cast);
+          },
+          py::arg("name"), py::arg("tensor"), py::arg("place"), py::arg("sizes"),
+          py::arg("offsets"), py::arg("cast"))
       .def_property_readonly("nbytes", &SaveSources::bytes)
       .def("devices", &SaveSources::devices);
   py::class_<FlatState>(module, "FlatState")

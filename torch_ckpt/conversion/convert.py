@@ -34,12 +34,10 @@ from torch_ckpt.conversion.targets import (
 )
 from torch_ckpt.conversion.torch_target import write_torch
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.huggingface.safetensors_writer import SHARD_BYTES
 from torch_ckpt.huggingface.transformers_config import Config
 from torch_ckpt.loading.dtypes import parse_dtype
 from torch_ckpt.loading.renaming import Rename
-
-# Default for max_shard_size, as in transformers.
-_SHARD_BYTES = 5 * 10**9
 
 _NAMES = {"dcp": "a checkpoint directory", "torch": "torch.save", "safetensors": "safetensors"}
 
@@ -223,7 +221,7 @@ def _choose_target(
     if max_shard_size is not None or config is not None:
         return "safetensors", partial(
             write_safetensors_shards,
-            max_shard_size=max_shard_size or _SHARD_BYTES,
+            max_shard_size=max_shard_size or SHARD_BYTES,
             config=None if config is None else config.text(dtype),
         )
     if suffix == ".safetensors":

@@ -159,7 +159,7 @@ class SafetensorsWriter(FileSystemWriter):
         ```
     """
 
-    #: The checksums of parts cannot be compared with those of checkpoints.
+    #: Checksums of parts and checksums of checkpoints cannot be compared.
     finds_unchanged = False
 
     def __init__(

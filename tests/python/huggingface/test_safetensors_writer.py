@@ -65,7 +65,7 @@ def test_nested_dicts_get_names_with_dots(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SAFE_DTYPES)
 def test_every_dtype_of_the_format_is_stored_bit_for_bit(tmp_path: Path, name: str) -> None:
     dtype = SAFE_DTYPES[name]
-    # Bits of any value are valid, except those of a bool.
+    # Any bits are a valid value, except for a bool.
     bits = torch.tensor([[0, 1], [1, 0]]) if name == "BOOL" else random_tensor((6, 16), torch.uint8)
     value = bits.bool() if name == "BOOL" else bits.view(dtype)
     save({"t": value}, tmp_path / "model")

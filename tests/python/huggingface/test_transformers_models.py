@@ -57,36 +57,28 @@ MODELS = {
 }
 
 
+def save(model: Any, tmp_path: Path, **options: Any) -> Path:
+    """Saves a model and its configuration. Returns the directory."""
+    model.config.save_pretrained(tmp_path / "config")
+    options |= {"format": "safetensors", "config": tmp_path / "config", "no_dist": True}
+    torch_ckpt.save(model.state_dict(), tmp_path / "model", **options)
+    return tmp_path / "model"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_saved_model_is_loaded_with_no_missing_and_no_unexpected_key(
     tmp_path: Path, name: str
 ) -> None:
     model = MODELS[name]()
-    model.config.save_pretrained(tmp_path / "config")
-    torch_ckpt.save(
-        model.state_dict(),
-        tmp_path / "model",
-        format="safetensors",
-        config=tmp_path / "config",
-        max_shard_size=10_000,
-        no_dist=True,
-    )
-    loaded, info = type(model).from_pretrained(tmp_path / "model", output_loading_info=True)
+    path = save(model, tmp_path, max_shard_size=10_000)
+    loaded, info = type(model).from_pretrained(path, output_loading_info=True)
     assert not any(info.values()), info
     assert_equal(loaded.state_dict(), model.state_dict())
 
 
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     model = gpt2()
-    model.config.save_pretrained(tmp_path / "config")
-    torch_ckpt.save(
-        model.state_dict(),
-        tmp_path / "model",
-        format="safetensors",
-        config=tmp_path / "config",
-        no_dist=True,
-    )
-    report = torch_ckpt.preflight(model.state_dict(), tmp_path / "model")
+    report = torch_ckpt.preflight(model.state_dict(), save(model, tmp_path))
     assert report.missing == ["lm_head.weight"]
 
 
