@@ -1,14 +1,10 @@
 #include "engine/bulk_copy.h"
 
 #include <algorithm>
-#include <atomic>
-#include <boost/asio/post.hpp>
-#include <latch>
-#include <thread>
 #include <utility>
 
 #include "checked_math.h"
-#include "engine/first_failure.h"
+#include "engine/parallel.h"
 #include "os/file.h"
 #include "os/fork_guard.h"
 #include "staging/host_copy.h"
@@ -67,36 +63,10 @@ Result<std::vector<PooledCopy>> copy_to_pool(Context& context,
                                              std::span<const staging::Source> sources) {
   const std::vector<Block> blocks = blocks_of(sources);
   std::vector<PooledCopy> copies(sources.size());
-  const std::size_t threads =
-      std::min<std::size_t>(blocks.size(), std::max(1U, std::thread::hardware_concurrency()));
-  if (auto ensured = context.executor.ensure_threads({}, 0); !ensured) return ensured.error();
-  std::atomic<std::size_t> next{0};
-  FirstFailure<> failure;
-  std::latch done(static_cast<std::ptrdiff_t>(threads));
-  const auto copy_blocks = [&] {
-    try {
-      for (std::size_t n = next++; n < blocks.size(); n = next++) {
-        auto copied = copy_block(context.chunks, sources, blocks[n], copies);
-        if (!copied) return failure.set(copied.error());
-      }
-    } catch (...) {
-      failure.set(exception_error(std::current_exception(), "copy"));
-    }
-  };
-  for (std::size_t t = 0; t < threads; ++t) {
-    try {
-      boost::asio::post(context.executor.pool(), [&] {
-        copy_blocks();
-        done.count_down();
-      });
-    } catch (...) {
-      // Tasks posted earlier use local variables, so wait for them.
-      failure.set(exception_error(std::current_exception(), "copy"));
-      done.count_down();
-    }
-  }
-  done.wait();
-  if (auto error = failure.get()) return *error;
+  const auto copied = run_parallel(context, blocks.size(), "copy", [&](std::size_t n) {
+    return copy_block(context.chunks, sources, blocks[n], copies);
+  });
+  if (!copied) return copied.error();
   return copies;
 }
 

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "engine/safetensors_headers.h"
 #include "format/crc32.h"
 #include "format/safe_checksums.h"
 #include "format/weight_map.h"
@@ -18,57 +19,17 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Limits the memory that a damaged index or file of checksums can use.
-constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 30;
-
-std::span<std::byte> writable_bytes(std::string& text) {
-  return std::as_writable_bytes(std::span(text));
-}
-
 Error in_file(Error error, const std::string& path) {
   if (error.path.empty()) error.path = path;
   return error;
 }
 
-/// Reads an entire file.
-Result<std::string> contents_of(const os::File& file) {
-  const auto bytes = file.size();
-  if (!bytes) return bytes.error();
-  if (*bytes > kMaxTextBytes) {
-    return in_file(format_error(Errc::metadata_inconsistent,
-                                "the file has " + std::to_string(*bytes) +
-                                    " bytes; the maximum is " + std::to_string(kMaxTextBytes)),
-                   file.path());
-  }
-  std::string contents(*bytes, '\0');
-  if (auto read = file.read_at(writable_bytes(contents), 0); !read) return read.error();
-  return contents;
-}
-
 using Checksums = std::map<std::string, format::SafeChecksums>;
-
-/// Reads the directory's checksums, by file. Returns none if the directory has none.
-Result<Checksums> read_checksums(const os::Directory& directory) {
-  const std::string name(format::kSafeChecksumsName);
-  const auto file = directory.open_for_read(name);
-  if (!file && file.error().sys_errno == ENOENT) return Checksums();
-  if (!file) return file.error();
-  const auto contents = contents_of(*file);
-  if (!contents) return contents.error();
-  auto decoded = format::decode_safe_checksums(std::as_bytes(std::span(*contents)));
-  if (!decoded) return in_file(decoded.error(), file->path());
-  Checksums checksums;
-  for (format::SafeChecksums& of_file : *decoded) {
-    std::string key = of_file.name;
-    checksums.insert_or_assign(std::move(key), std::move(of_file));
-  }
-  return checksums;
-}
 
 Result<format::WeightMap> read_weight_map(const os::Directory& directory, const std::string& name) {
   const auto file = directory.open_for_read(name);
   if (!file) return file.error();
-  const auto contents = contents_of(*file);
+  const auto contents = read_text(*file);
   if (!contents) return contents.error();
   auto decoded = format::decode_weight_map(*contents);
   if (!decoded) return in_file(decoded.error(), file->path());
@@ -124,32 +85,22 @@ class HeaderReader {
 
  private:
   Result<> add_open(const std::string& name, const os::File& opened) {
-    const auto bytes = opened.size();
-    if (!bytes) return bytes.error();
-    std::string begin(format::kSafeLengthBytes, '\0');
-    const auto read = opened.read_some_at(writable_bytes(begin), 0);
-    if (!read) return read.error();
-    const auto length =
-        format::safetensors_header_bytes(writable_bytes(begin).first(*read), *bytes);
-    if (!length) return length.error();
-    std::string json(*length, '\0');
-    auto rest = opened.read_at(writable_bytes(json), format::kSafeLengthBytes);
-    if (!rest) return rest;
-    auto header = format::decode_safetensors_header(json, *bytes);
+    auto header = read_safetensors_header(opened);
     if (!header) return header.error();
-
     SafetensorsFile& file = files_.emplace_back();
     file.name = name;
-    file.bytes = *bytes;
-    file.header_crc = format::crc32(format::crc32(0, writable_bytes(begin)), writable_bytes(json));
+    file.bytes = header->file_bytes;
+    file.header_crc = format::crc32(0, std::as_bytes(std::span(header->bytes)));
     std::string_view table;
     if (const auto known = checksums_.find(name); known != checksums_.end()) {
       const format::SafeChecksums& saved = known->second;
       file.has_stale_checksums = saved.bytes != file.bytes || saved.header_crc != file.header_crc;
       if (!file.has_stale_checksums) table = saved.table;
     }
-    for (auto& [key, value] : header->metadata) metadata_.insert_or_assign(key, std::move(value));
-    return builder_.add_file(name, header->tensors, table);
+    for (auto& [key, value] : header->contents.metadata) {
+      metadata_.insert_or_assign(key, std::move(value));
+    }
+    return builder_.add_file(name, header->contents.tensors, table);
   }
 
   const os::Directory& directory_;
@@ -162,9 +113,14 @@ class HeaderReader {
 }  // namespace
 
 Result<SafetensorsFiles> read_safetensors(const os::Directory& directory, const std::string& name) {
-  const auto checksums = read_checksums(directory);
-  if (!checksums) return checksums.error();
-  HeaderReader reader(directory, *checksums);
+  auto saved = read_safe_checksums(directory);
+  if (!saved) return saved.error();
+  Checksums checksums;
+  for (format::SafeChecksums& of_file : *saved) {
+    std::string file = of_file.name;
+    checksums.insert_or_assign(std::move(file), std::move(of_file));
+  }
+  HeaderReader reader(directory, checksums);
   if (!name.ends_with(format::kWeightMapSuffix)) {
     if (auto added = reader.add(name); !added) return added.error();
     return std::move(reader).finish();
