@@ -112,6 +112,8 @@ class Job:
         self.begun = begun
         self._trace = trace
         self.on_commit = on_commit
+        #: See :meth:`FileSystemWriter.bytes_moved`.
+        self.moved_by_writer: Callable[[], int] = lambda: 0
         self._is_calling_back = False
         #: True if unchanged tensors cause a warning.
         self.warns_of_unchanged = warn_unchanged
@@ -165,7 +167,7 @@ class Job:
     def bytes_moved(self) -> int:
         """Returns a number that grows while the save makes progress."""
         of_callback = time.monotonic_ns() if self._is_calling_back else 0
-        return self.state.resolved + self.write.moved() + of_callback
+        return self.state.resolved + self.write.moved() + self.moved_by_writer() + of_callback
 
     def call_on_commit(self, metadata: Metadata) -> None:
         """Calls ``on_commit`` on the coordinator, after the commit; the other ranks wait for it.

@@ -164,6 +164,8 @@ class SaveSession:
         self._read_values = read_values
         self._job = job
         self._write = job.write if job is not None else RankWrite()
+        if job is not None:
+            job.moved_by_writer = writer.bytes_moved
 
     def run(self) -> Metadata:
         """Saves the state dict.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,6 +184,7 @@ class FileSystemWriter(StockWriter):
         self._is_staged = False
         self._is_coordinator = False
         self._is_alone = False
+        self._is_working = False
         self._directory: OpenDirectory | None = None
         self._lease: DirectoryLease | None = None
         self._write: RankWrite | None = None
@@ -392,7 +395,17 @@ class FileSystemWriter(StockWriter):
     def bytes_moved(self) -> int:
         """Returns a number that increases as long as this rank makes progress."""
         write = self._write
-        return 0 if write is None else write.moved()
+        moved = 0 if write is None else write.moved()
+        return moved + (time.monotonic_ns() if self._is_working else 0)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Sends heartbeats during a block that may take long but moves no bytes."""
+        self._is_working = True
+        try:
+            yield
+        finally:
+            self._is_working = False
 
     def abandon(self) -> None:
         """Ends a failed save. The coordinator removes the files of all ranks.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -50,7 +50,6 @@ class StepWriter(FileSystemWriter):
         self._expected_bytes = expected_bytes
         self._make_room = make_room
         self._removes_directory = False
-        self._is_working = False
         unfinished = _core.unfinished_step_name(self._step, attempt)
         super().__init__(os.path.join(root, unfinished), **options)
 
@@ -89,7 +88,7 @@ class StepWriter(FileSystemWriter):
     def commit(self, data: _core.EncodedMetadata, files: set[str]) -> None:
         step = _core.StepSave(self._protocol, self.directory, self._step)
         try:
-            with self._working():
+            with self.working():
                 missing = step.find_missing(list(files), self._patience)
             if missing:
                 raise NotCommitted(
@@ -116,7 +115,7 @@ class StepWriter(FileSystemWriter):
         if step.replaced:
             # Ignore failures, because the save has succeeded. If a process is loading the replaced
             # step, the next sweep removes it.
-            with suppress(OSError), self._working():
+            with suppress(OSError), self.working():
                 self._protocol.remove(step.replaced)
 
     def abandon(self) -> None:
@@ -129,18 +128,6 @@ class StepWriter(FileSystemWriter):
             # Locking fails if another rank is already saving the step again.
             if opened.try_lock_exclusive():
                 os.rmdir(self.path)
-
-    def bytes_moved(self) -> int:
-        return super().bytes_moved() + (time.monotonic_ns() if self._is_working else 0)
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Sends heartbeats during a block that may take long but moves no bytes."""
-        self._is_working = True
-        try:
-            yield
-        finally:
-            self._is_working = False
 
     def _refuse_existing(self) -> None:
         if os.path.lexists(self._final) and not os.path.isdir(self._final):
