@@ -61,6 +61,8 @@ std::string_view name(Errc code) {
       return "pickle_too_large";
     case Errc::metadata_inconsistent:
       return "metadata_inconsistent";
+    case Errc::wrong_base:
+      return "wrong_base";
     case Errc::frame_damaged:
       return "frame_damaged";
     case Errc::result_missing:

@@ -64,6 +64,8 @@ enum class Errc {
   pickle_too_large,
   // The metadata can be decoded, but contradicts itself.
   metadata_inconsistent,
+  // A delta was applied to tensors other than its base.
+  wrong_base,
   // A message from another process is truncated or damaged.
   frame_damaged,
   // A process ended, or ran out of memory, before it sent its result.

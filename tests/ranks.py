@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 from tests.forked import ENVIRONMENT, PATIENCE_SECONDS, REPOSITORY, Answering, Child, end_of, server
@@ -275,3 +276,13 @@ def _work(connection: Any, work: Callable[..., object], arguments: tuple[Any, ..
     faulthandler.enable()
     faulthandler.register(WHERE_SIGNAL)
     work(connection, *arguments)
+
+
+@pytest.fixture
+def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """The mesh of a process group of one rank."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()

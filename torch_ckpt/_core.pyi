@@ -475,6 +475,40 @@ class SafetensorsLayout:
     def places_of_rank(self, plan: GlobalPlan, rank: int) -> bytes:
         """The places of a rank's values, for ``FlatState.parts``."""
 
+DELTA_NAME: str
+LATEST_NAME: str
+
+def update_latest(root: Directory, sync: bool, below: str = "") -> None:
+    """Makes the link ``latest`` in the root of versions lead to the newest one, or to the newest
+    one before ``below``. If there is none before it, removes the link.
+
+    Raises OSError, and FileExistsError if it is not a link.
+    """
+
+class Delta:
+    """A delta, which is read into memory; csrc/engine/delta.h describes how it is applied.
+
+    Raises OSError, and Corrupt if it is damaged.
+    """
+
+    def __init__(self, directory: Directory, name: str) -> None: ...
+    @property
+    def base(self) -> str:
+        """The name of the base."""
+
+    def tensors(self) -> list[tuple[str, str, list[int]]]:
+        """Name, dtype and shape of each tensor of the version."""
+
+    def apply(self, targets: Sequence[Any]) -> None:
+        """Changes the memory of each of the ``tensors``, in place: contiguous, writable buffers.
+
+        Raises CheckpointError if a target does not have the values of the base, Corrupt if the
+        delta is damaged, and ValueError if targets share memory.
+        """
+
+    def write_files(self, base: Directory, to: Directory) -> None:
+        """Writes the version's safetensors files. Raises as ``apply`` does, and OSError."""
+
 class ModelSave:
     """The coordinator's part of a save in Hugging Face's layout; csrc/directory/model_save.h has
     the protocol.
@@ -500,6 +534,21 @@ class ModelSave:
 
         ``extras`` has the names and contents of the other files; ``written`` has each rank's
         ``WrittenFiles.tables``. Raises OSError, and Corrupt if a file does not have its size.
+        """
+
+    def complete_version(self, delta: Delta, sync: bool) -> None:
+        """Completes a directory to which ``Delta.write_files`` has written. Raises as
+        ``complete`` does."""
+
+    def link_unchanged(self, base: Directory, sync: bool) -> None:
+        """Replaces each file that ``base`` contains with the same name and bytes by a hard link.
+        Warns of a file that cannot be linked. Raises OSError."""
+
+    def write_delta(self, base: Directory, name: str, sync: bool) -> None:
+        """Writes the delta from ``base``, which ``name`` names in messages, to the directory.
+
+        Raises OSError, ValueError if ``base`` has no checksums, and Corrupt if a file of either
+        directory does not match them.
         """
 
     def publish(self, sync: bool) -> None:

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <optional>
 #include <regex>
 #include <set>
 
 #include "directory/file_names.h"
+#include "directory/step.h"
 #include "format/crc32.h"
+#include "format/delta.h"
 #include "os/file.h"
 
 namespace torch_ckpt::directory {
@@ -16,6 +19,7 @@ namespace {
 constexpr std::string_view kInfix = ".tmp-";
 // Limits the memory for the checksums of a directory that is to be replaced.
 constexpr std::uint64_t kMaxChecksumsBytes = std::uint64_t{1} << 30;
+constexpr std::size_t kCompareBytes = std::size_t{1} << 20;
 
 std::string temporary_name(const std::string& name) {
   return "." + name + std::string(kInfix) + random_hex(kSuffixDigits);
@@ -26,40 +30,49 @@ std::string former_name(const std::string& name) {
   return "." + name + ".former-" + random_hex(kSuffixDigits);
 }
 
-bool is_temporary_name(std::string_view found, const std::string& name) {
-  const std::string prefix = "." + name + std::string(kInfix);
-  return found.starts_with(prefix) && found.size() == prefix.size() + kSuffixDigits &&
-         found.find_first_not_of("0123456789abcdef", prefix.size()) == std::string_view::npos;
+/// Returns true for temporary names of `name`. If `name` is a step, returns true for the temporary
+/// names of all steps: a later publication has another number.
+bool is_temporary_name(std::string_view found, std::string_view name) {
+  const std::size_t infix = found.rfind(kInfix);
+  if (!found.starts_with('.') || infix == std::string_view::npos) return false;
+  const std::string_view digits = found.substr(infix + kInfix.size());
+  if (digits.size() != kSuffixDigits ||
+      digits.find_first_not_of("0123456789abcdef") != std::string_view::npos) {
+    return false;
+  }
+  const auto is_step = [](std::string_view text) {
+    const auto parsed = parse_step_name(text);
+    return parsed && parsed->kind == StepKind::step;
+  };
+  const std::string_view of = found.substr(1, infix - 1);
+  return of == name || (is_step(of) && is_step(name));
 }
 
 /// Returns true for the names of files that every save of this format may write.
 bool is_model_file(std::string_view name) {
   if (name == planning::SafetensorsLayout::kIndexName || name == format::kSafeChecksumsName ||
-      name == "config.json") {
+      name == format::kDeltaName || name == "config.json") {
     return true;
   }
   static const std::regex kPattern(R"(model(-\d{5,}-of-\d{5,})?\.safetensors)");
   return std::regex_match(name.begin(), name.end(), kPattern);
 }
 
-/// Returns the names of the files that the directory's checksums name; none if there are no valid
-/// checksums.
-Result<std::set<std::string>> files_with_checksums(const os::Directory& directory) {
-  std::set<std::string> names;
+/// Reads the directory's checksums; returns none if there are no valid ones.
+Result<std::vector<format::SafeChecksums>> read_checksums(const os::Directory& directory) {
+  std::vector<format::SafeChecksums> none;
   auto file = directory.open_for_read(std::string(format::kSafeChecksumsName));
   if (!file) {
-    if (file.error().sys_errno == ENOENT) return names;
+    if (file.error().sys_errno == ENOENT) return none;
     return file.error();
   }
   const auto bytes = file->size();
   if (!bytes) return bytes.error();
-  if (*bytes > kMaxChecksumsBytes) return names;
+  if (*bytes > kMaxChecksumsBytes) return none;
   std::vector<std::byte> contents(*bytes);
   if (auto read = file->read_at(contents, 0); !read) return read.error();
-  if (const auto files = format::decode_safe_checksums(contents)) {
-    for (const format::SafeChecksums& one : *files) names.insert(one.name);
-  }
-  return names;
+  auto decoded = format::decode_safe_checksums(contents);
+  return decoded ? std::move(*decoded) : none;
 }
 
 Error exists(const os::Directory& parent, const std::string& name, std::string detail) {
@@ -87,10 +100,12 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
   }
   auto found = old->names();
   if (!found) return found.error();
-  const auto own = files_with_checksums(*old);
-  if (!own) return own.error();
+  const auto checksums = read_checksums(*old);
+  if (!checksums) return checksums.error();
+  std::set<std::string> own;
+  for (const format::SafeChecksums& of_file : *checksums) own.insert(of_file.name);
   for (const std::string& file : *found) {
-    const bool is_known = is_model_file(file) || own->contains(file) || extras.contains(file);
+    const bool is_known = is_model_file(file) || own.contains(file) || extras.contains(file);
     const auto inside = old->open_directory(file);
     const int failed = inside ? 0 : inside.error().sys_errno;
     const bool is_directory = failed != ENOTDIR && failed != ELOOP && failed != ENOENT;
@@ -108,6 +123,21 @@ Result<> copy_mode(const os::Directory& parent, const std::string& name,
                    const os::Directory& made) {
   auto old = parent.open_directory(name);
   return old ? made.copy_mode(*old) : old.error();
+}
+
+/// Reads both files completely.
+Result<bool> have_equal_bytes(const os::File& one, const os::File& other) {
+  std::vector<std::byte> of_one(kCompareBytes);
+  std::vector<std::byte> of_other(kCompareBytes);
+  for (std::uint64_t offset = 0;; offset += kCompareBytes) {
+    const auto read = one.read_some_at(of_one, offset);
+    if (!read) return read.error();
+    const auto read_other = other.read_some_at(of_other, offset);
+    if (!read_other) return read_other.error();
+    const bool are_equal =
+        *read == *read_other && std::memcmp(of_one.data(), of_other.data(), *read) == 0;
+    if (!are_equal || *read < kCompareBytes) return are_equal;
+  }
 }
 
 /// Removes a directory under its exclusive lock. Returns false if it is in use.
@@ -180,12 +210,22 @@ Result<> ModelSave::write_file(const std::string& name, std::string_view content
 Result<> ModelSave::complete(const planning::SafetensorsLayout& layout,
                              std::span<const Extra> extras, std::vector<std::string> checksums,
                              bool sync) {
+  std::vector<Extra> others(extras.begin(), extras.end());
+  if (!layout.index().empty()) {
+    others.push_back({std::string(planning::SafetensorsLayout::kIndexName), layout.index()});
+  }
+  return complete(layout.files(), others, std::move(checksums), sync);
+}
+
+Result<> ModelSave::complete(std::span<const planning::SafetensorsLayout::File> files,
+                             std::span<const Extra> extras, std::vector<std::string> checksums,
+                             bool sync) {
   std::vector<format::SafeChecksums> all;
   const auto add = [&](const std::string& name, std::uint64_t bytes, std::string_view contents) {
     all.push_back({name, bytes, format::crc32(0, std::as_bytes(std::span(contents))), {}});
   };
-  for (std::size_t i = 0; i < layout.files().size(); ++i) {
-    const auto& [name, header, bytes] = layout.files()[i];
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    const auto& [name, header, bytes] = files[i];
     auto file = directory_.open_or_create(name, os::IoMode::buffered);
     if (!file) return file.error();
     auto done = file->write_at(std::as_bytes(std::span(header)), 0);
@@ -207,17 +247,48 @@ Result<> ModelSave::complete(const planning::SafetensorsLayout& layout,
     add(name, bytes, header);
     if (i < checksums.size()) all.back().table = std::move(checksums[i]);
   }
-  std::vector<Extra> others(extras.begin(), extras.end());
-  if (!layout.index().empty()) {
-    others.push_back({std::string(planning::SafetensorsLayout::kIndexName), layout.index()});
-  }
-  for (const Extra& other : others) {
+  for (const Extra& other : extras) {
     if (auto written = write_file(other.name, other.contents, sync); !written) return written;
     add(other.name, other.contents.size(), other.contents);
   }
   const std::string contents = format::encode_safe_checksums(all);
   if (auto written = write_file(std::string(format::kSafeChecksumsName), contents, sync); !written)
     return written;
+  checksums_ = std::move(all);
+  return sync ? directory_.sync() : Result<>();
+}
+
+Result<> ModelSave::link_if_equal(const os::Directory& base, const std::string& name,
+                                  bool sync) const {
+  auto old = base.open_for_read(name);
+  auto made = directory_.open_for_read(name);
+  if (!old || !made) return old ? made.error() : old.error();
+  auto are_equal = have_equal_bytes(*old, *made);
+  if (!are_equal || !*are_equal) return are_equal ? Result<>() : are_equal.error();
+  if (auto synced = sync ? old->sync() : Result<>(); !synced) return synced;
+  const auto identity = old->identity();
+  if (!identity) return identity.error();
+  const std::string link = name + ".link-" + random_hex(kTagDigits);
+  if (auto linked = directory_.link_from(base, name, link); !linked) return linked;
+  // Another process may have replaced the base's file since it was opened.
+  const auto found = directory_.identity_of(link);
+  Result<> done = found ? Result<>() : found.error();
+  const bool is_same = found && *found == *identity;
+  if (done && is_same) done = directory_.rename(link, name);
+  if (!done || !is_same) static_cast<void>(directory_.remove(link));
+  return done;
+}
+
+Result<> ModelSave::link_unchanged(const os::Directory& base, bool sync, Warnings& warnings) {
+  const auto in_base = read_checksums(base);
+  if (!in_base) return in_base.error();
+  for (const format::SafeChecksums& file : checksums_) {
+    if (std::ranges::find(*in_base, file) == in_base->end()) continue;
+    if (auto linked = link_if_equal(base, file.name, sync); !linked) {
+      warnings.push_back("a file was stored again instead of sharing it with " +
+                         base.path_of(file.name) + ": " + linked.error().message());
+    }
+  }
   return sync ? directory_.sync() : Result<>();
 }
 

@@ -26,7 +26,8 @@
 //     engine/output_file.h). It fsyncs its files, then the directory.
 //  3. Once all ranks have done so, the coordinator checks the size of each file, and writes its
 //     header. It writes the index, the other files such as config.json, and the checksums of all of
-//     these. It fsyncs each file, then the directory.
+//     these. It fsyncs each file, then the directory. A publication may then share files with
+//     another directory, and add a delta (version.h).
 //  4. If "model" does not exist, the coordinator renames the new directory to "model"; the rename
 //     fails if another process has created it meanwhile. If "model" exists and may be replaced, the
 //     coordinator exchanges the names of the two directories. This is the commit point. On a file
@@ -69,6 +70,13 @@ class ModelSave {
   /// Performs 3. checksums: of each file's data, in the order of the layout; empty if unknown.
   Result<> complete(const planning::SafetensorsLayout& layout, std::span<const Extra> extras,
                     std::vector<std::string> checksums, bool sync);
+  /// Does the same for files without an index, which may be one of the extras.
+  Result<> complete(std::span<const planning::SafetensorsLayout::File> files,
+                    std::span<const Extra> extras, std::vector<std::string> checksums, bool sync);
+  /// Replaces each file that `base` contains with the same name and bytes by a hard link to it.
+  /// Call this after complete(). Compares checksums, then all bytes. A file that cannot be linked
+  /// stays.
+  Result<> link_unchanged(const os::Directory& base, bool sync, Warnings& warnings);
   /// Performs 4 to 6. If nothing is published, removes the new directory.
   PublishOutcome publish(bool sync, Warnings& warnings);
   /// Performs 8. Does nothing after publish().
@@ -80,6 +88,7 @@ class ModelSave {
   PublishOutcome try_publish(bool sync, std::string& former);
   Result<> remove_former(const std::string& former) const;
   Result<> write_file(const std::string& name, std::string_view contents, bool sync) const;
+  Result<> link_if_equal(const os::Directory& base, const std::string& name, bool sync) const;
 
   os::Directory parent_;
   os::Directory directory_;
@@ -87,6 +96,7 @@ class ModelSave {
   std::string temporary_;
   bool may_replace_;
   std::set<std::string> extras_;
+  std::vector<format::SafeChecksums> checksums_;  // set by complete()
   bool has_ended_ = false;
 };
 

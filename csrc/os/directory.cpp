@@ -204,6 +204,35 @@ Result<> Directory::exchange(const std::string& one, const std::string& other) c
   return {};
 }
 
+Result<> Directory::link_from(const Directory& other, const std::string& name,
+                              const std::string& to) const {
+  const std::string path = path_of(to);
+  TC_FAULT("link", path);
+  if (::linkat(other.fd_, name.c_str(), fd_, to.c_str(), 0) != 0) {
+    return system_error(errno, "link", path);
+  }
+  return {};
+}
+
+Result<std::string> Directory::read_link(const std::string& name) const {
+  const std::string path = path_of(name);
+  TC_FAULT("readlink", path);
+  std::string target(PATH_MAX, 0);
+  const ssize_t length = ::readlinkat(fd_, name.c_str(), target.data(), target.size());
+  if (length < 0) return system_error(errno, "readlink", path);
+  target.resize(static_cast<std::size_t>(length));
+  return target;
+}
+
+Result<> Directory::make_link(const std::string& target, const std::string& name) const {
+  const std::string path = path_of(name);
+  TC_FAULT("symlink", path);
+  if (::symlinkat(target.c_str(), fd_, name.c_str()) != 0) {
+    return system_error(errno, "symlink", path);
+  }
+  return {};
+}
+
 Result<> Directory::make_directory(const std::string& name) const {
   const std::string path = path_of(name);
   TC_FAULT("mkdir", path);

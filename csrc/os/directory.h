@@ -78,6 +78,13 @@ class Directory {
   /// Exchanges the names of two entries atomically. Fails with EINVAL or ENOSYS if the file system
   /// does not support it.
   Result<> exchange(const std::string& one, const std::string& other) const;
+  /// Creates a hard link `to` to the file `name` in another directory. Fails with EEXIST if `to`
+  /// exists. Does not follow a link.
+  Result<> link_from(const Directory& other, const std::string& name, const std::string& to) const;
+  /// Returns the target of a symbolic link. Fails with EINVAL if `name` is not a link.
+  Result<std::string> read_link(const std::string& name) const;
+  /// Creates a symbolic link. Fails with EEXIST if `name` exists.
+  Result<> make_link(const std::string& target, const std::string& name) const;
   /// Creates a directory.
   Result<> make_directory(const std::string& name) const;
   /// Copies the permissions of another directory to this one.

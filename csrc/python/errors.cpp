@@ -65,6 +65,7 @@ py::object class_of(Errc code) {
     case Errc::system:
     case Errc::cancelled:
     case Errc::directory_moved:
+    case Errc::wrong_base:
     case Errc::frame_damaged:
     case Errc::result_missing:
       return error_class("CheckpointError");

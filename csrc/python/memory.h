@@ -20,8 +20,10 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
 
   bool is_contiguous() const { return PyBuffer_IsContiguous(&view_, 'C') != 0; }
-  std::span<const std::byte> bytes() const {
-    return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
+  std::span<const std::byte> bytes() const { return writable_bytes(); }
+  /// Requires that `flags` include PyBUF_WRITABLE.
+  std::span<std::byte> writable_bytes() const {
+    return {static_cast<std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
   }
 
  private:

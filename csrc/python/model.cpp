@@ -13,10 +13,14 @@
 #include <vector>
 
 #include "directory/model_save.h"
+#include "directory/version.h"
+#include "engine/delta.h"
 #include "planning/safetensors_layout.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/list.h"
+#include "python/memory.h"
 #include "python/plan.h"
 #include "python/publishing.h"
 #include "python/text.h"
@@ -112,6 +116,88 @@ void complete(ModelSave& save, const SafetensorsLayout& layout,
   });
 }
 
+// --- versions and deltas -------------------------------------------------------------------------
+
+using engine::Delta;
+
+/// Completes a directory to which Delta::write_files() has written.
+void complete_version(ModelSave& save, const Delta& delta, bool sync) {
+  std::vector<SafetensorsLayout::File> files;
+  std::vector<std::string> tables;
+  std::vector<ModelSave::Extra> others;
+  for (const format::DeltaFile& file : delta.files()) {
+    if (file.has_tensors) {
+      files.push_back({file.name, file.start, file.bytes});
+      tables.push_back(file.table);
+    } else {
+      others.push_back({file.name, file.start});
+    }
+  }
+  without_gil([&] { return save.complete(files, others, tables, sync); });
+}
+
+Delta read_delta(const os::Directory& directory, const std::filesystem::path& name) {
+  return without_gil([&]() -> Result<Delta> {
+    const auto file = directory.open_for_read(name.native());
+    if (!file) return file.error();
+    return Delta::read(engine::Context::process(), *file);
+  });
+}
+
+py::list tensors_of(const Delta& delta) {
+  return list_of(delta.tensors(), [](const Delta::Tensor& tensor) {
+    return py::make_tuple(text_of(tensor.tensor->name), std::string(tensor.tensor->dtype->name),
+                          tensor.tensor->sizes);
+  });
+}
+
+void apply(const Delta& delta, const std::vector<py::object>& targets) {
+  std::vector<std::unique_ptr<Memory>> memory;
+  std::vector<std::span<std::byte>> bytes;
+  for (const py::object& target : targets) {
+    memory.push_back(std::make_unique<Memory>(target, PyBUF_WRITABLE));
+    bytes.push_back(memory.back()->writable_bytes());
+  }
+  without_gil([&] { return delta.apply(engine::Context::process(), bytes); });
+}
+
+void bind_versions(py::module_& module, py::class_<ModelSave>& save) {
+  module.attr("DELTA_NAME") = std::string(format::kDeltaName);
+  module.attr("LATEST_NAME") = std::string(directory::kLatestName);
+  module.def("update_latest", &directory::update_latest, py::arg("root"), py::arg("sync"),
+             py::arg("below") = std::string_view(), NoGil());
+  save.def("complete_version", &complete_version, py::arg("delta"), py::arg("sync"))
+      .def(
+          "link_unchanged",
+          [](ModelSave& self, const os::Directory& base, bool sync) {
+            directory::Warnings warnings;
+            without_gil([&] { return self.link_unchanged(base, sync, warnings); });
+            warn(warnings);
+          },
+          py::arg("base"), py::arg("sync"))
+      .def(
+          "write_delta",
+          [](const ModelSave& self, const os::Directory& base, const std::filesystem::path& name,
+             bool sync) {
+            without_gil([&] {
+              return engine::write_delta(engine::Context::process(), base, name.native(),
+                                         self.directory(), sync);
+            });
+          },
+          py::arg("base"), py::arg("name"), py::arg("sync"));
+  py::class_<Delta>(module, "Delta")
+      .def(py::init(&read_delta), py::arg("directory"), py::arg("name"))
+      .def_property_readonly("base", [](const Delta& self) { return os_text(self.base()); })
+      .def("tensors", &tensors_of)
+      .def("apply", &apply, py::arg("targets"))
+      .def(
+          "write_files",
+          [](const Delta& self, const os::Directory& base, const os::Directory& to) {
+            return self.write_files(engine::Context::process(), base, to);
+          },
+          py::arg("base"), py::arg("to"), NoGil());
+}
+
 }  // namespace
 
 void bind_model(py::module_& module) {
@@ -123,8 +209,8 @@ void bind_model(py::module_& module) {
       .def("files", &files_of)
       .def("places", &all_places_of)
       .def("places_of_rank", &places_of, py::arg("plan"), py::arg("rank"));
-  py::class_<ModelSave>(module, "ModelSave")
-      .def(py::init([](const os::Directory& parent, const std::filesystem::path& name, bool replace,
+  py::class_<ModelSave> model_save(module, "ModelSave");
+  model_save.def(py::init([](const os::Directory& parent, const std::filesystem::path& name, bool replace,
                        const std::vector<std::filesystem::path>& extras) {
              std::set<std::string> names;
              for (const auto& extra : extras) names.insert(extra.native());
@@ -151,6 +237,7 @@ void bind_model(py::module_& module) {
       .def("discard", [](ModelSave& save) {
         run_and_warn([&](directory::Warnings& warnings) { save.discard(warnings); });
       });
+  bind_versions(module, model_save);
 }
 
 }  // namespace torch_ckpt::python

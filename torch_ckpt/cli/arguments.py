@@ -253,6 +253,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_inspection(add_command)
     _add_convert(add_command)
+    _add_apply(add_command)
     _add_deletion(add_command)
     _add_machine(add_command)
     return parser
@@ -323,6 +324,16 @@ def _add_convert(add_command: _AddCommand) -> None:
     _flag(convert, "--overwrite", "replace an existing TARGET")
     _add_allow_pickle(convert, "SOURCE")
     _add_json(convert)
+
+
+def _add_apply(add_command: _AddCommand) -> None:
+    apply = add_command("apply", commands.apply_delta)
+    delta = "the delta, or the directory of the version that contains it"
+    _value(apply, "delta", "DELTA", _parse_local_path, delta)
+    base = "the directory of safetensors files to change"
+    _value(apply, "directory", "DIR", _parse_local_path, base)
+    out = "write the new version to OUT, and keep DIR"
+    _value(apply, "--out", "OUT", _parse_local_path, out)
 
 
 def _add_deletion(add_command: _AddCommand) -> None:

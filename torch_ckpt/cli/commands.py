@@ -187,6 +187,20 @@ def convert_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     return _print_report(report, arguments)
 
 
+def apply_delta(arguments: argparse.Namespace) -> ExitCode:
+    """Change a model's files to the next version, with a delta.
+
+    Change a directory of safetensors files from one version of a model to the next, with a delta
+    that torch_ckpt.publish has written. All values are compared with the checksums in the delta.
+    The directory is replaced completely or not at all. Exits with 2 if the directory is not the
+    base of the delta, or if either is damaged; the directory is then unchanged.
+    """
+    from torch_ckpt.huggingface import delta
+
+    delta.apply_delta(arguments.delta, arguments.directory, arguments.out)
+    return ExitCode.SUCCESS
+
+
 def examine_directory(arguments: argparse.Namespace) -> ExitCode:
     """Measure a directory's file system and check what saves rely on.
 

@@ -78,7 +78,7 @@ def _read(path: str) -> Metadata:
     return FileSystemReader(path).read_metadata()
 
 
-class _NewDirectory:
+class NewDirectory:
     """A directory that the coordinator has created under a temporary name.
 
     If it is dropped before publish(), as DCP does after a failure, the directory is removed.
@@ -102,6 +102,12 @@ class _NewDirectory:
         sync: bool,
     ) -> None:
         self._save.complete(layout, [*copied.items()], tables, sync)
+
+    def link_unchanged(self, base: OpenDirectory, sync: bool) -> None:
+        self._save.link_unchanged(base, sync)
+
+    def write_delta(self, base: OpenDirectory, name: str, sync: bool) -> None:
+        self._save.write_delta(base, name, sync)
 
     def publish(self, sync: bool) -> None:
         self._discard.detach()
@@ -209,7 +215,7 @@ class SafetensorsWriter(FileSystemWriter):
             if _WRITTEN.match(file.name):
                 raise CheckpointError(f"{file}: the save writes a file named {file.name} itself")
             self._copied[file.name] = file.read_bytes()
-        self._save: _NewDirectory | None = None
+        self._save: NewDirectory | None = None
         self._layout: _core.SafetensorsLayout | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -302,9 +308,11 @@ class SafetensorsWriter(FileSystemWriter):
             self._layout = lay_out(dtype, self._max_shard_size, [*self._metadata.items()])
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        self._save = _NewDirectory(
-            self.directory, Path(self.path).name, self.overwrite, self._copied
-        )
+        self._save = self.new_directory()
+
+    def new_directory(self) -> NewDirectory:
+        """Creates the directory under a temporary name, on the coordinator."""
+        return NewDirectory(self.directory, Path(self.path).name, self.overwrite, self._copied)
 
     def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
         return state.parts(assignment, places, self._dtype)
@@ -321,13 +329,26 @@ class SafetensorsWriter(FileSystemWriter):
         assert save is not None
         assert layout is not None
         try:
-            save.complete(layout, self._copied, tables, self.sync_files)
+            self.complete(save, layout, tables)
         except BaseException:
             self.abandon()
             raise
         self._save = self._layout = self._directory = None
         save.publish(self.sync_files)
         return SavedModel(os.fspath(self.path))
+
+    def complete(
+        self,
+        save: NewDirectory,
+        layout: _core.SafetensorsLayout,
+        tables: list[dict[str, bytes]],
+    ) -> None:
+        """Writes the files that the ranks have not written, before the directory gets its name.
+
+        Args:
+            tables: the encoded checksums that each rank has sent, by file.
+        """
+        save.complete(layout, self._copied, tables, self.sync_files)
 
     def undo(self, written: Written) -> None:
         """Does nothing: the coordinator removes the directory."""

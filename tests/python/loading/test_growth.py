@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -191,15 +190,6 @@ def test_names_that_are_not_utf8_are_loaded(
     assert state["a\udc80"].tolist() == [1, 1, 1]
     assert state["b\udc80"] == [1, "text"]
     assert state["\u00e9"].tolist() == [1, 1]
-
-
-@pytest.fixture
-def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
 
 
 #: Offsets and sizes of shards of a tensor of [3, 4], and the error.
