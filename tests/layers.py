@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("", "__main__"),
     ("cli", "manager"),
+    ("publication",),
     ("retention", "training"),
     ("steps",),
     ("api", "conversion", "nvrx"),

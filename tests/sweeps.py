@@ -97,6 +97,20 @@ def save_safetensors(path: str, seed: int, threads: int) -> None:
     )
 
 
+def publish(path: str, seed: int, threads: int) -> None:
+    """Publishes version ``seed`` with a delta, and deletes the version before."""
+    torch_ckpt.publish(
+        tensors_of(seed),
+        path,
+        version=seed,
+        delta=True,
+        keep=1,
+        no_dist=True,
+        thread_count=threads,
+        max_shard_size=2 * _BYTES_OF_A_TENSOR,
+    )
+
+
 def save_by_stock(path: str, seed: int, threads: int) -> None:
     stock_save(state_of(seed), path, thread_count=threads, sync_files=True)
 
@@ -108,6 +122,7 @@ SAVES = {
     "dcp.save": save_by_dcp,
     "async_save": save_in_background,
     "safetensors": save_safetensors,
+    "publish": publish,
     "stock dcp.save": save_by_stock,
 }
 
@@ -142,6 +157,7 @@ OURS = [
     for overwrites in (False, True)
 ] + [Scenario("torch_ckpt.save direct_io=False", 4, True)]
 SAFETENSORS = [Scenario("safetensors", 4, overwrites) for overwrites in (False, True)]
+PUBLISH = [Scenario("publish", 4, overwrites) for overwrites in (False, True)]
 #: Control runs without assertions; one shows that a sweep detects failures.
 STOCK = [
     Scenario("stock dcp.save", threads, overwrites)
@@ -171,7 +187,7 @@ class Bench:
         tree.mkdir()
         if scenario.overwrites:
             path.parent.mkdir()
-            shutil.copytree(self._older_of(scenario), path)
+            shutil.copytree(self._older_of(scenario), path, symlinks=True)
         yield tree, path
         # Not deleted if the block has failed: the files show the cause.
         shutil.rmtree(tree)
@@ -182,12 +198,12 @@ class Bench:
         scenario = Scenario("torch_ckpt.save", 4, True)
         with self.directory(scenario) as (tree, path):
             other = tree / "others" / path.name
-            shutil.copytree(self._older_of(scenario), other)
+            shutil.copytree(self._older_of(scenario), other, symlinks=True)
             yield tree, path, other
 
     def _older_of(self, scenario: Scenario) -> Path:
         # Stock writes over files of the same names, so its older checkpoint has as many files.
-        of_its_own = scenario in (*STOCK, *SAFETENSORS)
+        of_its_own = scenario in (*STOCK, *SAFETENSORS, *PUBLISH)
         name = f"{scenario.how} {scenario.threads}" if of_its_own else "ours"
         if name not in self._older:
             path = self._older[name] = self.workdir / f"older {name}"

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
     from torch_ckpt.checkpoint.lease import remove_leftovers
     from torch_ckpt.conversion.convert import ConvertReport, convert
+    from torch_ckpt.huggingface.delta import apply_delta
     from torch_ckpt.huggingface.safetensors_writer import SafetensorsWriter
     from torch_ckpt.inspection.diff import diff
     from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from torch_ckpt.loading.reader import FileSystemReader
     from torch_ckpt.loading.report import LoadReport, ReadMemory
     from torch_ckpt.manager import CheckpointManager
+    from torch_ckpt.publication.export import Export
+    from torch_ckpt.publication.publish import Version, async_publish, publish
     from torch_ckpt.saving.async_save import AsyncSave
     from torch_ckpt.saving.background import Background
     from torch_ckpt.saving.host_memory import reserve_pool
@@ -69,6 +72,7 @@ else:
         "api": ("async_save", "estimate_read_memory", "load", "preflight", "save"),
         "checkpoint.lease": ("remove_leftovers",),
         "conversion.convert": ("ConvertReport", "convert"),
+        "huggingface.delta": ("apply_delta",),
         "huggingface.safetensors_writer": ("SafetensorsWriter",),
         "inspection.diff": ("diff",),
         "inspection.diff_report": ("DiffReport", "TensorDifference"),
@@ -78,6 +82,8 @@ else:
         "loading.reader": ("FileSystemReader",),
         "loading.report": ("LoadReport", "ReadMemory"),
         "manager": ("CheckpointManager",),
+        "publication.export": ("Export",),
+        "publication.publish": ("Version", "async_publish", "publish"),
         "training.async_checkpoint": ("AsyncCheckpoint",),
         "saving.async_save": ("AsyncSave",),
         "saving.background": ("Background",),
@@ -90,7 +96,7 @@ else:
     }
     _PACKAGES = (
         *("_C", "api", "checkpoint", "conversion", "huggingface", "inspection", "loading"),
-        *("manager", "ranks", "saving", "state", "steps"),
+        *("manager", "publication", "ranks", "saving", "state", "steps"),
     )
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -121,6 +127,7 @@ __all__ = [
     "Damage",
     "DiffReport",
     "DurabilityUncertain",
+    "Export",
     "FileSystemReader",
     "FileSystemWriter",
     "LoadMismatch",
@@ -142,7 +149,10 @@ __all__ = [
     "TensorDifference",
     "Unsafe",
     "VerifyReport",
+    "Version",
     "__version__",
+    "apply_delta",
+    "async_publish",
     "async_save",
     "check_for_errors",
     "convert",
@@ -150,6 +160,7 @@ __all__ = [
     "estimate_read_memory",
     "load",
     "preflight",
+    "publish",
     "remove_leftovers",
     "reserve_pool",
     "save",

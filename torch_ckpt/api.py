@@ -58,7 +58,7 @@ def save(
     no_dist: bool = False,
     timeout: float = TIMEOUT_SECONDS,
     check_replicas: str = "warn",
-    format: str = "checkpoint",
+    format: str | type[FileSystemWriter] = "checkpoint",
     **writer_options: Any,
 ) -> Metadata:
     """Saves a state dict. Blocks until the checkpoint is durable and visible to all ranks.
@@ -90,7 +90,7 @@ def save(
             over each larger tensor; "error" compares all bytes. Objects are compared by their
             pickles. Not available with a ``planner``.
         format: "checkpoint", or "safetensors" for a directory of safetensors files in Hugging
-            Face's layout, which can hold only tensors.
+            Face's layout, which can hold only tensors; or a subclass of :class:`FileSystemWriter`.
         writer_options: passed to :class:`FileSystemWriter`, or with ``format="safetensors"`` to
             :class:`SafetensorsWriter`.
 
@@ -165,7 +165,7 @@ def async_save(
     warn_unchanged: bool = True,
     check_replicas: str = "warn",
     trace: str | os.PathLike[str] | None = None,
-    format: str = "checkpoint",
+    format: str | type[FileSystemWriter] = "checkpoint",
     **writer_options: Any,
 ) -> AsyncSave:
     """Saves a snapshot of a state dict in the background, while training continues.
@@ -499,8 +499,12 @@ _WRITERS: dict[str, type[FileSystemWriter]] = {
 }
 
 
-def _writer_of(format: str, given: FileSystemWriter | None) -> type[FileSystemWriter]:
+def _writer_of(
+    format: str | type[FileSystemWriter], given: FileSystemWriter | None
+) -> type[FileSystemWriter]:
     """Returns the class of the writer for a format, or a base class of the given writer."""
+    if isinstance(format, type):
+        return format
     require_choice("format", format, tuple(_WRITERS))
     if given is not None and format != "checkpoint":
         raise ValueError("format cannot be combined with a storage_writer, which has a format.")

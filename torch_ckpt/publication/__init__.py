@@ -1,0 +1,1 @@
+"""Publishes versions of a model for the programs that read them."""
