@@ -17,6 +17,8 @@ class Event:
             - "saving": the state has been copied, and training continues.
             - "saved": the step is complete on all ranks.
             - "save_failed": the save failed; nothing was saved.
+            - "exported": the model of the step is published.
+            - "export_failed": the export failed; nothing was published.
             - "restored": the state was restored from the step.
             - "damaged": the step could not be loaded and was skipped.
             - "differing_replicas": a value that only one rank saves differs between ranks.

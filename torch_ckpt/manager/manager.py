@@ -40,6 +40,7 @@ from torch_ckpt.inspection.verify import VerifyReport
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
+from torch_ckpt.manager.exports import Exports
 from torch_ckpt.manager.option_groups import (
     Interval,
     PreemptionOptions,
@@ -53,6 +54,7 @@ from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_att
 from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
+from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.writer import FileSystemWriter
@@ -130,11 +132,12 @@ class CheckpointManager:
             then raise an error that names the rank.
         staging_dir: see :func:`torch_ckpt.steps.open_steps`.
         load_options: dict of options for :func:`torch_ckpt.load`, such as ``allow_pickle``.
+        export: publishes the model as safetensors files; see :class:`torch_ckpt.Export`.
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. By default, rank 0 shows a
             progress bar if standard error is a terminal.
 
     Attributes:
-        save_errors: number of failed saves and of failed ``on_commit`` callbacks.
+        save_errors: number of failed saves, exports and ``on_commit`` callbacks.
 
     Raises:
         TypeError: an option or a key of ``load_options`` is unknown or has the wrong type. The
@@ -183,6 +186,7 @@ class CheckpointManager:
         timeout: float = TIMEOUT_SECONDS,
         staging_dir: str | os.PathLike[str] | None = None,
         load_options: dict[str, Any] | None = None,
+        export: Export | None = None,
         **writer_options: Any,
     ) -> None:
         refuse_unknown(CheckpointManager, FileSystemWriter, writer_options)
@@ -258,6 +262,7 @@ class CheckpointManager:
                 self._deletions,
                 self._retention,
                 self._before_save,
+                Exports(export, group.subgroup(f"{attempt}-exports"), timeout),
             )
             watched = PreemptionOptions((), None) if read_only else notices
             self._notice = PreemptionNotice(watched, process_group, timeout)
@@ -347,13 +352,43 @@ class CheckpointManager:
             is_new = step != self._timeline.last_step
             saves = force or (is_new and (is_due or stops))
             try:
-                return saves and saver.save(step, state, metrics or {}, notes or {}, stops)
+                has_started = saves and saver.save(step, state, metrics or {}, notes or {}, stops)
+                if not stops and saver.exports.should_export(step, lambda: self.is_saving):
+                    saver.export(step, state)
+                return has_started
             finally:
                 # Stop even if the save has failed: the notice will not be repeated.
                 if stops:
                     self._stop(step)
         finally:
             self._returned_at, self._was_saving = time.perf_counter(), self.is_saving
+
+    def export(self, step: int, state: State) -> bool:
+        """Publishes the model now, for example at the end of training. All ranks must call this
+        method.
+
+        Waits for a running save. The export then runs in the background like a save; you can modify
+        the state as soon as this method returns, with the exception described in :meth:`save`.
+
+        Args:
+            step: number of finished steps, which becomes the number of the version.
+            state: the same as for :meth:`save`; only the entry that ``export`` names is used.
+
+        Returns:
+            True if the export was started.
+
+        Raises:
+            ValueError: the manager was created without ``export``, or is closed or read-only.
+            CheckpointException: the previous save failed, or the export could not start.
+
+        Example::
+
+            manager.export(steps, {"model": model})
+        """
+        self._require_writable("export")
+        if self._saver.exports.export is None:
+            raise ValueError("export() needs a directory. Pass export=torch_ckpt.Export(ROOT).")
+        return self._saver.export(int(step_name(step)), state)
 
     @property
     def should_stop(self) -> bool:

@@ -9,6 +9,8 @@
 4. A background save starts. Some saves compare the replicas first.
 5. The save's thread handles the result. If the save succeeded, the step counts as saved, and rank 0
    deletes old steps. If the save failed, the error is kept for the next call.
+
+An export (exports.py) takes the place of a save: 1, 4 and 5 apply to it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,10 +41,12 @@ from torch_ckpt.api import async_save
 from torch_ckpt.errors import OnCommitFailed
 from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
+from torch_ckpt.manager.exports import Exports
 from torch_ckpt.manager.option_groups import SaveOptions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
+from torch_ckpt.publication.version_writer import VersionWriter
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import causes, of_torch
 from torch_ckpt.ranks.group import RankGroup
@@ -116,8 +120,9 @@ class Saver:
         owner: the manager, which a running save keeps alive: the save needs the manager's lease.
         deletions: the manager's deletions, which also make room if the disk is full.
         retention: the retention rules, which may require a metric.
-        pending: the last save that has started.
-        errors: number of failed saves and of failed ``on_commit`` callbacks.
+        exports: the model that is exported, if any.
+        pending: the last save or export that has started.
+        errors: number of failed saves and exports and of failed ``on_commit`` callbacks.
     """
 
     run: RunContext
@@ -128,6 +133,7 @@ class Saver:
     deletions: Deletions
     retention: Retention
     before_save: BeforeSave
+    exports: Exports
     pending: Pending | None = None
     errors: int = 0
 
@@ -155,13 +161,29 @@ class Saver:
         Returns:
             True if the save was started.
         """
+        return self._after_previous(
+            step, lambda ready: self._start(step, state, metrics, notes, ready, is_last)
+        )
+
+    def export(self, step: int, state: MutableMapping[str, Any]) -> bool:
+        """Starts an export, then raises the error of the previous save if it failed.
+
+        Args and raises: see :meth:`torch_ckpt.CheckpointManager.export`.
+
+        Returns:
+            True if the export was started.
+        """
+        return self._after_previous(step, lambda ready: self._start_export(step, state, ready))
+
+    def _after_previous(self, step: int, start: Callable[[float], bool]) -> bool:
+        """Waits for the previous save, and calls ``start`` with the current time."""
         self.wait()
         self.pending = None
         earlier = self._take_failure()
         # The wait for the previous save is not part of this save's cost.
         ready = time.perf_counter()
         try:
-            has_started = self._start(step, state, metrics, notes, ready, is_last)
+            has_started = start(ready)
         except Exception as error:
             if earlier is None:
                 raise
@@ -262,6 +284,69 @@ class Saver:
             self.wait()
             self.check_for_errors()
         return True
+
+    def _start_export(self, step: int, state: MutableMapping[str, Any], started: float) -> bool:
+        run, exports = self.run, self.exports
+        export = exports.export
+        assert export is not None
+        pending = Pending(step, exports.decisions.count)
+        try:
+            handle = pending.handle = async_save(
+                # If this fails, all ranks are notified.
+                lambda: AppState(
+                    {export.entry: state[export.entry]}, before_save=self.before_save
+                ).state_dict()[export.entry],
+                export.root,
+                format=VersionWriter,
+                version=step,
+                is_export=True,
+                staging=self.options.staging,
+                process_group=run.process_group,
+                timeout=run.timeout,
+                check_replicas="off",
+                # The model may be the same as in the checkpoint of this step.
+                warn_unchanged=False,
+                **export.options,
+            )
+        except (ValueError, TypeError):
+            raise
+        except Exception as error:
+            self._export_failed(step, error, time.perf_counter() - started)
+            self.check_for_errors()
+            return False
+        self.pending = pending
+        for optimizer in self._guarded:
+            handle.guard(optimizer)
+        ended = [functools.partial(self._export_ended, self.owner(), pending)]
+        handle.committed.add_done_callback(lambda future: ended.pop()(future))
+        return True
+
+    def _export_ended(self, _owner: object, pending: Pending, future: Future[Metadata]) -> None:
+        """Handles the result of an export, in the export's thread."""
+        error, metrics = future.exception(), pending.handle.metrics()
+        with pending.callbacks.running():
+            try:
+                if error is not None:
+                    self._export_failed(pending.step, error, metrics.total_s)
+                    return
+                message = (
+                    f"the model of step {pending.step} is exported to {metrics.path} in "
+                    f"{metrics.total_s:.2f} s; training was blocked for "
+                    f"{metrics.blocked_s * 1000:.0f} ms"
+                )
+                rank, step = self.run.rank, pending.step
+                self.run.report(
+                    Event("exported", step, rank, metrics.total_s, metrics.bytes, message, metrics)
+                )
+                if rank == 0:
+                    self.exports.decisions.delete(pending.decision_count)
+            finally:
+                pending.ended.set()
+
+    def _export_failed(self, step: int, error: BaseException, seconds: float) -> None:
+        self._count(error)
+        message = f"the model of step {step} could not be exported: {causes(error)}"
+        self.run.report(Event("export_failed", step, self.run.rank, seconds, message=message))
 
     def _require_metric(self, metrics: dict[str, float], is_last: bool) -> None:
         """Refuses a save without the metric of ``keep_best`` as long as no step has it, so that the
