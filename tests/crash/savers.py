@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch_ckpt
 from tests.crash.disks import cut_power
 from tests.ranks import Ranks
 from tests.support import assert_equal, emptied, random_tensor
+from torch_ckpt.steps import open_steps
 
 StateDict = dict[str, Any]
 
@@ -53,6 +55,16 @@ def whole_state(step: int, ranks: int) -> StateDict:
     for rank in range(ranks):
         state |= part_of_state(step, rank)
     return state
+
+
+def tensors_of(state: StateDict) -> StateDict:
+    """Converts a state to tensors, because safetensors files cannot hold other values."""
+    return {
+        "small": state["small"],
+        **{key: value for key, value in state.items() if isinstance(value, torch.Tensor)},
+        "history": torch.tensor(state["history"]),
+        "step": torch.tensor(state["step"]),
+    }
 
 
 # --- ways to save --------------------------------------------------------------------------------
@@ -105,6 +117,14 @@ def _managed_save_again(state: StateDict, root: Path, **options: Any) -> None:
         manager.save(2, state)
 
 
+def _save_safetensors(state: StateDict, path: Path, **options: Any) -> None:
+    torch_ckpt.save(tensors_of(state), path, format="safetensors", **options)
+
+
+def _publish(state: StateDict, root: Path, **options: Any) -> None:
+    torch_ckpt.publish(tensors_of(state), root, state["step"], delta=True, keep=1, **options)
+
+
 def _wait(response: Any) -> None:
     response.result(TIMEOUT_SECONDS)
 
@@ -117,6 +137,8 @@ WAYS: dict[str, Callable[..., None]] = {
     "dcp.async_save": _dcp_async_save,
     "CheckpointManager": _managed_save,
     "CheckpointManager, one step": _managed_save_again,
+    "safetensors": _save_safetensors,
+    "publish": _publish,
     "stock dcp.save": _stock_save,
     "stock dcp.async_save": _stock_async_save,
 }
@@ -125,6 +147,18 @@ WAYS: dict[str, Callable[..., None]] = {
 def is_managed(way: str) -> bool:
     """Returns True if the path is a root of steps, of which the newest counts."""
     return way.startswith("CheckpointManager")
+
+
+def is_model(way: str) -> bool:
+    """Returns True if the way stores only tensors, in safetensors files."""
+    return way in ("safetensors", "publish")
+
+
+def commit_of(way: str, path: Path) -> re.Pattern[str]:
+    """Returns the name in the rename by which a save commits."""
+    if is_managed(way) or way == "publish":
+        return re.compile(r"\d{10}")
+    return re.compile(re.escape(path.name) if way == "safetensors" else r"\.metadata")
 
 
 def engine_of(way: str) -> str:
@@ -145,9 +179,13 @@ def load_outcome(path: Path, engine: str, steps: list[int], ranks: int) -> str:
         ``step 7`` if exactly this step was loaded; ``nothing`` if no checkpoint was committed;
         ``mixture`` if the result is none of ``steps``; otherwise the error of the load.
     """
-    if not (path / ".metadata").exists():
+    has_only_tensors = (path / "torch_ckpt.checksums").exists()
+    if not has_only_tensors and not (path / ".metadata").exists():
         return "nothing"
-    loaded = emptied(whole_state(steps[0], ranks))
+    states = {step: whole_state(step, ranks) for step in steps}
+    if has_only_tensors:
+        states = {step: tensors_of(state) for step, state in states.items()}
+    loaded = emptied(states[steps[0]])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -157,7 +195,21 @@ def load_outcome(path: Path, engine: str, steps: list[int], ranks: int) -> str:
                 torch_ckpt.load(loaded, path, no_dist=True)
     except (Exception, dcp.CheckpointException) as error:
         return _cannot_be_loaded(error)
-    return _which(loaded, steps, ranks)
+    return _which(loaded, states)
+
+
+def publication_outcome(root: Path, steps: list[int], ranks: int) -> str:
+    """Loads the newest version and describes the result as :func:`load_outcome` does, with the
+    outcome of ``latest`` if that is not a complete version."""
+    versions = open_steps(root).entries(leftovers=False)
+    if not versions:
+        return "nothing"
+    found = load_outcome(Path(versions[-1].path), "torch_ckpt", steps, ranks)
+    if os.path.lexists(root / "latest"):
+        latest = load_outcome(root / "latest", "torch_ckpt", steps, ranks)
+        if not latest.startswith("step"):
+            return f"{found}, and latest leads to {latest}"
+    return found
 
 
 def restore_outcome(root: Path, steps: list[int], ranks: int) -> str:
@@ -169,7 +221,8 @@ def restore_outcome(root: Path, steps: list[int], ranks: int) -> str:
             # A manager that skips a damaged step only warns.
             warnings.simplefilter("error", UserWarning)
             with _manager(root) as manager:
-                found = _which(state, steps, ranks) if manager.restore(state) else "nothing"
+                states = {step: whole_state(step, ranks) for step in steps}
+                found = _which(state, states) if manager.restore(state) else "nothing"
     except (Exception, dcp.CheckpointException) as error:
         return _cannot_be_loaded(error)
     left = [name for name in os.listdir(root) if not name.isdecimal()] if root.exists() else []
@@ -182,10 +235,10 @@ def _cannot_be_loaded(error: BaseException) -> str:
     return f"cannot be loaded: {type(error).__name__}"
 
 
-def _which(loaded: StateDict, steps: list[int], ranks: int) -> str:
-    for step in steps:
+def _which(loaded: StateDict, states: dict[int, StateDict]) -> str:
+    for step, state in states.items():
         with contextlib.suppress(AssertionError):
-            assert_equal(loaded, whole_state(step, ranks))
+            assert_equal(loaded, state)
             return f"step {step}"
     return "mixture"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import threading
 import warnings
 import zlib
@@ -20,7 +19,6 @@ from typing import Any
 
 import pytest
 
-import torch_ckpt
 from tests.crash.block_log import (
     CrashState,
     Log,
@@ -33,11 +31,15 @@ from tests.crash.block_log import (
 )
 from tests.crash.disks import KINDS, Disk, Workshop, skip_without, workshop
 from tests.crash.savers import (
+    WAYS,
     Savers,
+    commit_of,
     engine_of,
     is_managed,
+    is_model,
     load_outcome,
     mark,
+    publication_outcome,
     restore_outcome,
     save,
     save_only,
@@ -123,7 +125,7 @@ class Scenario:
 
 def save_and_mark(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
     """Saves. Marks the begin of the save, its commit, and its report."""
-    published = re.compile(r"\d{10}" if is_managed(way) else r"\.metadata")
+    published = commit_of(way, path)
     last: dict[int, str] = {}  # the last relevant operation of a thread
 
     def observe(operation: str, where: str) -> None:
@@ -282,17 +284,26 @@ class Sweep:
                 return self._find_managed_outcome(path, steps)
             if scenario.exchanged_before:
                 return self._find_exchanged_outcome(engine, steps)
-            found = load_outcome(path, engine, steps, scenario.ranks)
+            found = self._outcome(path, steps)
             if engine == "torch_ckpt" and scenario.synced and self.checked % SAVED_AGAIN == 0:
+                # A version must be newer than the others.
+                last = max(steps) * 10 if scenario.way == "publish" else NEXT
+                save_again = WAYS[scenario.way if is_model(scenario.way) else "torch_ckpt.save"]
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    torch_ckpt.save(whole_state(NEXT, scenario.ranks), path, no_dist=True)
-                after = load_outcome(path, engine, [NEXT], scenario.ranks)
-                if after != f"step {NEXT}":
+                    save_again(whole_state(last, scenario.ranks), path, no_dist=True)
+                after = self._outcome(path, [last])
+                if after != f"step {last}":
                     found += f", and after the next save {after}"
             return found
         finally:
             self._disk.unmount()
+
+    def _outcome(self, path: Path, steps: list[int]) -> str:
+        way, ranks = self._scenario.way, self._scenario.ranks
+        if way == "publish":
+            return publication_outcome(path, steps, ranks)
+        return load_outcome(path, engine_of(way), steps, ranks)
 
     def _find_exchanged_outcome(self, engine: str, steps: list[int]) -> str:
         """Returns the outcome for the save's directory, or both if the other one has changed."""
@@ -327,6 +338,9 @@ OURS = [
     Scenario("xfs", "torch_ckpt.save", (0, 1)),
     Scenario("ext4", "CheckpointManager", (1, 12)),
     Scenario("xfs", "CheckpointManager, one step", (1, 2), ranks=2),
+    Scenario("ext4", "safetensors", (1, 12)),
+    Scenario("xfs", "safetensors", (0, 1), ranks=2),
+    Scenario("ext4", "publish", (1, 2)),
     Scenario("ext4", "torch_ckpt.save", (1, 12), exchanged_before="rename"),
     Scenario("ext4", "dcp.save", (1, 2), ranks=2, exchanged_before="pwrite"),
 ]
@@ -339,6 +353,10 @@ OURS_IN_FULL = [
     Scenario("xfs", "torch_ckpt.save", (1, 12)),
     Scenario("xfs", "torch_ckpt.save", (1, 2, 3)),
     Scenario("xfs", "torch_ckpt.async_save", (1, 2), ranks=2),
+    Scenario("ext4", "safetensors", (0, 1)),
+    Scenario("xfs", "safetensors", (1, 2, 3), ranks=2),
+    Scenario("ext4", "publish", (0, 1), ranks=2),
+    Scenario("xfs", "publish", (1, 2, 3)),
     Scenario("ext4", "CheckpointManager", (0, 1), ranks=2),
     Scenario("xfs", "CheckpointManager", (1, 2, 3)),
     Scenario("ext4", "CheckpointManager, one step", (1, 2, 3)),
