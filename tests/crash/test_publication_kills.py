@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ from tests.sweeps import (
     publish,
     tensors_of,
 )
+from torch_ckpt import _core
+from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.steps import open_steps
 
 pytestmark = SWEEPING
@@ -44,11 +47,11 @@ def versions_in(root: Path) -> set[int]:
     found = set()
     for info in open_steps(root).entries(leftovers=False):
         assert found_in(Path(info.path)) == NAMES[info.step]
-        delta = Path(info.path) / "torch_ckpt.delta"
-        if delta.exists():
-            state = tensors_of(OLD if info.step == NEW else NEW)
-            copy = {name: value.clone() for name, value in state.items()}
-            torch_ckpt.apply_delta(delta, copy)
+        if "torch_ckpt.delta" in os.listdir(info.path):
+            with closing(OpenDirectory(info.path)) as opened:
+                base = int(_core.Delta(opened, "torch_ckpt.delta").base)
+            copy = {name: value.clone() for name, value in tensors_of(base).items()}
+            torch_ckpt.apply_delta(info.path, copy)
             assert_equal(copy, tensors_of(info.step))
         found.add(info.step)
     return found
