@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
+#include <optional>
 #include <utility>
 
 #include "checked_math.h"
@@ -77,13 +77,13 @@ struct Sparse {
   std::span<const std::byte> elements;
 };
 
-/// Returns no gaps if the payload is too short.
-Sparse split(std::span<const std::byte> payload, std::size_t unit) {
+/// Returns nullopt if the payload is too short.
+std::optional<Sparse> split(std::span<const std::byte> payload, std::size_t unit) {
   ByteReader reader(payload);
   Sparse sparse;
   sparse.count = reader.number(kCountBytes);
   const std::uint64_t bytes = sparse.count * unit;
-  if (reader.has_failed() || bytes > reader.left()) return sparse;
+  if (reader.has_failed() || bytes > reader.left()) return std::nullopt;
   sparse.gaps = reader.take(reader.left() - bytes);
   sparse.elements = reader.take(bytes);
   return sparse;
@@ -252,12 +252,13 @@ bool is_valid_payload(const DeltaBlock& block, std::span<const std::byte> payloa
   if (block.change == BlockChange::none) return payload.empty();
   if (block.change == BlockChange::full) return payload.size() == block_bytes;
   const std::size_t unit = unit_of(item_bytes);
-  const Sparse sparse = split(payload, unit);
+  const auto sparse = split(payload, unit);
+  if (!sparse) return false;
   // Each change moves by at least one element, so no sum overflows.
   std::uint64_t elements = block_bytes / unit;
   std::uint64_t changes = 0;
   std::uint64_t gap = 0;
-  for (const std::byte byte : sparse.gaps) {
+  for (const std::byte byte : sparse->gaps) {
     gap += static_cast<std::uint64_t>(byte);
     if (static_cast<std::uint64_t>(byte) == kLongGap) continue;
     if (gap >= elements) return false;
@@ -265,7 +266,7 @@ bool is_valid_payload(const DeltaBlock& block, std::span<const std::byte> payloa
     gap = 0;
     ++changes;
   }
-  return gap == 0 && changes == sparse.count;
+  return gap == 0 && changes == sparse->count;
 }
 
 void apply_change(BlockChange change, std::span<const std::byte> payload,
@@ -275,7 +276,7 @@ void apply_change(BlockChange change, std::span<const std::byte> payload,
     std::ranges::copy(payload, block.begin());
     return;
   }
-  const Sparse sparse = split(payload, unit_of(item_bytes));
+  const Sparse sparse = *split(payload, unit_of(item_bytes));
   switch (unit_of(item_bytes)) {
     case 1:
       return apply<1>(sparse, block);

@@ -97,6 +97,15 @@ TEST_F(ProcessChannelTest, TheErrorOfAFileIsTheOutcome) {
   EXPECT_EQ(outcome.error().path, "/c/b");
 }
 
+TEST_F(ProcessChannelTest, MemoryThatCannotBeIdentifiedIsAnError) {
+  {
+    const os::ScopedFaultHook hook(NthCallFails("statx", 1, EIO));
+    EXPECT_TRUE(fails(ProcessChannel::create(), Errc::system));
+  }
+  const os::ScopedFaultHook hook(NthCallFails("statx", 1, EIO));
+  EXPECT_TRUE(fails(channel_.send_object(bytes_of("x")), Errc::system));
+}
+
 TEST_F(ProcessChannelTest, ACancelledSaveWaitsForTheObjectWithTheReason) {
   channel_.send(format_error(Errc::cancelled, "the save was cancelled"), 1);
   EXPECT_FALSE(channel_.wait_for_files(std::chrono::milliseconds(0)).value().has_value());

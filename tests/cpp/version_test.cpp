@@ -76,14 +76,14 @@ TEST_F(LatestTest, LeadsToTheOldOrTheNewVersionAfterAFailedCall) {
   add("0000000001");
   ASSERT_TRUE(ok(update_latest(root_, true)));
   add("0000000002");
-  for (const char* call : {"readdir", "readlink", "symlink", "rename", "fsync"}) {
+  for (const char* call : {"readdir", "readlink", "symlink", "rename", "fsync_directory"}) {
     const NthCallFails fault(call, 1, EIO);
     {
       const os::ScopedFaultHook hook(fault);
       EXPECT_FALSE(update_latest(root_, true)) << call;
     }
     EXPECT_TRUE(fault.hit()) << call;
-    const bool is_moved = std::string(call) == "fsync";
+    const bool is_moved = std::string(call) == "fsync_directory";
     EXPECT_EQ(latest(), is_moved ? "0000000002" : "0000000001") << call;
     EXPECT_EQ(directory_.names().size(), 5) << call;
   }
