@@ -96,7 +96,6 @@ def _deltas(state: State, percent: int, rounds: int, path: Path) -> dict[str, An
     version = _changed(state, percent)
     target = {name: torch.empty_like(value) for name, value in state.items()}
     root = path / "policy"
-    samples: dict[str, list[list[float]]] = {}
     size = 0
 
     def publish(delta: bool) -> None:
@@ -117,6 +116,7 @@ def _deltas(state: State, percent: int, rounds: int, path: Path) -> dict[str, An
         "copy all tensors": (reset, copy),
         "apply the delta": (reset, lambda: torch_ckpt.apply_delta(root / "latest", target)),
     }
+    samples: dict[str, list[list[float]]] = {name: [] for name in contenders}
     torch_ckpt.publish(state, root, version=0, no_dist=True)
     publish(True)
     try:
@@ -127,7 +127,7 @@ def _deltas(state: State, percent: int, rounds: int, path: Path) -> dict[str, An
             prepare()
             sample = time_once(run)
             if round_ > 0:  # the first round warms up
-                samples.setdefault(name, []).append(list(sample))
+                samples[name].append(list(sample))
             if name == "apply the delta":
                 assert all(torch.equal(target[key], version[key]) for key in version)
             delta = root / "0000000001" / "torch_ckpt.delta"

@@ -131,12 +131,16 @@ Result<std::uint64_t> write_payloads(Context& context, std::span<Pending> blocks
     auto encoded =
         run_parallel(context, count, "write_delta", [&](std::size_t i) { return encode(wave[i]); });
     if (!encoded) return encoded.error();
-    std::string payloads;
-    for (Pending& pending : wave) payloads += std::exchange(pending.payload, {});
-    if (auto written = out.write_at(std::as_bytes(std::span(payloads)), offset); !written) {
-      return written.error();
+    std::vector<std::uint64_t> offsets;
+    for (const Pending& pending : wave) {
+      offsets.push_back(offset);
+      offset += pending.payload.size();
     }
-    offset += payloads.size();
+    auto written = run_parallel(context, count, "write_delta", [&](std::size_t i) {
+      const std::string payload = std::exchange(wave[i].payload, {});
+      return out.write_at(std::as_bytes(std::span(payload)), offsets[i]);
+    });
+    if (!written) return written.error();
   }
   return offset;
 }
@@ -244,28 +248,35 @@ Result<> check_base(const Block& block, std::span<const std::byte> found, const 
                        "; apply the delta to its base, or load the version instead");
 }
 
-/// Checks that tensors share memory only if the version's values are the same.
-Result<> check_overlaps(const std::vector<Delta::Tensor>& tensors,
-                        std::span<const std::span<std::byte>> targets) {
+/// Finds the targets that are the same memory as another target with the same changes. Fails if
+/// targets share memory in any other way.
+Result<std::vector<bool>> find_repeated(const std::vector<Delta::Tensor>& tensors,
+                                        std::span<const std::span<std::byte>> targets) {
   std::vector<std::size_t> order;
   for (std::size_t i = 0; i < targets.size(); ++i) {
     if (!targets[i].empty()) order.push_back(i);
   }
   std::ranges::sort(order, {}, [&](std::size_t i) { return targets[i].data(); });
+  const auto have_same_changes = [](const DeltaTensor& one, const DeltaTensor& other) {
+    const auto base_crc = [](const DeltaBlock& block) { return block.base_crc; };
+    return one.is_in_base == other.is_in_base && one.sums.block_crcs == other.sums.block_crcs &&
+           std::ranges::equal(one.blocks, other.blocks, {}, base_crc, base_crc);
+  };
+  std::vector<bool> is_repeated(targets.size());
   for (std::size_t n = 1; n < order.size(); ++n) {
     const std::size_t before = order[n - 1];
     const std::size_t after = order[n];
     if (targets[before].data() + targets[before].size() <= targets[after].data()) continue;
-    const bool is_same =
-        targets[before].data() == targets[after].data() &&
-        targets[before].size() == targets[after].size() &&
-        tensors[before].change->sums.block_crcs == tensors[after].change->sums.block_crcs;
-    if (is_same) continue;
-    return in_tensor(Errc::invalid_argument, tensors[after].tensor->name,
-                     "the tensor shares memory with " + tensors[before].tensor->name +
-                         ", but the version has different values for them");
+    if (targets[before].data() != targets[after].data() ||
+        targets[before].size() != targets[after].size() ||
+        !have_same_changes(*tensors[before].change, *tensors[after].change)) {
+      return in_tensor(Errc::invalid_argument, tensors[after].tensor->name,
+                       "the tensor shares memory with " + tensors[before].tensor->name +
+                           ", but the delta changes them in different ways");
+    }
+    is_repeated[after] = true;
   }
-  return {};
+  return is_repeated;
 }
 
 }  // namespace
@@ -273,8 +284,9 @@ Result<> check_overlaps(const std::vector<Delta::Tensor>& tensors,
 Result<Delta> Delta::read(Context& context, const os::File& file) {
   const auto bytes = file.size();
   if (!bytes) return bytes.error();
-  std::string contents(*bytes, '\0');
-  const auto out = std::as_writable_bytes(std::span(contents));
+  // Not initialized: the threads that read touch the pages first.
+  auto contents = std::make_unique_for_overwrite<std::byte[]>(*bytes);
+  const std::span out(contents.get(), *bytes);
   const std::size_t pieces = out.size() / kReadBytes + (out.size() % kReadBytes != 0 ? 1 : 0);
   auto read = run_parallel(context, pieces, "read", [&](std::size_t i) {
     const std::uint64_t begin = i * kReadBytes;
@@ -301,7 +313,7 @@ std::vector<Delta::Tensor> Delta::tensors() const {
 }
 
 std::span<const std::byte> Delta::payload_of(const DeltaBlock& block) const {
-  return std::as_bytes(std::span(bytes_)).subspan(block.begin, block.bytes);
+  return {bytes_.get() + block.begin, block.bytes};
 }
 
 Result<> Delta::apply(Context& context, std::span<const std::span<std::byte>> targets) const {
@@ -312,21 +324,41 @@ Result<> Delta::apply(Context& context, std::span<const std::span<std::byte>> ta
                      "the tensor has " + std::to_string(targets[i].size()) + " bytes instead of " +
                          std::to_string(all[i].tensor->bytes));
   }
-  if (auto checked = check_overlaps(all, targets); !checked) return checked;
-  const std::vector<Block> blocks = blocks_of(all);
+  const auto is_repeated = find_repeated(all, targets);
+  if (!is_repeated) return is_repeated.error();
+  std::vector<Block> blocks = blocks_of(all);
+  std::erase_if(blocks, [&](const Block& block) { return (*is_repeated)[block.tensor]; });
   const auto target_of = [&](const Block& block) {
     const auto [begin, bytes] = block.range();
     return targets[block.tensor].subspan(begin, bytes);
   };
-  auto checked = run_parallel(context, blocks.size(), "apply_delta", [&](std::size_t i) {
+  // Blocks that change in part are changed right after they were checked, because they are still in
+  // the processor's caches. Their former elements are kept until all blocks are checked.
+  std::vector<std::vector<std::byte>> former(blocks.size());
+  auto changed = run_parallel(context, blocks.size(), "apply_delta", [&](std::size_t i) {
     const Block& block = blocks[i];
-    auto valid = check_payload(block, payload_of(block.change()));
-    return valid ? check_base(block, target_of(block), base()) : valid;
+    const auto payload = payload_of(block.change());
+    const auto target = target_of(block);
+    auto checked = check_payload(block, payload);
+    if (checked) checked = check_base(block, target, base());
+    if (!checked || block.change().change != BlockChange::sparse) return checked;
+    const auto elements = format::sparse_elements(payload, block.item_bytes());
+    former[i].assign(elements.begin(), elements.end());
+    format::exchange_elements(payload, former[i], target, block.item_bytes());
+    return checked;
   });
-  if (!checked) return checked;
+  if (!changed) {
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      if (former[i].empty()) continue;
+      format::exchange_elements(payload_of(blocks[i].change()), former[i], target_of(blocks[i]),
+                                blocks[i].item_bytes());
+    }
+    return changed;
+  }
   return run_parallel(context, blocks.size(), "apply_delta", [&](std::size_t i) -> Result<> {
     const Block& block = blocks[i];
-    format::apply_change(block.change().change, payload_of(block.change()), target_of(block),
+    if (block.change().change != BlockChange::full) return {};
+    format::apply_change(BlockChange::full, payload_of(block.change()), target_of(block),
                          block.item_bytes());
     return {};
   });

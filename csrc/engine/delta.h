@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -40,10 +41,10 @@ class Delta {
   std::vector<Tensor> tensors() const;
 
   /// Changes the tensors of the base to those of the version, in place. targets: the memory of each
-  /// tensor in tensors(). Before anything is changed, checks that all targets have the values of
-  /// the base, and that the delta is undamaged. If a check fails, fails with Errc::wrong_base or
+  /// tensor in tensors(). Checks each block of the targets against the base's checksum, and each
+  /// block of the delta. If a check fails, restores the targets, and fails with Errc::wrong_base or
   /// Errc::checksum_mismatch and the name of the tensor. Fails with Errc::invalid_argument if
-  /// targets of different tensors share memory.
+  /// targets share memory, unless they are the same memory with the same changes.
   Result<> apply(Context& context, std::span<const std::span<std::byte>> targets) const;
 
   /// Writes the safetensors files of the version to an empty directory, without fsync. `base` is a
@@ -51,11 +52,11 @@ class Delta {
   Result<> write_files(Context& context, const os::Directory& base, const os::Directory& to) const;
 
  private:
-  Delta(std::string bytes, format::DeltaContents contents)
+  Delta(std::unique_ptr<std::byte[]> bytes, format::DeltaContents contents)
       : bytes_(std::move(bytes)), contents_(std::move(contents)) {}
   std::span<const std::byte> payload_of(const format::DeltaBlock& block) const;
 
-  std::string bytes_;
+  std::unique_ptr<std::byte[]> bytes_;
   format::DeltaContents contents_;
 };
 

@@ -1,8 +1,11 @@
 #include "format/delta.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "checked_math.h"
@@ -27,47 +30,57 @@ std::uint64_t word_at(const std::byte* bytes) {
   return word;
 }
 
-struct Changes {
-  std::uint64_t count = 0;
-  std::string gaps;
-  std::string elements;
+// The changed elements of a block, in the order of their places.
+class Changes {
+ public:
+  explicit Changes(std::size_t unit) : unit_(unit) {}
+
+  /// Adds the element at this offset.
+  void add(std::size_t at, std::span<const std::byte> version) {
+    std::uint64_t gap = (at - next_) / unit_;
+    for (; gap >= kLongGap; gap -= kLongGap) gaps_.push_back(static_cast<char>(kLongGap));
+    gaps_.push_back(static_cast<char>(gap));
+    elements_.append(reinterpret_cast<const char*>(&version[at]), unit_);
+    next_ = at + unit_;
+  }
+
+  /// Number of bytes in a payload.
+  std::size_t bytes() const { return kCountBytes + gaps_.size() + elements_.size(); }
+  bool empty() const { return elements_.empty(); }
+  void encode(std::string& out) const {
+    put(out, elements_.size() / unit_, kCountBytes);
+    out += gaps_;
+    out += elements_;
+  }
+
+ private:
+  std::size_t unit_;
+  std::size_t next_ = 0;  // end of the last element
+  std::string gaps_;
+  std::string elements_;
 };
 
-/// Returns false if the changes need at least as many bytes as the block.
+/// Returns nullopt if the changes need at least as many bytes as the block.
 template <std::size_t kUnit>
-bool collect(std::span<const std::byte> base, std::span<const std::byte> version,
-             Changes& changes) {
-  const std::size_t limit = base.size() - std::min(base.size(), kCountBytes);
-  std::size_t next = 0;  // end of the last changed element
-  for (std::size_t at = 0; at < base.size(); at += kUnit) {
-    while (at + kWordBytes <= base.size() && word_at(&base[at]) == word_at(&version[at])) {
-      at += kWordBytes;
+std::optional<Changes> collect(std::span<const std::byte> base,
+                               std::span<const std::byte> version) {
+  constexpr std::size_t kUnitBits = 8 * kUnit;
+  constexpr std::uint64_t kUnitMask = ~std::uint64_t{0} >> (64 - kUnitBits);
+  Changes changes(kUnit);
+  std::size_t at = 0;
+  for (; at + kWordBytes <= base.size(); at += kWordBytes) {
+    std::uint64_t differs = word_at(&base[at]) ^ word_at(&version[at]);
+    while (differs != 0) {
+      const auto element = static_cast<std::size_t>(std::countr_zero(differs)) / kUnitBits;
+      differs &= ~(kUnitMask << (element * kUnitBits));
+      changes.add(at + element * kUnit, version);
     }
-    if (at == base.size()) break;
-    if (std::memcmp(&base[at], &version[at], kUnit) == 0) continue;
-    std::uint64_t gap = (at - next) / kUnit;
-    for (; gap >= kLongGap; gap -= kLongGap) changes.gaps.push_back(static_cast<char>(kLongGap));
-    changes.gaps.push_back(static_cast<char>(gap));
-    changes.elements.append(reinterpret_cast<const char*>(&version[at]), kUnit);
-    ++changes.count;
-    next = at + kUnit;
-    if (changes.gaps.size() + changes.elements.size() >= limit) return false;
+    if (changes.bytes() >= base.size()) return std::nullopt;
   }
-  return true;
-}
-
-bool collect(std::span<const std::byte> base, std::span<const std::byte> version, std::size_t unit,
-             Changes& changes) {
-  switch (unit) {
-    case 1:
-      return collect<1>(base, version, changes);
-    case 2:
-      return collect<2>(base, version, changes);
-    case 4:
-      return collect<4>(base, version, changes);
-    default:
-      return collect<kMaxUnit>(base, version, changes);
+  for (; at < base.size(); at += kUnit) {
+    if (std::memcmp(&base[at], &version[at], kUnit) != 0) changes.add(at, version);
   }
+  return changes.bytes() < base.size() ? std::optional(std::move(changes)) : std::nullopt;
 }
 
 /// The parts of a sparse payload.
@@ -89,22 +102,51 @@ std::optional<Sparse> split(std::span<const std::byte> payload, std::size_t unit
   return sparse;
 }
 
-template <std::size_t kUnit>
-void apply(const Sparse& sparse, std::span<std::byte> block) {
-  const std::byte* gap = sparse.gaps.data();
-  const std::byte* element = sparse.elements.data();
+/// Calls `visit` with the address of each changed element and its address in `elements`.
+template <std::size_t kUnit, class Element, class Visit>
+void visit_elements(std::span<const std::byte> gaps, std::span<Element> elements,
+                    std::span<std::byte> block, Visit visit) {
   std::byte* at = block.data();
-  for (std::uint64_t i = 0; i < sparse.count; ++i) {
-    std::uint64_t skipped = 0;
-    std::uint64_t byte = 0;
-    do {
-      byte = static_cast<std::uint64_t>(*gap++);
-      skipped += byte;
-    } while (byte == kLongGap);
-    at += skipped * kUnit;
-    std::memcpy(at, element, kUnit);
+  Element* element = elements.data();
+  for (const std::byte gap : gaps) {
+    at += static_cast<std::size_t>(gap) * kUnit;
+    if (static_cast<std::uint64_t>(gap) == kLongGap) continue;
+    visit(at, element);
     at += kUnit;
     element += kUnit;
+  }
+}
+
+template <std::size_t kUnit>
+void exchange(std::span<const std::byte> gaps, std::span<std::byte> elements,
+              std::span<std::byte> block) {
+  visit_elements<kUnit>(gaps, elements, block, [](std::byte* at, std::byte* element) {
+    std::array<std::byte, kUnit> old;
+    std::memcpy(old.data(), at, kUnit);
+    std::memcpy(at, element, kUnit);
+    std::memcpy(element, old.data(), kUnit);
+  });
+}
+
+template <std::size_t kUnit>
+void apply(const Sparse& sparse, std::span<std::byte> block) {
+  visit_elements<kUnit>(
+      sparse.gaps, sparse.elements, block,
+      [](std::byte* at, const std::byte* element) { std::memcpy(at, element, kUnit); });
+}
+
+/// Calls `function` with a constant: the number of bytes that count as an element.
+template <class Function>
+void with_unit(std::size_t item_bytes, Function function) {
+  switch (unit_of(item_bytes)) {
+    case 1:
+      return function(std::integral_constant<std::size_t, 1>());
+    case 2:
+      return function(std::integral_constant<std::size_t, 2>());
+    case 4:
+      return function(std::integral_constant<std::size_t, 4>());
+    default:
+      return function(std::integral_constant<std::size_t, kMaxUnit>());
   }
 }
 
@@ -229,15 +271,12 @@ class ContentsReader {
 
 DeltaBlock encode_change(std::span<const std::byte> base, std::span<const std::byte> version,
                          std::size_t item_bytes, std::string& out) {
-  Changes changes;
-  if (!collect(base, version, unit_of(item_bytes), changes)) {
-    return encode_full_block(version, out);
-  }
-  if (changes.count == 0) return block_of(BlockChange::none, {});
+  if (std::ranges::equal(base, version)) return block_of(BlockChange::none, {});
+  std::optional<Changes> changes;
+  with_unit(item_bytes, [&](auto unit) { changes = collect<unit()>(base, version); });
+  if (!changes) return encode_full_block(version, out);
   const std::size_t begin = out.size();
-  put(out, changes.count, kCountBytes);
-  out += changes.gaps;
-  out += changes.elements;
+  changes->encode(out);
   return block_of(BlockChange::sparse, std::string_view(out).substr(begin));
 }
 
@@ -269,6 +308,17 @@ bool is_valid_payload(const DeltaBlock& block, std::span<const std::byte> payloa
   return gap == 0 && changes == sparse->count;
 }
 
+std::span<const std::byte> sparse_elements(std::span<const std::byte> payload,
+                                           std::size_t item_bytes) {
+  return split(payload, unit_of(item_bytes))->elements;
+}
+
+void exchange_elements(std::span<const std::byte> payload, std::span<std::byte> elements,
+                       std::span<std::byte> block, std::size_t item_bytes) {
+  const Sparse sparse = *split(payload, unit_of(item_bytes));
+  with_unit(item_bytes, [&](auto unit) { exchange<unit()>(sparse.gaps, elements, block); });
+}
+
 void apply_change(BlockChange change, std::span<const std::byte> payload,
                   std::span<std::byte> block, std::size_t item_bytes) {
   if (change == BlockChange::none) return;
@@ -277,16 +327,7 @@ void apply_change(BlockChange change, std::span<const std::byte> payload,
     return;
   }
   const Sparse sparse = *split(payload, unit_of(item_bytes));
-  switch (unit_of(item_bytes)) {
-    case 1:
-      return apply<1>(sparse, block);
-    case 2:
-      return apply<2>(sparse, block);
-    case 4:
-      return apply<4>(sparse, block);
-    default:
-      return apply<kMaxUnit>(sparse, block);
-  }
+  with_unit(item_bytes, [&](auto unit) { apply<unit()>(sparse, block); });
 }
 
 std::string encode_delta_end(const DeltaContents& contents) {

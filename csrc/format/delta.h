@@ -95,6 +95,14 @@ DeltaBlock encode_full_block(std::span<const std::byte> version, std::string& ou
 bool is_valid_payload(const DeltaBlock& block, std::span<const std::byte> payload,
                       std::uint64_t block_bytes, std::size_t item_bytes);
 
+/// Returns the changed elements in a valid payload of change 1.
+std::span<const std::byte> sparse_elements(std::span<const std::byte> payload,
+                                           std::size_t item_bytes);
+
+/// Exchanges the elements of a block with `elements`, at the places in a valid payload of change 1.
+void exchange_elements(std::span<const std::byte> payload, std::span<std::byte> elements,
+                       std::span<std::byte> block, std::size_t item_bytes);
+
 /// Changes a block of the base to the version's. The payload must be valid.
 void apply_change(BlockChange change, std::span<const std::byte> payload,
                   std::span<std::byte> block, std::size_t item_bytes);
