@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, results
+from benchmarks import huggingface_report, report, results
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 
@@ -198,3 +198,12 @@ def test_charts_are_drawn_for_every_group_and_an_overview(full_run: str, tmp_pat
     assert len(images) == len(results.read(Path(full_run)).groups) + len(["overview"])
     images.append(tmp_path / "images" / "async-timeline.png")
     assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
+
+
+def test_the_page_on_hugging_face_files_has_the_newest_figures() -> None:
+    saves, publications = (
+        json.loads(max(RESULTS.glob(f"*-{kind}.json")).read_text())
+        for kind in ("huggingface", "publication")
+    )
+    page = (RESULTS.parents[1] / "docs" / "huggingface.md").read_text()
+    assert huggingface_report.block(saves, publications) in page
