@@ -478,9 +478,8 @@ class SafetensorsLayout:
 DELTA_NAME: str
 LATEST_NAME: str
 
-def update_latest(root: Directory, sync: bool, below: str = "") -> None:
-    """Makes the link ``latest`` in the root of versions lead to the newest one, or to the newest
-    one before ``below``. If there is none before it, removes the link.
+def update_latest(root: Directory, sync: bool) -> None:
+    """Makes the link ``latest`` in the root of versions lead to the newest one.
 
     Raises OSError, and FileExistsError if it is not a link.
     """

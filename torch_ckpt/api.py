@@ -503,12 +503,14 @@ def _writer_of(
     format: str | type[FileSystemWriter], given: FileSystemWriter | None
 ) -> type[FileSystemWriter]:
     """Returns the class of the writer for a format, or a base class of the given writer."""
-    if isinstance(format, type):
-        return format
-    require_choice("format", format, tuple(_WRITERS))
     if given is not None and format != "checkpoint":
         raise ValueError("format cannot be combined with a storage_writer, which has a format.")
-    return FileSystemWriter if given is not None else _WRITERS[format]
+    if given is not None:
+        return FileSystemWriter
+    if isinstance(format, type) and issubclass(format, FileSystemWriter):
+        return format
+    require_choice("format", format, tuple(_WRITERS))
+    return _WRITERS[format]
 
 
 def _resolve_storage(

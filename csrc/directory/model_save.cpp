@@ -8,7 +8,7 @@
 #include <set>
 
 #include "directory/file_names.h"
-#include "directory/step.h"
+#include "directory/step_names.h"
 #include "format/crc32.h"
 #include "format/delta.h"
 #include "os/file.h"
@@ -177,9 +177,12 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
   std::string temporary = temporary_name(name);
   if (auto made = parent.make_directory(temporary); !made) return made.error();
   auto opened = parent.open_directory(temporary);
-  // A lock cannot be refused: no other process knows the name.
   const Result<bool> shared = opened ? opened->try_share() : opened.error();
   Result<> done = shared ? Result<>() : shared.error();
+  if (shared && !*shared) {
+    // Another save has found the new directory before it was locked, and removes it as a leftover.
+    done = system_error(EAGAIN, "flock", parent.path_of(temporary));
+  }
   if (done && is_there) done = copy_mode(parent, name, *opened);
   if (!done) {
     static_cast<void>(parent.remove_directory(temporary));

@@ -17,6 +17,8 @@ class RootLock {
   /// False if another thread or process has held the lock for too long. True if the file system has
   /// no locks: the record in the lease then has to suffice.
   bool is_held() const { return is_held_; }
+  /// True if no other process holds the lock.
+  bool is_exclusive() const { return is_held_ && opened_.has_locks(); }
 
  private:
   RootLock(os::Directory opened, bool is_held) : opened_(std::move(opened)), is_held_(is_held) {}

@@ -8,13 +8,12 @@
 
 #include "directory/file_names.h"
 #include "directory/root_lock.h"
+#include "directory/version.h"
 
 namespace torch_ckpt::directory {
 namespace {
 
 constexpr std::size_t kStepDigits = 10;
-constexpr std::string_view kUnfinished = ".tmp-";
-constexpr std::string_view kDeleted = ".deleted-";
 constexpr std::chrono::milliseconds kPollInterval{100};
 
 bool is_missing(const Error& error) { return error.sys_errno == ENOENT; }
@@ -80,28 +79,6 @@ Result<bool> sweep_one(const StepRoot& steps, const os::Directory& root, const s
 
 }  // namespace
 
-std::optional<StepName> parse_step_name(std::string_view name) {
-  const std::string_view digits = name.substr(0, kStepDigits);
-  const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
-  if (digits.size() != kStepDigits || !std::ranges::all_of(digits, is_digit)) return std::nullopt;
-  std::string_view suffix = name.substr(kStepDigits);
-  if (suffix.empty()) return StepName{digits, StepKind::step};
-  const bool is_deleted = suffix.starts_with(kDeleted);
-  if (!is_deleted && !suffix.starts_with(kUnfinished)) return std::nullopt;
-  suffix.remove_prefix(is_deleted ? kDeleted.size() : kUnfinished.size());
-  const auto is_hex = [&](char c) { return is_digit(c) || (c >= 'a' && c <= 'f'); };
-  if (suffix.size() != kTagDigits || !std::ranges::all_of(suffix, is_hex)) return std::nullopt;
-  return StepName{digits, is_deleted ? StepKind::deleted : StepKind::unfinished};
-}
-
-std::string unfinished_name(std::string_view digits, std::string_view attempt) {
-  return std::string(digits) + std::string(kUnfinished) + std::string(attempt);
-}
-
-std::string deleted_name(std::string_view digits) {
-  return std::string(digits) + std::string(kDeleted) + random_hex(kTagDigits);
-}
-
 Result<> pin(const os::Directory& step) {
   auto file = step.create(std::string(kPinnedName), os::IoMode::buffered);
   if (!file && file.error().sys_errno != EEXIST) return file.error();
@@ -141,6 +118,7 @@ Result<bool> StepRoot::remove(const std::string& name) const {
       // A save may have replaced the directory since it was opened.
       auto is_same = is_named(*opened, *root, name);
       if (!is_same || !*is_same) return is_same;
+      if (auto left = leave_version(*root, name); !left) return left.error();
       if (auto renamed = root->rename(name, deleted); !renamed) return renamed.error();
     }
     auto is_same = is_named(*opened, *root, deleted);

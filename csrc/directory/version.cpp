@@ -6,7 +6,8 @@
 
 #include "directory/file_names.h"
 #include "directory/root_lock.h"
-#include "directory/step.h"
+#include "directory/step_names.h"
+#include "format/safe_checksums.h"
 
 namespace torch_ckpt::directory {
 namespace {
@@ -24,14 +25,14 @@ Result<std::string> current_target(const os::Directory& root) {
   return error;
 }
 
-/// Returns the name of the newest complete version; empty if there is none.
-Result<std::string> newest_of(const os::Directory& root, std::vector<std::string> names,
-                              std::string_view below) {
-  std::ranges::sort(names, std::greater());
-  for (const std::string& name : names) {
+/// Returns the name of the newest complete version except `without`; empty if there is none.
+Result<std::string> newest_of(const os::Directory& root, std::string_view without) {
+  auto names = root.names();
+  if (!names) return names.error();
+  std::ranges::sort(*names, std::greater());
+  for (const std::string& name : *names) {
     const auto parsed = parse_step_name(name);
-    if (!parsed || parsed->kind != StepKind::step) continue;
-    if (!below.empty() && name >= below) continue;
+    if (!parsed || parsed->kind != StepKind::step || name == without) continue;
     auto is_complete = root.contains(name + "/" + std::string(kMarkerName));
     if (is_complete && *is_complete) return name;
     if (!is_complete && is_complete.error().sys_errno != ENOTDIR) return is_complete.error();
@@ -39,31 +40,57 @@ Result<std::string> newest_of(const os::Directory& root, std::vector<std::string
   return std::string();
 }
 
+Result<> set_latest(const os::Directory& root, const std::string& name) {
+  const std::string temporary = std::string(kTemporaryLatest) + random_hex(kSuffixDigits);
+  if (auto made = root.make_link(name, temporary); !made) return made;
+  auto renamed = root.rename(temporary, std::string(kLatestName));
+  if (!renamed) static_cast<void>(root.remove(temporary));
+  return renamed;
+}
+
+Result<> remove_leftovers_of_links(const os::Directory& root) {
+  auto names = root.names();
+  if (!names) return names.error();
+  for (const std::string& name : *names) {
+    if (!name.starts_with(kTemporaryLatest)) continue;
+    if (auto removed = root.remove(name); !removed) return removed;
+  }
+  return {};
+}
+
 }  // namespace
 
-Result<> update_latest(const os::Directory& root, bool sync, std::string_view below) {
+Result<> update_latest(const os::Directory& root, bool sync) {
   auto lock = RootLock::take(root);
   if (!lock) return lock.error();
   auto current = current_target(root);
   if (!current) return current.error();
-  auto names = root.names();
-  if (!names) return names.error();
-  for (const std::string& name : *names) {
-    // Without the lock, the link may belong to a running publication.
-    if (!lock->is_held() || !name.starts_with(kTemporaryLatest)) continue;
-    if (auto removed = root.remove(name); !removed) return removed;
+  // Without the lock, a link may belong to a running publication.
+  if (lock->is_exclusive()) {
+    if (auto removed = remove_leftovers_of_links(root); !removed) return removed;
   }
-  auto newest = newest_of(root, std::move(*names), below);
+  // Without the lock, another publication may have moved the link meanwhile, so look again.
+  while (true) {
+    auto newest = newest_of(root, {});
+    if (!newest) return newest.error();
+    if (newest->empty()) return {};
+    // Another process may have renamed the link, but not made it durable.
+    if (*newest == *current) return sync ? root.sync() : Result<>();
+    if (auto set = set_latest(root, *newest); !set) return set;
+    *current = std::move(*newest);
+  }
+}
+
+Result<> leave_version(const os::Directory& root, const std::string& name) {
+  const auto current = root.read_link(std::string(kLatestName));
+  if (!current || *current != name) return {};
+  // A link to a checkpoint was made by another program.
+  const auto is_version = root.contains(name + "/" + std::string(format::kSafeChecksumsName));
+  if (!is_version || !*is_version) return is_version ? Result<>() : is_version.error();
+  const auto newest = newest_of(root, name);
   if (!newest) return newest.error();
-  if (newest->empty() && !below.empty()) return root.remove(std::string(kLatestName));
-  if (newest->empty() || *newest == *current) return {};
-  const std::string temporary = std::string(kTemporaryLatest) + random_hex(kSuffixDigits);
-  if (auto made = root.make_link(*newest, temporary); !made) return made;
-  if (auto renamed = root.rename(temporary, std::string(kLatestName)); !renamed) {
-    static_cast<void>(root.remove(temporary));
-    return renamed;
-  }
-  return sync ? root.sync() : Result<>();
+  auto left = newest->empty() ? root.remove(std::string(kLatestName)) : set_latest(root, *newest);
+  return left ? root.sync() : left;
 }
 
 }  // namespace torch_ckpt::directory

@@ -24,7 +24,9 @@
 //     version. It is created under a temporary name and renamed. If two publications end at the
 //     same time, "latest" leads to the version with the larger number.
 //  6. Versions that are no longer kept are deleted like steps (step.h): not the newest one, and none
-//     that a process is reading under a lock. Files that other versions share remain.
+//     that a process is reading under a lock. If "latest" leads to a version that is being deleted,
+//     the link is first replaced by one to the newest other version, or removed if there is none.
+//     Files that other versions share remain.
 
 namespace torch_ckpt::directory {
 
@@ -32,8 +34,11 @@ namespace torch_ckpt::directory {
 inline constexpr std::string_view kLatestName = "latest";
 
 /// Performs 5. Does nothing if there is no version, or if the link is up to date. Fails with EEXIST
-/// if "latest" is not a link. below: ignore the version with this name and all later ones; if there
-/// is no other, remove the link. Empty: consider all versions.
-Result<> update_latest(const os::Directory& root, bool sync, std::string_view below = {});
+/// if "latest" is not a link.
+Result<> update_latest(const os::Directory& root, bool sync);
+
+/// Performs the first part of 6: makes "latest" lead to another version if it leads to `name`. The
+/// caller holds the lock on the root. Does nothing if `name` is not a version, but a checkpoint.
+Result<> leave_version(const os::Directory& root, const std::string& name);
 
 }  // namespace torch_ckpt::directory

@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
+#include <memory>
 #include <string_view>
 
+#include "engine/data_files.h"
 #include "engine/parallel.h"
 #include "engine/safetensors_headers.h"
 #include "format/checksum_table.h"
@@ -37,50 +38,100 @@ Range range_of(const SafeTensor& tensor, const format::RecordSums& sums, std::si
 
 /// The data of a tensor in a file.
 struct StoredTensor {
-  const os::File* file = nullptr;
+  DataFiles* files = nullptr;
+  std::size_t file = 0;
   const SafeTensor* tensor = nullptr;
   format::RecordSums sums;  // without blocks if the tensor is empty or has no checksums
 
+  /// DataFiles::expect_unit() must have been called for each read.
   Result<> read(const Range& range, std::span<std::byte> out) const {
-    return file->read_at(out, tensor->begin + range.begin);
+    const auto read = [&]() -> Result<> {
+      const auto opened = files->acquire(file);
+      return opened ? (*opened)->read(out, tensor->begin + range.begin) : opened.error();
+    }();
+    files->release(file);
+    return read;
   }
 };
 
 Error at(Error error, const StoredTensor& stored, const Range& range) {
   error.subject = stored.tensor->name;
-  error.path = stored.file->path();
+  error.path = stored.files->path(stored.file);
   error.offset = stored.tensor->begin + range.begin;
   return error;
 }
 
-bool are_alike(const SafeTensor& one, const SafeTensor& other) {
+bool are_identical(const SafeTensor& one, const SafeTensor& other) {
   return one.dtype == other.dtype && one.sizes == other.sizes;
 }
 
-Result<std::vector<StoredTensor>> tensors_of(const ModelFile& file) {
-  std::vector<StoredTensor> tensors;
-  if (file.tensors.empty()) return tensors;
-  const auto table = format::ChecksumTable::decode(std::as_bytes(std::span(file.checksums.table)));
-  if (!table) return table.error();
-  for (const SafeTensor& tensor : file.tensors) {
-    StoredTensor& stored = tensors.emplace_back(StoredTensor{&file.file, &tensor, {}});
-    if (tensor.bytes == 0) continue;
-    if (auto sums = table->find(tensor.begin)) stored.sums = std::move(*sums);
-  }
-  return tensors;
+std::uint64_t blocks_in(std::uint64_t bytes, std::uint64_t block_bytes) {
+  return bytes / block_bytes + (bytes % block_bytes != 0 ? 1 : 0);
 }
 
-using TensorsByName = std::map<std::string_view, StoredTensor>;
-
-Result<TensorsByName> by_name(const std::vector<ModelFile>& files) {
-  TensorsByName found;
-  for (const ModelFile& file : files) {
-    auto tensors = tensors_of(file);
-    if (!tensors) return tensors.error();
-    for (StoredTensor& stored : *tensors) found.emplace(stored.tensor->name, std::move(stored));
+// A directory of safetensors files with checksums, and its tensors.
+class StoredModel {
+ public:
+  static Result<std::unique_ptr<StoredModel>> open(const os::Directory& directory) {
+    auto files = read_model_files(directory);
+    if (!files) return files.error();
+    auto reopened = directory.reopen();
+    if (!reopened) return reopened.error();
+    auto model =
+        std::unique_ptr<StoredModel>(new StoredModel(std::move(*files), std::move(*reopened)));
+    if (auto added = model->add_tensors(); !added) return added.error();
+    return model;
   }
-  return found;
-}
+
+  const std::vector<ModelFile>& files() const { return files_; }
+  /// The tensors of a file, in the order of its header.
+  std::span<const StoredTensor> tensors(std::size_t file) const { return tensors_[file]; }
+  /// Returns nullptr if there is no such tensor.
+  const StoredTensor* find(std::string_view name) const {
+    const auto found = by_name_.find(name);
+    return found == by_name_.end() ? nullptr : found->second;
+  }
+
+ private:
+  StoredModel(std::vector<ModelFile> files, os::Directory directory)
+      : files_(std::move(files)), opened_(std::move(directory), names_of(files_), DirectIo::off) {}
+
+  static std::vector<std::string> names_of(const std::vector<ModelFile>& files) {
+    std::vector<std::string> names;
+    for (const ModelFile& file : files) names.push_back(file.checksums.name);
+    return names;
+  }
+
+  Result<> add_tensors() {
+    tensors_.resize(files_.size());
+    for (std::size_t i = 0; i < files_.size(); ++i) {
+      if (files_[i].tensors.empty()) continue;
+      const std::string& bytes = files_[i].checksums.table;
+      const auto table = format::ChecksumTable::decode(std::as_bytes(std::span(bytes)));
+      if (!table) return table.error();
+      for (const SafeTensor& tensor : files_[i].tensors) {
+        StoredTensor& stored = tensors_[i].emplace_back(StoredTensor{&opened_, i, &tensor, {}});
+        if (tensor.bytes == 0) continue;
+        auto sums = table->find(tensor.begin);
+        if (!sums || sums->block_bytes == 0 ||
+            sums->block_crcs.size() != blocks_in(tensor.bytes, sums->block_bytes)) {
+          return at(format_error(Errc::table_inconsistent, "the checksums do not fit the tensor"),
+                    stored, {});
+        }
+        stored.sums = std::move(*sums);
+      }
+    }
+    for (const auto& of_file : tensors_) {
+      for (const StoredTensor& stored : of_file) by_name_.emplace(stored.tensor->name, &stored);
+    }
+    return {};
+  }
+
+  std::vector<ModelFile> files_;
+  DataFiles opened_;
+  std::vector<std::vector<StoredTensor>> tensors_;  // by file
+  std::map<std::string_view, const StoredTensor*> by_name_;
+};
 
 // --- write ---------------------------------------------------------------------------------------
 
@@ -149,35 +200,27 @@ Result<std::uint64_t> write_payloads(Context& context, std::span<Pending> blocks
 
 Result<> write_delta(Context& context, const os::Directory& base, std::string name,
                      const os::Directory& version, bool sync) {
-  const auto base_files = read_model_files(base);
-  if (!base_files) return base_files.error();
-  auto files = read_model_files(version);
-  if (!files) return files.error();
-  const auto in_base = by_name(*base_files);
-  if (!in_base) return in_base.error();
-
+  const auto from = StoredModel::open(base);
+  if (!from) return from.error();
+  const auto to = StoredModel::open(version);
+  if (!to) return to.error();
   format::DeltaContents contents{std::move(name), {}};
-  std::vector<std::vector<StoredTensor>> stored;  // by file
-  for (const ModelFile& file : *files) {
-    auto tensors = tensors_of(file);
-    if (!tensors) return tensors.error();
-    const auto& checksums = file.checksums;
-    contents.files.push_back({.name = checksums.name,
-                              .bytes = checksums.bytes,
-                              .has_tensors = !checksums.table.empty(),
+  for (std::size_t i = 0; i < (*to)->files().size(); ++i) {
+    const ModelFile& file = (*to)->files()[i];
+    contents.files.push_back({.name = file.checksums.name,
+                              .bytes = file.checksums.bytes,
+                              .has_tensors = !file.checksums.table.empty(),
                               .start = file.start,
-                              .table = checksums.table,
+                              .table = file.checksums.table,
                               .tensors = {},
-                              .changes = std::vector<DeltaTensor>(tensors->size())});
-    stored.push_back(std::move(*tensors));
+                              .changes = std::vector<DeltaTensor>((*to)->tensors(i).size())});
   }
   std::vector<Pending> blocks;
-  for (std::size_t i = 0; i < stored.size(); ++i) {
-    for (std::size_t j = 0; j < stored[i].size(); ++j) {
-      const StoredTensor& tensor = stored[i][j];
-      const auto found = in_base->find(tensor.tensor->name);
-      const StoredTensor* old = found == in_base->end() ? nullptr : &found->second;
-      if (old != nullptr && (!are_alike(*old->tensor, *tensor.tensor) ||
+  for (std::size_t i = 0; i < contents.files.size(); ++i) {
+    for (std::size_t j = 0; j < contents.files[i].changes.size(); ++j) {
+      const StoredTensor& tensor = (*to)->tensors(i)[j];
+      const StoredTensor* old = (*from)->find(tensor.tensor->name);
+      if (old != nullptr && (!are_identical(*old->tensor, *tensor.tensor) ||
                              old->sums.block_bytes != tensor.sums.block_bytes)) {
         old = nullptr;
       }
@@ -186,6 +229,8 @@ Result<> write_delta(Context& context, const os::Directory& base, std::string na
       change.blocks.resize(tensor.sums.block_crcs.size());
       for (std::size_t block = 0; block < change.blocks.size(); ++block) {
         blocks.push_back({&tensor, old, block, &change.blocks[block]});
+        tensor.files->expect_unit(tensor.file);
+        if (old != nullptr) old->files->expect_unit(old->file);
       }
     }
   }
@@ -246,6 +291,23 @@ Result<> check_base(const Block& block, std::span<const std::byte> found, const 
                    "the tensor does not have the values of the base (" + base + ") from byte " +
                        std::to_string(block.range().begin) +
                        "; apply the delta to its base, or load the version instead");
+}
+
+/// Writes a block of a file of the version. source: the tensor of the base; nullptr if it lacks it.
+Result<> write_block(const Block& block, std::span<const std::byte> payload,
+                     const StoredTensor* source, const std::string& base, os::File& out) {
+  const auto range = block.range();
+  std::vector<std::byte> data(range.bytes);
+  const auto read = source == nullptr ? Result<>() : source->read(range, data);
+  if (!read) return read;
+  if (auto valid = check_payload(block, payload); !valid) return valid;
+  if (auto checked = check_base(block, data, base); !checked) return checked;
+  format::apply_change(block.change().change, payload, data, block.item_bytes());
+  if (crc_of(data) != block.of.change->sums.block_crcs[block.number]) {
+    return in_tensor(Errc::checksum_mismatch, block.of.tensor->name,
+                     "the delta does not yield the version's values");
+  }
+  return out.write_at(data, block.of.tensor->begin + range.begin);
 }
 
 /// Finds the targets that are the same memory as another target with the same changes. Fails if
@@ -318,6 +380,11 @@ std::span<const std::byte> Delta::payload_of(const DeltaBlock& block) const {
 
 Result<> Delta::apply(Context& context, std::span<const std::span<std::byte>> targets) const {
   const std::vector<Tensor> all = tensors();
+  if (targets.size() != all.size()) {
+    return format_error(Errc::invalid_argument, "there are " + std::to_string(targets.size()) +
+                                                    " targets for " + std::to_string(all.size()) +
+                                                    " tensors");
+  }
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (targets[i].size() == all[i].tensor->bytes) continue;
     return in_tensor(Errc::invalid_argument, all[i].tensor->name,
@@ -355,66 +422,63 @@ Result<> Delta::apply(Context& context, std::span<const std::span<std::byte>> ta
     }
     return changed;
   }
-  return run_parallel(context, blocks.size(), "apply_delta", [&](std::size_t i) -> Result<> {
+  const auto copy_full_block = [&](std::size_t i) -> Result<> {
     const Block& block = blocks[i];
     if (block.change().change != BlockChange::full) return {};
     format::apply_change(BlockChange::full, payload_of(block.change()), target_of(block),
                          block.item_bytes());
     return {};
-  });
+  };
+  if (!run_parallel(context, blocks.size(), "apply_delta", copy_full_block)) {
+    // The threads could not be started. Copying a block again changes nothing.
+    for (std::size_t i = 0; i < blocks.size(); ++i) static_cast<void>(copy_full_block(i));
+  }
+  return {};
 }
 
 Result<> Delta::write_files(Context& context, const os::Directory& base,
                             const os::Directory& to) const {
-  const auto base_files = read_model_files(base);
-  if (!base_files) return base_files.error();
-  const auto in_base = by_name(*base_files);
-  if (!in_base) return in_base.error();
+  const auto from = StoredModel::open(base);
+  if (!from) return from.error();
   const std::vector<Tensor> all = tensors();
+  std::vector<Block> blocks = blocks_of(all);
   std::vector<const StoredTensor*> sources;  // by tensor; nullptr if the base lacks it
   for (const Tensor& tensor : all) {
-    const auto found = in_base->find(tensor.tensor->name);
-    const bool is_there =
-        found != in_base->end() && are_alike(*found->second.tensor, *tensor.tensor);
-    if (tensor.change->is_in_base && !is_there) {
+    const StoredTensor* source = (*from)->find(tensor.tensor->name);
+    if (!tensor.change->is_in_base) source = nullptr;
+    const bool is_missing = source == nullptr || !are_identical(*source->tensor, *tensor.tensor);
+    if (tensor.change->is_in_base && is_missing) {
       return in_tensor(Errc::wrong_base, tensor.tensor->name,
                        base.path() + " does not contain the tensor that the base (" + this->base() +
                            ") has; apply the delta to its base");
     }
-    sources.push_back(tensor.change->is_in_base ? &found->second : nullptr);
+    sources.push_back(source);
   }
-  std::vector<os::File> files;
-  std::vector<std::size_t> file_of;  // by tensor
+  for (const Block& block : blocks) {
+    const StoredTensor* source = sources[block.tensor];
+    if (source != nullptr) source->files->expect_unit(source->file);
+  }
+  std::span<const Block> left = blocks;
+  std::size_t tensors_before = 0;
   for (const format::DeltaFile& file : contents_.files) {
     if (!file.has_tensors) continue;
+    tensors_before += file.tensors.size();
+    const auto end = std::ranges::find_if(
+        left, [&](const Block& block) { return block.tensor >= tensors_before; });
+    const auto of_file = left.first(static_cast<std::size_t>(end - left.begin()));
+    left = left.subspan(of_file.size());
     auto created = to.create(file.name, os::IoMode::buffered);
     if (!created) return created.error();
-    auto written = created->write_at(std::as_bytes(std::span(file.start)), 0);
-    if (!written) return written;
-    file_of.insert(file_of.end(), file.tensors.size(), files.size());
-    files.push_back(std::move(*created));
-  }
-  const std::vector<Block> blocks = blocks_of(all);
-  auto written = run_parallel(context, blocks.size(), "apply_delta", [&](std::size_t i) {
-    const Block& block = blocks[i];
-    const auto range = block.range();
-    const auto payload = payload_of(block.change());
-    if (auto valid = check_payload(block, payload); !valid) return valid;
-    std::vector<std::byte> data(range.bytes);
-    if (const StoredTensor* source = sources[block.tensor]) {
-      if (auto read = source->read(range, data); !read) return read;
-      if (auto checked = check_base(block, data, this->base()); !checked) return checked;
+    auto done = created->write_at(std::as_bytes(std::span(file.start)), 0);
+    if (done) {
+      done = run_parallel(context, of_file.size(), "apply_delta", [&](std::size_t i) {
+        const Block& block = of_file[i];
+        return write_block(block, payload_of(block.change()), sources[block.tensor], this->base(),
+                           *created);
+      });
     }
-    format::apply_change(block.change().change, payload, data, block.item_bytes());
-    if (crc_of(data) != block.of.change->sums.block_crcs[block.number]) {
-      return Result<>(in_tensor(Errc::checksum_mismatch, block.of.tensor->name,
-                                "the delta does not yield the version's values"));
-    }
-    return files[file_of[block.tensor]].write_at(data, block.of.tensor->begin + range.begin);
-  });
-  if (!written) return written;
-  for (os::File& file : files) {
-    if (auto closed = std::move(file).close(); !closed) return closed;
+    if (done) done = std::move(*created).close();
+    if (!done) return done;
   }
   return {};
 }

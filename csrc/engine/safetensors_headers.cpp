@@ -24,17 +24,17 @@ Error in_file(Error error, const os::File& file) {
 
 Result<ModelFile> read_model_file(const os::Directory& directory,
                                   const format::SafeChecksums& checksums) {
-  auto opened = directory.open_for_read(checksums.name);
+  const auto opened = directory.open_for_read(checksums.name);
   if (!opened) return opened.error();
-  ModelFile file{checksums, std::move(*opened), {}, {}};
+  ModelFile file{checksums, {}, {}};
   std::uint64_t bytes = 0;
   if (checksums.table.empty()) {
-    auto text = read_text(file.file);
+    auto text = read_text(*opened);
     if (!text) return text.error();
     file.start = std::move(*text);
     bytes = file.start.size();
   } else {
-    auto header = read_safetensors_header(file.file);
+    auto header = read_safetensors_header(*opened);
     if (!header) return header.error();
     file.start = std::move(header->bytes);
     file.tensors = std::move(header->contents.tensors);
@@ -44,7 +44,7 @@ Result<ModelFile> read_model_file(const os::Directory& directory,
   if (bytes != checksums.bytes || crc != checksums.header_crc) {
     return in_file(format_error(Errc::checksum_mismatch,
                                 "the file has changed since its checksums were saved"),
-                   file.file);
+                   *opened);
   }
   return file;
 }

@@ -32,7 +32,6 @@ Result<StoredHeader> read_safetensors_header(const os::File& file);
 /// A file of a directory that has checksums.
 struct ModelFile {
   format::SafeChecksums checksums;
-  os::File file;
   std::string start;                        // its header; all bytes if it has no checksum table
   std::vector<format::SafeTensor> tensors;  // in the order of the header
 };

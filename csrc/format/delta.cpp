@@ -181,6 +181,9 @@ class ContentsReader {
     if (reader_.has_failed()) return inconsistent("the delta ends within its contents");
     if (!checksums) return checksums.error();
     for (const SafeChecksums& sums : *checksums) {
+      if (sums.name == kSafeChecksumsName || sums.name == kDeltaName) {
+        return inconsistent("the delta contains a file named " + sums.name);
+      }
       auto file = read_file(sums);
       if (!file) return file.error();
       contents.files.push_back(std::move(*file));
@@ -252,8 +255,12 @@ class ContentsReader {
       block.crc = static_cast<std::uint32_t>(reader_.number(4));
       block.base_crc = static_cast<std::uint32_t>(reader_.number(4));
       block.begin = begin_;
+      const std::uint32_t crc = read.sums.block_crcs[&block - read.blocks.data()];
+      const bool is_consistent =
+          block.change == BlockChange::sparse ||
+          (block.change == BlockChange::full ? block.crc == crc : block.base_crc == crc);
       if (change > static_cast<std::uint64_t>(BlockChange::full) ||
-          !inside(begin_, block.bytes, payload_end_) ||
+          !inside(begin_, block.bytes, payload_end_) || !is_consistent ||
           (!read.is_in_base && block.change != BlockChange::full)) {
         return inconsistent("the delta has an invalid block of " + tensor.name);
       }

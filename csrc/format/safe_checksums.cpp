@@ -1,7 +1,9 @@
 #include "format/safe_checksums.h"
 
 #include <algorithm>
+#include <set>
 
+#include "file_name.h"
 #include "format/crc32.h"
 #include "format/little_endian.h"
 
@@ -57,6 +59,14 @@ Result<std::vector<SafeChecksums>> decode_safe_checksums(std::span<const std::by
   if (reader.has_failed() || reader.left() != 0) {
     return format_error(Errc::table_inconsistent,
                         "the file of checksums does not have the length of its contents");
+  }
+  std::set<std::string_view> names;
+  for (const SafeChecksums& file : files) {
+    const bool is_plain = names_file_beneath(file.name) && file.name.find('/') == std::string::npos;
+    if (!is_plain || !names.insert(file.name).second) {
+      return format_error(Errc::table_inconsistent,
+                          "the file of checksums has an invalid name: " + file.name);
+    }
   }
   return files;
 }

@@ -164,8 +164,7 @@ void apply(const Delta& delta, const std::vector<py::object>& targets) {
 void bind_versions(py::module_& module, py::class_<ModelSave>& save) {
   module.attr("DELTA_NAME") = std::string(format::kDeltaName);
   module.attr("LATEST_NAME") = std::string(directory::kLatestName);
-  module.def("update_latest", &directory::update_latest, py::arg("root"), py::arg("sync"),
-             py::arg("below") = std::string_view(), NoGil());
+  module.def("update_latest", &directory::update_latest, py::arg("root"), py::arg("sync"), NoGil());
   save.def("complete_version", &complete_version, py::arg("delta"), py::arg("sync"))
       .def(
           "link_unchanged",
@@ -210,7 +209,8 @@ void bind_model(py::module_& module) {
       .def("places", &all_places_of)
       .def("places_of_rank", &places_of, py::arg("plan"), py::arg("rank"));
   py::class_<ModelSave> model_save(module, "ModelSave");
-  model_save.def(py::init([](const os::Directory& parent, const std::filesystem::path& name, bool replace,
+  model_save
+      .def(py::init([](const os::Directory& parent, const std::filesystem::path& name, bool replace,
                        const std::vector<std::filesystem::path>& extras) {
              std::set<std::string> names;
              for (const auto& extra : extras) names.insert(extra.native());

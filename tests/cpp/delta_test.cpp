@@ -160,14 +160,14 @@ Sample sample() {
                  .tensors = tensors,
                  .changes = {}};
   file.bytes = file.start.size() + 40'004;
-  const std::string payload = "full block of the scalar";
-  const DeltaBlock none{.base_crc = 7, .begin = 4};
+  const auto none = [](std::uint32_t crc) { return DeltaBlock{.base_crc = crc, .begin = 4}; };
+  const std::uint32_t crc = crc32(0, bytes_of("abcd"));
   file.changes = {{.is_in_base = true,
                    .sums = {tensors[0].begin, 0, 16384, {1, 2, 3}, true},
-                   .blocks = {none, none, none}},
+                   .blocks = {none(1), none(2), none(3)}},
                   {.is_in_base = false,
-                   .sums = {tensors[1].begin, 0, 16384, {4}, true},
-                   .blocks = {{BlockChange::full, 4, crc32(0, bytes_of("abcd")), 0, 4}}},
+                   .sums = {tensors[1].begin, 0, 16384, {crc}, true},
+                   .blocks = {{BlockChange::full, 4, crc, 0, 4}}},
                   {.is_in_base = true, .sums = {}, .blocks = {}}};
   file.table =
       encode_checksum_table(std::vector<RecordSums>{file.changes[0].sums, file.changes[1].sums});
@@ -213,6 +213,26 @@ TEST(DeltaContents, AreRefusedIfTheFileWasTruncated) {
   const Sample made = sample();
   for (std::size_t bytes = 0; bytes < made.delta.size(); ++bytes) {
     EXPECT_FALSE(decode_delta(bytes_of(made.delta.substr(0, bytes)))) << bytes;
+  }
+}
+
+TEST(DeltaContents, AreRefusedIfANameLeadsOutOfTheDirectory) {
+  for (const char* name :
+       {"../a", "/a", "a/b", "..", "", "config.json", "torch_ckpt.checksums", "torch_ckpt.delta"}) {
+    Sample made = sample();
+    made.contents.files[0].name = name;
+    const std::string delta = std::string(kDeltaMagic) + "abcd" + encode_delta_end(made.contents);
+    EXPECT_FALSE(decode_delta(bytes_of(delta))) << name;
+  }
+}
+
+TEST(DeltaContents, AreRefusedIfChecksumsContradictEachOther) {
+  for (const std::size_t tensor : {0, 1}) {
+    Sample made = sample();
+    DeltaBlock& block = made.contents.files[0].changes[tensor].blocks[0];
+    (tensor == 0 ? block.base_crc : block.crc) ^= 1;
+    const std::string delta = std::string(kDeltaMagic) + "abcd" + encode_delta_end(made.contents);
+    EXPECT_TRUE(fails(decode_delta(bytes_of(delta)), Errc::metadata_inconsistent)) << tensor;
   }
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.publishing import split
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME
 
 StrPath = str | os.PathLike[str]
 
@@ -24,27 +25,29 @@ def apply_delta(
     """Changes one version of a model to the next, with a delta that :func:`torch_ckpt.publish` has
     written.
 
-    A delta applies only to the version from which it was made, its base. Before anything is
-    changed, all values of the target are compared with the checksums of the base, and the delta is
-    checked. So a failed call leaves the target as it was.
+    A delta applies only to the version from which it was made, its base. All values of the target
+    are compared with the checksums of the base, and the delta is checked. If a check fails, the
+    target is left as it was.
 
     Args:
         delta: path of the delta, or of the directory of the version that contains it. The delta is
-            read into memory completely.
-        target: what to change: either a state dict, whose tensors are changed in place, or the
-            directory of the base, which must have its ``torch_ckpt.checksums``. The state dict must
-            contain each tensor of the version, under its name in the files; other values in it stay
-            as they are. Its DTensors must not be sharded. The directory is replaced completely or
-            not at all.
+            read into memory completely. While tensors are changed, their former elements are kept
+            in memory, too.
+        target: either a state dict, whose tensors are changed in place, or the directory of the
+            base, which must have its ``torch_ckpt.checksums``. The state dict must contain each
+            tensor of the version, under its name in the files; other values in it stay as they are.
+            Its DTensors must not be sharded. The directory is replaced completely or not at all. A
+            version beneath a root is never replaced; pass ``out``.
         out: if the target is a directory, write the new version to this directory instead, and keep
             the target.
 
     Raises:
         CheckpointError: the target is not the base, or a tensor is missing, sharded, or of another
             dtype or shape; the message names the tensor.
-        Corrupt: the delta or a file of the base is damaged.
-        ValueError: tensors share memory although the version has different values for them, or
-            ``out`` was passed with a state dict.
+        Corrupt: the delta is damaged, or a file of the base has another header than was saved.
+        ValueError: tensors share memory and the delta changes them in different ways; ``out`` was
+            passed with a state dict; or the directory is a version beneath a root, and ``out`` is
+            None.
         FileExistsError: the directory contains files of other programs, or ``out`` exists.
         OSError, DurabilityUncertain: a system call failed, or the last fsync did.
 
@@ -71,6 +74,8 @@ def apply_delta(
 
 def _apply_to_directory(delta: _core.Delta, path: str, out: StrPath | None) -> None:
     parent, name = split(path if out is None else os.fspath(out))
+    if out is None and STEP_NAME.match(name) and os.path.lexists(os.path.join(path, MARKER_NAME)):
+        raise ValueError(f"{path} is a published version, which must not change; pass out")
     if out is not None:
         _core.make_directories(parent)
     with closing(OpenDirectory(parent)) as opened, closing(OpenDirectory(path)) as base:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,19 +27,46 @@ def apply_to_tensors(delta: _core.Delta, state_dict: Mapping[str, Any]) -> None:
             f"the state dict lacks tensors that the delta changes: {some_of(missing, 5)}"
         )
     tensors = [_plain(name, values[name], dtype, sizes) for name, dtype, sizes in wanted]
-    # Tied tensors share a copy, so that the engine detects different values for them.
-    by_memory: dict[Any, torch.Tensor] = {}
-    hosts = []
-    for tensor in tensors:
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        hosts.append(by_memory.setdefault(memory, as_bytes(tensor).cpu()))
-    with torch.no_grad():
-        delta.apply([_memory_of(host) for host in hosts])
-        for tensor, host in zip(tensors, hosts, strict=True):
+    _refuse_overlaps(dict(zip((name for name, _, _ in wanted), tensors, strict=True)))
+    # Tied tensors share a copy.
+    copies: dict[Any, torch.Tensor] = {}
+    hosts = [copies.setdefault(_view_of(tensor), as_bytes(tensor).cpu()) for tensor in tensors]
+    delta.apply([_memory_of(host) for host in hosts])
+    for tensor, host in zip(tensors, hosts, strict=True):
+        # Inference tensors can be changed only in inference mode.
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             if host.data_ptr() != tensor.data_ptr():
                 tensor.copy_(host.view(tensor.dtype).view(tensor.shape))
-            else:
+            elif not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns a key that is the same for two views of the same elements."""
+    layout = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+    return (*layout, tensor.is_conj(), tensor.is_neg())
+
+
+def _refuse_overlaps(tensors: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError if tensors share memory without being the same view."""
+    ranges = []
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            continue
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(size > 1 and stride == 0 for size, stride in strides):
+            raise ValueError(f"{name}: several elements of the tensor share memory")
+        last = sum((s - 1) * t for s, t in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = tensor.data_ptr()
+        end = begin + (last + 1) * tensor.itemsize
+        ranges.append((str(tensor.device), begin, end, name))
+    ranges.sort()
+    for (device, _, end, one), (other_device, begin, _, other) in itertools.pairwise(ranges):
+        is_apart = device != other_device or end <= begin
+        if not is_apart and _view_of(tensors[one]) != _view_of(tensors[other]):
+            raise ValueError(
+                f"{other}: the tensor shares memory with {one}; load the version instead"
+            )
 
 
 def _plain(name: str, value: Any, dtype: str, sizes: list[int]) -> torch.Tensor:

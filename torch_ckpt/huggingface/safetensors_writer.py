@@ -49,7 +49,7 @@ SHARD_BYTES = 5 * 10**9
 #: Names of the files that every save writes itself.
 _WRITTEN = re.compile(
     r"(model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
-    r"|torch_ckpt\.checksums)$"
+    r"|torch_ckpt\.checksums|torch_ckpt\.delta|write_completed)$"
 )
 
 StrPath = str | os.PathLike[str]

@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import check_options, refuse_unknown
+from torch_ckpt._base.paths import absolute
 from torch_ckpt._base.progress import stderr_is_terminal
 from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.errors import CheckpointError
@@ -113,7 +114,8 @@ class CheckpointManager:
         on_save_error: what to do if a background save fails. "raise" raises the error from the next
             call of :meth:`save`, :meth:`wait_until_finished`, :meth:`check_for_errors` or
             :meth:`close`. "warn_and_continue" logs the error and counts it in ``save_errors``.
-        async_saves: False makes every save block until its step is complete.
+        async_saves: False makes every save block until its step is complete. Exports always run in
+            the background.
         staging: "blocking" or "overlapped"; see :func:`torch_ckpt.async_save`.
         read_only: only list, load and verify steps; never save or delete steps, or remove leftovers
             of interrupted saves.
@@ -207,6 +209,8 @@ class CheckpointManager:
         )
         load_options = check_options("load_options", load_options, LOAD_OPTIONS)
         self._store = open_steps(root, staging_dir=staging_dir)
+        if export is not None and absolute(export.root) == absolute(self._store.root):
+            raise ValueError(f"{export.root}: exports need another directory than the steps")
         self._read_only = read_only
         # Detect invalid writer options now, not in the first save.
         self._store.writer(
@@ -335,6 +339,8 @@ class CheckpointManager:
         saver, notice = self._saver, self._notice
         try:
             self._timeline.advance(step, overwrite, saver.wait)
+            if overwrite:
+                saver.exports.rewound(step - 1)
         except (FileExistsError, ValueError):
             raise
         except Exception as error:
@@ -351,10 +357,16 @@ class CheckpointManager:
                 saver.wait()
             is_new = step != self._timeline.last_step
             saves = force or (is_new and (is_due or stops))
+            exports = not stops and saver.exports.should_export(step, saves, lambda: self.is_saving)
             try:
-                has_started = saves and saver.save(step, state, metrics or {}, notes or {}, stops)
-                if not stops and saver.exports.should_export(step, lambda: self.is_saving):
-                    saver.export(step, state)
+                try:
+                    if exports:
+                        saver.export(step, state)
+                finally:
+                    # If the export fails to start on one rank, all ranks still start the save.
+                    has_started = saves and saver.save(
+                        step, state, metrics or {}, notes or {}, stops
+                    )
                 return has_started
             finally:
                 # Stop even if the save has failed: the notice will not be repeated.
@@ -375,7 +387,7 @@ class CheckpointManager:
             state: the same as for :meth:`save`; only the entry that ``export`` names is used.
 
         Returns:
-            True if the export was started.
+            True if the export was started. False if the last export was that of the same step.
 
         Raises:
             ValueError: the manager was created without ``export``, or is closed or read-only.
@@ -388,6 +400,7 @@ class CheckpointManager:
         self._require_writable("export")
         if self._saver.exports.export is None:
             raise ValueError("export() needs a directory. Pass export=torch_ckpt.Export(ROOT).")
+        self._saver.exports.due_step = None
         return self._saver.export(int(step_name(step)), state)
 
     @property
@@ -418,7 +431,7 @@ class CheckpointManager:
 
     @property
     def save_errors(self) -> int:
-        """Number of failed saves and of failed ``on_commit`` callbacks."""
+        """Number of failed saves, exports and ``on_commit`` callbacks."""
         return self._saver.errors
 
     def before_save(self, hook: Callable[[], None]) -> RemovableHandle:
@@ -495,6 +508,7 @@ class CheckpointManager:
             return
         self._saver.wait()
         self._warn_of_unsaved_step()
+        self._warn_of_due_export()
         self._closed = True
         self._notice.close()
         self._deletions.close()
@@ -578,6 +592,7 @@ class CheckpointManager:
         self._timeline.restored(restored, is_chosen=step is not None)
         if restored is None:
             return 0
+        self._saver.exports.rewound(restored)
         self._returned_at = None
         seconds = time.perf_counter() - started
         skipped = self._restorer.skipped
@@ -737,6 +752,15 @@ class CheckpointManager:
             if saved is None
             else f"a restart would continue from step {saved}",
         )
+
+    def _warn_of_due_export(self) -> None:
+        due = self._saver.exports.due_step
+        if due is not None and self._rank == 0:
+            LOGGER.warning(
+                "the export that was due at step %d has not started. To export the model at the "
+                "end of training, call export(step, state) before closing the manager.",
+                due,
+            )
 
     def _require_writable(self, action: str) -> None:
         if self._closed:

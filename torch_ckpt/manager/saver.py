@@ -289,6 +289,8 @@ class Saver:
         run, exports = self.run, self.exports
         export = exports.export
         assert export is not None
+        if step == exports.last_step:
+            return False
         pending = Pending(step, exports.decisions.count)
         try:
             handle = pending.handle = async_save(
@@ -300,6 +302,7 @@ class Saver:
                 format=VersionWriter,
                 version=step,
                 is_export=True,
+                newest_valid=exports.newest_valid,
                 staging=self.options.staging,
                 process_group=run.process_group,
                 timeout=run.timeout,
@@ -335,6 +338,7 @@ class Saver:
                     f"{metrics.blocked_s * 1000:.0f} ms"
                 )
                 rank, step = self.run.rank, pending.step
+                self.exports.last_step = step
                 self.run.report(
                     Event("exported", step, rank, metrics.total_s, metrics.bytes, message, metrics)
                 )

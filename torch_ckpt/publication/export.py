@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch_ckpt._base.options import require_at_least
 from torch_ckpt.huggingface.safetensors_writer import StrPath
-from torch_ckpt.publication.publish import checked_options
+from torch_ckpt.publication.publish import check_options
+from torch_ckpt.publication.version_writer import VersionWriter
 from torch_ckpt.retention import Retention
 
 
@@ -14,13 +15,14 @@ class Export:
     """Publishes the model of a :class:`torch_ckpt.CheckpointManager` while training continues.
 
     The version has the number of the step. If training was rewound to an earlier step, the next
-    export deletes the versions of later steps, and logs a warning.
+    export deletes the stale versions, those of later steps, and logs a warning. It never deletes a
+    pinned version. A version that is not stale is never replaced.
 
     Args:
         root: the directory of the versions; see :func:`torch_ckpt.publish`.
-        every: export at every step that is a multiple of this number. If a save is running at that
-            step, the export starts at the first step after the save. None exports only in
-            :meth:`CheckpointManager.export`.
+        every: export at every step that is a multiple of this number. If a save is running or
+            starts at that step, the export starts after the save, but no later than with the next
+            save. None exports only in :meth:`CheckpointManager.export`.
         entry: the key in the state of the value to export: a module, or a dict of tensors.
         base, delta, keep: see :func:`torch_ckpt.publish`.
         options: the options of :class:`SafetensorsWriter`, such as ``dtype`` and ``config``.
@@ -41,9 +43,9 @@ class Export:
         *,
         every: int | None = None,
         entry: str = "model",
-        base: int | str | None = None,
+        base: SupportsIndex | str | None = None,
         delta: bool = False,
-        keep: int | Retention | None = None,
+        keep: SupportsIndex | Retention | None = None,
         **options: Any,
     ) -> None:
         if every is not None:
@@ -51,6 +53,7 @@ class Export:
         self.root = root
         self.every = every
         self.entry = entry
-        chosen = checked_options(Export, frozenset(), None, base, delta, keep, options)
-        del chosen["version"]
-        self.options = chosen
+        self.options = check_options(Export, frozenset(), None, base, delta, keep, options)
+        # Detect invalid options now, not in the first export.
+        VersionWriter(root, **self.options)
+        del self.options["version"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from torch_ckpt._base.options import refuse_unknown
 from torch_ckpt._base.paths import absolute
@@ -34,11 +35,11 @@ class Version(NamedTuple):
 def publish(
     state_dict: StateDict | Callable[[], StateDict],
     root: StrPath,
-    version: int | None = None,
+    version: SupportsIndex | None = None,
     *,
-    base: int | str | None = None,
+    base: SupportsIndex | str | None = None,
     delta: bool = False,
-    keep: int | Retention | None = None,
+    keep: SupportsIndex | Retention | None = None,
     **options: Any,
 ) -> Version:
     """Publishes a version of a model: a directory of safetensors files beneath a root.
@@ -81,7 +82,7 @@ def publish(
         print(version.number, version.path)
     """
     numbers: list[int] = []
-    chosen = checked_options(publish, _SAVE_OPTIONS, version, base, delta, keep, options)
+    chosen = check_options(publish, _SAVE_OPTIONS, version, base, delta, keep, options)
     save(state_dict, root, format=VersionWriter, on_number=numbers.append, **chosen)
     return Version(numbers[-1], str(absolute(root) / step_name(numbers[-1])))
 
@@ -89,19 +90,20 @@ def publish(
 def async_publish(
     state_dict: StateDict | Callable[[], StateDict],
     root: StrPath,
-    version: int | None = None,
+    version: SupportsIndex | None = None,
     *,
-    base: int | str | None = None,
+    base: SupportsIndex | str | None = None,
     delta: bool = False,
-    keep: int | Retention | None = None,
+    keep: SupportsIndex | Retention | None = None,
     **options: Any,
 ) -> AsyncSave:
     """Publishes a snapshot of a model in the background, while training continues.
 
     Args:
         state_dict, root, version, base, delta, keep: see :func:`publish`.
-        options: the options of :func:`torch_ckpt.async_save`, such as ``staging``, and the options
-            of :class:`SafetensorsWriter`.
+        options: the options ``staging``, ``process_group``, ``no_dist``, ``if_busy``, ``timeout``,
+            ``write_done``, ``on_commit``, ``check_replicas`` and ``trace`` of
+            :func:`torch_ckpt.async_save`, and the options of :class:`SafetensorsWriter`.
 
     Returns:
         A handle; see :func:`torch_ckpt.async_save`.
@@ -116,7 +118,7 @@ def async_publish(
         train_one_step()
         handle.result()  # waits until the version is visible
     """
-    chosen = checked_options(async_publish, _ASYNC_OPTIONS, version, base, delta, keep, options)
+    chosen = check_options(async_publish, _ASYNC_OPTIONS, version, base, delta, keep, options)
     return async_save(
         state_dict,
         root,
@@ -127,30 +129,40 @@ def async_publish(
     )
 
 
-def checked_options(
+def check_options(
     caller: Callable[..., Any],
-    of_save: frozenset[str],
-    version: int | None,
-    base: int | str | None,
+    save_options: frozenset[str],
+    version: SupportsIndex | None,
+    base: SupportsIndex | str | None,
     delta: bool,
-    keep: int | Retention | None,
+    keep: SupportsIndex | Retention | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Checks the options, before any other rank waits for this one.
+    """Checks and completes the options, before any other rank waits for this one.
 
     Args:
-        of_save: the options that ``save`` or ``async_save`` accepts besides the writer's.
+        save_options: the options that ``save`` or ``async_save`` accepts besides the writer's.
     """
-    refuse_unknown(caller, SafetensorsWriter, options.keys() - of_save)
+    refuse_unknown(caller, SafetensorsWriter, options.keys() - save_options)
     if "overwrite" in options:
         raise TypeError(f"{caller.__name__}() does not accept overwrite: a version never changes")
     if version is not None:
-        step_name(version)
-    if not (base is None or base == "latest" or isinstance(base, int)):
-        raise ValueError(f'base must be a number of a version or "latest", got {base!r}')
+        version = int(step_name(operator.index(version)))
+    if base is not None and base != "latest":
+        base = _number(base, 'base must be the number of a version or "latest"')
+    if keep is not None and not isinstance(keep, Retention):
+        keep = Retention(
+            keep_last=_number(keep, "keep must be a number of versions or a Retention")
+        )
     return options | {
         "version": version,
         "base": "latest" if delta and base is None else base,
         "delta": delta,
-        "keep": Retention(keep_last=keep) if isinstance(keep, int) else keep,
+        "keep": keep,
     }
+
+
+def _number(value: Any, requirement: str) -> int:
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        return operator.index(value)
+    raise TypeError(f"{requirement}, got {value!r}")

@@ -21,7 +21,14 @@ from torch_ckpt.huggingface.safetensors_writer import (
     StrPath,
 )
 from torch_ckpt.retention import Retention
-from torch_ckpt.steps import LARGEST_STEP, MARKER_NAME, LocalSteps, encoded_marker, step_name
+from torch_ckpt.steps import (
+    LARGEST_STEP,
+    MARKER_NAME,
+    LocalSteps,
+    StepInfo,
+    encoded_marker,
+    step_name,
+)
 
 
 class VersionWriter(SafetensorsWriter):
@@ -29,8 +36,9 @@ class VersionWriter(SafetensorsWriter):
 
     Args:
         root, version, base, delta, keep, options: see :func:`torch_ckpt.publish`.
-        is_export: a manager reports the errors of the save. Versions whose numbers are not smaller
-            are deleted, and do not make the save fail.
+        is_export: a manager reports the errors of the save.
+        newest_valid: for exports: versions with larger numbers are stale. Those that are not older
+            than the new version are deleted before it gets its name. None: no version is stale.
         on_number: called on each rank with the number of the version, before it is published.
     """
 
@@ -43,22 +51,26 @@ class VersionWriter(SafetensorsWriter):
         delta: bool,
         keep: Retention | None,
         is_export: bool = False,
-        on_number: Callable[[int], None] = lambda _: None,
+        newest_valid: int | None = None,
+        on_number: Callable[[int], None] | None = None,
         **options: Any,
     ) -> None:
         # The coordinator chooses the name once all ranks have planned.
         name = "new version" if version is None else step_name(version)
         super().__init__(os.path.join(os.fspath(root), name), overwrite=False, **options)
+        self._placeholder = self.path
         self._version = version
         self._base = base
         self._delta = delta
         self._keep = keep
-        self.reported_elsewhere = self._deletes_later = is_export
+        self.reported_elsewhere = is_export
+        self._newest_valid = newest_valid
         self._on_number = on_number
         # Set on the coordinator during a save.
         self._root: OpenDirectory | None = None
         self._base_step: int | None = None
         self._number = 0
+        self._stale: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_root": None}
@@ -76,58 +88,67 @@ class VersionWriter(SafetensorsWriter):
         return LocalSteps(self._parent)
 
     def new_directory(self) -> NewDirectory:
-        self._root = self.directory
-        versions = [info.step for info in self._steps.entries(leftovers=False)]
-        self._refuse_checkpoints(versions)
+        root = self._root = self.directory
+        versions = self._steps.entries(leftovers=False)
+        _refuse_checkpoint(versions)
         # An interrupted publication may not have updated the link.
-        _core.update_latest(self._root, self.sync_files)
+        self._update_latest(root)
         self._steps.sweep(deleted_only=True)
-        if self._deletes_later and self._version is not None:
-            versions = self._delete_later(self._root, versions, self._version)
-        newest = versions[-1] if versions else -1
+        newest = versions[-1].step if versions else -1
         self._number = newest + 1 if self._version is None else self._version
-        if self._number <= newest:
-            raise FileExistsError(
-                errno.EEXIST,
-                f"version {newest} is the newest, so a new version must have a larger number. Pass "
-                "a larger version, or delete the later versions",
-                os.fspath(self.path),
-            )
         if self._number > LARGEST_STEP:
             raise CheckpointError(f"{self._parent}: version {newest} has the largest number")
-        self._base_step = self._find_base(versions)
+        later = [info for info in versions if info.step >= self._number]
+        if later:
+            self._require_stale(later)
+        self._stale = [info.step for info in later]
+        self._base_step = self._find_base([info.step for info in versions if info not in later])
         self.path = self._parent / step_name(self._number)
-        return super().new_directory()
+        return NewDirectory(root, self.path.name, self._number in self._stale, self._copied)
 
-    def _refuse_checkpoints(self, versions: list[int]) -> None:
-        """Raises CheckpointError if the newest step beneath the root is not a version."""
-        newest = self._steps.path_of(versions[-1]) if versions else ""
-        if newest and os.path.lexists(os.path.join(newest, _core.metadata_name(None))):
-            raise CheckpointError(
-                f"{newest} is a checkpoint, which a run saved; publish to another root"
+    def _require_stale(self, later: list[StepInfo]) -> None:
+        """Raises if a version that is not older than the new one must not be deleted."""
+        first, newest = later[0], later[-1].step
+        if self._newest_valid is None or first.step <= self._newest_valid:
+            raise FileExistsError(
+                errno.EEXIST,
+                f"version {newest} is the newest, so a new version must have a larger number than "
+                f"{self._number}. Pass a larger number, or delete the later versions",
+                first.path,
             )
-
-    def _delete_later(self, root: OpenDirectory, versions: list[int], number: int) -> list[int]:
-        """Deletes the versions that are not older than a new one. Returns the others."""
-        older = [version for version in versions if version < number]
-        later = versions[len(older) :]
-        if not later:
-            return versions
-        LOGGER.warning(
-            "%s: deleting the versions %s, because training was rewound and publishes version %d",
-            self._parent,
-            later,
-            number,
-        )
-        # The link must not lead to a version that is being deleted.
-        _core.update_latest(root, self.sync_files, step_name(number))
-        for version in later:
-            if not self._steps.delete(version):
+        for info in later:
+            if info.pinned:
                 raise CheckpointError(
-                    f"{self._steps.path_of(version)}: a process is reading this version, which "
-                    f"would be newer than version {number}; try again later"
+                    f"{info.path}: this version is stale, because training was rewound, but it is "
+                    "pinned; unpin it, or export to another root"
                 )
-        return older
+
+    def _delete_stale(self) -> None:
+        if self._stale:
+            LOGGER.warning(
+                "%s: deleting the stale versions %s, because training was rewound and exports "
+                "version %d",
+                self._parent,
+                self._stale,
+                self._number,
+            )
+        for step in self._stale:
+            if not self._steps.delete(step):
+                raise CheckpointError(
+                    f"{self._steps.path_of(step)}: this version is stale, because training was "
+                    "rewound, but a process is reading it; export again later"
+                )
+
+    def _update_latest(self, root: OpenDirectory) -> None:
+        try:
+            _core.update_latest(root, self.sync_files)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            # The file system has no symbolic links.
+            warn(
+                f"{self._parent}: {_core.LATEST_NAME} does not lead to the newest version: {error}"
+            )
 
     def _find_base(self, versions: list[int]) -> int | None:
         if self._base is None:
@@ -142,8 +163,9 @@ class VersionWriter(SafetensorsWriter):
         return int(self._base)
 
     def prefix_of_files(self, tag: str) -> str:
-        # All ranks know the number from the temporary name.
-        self._on_number(int(tag.removeprefix(".").partition(".")[0]))
+        if self._on_number is not None:
+            # All ranks know the number from the temporary name.
+            self._on_number(int(tag.removeprefix(".").partition(".")[0]))
         return super().prefix_of_files(tag)
 
     def complete(
@@ -165,29 +187,33 @@ class VersionWriter(SafetensorsWriter):
         )
         with self.working():
             save.complete(layout, self._copied | {MARKER_NAME: marker}, tables, sync)
-            if base is None:
-                return
-            with closing(OpenDirectory(self._steps.path_of(base))) as opened:
-                share_or_warn(opened)
-                save.link_unchanged(opened, sync)
-                if self._delta:
-                    save.write_delta(opened, step_name(base), sync)
+            if base is not None:
+                self._compare(save, base)
+            self._delete_stale()
+
+    def _compare(self, save: NewDirectory, base: int) -> None:
+        """Shares files with the base, and writes the delta."""
+        with closing(OpenDirectory(self._steps.path_of(base))) as opened:
+            share_or_warn(opened)
+            save.link_unchanged(opened, self.sync_files)
+            if self._delta:
+                save.write_delta(opened, step_name(base), self.sync_files)
 
     def _publish(self, tables: list[dict[str, bytes]]) -> SavedModel:
         root, path = self._root, self.path
         assert root is not None
         saved = super()._publish(tables)
-        with self.working():
-            try:
-                _core.update_latest(root, self.sync_files)
-            except OSError as error:
-                text = f"{path} is published, but {_core.LATEST_NAME} does not lead to it: {error}"
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise CheckpointError(text) from error
-                # The file system has no symbolic links.
-                warn(text)
-            if self._keep is not None:
-                self._delete_others(root, self._keep)
+        try:
+            with self.working():
+                self._update_latest(root)
+                if self._keep is not None:
+                    self._delete_others(root, self._keep)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} is published, but {_core.LATEST_NAME} does not lead to it: {error}"
+            ) from error
+        finally:
+            self._end()
         return saved
 
     def _delete_others(self, root: OpenDirectory, keep: Retention) -> None:
@@ -195,7 +221,13 @@ class VersionWriter(SafetensorsWriter):
         if not root.is_at_path():
             LOGGER.warning("%s was moved, so no version was deleted", steps.root)
             return
-        for step in keep.to_delete(steps.entries(leftovers=False)):
+        try:
+            unwanted = keep.to_delete(steps.entries(leftovers=False))
+        except Exception as error:
+            # The version is published.
+            LOGGER.error("%s: no version was deleted: %s", steps.root, error)
+            return
+        for step in unwanted:
             try:
                 if not steps.delete(step):
                     LOGGER.info("version %d is being read, and will be deleted later", step)
@@ -204,4 +236,17 @@ class VersionWriter(SafetensorsWriter):
 
     def abandon(self) -> None:
         super().abandon()
+        self._end()
+
+    def _end(self) -> None:
+        """Ends a save, so that the writer can be used again."""
         self._root = None
+        self.path = self._placeholder
+
+
+def _refuse_checkpoint(versions: list[StepInfo]) -> None:
+    """Raises CheckpointError if the newest step beneath a root is not a version."""
+    if versions and os.path.lexists(os.path.join(versions[-1].path, _core.metadata_name(None))):
+        raise CheckpointError(
+            f"{versions[-1].path} is a checkpoint, which a run saved; publish to another root"
+        )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import filecmp
 import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,41 @@ def test_tied_tensors_for_which_the_version_has_two_values_are_refused(tmp_path:
         assert_equal(tied, weight)
 
 
+@pytest.mark.parametrize("share", [lambda t: t.t(), lambda t: t[1:], lambda t: t.view(-1)[2:]])
+def test_tensors_that_share_memory_in_another_way_are_refused(
+    tmp_path: Path, share: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    weight = random_tensor((50, 50), torch.float32, 1)
+    state = {"a": weight, "b": share(weight)}
+    publish({name: value.clone() for name, value in state.items()}, tmp_path)
+    delta = publish({name: value + 1 for name, value in state.items()}, tmp_path, delta=True)
+    before = weight.clone()
+    with pytest.raises(ValueError, match=r"b: the tensor shares memory with a"):
+        torch_ckpt.apply_delta(delta, state)
+    assert_equal(weight, before)
+
+
+def test_a_tensor_whose_elements_share_memory_is_refused(tmp_path: Path) -> None:
+    publish({"a": torch.ones(9), "b": torch.ones(5)}, tmp_path)
+    delta = publish({"a": torch.zeros(9), "b": torch.zeros(5)}, tmp_path, delta=True)
+    state = {"a": torch.ones(9), "b": torch.ones(1).expand(5)}
+    with pytest.raises(ValueError, match="b: several elements of the tensor share memory"):
+        torch_ckpt.apply_delta(delta, state)
+    assert_equal(state["a"], torch.ones(9))
+
+
+def test_inference_tensors_and_conjugated_views_are_changed(tmp_path: Path) -> None:
+    base = {"a": torch.ones(4, 3), "b": torch.ones(9), "c": torch.full((5,), 1 + 2j)}
+    publish(base, tmp_path)
+    delta = publish({name: value * 3 for name, value in base.items()}, tmp_path, delta=True)
+    with torch.inference_mode():
+        state = {"a": torch.ones(3, 4).t(), "b": torch.ones(9)}
+    state["c"] = torch.full((5,), 1 - 2j).conj()
+    torch_ckpt.apply_delta(delta, state)
+    for name, value in base.items():
+        assert torch.equal(state[name], value * 3), name
+
+
 def test_a_replicated_dtensor_is_changed_and_a_sharded_one_refused(
     versions: tuple[Path, Path], one_rank_mesh: DeviceMesh
 ) -> None:
@@ -190,6 +228,35 @@ def test_a_directory_with_other_values_stays_as_it_is(
         torch_ckpt.apply_delta(versions[1], other)
     assert {name: (other / name).read_bytes() for name in files_in(other)} == before
     assert sorted(os.listdir(tmp_path)) == ["other", "policy"]
+
+
+def test_a_published_version_is_not_replaced(versions: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match="is a published version, which must not change"):
+        torch_ckpt.apply_delta(versions[1], versions[0])
+    assert_equal(
+        safetensors.torch.load_file(versions[0] / "model.safetensors")["steps"], model()["steps"]
+    )
+
+
+@contextmanager
+def open_files_limited_to(count: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_delta_of_more_files_than_a_process_may_open_is_made_and_applied(tmp_path: Path) -> None:
+    state = {f"layers.{i}": torch.full((8,), float(i)) for i in range(60)}
+    with open_files_limited_to(len(os.listdir("/proc/self/fd")) + 30):
+        publish(state, tmp_path / "root", max_shard_size=32)
+        changed = {name: value + 1 for name, value in state.items()}
+        version = publish(changed, tmp_path / "root", max_shard_size=32, delta=True)
+        base = version.with_name("0000000000")
+        torch_ckpt.apply_delta(version, base, out=tmp_path / "made")
+    assert_same_files(tmp_path / "made", version)
 
 
 def test_a_damaged_delta_is_refused(versions: tuple[Path, Path]) -> None:

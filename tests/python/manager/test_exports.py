@@ -103,12 +103,76 @@ def test_an_export_replaces_the_versions_of_an_abandoned_timeline(
             manager.export(step, run.state)
         manager.wait_until_finished()
         manager.restore(run.state, 10)
+        with failing("pwrite", errno.ENOSPC):
+            manager.export(20, run.at(22))
+            with pytest.raises(torch.distributed.checkpoint.CheckpointException):
+                manager.wait_until_finished()
+        assert run.versions() == {10: 10, 20: 20, 30: 30}, "a failed export deletes nothing"
         with caplog.at_level(logging.WARNING):
             manager.export(20, run.at(25))
             manager.wait_until_finished()
     assert run.versions() == {10: 10, 20: 25}
     assert os.readlink(run.exports / "latest") == "0000000020"
-    assert "deleting the versions [20, 30], because training was rewound" in caplog.text
+    assert "deleting the stale versions [20, 30], because training was rewound" in caplog.text
+
+
+def failed_export(manager: torch_ckpt.CheckpointManager, step: int, run: Run) -> str:
+    manager.export(step, run.at(step))
+    with pytest.raises(torch.distributed.checkpoint.CheckpointException) as caught:
+        manager.wait_until_finished()
+    return str(caught.value)
+
+
+def test_versions_that_are_not_stale_and_pinned_ones_are_never_deleted(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.manager(interval=10) as manager:
+        for step in (10, 20):
+            manager.save(step, run.at(step))
+            manager.export(step, run.state)
+        manager.wait_until_finished()
+        assert not manager.export(20, run.at(99)), "the same step is not exported again"
+        assert "version 20 is the newest" in failed_export(manager, 15, run)
+        open_steps(run.exports).set_pinned(20, True)
+        manager.restore(run.state, 10)
+        assert "it is pinned" in failed_export(manager, 15, run)
+    assert run.versions() == {10: 10, 20: 20}
+
+
+def test_an_export_is_not_postponed_forever_by_saves_of_every_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    with run.manager(interval=1) as manager:
+        for step in range(1, 8):
+            manager.save(step, run.at(step))
+    assert run.versions() == {3: 3, 5: 5, 7: 7}
+    assert manager.all_steps() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_an_export_that_is_due_when_a_save_fails_starts_later(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=6)
+    with run.manager(interval=3) as manager:
+        with failing("rename", errno.ENOSPC):
+            manager.save(3, run.at(3))
+            manager.wait_until_staged()
+            with pytest.raises(torch.distributed.checkpoint.CheckpointException):
+                manager.wait_until_finished()
+        for step in range(4, 8):
+            manager.save(step, run.at(step))
+            manager.wait_until_finished()
+    assert run.versions() == {7: 7}
+
+
+def test_a_due_export_that_has_not_started_is_logged_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, every=2)
+    with run.manager(interval=2) as manager:
+        manager.save(2, run.at(2))
+    assert "the export that was due at step 2 has not started" in caplog.text
+
+
+def test_exports_beside_the_steps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exports need another directory than the steps"):
+        torch_ckpt.CheckpointManager(tmp_path, export=torch_ckpt.Export(tmp_path))
 
 
 def test_a_failed_export_is_raised_and_reported_like_a_failed_save(tmp_path: Path) -> None:
@@ -148,6 +212,7 @@ def test_an_export_without_a_directory_is_refused(tmp_path: Path) -> None:
     [
         ({"every": 0}, ValueError, "every must be at least 1"),
         ({"overwrite": True}, TypeError, "a version never changes"),
+        ({"dtype": "bf61"}, ValueError, "bf61"),
         ({"dtyp": "bf16"}, TypeError, "Export.* unexpected keyword argument 'dtyp'"),
     ],
 )

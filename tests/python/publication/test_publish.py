@@ -206,6 +206,31 @@ def test_a_version_that_cannot_be_deleted_does_not_fail_the_publication(tmp_path
     assert sorted(os.listdir(tmp_path)) == ["0000000001", "0000000002", "latest"]
 
 
+def test_latest_leaves_a_version_that_is_deleted(tmp_path: Path) -> None:
+    for seed in range(3):
+        publish(model(seed), tmp_path)
+    steps = open_steps(tmp_path)
+    assert steps.delete(2)
+    assert os.readlink(tmp_path / "latest") == "0000000001"
+    assert_equal(loaded(tmp_path / "latest"), model(1))
+    assert steps.delete(0)
+    assert os.readlink(tmp_path / "latest") == "0000000001"
+    assert steps.delete(1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_rule_that_fails_does_not_fail_the_publication(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def should_keep(_: object) -> bool:
+        raise RuntimeError("no rule")
+
+    for _ in range(2):
+        publish(model(), tmp_path, keep=Retention(should_keep=should_keep))
+    assert numbers(tmp_path) == [0, 1]
+    assert "no version was deleted: no rule" in caplog.text
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 
@@ -230,10 +255,11 @@ def test_the_next_publication_repairs_the_link(tmp_path: Path) -> None:
 
 
 def test_a_version_is_published_on_a_file_system_without_links(tmp_path: Path) -> None:
-    with failing("symlink", errno.EPERM), pytest.warns(match="latest does not lead to it"):
-        publish(model(), tmp_path)
-    assert os.listdir(tmp_path) == ["0000000000"]
-    assert_equal(loaded(tmp_path), model())
+    for seed in (1, 2):
+        with failing("symlink", errno.EPERM), pytest.warns(match="latest does not lead to the"):
+            publish(model(seed), tmp_path)
+        assert_equal(loaded(tmp_path), model(seed))
+    assert sorted(os.listdir(tmp_path)) == ["0000000000", "0000000001"]
 
 
 def test_a_root_with_the_checkpoints_of_a_run_is_refused(tmp_path: Path) -> None:
@@ -266,7 +292,9 @@ def test_a_file_named_latest_is_not_replaced(tmp_path: Path) -> None:
     [
         ({"overwrite": True}, TypeError, "a version never changes"),
         ({"overwrit": True}, TypeError, "publish.* unexpected keyword argument 'overwrit'"),
-        ({"base": "newest"}, ValueError, 'base must be a number of a version or "latest"'),
+        ({"base": "newest"}, TypeError, 'base must be the number of a version or "latest"'),
+        ({"keep": "2"}, TypeError, "keep must be a number of versions or a Retention"),
+        ({"keep": True}, TypeError, "keep must be a number of versions or a Retention"),
         ({"version": -1}, ValueError, "step must be between 0"),
         ({"keep": 0}, ValueError, "keep_last must be positive"),
     ],
