@@ -4,9 +4,10 @@
     python examples/rl_publication.py --worker
 
 The trainer publishes a version every few steps, with the elements that have changed since the
-version before. The worker, a process of its own as in an inference server, loads the first version
-that it finds, and then applies deltas in place. If it has missed a version, it loads the newest one
-completely. Needs no GPU and no data, and takes some seconds.
+version before. If it is started again, it continues from the newest version. The worker, a process
+of its own as in an inference server, loads the newest version, and then applies deltas in place. If
+it has missed a version, it loads the newest one completely. Needs no GPU and no data, and takes
+some seconds.
 """
 
 import argparse
@@ -35,8 +36,14 @@ def train(arguments: argparse.Namespace) -> None:
     policy = build()
     fully_shard(policy, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    published = open_steps(arguments.root).entries(leftovers=False)
+    first = published[-1].step if published else 0
+    # All ranks have listed the versions before one of them publishes another.
+    dist.barrier()
+    if published:
+        torch_ckpt.load(policy.state_dict(), published[-1].path)
     publication = None
-    for step in range(1, arguments.steps + 1):
+    for step in range(first + 1, arguments.steps + 1):
         states = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
         loss = (policy(states).float() - states.float()[:, :8]).square().mean()
         loss.backward()
@@ -52,7 +59,7 @@ def train(arguments: argparse.Namespace) -> None:
     if publication is not None:
         publication.result()
     if dist.get_rank() == 0:
-        print(f"published version {arguments.steps}, loss {loss.item():.3f}")
+        print(f"trained from step {first} to step {arguments.steps}")
     dist.destroy_process_group()
 
 

@@ -95,4 +95,42 @@ def case_ranks_with_different_versions_are_refused(launch: Launch) -> None:
     assert os.listdir(root) == []
 
 
+class FailingOnce:
+    """A value whose first ``state_dict`` fails."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> StateDict:
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError("not yet")
+        return {"x": torch.ones(2)}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        raise NotImplementedError
+
+
+@takes_several
+def case_ranks_export_the_same_steps_after_a_save_failed_on_one_rank(launch: Launch) -> None:
+    model = torch.nn.Linear(3, 2)
+    export = torch_ckpt.Export(launch.path("exports"), every=4)
+    failing_value = FailingOnce()
+    with torch_ckpt.CheckpointManager(
+        launch.path("steps"), interval=4, export=export, on_save_error="warn_and_continue"
+    ) as manager:
+        for step in range(1, 14):
+            state: StateDict = {"model": model}
+            if launch.rank == 1 and step == 8:
+                state["value"] = failing_value
+            manager.save(step, state)
+            manager.wait_until_finished()
+        assert manager.save_errors == 1
+    dist.barrier()
+    assert manager.all_steps() == [4, 12]
+    # The third export may start after the last step.
+    versions = [name for name in os.listdir(launch.path("exports")) if name != "latest"]
+    assert sorted(map(int, versions))[:2] == [5, 9]
+
+
 test_on_ranks = on_ranks(globals())

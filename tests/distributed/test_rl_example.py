@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 import torch_ckpt
-from torch_ckpt.steps import open_steps
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "rl_publication.py"
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -33,17 +32,17 @@ def output_of(process: subprocess.Popen[str]) -> list[str]:
     return output.splitlines()
 
 
-def test_a_worker_has_the_weights_of_the_newest_version(tmp_path: Path) -> None:
-    # The worker starts first, so that it sees at least one version before the last.
-    worker = start(tmp_path, 40, worker=True)
-    trainer = start(tmp_path, 40, *LAUNCHER)
-    assert output_of(trainer)[-1].startswith("published version 40, loss")
-    lines = output_of(worker)
-    assert lines[-1].startswith("version 40: ")
-    assert [info.step for info in open_steps(tmp_path).entries()] == [20, 30, 40]
+def test_a_worker_loads_a_version_and_then_applies_deltas(tmp_path: Path) -> None:
+    assert output_of(start(tmp_path, 10, *LAUNCHER))[-1] == "trained from step 0 to step 10"
+    worker = start(tmp_path, 20, worker=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline().startswith("version 10: loaded all weights")
+    assert output_of(start(tmp_path, 20, *LAUNCHER))[-1] == "trained from step 10 to step 20"
+    (line,) = output_of(worker)
+    assert line.startswith("version 20: applied a delta")
     weights = {"0.weight": torch.zeros(256, 64), "2.weight": torch.zeros(8, 256)}
     weights |= {"0.bias": torch.zeros(256), "2.bias": torch.zeros(8)}
     weights = {name: value.bfloat16() for name, value in weights.items()}
     torch_ckpt.load(weights, tmp_path, no_dist=True)
     total = sum(value.double().sum().item() for value in weights.values())
-    assert lines[-1].endswith(f"sum {total:.6f}")
+    assert line.endswith(f"sum {total:.6f}")
