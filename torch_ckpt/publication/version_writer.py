@@ -93,7 +93,6 @@ class VersionWriter(SafetensorsWriter):
         _refuse_checkpoint(versions)
         # An interrupted publication may not have updated the link.
         self._update_latest(root)
-        self._steps.sweep(deleted_only=True)
         newest = versions[-1].step if versions else -1
         self._number = newest + 1 if self._version is None else self._version
         if self._number > LARGEST_STEP:
@@ -206,8 +205,7 @@ class VersionWriter(SafetensorsWriter):
         try:
             with self.working():
                 self._update_latest(root)
-                if self._keep is not None:
-                    self._delete_others(root, self._keep)
+                self._delete_others(root)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is published, but {_core.LATEST_NAME} does not lead to it: {error}"
@@ -216,23 +214,22 @@ class VersionWriter(SafetensorsWriter):
             self._end()
         return saved
 
-    def _delete_others(self, root: OpenDirectory, keep: Retention) -> None:
+    def _delete_others(self, root: OpenDirectory) -> None:
+        """Finishes interrupted deletions, and deletes the versions that are not kept. Failures are
+        logged, because the version is published."""
         steps = self._steps
         if not root.is_at_path():
             LOGGER.warning("%s was moved, so no version was deleted", steps.root)
             return
         try:
-            unwanted = keep.to_delete(steps.entries(leftovers=False))
-        except Exception as error:
-            # The version is published.
-            LOGGER.error("%s: no version was deleted: %s", steps.root, error)
-            return
-        for step in unwanted:
-            try:
+            steps.sweep(deleted_only=True)
+            if self._keep is None:
+                return
+            for step in self._keep.to_delete(steps.entries(leftovers=False)):
                 if not steps.delete(step):
                     LOGGER.info("version %d is being read, and will be deleted later", step)
-            except OSError as error:
-                LOGGER.warning("version %d was not deleted: %s", step, error)
+        except Exception as error:
+            LOGGER.error("%s: versions could not be deleted: %s", steps.root, error)
 
     def abandon(self) -> None:
         super().abandon()

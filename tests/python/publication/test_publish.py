@@ -228,7 +228,7 @@ def test_a_rule_that_fails_does_not_fail_the_publication(
     for _ in range(2):
         publish(model(), tmp_path, keep=Retention(should_keep=should_keep))
     assert numbers(tmp_path) == [0, 1]
-    assert "no version was deleted: no rule" in caplog.text
+    assert "versions could not be deleted: no rule" in caplog.text
 
 
 # --- failures ------------------------------------------------------------------------------------
