@@ -185,17 +185,24 @@ def load_outcome(path: Path, engine: str, steps: list[int], ranks: int) -> str:
     states = {step: whole_state(step, ranks) for step in steps}
     if has_only_tensors:
         states = {step: tensors_of(state) for step, state in states.items()}
-    loaded = emptied(states[steps[0]])
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if engine == "stock":
-                dcp.load(loaded, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-            else:
-                torch_ckpt.load(loaded, path, no_dist=True)
-    except (Exception, dcp.CheckpointException) as error:
-        return _cannot_be_loaded(error)
-    return _which(loaded, states)
+    # Steps differ in the shape of a tensor, but not in the names of objects.
+    shapes = [emptied(state) for state in states.values()][: None if has_only_tensors else 1]
+    outcome = ""
+    for loaded in shapes:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if engine == "stock":
+                    dcp.load(loaded, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+                else:
+                    torch_ckpt.load(loaded, path, no_dist=True)
+        except (Exception, dcp.CheckpointException) as error:
+            outcome = _cannot_be_loaded(error)
+            if "LoadMismatch" not in outcome:
+                return outcome
+        else:
+            return _which(loaded, states)
+    return outcome
 
 
 def publication_outcome(root: Path, steps: list[int], ranks: int) -> str:
