@@ -500,6 +500,7 @@ class Delta:
 
     def apply(self, targets: Sequence[Any]) -> None:
         """Changes the memory of each of the ``tensors``, in place: contiguous, writable buffers.
+        After a success, the delta must not be used again.
 
         Raises CheckpointError if a target does not have the values of the base, Corrupt if the
         delta is damaged, and ValueError if targets share memory.

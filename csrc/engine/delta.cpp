@@ -374,11 +374,11 @@ std::vector<Delta::Tensor> Delta::tensors() const {
   return tensors;
 }
 
-std::span<const std::byte> Delta::payload_of(const DeltaBlock& block) const {
+std::span<std::byte> Delta::payload_of(const DeltaBlock& block) const {
   return {bytes_.get() + block.begin, block.bytes};
 }
 
-Result<> Delta::apply(Context& context, std::span<const std::span<std::byte>> targets) const {
+Result<> Delta::apply(Context& context, std::span<const std::span<std::byte>> targets) {
   const std::vector<Tensor> all = tensors();
   if (targets.size() != all.size()) {
     return format_error(Errc::invalid_argument, "there are " + std::to_string(targets.size()) +
@@ -400,25 +400,28 @@ Result<> Delta::apply(Context& context, std::span<const std::span<std::byte>> ta
     return targets[block.tensor].subspan(begin, bytes);
   };
   // Blocks that change in part are changed right after they were checked, because they are still in
-  // the processor's caches. Their former elements are kept until all blocks are checked.
-  std::vector<std::vector<std::byte>> former(blocks.size());
-  auto changed = run_parallel(context, blocks.size(), "apply_delta", [&](std::size_t i) {
+  // the processor's caches. They exchange their elements with the delta, so that a second exchange
+  // restores both.
+  std::vector<char> is_changed(blocks.size());
+  const auto exchange = [&](std::size_t i) {
     const Block& block = blocks[i];
     const auto payload = payload_of(block.change());
-    const auto target = target_of(block);
-    auto checked = check_payload(block, payload);
-    if (checked) checked = check_base(block, target, base());
-    if (!checked || block.change().change != BlockChange::sparse) return checked;
     const auto elements = format::sparse_elements(payload, block.item_bytes());
-    former[i].assign(elements.begin(), elements.end());
-    format::exchange_elements(payload, former[i], target, block.item_bytes());
+    format::exchange_elements(payload, payload.last(elements.size()), target_of(block),
+                              block.item_bytes());
+  };
+  auto changed = run_parallel(context, blocks.size(), "apply_delta", [&](std::size_t i) {
+    const Block& block = blocks[i];
+    auto checked = check_payload(block, payload_of(block.change()));
+    if (checked) checked = check_base(block, target_of(block), base());
+    if (!checked || block.change().change != BlockChange::sparse) return checked;
+    exchange(i);
+    is_changed[i] = 1;
     return checked;
   });
   if (!changed) {
     for (std::size_t i = 0; i < blocks.size(); ++i) {
-      if (former[i].empty()) continue;
-      format::exchange_elements(payload_of(blocks[i].change()), former[i], target_of(blocks[i]),
-                                blocks[i].item_bytes());
+      if (is_changed[i] != 0) exchange(i);
     }
     return changed;
   }

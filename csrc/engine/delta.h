@@ -45,7 +45,9 @@ class Delta {
   /// block of the delta. If a check fails, restores the targets, and fails with Errc::wrong_base or
   /// Errc::checksum_mismatch and the name of the tensor. Fails with Errc::invalid_argument if
   /// targets share memory, unless they are the same memory with the same changes.
-  Result<> apply(Context& context, std::span<const std::span<std::byte>> targets) const;
+  /// After a success, the delta has the former elements in place of its own, and must not be used
+  /// again.
+  Result<> apply(Context& context, std::span<const std::span<std::byte>> targets);
 
   /// Writes the safetensors files of the version to an empty directory, without fsync. `base` is a
   /// directory that has checksums. Fails like apply().
@@ -54,7 +56,7 @@ class Delta {
  private:
   Delta(std::unique_ptr<std::byte[]> bytes, format::DeltaContents contents)
       : bytes_(std::move(bytes)), contents_(std::move(contents)) {}
-  std::span<const std::byte> payload_of(const format::DeltaBlock& block) const;
+  std::span<std::byte> payload_of(const format::DeltaBlock& block) const;
 
   std::unique_ptr<std::byte[]> bytes_;
   format::DeltaContents contents_;

@@ -151,7 +151,7 @@ py::list tensors_of(const Delta& delta) {
   });
 }
 
-void apply(const Delta& delta, const std::vector<py::object>& targets) {
+void apply(Delta& delta, const std::vector<py::object>& targets) {
   std::vector<std::unique_ptr<Memory>> memory;
   std::vector<std::span<std::byte>> bytes;
   for (const py::object& target : targets) {

@@ -31,8 +31,7 @@ def apply_delta(
 
     Args:
         delta: path of the delta, or of the directory of the version that contains it. The delta is
-            read into memory completely. While tensors are changed, their former elements are kept
-            in memory, too.
+            read into memory completely.
         target: either a state dict, whose tensors are changed in place, or the directory of the
             base, which must have its ``torch_ckpt.checksums``. The state dict must contain each
             tensor of the version, under its name in the files; other values in it stay as they are.
