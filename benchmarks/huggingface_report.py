@@ -43,7 +43,7 @@ def block(saves: dict[str, Any], publications: dict[str, Any]) -> str:
     lines = [
         f"Medians of {len(saves['saves']['checkpoint'])} rounds, two of torch's writer "
         f"({Machine(**saves['machine']).sentence()}). A ratio compares the times of a round with "
-        "the first line of its table. CPU time is that of all ranks.",
+        "the first line of its table. The CPU time is the sum over all ranks.",
         *_table(f"save of {size:.0f} GB of bfloat16 by {ranks} ranks", saves["saves"]),
         *_table("load from the page cache, one process", saves["loads"]),
         "",

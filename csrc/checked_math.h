@@ -25,6 +25,11 @@ inline std::optional<std::uint64_t> checked_mul(std::uint64_t a, std::uint64_t b
   return product;
 }
 
+/// Returns the number of units that hold `value`. `unit` is not 0.
+constexpr std::uint64_t divide_up(std::uint64_t value, std::uint64_t unit) {
+  return value / unit + (value % unit != 0 ? 1 : 0);
+}
+
 // Unchecked: for values that are known to be far from the limits. `unit` is a power of two.
 constexpr std::uint64_t align_down(std::uint64_t value, std::uint64_t unit) {
   return value & ~(unit - 1);

@@ -11,8 +11,6 @@ constexpr std::string_view kData = ".distcp";
 constexpr std::string_view kTemporary = ".tmp";
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
-bool is_hex(char c) { return is_digit(c) || (c >= 'a' && c <= 'f'); }
-bool all_hex(std::string_view text) { return std::all_of(text.begin(), text.end(), is_hex); }
 
 bool remove_end(std::string_view& text, std::string_view end) {
   if (!text.ends_with(end)) return false;
@@ -39,12 +37,16 @@ std::string_view rank_at_end(std::string_view text) {
 std::string_view rank_of_prefix(std::string_view prefix) {
   if (!remove_end(prefix, "_")) return {};
   if (const auto rank = rank_at_end(prefix); !rank.empty()) return rank;
-  if (prefix.size() < kTagDigits || !all_hex(prefix.substr(prefix.size() - kTagDigits))) return {};
+  if (prefix.size() < kTagDigits || !is_hex(prefix.substr(prefix.size() - kTagDigits))) return {};
   prefix.remove_suffix(kTagDigits);
   return remove_end(prefix, "_") ? rank_at_end(prefix) : std::string_view();
 }
 
 }  // namespace
+
+bool is_hex(std::string_view text) {
+  return std::ranges::all_of(text, [](char c) { return is_digit(c) || (c >= 'a' && c <= 'f'); });
+}
 
 FileName parse_file_name(std::string_view name) {
   if (std::string_view rest = name; remove_end(rest, kData)) {
@@ -53,7 +55,7 @@ FileName parse_file_name(std::string_view name) {
     return rank.empty() ? FileName{} : FileName{FileKind::data, rank};
   }
   std::string_view rest = name;
-  if (rest.size() > kSuffixDigits && all_hex(rest.substr(rest.size() - kSuffixDigits)) &&
+  if (rest.size() > kSuffixDigits && is_hex(rest.substr(rest.size() - kSuffixDigits)) &&
       rest[rest.size() - kSuffixDigits - 1] == '-') {
     rest.remove_suffix(kSuffixDigits + 1);
     if (!rest.ends_with(kTemporary)) return {};

@@ -29,6 +29,9 @@ struct FileName {
 inline constexpr std::size_t kTagDigits = 8;
 inline constexpr std::size_t kSuffixDigits = 32;
 
+/// Returns true if the text has only hexadecimal digits, as random_hex() returns them.
+bool is_hex(std::string_view text);
+
 FileName parse_file_name(std::string_view name);
 
 /// Returns the name of the metadata file. rank: the rank, if ranks save independently.

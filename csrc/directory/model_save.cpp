@@ -36,10 +36,7 @@ bool is_temporary_name(std::string_view found, std::string_view name) {
   const std::size_t infix = found.rfind(kInfix);
   if (!found.starts_with('.') || infix == std::string_view::npos) return false;
   const std::string_view digits = found.substr(infix + kInfix.size());
-  if (digits.size() != kSuffixDigits ||
-      digits.find_first_not_of("0123456789abcdef") != std::string_view::npos) {
-    return false;
-  }
+  if (digits.size() != kSuffixDigits || !is_hex(digits)) return false;
   const auto is_step = [](std::string_view text) {
     const auto parsed = parse_step_name(text);
     return parsed && parsed->kind == StepKind::step;

@@ -23,8 +23,7 @@ std::optional<StepName> parse_step_name(std::string_view name) {
   const bool is_deleted = suffix.starts_with(kDeleted);
   if (!is_deleted && !suffix.starts_with(kUnfinished)) return std::nullopt;
   suffix.remove_prefix(is_deleted ? kDeleted.size() : kUnfinished.size());
-  const auto is_hex = [&](char c) { return is_digit(c) || (c >= 'a' && c <= 'f'); };
-  if (suffix.size() != kTagDigits || !std::ranges::all_of(suffix, is_hex)) return std::nullopt;
+  if (suffix.size() != kTagDigits || !is_hex(suffix)) return std::nullopt;
   return StepName{digits, is_deleted ? StepKind::deleted : StepKind::unfinished};
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string_view>
 
+#include "checked_math.h"
 #include "engine/data_files.h"
 #include "engine/parallel.h"
 #include "engine/safetensors_headers.h"
@@ -65,10 +66,6 @@ bool are_identical(const SafeTensor& one, const SafeTensor& other) {
   return one.dtype == other.dtype && one.sizes == other.sizes;
 }
 
-std::uint64_t blocks_in(std::uint64_t bytes, std::uint64_t block_bytes) {
-  return bytes / block_bytes + (bytes % block_bytes != 0 ? 1 : 0);
-}
-
 // A directory of safetensors files with checksums, and its tensors.
 class StoredModel {
  public:
@@ -114,7 +111,7 @@ class StoredModel {
         if (tensor.bytes == 0) continue;
         auto sums = table->find(tensor.begin);
         if (!sums || sums->block_bytes == 0 ||
-            sums->block_crcs.size() != blocks_in(tensor.bytes, sums->block_bytes)) {
+            sums->block_crcs.size() != divide_up(tensor.bytes, sums->block_bytes)) {
           return at(format_error(Errc::table_inconsistent, "the checksums do not fit the tensor"),
                     stored, {});
         }
@@ -349,7 +346,7 @@ Result<Delta> Delta::read(Context& context, const os::File& file) {
   // Not initialized: the threads that read touch the pages first.
   auto contents = std::make_unique_for_overwrite<std::byte[]>(*bytes);
   const std::span out(contents.get(), *bytes);
-  const std::size_t pieces = out.size() / kReadBytes + (out.size() % kReadBytes != 0 ? 1 : 0);
+  const std::size_t pieces = divide_up(out.size(), kReadBytes);
   auto read = run_parallel(context, pieces, "read", [&](std::size_t i) {
     const std::uint64_t begin = i * kReadBytes;
     return file.read_at(out.subspan(begin, std::min(kReadBytes, out.size() - begin)), begin);

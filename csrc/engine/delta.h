@@ -40,13 +40,12 @@ class Delta {
   /// The tensors of all files, in order.
   std::vector<Tensor> tensors() const;
 
-  /// Changes the tensors of the base to those of the version, in place. targets: the memory of each
-  /// tensor in tensors(). Checks each block of the targets against the base's checksum, and each
-  /// block of the delta. If a check fails, restores the targets, and fails with Errc::wrong_base or
-  /// Errc::checksum_mismatch and the name of the tensor. Fails with Errc::invalid_argument if
-  /// targets share memory, unless they are the same memory with the same changes.
-  /// After a success, the delta has the former elements in place of its own, and must not be used
-  /// again.
+  /// Changes the tensors in place, from the base's values to the version's. targets: the memory of
+  /// each tensor in tensors(). Checks each block of the targets against the base's checksum, and
+  /// each block of the delta. If a check fails, restores the targets, and fails with
+  /// Errc::wrong_base or Errc::checksum_mismatch and the name of the tensor. Fails with
+  /// Errc::invalid_argument if targets share memory, unless they are the same memory with the same
+  /// changes. After a success, the delta contains the former elements, and must not be used again.
   Result<> apply(Context& context, std::span<const std::span<std::byte>> targets);
 
   /// Writes the safetensors files of the version to an empty directory, without fsync. `base` is a

@@ -107,8 +107,7 @@ Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& by
     if (named.tensor) check_header(record, archive->header);
   }
   if (const format::RecordSums* blocks = block_sums(sums, raw)) {
-    const std::uint64_t count =
-        payload.bytes / blocks->block_bytes + (payload.bytes % blocks->block_bytes != 0 ? 1 : 0);
+    const std::uint64_t count = divide_up(payload.bytes, blocks->block_bytes);
     payload.is_read = count == blocks->block_crcs.size();
     payload.blocks = blocks;
     if (payload.is_read) return payload;

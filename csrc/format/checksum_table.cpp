@@ -4,6 +4,7 @@
 #include <bit>
 #include <string_view>
 
+#include "checked_math.h"
 #include "format/crc32.h"
 #include "format/little_endian.h"
 
@@ -47,7 +48,7 @@ Error inconsistent(std::string detail) {
 
 std::uint64_t block_bytes_for(std::uint64_t payload_bytes) {
   std::uint64_t block = kMinBlockBytes;
-  const auto blocks = [&] { return payload_bytes / block + (payload_bytes % block != 0 ? 1 : 0); };
+  const auto blocks = [&] { return divide_up(payload_bytes, block); };
   while ((block < kPreferredMaxBlockBytes && blocks() > kPreferredMaxBlocks) ||
          blocks() > kMaxBlocks) {
     block *= 2;

@@ -155,11 +155,6 @@ DeltaBlock block_of(BlockChange change, std::string_view payload) {
           crc32(0, std::as_bytes(std::span(payload))), 0, 0};
 }
 
-void put_text(std::string& out, std::string_view text) {
-  put(out, text.size(), 4);
-  out += text;
-}
-
 Error inconsistent(std::string detail) {
   return format_error(Errc::metadata_inconsistent, std::move(detail));
 }
@@ -176,7 +171,7 @@ class ContentsReader {
 
   Result<DeltaContents> read() {
     DeltaContents contents;
-    contents.base = reader_.text(reader_.number(4));
+    contents.base = reader_.text32();
     const auto checksums = decode_safe_checksums(reader_.take(reader_.number(4)));
     if (reader_.has_failed()) return inconsistent("the delta ends within its contents");
     if (!checksums) return checksums.error();
@@ -199,7 +194,7 @@ class ContentsReader {
     DeltaFile file{.name = sums.name,
                    .bytes = sums.bytes,
                    .has_tensors = !sums.table.empty(),
-                   .start = std::string(reader_.text(reader_.number(4))),
+                   .start = std::string(reader_.text32()),
                    .table = sums.table,
                    .tensors = {},
                    .changes = {}};
@@ -238,7 +233,7 @@ class ContentsReader {
     const auto fits = [&] {
       const std::uint64_t block = sums->block_bytes;
       return block % tensor.dtype->item_bytes == 0 &&
-             sums->block_crcs.size() == tensor.bytes / block + (tensor.bytes % block != 0 ? 1 : 0);
+             sums->block_crcs.size() == divide_up(tensor.bytes, block);
     };
     if (!sums || sums->block_bytes == 0 || !fits()) {
       return inconsistent("the delta lacks the checksums of " + tensor.name);
@@ -339,15 +334,15 @@ void apply_change(BlockChange change, std::span<const std::byte> payload,
 
 std::string encode_delta_end(const DeltaContents& contents) {
   std::string out;
-  put_text(out, contents.base);
+  put_text32(out, contents.base);
   std::vector<SafeChecksums> checksums;
   for (const DeltaFile& file : contents.files) {
     const std::uint32_t crc = crc32(0, std::as_bytes(std::span(file.start)));
     checksums.push_back({file.name, file.bytes, crc, file.table});
   }
-  put_text(out, encode_safe_checksums(checksums));
+  put_text32(out, encode_safe_checksums(checksums));
   for (const DeltaFile& file : contents.files) {
-    put_text(out, file.start);
+    put_text32(out, file.start);
     for (const DeltaTensor& tensor : file.changes) {
       put(out, tensor.is_in_base ? 1 : 0, 1);
       for (const DeltaBlock& block : tensor.blocks) {

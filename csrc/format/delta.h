@@ -26,7 +26,7 @@ namespace torch_ckpt::format {
 //                                 ; otherwise all of its bytes
 //   tensor   := in_base:u8 block*
 //                                 ; 1 if the base has a tensor with this name, dtype and shape; the
-//                                 ; blocks are those of the checksum table
+//                                 ; blocks are the same as in the checksum table
 //   block    := change:u8 bytes:u32 crc:u32 base_crc:u32
 //                                 ; size and CRC-32 of the payload; CRC-32 of the base's block
 //   payload  :=                   ; change 0: the base's block

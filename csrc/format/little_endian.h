@@ -27,6 +27,12 @@ inline void put(std::string& out, std::uint64_t value, std::size_t bytes) {
   out.append(digits, bytes);
 }
 
+/// Appends a text after its length, which has four bytes.
+inline void put_text32(std::string& out, std::string_view text) {
+  put(out, text.size(), 4);
+  out += text;
+}
+
 // Reads bytes from the front. A read past the end returns an empty view or 0, and makes
 // has_failed() true. Returned views point into the bytes given to the constructor.
 class ByteReader {
@@ -47,6 +53,9 @@ class ByteReader {
     const auto taken = take(count);
     return {reinterpret_cast<const char*>(taken.data()), taken.size()};
   }
+
+  /// Reads a text that put_text32() has written.
+  std::string_view text32() { return text(number(4)); }
 
   std::size_t left() const { return left_.size(); }
   bool has_failed() const { return failed_; }

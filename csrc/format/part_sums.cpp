@@ -19,10 +19,6 @@ Error damaged() {
   return format_error(Errc::frame_damaged, "the checksums of a rank's parts are damaged");
 }
 
-std::uint64_t blocks_of(std::uint64_t bytes, std::uint64_t block_bytes) {
-  return bytes / block_bytes + (bytes % block_bytes != 0 ? 1 : 0);
-}
-
 }  // namespace
 
 std::string encode_part_sums(std::span<const PartSums> parts) {
@@ -73,7 +69,7 @@ Result<std::vector<RecordSums>> join_part_sums(std::span<const PartSums> parts) 
       sums.offset = part.tensor;
       sums.raw = true;
       sums.block_bytes = block_bytes_for(bytes);
-      sums.block_crcs.resize(blocks_of(bytes, sums.block_bytes));
+      sums.block_crcs.resize(divide_up(bytes, sums.block_bytes));
     }
     if (bytes != part.tensor_bytes ||
         !inside(part.first_block, part.shares.size(), sums.block_crcs.size())) {

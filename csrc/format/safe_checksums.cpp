@@ -15,21 +15,16 @@ constexpr std::size_t kCrcBytes = 4;
 // The smallest encoding of a file: two empty texts, its size and a CRC-32.
 constexpr std::size_t kLeastFileBytes = 4 + 8 + 4 + 4;
 
-void put_text(std::string& out, std::string_view text) {
-  put(out, text.size(), 4);
-  out += text;
-}
-
 }  // namespace
 
 std::string encode_safe_checksums(std::span<const SafeChecksums> files) {
   std::string out(kMagic);
   put(out, files.size(), 4);
   for (const SafeChecksums& file : files) {
-    put_text(out, file.name);
+    put_text32(out, file.name);
     put(out, file.bytes, 8);
     put(out, file.header_crc, 4);
-    put_text(out, file.table);
+    put_text32(out, file.table);
   }
   put(out, crc32(0, std::as_bytes(std::span(out))), kCrcBytes);
   return out;
@@ -51,10 +46,10 @@ Result<std::vector<SafeChecksums>> decode_safe_checksums(std::span<const std::by
   files.reserve(std::min<std::uint64_t>(count, reader.left() / kLeastFileBytes));
   for (std::uint64_t i = 0; i < count && !reader.has_failed(); ++i) {
     SafeChecksums& file = files.emplace_back();
-    file.name = reader.text(reader.number(4));
+    file.name = reader.text32();
     file.bytes = reader.number(8);
     file.header_crc = static_cast<std::uint32_t>(reader.number(4));
-    file.table = reader.text(reader.number(4));
+    file.table = reader.text32();
   }
   if (reader.has_failed() || reader.left() != 0) {
     return format_error(Errc::table_inconsistent,

@@ -35,8 +35,8 @@ struct SafeChecksums {
 std::string encode_safe_checksums(std::span<const SafeChecksums> files);
 
 /// Fails with Errc::checksum_mismatch if the bytes were damaged after they were written, and with
-/// Errc::table_inconsistent if they were not written in this version's format. Each name is that of
-/// a file directly in the directory, and occurs once.
+/// Errc::table_inconsistent if they were not written in this version's format. Each name
+/// occurs once, and names a file directly in the directory.
 Result<std::vector<SafeChecksums>> decode_safe_checksums(std::span<const std::byte> bytes);
 
 }  // namespace torch_ckpt::format

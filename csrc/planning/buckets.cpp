@@ -4,6 +4,8 @@
 #include <queue>
 #include <utility>
 
+#include "checked_math.h"
+
 namespace torch_ckpt::planning {
 namespace {
 
@@ -12,7 +14,7 @@ std::size_t number_of_buckets(std::span<const ItemSize> items,
   if (count.bytes_each == 0) return std::max<std::size_t>(count.max, 1);
   std::uint64_t bytes = 0;
   for (const std::size_t index : subset) bytes += items[index].bytes;
-  const std::uint64_t shares = bytes / count.bytes_each + (bytes % count.bytes_each != 0 ? 1 : 0);
+  const std::uint64_t shares = divide_up(bytes, count.bytes_each);
   return std::max<std::uint64_t>(std::min<std::uint64_t>(shares, count.max), 1);
 }
 

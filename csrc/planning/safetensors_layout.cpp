@@ -193,8 +193,7 @@ std::string RankPlaces::encode() const {
   std::string out;
   format::put(out, files.size(), 4);
   for (const File& file : files) {
-    format::put(out, file.name.size(), 4);
-    out += file.name;
+    format::put_text32(out, file.name);
     format::put(out, file.bytes, 8);
   }
   format::put(out, places.size(), 4);
@@ -211,7 +210,7 @@ Result<RankPlaces> RankPlaces::decode(std::string_view bytes) {
   bool is_complete = true;
   for (std::uint64_t left = reader.number(4); left > 0 && !reader.has_failed(); --left) {
     File& file = of_rank.files.emplace_back();
-    file.name = reader.text(reader.number(4));
+    file.name = reader.text32();
     file.bytes = reader.number(8);
   }
   for (std::uint64_t left = reader.number(4); left > 0 && !reader.has_failed(); --left) {

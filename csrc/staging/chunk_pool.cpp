@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "checked_math.h"
 #include "staging/device_copy.h"
 
 namespace torch_ckpt::staging {
@@ -167,7 +168,7 @@ std::size_t ChunkPool::idle_bytes() const {
 
 void ChunkPool::set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
   const os::MutexLock lock(mutex_);
-  const std::size_t chunks = bytes / chunk_bytes + (bytes % chunk_bytes != 0 ? 1 : 0);
+  const std::size_t chunks = divide_up(bytes, chunk_bytes);
   reserve_chunks_ =
       chunk_bytes == reserve_chunk_bytes_ ? std::max(reserve_chunks_, chunks) : chunks;
   reserve_chunk_bytes_ = chunk_bytes;
