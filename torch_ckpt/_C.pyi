@@ -119,23 +119,19 @@ class SaveSources:
     def add(self, name: str, value: Any) -> None:
         """Adds a value. The name is used only for a separation hint."""
 
-    def set_files(self, files: list[tuple[str, int]]) -> None:
-        """Sets the names and sizes of files of which this rank writes parts."""
+    def set_places(self, places: bytes) -> None:
+        """Sets the files of which this rank writes parts, and the place of each part."""
 
     def add_part(
         self,
         name: str,
         tensor: torch.Tensor,
-        place: tuple[int, int],
         sizes: Sequence[int],
         offsets: Sequence[int],
         cast: torch.dtype | None,
     ) -> None:
-        """Adds this rank's part of a tensor of size ``sizes``, which begins at ``offsets``.
-
-        ``place`` is the number of the file, and the offset of the entire tensor's data in it.
-        Floating-point elements are stored with the dtype ``cast``.
-        """
+        """Adds this rank's part of a tensor of size ``sizes``, which begins at ``offsets``. Its place
+        is the next one. Floating-point elements are stored with the dtype ``cast``."""
 
     @property
     def nbytes(self) -> int: ...

@@ -469,11 +469,30 @@ class SafetensorsLayout:
     def files(self) -> list[tuple[str, int]]:
         """The name of each file, and its size in bytes."""
 
-    def places(self) -> list[tuple[int, int]]:
-        """For each tensor, the number of its file, and the offset of its data in the file."""
+    def places_of_plan(self, plan: GlobalPlan, offers: list[bytes]) -> list[bytes]:
+        """The places of each rank's values, for ``FlatState.parts``.
 
-    def places_of_rank(self, plan: GlobalPlan, rank: int) -> bytes:
-        """The places of a rank's values, for ``FlatState.parts``."""
+        ``offers`` are the addresses of the memory that each rank offers to the ranks of its
+        machine; an empty one if it offers none.
+        """
+
+    def places_of_parts(
+        self, parts: list[list[tuple[int, Sequence[int], Sequence[int]]]], offers: list[bytes]
+    ) -> list[bytes]:
+        """The places of each rank's parts, for ``SaveSources.set_places``.
+
+        A part is the number of its tensor, and its offsets and size in the tensor.
+        """
+
+class MemoryFile:
+    """Memory that a rank offers to the ranks of its machine, to collect short writes."""
+
+    @property
+    def address(self) -> bytes: ...
+
+def offer_memory() -> MemoryFile | None:
+    """Offers memory. Returns None if other processes could not use it. The memory is allocated when
+    a rank uses it."""
 
 DELTA_NAME: str
 LATEST_NAME: str

@@ -4,6 +4,7 @@
 
 #include "checked_math.h"
 #include "os/file.h"
+#include "planning/collective_ranges.h"
 
 namespace torch_ckpt::engine {
 namespace {
@@ -39,7 +40,7 @@ void FileImage::add_tensor(const format::TensorHeader& header, staging::Source s
 
 void FileImage::add_part(staging::Source source, PartPlace place) {
   is_of_parts_ = true;
-  if (place.runs.run_bytes() >= kLongRunBytes) {
+  if (place.runs.run_bytes() >= planning::kLongRunBytes) {
     // Unsigned arithmetic: the distance to the next offset with the alignment of the first run.
     const std::uint64_t first = place.tensor + place.runs.begin();
     bytes_ += (first - bytes_) % os::kDirectAlignment;

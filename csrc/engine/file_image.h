@@ -40,9 +40,6 @@ struct ImageItem {
 //     has the same alignment in the image as in the file, as direct I/O requires.
 class FileImage {
  public:
-  /// Runs of at least this size are written with direct I/O if the file system supports it.
-  static constexpr std::uint64_t kLongRunBytes = std::uint64_t{64} << 10;
-
   /// Appends the bytes of `source`, without an archive.
   void add_bytes(staging::Source source);
   /// Appends a torch.save record of one tensor whose storage is `source`.

@@ -24,7 +24,7 @@ struct FileJob {
   FileImage image;
   // For each item of the image, its number in the save; empty: 0, 1, 2, ...
   std::vector<std::size_t> items = {};
-  std::uint64_t shared_bytes = 0;  // parts only: size of the file
+  SharedFile shared = {};  // parts only
 };
 
 /// The step that a file is waiting for.
@@ -52,7 +52,7 @@ struct FileSave {
       : job(std::move(given)),
         number(at),
         stream(job.image),
-        output(directory, job.name, job.image, job.shared_bytes) {}
+        output(directory, job.name, job.image, job.shared) {}
 
   /// Returns the file's result. Valid once the file is complete.
   Result<format::FileResult> result() const;

@@ -1,5 +1,6 @@
 #include "engine/output_file.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -50,8 +51,124 @@ Result<> OutputFile::open(DirectIo direct_io) {
   return {};
 }
 
-Result<> OutputFile::write(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset) {
-  if (image_.is_of_parts()) return write_parts(chunk.bytes().first(bytes), offset);
+// Writes segments of a file that several ranks write, in ascending order. Joins segments that are
+// adjacent both in the file and in memory, and collects short ones in the collective buffer.
+class OutputFile::Parts {
+ public:
+  explicit Parts(OutputFile& file) : file_(file) {}
+
+  /// Writes the segment that begins at `offset` in the file. Returns how many bytes of it are
+  /// taken: fewer than all if the write waits for other ranks or has failed.
+  std::uint64_t add(std::uint64_t offset, std::span<const std::byte> segment) {
+    std::uint64_t taken = 0;
+    while (taken < segment.size() && status_) {
+      const std::uint64_t at = offset + taken;
+      auto bytes = segment.subspan(taken);
+      if (enter_window(at)) {
+        if (access_.kind == Kind::wait) break;
+        bytes = bytes.first(std::min<std::uint64_t>(bytes.size(), window_->end - at));
+      }
+      if (window_ && access_.kind == Kind::block) {
+        std::memcpy(access_.block.data() + (at - window_->begin), bytes.data(), bytes.size());
+        collected_ += bytes.size();
+      } else {
+        join(at, bytes);
+      }
+      taken += bytes.size();
+    }
+    return taken;
+  }
+
+  /// Writes all blocks that are ready.
+  Result<> write_ready_blocks() {
+    while (status_ && write_ready_block()) {
+    }
+    return status_;
+  }
+
+  /// Completes the writes.
+  Result<> end() {
+    leave_window();
+    write(joined_, begin_);
+    return status_;
+  }
+
+ private:
+  using Kind = CollectiveBuffer::Access::Kind;
+
+  /// Returns true if the offset is in a window of the collective buffer, which is then window_.
+  bool enter_window(std::uint64_t offset) {
+    if (window_ && window_->begin <= offset && offset < window_->end) return true;
+    leave_window();
+    CollectiveBuffer* const buffer = file_.collective_;
+    if (buffer != nullptr) window_ = buffer->window_at(file_.number_, offset);
+    if (!window_) return false;
+    const auto since = file_.waiting_since_.value_or(CollectiveBuffer::Clock::now());
+    do {
+      access_ = buffer->access(*window_, since);
+    } while (access_.kind == Kind::wait && status_ && write_ready_block());
+    file_.waiting_since_ = access_.kind == Kind::wait ? std::optional(since) : std::nullopt;
+    return true;
+  }
+
+  /// Returns false if no block is ready.
+  bool write_ready_block() {
+    const auto ready = file_.collective_->take_ready(file_.number_);
+    if (!ready) return false;
+    write(ready->bytes, ready->window.begin);
+    if (status_) file_.collective_->release(*ready);
+    return true;
+  }
+
+  void leave_window() {
+    if (collected_ > 0) file_.collective_->add(*window_, std::exchange(collected_, 0));
+    window_.reset();
+  }
+
+  void join(std::uint64_t offset, std::span<const std::byte> bytes) {
+    if (offset == begin_ + joined_.size() && bytes.data() == joined_.data() + joined_.size()) {
+      joined_ = std::span(joined_.data(), joined_.size() + bytes.size());
+      return;
+    }
+    write(joined_, begin_);
+    begin_ = offset;
+    joined_ = bytes;
+  }
+
+  void write(std::span<const std::byte> bytes, std::uint64_t offset) {
+    if (status_ && !bytes.empty()) status_ = file_.write_segment(bytes, offset);
+  }
+
+  OutputFile& file_;
+  Result<> status_;
+  std::span<const std::byte> joined_;
+  std::uint64_t begin_ = 0;  // of joined_, in the file
+  std::optional<CollectiveBuffer::Window> window_;
+  CollectiveBuffer::Access access_;  // to window_
+  std::uint64_t collected_ = 0;      // bytes copied to the window's block, but not counted yet
+};
+
+Result<std::uint64_t> OutputFile::write(const staging::Chunk& chunk, std::size_t bytes,
+                                        std::uint64_t offset, std::uint64_t written) {
+  if (!image_.is_of_parts()) {
+    if (auto done = write_image(chunk, bytes, offset); !done) return done.error();
+    return bytes;
+  }
+  Parts parts(*this);
+  std::uint64_t added = bytes;  // unless a segment is not taken completely
+  image_.for_each_segment(offset + written, offset + bytes,
+                          [&](std::uint64_t at, std::uint64_t in_image, std::uint64_t count) {
+                            if (added < bytes) return;
+                            const auto segment = chunk.bytes().subspan(in_image - offset, count);
+                            const std::uint64_t taken = parts.add(at, segment);
+                            if (taken < count) added = in_image - offset + taken;
+                          });
+  if (auto done = parts.end(); !done) return done.error();
+  return added;
+}
+
+Result<> OutputFile::write_image(const staging::Chunk& chunk, std::size_t bytes,
+                                 std::uint64_t offset) {
   std::span<std::byte> data = chunk.bytes().first(bytes);
   // Direct I/O writes entire blocks, so the last block is zero-padded, and finish() removes the
   // padding.
@@ -64,36 +181,15 @@ Result<> OutputFile::write(const staging::Chunk& chunk, std::size_t bytes, std::
   return {};
 }
 
-Result<> OutputFile::write_parts(std::span<const std::byte> data, std::uint64_t offset) {
-  // Join segments that are adjacent both in the file and in memory.
-  std::uint64_t begin = 0;
-  std::span<const std::byte> joined;
-  Result<> written;
-  image_.for_each_segment(
-      offset, offset + data.size(),
-      [&](std::uint64_t at, std::uint64_t in_image, std::uint64_t bytes) {
-        if (!written) return;
-        const auto segment = data.subspan(in_image - offset, bytes);
-        if (at == begin + joined.size() && segment.data() == joined.data() + joined.size()) {
-          joined = std::span(joined.data(), joined.size() + bytes);
-          return;
-        }
-        written = write_segment(joined, begin);
-        begin = at;
-        joined = segment;
-      });
-  return written ? write_segment(joined, begin) : written;
-}
-
 Result<> OutputFile::write_segment(std::span<const std::byte> data, std::uint64_t offset) {
   os::File& buffered = edges_ ? *edges_ : *file_;
   const std::uint64_t misalignment = offset % os::kDirectAlignment;
   const bool is_congruent =
       reinterpret_cast<std::uintptr_t>(data.data()) % os::kDirectAlignment == misalignment;
-  if (!edges_ || !is_congruent || data.size() < FileImage::kLongRunBytes) {
+  if (!edges_ || !is_congruent || data.size() < planning::kLongRunBytes) {
     if (auto written = buffered.write_at(data, offset); !written) return written;
     // Short runs share their pages with other ranks, which may not have written yet.
-    if (data.size() >= FileImage::kLongRunBytes) buffered.start_writeback(offset, data.size());
+    if (data.size() >= planning::kLongRunBytes) buffered.start_writeback(offset, data.size());
     return {};
   }
   const std::uint64_t head = misalignment == 0 ? 0 : os::kDirectAlignment - misalignment;
@@ -106,6 +202,9 @@ Result<> OutputFile::write_segment(std::span<const std::byte> data, std::uint64_
 }
 
 Result<> OutputFile::finish(bool sync, Timing& timing, std::size_t number) {
+  if (is_collective()) {
+    if (auto written = Parts(*this).write_ready_blocks(); !written) return written;
+  }
   os::File file = std::move(*file_);
   file_.reset();
   if (edges_) {

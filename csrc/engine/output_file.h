@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <utility>
 
+#include "engine/collective_buffer.h"
 #include "engine/direct_io.h"
 #include "engine/file_image.h"
 #include "engine/timing.h"
@@ -16,26 +18,42 @@
 
 namespace torch_ckpt::engine {
 
+/// A file of which several ranks write parts.
+struct SharedFile {
+  std::string name;
+  std::uint64_t bytes = 0;
+  // Collects short runs; nullptr: each rank writes its own.
+  std::shared_ptr<CollectiveBuffer> collective = nullptr;
+  std::uint32_t number = 0;  // in the collective buffer
+};
+
 // A file written by a save: a data file, or a file of which several ranks write parts. Call open(),
 // write() any number of times, then finish(). After an error, call abandon(), and remove() if the
-// save has failed. write() may be called concurrently; the other methods must be called by one
-// thread at a time.
+// save has failed. write() may be called concurrently, unless is_collective() is true; the other
+// methods must be called by one thread at a time.
 class OutputFile {
  public:
-  /// `directory`, `name` and `image` must outlive the OutputFile. shared_bytes: size of a file of
-  /// which the image has only parts.
+  /// `directory`, `name` and `image` must outlive the OutputFile. shared: used if the image has
+  /// only parts of the file.
   OutputFile(const os::Directory& directory, const std::string& name, const FileImage& image,
-             std::uint64_t shared_bytes)
+             const SharedFile& shared)
       : directory_(directory),
         name_(name),
         image_(image),
-        bytes_(image.is_of_parts() ? shared_bytes : image.bytes()) {}
+        bytes_(image.is_of_parts() ? shared.bytes : image.bytes()),
+        collective_(shared.collective.get()),
+        number_(shared.number) {}
 
+  /// True if writes must follow each other in the order of the image, and may have to wait.
+  bool is_collective() const { return collective_ != nullptr; }
   /// Creates the file and reserves disk space for it. A data file must not exist yet; a file that
   /// several ranks write may have been created by another rank.
   Result<> open(DirectIo direct_io);
-  /// Writes the first `bytes` bytes of the chunk, which are the image's bytes from `offset` on.
-  Result<> write(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset);
+  /// Writes the first `bytes` bytes of the chunk, which are the image's bytes from `offset` on;
+  /// begins behind the first `written` bytes. Returns how many bytes are written then. If these are
+  /// fewer, the write waits for other ranks; call write() again a little later.
+  Result<std::uint64_t> write(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset,
+                              std::uint64_t written);
   /// Fsyncs the file if `sync` is true, and closes it.
   Result<> finish(bool sync, Timing& timing, std::size_t number);
   /// Closes the file without finishing it.
@@ -48,13 +66,19 @@ class OutputFile {
   void remove() const noexcept;
 
  private:
-  Result<> write_parts(std::span<const std::byte> data, std::uint64_t offset);
+  class Parts;
+
+  Result<> write_image(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset);
   Result<> write_segment(std::span<const std::byte> data, std::uint64_t offset);
 
   const os::Directory& directory_;
   const std::string& name_;
   const FileImage& image_;
   const std::uint64_t bytes_;
+  CollectiveBuffer* const collective_;
+  const std::uint32_t number_;  // in the collective buffer
+  // Since when a write has been waiting for other ranks.
+  std::optional<CollectiveBuffer::Clock::time_point> waiting_since_;
   std::optional<os::File> file_;
   // Buffered, for the bytes of a file of parts that direct I/O cannot write; empty without direct
   // I/O.

@@ -74,7 +74,7 @@ SaveLayout lay_out_parts(std::vector<SavePart> parts, const std::vector<SharedFi
     if (part.file != file) {
       file = part.file;
       layout.file_names.push_back(files[file].name);
-      layout.files.push_back({files[file].name, {}, {}, files[file].bytes});
+      layout.files.push_back({files[file].name, {}, {}, files[file]});
     }
     FileJob& job = layout.files.back();
     layout.locations[index] = {layout.files.size() - 1, job.image.items().size()};

@@ -25,12 +25,6 @@ struct SavePart {
   PartPlace place;
 };
 
-/// A file that several ranks write.
-struct SharedFile {
-  std::string name;
-  std::uint64_t bytes = 0;
-};
-
 struct NamingOptions {
   std::string prefix;             // "__{rank}_"
   planning::BucketCount buckets;  // number of files

@@ -13,6 +13,9 @@ namespace {
 // Interval at which a write that is waiting for the throttle checks whether the save was cancelled.
 constexpr std::chrono::milliseconds kCancelPoll{100};
 
+// Interval at which a write that is waiting for other ranks is tried again.
+constexpr std::chrono::milliseconds kCollectivePoll{1};
+
 }  // namespace
 
 SavePipeline::SavePipeline(Context& context, const SaveOptions& options,
@@ -344,7 +347,8 @@ void SavePipeline::wait_for_turn(FileSave& file, FileWriter::Write& write) noexc
 }
 
 void SavePipeline::write(FileSave& file, FileWriter::Write& write) noexcept {
-  {
+  const bool is_collective = file.output.is_collective();
+  if (!is_collective) {
     // Let another thread checksum the next buffer during this write.
     const os::MutexLock lock(file.mutex);
     file.is_checksumming = false;
@@ -353,14 +357,25 @@ void SavePipeline::write(FileSave& file, FileWriter::Write& write) noexcept {
   Result<> written;
   if (!failure_.is_set()) {
     const StagingBuffer& buffer = write.buffer.front();
-    const ScopedTimer timed(timing_, Activity::write, file.number);
-    written = capture_exceptions(
-        [&] { return file.output.write(*buffer.chunk, buffer.contents.size(), buffer.offset); });
-    if (written) file.bytes_written += buffer.contents.size();
+    const std::size_t bytes = buffer.contents.size();
+    written = capture_exceptions([&]() -> Result<> {
+      const ScopedTimer timed(timing_, Activity::write, file.number);
+      auto done = file.output.write(*buffer.chunk, bytes, buffer.offset, write.written);
+      if (!done) return done.error();
+      file.bytes_written += *done - write.written;
+      write.written = *done;
+      return {};
+    });
+    if (written && write.written < bytes) {
+      write.begin = Throttle::Clock::now() + kCollectivePoll;
+      return post(write.task, writers_, [this, &file, &write] { wait_for_turn(file, write); });
+    }
   }
+  write.written = 0;
   buffers_.release(std::move(write.buffer));
   const os::MutexLock lock(file.mutex);
   if (!written && file.status) file.status = std::move(written);
+  if (is_collective) file.is_checksumming = false;
   write.is_busy = false;
   start_next_step(file);
 }

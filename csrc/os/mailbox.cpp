@@ -15,6 +15,7 @@
 
 #include "checked_math.h"
 #include "os/fault.h"
+#include "os/shared_memory.h"
 #include "os/uninterrupted.h"
 
 namespace torch_ckpt::os {
@@ -61,14 +62,11 @@ class Mailbox::Locked {
  public:
   static Result<Locked> open(const Mailbox& mailbox) {
     const std::string path = mailbox.path(mailbox.address_.memory);
-    TC_FAULT("open", path);
-    const int fd = uninterrupted([&] { return ::open(path.c_str(), kOpenFlags); });
-    if (fd < 0) return last_error("open", path);
+    const auto opened = open_memory_file(path, mailbox.address_.memory_file);
+    if (!opened) return opened.error();
+    const int fd = *opened;
     auto file = File::adopt(fd, path, false);
     if (!file) return file.error();
-    auto identity = file->identity();
-    if (!identity) return identity.error();
-    if (*identity != mailbox.address_.memory_file) return system_error(ENOENT, "open", path);
     if (uninterrupted([&] { return ::flock(fd, LOCK_EX); }) != 0) return last_error("flock", path);
     Lock lock(fd);
     Head head;

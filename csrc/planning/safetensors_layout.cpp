@@ -13,6 +13,7 @@
 #include "format/little_endian.h"
 #include "format/part_sums.h"
 #include "os/file.h"
+#include "planning/box_runs.h"
 
 namespace torch_ckpt::planning {
 namespace {
@@ -174,19 +175,60 @@ Result<std::vector<SafeTensor>> safe_tensors_of(const GlobalPlan& plan,
   return tensors;
 }
 
-RankPlaces RankPlaces::of(const GlobalPlan& plan, const SafetensorsLayout& layout,
-                          std::size_t rank) {
-  RankPlaces of_rank;
-  for (const SafetensorsLayout::File& file : layout.files()) {
-    of_rank.files.push_back({file.name, file.bytes});
+std::vector<std::vector<OwnedPart>> owned_parts_of(const GlobalPlan& plan) {
+  std::vector<std::vector<OwnedPart>> parts(plan.ranks());
+  for (std::size_t rank = 0; rank < plan.ranks(); ++rank) {
+    const RankState& state = plan.of_rank(rank);
+    const auto owned = plan.owned(rank);
+    parts[rank].reserve(owned.size());
+    for (std::size_t i = 0; i < owned.size(); ++i) {
+      OwnedPart& part = parts[rank].emplace_back();
+      part.tensor = plan.entry(rank, i);
+      const std::uint32_t box = state.box(owned[i]);
+      if (box == RankState::kNone) {
+        const auto sizes = state.state().sizes(state.state().row(owned[i]));
+        part.sizes.assign(sizes.begin(), sizes.end());
+        part.offsets.assign(sizes.size(), 0);
+      } else {
+        const auto offsets = state.offsets(box);
+        const auto sizes = state.sizes(box);
+        part.offsets.assign(offsets.begin(), offsets.end());
+        part.sizes.assign(sizes.begin(), sizes.end());
+      }
+    }
   }
-  for (std::size_t i = 0; i < plan.owned(rank).size(); ++i) {
-    of_rank.places.push_back(layout.places()[plan.entry(rank, i)]);
-  }
-  return of_rank;
+  return parts;
 }
 
-// places := files:u32 file* tensors:u32 place*
+std::vector<RankPlaces> RankPlaces::of(
+    const SafetensorsLayout& layout, std::span<const std::vector<OwnedPart>> parts,
+    std::span<const std::optional<os::MemoryFile::Address>> offers) {
+  std::vector<RankPlaces> places(parts.size());
+  std::vector<FilePart> of_files;
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    for (const SafetensorsLayout::File& file : layout.files()) {
+      places[rank].files.push_back({file.name, file.bytes});
+    }
+    for (const OwnedPart& part : parts[rank]) {
+      const SafeTensor& tensor = layout.tensors()[part.tensor];
+      const SafetensorsLayout::Place place = layout.places()[part.tensor];
+      places[rank].places.push_back(place);
+      // The rank itself refuses a part that does not lie within the tensor.
+      const auto runs =
+          BoxRuns::of(tensor.sizes, part.offsets, part.sizes, tensor.dtype->item_bytes);
+      if (!runs) continue;
+      of_files.push_back({rank, place.file, place.begin + runs->begin(), place.begin + runs->end(),
+                          runs->run_bytes()});
+    }
+  }
+  const auto collective = choose_collective_ranges(std::move(of_files), offers);
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    places[rank].collective = collective[rank];
+  }
+  return places;
+}
+
+// places := files:u32 file* tensors:u32 place* has_collective:u8 collective?
 // file   := name_bytes:u32 name bytes:u64
 // place  := file:u32 begin:u64
 std::string RankPlaces::encode() const {
@@ -201,6 +243,8 @@ std::string RankPlaces::encode() const {
     format::put(out, place.file, 4);
     format::put(out, place.begin, 8);
   }
+  format::put(out, collective != nullptr ? 1 : 0, 1);
+  if (collective != nullptr) collective->encode_to(out);
   return out;
 }
 
@@ -218,6 +262,11 @@ Result<RankPlaces> RankPlaces::decode(std::string_view bytes) {
     place.file = static_cast<std::uint32_t>(reader.number(4));
     place.begin = reader.number(8);
     is_complete = is_complete && place.file < of_rank.files.size();
+  }
+  if (reader.number(1) != 0) {
+    auto collective = CollectiveRanges::decode_from(reader);
+    if (!collective) return collective.error();
+    of_rank.collective = std::make_shared<const CollectiveRanges>(std::move(*collective));
   }
   if (!is_complete || reader.has_failed() || reader.left() != 0) {
     return format_error(Errc::frame_damaged, "the places of a rank's tensors are damaged");

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -9,6 +11,7 @@
 
 #include "error.h"
 #include "format/safetensors.h"
+#include "planning/collective_ranges.h"
 #include "planning/global_plan.h"
 
 namespace torch_ckpt::planning {
@@ -52,7 +55,8 @@ class SafetensorsLayout {
                                       const Options& options);
 
   std::span<const File> files() const { return files_; }
-  /// The places of the tensors, in the order in which they were given.
+  /// The tensors, in the order in which they were given; the places, in the same order.
+  std::span<const format::SafeTensor> tensors() const { return tensors_; }
   std::span<const Place> places() const { return places_; }
   /// Joins the parts of all ranks to the encoded checksum table of each file. Fails with
   /// Errc::internal and the tensor's name unless the parts have as many bytes as each tensor.
@@ -78,7 +82,18 @@ Result<std::vector<format::SafeTensor>> safe_tensors_of(const GlobalPlan& plan,
                                                         std::span<const std::string> names,
                                                         const format::Dtype* cast);
 
-/// The files of which a rank writes parts, and the places of the tensors, in the order of the rows
+/// A part of a tensor of the layout, which one rank writes.
+struct OwnedPart {
+  std::size_t tensor = 0;  // number in the layout
+  std::vector<std::uint64_t> offsets;
+  std::vector<std::uint64_t> sizes;
+};
+
+/// Returns the parts that each rank owns, in the order of GlobalPlan::owned(). The layout must have
+/// the tensors in the order of the plan's names.
+std::vector<std::vector<OwnedPart>> owned_parts_of(const GlobalPlan& plan);
+
+/// The files of which a rank writes parts, and the places of the tensors, in the order of the parts
 /// that it owns.
 struct RankPlaces {
   struct File {
@@ -87,8 +102,13 @@ struct RankPlaces {
   };
   std::vector<File> files;
   std::vector<SafetensorsLayout::Place> places;
+  // Ranges that this rank writes together with others; nullptr if there are none.
+  std::shared_ptr<const CollectiveRanges> collective = nullptr;
 
-  static RankPlaces of(const GlobalPlan& plan, const SafetensorsLayout& layout, std::size_t rank);
+  /// Returns the places for each rank. parts: of each rank. offers: see choose_collective_ranges().
+  static std::vector<RankPlaces> of(const SafetensorsLayout& layout,
+                                    std::span<const std::vector<OwnedPart>> parts,
+                                    std::span<const std::optional<os::MemoryFile::Address>> offers);
   std::string encode() const;
   /// Fails with Errc::frame_damaged.
   static Result<RankPlaces> decode(std::string_view bytes);

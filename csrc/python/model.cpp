@@ -15,6 +15,7 @@
 #include "directory/model_save.h"
 #include "directory/version.h"
 #include "engine/delta.h"
+#include "os/shared_memory.h"
 #include "planning/safetensors_layout.h"
 #include "python/bindings.h"
 #include "python/errors.h"
@@ -86,16 +87,46 @@ std::vector<std::pair<std::string, std::uint64_t>> files_of(const SafetensorsLay
   return files;
 }
 
-std::vector<std::pair<std::uint32_t, std::uint64_t>> all_places_of(
-    const SafetensorsLayout& layout) {
-  std::vector<std::pair<std::uint32_t, std::uint64_t>> places;
-  for (const auto& [file, begin] : layout.places()) places.emplace_back(file, begin);
-  return places;
+/// Returns the encoded places for each rank. offers: the encoded addresses of the memory that each
+/// rank offers; empty if it offers none.
+py::list encoded_places(const SafetensorsLayout& layout,
+                        const std::vector<std::vector<planning::OwnedPart>>& parts,
+                        const std::vector<py::bytes>& offers) {
+  std::vector<std::optional<os::MemoryFile::Address>> decoded(offers.size());
+  for (std::size_t rank = 0; rank < offers.size(); ++rank) {
+    const std::string_view offer = offers[rank];
+    if (!offer.empty()) decoded[rank] = planning::decode_address(offer).value();
+  }
+  return list_of(planning::RankPlaces::of(layout, parts, decoded),
+                 [](const planning::RankPlaces& places) { return py::bytes(places.encode()); });
 }
 
-py::bytes places_of(const SafetensorsLayout& layout, const PlanWithMetadata& plan,
-                    std::size_t rank) {
-  return planning::RankPlaces::of(plan.plan, layout, rank).encode();
+py::list places_of_plan(const SafetensorsLayout& layout, const PlanWithMetadata& plan,
+                        const std::vector<py::bytes>& offers) {
+  return encoded_places(layout, planning::owned_parts_of(plan.plan), offers);
+}
+
+using Sizes = std::vector<std::uint64_t>;
+
+py::list places_of_parts(
+    const SafetensorsLayout& layout,
+    const std::vector<std::vector<std::tuple<std::size_t, Sizes, Sizes>>>& by_rank,
+    const std::vector<py::bytes>& offers) {
+  std::vector<std::vector<planning::OwnedPart>> parts;
+  for (const auto& given : by_rank) {
+    auto& of_rank = parts.emplace_back();
+    for (const auto& [tensor, offsets, sizes] : given) {
+      if (tensor >= layout.tensors().size()) throw py::index_error("no tensor has this number");
+      of_rank.push_back({tensor, offsets, sizes});
+    }
+  }
+  return encoded_places(layout, parts, offers);
+}
+
+/// Returns nullptr if other processes could not use the memory.
+std::unique_ptr<os::MemoryFile> offer_memory() {
+  auto made = os::MemoryFile::create();
+  return made ? std::make_unique<os::MemoryFile>(std::move(*made)) : nullptr;
 }
 
 /// The encoded checksums of each rank's parts, by file.
@@ -206,8 +237,13 @@ void bind_model(py::module_& module) {
       .def_static("of_tensors", &layout_of_rows, py::arg("tensors"), py::arg("cast"),
                   py::arg("max_shard_bytes"), py::arg("metadata"))
       .def("files", &files_of)
-      .def("places", &all_places_of)
-      .def("places_of_rank", &places_of, py::arg("plan"), py::arg("rank"));
+      .def("places_of_plan", &places_of_plan, py::arg("plan"), py::arg("offers"))
+      .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"));
+  py::class_<os::MemoryFile>(module, "MemoryFile")
+      .def_property_readonly("address", [](const os::MemoryFile& file) {
+        return py::bytes(planning::encode_address(file.address()));
+      });
+  module.def("offer_memory", &offer_memory);
   py::class_<ModelSave> model_save(module, "ModelSave");
   model_save
       .def(py::init([](const os::Directory& parent, const std::filesystem::path& name, bool replace,

@@ -50,9 +50,14 @@ void SaveSources::add(std::string name, std::span<const std::byte> bytes,
   owners_.push_back(std::move(owner));
 }
 
-void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, std::size_t file,
-                           std::uint64_t begin, const Extents& sizes, const Extents& offsets,
-                           at::ScalarType stored) {
+void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, const Extents& sizes,
+                           const Extents& offsets, at::ScalarType stored) {
+  if (parts_.size() >= places_.places.size()) {
+    Error error = format_error(Errc::internal, "the coordinator has sent no place for the tensor");
+    error.subject = name;
+    throw Failure(error);
+  }
+  const auto& [file, begin] = places_.places[parts_.size()];
   engine::SavePart part;
   part.file = file;
   part.place.tensor = begin;
@@ -75,8 +80,20 @@ void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, st
 
 engine::SaveLayout SaveSources::lay_out(const engine::NamingOptions& naming) {
   resolve();
-  if (!parts_.empty()) return engine::lay_out_parts(std::exchange(parts_, {}), files_);
+  if (!parts_.empty()) return engine::lay_out_parts(std::exchange(parts_, {}), shared_files());
   return engine::lay_out_save(std::exchange(items_, {}), naming).value();
+}
+
+std::vector<engine::SharedFile> SaveSources::shared_files() const {
+  std::shared_ptr<engine::CollectiveBuffer> buffer;
+  if (places_.collective != nullptr) {
+    buffer = engine::CollectiveBuffer::open(*places_.collective).value();
+  }
+  std::vector<engine::SharedFile> files;
+  for (const auto& [name, bytes] : places_.files) {
+    files.push_back({name, bytes, buffer, static_cast<std::uint32_t>(files.size())});
+  }
+  return files;
 }
 
 std::uint64_t SaveSources::bytes() const {

@@ -12,6 +12,7 @@
 #include "engine/save_layout.h"
 #include "engine/save_session.h"
 #include "os/directory.h"
+#include "planning/safetensors_layout.h"
 #include "torch/extents.h"
 
 namespace torch_ckpt::tensors {
@@ -22,16 +23,14 @@ class SaveSources {
  public:
   void add(std::string name, const at::Tensor& tensor);
   void add(std::string name, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
-  /// Adds this rank's part of a tensor in a file that several ranks write. The part begins at
-  /// `offsets` in the tensor of size `sizes`, whose data begins at `begin` in the file. The
-  /// elements are stored with dtype `stored`. Throws Failure if the part does not lie within the
-  /// tensor or cannot be converted. `tensor` must not be on a device if it must be converted or is
-  /// not contiguous.
-  void add_part(const std::string& name, const at::Tensor& tensor, std::size_t file,
-                std::uint64_t begin, const Extents& sizes, const Extents& offsets,
-                at::ScalarType stored);
-  /// Sets the files of the parts.
-  void set_files(std::vector<engine::SharedFile> files) { files_ = std::move(files); }
+  /// Sets the files of the parts, and the place of each part. The save then has only parts.
+  void set_places(planning::RankPlaces places) { places_ = std::move(places); }
+  /// Adds this rank's part of a tensor; its place is the next one. The part begins at `offsets` in
+  /// the tensor of size `sizes`. The elements are stored with dtype `stored`. Throws Failure if the
+  /// part does not lie within the tensor or cannot be converted, or if it has no place. `tensor`
+  /// must not be on a device if it must be converted or is not contiguous.
+  void add_part(const std::string& name, const at::Tensor& tensor, const Extents& sizes,
+                const Extents& offsets, at::ScalarType stored);
   /// Returns the size of all values, in bytes.
   std::uint64_t bytes() const;
   /// Returns the CUDA devices that have tensors of the save.
@@ -46,10 +45,11 @@ class SaveSources {
   void resolve();
 
   engine::SaveLayout lay_out(const engine::NamingOptions& naming);
+  std::vector<engine::SharedFile> shared_files() const;
 
   std::vector<engine::SaveItem> items_;
   std::vector<engine::SavePart> parts_;
-  std::vector<engine::SharedFile> files_;  // empty: the save has no parts
+  planning::RankPlaces places_;  // of the parts
   std::vector<at::Tensor> tensors_;
   std::vector<std::size_t> items_of_tensors_;  // without parts
   // Keep the storages alive separately: `tensor.data = ...` replaces a tensor's storage.

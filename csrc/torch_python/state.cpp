@@ -101,13 +101,13 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
 /// Adds this rank's part of a tensor. cast: the dtype in which floating-point tensors are stored,
 /// or None.
 void add_part(SaveSources& sources, const std::string& name, at::Tensor tensor,
-              const std::pair<std::size_t, std::uint64_t>& place, const tensors::Extents& sizes,
-              const tensors::Extents& offsets, const std::optional<at::ScalarType>& cast) {
+              const tensors::Extents& sizes, const tensors::Extents& offsets,
+              const std::optional<at::ScalarType>& cast) {
   const format::Dtype* const own = tensors::dtype_of(tensor.scalar_type());
   const bool is_cast = cast && planning::stored_dtype(own, tensors::dtype_of(*cast)) != own;
   const at::ScalarType stored = is_cast ? *cast : tensor.scalar_type();
   if (tensor.is_cuda()) tensor = tensor.resolve_conj().resolve_neg().to(stored).contiguous();
-  sources.add_part(name, tensor, place.first, place.second, sizes, offsets, stored);
+  sources.add_part(name, tensor, sizes, offsets, stored);
 }
 
 /// Returns this rank's parts of the tensors of an assignment. places: a planning::RankPlaces. cast:
@@ -115,14 +115,8 @@ void add_part(SaveSources& sources, const std::string& name, at::Tensor tensor,
 SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const py::bytes& places,
                      const std::optional<at::ScalarType>& cast) {
   const auto numbers = numbers_of(assignment);
-  const auto of_rank = planning::RankPlaces::decode(places).value();
-  if (of_rank.places.size() != numbers.size()) {
-    throw py::value_error("there must be one place for each value of the assignment");
-  }
   SaveSources sources;
-  std::vector<engine::SharedFile> files;
-  for (const auto& file : of_rank.files) files.push_back({file.name, file.bytes});
-  sources.set_files(std::move(files));
+  sources.set_places(planning::RankPlaces::decode(places).value());
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     const FlatState::Row& row = row_of(state, numbers[i]);
     if (!row.has_tensor()) {
@@ -137,9 +131,7 @@ SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const 
       sizes.assign(whole.begin(), whole.end());
       offsets.assign(begin.begin(), begin.end());
     }
-    const auto& [file, begin] = of_rank.places[i];
-    add_part(sources, std::string(state.name(numbers[i])), row.local, {file, begin}, sizes, offsets,
-             cast);
+    add_part(sources, std::string(state.name(numbers[i])), row.local, sizes, offsets, cast);
   }
   return sources;
 }
@@ -193,23 +185,19 @@ void bind_state(py::module_& module) {
           },
           py::arg("name"), py::arg("value"))
       .def(
-          "set_files",
-          [](SaveSources& sources,
-             const std::vector<std::pair<std::string, std::uint64_t>>& given) {
-            std::vector<engine::SharedFile> files;
-            for (const auto& [name, bytes] : given) files.push_back({name, bytes});
-            sources.set_files(std::move(files));
+          "set_places",
+          [](SaveSources& sources, const py::bytes& places) {
+            sources.set_places(planning::RankPlaces::decode(places).value());
           },
-          py::arg("files"))
+          py::arg("places"))
       .def(
           "add_part",
           [](SaveSources& sources, const py::str& name, const at::Tensor& tensor,
-             const std::pair<std::size_t, std::uint64_t>& place, const tensors::Extents& sizes,
-             const tensors::Extents& offsets, const std::optional<at::ScalarType>& cast) {
-            add_part(sources, bytes_of(name), tensor, place, sizes, offsets, cast);
+             const tensors::Extents& sizes, const tensors::Extents& offsets,
+             const std::optional<at::ScalarType>& cast) {
+            add_part(sources, bytes_of(name), tensor, sizes, offsets, cast);
           },
-          py::arg("name"), py::arg("tensor"), py::arg("place"), py::arg("sizes"),
-          py::arg("offsets"), py::arg("cast"))
+          py::arg("name"), py::arg("tensor"), py::arg("sizes"), py::arg("offsets"), py::arg("cast"))
       .def_property_readonly("nbytes", &SaveSources::bytes)
       .def("devices", &SaveSources::devices);
   py::class_<FlatState>(module, "FlatState")

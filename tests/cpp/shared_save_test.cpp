@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <deque>
 #include <numeric>
@@ -51,6 +52,21 @@ class SharedFiles {
       // An odd gap, so that parts begin anywhere in a block of the disk.
       tensor.begin = file.bytes + 16;
       file.bytes = tensor.begin + tensor.bytes();
+    }
+  }
+
+  /// Lets the ranks of this process share memory, to collect the parts of all tensors.
+  void collect(const os::MemoryFile& memory) {
+    planning::CollectiveRanges ranges;
+    ranges.memory = memory.address();
+    for (const Sharded& tensor : tensors_) {
+      const auto file = static_cast<std::uint32_t>(tensor.file);
+      if (tensor.bytes() == 0) continue;
+      ranges.ranges.push_back({file, tensor.begin, tensor.begin + tensor.bytes()});
+    }
+    for (std::size_t i = 0; i < files_.size(); ++i) {
+      files_[i].collective = CollectiveBuffer::open(ranges).value();
+      files_[i].number = static_cast<std::uint32_t>(i);
     }
   }
 
@@ -137,6 +153,11 @@ std::vector<Sharded> rows_and_columns() {
   };
 }
 
+/// More than the collective buffer holds, in two files.
+std::vector<Sharded> many_columns() {
+  return {{{2000, 3000}, 1, 2}, {{40, 5, 60000}, 1, 2}, {{300, 10000}, 1, 4, 1}};
+}
+
 /// Long and short runs that are written by few calls.
 std::vector<Sharded> few_runs() { return {{{2, 150000}, 0, 4}, {{6, 96}, 1, 2}, {{9}, 0, 8}}; }
 
@@ -168,6 +189,126 @@ TEST_P(SharedSave, WritesThePartsOfAllRanksToTheirPlaces) {
       }
       files.expect_on_disk(directory);
       files.expect_checksums(results);
+    }
+  }
+}
+
+std::shared_ptr<SaveSession> start(SharedFiles& files, std::size_t rank, const TempDir& directory,
+                                   const SaveOptions& options) {
+  return SaveSession::start(context(), open_directory(directory), files.of_rank(rank).files,
+                            options)
+      .value();
+}
+
+std::vector<std::shared_ptr<SaveSession>> start_all(SharedFiles& files, const TempDir& directory,
+                                                    const SaveOptions& options) {
+  std::vector<std::shared_ptr<SaveSession>> sessions;
+  for (std::size_t rank = 0; rank < files.ranks(); ++rank) {
+    sessions.push_back(start(files, rank, directory, options));
+  }
+  return sessions;
+}
+
+std::vector<std::vector<format::FileResult>> results_of(
+    const std::vector<std::shared_ptr<SaveSession>>& sessions) {
+  std::vector<std::vector<format::FileResult>> results;
+  for (const auto& session : sessions) {
+    wait_for_end(*session);
+    results.push_back(session->results().value());
+    EXPECT_EQ(session->progress().bytes_written, session->progress().bytes_planned);
+  }
+  return results;
+}
+
+TEST_P(SharedSave, CollectsThePartsOfRanksThatShareMemory) {
+  Random random(6);
+  for (const std::size_t files_at_once : {1, 2}) {
+    for (const std::size_t chunk_bytes : {64 * std::size_t{4096}, kHostChunkBytes}) {
+      const TempDir directory;
+      const auto memory = os::MemoryFile::create().value();
+      SharedFiles files(3, many_columns(), random);
+      files.collect(memory);
+      SaveOptions options;
+      options.parallel_files = files_at_once;
+      options.chunk_bytes = chunk_bytes;
+      options.direct_io = GetParam();
+      const auto results = results_of(start_all(files, directory, options));
+      files.expect_on_disk(directory);
+      files.expect_checksums(results);
+    }
+  }
+}
+
+TEST(CollectiveSave, WritesFewAndLargeBlocks) {
+  Random random(7);
+  const TempDir directory;
+  const auto memory = os::MemoryFile::create().value();
+  SharedFiles files(2, {{{4000, 512}, 1, 2}}, random);
+  files.collect(memory);
+  std::atomic<int> writes = 0;
+  {
+    const os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+      if (operation == "pwrite") ++writes;
+      return 0;
+    });
+    results_of(start_all(files, directory, {}));
+  }
+  files.expect_on_disk(directory);
+  // One window, whose first and last blocks are incomplete.
+  EXPECT_EQ(writes, 3);
+}
+
+// The first rank writes everything before the second one begins, so it waits in vain.
+TEST(CollectiveSave, DependsOnNoOtherRank) {
+  Random random(8);
+  const TempDir directory;
+  const auto memory = os::MemoryFile::create().value();
+  // Two windows more than there are blocks.
+  SharedFiles files(2, {{{5000, 4000}, 1, 2}}, random);
+  files.collect(memory);
+  std::vector<std::vector<format::FileResult>> results;
+  for (std::size_t rank = 0; rank < files.ranks(); ++rank) {
+    const auto session = start(files, rank, directory, {});
+    wait_for_end(*session);
+    results.push_back(session->results().value());
+  }
+  files.expect_on_disk(directory);
+  files.expect_checksums(results);
+}
+
+TEST(CollectiveSave, GoesOnWithoutARankThatFails) {
+  Random random(9);
+  const TempDir directory;
+  const auto memory = os::MemoryFile::create().value();
+  SharedFiles files(2, {{{5000, 4000}, 1, 2}}, random);
+  files.collect(memory);
+  SaveOptions options;
+  options.max_bytes_per_second = 1;
+  const auto failing = start(files, 0, directory, options);
+  failing->cancel();
+  wait_for_end(*failing);
+  EXPECT_TRUE(ok(run_save(directory, files.of_rank(1).files, {})));
+}
+
+TEST(CollectiveSave, FailsAtEachCallThatFails) {
+  Random random(10);
+  for (const char* operation : {"open", "fallocate", "pwrite", "fsync", "close"}) {
+    for (std::size_t n = 1;; ++n) {
+      const TempDir directory;
+      const auto memory = os::MemoryFile::create().value();
+      SharedFiles files(2, {{{400, 400}, 1, 2}}, random);
+      files.collect(memory);
+      ASSERT_TRUE(ok(run_save(directory, files.of_rank(0).files, {})));
+      const NthCallFails fault(operation, n, EIO);
+      const os::ScopedFaultHook hook(fault);
+      const auto done = run_save(directory, files.of_rank(1).files, {});
+      if (!fault.hit()) {
+        EXPECT_TRUE(ok(done));
+        EXPECT_GT(n, 1) << operation;
+        break;
+      }
+      ASSERT_FALSE(done) << operation << " " << n;
+      EXPECT_TRUE(is_system_error(done.error(), EIO, operation, fault.path()));
     }
   }
 }

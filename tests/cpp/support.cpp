@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -128,7 +129,9 @@ Result<os::File> open_for_read(const std::string& path, os::IoMode mode) {
 std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   EXPECT_TRUE(file.is_open()) << path;
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  std::ostringstream contents;
+  contents << file.rdbuf();
+  return std::move(contents).str();
 }
 
 void write_file(const std::string& path, std::string_view contents) {
@@ -156,8 +159,7 @@ std::string Random::bytes(std::size_t count) {
   std::string out(count, '\0');
   for (std::size_t at = 0; at < count; at += 8) {
     const std::uint64_t word = engine_();
-    out.replace(at, std::min<std::size_t>(8, count - at), reinterpret_cast<const char*>(&word),
-                std::min<std::size_t>(8, count - at));
+    std::memcpy(out.data() + at, &word, std::min<std::size_t>(8, count - at));
   }
   return out;
 }

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 import torch_ckpt
 from tests.distributed.cases import Launch, StateDict, failure_of, mesh_1d, mesh_2d, tensor_of
 from tests.distributed.launcher import on, on_ranks
-from tests.fault_hooks import failing
+from tests.fault_hooks import at_fault_points, failing
 from tests.support import assert_equal
 
 #: Small enough for several files.
@@ -90,6 +90,31 @@ def case_shards_of_any_kind_are_written_to_their_places(launch: Launch) -> None:
         path = launch.path(str(number), "model")
         save(state, path)
         assert_saved(launch, path, expected)
+
+
+@on(4)
+def case_short_runs_of_several_ranks_are_collected(launch: Launch) -> None:
+    mesh, mesh2 = mesh_1d(launch), mesh_2d(launch)
+    expected = {
+        "columns": tensor_of("columns", 500, 3001),
+        "blocks": tensor_of("blocks", 701, 3, 999),
+        "rows": tensor_of("rows", 600, 1000),
+    }
+    state: StateDict = {
+        "columns": distribute_tensor(expected["columns"], mesh, [Shard(1)]),
+        "blocks": distribute_tensor(expected["blocks"], mesh2, [Shard(0), Shard(2)]),
+        "rows": distribute_tensor(expected["rows"], mesh, [Shard(0)]),
+    }
+    for number, save in enumerate(SAVERS):
+        path = launch.path(str(number), "model")
+        calls: list[str] = []
+        with at_fault_points(lambda operation, _path: calls.append(operation)):
+            save(state, path)
+        assert_saved(launch, path, expected)
+        writes = torch.tensor(calls.count("pwrite"))
+        dist.all_reduce(writes)
+        # Each rank has more than a thousand runs.
+        assert int(writes) < 200
 
 
 class Block(nn.Module):

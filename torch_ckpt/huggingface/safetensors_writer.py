@@ -3,7 +3,8 @@
 1. The coordinator lays out the files from the plan of all ranks. Names, dtypes and sizes determine
    every offset (csrc/planning/safetensors_layout.h).
 2. Each rank receives the places of its tensors, and writes its parts there. No rank holds more than
-   its own shards, and nothing is consolidated afterwards.
+   its own shards, and nothing is consolidated afterwards. Ranges of which several ranks of a
+   machine write short runs are collected in shared memory (csrc/engine/collective_buffer.h).
 3. The coordinator completes and publishes the directory. csrc/directory/model_save.h has the
    protocol.
 """
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.planner import SavePlanner as TorchsSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -217,9 +218,10 @@ class SafetensorsWriter(FileSystemWriter):
             self._copied[file.name] = file.read_bytes()
         self._save: NewDirectory | None = None
         self._layout: _core.SafetensorsLayout | None = None
+        self._memory: _core.MemoryFile | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_save": None, "_layout": None}
+        return super().__getstate__() | {"_save": None, "_layout": None, "_memory": None}
 
     # --- for torch_ckpt.save, in the order of a save ---------------------------------------------
 
@@ -237,6 +239,12 @@ class SafetensorsWriter(FileSystemWriter):
         self.use_collectives = True
         self._is_coordinator = rank == 0
         _core.make_directories(os.fspath(self._parent))
+
+    @property
+    def offered_memory(self) -> bytes:
+        if self._memory is None:
+            self._memory = _core.offer_memory()
+        return b"" if self._memory is None else self._memory.address
 
     @property
     def identity(self) -> str | None:
@@ -277,7 +285,7 @@ class SafetensorsWriter(FileSystemWriter):
         if tied:
             state.remove(state.aliases(tied, names.keys() - tied))
 
-    def places(self, plan: GlobalPlan) -> Sequence[bytes]:
+    def places(self, plan: GlobalPlan, offers: list[bytes]) -> Sequence[bytes]:
         """Lays out the files on the coordinator, and returns the places of each rank's tensors.
 
         Raises:
@@ -294,12 +302,10 @@ class SafetensorsWriter(FileSystemWriter):
         renamed = None if self._rename is None else [*new_names(names, self._rename).values()]
         self._begin(lambda *options: _core.SafetensorsLayout(plan.engine, renamed, *options))
         assert self._layout is not None
-        unique: dict[bytes, bytes] = {}
-        places = []
-        for rank in range(len(plan.assignments)):
-            of_rank = self._layout.places_of_rank(plan.engine, rank)
-            places.append(unique.setdefault(of_rank, of_rank))
-        return places
+        places = self._layout.places_of_plan(plan.engine, offers)
+        # Equal replies are one object.
+        unique = {of_rank: of_rank for of_rank in places}
+        return [unique[of_rank] for of_rank in places]
 
     def _begin(self, lay_out: Callable[..., _core.SafetensorsLayout]) -> None:
         """Lays out the files, and creates the directory under a temporary name."""
@@ -355,7 +361,7 @@ class SafetensorsWriter(FileSystemWriter):
 
     def abandon(self) -> None:
         save, self._save, self._layout = self._save, None, None
-        self._directory = None
+        self._directory = self._memory = None
         if save is not None:
             save.discard()
 
@@ -372,7 +378,7 @@ class SafetensorsWriter(FileSystemWriter):
                 "does not work with SafetensorsWriter"
             )
         self.set_up_for_save(self.rank or 0)
-        return plan
+        return dataclasses.replace(plan, storage_data=self.offered_memory)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         tensors: dict[str, tuple[str, list[int]]] = {}
@@ -388,37 +394,40 @@ class SafetensorsWriter(FileSystemWriter):
         rows = [(names[name], *tensor) for name, tensor in tensors.items()]
         self._begin(lambda *options: _core.SafetensorsLayout.of_tensors(rows, *options))
         assert self._layout is not None
-        places = dict(zip(tensors, self._layout.places(), strict=True))
-        self._is_alone = len(plans) == 1
-        files, tag = self._layout.files(), self.tag
-        planned = []
+        numbers = {name: number for number, name in enumerate(tensors)}
+        parts = []
         for plan in plans:
-            of_items = [places[item.index.fqn] for item in plan.items]
-            of_rank = _Places(tag, files, of_items, self._dtype)
-            planned.append(dataclasses.replace(plan, storage_data=of_rank))
-        return planned
+            chunks = [(numbers[item.index.fqn], _chunk_of(item)) for item in plan.items]
+            parts.append([(number, [*c.offsets], [*c.sizes]) for number, c in chunks])
+        self._is_alone = len(plans) == 1
+        offers = [b"" if self._is_alone else plan.storage_data for plan in plans]
+        encoded = self._layout.places_of_parts(parts, offers)
+        return [
+            dataclasses.replace(plan, storage_data=_Places(self.tag, of_rank, self._dtype))
+            for plan, of_rank in zip(plans, encoded, strict=True)
+        ]
 
     def _write_data_of(
         self, plan: SavePlan, planner: TorchsSavePlanner
     ) -> Future[list[WriteResult]]:
         places: _Places = plan.storage_data
         sources = _C.SaveSources()
-        sources.set_files(places.files)
-        for item, place in zip(plan.items, places.of_items, strict=True):
+        sources.set_places(places.encoded)
+        for item in plan.items:
             value = resolve(planner, item)
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
                     f"{item.index.fqn}: safetensors files cannot hold a tensor of this type"
                 )
             assert item.tensor_data is not None
-            chunk, size = item.tensor_data.chunk, list(item.tensor_data.size)
+            chunk, size = _chunk_of(item), list(item.tensor_data.size)
             if value.shape != chunk.sizes:
                 raise CheckpointError(
                     f"{item.index.fqn}: this rank has a tensor of shape {tuple(value.shape)} for "
                     f"a chunk of shape {tuple(chunk.sizes)}"
                 )
             offsets = list(chunk.offsets)
-            sources.add_part(item.index.fqn, value, place, size, offsets, places.dtype)
+            sources.add_part(item.index.fqn, value, size, offsets, places.dtype)
         written = self.write_values(self.prefix_of_files(places.tag), sources)
         return completed(results_of(plan.items, written))
 
@@ -438,15 +447,19 @@ class _Places:
 
     Attributes:
         tag: temporary name of the directory.
-        files: name and size of each file.
-        of_items: for each item, the number of the file, and the offset of the tensor's data.
+        encoded: the files and the places (csrc/planning/safetensors_layout.h).
         dtype: dtype in which floating-point tensors are stored; None keeps each tensor's.
     """
 
     tag: str
-    files: list[tuple[str, int]]
-    of_items: list[tuple[int, int]]
+    encoded: bytes
     dtype: torch.dtype | None
+
+
+def _chunk_of(item: WriteItem) -> ChunkStorageMetadata:
+    """Returns the part of the tensor that the item writes."""
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
 
 
 def _is_unicode(text: object) -> bool:

@@ -43,12 +43,14 @@ class RankMessage(NamedTuple):
         identity: see :attr:`FileSystemWriter.identity`.
         directory: identity of the directory that the rank has opened.
         fingerprints: see :meth:`SaveState.fingerprints`; None if replicas are not compared.
+        offered_memory: see :attr:`FileSystemWriter.offered_memory`.
     """
 
     contents: Contents | int
     identity: str | None
     directory: DirectoryIdentity
     fingerprints: bytes | None
+    offered_memory: bytes
 
 
 class Reply(NamedTuple):
@@ -208,8 +210,10 @@ class SaveSession:
             with self._write.device_streams():
                 fingerprints = state.fingerprints(self._check_replicas)
         contents = number or state.contents(self._ranks.share)
-        directory = DirectoryIdentity.of(self._writer.directory)
-        return RankMessage(contents, self._writer.identity, directory, fingerprints), state
+        writer = self._writer
+        directory = DirectoryIdentity.of(writer.directory)
+        offered = writer.offered_memory if self._ranks.size > 1 else b""
+        return RankMessage(contents, writer.identity, directory, fingerprints, offered), state
 
     # --- 2. the plan, on the coordinator ---------------------------------------------------------
 
@@ -223,7 +227,9 @@ class SaveSession:
             return Answers([Reply(None, 0)] * len(messages))
         differing = self._compare_replicas([message.fingerprints for message in messages])
         assert plans.plan is not None
-        places = self._writer.places(plans.plan)
+        places = self._writer.places(
+            plans.plan, [message.offered_memory for message in messages]
+        )
         replies = replies_of(assignments, plans.last_number, self._writer.tag, differing)
         if not places:
             return replies

@@ -442,9 +442,19 @@ class FileSystemWriter(StockWriter):
     def prepare_state(self, state: SaveState) -> None:
         """Removes values from a state dict that this writer does not write."""
 
-    def places(self, plan: GlobalPlan) -> Sequence[bytes]:
+    @property
+    def offered_memory(self) -> bytes:
+        """The address of memory that this rank offers for the save to the ranks of its machine;
+        empty if it offers none."""
+        return b""
+
+    def places(self, plan: GlobalPlan, offers: list[bytes]) -> Sequence[bytes]:
         """Returns the places of each rank's values in files that several ranks write; empty if each
-        rank writes files of its own. Called on the coordinator."""
+        rank writes files of its own. Called on the coordinator.
+
+        Args:
+            offers: the :attr:`offered_memory` of each rank.
+        """
         return ()
 
     def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
