@@ -5,11 +5,14 @@
 1. Each round saves the same tensors as a checkpoint, sharded by rows; as safetensors files, sharded
    by rows and by columns; and by torch's HuggingFaceStorageWriter with consolidation, sharded by
    rows.
-2. Each round loads the directory in one process from the page cache: with safetensors' load_file
+2. For each kind of save, fresh ranks save once, with a memory budget of 64 MiB per rank in
+   torch_ckpt, and measure the memory that the save needs beyond the state.
+3. Each round loads the directory in one process from the page cache: with safetensors' load_file
    and Tensor.copy_, and with torch_ckpt.load, verified and not.
 
 Prints the medians over the rounds of the seconds (of the slowest rank), of the CPU seconds of all
-ranks and of the ratios to the first contender of each group.
+ranks and of the ratios to the first contender of each group, and the growth of the resident size in
+the rank in which it is largest. The memory that ranks share counts in each of them.
 """
 
 from __future__ import annotations
@@ -37,12 +40,18 @@ import torch_ckpt
 
 from . import machine, pagecache, ranks
 from .measure import alternate, time_once
+from .memory import measure_growth
 from .run import parse_size
 
 #: Rows and columns of each tensor, in bfloat16: 32 MiB.
 SHAPE = (4096, 4096)
 
 State = dict[str, Any]
+
+STOCK = "torch's writer, consolidated"
+
+#: max_host_bytes of the saves whose memory is measured.
+BUDGET = 64 << 20
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -62,16 +71,26 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         work = partial(_save_on_rank, options.size, options.rounds, options.stock_rounds, path)
         ranks.run(options.ranks, work)
         saves = json.loads((path / "saves.json").read_text())
+        memory = {}
+        for name in saves:
+            ranks.run(options.ranks, partial(_memory_on_rank, options.size, name, path))
+            memory[name] = json.loads((path / "memory.json").read_text())
+            shutil.rmtree(path / "stock", ignore_errors=True)
         loads = _loads(path / "rows", options.rounds)
     finally:
         shutil.rmtree(path)
     for title, samples in (("saves", saves), ("loads", loads)):
         print(title)
         _print(samples)
+    print("memory beyond the state, in the rank in which it is largest")
+    for name, growth in memory.items():
+        print(f"  {name:<32} {growth / (1 << 20):8.0f} MiB")
     found = {
         "bytes": options.size,
         "ranks": options.ranks,
         "saves": saves,
+        "memory": memory,
+        "memory_budget": BUDGET,
         "loads": loads,
         "machine": dataclasses.asdict(machine.describe(options.dir)),
     }
@@ -101,10 +120,13 @@ def _sharded(size: int, dim: int) -> State:
     return state
 
 
-def _save_on_rank(size: int, rounds: int, stock_rounds: int, path: Path) -> None:
+def _savers(size: int, path: Path, budget: int | None) -> dict[str, Callable[[], object]]:
     warnings.simplefilter("ignore")
     rows, columns = (_sharded(size, dim) for dim in (0, 1))
     names = {name: 1 for name in rows}
+
+    def by_us(state: State, name: str, **options: Any) -> Callable[[], object]:
+        return lambda: torch_ckpt.save(state, path / name, max_host_bytes=budget, **options)
 
     def by_stock() -> None:
         writer = HuggingFaceStorageWriter(
@@ -115,22 +137,34 @@ def _save_on_rank(size: int, rounds: int, stock_rounds: int, path: Path) -> None
         )
         dcp_save(rows, storage_writer=writer)
 
-    savers: dict[str, Callable[[], object]] = {
-        "checkpoint": lambda: torch_ckpt.save(rows, path / "checkpoint"),
-        "safetensors, row shards": lambda: torch_ckpt.save(
-            rows, path / "rows", format="safetensors"
-        ),
-        "safetensors, column shards": lambda: torch_ckpt.save(
-            columns, path / "columns", format="safetensors"
-        ),
-        "torch's writer, consolidated": by_stock,
+    return {
+        "checkpoint": by_us(rows, "checkpoint"),
+        "safetensors, row shards": by_us(rows, "rows", format="safetensors"),
+        "safetensors, column shards": by_us(columns, "columns", format="safetensors"),
+        STOCK: by_stock,
     }
+
+
+def _memory_on_rank(size: int, name: str, path: Path) -> None:
+    save = _savers(size, path, BUDGET)[name]
+    # Warm up imports and connections, of torch's code too.
+    torch_ckpt.save(_sharded(1 << 20, 0), path / "small", format="safetensors")
+    dcp_save(_sharded(1 << 20, 0), checkpoint_id=path / "small-stock")
+    before, peak = measure_growth(save)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, peak - before)
+    if dist.get_rank() == 0:
+        (path / "memory.json").write_text(json.dumps(max(of_ranks)))
+
+
+def _save_on_rank(size: int, rounds: int, stock_rounds: int, path: Path) -> None:
+    savers = _savers(size, path, None)
     samples: dict[str, list[list[float]]] = {name: [] for name in savers}
     for save in [*savers.values()][:-1]:
         # Warm up imports, threads, pools and connections.
         save()
     for round_, _position, name in alternate(list(savers), rounds):
-        if name == "torch's writer, consolidated":
+        if name == STOCK:
             if round_ >= stock_rounds:
                 continue
             _remove(path / "stock")

@@ -37,6 +37,19 @@ def _table(title: str, samples: Samples) -> list[str]:
     return ["", *head, *_rows(samples, first)]
 
 
+def _memory(saves: dict[str, Any]) -> list[str]:
+    budget = saves["memory_budget"] >> 20
+    growths = [
+        f"| {name} | {growth / (1 << 20):.0f} MiB |" for name, growth in saves["memory"].items()
+    ]
+    return [
+        "",
+        f"| `max_host_bytes` of {budget} MiB in torch_ckpt | memory per rank beyond the state |",
+        "|---|---:|",
+        *growths,
+    ]
+
+
 def block(saves: dict[str, Any], publications: dict[str, Any]) -> str:
     """Formats both results as Markdown."""
     size, ranks = saves["bytes"] / 1e9, saves["ranks"]
@@ -45,6 +58,7 @@ def block(saves: dict[str, Any], publications: dict[str, Any]) -> str:
         f"({Machine(**saves['machine']).sentence()}). A ratio compares the times of a round with "
         "the first line of its table. The CPU time is the sum over all ranks.",
         *_table(f"save of {size:.0f} GB of bfloat16 by {ranks} ranks", saves["saves"]),
+        *_memory(saves),
         *_table("load from the page cache, one process", saves["loads"]),
         "",
         "| elements changed | size of the delta | publish | with a delta | apply to tensors | "

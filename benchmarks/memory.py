@@ -111,7 +111,7 @@ def _reset_peak() -> None:
         raise PeakResetError(f"/proc/self/clear_refs: {error}") from error
 
 
-def measure_growth(call: Callable[[], None]) -> tuple[int, int]:
+def measure_growth(call: Callable[[], object]) -> tuple[int, int]:
     """Returns (resident bytes before, peak resident bytes during) one `call` in this process."""
     gc.collect()
     # Freed memory that malloc keeps would count as "before" and hide as much growth.

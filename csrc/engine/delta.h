@@ -13,6 +13,7 @@
 #include "format/delta.h"
 #include "os/directory.h"
 #include "os/file.h"
+#include "os/pages.h"
 
 namespace torch_ckpt::engine {
 
@@ -53,11 +54,11 @@ class Delta {
   Result<> write_files(Context& context, const os::Directory& base, const os::Directory& to) const;
 
  private:
-  Delta(std::unique_ptr<std::byte[]> bytes, format::DeltaContents contents)
-      : bytes_(std::move(bytes)), contents_(std::move(contents)) {}
+  Delta(os::Pages pages, format::DeltaContents contents)
+      : pages_(std::move(pages)), contents_(std::move(contents)) {}
   std::span<std::byte> payload_of(const format::DeltaBlock& block) const;
 
-  std::unique_ptr<std::byte[]> bytes_;
+  os::Pages pages_;  // the file
   format::DeltaContents contents_;
 };
 
