@@ -151,7 +151,7 @@ class Simulation:
             contents: Contents | int = known.number
             if state.structure != known.structure:
                 contents = state.contents(exchanges[rank].share)
-            return RankMessage(contents, "simulation", self._directory, None)
+            return RankMessage(contents, "simulation", self._directory, None, b"")
 
         def make_replies() -> Answers[Reply]:
             contents = [message.contents for message in messages]

@@ -130,8 +130,10 @@ class SaveSources:
         offsets: Sequence[int],
         cast: torch.dtype | None,
     ) -> None:
-        """Adds this rank's part of a tensor of size ``sizes``, which begins at ``offsets``. Its place
-        is the next one. Floating-point elements are stored with the dtype ``cast``."""
+        """Adds this rank's part of a tensor of size ``sizes``, which begins at ``offsets``.
+
+        Its place is the next one. Floating-point elements are stored with the dtype ``cast``.
+        """
 
     @property
     def nbytes(self) -> int: ...

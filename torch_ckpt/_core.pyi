@@ -477,7 +477,7 @@ class SafetensorsLayout:
         """
 
     def places_of_parts(
-        self, parts: list[list[tuple[int, Sequence[int], Sequence[int]]]], offers: list[bytes]
+        self, parts: list[list[tuple[int, list[int], list[int]]]], offers: list[bytes]
     ) -> list[bytes]:
         """The places of each rank's parts, for ``SaveSources.set_places``.
 

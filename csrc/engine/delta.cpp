@@ -343,10 +343,9 @@ Result<std::vector<bool>> find_repeated(const std::vector<Delta::Tensor>& tensor
 Result<Delta> Delta::read(Context& context, const os::File& file) {
   const auto bytes = file.size();
   if (!bytes) return bytes.error();
-  auto pages =
-      os::Pages::allocate(align_up(std::max<std::uint64_t>(*bytes, 1), os::Pages::kHugeBytes));
-  if (!pages) return pages.error();
-  const auto out = pages->bytes().first(*bytes);
+  // Not initialized: the threads that read touch the pages first.
+  auto contents = std::make_unique_for_overwrite<std::byte[]>(*bytes);
+  const std::span out(contents.get(), *bytes);
   const std::size_t pieces = divide_up(out.size(), kReadBytes);
   auto read = run_parallel(context, pieces, "read", [&](std::size_t i) {
     const std::uint64_t begin = i * kReadBytes;
@@ -359,7 +358,7 @@ Result<Delta> Delta::read(Context& context, const os::File& file) {
     error.path = file.path();
     return error;
   }
-  return Delta(std::move(*pages), std::move(*decoded));
+  return Delta(std::move(contents), std::move(*decoded));
 }
 
 std::vector<Delta::Tensor> Delta::tensors() const {
@@ -373,7 +372,7 @@ std::vector<Delta::Tensor> Delta::tensors() const {
 }
 
 std::span<std::byte> Delta::payload_of(const DeltaBlock& block) const {
-  return pages_.bytes().subspan(block.begin, block.bytes);
+  return {bytes_.get() + block.begin, block.bytes};
 }
 
 Result<> Delta::apply(Context& context, std::span<const std::span<std::byte>> targets) {

@@ -13,7 +13,6 @@
 #include "format/delta.h"
 #include "os/directory.h"
 #include "os/file.h"
-#include "os/pages.h"
 
 namespace torch_ckpt::engine {
 
@@ -54,11 +53,11 @@ class Delta {
   Result<> write_files(Context& context, const os::Directory& base, const os::Directory& to) const;
 
  private:
-  Delta(os::Pages pages, format::DeltaContents contents)
-      : pages_(std::move(pages)), contents_(std::move(contents)) {}
+  Delta(std::unique_ptr<std::byte[]> bytes, format::DeltaContents contents)
+      : bytes_(std::move(bytes)), contents_(std::move(contents)) {}
   std::span<std::byte> payload_of(const format::DeltaBlock& block) const;
 
-  os::Pages pages_;  // the file
+  std::unique_ptr<std::byte[]> bytes_;
   format::DeltaContents contents_;
 };
 

@@ -101,7 +101,8 @@ class OutputFile::Parts {
     if (window_ && window_->begin <= offset && offset < window_->end) return true;
     leave_window();
     CollectiveBuffer* const buffer = file_.collective_;
-    if (buffer != nullptr) window_ = buffer->window_at(file_.number_, offset);
+    if (buffer == nullptr) return false;
+    window_ = buffer->window_at(file_.number_, offset);
     if (!window_) return false;
     const auto since = file_.waiting_since_.value_or(CollectiveBuffer::Clock::now());
     do {

@@ -13,10 +13,12 @@ namespace torch_ckpt::os {
 namespace {
 
 constexpr std::size_t kPageBytes = 4096;
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
 Error allocation_error(std::size_t bytes) {
   Error error = system_error(errno, "mmap", "");
-  error.detail = "could not allocate " + std::to_string(bytes) + " bytes of host memory";
+  error.detail =
+      "could not allocate " + std::to_string(bytes) + " bytes of host memory for a staging chunk";
   return error;
 }
 
@@ -26,7 +28,7 @@ Result<Pages> Pages::allocate(std::size_t bytes) {
   TC_FAULT("mmap", "");
   // Align for huge pages if the size permits: a direct write of a chunk then pins two pages instead
   // of a thousand.
-  const std::size_t alignment = bytes % kHugeBytes == 0 ? kHugeBytes : kPageBytes;
+  const std::size_t alignment = bytes % kHugePageBytes == 0 ? kHugePageBytes : kPageBytes;
   const std::size_t reserved = bytes + alignment - kPageBytes;
   void* mapped =
       ::mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -13,9 +13,6 @@ namespace torch_ckpt::os {
 // the child does not inherit it, and may have mapped other memory at the same address.
 class Pages {
  public:
-  /// Size of the large pages that the memory has if the kernel permits and `bytes` is a multiple.
-  static constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
-
   /// bytes: a positive multiple of 4096.
   static Result<Pages> allocate(std::size_t bytes);
 

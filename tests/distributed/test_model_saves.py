@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def files_in(path: Path) -> StateDict:
     return state
 
 
+def calls_of(action: Callable[[], object]) -> list[str]:
+    """Returns the operations of the fault points that ``action`` passes."""
+    calls: list[str] = []
+    with at_fault_points(lambda operation, _path: calls.append(operation)):
+        action()
+    return calls
+
+
 def assert_saved(launch: Launch, path: Path, expected: StateDict) -> None:
     """Checks the directory on one rank, with the safetensors library and by its checksums."""
     if launch.rank == 0:
@@ -107,9 +116,7 @@ def case_short_runs_of_several_ranks_are_collected(launch: Launch) -> None:
     }
     for number, save in enumerate(SAVERS):
         path = launch.path(str(number), "model")
-        calls: list[str] = []
-        with at_fault_points(lambda operation, _path: calls.append(operation)):
-            save(state, path)
+        calls = calls_of(lambda save=save, path=path: save(state, path))
         assert_saved(launch, path, expected)
         writes = torch.tensor(calls.count("pwrite"))
         dist.all_reduce(writes)

@@ -227,9 +227,7 @@ class SaveSession:
             return Answers([Reply(None, 0)] * len(messages))
         differing = self._compare_replicas([message.fingerprints for message in messages])
         assert plans.plan is not None
-        places = self._writer.places(
-            plans.plan, [message.offered_memory for message in messages]
-        )
+        places = self._writer.places(plans.plan, [message.offered_memory for message in messages])
         replies = replies_of(assignments, plans.last_number, self._writer.tag, differing)
         if not places:
             return replies
