@@ -149,6 +149,18 @@ class OutputFile::Parts {
   std::uint64_t collected_ = 0;      // bytes copied to the window's block, but not counted yet
 };
 
+bool OutputFile::is_collective(std::uint64_t offset, std::size_t bytes) const {
+  if (collective_ == nullptr) return false;
+  const auto& items = image_.items();
+  for (auto item = image_.first_after(offset); item != items.end(); ++item) {
+    if (item->offset >= offset + bytes) return false;
+    // A range contains all bytes of a part, or none.
+    const PartPlace& place = *item->place;
+    if (collective_->window_at(number_, place.tensor + place.runs.begin())) return true;
+  }
+  return false;
+}
+
 Result<std::uint64_t> OutputFile::write(const staging::Chunk& chunk, std::size_t bytes,
                                         std::uint64_t offset, std::uint64_t written) {
   if (!image_.is_of_parts()) {
@@ -203,7 +215,7 @@ Result<> OutputFile::write_segment(std::span<const std::byte> data, std::uint64_
 }
 
 Result<> OutputFile::finish(bool sync, Timing& timing, std::size_t number) {
-  if (is_collective()) {
+  if (collective_ != nullptr) {
     if (auto written = Parts(*this).write_ready_blocks(); !written) return written;
   }
   os::File file = std::move(*file_);

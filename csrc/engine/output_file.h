@@ -29,8 +29,8 @@ struct SharedFile {
 
 // A file written by a save: a data file, or a file of which several ranks write parts. Call open(),
 // write() any number of times, then finish(). After an error, call abandon(), and remove() if the
-// save has failed. write() may be called concurrently, unless is_collective() is true; the other
-// methods must be called by one thread at a time.
+// save has failed. write() may be called concurrently, but only once for bytes for which
+// is_collective() is true; the other methods must be called by one thread at a time.
 class OutputFile {
  public:
   /// `directory`, `name` and `image` must outlive the OutputFile. shared: used if the image has
@@ -44,8 +44,9 @@ class OutputFile {
         collective_(shared.collective.get()),
         number_(shared.number) {}
 
-  /// True if writes must follow each other in the order of the image, and may have to wait.
-  bool is_collective() const { return collective_ != nullptr; }
+  /// Returns true if the collective buffer collects some of these bytes of the image. Such writes
+  /// must follow each other in the order of the image, and may have to wait.
+  bool is_collective(std::uint64_t offset, std::size_t bytes) const;
   /// Creates the file and reserves disk space for it. A data file must not exist yet; a file that
   /// several ranks write may have been created by another rank.
   Result<> open(DirectIo direct_io);

@@ -347,7 +347,9 @@ void SavePipeline::wait_for_turn(FileSave& file, FileWriter::Write& write) noexc
 }
 
 void SavePipeline::write(FileSave& file, FileWriter::Write& write) noexcept {
-  const bool is_collective = file.output.is_collective();
+  const StagingBuffer& buffer = write.buffer.front();
+  const std::size_t bytes = buffer.contents.size();
+  const bool is_collective = file.output.is_collective(buffer.offset, bytes);
   if (!is_collective) {
     // Let another thread checksum the next buffer during this write.
     const os::MutexLock lock(file.mutex);
@@ -356,8 +358,6 @@ void SavePipeline::write(FileSave& file, FileWriter::Write& write) noexcept {
   }
   Result<> written;
   if (!failure_.is_set()) {
-    const StagingBuffer& buffer = write.buffer.front();
-    const std::size_t bytes = buffer.contents.size();
     written = capture_exceptions([&]() -> Result<> {
       const ScopedTimer timed(timing_, Activity::write, file.number);
       auto done = file.output.write(*buffer.chunk, bytes, buffer.offset, write.written);

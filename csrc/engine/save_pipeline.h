@@ -90,8 +90,8 @@ struct FileWriter {
 //   2. Writers write buffers, in the order of the file; there is a writer for each file that may be
 //      written in parallel. Up to two threads work for a writer: while one writes a buffer, the
 //      other completes the checksums of the next one.
-//      The buffers of a file with a collective buffer (engine/collective_buffer.h) are written one
-//      by one. Such a write may have to wait for other ranks, and goes on a little later.
+//      Buffers with bytes that a collective buffer collects (engine/collective_buffer.h) are written
+//      one by one. Such a write may have to wait for other ranks, and goes on a little later.
 //   3. The byte budget limits the number of buffers. A stager without a buffer waits for one to be
 //      released, which provides back-pressure. A piece is claimed only together with a buffer, and
 //      files are staged and written in the same order. Some open file can therefore always go on:
