@@ -148,6 +148,11 @@ Result<FileIdentity> File::identity() const {
   return identity_at(fd_, "", AT_EMPTY_PATH, path_);
 }
 
+Result<> File::lock() {
+  if (uninterrupted([&] { return ::flock(fd_, LOCK_EX); }) == 0) return {};
+  return system_error(errno, "flock", path_);
+}
+
 Result<bool> File::try_lock() {
   if (uninterrupted([&] { return ::flock(fd_, LOCK_EX | LOCK_NB); }) == 0) return true;
   return errno == EWOULDBLOCK ? Result<bool>(false) : system_error(errno, "flock", path_);

@@ -66,6 +66,8 @@ class File {
   /// the file.
   Result<std::size_t> read_some_at(std::span<std::byte> out, std::uint64_t offset) const;
 
+  /// Locks the file exclusively. Waits while another descriptor holds a lock.
+  Result<> lock();
   /// Tries to lock the file exclusively, without waiting. Returns false if another descriptor holds
   /// a lock, and fails if the file system has no locks.
   Result<bool> try_lock();

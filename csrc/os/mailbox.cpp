@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -39,21 +38,6 @@ Error last_error(const char* operation, const std::string& path) {
   return system_error(errno, operation, path);
 }
 
-// Unlocks a locked file explicitly. Closing the file does not release the lock if another thread
-// forks meanwhile: the child inherits the descriptor and with it the lock, and would wait for it.
-class Lock {
- public:
-  explicit Lock(int fd) : fd_(fd) {}
-  ~Lock() {
-    if (fd_ >= 0) ::flock(fd_, LOCK_UN);
-  }
-  Lock(Lock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Lock& operator=(Lock&&) = delete;
-
- private:
-  int fd_;
-};
-
 }  // namespace
 
 // The locked memory file. It has its own descriptor, because processes that share the mailbox's
@@ -61,25 +45,28 @@ class Lock {
 class Mailbox::Locked {
  public:
   static Result<Locked> open(const Mailbox& mailbox) {
-    const std::string path = mailbox.path(mailbox.address_.memory);
-    const auto opened = open_memory_file(path, mailbox.address_.memory_file);
-    if (!opened) return opened.error();
-    const int fd = *opened;
-    auto file = File::adopt(fd, path, false);
+    auto file =
+        open_memory_file(mailbox.path(mailbox.address_.memory), mailbox.address_.memory_file);
     if (!file) return file.error();
-    if (uninterrupted([&] { return ::flock(fd, LOCK_EX); }) != 0) return last_error("flock", path);
-    Lock lock(fd);
-    Head head;
-    auto read = file->read_at(std::as_writable_bytes(std::span(&head, 1)), 0);
+    if (auto locked = file->lock(); !locked) return locked.error();
+    Locked opened(std::move(*file));
+    auto read = opened.file.read_at(std::as_writable_bytes(std::span(&opened.head, 1)), 0);
     if (!read) return read.error();
-    return Locked{std::move(*file), head, std::move(lock)};
+    return opened;
   }
+
+  Locked(Locked&&) = default;
+  // Closing the file does not release the lock if another thread forks meanwhile: the child
+  // inherits the descriptor and with it the lock, and would wait for it.
+  ~Locked() { file.unlock(); }
 
   Result<> write_head() { return file.write_at(std::as_bytes(std::span(&head, 1)), 0); }
 
   File file;
   Head head;
-  Lock lock;  // declared last, so that the lock is released before the file is closed
+
+ private:
+  explicit Locked(File opened) : file(std::move(opened)) {}
 };
 
 Result<Mailbox> Mailbox::create() {
@@ -151,7 +138,7 @@ Result<Mailbox::Contents> Mailbox::read() { return contents(false); }
 Result<Mailbox::Contents> Mailbox::contents(bool takes) {
   auto locked = Locked::open(*this);
   if (!locked) return locked.error();
-  auto& [file, head, lock] = *locked;
+  auto& [file, head] = *locked;
   auto size = file.size();
   if (!size) return size.error();
   if (!inside(sizeof(Head), 0, head.end) || !inside(head.end, 0, *size)) {

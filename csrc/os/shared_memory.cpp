@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kName = "torch_ckpt shared memory";
 
-// Empty if processes on this machine cannot be told apart from others.
+// Returns an empty text if the system does not identify the machine.
 std::string own_machine() {
   const ProcessSpace space = own_process_space();
   if (space.boot.empty()) return {};
@@ -25,7 +25,7 @@ std::string own_machine() {
 
 }  // namespace
 
-Result<int> open_memory_file(const std::string& path, const FileIdentity& identity) {
+Result<File> open_memory_file(const std::string& path, const FileIdentity& identity) {
   TC_FAULT("open", path);
   // O_NONBLOCK and O_NOCTTY, because the path may lead to another kind of file by now.
   const int fd = uninterrupted(
@@ -36,7 +36,7 @@ Result<int> open_memory_file(const std::string& path, const FileIdentity& identi
   auto found = file->identity();
   if (!found) return found.error();
   if (*found != identity) return system_error(ENOENT, "open", path);
-  return std::move(*file).release();
+  return file;
 }
 
 Result<MemoryFile> MemoryFile::create() {
@@ -64,9 +64,7 @@ MemoryFile::~MemoryFile() {
 Result<SharedMemory> SharedMemory::map(const MemoryFile::Address& address, std::size_t bytes) {
   const std::string path =
       "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
-  const auto opened = open_memory_file(path, address.file);
-  if (!opened) return opened.error();
-  auto file = File::adopt(*opened, path, false);
+  auto file = open_memory_file(path, address.file);
   if (!file) return file.error();
   // Without allocated memory, a write to the mapping could raise SIGBUS.
   if (auto reserved = file->reserve(bytes); !reserved) return reserved.error();

@@ -18,9 +18,9 @@
 
 namespace torch_ckpt::os {
 
-/// Opens a file in memory by its path beneath /proc, and returns a descriptor that the caller owns.
-/// Fails with ENOENT if the path leads to another file than `identity` by now.
-Result<int> open_memory_file(const std::string& path, const FileIdentity& identity);
+/// Opens a file in memory by its path beneath /proc. Fails with ENOENT if the path leads to another
+/// file than `identity` by now.
+Result<File> open_memory_file(const std::string& path, const FileIdentity& identity);
 
 // An empty file in memory. Owns the descriptor.
 class MemoryFile {
