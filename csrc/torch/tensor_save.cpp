@@ -52,11 +52,7 @@ void SaveSources::add(std::string name, std::span<const std::byte> bytes,
 
 void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, const Extents& sizes,
                            const Extents& offsets, at::ScalarType stored) {
-  if (parts_.size() >= places_.places.size()) {
-    Error error = format_error(Errc::internal, "the coordinator has sent no place for the tensor");
-    error.subject = name;
-    throw Failure(error);
-  }
+  if (parts_.size() >= places_.places.size()) throw_misplaced(parts_.size() + 1);
   const auto& [file, begin] = places_.places[parts_.size()];
   engine::SavePart part;
   part.file = file;
@@ -78,7 +74,14 @@ void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, co
   tensors_.push_back(tensor);
 }
 
+void SaveSources::throw_misplaced(std::size_t parts) const {
+  throw Failure(format_error(Errc::internal,
+                             "the coordinator has sent " + std::to_string(places_.places.size()) +
+                                 " places for " + std::to_string(parts) + " parts"));
+}
+
 engine::SaveLayout SaveSources::lay_out(const engine::NamingOptions& naming) {
+  if (parts_.size() != places_.places.size()) throw_misplaced(parts_.size());
   resolve();
   if (!parts_.empty()) return engine::lay_out_parts(std::exchange(parts_, {}), shared_files());
   return engine::lay_out_save(std::exchange(items_, {}), naming).value();

@@ -44,6 +44,7 @@ class SaveSources {
   /// alive.
   void resolve();
 
+  [[noreturn]] void throw_misplaced(std::size_t parts) const;
   engine::SaveLayout lay_out(const engine::NamingOptions& naming);
   std::vector<engine::SharedFile> shared_files() const;
 
