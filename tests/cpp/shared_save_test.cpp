@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <deque>
 #include <numeric>
+#include <optional>
 
 #include "engine/save_layout.h"
 #include "engine/save_session.h"
@@ -55,10 +56,11 @@ class SharedFiles {
     }
   }
 
-  /// Lets the ranks of this process share memory, to collect the parts of all tensors.
-  void collect(const os::MemoryFile& memory) {
+  /// Lets the ranks share memory, to collect the parts of all tensors.
+  void collect() {
+    memory_.emplace(os::MemoryFile::create().value());
     planning::CollectiveRanges ranges;
-    ranges.memory = memory.address();
+    ranges.memory = memory_->address();
     for (const Sharded& tensor : tensors_) {
       const auto file = static_cast<std::uint32_t>(tensor.file);
       if (tensor.bytes() == 0) continue;
@@ -139,6 +141,7 @@ class SharedFiles {
   std::vector<Sharded> tensors_;
   std::vector<SharedFile> files_;
   std::deque<std::string> sources_;
+  std::optional<os::MemoryFile> memory_;
 };
 
 std::vector<Sharded> rows_and_columns() {
@@ -161,6 +164,33 @@ std::vector<Sharded> many_columns() {
 /// Long and short runs that are written by few calls.
 std::vector<Sharded> few_runs() { return {{{2, 150000}, 0, 4}, {{6, 96}, 1, 2}, {{9}, 0, 8}}; }
 
+std::shared_ptr<SaveSession> start(std::vector<FileJob> jobs, const TempDir& directory,
+                                   const SaveOptions& options = {}) {
+  return SaveSession::start(context(), open_directory(directory), std::move(jobs), options).value();
+}
+
+std::vector<std::shared_ptr<SaveSession>> start_all(SharedFiles& files, const TempDir& directory,
+                                                    const SaveOptions& options = {}) {
+  std::vector<std::shared_ptr<SaveSession>> sessions;
+  for (std::size_t rank = 0; rank < files.ranks(); ++rank) {
+    sessions.push_back(start(files.of_rank(rank).files, directory, options));
+  }
+  return sessions;
+}
+
+std::vector<format::FileResult> results_of(const std::shared_ptr<SaveSession>& session) {
+  wait_for_end(*session);
+  EXPECT_EQ(session->progress().bytes_written, session->progress().bytes_planned);
+  return session->results().value();
+}
+
+std::vector<std::vector<format::FileResult>> results_of(
+    const std::vector<std::shared_ptr<SaveSession>>& sessions) {
+  std::vector<std::vector<format::FileResult>> results;
+  for (const auto& session : sessions) results.push_back(results_of(session));
+  return results;
+}
+
 class SharedSave : public ::testing::TestWithParam<DirectIo> {};
 INSTANTIATE_TEST_SUITE_P(AllModes, SharedSave, all_direct_io(), direct_io_name);
 
@@ -176,48 +206,14 @@ TEST_P(SharedSave, WritesThePartsOfAllRanksToTheirPlaces) {
         options.chunk_bytes = chunk_bytes;
         options.direct_io = GetParam();
         options.snapshot = rank == 1;
-        sessions.push_back(SaveSession::start(context(), open_directory(directory),
-                                              files.of_rank(rank).files, options)
-                               .value());
+        sessions.push_back(start(files.of_rank(rank).files, directory, options));
         if (in_turn) wait_for_end(*sessions.back());
       }
-      std::vector<std::vector<format::FileResult>> results;
-      for (const auto& session : sessions) {
-        wait_for_end(*session);
-        results.push_back(session->results().value());
-        EXPECT_EQ(session->progress().bytes_written, session->progress().bytes_planned);
-      }
+      const auto results = results_of(sessions);
       files.expect_on_disk(directory);
       files.expect_checksums(results);
     }
   }
-}
-
-std::shared_ptr<SaveSession> start(SharedFiles& files, std::size_t rank, const TempDir& directory,
-                                   const SaveOptions& options) {
-  return SaveSession::start(context(), open_directory(directory), files.of_rank(rank).files,
-                            options)
-      .value();
-}
-
-std::vector<std::shared_ptr<SaveSession>> start_all(SharedFiles& files, const TempDir& directory,
-                                                    const SaveOptions& options) {
-  std::vector<std::shared_ptr<SaveSession>> sessions;
-  for (std::size_t rank = 0; rank < files.ranks(); ++rank) {
-    sessions.push_back(start(files, rank, directory, options));
-  }
-  return sessions;
-}
-
-std::vector<std::vector<format::FileResult>> results_of(
-    const std::vector<std::shared_ptr<SaveSession>>& sessions) {
-  std::vector<std::vector<format::FileResult>> results;
-  for (const auto& session : sessions) {
-    wait_for_end(*session);
-    results.push_back(session->results().value());
-    EXPECT_EQ(session->progress().bytes_written, session->progress().bytes_planned);
-  }
-  return results;
 }
 
 TEST_P(SharedSave, CollectsThePartsOfRanksThatShareMemory) {
@@ -225,9 +221,8 @@ TEST_P(SharedSave, CollectsThePartsOfRanksThatShareMemory) {
   for (const std::size_t files_at_once : {1, 2}) {
     for (const std::size_t chunk_bytes : {64 * std::size_t{4096}, kHostChunkBytes}) {
       const TempDir directory;
-      const auto memory = os::MemoryFile::create().value();
       SharedFiles files(3, many_columns(), random);
-      files.collect(memory);
+      files.collect();
       SaveOptions options;
       options.parallel_files = files_at_once;
       options.chunk_bytes = chunk_bytes;
@@ -242,16 +237,15 @@ TEST_P(SharedSave, CollectsThePartsOfRanksThatShareMemory) {
 TEST(CollectiveSave, WritesFewAndLargeBlocks) {
   Random random(7);
   const TempDir directory;
-  const auto memory = os::MemoryFile::create().value();
   SharedFiles files(2, {{{4000, 512}, 1, 2}}, random);
-  files.collect(memory);
+  files.collect();
   std::atomic<int> writes = 0;
   {
     const os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
       if (operation == "pwrite") ++writes;
       return 0;
     });
-    results_of(start_all(files, directory, {}));
+    results_of(start_all(files, directory));
   }
   files.expect_on_disk(directory);
   // One window, whose first and last blocks are incomplete.
@@ -262,29 +256,25 @@ TEST(CollectiveSave, WritesFewAndLargeBlocks) {
 TEST(CollectiveSave, DependsOnNoOtherRank) {
   Random random(8);
   const TempDir directory;
-  const auto memory = os::MemoryFile::create().value();
   // Two windows more than there are blocks.
   SharedFiles files(2, {{{5000, 4000}, 1, 2}}, random);
-  files.collect(memory);
+  files.collect();
   std::vector<std::vector<format::FileResult>> results;
   for (std::size_t rank = 0; rank < files.ranks(); ++rank) {
-    const auto session = start(files, rank, directory, {});
-    wait_for_end(*session);
-    results.push_back(session->results().value());
+    results.push_back(results_of(start(files.of_rank(rank).files, directory)));
   }
   files.expect_on_disk(directory);
   files.expect_checksums(results);
 }
 
-TEST(CollectiveSave, GoesOnWithoutARankThatFails) {
+TEST(CollectiveSave, ContinuesWithoutARankThatFails) {
   Random random(9);
   const TempDir directory;
-  const auto memory = os::MemoryFile::create().value();
   SharedFiles files(2, {{{5000, 4000}, 1, 2}}, random);
-  files.collect(memory);
+  files.collect();
   SaveOptions options;
   options.max_bytes_per_second = 1;
-  const auto failing = start(files, 0, directory, options);
+  const auto failing = start(files.of_rank(0).files, directory, options);
   failing->cancel();
   wait_for_end(*failing);
   EXPECT_TRUE(ok(run_save(directory, files.of_rank(1).files, {})));
@@ -295,9 +285,8 @@ TEST(CollectiveSave, FailsAtEachCallThatFails) {
   for (const char* operation : {"open", "fallocate", "pwrite", "fsync", "close"}) {
     for (std::size_t n = 1;; ++n) {
       const TempDir directory;
-      const auto memory = os::MemoryFile::create().value();
       SharedFiles files(2, {{{400, 400}, 1, 2}}, random);
-      files.collect(memory);
+      files.collect();
       ASSERT_TRUE(ok(run_save(directory, files.of_rank(0).files, {})));
       const NthCallFails fault(operation, n, EIO);
       const os::ScopedFaultHook hook(fault);
@@ -320,11 +309,7 @@ TEST(SharedSaveOfADevice, WritesThePartsToTheirPlaces) {
   SharedFiles files(2, rows_and_columns(), random);
   std::vector<std::vector<format::FileResult>> results;
   for (std::size_t rank = 0; rank < files.ranks(); ++rank) {
-    auto session = SaveSession::start(context(), open_directory(directory),
-                                      files.of_rank(rank, &device).files, {})
-                       .value();
-    wait_for_end(*session);
-    results.push_back(session->results().value());
+    results.push_back(results_of(start(files.of_rank(rank, &device).files, directory)));
   }
   files.expect_on_disk(directory);
   files.expect_checksums(results);
