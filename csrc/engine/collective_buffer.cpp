@@ -39,7 +39,11 @@ Result<std::shared_ptr<CollectiveBuffer>> CollectiveBuffer::open(
     windows += (range.end - 1) / kWindowBytes - range.begin / kWindowBytes + 1;
   }
   auto memory = os::SharedMemory::map(given.memory, words_bytes(windows) + kBlocks * kWindowBytes);
-  if (!memory) return memory.error();
+  if (!memory) {
+    Error error = memory.error();
+    error.detail = "could not share the memory in which the ranks of this machine collect writes";
+    return error;
+  }
   return std::shared_ptr<CollectiveBuffer>(
       new CollectiveBuffer(std::move(*memory), std::move(ranges), windows));
 }

@@ -91,7 +91,7 @@ struct FileWriter {
 //      written in parallel. Up to two threads work for a writer: while one writes a buffer, the
 //      other completes the checksums of the next one.
 //      Buffers with bytes that a collective buffer collects (engine/collective_buffer.h) are written
-//      one by one. Such a write may have to wait for other ranks, and goes on a little later.
+//      one by one. Such a write may have to wait for other ranks, and continues a little later.
 //   3. The byte budget limits the number of buffers. A stager without a buffer waits for one to be
 //      released, which provides back-pressure. A piece is claimed only together with a buffer, and
 //      files are staged and written in the same order. Some open file can therefore always go on:

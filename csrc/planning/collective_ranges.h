@@ -15,8 +15,8 @@
 
 namespace torch_ckpt::planning {
 
-/// Shorter runs of a part are collected with those of other ranks before they are written. Longer
-/// runs are written with direct I/O if the file system supports it.
+/// Size of the smallest long run. A rank writes a long run with direct I/O if the file system
+/// supports direct I/O. The ranks of a machine collect short runs before they write them.
 inline constexpr std::uint64_t kLongRunBytes = std::uint64_t{64} << 10;
 
 /// The bytes of a file that a rank writes.

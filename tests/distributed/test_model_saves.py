@@ -124,6 +124,31 @@ def case_short_runs_of_several_ranks_are_collected(launch: Launch) -> None:
         assert int(writes) < 200
 
 
+@on(4)
+def case_columns_are_saved_without_shared_memory(launch: Launch) -> None:
+    expected = {"columns": tensor_of("columns", 500, 3001)}
+    state: StateDict = {
+        "columns": distribute_tensor(expected["columns"], mesh_1d(launch), [Shard(1)])
+    }
+    for number, save in enumerate(SAVERS):
+        path = launch.path(str(number), "model")
+        with failing("memfd_create", errno.EMFILE):
+            save(state, path)
+        assert_saved(launch, path, expected)
+
+
+@on(4)
+def case_a_rank_that_cannot_share_memory_fails_the_save(launch: Launch) -> None:
+    state = {"columns": distribute_tensor(torch.ones(500, 3001), mesh_1d(launch), [Shard(1)])}
+    path = launch.path("model")
+    for save in (by_save, by_dcp):
+        with failing("mmap", errno.ENOMEM if launch.rank == 1 else 0, "/proc/*"):
+            causes = failure_of(launch, save, state, path)
+        assert causes.keys() == {1}
+        assert isinstance(causes[1], OSError)
+        assert "could not share the memory" in str(causes[1])
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -240,8 +240,7 @@ class SafetensorsWriter(FileSystemWriter):
         self._is_coordinator = rank == 0
         _core.make_directories(os.fspath(self._parent))
 
-    @property
-    def offered_memory(self) -> bytes:
+    def offer_memory(self) -> bytes:
         if self._memory is None:
             self._memory = _core.offer_memory()
         return b"" if self._memory is None else self._memory.address
@@ -339,7 +338,7 @@ class SafetensorsWriter(FileSystemWriter):
         except BaseException:
             self.abandon()
             raise
-        self._save = self._layout = self._directory = None
+        self._save = self._layout = self._directory = self._memory = None
         save.publish(self.sync_files)
         return SavedModel(os.fspath(self.path))
 
@@ -378,7 +377,7 @@ class SafetensorsWriter(FileSystemWriter):
                 "does not work with SafetensorsWriter"
             )
         self.set_up_for_save(self.rank or 0)
-        return dataclasses.replace(plan, storage_data=self.offered_memory)
+        return dataclasses.replace(plan, storage_data=self.offer_memory())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         tensors: dict[str, tuple[str, list[int]]] = {}

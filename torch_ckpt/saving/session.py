@@ -43,7 +43,7 @@ class RankMessage(NamedTuple):
         identity: see :attr:`FileSystemWriter.identity`.
         directory: identity of the directory that the rank has opened.
         fingerprints: see :meth:`SaveState.fingerprints`; None if replicas are not compared.
-        offered_memory: see :attr:`FileSystemWriter.offered_memory`.
+        offered_memory: see :meth:`FileSystemWriter.offer_memory`.
     """
 
     contents: Contents | int
@@ -212,7 +212,7 @@ class SaveSession:
         contents = number or state.contents(self._ranks.share)
         writer = self._writer
         directory = DirectoryIdentity.of(writer.directory)
-        offered = writer.offered_memory if self._ranks.size > 1 else b""
+        offered = writer.offer_memory() if self._ranks.size > 1 else b""
         return RankMessage(contents, writer.identity, directory, fingerprints, offered), state
 
     # --- 2. the plan, on the coordinator ---------------------------------------------------------

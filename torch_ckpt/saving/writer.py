@@ -442,10 +442,9 @@ class FileSystemWriter(StockWriter):
     def prepare_state(self, state: SaveState) -> None:
         """Removes values from a state dict that this writer does not write."""
 
-    @property
-    def offered_memory(self) -> bytes:
-        """The address of memory that this rank offers for the save to the ranks of its machine;
-        empty if it offers none."""
+    def offer_memory(self) -> bytes:
+        """Returns the address of memory that the ranks of this machine can use for the save; empty
+        if this rank offers none."""
         return b""
 
     def places(self, plan: GlobalPlan, offers: list[bytes]) -> Sequence[bytes]:
@@ -453,7 +452,7 @@ class FileSystemWriter(StockWriter):
         rank writes files of its own. Called on the coordinator.
 
         Args:
-            offers: the :attr:`offered_memory` of each rank.
+            offers: the result of :meth:`offer_memory` on each rank.
         """
         return ()
 
