@@ -80,6 +80,13 @@ def assert_saved(launch: Launch, path: Path, expected: StateDict) -> None:
     dist.barrier()
 
 
+def assert_each_saver_saves(launch: Launch, state: StateDict, expected: StateDict) -> None:
+    for number, save in enumerate(SAVERS):
+        path = launch.path(str(number), "model")
+        save(state, path)
+        assert_saved(launch, path, expected)
+
+
 @on(4)
 def case_shards_of_any_kind_are_written_to_their_places(launch: Launch) -> None:
     mesh, mesh2, shape = mesh_1d(launch), mesh_2d(launch), (37, 26, 5)
@@ -95,10 +102,7 @@ def case_shards_of_any_kind_are_written_to_their_places(launch: Launch) -> None:
     # Fewer elements than ranks: some ranks have none.
     expected["short"] = tensor_of("short", 2, 3)
     state["short"] = distribute_tensor(expected["short"], mesh, [Shard(0)])
-    for number, save in enumerate(SAVERS):
-        path = launch.path(str(number), "model")
-        save(state, path)
-        assert_saved(launch, path, expected)
+    assert_each_saver_saves(launch, state, expected)
 
 
 @on(4)
@@ -130,11 +134,21 @@ def case_columns_are_saved_without_shared_memory(launch: Launch) -> None:
     state: StateDict = {
         "columns": distribute_tensor(expected["columns"], mesh_1d(launch), [Shard(1)])
     }
-    for number, save in enumerate(SAVERS):
-        path = launch.path(str(number), "model")
-        with failing("memfd_create", errno.EMFILE):
-            save(state, path)
-        assert_saved(launch, path, expected)
+    with failing("memfd_create", errno.EMFILE):
+        assert_each_saver_saves(launch, state, expected)
+
+
+@on(4)
+def case_the_coordinator_frees_shared_memory_at_the_end_of_a_save(launch: Launch) -> None:
+    state = {"columns": distribute_tensor(torch.ones(500, 3001), mesh_1d(launch), [Shard(1)])}
+    writer = torch_ckpt.SafetensorsWriter(launch.path("model"))
+    dcp.save(state, storage_writer=writer)
+    if launch.rank == 0:
+        opened = [
+            os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()
+        ]
+        assert [name for name in opened if "torch_ckpt shared memory" in name] == []
+    dist.barrier()
 
 
 @on(4)

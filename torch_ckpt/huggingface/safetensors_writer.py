@@ -338,7 +338,7 @@ class SafetensorsWriter(FileSystemWriter):
         except BaseException:
             self.abandon()
             raise
-        self._save = self._layout = self._directory = self._memory = None
+        self._forget_save()
         save.publish(self.sync_files)
         return SavedModel(os.fspath(self.path))
 
@@ -359,10 +359,13 @@ class SafetensorsWriter(FileSystemWriter):
         """Does nothing: the coordinator removes the directory."""
 
     def abandon(self) -> None:
-        save, self._save, self._layout = self._save, None, None
-        self._directory = self._memory = None
+        save = self._save
+        self._forget_save()
         if save is not None:
             save.discard()
+
+    def _forget_save(self) -> None:
+        self._save = self._layout = self._directory = self._memory = None
 
     # --- DCP's contract, in the order of a save --------------------------------------------------
 

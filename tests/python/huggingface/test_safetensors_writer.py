@@ -18,7 +18,7 @@ import torch_ckpt
 from tests.fault_hooks import failing
 from tests.safetensors_files import SAFE_DTYPES
 from tests.support import StateDict, assert_equal, cause_of, random_tensor
-from torch_ckpt import SafetensorsWriter
+from torch_ckpt import _C, SafetensorsWriter, _core
 
 
 def save(state: StateDict, path: Path, **options: Any) -> None:
@@ -284,3 +284,32 @@ def test_the_checksums_detect_a_flipped_bit(tmp_path: Path) -> None:
     contents[-1000] ^= 1
     file.write_bytes(contents)
     assert not torch_ckpt.verify(tmp_path / "m").ok
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_save_needs_as_many_parts_as_places(tmp_path: Path, parts: int) -> None:
+    tensors = [(name, "float32", [4]) for name in ("a", "b")]
+    layout = _core.SafetensorsLayout.of_tensors(tensors, None, 1 << 20, [])
+    [places] = layout.places_of_parts([[(0, [0], [4]), (1, [0], [4])]], [b""])
+    sources = _C.SaveSources()
+    sources.set_places(places)
+
+    def save_parts() -> None:
+        for _ in range(parts):
+            sources.add_part("a", torch.ones(4), [4], [0], None)
+        _C.start_save(
+            _core.Directory(tmp_path),
+            "",
+            sources,
+            buckets=1,
+            file_per_item=False,
+            separation_hint="",
+            max_host_bytes=0,
+            direct_io="auto",
+            sync=False,
+            background=None,
+        )
+
+    with pytest.raises(RuntimeError, match=f"the coordinator has sent 2 places for {parts} parts"):
+        save_parts()
+    assert os.listdir(tmp_path) == []
