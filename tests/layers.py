@@ -168,7 +168,7 @@ def picture() -> str:
 CSRC = {
     "torch_python": "The extension module _C: bindings that accept or return tensors.",
     "python": "The extension module _core: bindings that parse, release the GIL, call, translate.",
-    "torch": "Tensors as sources and targets, load waves, conversions by ATen; no pybind11.",
+    "torch": "Tensors as sources and targets, and load waves, by LibTorch's C functions.",
     "engine": "File images, the sessions of saves, loads and verifications, results, thread pools.",
     "directory": "Protocols on disk, numbered: commits, leases, deletions, and the steps of a run.",
     "staging": "Sources, copies from host and device, the pool of chunks.",

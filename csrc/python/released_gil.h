@@ -59,4 +59,16 @@ class TakenGil {
   TakenGil& operator=(const TakenGil&) = delete;
 };
 
+/// Holds the GIL for its lifetime, on any thread, whether or not the thread already holds it.
+class EnsuredGil {
+ public:
+  EnsuredGil() : state_(outlasting_python([] { return PyGILState_Ensure(); })) {}
+  ~EnsuredGil() { PyGILState_Release(state_); }
+  EnsuredGil(const EnsuredGil&) = delete;
+  EnsuredGil& operator=(const EnsuredGil&) = delete;
+
+ private:
+  const PyGILState_STATE state_;
+};
+
 }  // namespace torch_ckpt::python

@@ -348,11 +348,38 @@ void unpin(std::span<std::byte> memory, int device) {
   cudaHostUnregister(memory.data());
 }
 
+Result<void*> record_event(int device, void* stream) {
+  TC_ON_DEVICE(device);
+  cudaEvent_t event = nullptr;
+  TC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  if (const cudaError_t code = cudaEventRecord(event, static_cast<cudaStream_t>(stream));
+      code != cudaSuccess) {
+    cudaEventDestroy(event);
+    return cuda_error(code, "cudaEventRecord");
+  }
+  return event;
+}
+
+void destroy_event(int device, void* event) {
+  const DeviceGuard on(device);
+  cudaEventDestroy(static_cast<cudaEvent_t>(event));
+}
+
+Result<> wait_for_stream(int device, void* stream) {
+  TC_ON_DEVICE(device);
+  TC_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+  return {};
+}
+
 constexpr DeviceSupport kCuda{
     [](const std::vector<ReadyEvent>& ready, Warn warn) {
       return std::unique_ptr<DeviceCopier>(std::make_unique<CudaCopier>(ready, std::move(warn)));
     },
-    pin, unpin};
+    pin,
+    unpin,
+    record_event,
+    destroy_event,
+    wait_for_stream};
 
 const bool kRegistered = (register_device_support(&kCuda), true);
 

@@ -75,6 +75,10 @@ struct DeviceSupport {
   /// is not used.
   Result<> (*pin)(std::span<std::byte>, int device);
   void (*unpin)(std::span<std::byte>, int device);
+  /// Creates an event, and records it on a stream of the caller. Destroy it with destroy_event().
+  Result<void*> (*record_event)(int device, void* stream);
+  void (*destroy_event)(int device, void* event);
+  Result<> (*wait_for_stream)(int device, void* stream);
 };
 
 /// Called once at program start by the file that implements a device. `support` must have static

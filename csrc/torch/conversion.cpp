@@ -1,8 +1,5 @@
 #include "torch/conversion.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -10,7 +7,7 @@
 
 #include "error.h"
 #include "format/convert.h"
-#include "torch/tensor_checks.h"
+#include "torch/tensor.h"
 
 namespace torch_ckpt::tensors {
 namespace {
@@ -22,24 +19,22 @@ constexpr std::size_t kMaxItemBytes = 16;
 
 using Buffer = std::array<std::byte, kAtOnce * kMaxItemBytes>;
 
-at::Tensor tensor_in(Buffer& buffer, std::size_t count, at::ScalarType dtype) {
-  return at::from_blob(buffer.data(), {static_cast<std::int64_t>(count)},
-                       at::TensorOptions().dtype(dtype));
+Tensor tensor_in(const Buffer& buffer, std::size_t count, ScalarType dtype) {
+  const std::int64_t size[] = {static_cast<std::int64_t>(count)};
+  const std::int64_t stride[] = {1};
+  return Tensor::on_memory(buffer.data(), size, stride, dtype, nullptr);
 }
 
-void copy_by_torch(std::byte* out, const std::byte* in, std::size_t count, at::ScalarType from,
-                   at::ScalarType to, bool conj, bool neg) {
+void copy_by_torch(std::byte* out, const std::byte* in, std::size_t count, ScalarType from,
+                   ScalarType to, bool conj, bool neg) {
   alignas(64) Buffer source;
   alignas(64) Buffer target;
-  const std::size_t in_bytes = c10::elementSize(from);
-  const std::size_t out_bytes = c10::elementSize(to);
+  const std::size_t in_bytes = from.item_bytes();
+  const std::size_t out_bytes = to.item_bytes();
   while (count > 0) {
     const std::size_t part = std::min(count, kAtOnce);
     std::memcpy(source.data(), in, part * in_bytes);
-    at::Tensor values = tensor_in(source, part, from);
-    if (conj) values = values.conj();
-    if (neg) values = values._neg_view();
-    tensor_in(target, part, to).copy_(values);
+    tensor_in(target, part, to).copy_from(tensor_in(source, part, from).lazily(conj, neg));
     std::memcpy(out, target.data(), part * out_bytes);
     in += part * in_bytes;
     out += part * out_bytes;
@@ -49,11 +44,11 @@ void copy_by_torch(std::byte* out, const std::byte* in, std::size_t count, at::S
 
 }  // namespace
 
-staging::Convert conversion_between(const std::string& name, at::ScalarType from, at::ScalarType to,
+staging::Convert conversion_between(const std::string& name, ScalarType from, ScalarType to,
                                     bool conj, bool neg) {
   if (!conj && !neg) {
-    const format::Dtype* const source = dtype_of(from);
-    const format::Dtype* const target = dtype_of(to);
+    const format::Dtype* const source = from.known();
+    const format::Dtype* const target = to.known();
     if (source != nullptr && target != nullptr) {
       if (const format::Conversion known = format::find_conversion(*source, *target)) return known;
     }
@@ -68,7 +63,7 @@ staging::Convert conversion_between(const std::string& name, at::ScalarType from
     convert(out.data(), zero.data(), 1);
   } catch (const std::exception&) {
     throw Failure(format_error(Errc::invalid_argument, name + ": torch cannot convert " +
-                                                           name_of(from) + " to " + name_of(to)));
+                                                           from.name() + " to " + to.name()));
   }
   return convert;
 }

@@ -1,8 +1,7 @@
 #pragma once
 
-#include <c10/util/ArrayRef.h>
-
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace torch_ckpt::tensors {
@@ -10,7 +9,9 @@ namespace torch_ckpt::tensors {
 /// Sizes, strides or offsets as the engine's unsigned type.
 using Extents = std::vector<std::uint64_t>;
 
-inline Extents unsigned_of(c10::IntArrayRef values) { return {values.begin(), values.end()}; }
+inline Extents unsigned_of(std::span<const std::int64_t> values) {
+  return {values.begin(), values.end()};
+}
 inline std::vector<std::int64_t> signed_of(const Extents& values) {
   return {values.begin(), values.end()};
 }

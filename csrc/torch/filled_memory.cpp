@@ -8,17 +8,19 @@ namespace torch_ckpt::tensors {
 namespace {
 
 /// Returns the address range that contains the tensor's elements.
-std::pair<std::uintptr_t, std::uintptr_t> extent_of(const at::Tensor& tensor) {
-  if (tensor.numel() == 0 || !tensor.has_storage()) return {0, 0};
+std::pair<std::uintptr_t, std::uintptr_t> extent_of(const Tensor& tensor) {
+  if (tensor.numel() == 0 || !tensor.is_strided()) return {0, 0};
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
   std::int64_t last = 0;
-  for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.unsafeGetTensorImpl()->data());
-  return {begin, begin + (static_cast<std::uintptr_t>(last) + 1) * tensor.itemsize()};
+  for (std::size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * strides[d];
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data());
+  return {begin, begin + (static_cast<std::uintptr_t>(last) + 1) * tensor.item_bytes()};
 }
 
 }  // namespace
 
-bool FilledMemory::add(const std::string& name, const at::Tensor& tensor) {
+bool FilledMemory::add(const std::string& name, const Tensor& tensor) {
   auto [begin, end] = extent_of(tensor);
   if (begin == end) return true;
   auto next = spans_.lower_bound(begin);

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <map>
 #include <string>
+
+#include "torch/tensor.h"
 
 namespace torch_ckpt::tensors {
 
@@ -15,7 +15,7 @@ class FilledMemory {
  public:
   /// Adds the memory of a tensor. If another name fills part of this memory, returns false and adds
   /// nothing.
-  bool add(const std::string& name, const at::Tensor& tensor);
+  bool add(const std::string& name, const Tensor& tensor);
   void clear() { spans_.clear(); }
 
  private:

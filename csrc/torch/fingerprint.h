@@ -1,8 +1,8 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
+
+#include "torch/tensor.h"
 
 namespace torch_ckpt::tensors {
 
@@ -14,6 +14,6 @@ namespace torch_ckpt::tensors {
 /// change in four billion, which the next comparison finds.
 ///
 /// whole: false reads at most 64 KiB, in 16 evenly spread stripes of a larger tensor.
-std::uint32_t fingerprint_of(const at::Tensor& tensor, bool whole);
+std::uint32_t fingerprint_of(const Tensor& tensor, bool whole);
 
 }  // namespace torch_ckpt::tensors

@@ -1,16 +1,17 @@
 #include "torch/flat_state.h"
 
-#include <Python.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <array>
+#include <stdexcept>
 #include <utility>
 
 #include "python/released_gil.h"
 #include "torch/fingerprint.h"
 #include "torch/tensor_checks.h"
+
+namespace py = pybind11;
 
 namespace torch_ckpt::tensors {
 namespace {
@@ -18,12 +19,12 @@ namespace {
 // The string lives until the process ends, like an identifier in code.
 PyObject* interned(const char* name) {
   PyObject* text = PyUnicode_InternFromString(name);
-  if (text == nullptr) throw python_error();
+  if (text == nullptr) throw py::error_already_set();
   return text;
 }
 
 PythonRef checked(PyObject* object) {
-  if (object == nullptr) throw python_error();
+  if (object == nullptr) throw py::error_already_set();
   return PythonRef(object);
 }
 
@@ -36,7 +37,7 @@ PythonRef imported(const char* module, const char* name) {
 class Recursion {
  public:
   Recursion() {
-    if (Py_EnterRecursiveCall(" in a state dict") != 0) throw python_error();
+    if (Py_EnterRecursiveCall(" in a state dict") != 0) throw py::error_already_set();
   }
   ~Recursion() { Py_LeaveRecursiveCall(); }
   Recursion(const Recursion&) = delete;
@@ -57,6 +58,20 @@ void with_utf8(PyObject* text, Use use) {
                        static_cast<std::size_t>(PyBytes_GET_SIZE(encoded.get()))));
 }
 
+bool requires_grad(PyObject* tensor) {
+  static PyObject* const kRequiresGrad = interned("requires_grad");
+  return checked(PyObject_GetAttr(tensor, kRequiresGrad)).get() == Py_True;
+}
+
+std::vector<std::int64_t> shape_of(PyObject* tensor) {
+  static PyObject* const kShape = interned("shape");
+  std::vector<std::int64_t> shape;
+  if (!numbers_of(checked(PyObject_GetAttr(tensor, kShape)).get(), shape)) {
+    throw std::invalid_argument("the shape of a DTensor must be a tuple of integers");
+  }
+  return shape;
+}
+
 /// True if the tensor has methods of its own that torch's planner calls.
 bool plans_itself(PyObject* tensor) {
   PyObject** dict = _PyObject_GetDictPtr(tensor);
@@ -66,7 +81,7 @@ bool plans_itself(PyObject* tensor) {
                                                   interned("global_shape")};
   for (PyObject* name : kNames) {
     if (PyDict_GetItemWithError(*dict, name) != nullptr) return true;
-    if (PyErr_Occurred()) throw python_error();
+    if (PyErr_Occurred()) throw py::error_already_set();
   }
   return false;
 }
@@ -85,19 +100,20 @@ FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here,
   nodes_.emplace_back();
   boxes_.emplace_back();  // the box of all rows that are not DTensors
   const auto count = PyObject_Size(state_dict);
-  if (count < 0) throw python_error();
+  if (count < 0) throw py::error_already_set();
   rows_.reserve(static_cast<std::size_t>(count));
   nodes_.reserve(static_cast<std::size_t>(count) + 1);
   names_.reserve(static_cast<std::size_t>(count));
   visit_mapping(state_dict, kRoot);
   prefix_.clear();
+  find_math_bits();
 }
 
 FlatState::Container FlatState::container_of(PyObject* value) {
   const auto [known, is_new] = containers_.try_emplace(Py_TYPE(value), Container::none);
   if (!is_new) return known->second;
   Container found = Container::none;
-  if (THPVariable_Check(value)) {
+  if (Tensor::is_tensor(value)) {
     found = Container::tensor;
   } else if (PyDict_Check(value)) {
     found = Container::mapping;
@@ -105,7 +121,7 @@ FlatState::Container FlatState::container_of(PyObject* value) {
     found = Container::list;
   } else {
     const int is_mapping = PyObject_IsInstance(value, mapping_class_.get());
-    if (is_mapping < 0) throw python_error();
+    if (is_mapping < 0) throw py::error_already_set();
     if (is_mapping != 0) found = Container::mapping;
   }
   // The entry stays valid: the state dict holds an instance, which keeps its class alive.
@@ -138,24 +154,39 @@ std::uint32_t FlatState::add_node(std::uint32_t parent, PythonRef key, std::size
 }
 
 void FlatState::visit_mapping(PyObject* mapping, std::uint32_t node) {
+  if (PyDict_CheckExact(mapping)) {
+    // The reference keeps the copy alive, and the copy its keys and values: str(key), for example,
+    // can run code that changes the dict.
+    const PythonRef copy = checked(PyDict_Copy(mapping));
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(copy.get(), &at, &key, &value) != 0;) {
+      visit_item(key, value, node);
+    }
+    return;
+  }
   const PythonRef items = checked(PyMapping_Items(mapping));
-  const std::size_t before = prefix_.size();
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.get()); ++i) {
     PyObject* item = PyList_GET_ITEM(items.get(), i);
     if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2) {
       PyErr_SetString(PyExc_TypeError,
                       "the items() of a mapping must be pairs of a key and a value");
-      throw python_error();
+      throw py::error_already_set();
     }
-    PythonRef key = checked(PyObject_Str(PyTuple_GET_ITEM(item, 0)));
-    // The first key may be empty; like torch, write the dot nevertheless.
-    if (node != kRoot) prefix_ += '.';
-    const std::size_t begin = prefix_.size();
-    with_utf8(key.get(), [&](std::string_view bytes) { prefix_ += bytes; });
-    if (node == kRoot) key_ = keys_.add(prefix_).first;
-    visit(PyTuple_GET_ITEM(item, 1), add_node(node, std::move(key), prefix_.size() - begin));
-    prefix_.resize(before);
+    visit_item(PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1), node);
   }
+}
+
+void FlatState::visit_item(PyObject* key, PyObject* value, std::uint32_t node) {
+  const std::size_t before = prefix_.size();
+  PythonRef text = checked(PyObject_Str(key));
+  // The first key may be empty; like torch, write the dot nevertheless.
+  if (node != kRoot) prefix_ += '.';
+  const std::size_t begin = prefix_.size();
+  with_utf8(text.get(), [&](std::string_view bytes) { prefix_ += bytes; });
+  if (node == kRoot) key_ = keys_.add(prefix_).first;
+  visit(value, add_node(node, std::move(text), prefix_.size() - begin));
+  prefix_.resize(before);
 }
 
 void FlatState::visit(PyObject* value, std::uint32_t node) {
@@ -187,7 +218,7 @@ void FlatState::add_row(std::string_view name, PyObject* value, std::uint32_t no
   if (!is_new && !row.is_removed) {
     const std::string text = "duplicated flatten key " + std::string(name);
     PyErr_SetString(PyExc_ValueError, text.c_str());
-    throw python_error();
+    throw py::error_already_set();
   }
   row.is_removed = false;
   row.node = node;
@@ -199,18 +230,14 @@ void FlatState::add_row(std::string_view name, PyObject* value, std::uint32_t no
 void FlatState::fill(Row& row, std::string_view name) {
   PyObject* value = row.value.get();
   row.kind = Kind::other;
-  row.local = at::Tensor();
-  if (THPVariable_CheckTypeExact(Py_TYPE(value))) {
+  row.local = Tensor();
+  if (Tensor::is_exact(value)) {
     if (plans_itself(value)) return;
     row.kind = Kind::plain;
-    row.local = THPVariable_Unpack(value);
-    row.requires_grad = row.local.requires_grad();
-    row.size = extents_.intern({row.local.sizes().data(), row.local.sizes().size()});
-    if (watch_) {
-      row.local = row.local.detach();
-      row.value = checked(THPVariable_Wrap(row.local));
-      watch_->add(name, row.local);
-    }
+    row.requires_grad = requires_grad(value);
+    row.local = used(value);
+    row.size = extents_.intern(row.local.sizes());
+    if (watch_) watch_->add(name, row.local);
     return;
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == dtensor_class_.get() &&
@@ -225,23 +252,38 @@ bool FlatState::fill_dtensor(Row& row, std::string_view name) {
   static PyObject* const kLocal = interned("_local_tensor");
   PyObject* value = row.value.get();
   const PythonRef local = checked(PyObject_GetAttr(value, kLocal));
-  if (!THPVariable_CheckTypeExact(Py_TYPE(local.get())) || plans_itself(local.get())) return false;
-  const at::Tensor& whole = THPVariable_Unpack(value);
-  row.requires_grad = whole.requires_grad();
-  row.size = extents_.intern({whole.sizes().data(), whole.sizes().size()});
+  if (!Tensor::is_exact(local.get()) || plans_itself(local.get())) return false;
+  row.requires_grad = requires_grad(value);
+  row.size = extents_.intern(shape_of(value));
   row.box = box_of(value, row.size);
   if (row.box == 0) return false;
-  row.local = THPVariable_Unpack(local.get());
+  row.local = used(local.get());
   const Box& box = boxes_[row.box];
   if (box.is_present) {
     const auto sizes = extents_.at(box.sizes);
-    if (!row.local.sizes().equals(at::IntArrayRef(sizes.data(), sizes.size()))) return false;
+    if (!std::ranges::equal(row.local.sizes(), sizes)) return false;
   }
-  if (watch_) {
-    row.local = row.local.detach();
-    watch_->add(name, row.local, PythonRef::to(value), PythonRef::to(kLocal));
-  }
+  if (watch_) watch_->add(name, row.local, PythonRef::to(value), PythonRef::to(kLocal));
   return true;
+}
+
+Tensor FlatState::used(PyObject* tensor) {
+  // Few enough that they are still in the processor's caches when they are asked.
+  constexpr std::size_t kAskedTogether = 128;
+  const Tensor found = Tensor::of(tensor);
+  unasked_.push_back(found);
+  if (unasked_.size() == kAskedTogether) find_math_bits();
+  return watch_ ? found.snapshot() : found;
+}
+
+void FlatState::find_math_bits() {
+  Tensor::find_math_bits(unasked_);
+  unasked_.clear();
+}
+
+PythonRef FlatState::value(const Row& row) const {
+  if (watch_ && row.kind == Kind::plain) return PythonRef(row.local.to_python());
+  return PythonRef::to(row.value.get());
 }
 
 std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
@@ -253,9 +295,10 @@ std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
   const PythonRef placements = checked(PyObject_GetAttr(spec.get(), kPlacements));
   PyObject* number = PyDict_GetItemWithError(placements_.get(), placements.get());
   if (number == nullptr) {
-    if (PyErr_Occurred()) throw python_error();
+    if (PyErr_Occurred()) throw py::error_already_set();
     const PythonRef next = checked(PyLong_FromSsize_t(PyDict_GET_SIZE(placements_.get())));
-    if (PyDict_SetItem(placements_.get(), placements.get(), next.get()) != 0) throw python_error();
+    if (PyDict_SetItem(placements_.get(), placements.get(), next.get()) != 0)
+      throw py::error_already_set();
     number = PyDict_GetItemWithError(placements_.get(), placements.get());
   }
   const auto key = std::tuple(mesh.get(), static_cast<std::size_t>(PyLong_AsSize_t(number)), size);
@@ -310,9 +353,9 @@ PythonRef FlatState::path(const Row& row) const {
 }
 
 bool FlatState::is_object(PyObject* value) const {
-  if (THPVariable_Check(value)) return false;
+  if (Tensor::is_tensor(value)) return false;
   const int is_sharded = PyObject_IsInstance(value, sharded_tensor_class_.get());
-  if (is_sharded < 0) throw python_error();
+  if (is_sharded < 0) throw py::error_already_set();
   return is_sharded == 0 && PyObject_HasAttrString(value, "__create_write_items__") == 0 &&
          PyObject_HasAttrString(value, "global_shape") == 0;
 }
@@ -324,7 +367,7 @@ planning::RankState FlatState::to_rank_state() const {
   auto of = std::make_shared<StateTemplate>();
   std::vector<StateTemplate::PathPart> path;
   std::vector<const Node*> nodes;
-  std::map<at::ScalarType, std::uint32_t> dtypes;
+  std::map<std::int32_t, std::uint32_t> dtypes;  // by ScalarType::code()
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
     StateTemplate::Row planned;
@@ -334,10 +377,10 @@ planning::RankState FlatState::to_rank_state() const {
           row.kind == Kind::plain ? StateTemplate::Kind::tensor : StateTemplate::Kind::shard;
       planned.is_present = true;
       planned.requires_grad = row.requires_grad;
-      const auto [dtype, is_new] = dtypes.try_emplace(row.local.scalar_type(), 0);
+      const auto [dtype, is_new] = dtypes.try_emplace(row.local.dtype().code(), 0);
       if (is_new) {
-        dtype->second = of->add_dtype(name_of(row.local.scalar_type()),
-                                      static_cast<std::uint64_t>(row.local.itemsize()));
+        const ScalarType type = row.local.dtype();
+        dtype->second = of->add_dtype(type.name(), type.item_bytes());
       }
       planned.dtype = dtype->second;
       planned.size = of->add_size(extents_.at(row.size));
@@ -384,7 +427,7 @@ std::vector<std::uint32_t> FlatState::fingerprints(bool whole) const {
 void FlatState::add(std::string_view name, PyObject* path, PyObject* value) {
   if (!PyTuple_Check(path) || PyTuple_GET_SIZE(path) == 0) {
     PyErr_SetString(PyExc_TypeError, "a path must be a nonempty tuple of keys and indices");
-    throw python_error();
+    throw py::error_already_set();
   }
   std::uint32_t node = kRoot;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(path); ++i) {
@@ -401,7 +444,7 @@ void FlatState::add(std::string_view name, PyObject* path, PyObject* value) {
 void FlatState::remove(std::size_t number) {
   Row& row = rows_[number];
   row.value = PythonRef();
-  row.local = at::Tensor();
+  row.local = Tensor();
   row.kind = Kind::other;
   row.is_removed = true;
 }
@@ -409,6 +452,7 @@ void FlatState::remove(std::size_t number) {
 void FlatState::replace(std::size_t number, PyObject* value) {
   rows_[number].value = PythonRef::to(value);
   fill(rows_[number], names_.at(number));
+  find_math_bits();
 }
 
 }  // namespace torch_ckpt::tensors

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -18,6 +16,7 @@
 #include "planning/state_template.h"
 #include "torch/python_ref.h"
 #include "torch/source_watch.h"
+#include "torch/tensor.h"
 
 namespace torch_ckpt::tensors {
 
@@ -59,7 +58,7 @@ class FlatState {
     std::uint32_t key = 0;   // number of its top-level key
     std::uint32_t size = 0;  // size of the global tensor, in extents()
     std::uint32_t box = 0;
-    at::Tensor local;
+    Tensor local;
 
     /// True if the engine plans the value as a tensor.
     bool has_tensor() const { return kind == Kind::plain || kind == Kind::dtensor; }
@@ -84,6 +83,8 @@ class FlatState {
   /// The top-level keys.
   const index::NameTable& keys() const { return keys_; }
 
+  /// Returns the value; of a snapshot, an alias of a tensor.
+  PythonRef value(const Row& row) const;
   /// Returns a new tuple of the keys and indices that lead to a value.
   PythonRef path(const Row& row) const;
 
@@ -117,10 +118,14 @@ class FlatState {
   bool is_terminal(PyObject* list);
   void visit(PyObject* value, std::uint32_t node);
   void visit_mapping(PyObject* mapping, std::uint32_t node);
+  void visit_item(PyObject* key, PyObject* value, std::uint32_t node);
   void add_row(std::string_view name, PyObject* value, std::uint32_t node);
   void fill(Row& row, std::string_view name);
   bool fill_dtensor(Row& row, std::string_view name);
   bool is_object(PyObject* value) const;
+  /// Returns the tensor to save or to fill.
+  Tensor used(PyObject* tensor);
+  void find_math_bits();
   /// `bytes` is the size of the key in the name.
   std::uint32_t add_node(std::uint32_t parent, PythonRef key, std::size_t bytes);
   /// Sets `nodes` to the nodes from the top-level key to the row's own.
@@ -133,7 +138,8 @@ class FlatState {
   PythonRef sharded_tensor_class_;
   PythonRef chunks_here_;
   std::shared_ptr<SourceWatch> watch_;
-  PythonRef placements_;  // a dict from placements to numbers
+  std::vector<Tensor> unasked_;  // tensors whose math bits are unknown
+  PythonRef placements_;         // a dict from placements to numbers
   std::unordered_map<PyTypeObject*, Container> containers_;
   std::map<std::tuple<PyObject*, std::size_t, std::uint32_t>, std::uint32_t> box_numbers_;
   std::vector<PythonRef> meshes_;  // kept alive, since box_numbers_ contains their addresses

@@ -1,15 +1,12 @@
 #include "torch/load_state.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <string>
 #include <utility>
+
+namespace py = pybind11;
 
 namespace torch_ckpt::tensors {
 
@@ -21,23 +18,10 @@ namespace {
 PythonRef attribute(PyObject* object, const char* name) {
   PythonRef found(PyObject_GetAttrString(object, name));
   if (!found) {
-    if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw python_error();
+    if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw py::error_already_set();
     PyErr_Clear();
   }
   return found;
-}
-
-std::optional<at::ScalarType> scalar_type_of(PyObject* dtype) {
-  if (dtype == nullptr || !THPDtype_Check(dtype)) return std::nullopt;
-  return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
-}
-
-/// Returns torch's dtype with this name (without "torch."), or nullopt if this version of torch
-/// lacks it.
-std::optional<at::ScalarType> scalar_type_named(const std::string& name) {
-  const PythonRef torch(PyImport_ImportModule("torch"));
-  if (!torch) throw python_error();
-  return scalar_type_of(attribute(torch.get(), name.c_str()).get());
 }
 
 std::vector<std::int64_t> vector_of(std::span<const std::int64_t> numbers) {
@@ -59,7 +43,7 @@ bool permits(SizeRule rule, std::span<const std::int64_t> stored,
 
 std::optional<LoadState::TensorLike> LoadState::tensor_like(const Row& row) const {
   if (row.has_tensor()) {
-    return TensorLike{vector_of(extents().at(row.size)), row.local.scalar_type()};
+    return TensorLike{vector_of(extents().at(row.size)), row.local.dtype()};
   }
   PyObject* value = row.value.get();
   // Most values of this kind are numbers and texts.
@@ -72,9 +56,9 @@ std::optional<LoadState::TensorLike> LoadState::tensor_like(const Row& row) cons
     const PythonRef method = attribute(value, "size");
     if (!dtype || !method || PyCallable_Check(method.get()) == 0) return std::nullopt;
     size = PythonRef(PyObject_CallNoArgs(method.get()));
-    if (!size) throw python_error();
+    if (!size) throw py::error_already_set();
   }
-  TensorLike found{{}, scalar_type_of(dtype.get())};
+  TensorLike found{{}, ScalarType::of(dtype.get())};
   // A storage also has size() and dtype, but its size is a number.
   if (!numbers_of(size.get(), found.size)) return std::nullopt;
   return found;
@@ -85,7 +69,7 @@ MatchReport LoadState::match(const CheckpointIndex& index, SizeRule rule,
   index_ = &index;
   entries_.assign(size(), kNone);
   dtypes_.clear();
-  for (const std::string& name : index.dtypes()) dtypes_.push_back(scalar_type_named(name));
+  for (const std::string& name : index.dtypes()) dtypes_.push_back(ScalarType::named(name));
   MatchReport report;
   std::vector<bool> is_wanted(index.entries().size());
   enum class Found : std::uint8_t { nothing, values, loaded };
@@ -164,8 +148,7 @@ std::vector<std::size_t> LoadState::loaded_on_meta() const {
   std::erase_if(rows, [&](std::size_t number) {
     const Row& target = row(number);
     if (target.local.defined()) return !target.local.is_meta();
-    return !THPVariable_Check(target.value.get()) ||
-           !THPVariable_Unpack(target.value.get()).is_meta();
+    return !Tensor::is_tensor(target.value.get()) || !Tensor::of(target.value.get()).is_meta();
   });
   return rows;
 }
@@ -179,7 +162,6 @@ std::string_view LoadState::file_of(const Shard& shard) const {
 }
 
 LoadState::Plan LoadState::plan(TensorReads& reads) const {
-  const at::NoGradGuard no_grad;
   Plan plan;
   const std::vector<std::size_t> rows = loaded();
   reads.reserve(rows.size());
@@ -212,8 +194,8 @@ std::optional<planning::Box> LoadState::part_of(const Row& row) const {
 /// Plans the reads of a tensor. Returns false if torch's planner must plan them.
 bool LoadState::plan_tensor(std::size_t number, const Entry& entry, TensorReads& reads) const {
   const Row& target = row(number);
-  const std::optional<at::ScalarType> scalar_type = dtypes_[entry.dtype];
-  if (!target.has_tensor() || !scalar_type) return false;
+  const std::optional<ScalarType> dtype = dtypes_[entry.dtype];
+  if (!target.has_tensor() || !dtype) return false;
   const auto part = part_of(target);
   if (!part) return true;
   const auto& [begins, room] = *part;
@@ -246,13 +228,13 @@ bool LoadState::plan_tensor(std::size_t number, const Entry& entry, TensorReads&
     if (common == 0) continue;
     if (shard.file == kNone || shard.is_transformed) return false;
     found += common;
-    at::Tensor filled = target.local;
+    Tensor filled = target.local;
     for (std::size_t d = 0; d < dims; ++d) {
       if (box.lengths[d] == room[d]) continue;
-      filled = filled.narrow(static_cast<std::int64_t>(d), box.offsets[d], box.lengths[d]);
+      filled = filled.narrow(d, box.offsets[d], box.lengths[d]);
     }
     reads.add(make_target(std::string(name(number)), reads.file_number(file_of(shard)),
-                          shard.offset, shard.length, *scalar_type, {sizes.data(), dims},
+                          shard.offset, shard.length, *dtype, {sizes.data(), dims},
                           {region.data(), dims}, {box.lengths.data(), dims}, std::move(filled)));
     boxes.push_back(std::move(box));
   }
@@ -268,15 +250,14 @@ void LoadState::zero_unstored() const {
     if (std::ranges::equal(stored, extents().at(target.size))) continue;
     const auto part = part_of(target);
     if (!part) continue;
-    const c10::InferenceMode inference(target.local.is_inference());
-    const at::NoGradGuard no_grad;
-    at::Tensor left = target.local.detach();
+    const InferenceMode inference;
+    const NoGrad no_grad;
+    py::object left = py::handle(target.local.object()).attr("detach")();
     for (std::size_t d = 0; d < stored.size(); ++d) {
-      const auto dim = static_cast<std::int64_t>(d);
-      const std::int64_t length = left.size(dim);
+      const std::int64_t length = target.local.sizes()[d];
       const std::int64_t kept = std::clamp(stored[d] - part->offsets[d], std::int64_t{0}, length);
-      if (kept < length) left.narrow(dim, kept, length - kept).zero_();
-      left = left.narrow(dim, 0, kept);
+      if (kept < length) left.attr("narrow")(d, kept, length - kept).attr("zero_")();
+      left = left.attr("narrow")(d, 0, kept);
     }
   }
 }

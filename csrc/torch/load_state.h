@@ -31,8 +31,8 @@ struct MatchReport {
   };
   struct Dtypes {
     std::string_view name;
-    at::ScalarType stored;
-    at::ScalarType wanted;
+    ScalarType stored;
+    ScalarType wanted;
   };
 
   std::vector<std::string_view> loaded;
@@ -77,7 +77,7 @@ class LoadState : public FlatState {
   /// Returns the rows that are loaded and are tensors on the meta device.
   std::vector<std::size_t> loaded_on_meta() const;
   std::vector<std::size_t> loaded() const;
-  /// Sets the elements to zero that lie outside the stored tensors. Runs without the GIL.
+  /// Sets the elements to zero that lie outside the stored tensors.
   void zero_unstored() const;
 
  private:
@@ -88,7 +88,7 @@ class LoadState : public FlatState {
   /// A value that torch's planner would load as a tensor.
   struct TensorLike {
     std::vector<std::int64_t> size;
-    std::optional<at::ScalarType> dtype;
+    std::optional<ScalarType> dtype;
   };
 
   std::optional<TensorLike> tensor_like(const Row& row) const;
@@ -98,8 +98,8 @@ class LoadState : public FlatState {
   std::optional<planning::Box> part_of(const Row& row) const;
 
   const index::CheckpointIndex* index_ = nullptr;
-  std::vector<std::uint32_t> entries_;                 // by row: the entry that is loaded, or kNone
-  std::vector<std::optional<at::ScalarType>> dtypes_;  // by the index's dtype numbers
+  std::vector<std::uint32_t> entries_;             // by row: the entry that is loaded, or kNone
+  std::vector<std::optional<ScalarType>> dtypes_;  // by the index's dtype numbers
 };
 
 }  // namespace torch_ckpt::tensors

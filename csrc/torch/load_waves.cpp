@@ -1,10 +1,5 @@
 #include "torch/load_waves.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <optional>
 #include <set>
@@ -30,17 +25,23 @@ engine::ReadRequest request_for(const TensorTarget& target, engine::ReadKind kin
   request.file = target.file;
   request.offset = target.offset;
   request.length = target.length;
-  request.dtype = target.dtype;
+  request.dtype = target.dtype.known();
   request.sizes = target.sizes;
   return request;
 }
 
-staging::Convert conversion_for(const TensorTarget& target, at::ScalarType to,
+staging::Convert conversion_for(const TensorTarget& target, ScalarType to,
                                 const format::TensorHeader* layout) {
   const bool conj = layout != nullptr && layout->conj;
   const bool neg = layout != nullptr && layout->neg;
-  if (to == target.scalar_type && !conj && !neg) return {};
-  return conversion_between(target.name, target.scalar_type, to, conj, neg);
+  if (to == target.dtype && !conj && !neg) return {};
+  return conversion_between(target.name, target.dtype, to, conj, neg);
+}
+
+void* current_stream(int device) {
+  void* stream = nullptr;
+  libtorch::check(libtorch::get_current_cuda_stream(device, &stream));
+  return stream;
 }
 
 // Records events on the current streams of devices. The caching allocator may place a temporary in
@@ -51,15 +52,14 @@ class CurrentStreams {
   explicit CurrentStreams(const std::set<int>& devices) {
     events_.reserve(devices.size());
     for (const int device : devices) {
-      events_.push_back({device, nullptr});
-      const auto number = static_cast<c10::DeviceIndex>(device);
-      cuda_.record(&events_.back().event, cuda_.getStream({c10::DeviceType::CUDA, number}), number,
-                   c10::EventFlag::PYTORCH_DEFAULT);
+      void* const event =
+          staging::device_support()->record_event(device, current_stream(device)).value();
+      events_.push_back({device, event});
     }
   }
   ~CurrentStreams() {
     for (const staging::ReadyEvent& made : events_) {
-      cuda_.destroyEvent(made.event, static_cast<c10::DeviceIndex>(made.device));
+      staging::device_support()->destroy_event(made.device, made.event);
     }
   }
   CurrentStreams(const CurrentStreams&) = delete;
@@ -68,7 +68,6 @@ class CurrentStreams {
   const std::vector<staging::ReadyEvent>& events() const { return events_; }
 
  private:
-  const c10::impl::VirtualGuardImpl cuda_{c10::DeviceType::CUDA};
   std::vector<staging::ReadyEvent> events_;
 };
 
@@ -81,21 +80,17 @@ class CurrentStreams {
 }  // namespace
 
 std::vector<std::size_t> LoadWaves::run() {
-  const at::NoGradGuard no_grad;
-  // Inference tensors may be changed only in inference mode. All other tensors may be changed in
-  // inference mode as well.
-  std::optional<c10::InferenceMode> guard;
+  std::vector<Tensor> tensors;
+  tensors.reserve(targets_.size());
+  for (const TensorTarget& target : targets_) tensors.push_back(target.tensor);
+  Tensor::find_math_bits(tensors);
   std::vector<std::size_t> unknown;
   for (std::size_t i = 0; i < targets_.size(); ++i) {
-    if (targets_[i].dtype == nullptr) {
-      unknown.push_back(i);
-    } else if (!guard && targets_[i].tensor.is_inference()) {
-      guard.emplace(true);
-    }
+    if (targets_[i].dtype.known() == nullptr) unknown.push_back(i);
   }
   for (std::size_t i = 0; i < targets_.size(); ++i) {
     const TensorTarget& target = targets_[i];
-    if (target.dtype == nullptr) continue;
+    if (target.dtype.known() == nullptr) continue;
     if (wave_.size() >= kMaxSteps) run_all_waves();
     if (!filled_.add(target.name, target.tensor)) {
       run_all_waves();
@@ -125,13 +120,13 @@ void LoadWaves::run_all_waves() {
 
 // Adds a target to the wave. Returns false if its stored elements overlap.
 bool LoadWaves::add(std::size_t index, const Layout& layout) {
-  const at::Tensor& tensor = targets_[index].tensor;
+  const Tensor& tensor = targets_[index].tensor;
   // Elements arrive on a device in stored order, so another layout needs a temporary.
   if (can_be_filled(tensor) && (layout == nullptr || tensor.is_cpu())) {
-    return add_rows(index, layout, 0, 0, tensor, at::Tensor());
+    return add_rows(index, layout, 0, 0, tensor, Tensor());
   }
   const bool on_device = tensor.is_cuda() && staging::device_support() != nullptr &&
-                         layout == nullptr && dtype_of(tensor.scalar_type()) != nullptr;
+                         layout == nullptr && tensor.dtype().known() != nullptr;
   return add_with_temporary(index, layout, on_device);
 }
 
@@ -140,7 +135,7 @@ bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool
   const TensorTarget& target = targets_[index];
   const std::uint64_t rows = target.sizes.empty() ? 1 : target.region_lengths[0];
   const std::uint64_t bytes =
-      target.region_bytes(on_device ? target.tensor.itemsize() : target.dtype->item_bytes);
+      target.region_bytes((on_device ? target.tensor.dtype() : target.dtype).item_bytes());
   if (bytes == 0) return true;
   const std::uint64_t row_bytes = bytes / rows;
   if (!on_device) loads_.check_limit(target.name, row_bytes).value();
@@ -151,14 +146,13 @@ bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool
     const std::uint64_t count = std::min(part, rows - begin);
     if (held > 0 && held + count * row_bytes > max_bytes) run_wave();
     Extents lengths = target.region_lengths;
-    at::Tensor tensor = target.tensor;
+    Tensor tensor = target.tensor;
     if (!lengths.empty()) {
       lengths[0] = count;
       tensor = tensor.narrow(0, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(count));
     }
-    const at::Tensor temporary =
-        on_device ? at::empty(signed_of(lengths), target.tensor.options())
-                  : mapped_tensor(lengths, target.scalar_type, count * row_bytes);
+    const Tensor temporary = on_device ? Tensor::empty_beside(target.tensor, signed_of(lengths))
+                                       : mapped_tensor(lengths, target.dtype, count * row_bytes);
     held += count * row_bytes;
     if (!add_rows(index, layout, begin, count, tensor, temporary)) return false;
   }
@@ -167,10 +161,9 @@ bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool
 
 // Adds `count` rows of a target's region, beginning with row `begin`; all rows if `count` is 0.
 bool LoadWaves::add_rows(std::size_t index, const Layout& layout, std::uint64_t begin,
-                         std::uint64_t count, const at::Tensor& tensor,
-                         const at::Tensor& temporary) {
+                         std::uint64_t count, const Tensor& tensor, const Tensor& temporary) {
   const TensorTarget& target = targets_[index];
-  const at::Tensor& written = temporary.defined() ? temporary : tensor;
+  const Tensor& written = temporary.defined() ? temporary : tensor;
   Step step{index, request_for(target, loads_.tensor_kind(target.file)), tensor, temporary};
   engine::ReadRequest& request = step.request;
   Extents offsets = target.region_offsets;
@@ -186,13 +179,13 @@ bool LoadWaves::add_rows(std::size_t index, const Layout& layout, std::uint64_t 
   request.layout = layout;
   auto region = planning::Region::of_box(
       target.sizes, layout == nullptr ? Extents{} : layout->strides, offsets, lengths,
-      written.strides().vec(), target.dtype->item_bytes, written.itemsize());
+      written.strides(), target.dtype.item_bytes(), written.item_bytes());
   if (!region || (layout != nullptr && layout->storage_offset != 0)) return false;
   request.region = std::move(*region);
-  request.target.convert = conversion_for(target, written.scalar_type(), layout.get());
-  if (written.is_cuda()) request.target.device = written.get_device();
+  request.target.convert = conversion_for(target, written.dtype(), layout.get());
+  if (written.is_cuda()) request.target.device = written.device_index();
   if (written.numel() > 0) {
-    request.target.address = static_cast<std::byte*>(written.mutable_data_ptr());
+    request.target.address = written.mutable_data();
   }
   wave_.push_back(std::move(step));
   return true;
@@ -211,7 +204,8 @@ void LoadWaves::run_wave() {
   for (Step& step : wave) {
     names.push_back(targets_[step.target].name);
     requests.push_back(std::move(step.request));
-    if (step.temporary.is_cuda()) with_temporaries.insert(step.temporary.get_device());
+    if (step.temporary.defined() && step.temporary.is_cuda())
+      with_temporaries.insert(step.temporary.device_index());
   }
   std::optional<CurrentStreams> allocated;
   if (!with_temporaries.empty()) allocated.emplace(with_temporaries);
@@ -225,10 +219,12 @@ void LoadWaves::run_wave() {
   for (std::size_t i = 0; i < wave.size(); ++i) {
     Step& step = wave[i];
     const engine::ReadOutcome& outcome = session->outcomes()[i];
-    if (step.tensor.is_cuda()) devices.insert(step.tensor.get_device());
+    if (step.tensor.is_cuda()) devices.insert(step.tensor.device_index());
     switch (outcome.status) {
       case engine::ReadStatus::done:
-        step.finish();
+        if (step.temporary.defined()) step.tensor.copy_from(step.temporary);
+        step.temporary = Tensor();
+        if (changed_.empty() || changed_.back() != step.target) changed_.push_back(step.target);
         break;
       case engine::ReadStatus::other_layout:
         // Add each target once, even if it was read in several parts.
@@ -248,35 +244,24 @@ void LoadWaves::run_wave() {
   if (!spread_on_device) return;
   // Wait until the temporaries have been copied: the next wave may reuse their memory, and its
   // streams do not wait for these copies.
-  const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
   for (const int device : devices) {
-    const auto number = static_cast<c10::DeviceIndex>(device);
-    cuda.synchronizeStream(cuda.getStream({c10::DeviceType::CUDA, number}));
-  }
-}
-
-void LoadWaves::Step::finish() {
-  if (temporary.defined()) {
-    tensor.copy_(temporary);
-    temporary = at::Tensor();
-  } else if (!tensor.is_inference()) {
-    // Bump the version to mark the values as changed, because autograd has not seen this write.
-    tensor.unsafeGetTensorImpl()->bump_version();
+    staging::device_support()->wait_for_stream(device, current_stream(device)).value();
   }
 }
 
 void LoadWaves::read_storage(const TensorTarget& target, const format::TensorHeader& header) {
   loads_.check_limit(target.name, header.storage_bytes).value();
-  const at::Tensor bytes = mapped_tensor({header.storage_bytes}, at::kByte,
-                                         std::max<std::uint64_t>(header.storage_bytes, 1));
+  const Tensor bytes = mapped_tensor({header.storage_bytes}, *ScalarType::named("uint8"),
+                                     std::max<std::uint64_t>(header.storage_bytes, 1));
   engine::ReadRequest request = request_for(target, engine::ReadKind::storage);
   request.region = planning::Region::of_bytes(0, header.storage_bytes);
-  request.target.address = static_cast<std::byte*>(bytes.mutable_data_ptr());
+  request.target.address = bytes.mutable_data();
   const auto session =
       loads_.run({std::move(request)}, {target.name}, header.storage_bytes, bytes_done_).value();
   if (session->outcomes()[0].status != engine::ReadStatus::done) fail_as_changed(target);
-  bytes_done_ += target.region_bytes(target.dtype->item_bytes);
-  target.tensor.copy_(region_in_storage(target, bytes, header));
+  bytes_done_ += target.region_bytes(target.dtype.item_bytes());
+  target.tensor.copy_from(region_in_storage(target, bytes, header));
+  changed_.push_back(static_cast<std::size_t>(&target - targets_.data()));
 }
 
 }  // namespace torch_ckpt::tensors

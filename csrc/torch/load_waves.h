@@ -23,7 +23,8 @@ namespace torch_ckpt::tensors {
 //      storage is read.
 //
 // Must be used from a single thread, without the GIL. The targets and their tensors must outlive
-// it. Throws Failure and ATen's exceptions.
+// it. The thread must be in inference mode. Throws Failure, and
+// std::runtime_error with torch's text.
 class LoadWaves {
  public:
   LoadWaves(engine::LimitedLoads& loads, const std::vector<TensorTarget>& targets)
@@ -31,6 +32,8 @@ class LoadWaves {
 
   /// Reads all targets. Returns the numbers of those that only torch.load can read.
   std::vector<std::size_t> run();
+  /// Returns the numbers of the targets that run() has changed, also if it has failed.
+  const std::vector<std::size_t>& changed() const { return changed_; }
 
  private:
   using Layout = std::shared_ptr<const format::TensorHeader>;
@@ -39,10 +42,8 @@ class LoadWaves {
   struct Step {
     std::size_t target = 0;
     engine::ReadRequest request;
-    at::Tensor tensor;     // the caller's tensor
-    at::Tensor temporary;  // undefined if the engine writes directly into `tensor`
-
-    void finish();
+    Tensor tensor;     // the caller's tensor
+    Tensor temporary;  // undefined if the engine writes directly into `tensor`
   };
 
   void run_all_waves();
@@ -50,7 +51,7 @@ class LoadWaves {
   bool add(std::size_t index, const Layout& layout);
   bool add_with_temporary(std::size_t index, const Layout& layout, bool on_device);
   bool add_rows(std::size_t index, const Layout& layout, std::uint64_t begin, std::uint64_t count,
-                const at::Tensor& tensor, const at::Tensor& temporary);
+                const Tensor& tensor, const Tensor& temporary);
   void read_storage(const TensorTarget& target, const format::TensorHeader& header);
 
   engine::LimitedLoads& loads_;
@@ -61,6 +62,7 @@ class LoadWaves {
   std::uint64_t held_on_device_ = 0;
   std::vector<std::pair<std::size_t, Layout>> layouts_;
   std::vector<std::size_t> unknown_;
+  std::vector<std::size_t> changed_;
   std::uint64_t bytes_done_ = 0;
 };
 

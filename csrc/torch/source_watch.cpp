@@ -1,27 +1,31 @@
 #include "torch/source_watch.h"
 
-#include <Python.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <unordered_set>
 #include <utility>
 
 #include "torch/tensor_checks.h"
 
+namespace py = pybind11;
+
 namespace torch_ckpt::tensors {
 namespace {
 
 /// Returns -1 for inference tensors, which have no version.
-std::int64_t version_of(const at::Tensor& tensor) {
-  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
-  return version.enabled() ? static_cast<std::int64_t>(version.current_version()) : -1;
+std::int64_t version_of(const Tensor& tensor) {
+  static PyObject* const kVersion = PyUnicode_InternFromString("_version");
+  const PythonRef version(PyObject_GetAttr(tensor.object(), kVersion));
+  if (version) return PyLong_AsLongLong(version.get());
+  if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
+  PyErr_Clear();
+  return -1;
 }
 
 }  // namespace
 
-void SourceWatch::add(std::string_view name, at::Tensor tensor, PythonRef holder,
-                      PythonRef attribute) {
+void SourceWatch::add(std::string_view name, Tensor tensor, PythonRef holder, PythonRef attribute) {
   add_cuda_device(devices_, tensor);
   const std::int64_t version = version_of(tensor);
   sources_.push_back(
@@ -46,11 +50,11 @@ void SourceWatch::release() {
 bool SourceWatch::is_replaced(const Source& source) {
   if (!source.holder) return false;
   const PythonRef held(PyObject_GetAttr(source.holder.get(), source.attribute.get()));
-  if (!held) throw python_error();
-  if (!THPVariable_Check(held.get())) return true;
-  const at::Tensor& tensor = THPVariable_Unpack(held.get());
-  return !tensor.sizes().equals(source.tensor.sizes()) ||
-         !tensor.storage().is_alias_of(source.tensor.storage());
+  if (!held) throw py::error_already_set();
+  if (!Tensor::is_tensor(held.get())) return true;
+  const Tensor tensor = Tensor::of(held.get());
+  return !std::ranges::equal(tensor.sizes(), source.tensor.sizes()) ||
+         !tensor.shares_storage(source.tensor);
 }
 
 }  // namespace torch_ckpt::tensors

@@ -1,13 +1,12 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "torch/python_ref.h"
+#include "torch/tensor.h"
 
 namespace torch_ckpt::tensors {
 
@@ -23,20 +22,19 @@ class SourceWatch {
   ///
   /// holder: the object with the tensor as its attribute `attribute`, if another tensor may be
   /// assigned to that attribute; otherwise nullptr.
-  void add(std::string_view name, at::Tensor tensor, PythonRef holder = {},
-           PythonRef attribute = {});
+  void add(std::string_view name, Tensor tensor, PythonRef holder = {}, PythonRef attribute = {});
 
   /// Returns the names of the tensors that were written to or replaced since they were added.
   std::vector<std::string> changed() const;
-  /// The CUDA devices that hold tensors.
-  const std::vector<at::Device>& devices() const { return devices_; }
+  /// The numbers of the CUDA devices that hold tensors.
+  const std::vector<int>& devices() const { return devices_; }
   /// Releases the tensors and their holders.
   void release();
 
  private:
   struct Source {
     std::string name;
-    at::Tensor tensor;
+    Tensor tensor;
     std::int64_t version = 0;
     PythonRef holder;
     PythonRef attribute;
@@ -45,7 +43,7 @@ class SourceWatch {
   static bool is_replaced(const Source& source);
 
   std::vector<Source> sources_;
-  std::vector<at::Device> devices_;
+  std::vector<int> devices_;
 };
 
 }  // namespace torch_ckpt::tensors

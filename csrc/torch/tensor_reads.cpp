@@ -1,7 +1,5 @@
 #include "torch/tensor_reads.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
 #include <span>
 #include <utility>
@@ -14,7 +12,7 @@ namespace torch_ckpt::tensors {
 std::uint64_t TensorReads::stored_bytes() const {
   std::uint64_t bytes = 0;
   for (const TensorTarget& target : targets_) {
-    bytes += target.region_bytes(c10::elementSize(target.scalar_type));
+    bytes += target.region_bytes(target.dtype.item_bytes());
   }
   return bytes;
 }
@@ -31,18 +29,17 @@ std::uint32_t TensorReads::digest() const {
   return crc;
 }
 
-std::vector<at::Device> TensorReads::devices() const {
-  std::vector<at::Device> found;
+std::vector<int> TensorReads::devices() const {
+  std::vector<int> found;
   for (const TensorTarget& target : targets_) add_cuda_device(found, target.tensor);
   return found;
 }
 
 void TensorReads::split(std::uint64_t max_bytes,
                         const std::function<bool(std::string_view)>& can_split) {
-  const at::NoGradGuard no_grad;
   std::vector<TensorTarget> parts;
   for (TensorTarget& target : targets_) {
-    const std::int64_t lines = target.tensor.dim() == 0 ? 1 : target.tensor.size(0);
+    const std::int64_t lines = target.tensor.dims() == 0 ? 1 : target.tensor.sizes()[0];
     const std::uint64_t bytes = target.tensor.nbytes();
     if (bytes <= max_bytes || lines <= 1 || !can_split(files_.at(target.file))) {
       parts.push_back(std::move(target));

@@ -33,8 +33,8 @@ class TensorReads {
   /// Returns a checksum of which bytes of which files are read, which is equal on ranks that read
   /// the same bytes in the same order.
   std::uint32_t digest() const;
-  /// Returns the CUDA devices that have targets.
-  std::vector<at::Device> devices() const;
+  /// Returns the numbers of the CUDA devices that have targets.
+  std::vector<int> devices() const;
   /// Splits each read whose target has more than `max_bytes` along the first dimension, if
   /// `can_split` returns true for the name of its file.
   void split(std::uint64_t max_bytes, const std::function<bool(std::string_view)>& can_split);

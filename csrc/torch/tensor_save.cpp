@@ -20,25 +20,21 @@ double seconds_of(std::int64_t nanoseconds) { return static_cast<double>(nanosec
 
 }  // namespace
 
-void SaveSources::add(std::string name, const at::Tensor& tensor) {
-  items_of_tensors_.push_back(items_.size());
-  items_.emplace_back().name = std::move(name);
-  tensors_.push_back(tensor);
+void SaveSources::keep(const Tensor& tensor) {
+  if (PythonRef storage = tensor.shared_storage()) {
+    storages_.push_back(std::move(storage));
+  } else {
+    tensors_.push_back(tensor);
+  }
 }
 
-void SaveSources::resolve() {
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    TensorSource found = parts_.empty() ? source_of(tensors_[i]) : row_major_source_of(tensors_[i]);
-    if (parts_.empty()) {
-      engine::SaveItem& item = items_[items_of_tensors_[i]];
-      item.source = std::move(found.source);
-      item.tensor = std::move(found.header);
-    } else {
-      parts_[i].source = std::move(found.source);
-    }
-    storages_.push_back(found.owner.storage());
-    tensors_[i] = std::move(found.owner);
-  }
+void SaveSources::add(std::string name, const Tensor& tensor) {
+  TensorSource found = source_of(tensor);
+  keep(found.owner);
+  engine::SaveItem& item = items_.emplace_back();
+  item.name = std::move(name);
+  item.source = std::move(found.source);
+  item.tensor = std::move(found.header);
 }
 
 void SaveSources::add(std::string name, std::span<const std::byte> bytes,
@@ -50,14 +46,14 @@ void SaveSources::add(std::string name, std::span<const std::byte> bytes,
   owners_.push_back(std::move(owner));
 }
 
-void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, const Extents& sizes,
-                           const Extents& offsets, at::ScalarType stored) {
+void SaveSources::add_part(const std::string& name, const Tensor& tensor, const Extents& sizes,
+                           const Extents& offsets, ScalarType stored) {
   if (parts_.size() >= places_.places.size()) throw_misplaced(parts_.size() + 1);
   const auto& [file, begin] = places_.places[parts_.size()];
   engine::SavePart part;
   part.file = file;
   part.place.tensor = begin;
-  part.place.item_bytes = c10::elementSize(stored);
+  part.place.item_bytes = stored.item_bytes();
   auto runs =
       planning::BoxRuns::of(sizes, offsets, unsigned_of(tensor.sizes()), part.place.item_bytes);
   if (!runs) {
@@ -66,12 +62,14 @@ void SaveSources::add_part(const std::string& name, const at::Tensor& tensor, co
     throw Failure(error);
   }
   part.place.runs = std::move(*runs);
-  if (tensor.scalar_type() != stored) {
-    // resolve() materializes conjugates and negatives.
-    part.place.convert = conversion_between(name, tensor.scalar_type(), stored, false, false);
+  // The source has no math bits.
+  TensorSource found = row_major_source_of(tensor);
+  keep(found.owner);
+  part.source = std::move(found.source);
+  if (tensor.dtype() != stored) {
+    part.place.convert = conversion_between(name, tensor.dtype(), stored, false, false);
   }
   parts_.push_back(std::move(part));
-  tensors_.push_back(tensor);
 }
 
 void SaveSources::throw_misplaced(std::size_t parts) const {
@@ -82,7 +80,6 @@ void SaveSources::throw_misplaced(std::size_t parts) const {
 
 engine::SaveLayout SaveSources::lay_out(const engine::NamingOptions& naming) {
   if (parts_.size() != places_.places.size()) throw_misplaced(parts_.size());
-  resolve();
   if (!parts_.empty()) return engine::lay_out_parts(std::exchange(parts_, {}), shared_files());
   return engine::lay_out_save(std::exchange(items_, {}), naming).value();
 }
@@ -99,16 +96,24 @@ std::vector<engine::SharedFile> SaveSources::shared_files() const {
   return files;
 }
 
+template <class Visit>
+void SaveSources::for_each(const Visit& visit) const {
+  for (const engine::SaveItem& item : items_) visit(item.source);
+  for (const engine::SavePart& part : parts_) visit(part.source);
+}
+
 std::uint64_t SaveSources::bytes() const {
   std::uint64_t bytes = 0;
-  for (const engine::SaveItem& item : items_) bytes += item.source.bytes;
-  for (const at::Tensor& tensor : tensors_) bytes += tensor.nbytes();
+  for_each([&](const staging::Source& source) { bytes += source.bytes; });
   return bytes;
 }
 
-std::vector<at::Device> SaveSources::devices() const {
-  std::vector<at::Device> found;
-  for (const at::Tensor& tensor : tensors_) add_cuda_device(found, tensor);
+std::vector<int> SaveSources::devices() const {
+  std::vector<int> found;
+  for_each([&](const staging::Source& source) {
+    const bool is_known = std::ranges::find(found, source.device) != found.end();
+    if (source.device != staging::Source::kHost && !is_known) found.push_back(source.device);
+  });
   return found;
 }
 

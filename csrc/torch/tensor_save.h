@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -14,14 +12,22 @@
 #include "os/directory.h"
 #include "planning/safetensors_layout.h"
 #include "torch/extents.h"
+#include "torch/python_ref.h"
+#include "torch/tensor.h"
 
 namespace torch_ckpt::tensors {
 
 /// The sources of a save and the owners of their memory. Names are needed only for a separation
-/// hint. clear() and the destructor need the GIL, because they can release Python objects.
+/// hint. The methods that add tensors, clear() and the destructor need the GIL.
 class SaveSources {
  public:
-  void add(std::string name, const at::Tensor& tensor);
+  SaveSources() = default;
+  SaveSources(SaveSources&&) = default;
+  SaveSources& operator=(SaveSources&&) = default;
+  ~SaveSources() = default;
+
+  void reserve(std::size_t values) { items_.reserve(values); }
+  void add(std::string name, const Tensor& tensor);
   void add(std::string name, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
   /// Sets the files of the parts, and the place of each part. The save then has only parts.
   void set_places(planning::RankPlaces places) { places_ = std::move(places); }
@@ -29,21 +35,21 @@ class SaveSources {
   /// the tensor of size `sizes`. The elements are stored with dtype `stored`. Throws Failure if the
   /// part does not lie within the tensor or cannot be converted, or if it has no place. `tensor`
   /// must not be on a device if it must be converted or is not contiguous.
-  void add_part(const std::string& name, const at::Tensor& tensor, const Extents& sizes,
-                const Extents& offsets, at::ScalarType stored);
+  void add_part(const std::string& name, const Tensor& tensor, const Extents& sizes,
+                const Extents& offsets, ScalarType stored);
   /// Returns the size of all values, in bytes.
   std::uint64_t bytes() const;
-  /// Returns the CUDA devices that have tensors of the save.
-  std::vector<at::Device> devices() const;
-  void clear() { *this = {}; }
+  /// Returns the numbers of the CUDA devices that have tensors of the save.
+  std::vector<int> devices() const;
+  void clear() { *this = SaveSources(); }
 
  private:
   friend class TensorSave;
 
-  /// Determines the memory of the tensors. Runs without the GIL; the caller keeps the tensors
-  /// alive.
-  void resolve();
-
+  /// Calls `visit` with each source.
+  template <class Visit>
+  void for_each(const Visit& visit) const;
+  void keep(const Tensor& tensor);
   [[noreturn]] void throw_misplaced(std::size_t parts) const;
   engine::SaveLayout lay_out(const engine::NamingOptions& naming);
   std::vector<engine::SharedFile> shared_files() const;
@@ -51,10 +57,10 @@ class SaveSources {
   std::vector<engine::SaveItem> items_;
   std::vector<engine::SavePart> parts_;
   planning::RankPlaces places_;  // of the parts
-  std::vector<at::Tensor> tensors_;
-  std::vector<std::size_t> items_of_tensors_;  // without parts
-  // Keep the storages alive separately: `tensor.data = ...` replaces a tensor's storage.
-  std::vector<c10::Storage> storages_;
+  // Owners of the memory. A tensor whose Python object exists is no owner: `tensor.data = ...`
+  // gives it another storage.
+  std::vector<PythonRef> storages_;
+  std::vector<Tensor> tensors_;
   std::vector<std::shared_ptr<const void>> owners_;
 };
 

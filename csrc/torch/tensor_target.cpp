@@ -1,11 +1,7 @@
 #include "torch/tensor_target.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
 #include <memory>
-#include <sstream>
 #include <utility>
 
 #include "checked_math.h"
@@ -13,7 +9,7 @@
 #include "os/file.h"
 #include "os/pages.h"
 #include "planning/region.h"
-#include "torch/tensor_checks.h"
+#include "planning/strides.h"
 
 namespace torch_ckpt::tensors {
 namespace {
@@ -23,7 +19,7 @@ namespace {
 }
 
 // Checks values from the metadata, which may be damaged or malicious.
-Extents checked_extents(at::IntArrayRef values) {
+Extents checked_extents(Tensor::Extents values) {
   if (std::any_of(values.begin(), values.end(), [](std::int64_t value) { return value < 0; })) {
     refuse("a size or offset in the metadata is negative");
   }
@@ -41,9 +37,12 @@ std::uint64_t checked_product(const Extents& values) {
 }
 
 std::string text_of(const Extents& values) {
-  std::ostringstream text;
-  text << at::IntArrayRef(signed_of(values));
-  return text.str();
+  std::string text = "[";
+  for (const std::uint64_t value : values) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(value);
+  }
+  return text + "]";
 }
 
 }  // namespace
@@ -53,15 +52,14 @@ std::uint64_t TensorTarget::region_bytes(std::uint64_t item_bytes) const {
 }
 
 TensorTarget make_target(std::string name, std::size_t file, std::uint64_t offset,
-                         std::uint64_t length, at::ScalarType scalar_type, at::IntArrayRef sizes,
-                         at::IntArrayRef region_offsets, at::IntArrayRef region_lengths,
-                         at::Tensor tensor) {
+                         std::uint64_t length, ScalarType dtype, Tensor::Extents sizes,
+                         Tensor::Extents region_offsets, Tensor::Extents region_lengths,
+                         Tensor tensor) {
   TensorTarget target{std::move(name),
                       file,
                       offset,
                       length,
-                      scalar_type,
-                      dtype_of(scalar_type),
+                      dtype,
                       checked_extents(sizes),
                       checked_extents(region_offsets),
                       checked_extents(region_lengths),
@@ -84,28 +82,26 @@ TensorTarget make_target(std::string name, std::size_t file, std::uint64_t offse
   return target;
 }
 
-at::Tensor mapped_tensor(const Extents& sizes, at::ScalarType dtype, std::uint64_t bytes) {
+Tensor mapped_tensor(const Extents& sizes, ScalarType dtype, std::uint64_t bytes) {
   auto pages = std::make_shared<os::Pages>(
       os::Pages::allocate(align_up(bytes, std::uint64_t{os::kDirectAlignment})).value());
-  std::byte* const address = pages->bytes().data();
-  return at::from_blob(
-      address, signed_of(sizes), [pages = std::move(pages)](void*) {},
-      at::TensorOptions().dtype(dtype));
+  const std::byte* const address = pages->bytes().data();
+  const auto extents = signed_of(sizes);
+  return Tensor::on_memory(address, extents, planning::row_major_strides(extents), dtype,
+                           std::move(pages));
 }
 
-at::Tensor region_in_storage(const TensorTarget& target, const at::Tensor& bytes,
-                             const format::TensorHeader& header) {
-  at::Tensor stored = at::empty({0}, at::TensorOptions().dtype(target.scalar_type));
-  stored.set_(bytes.storage(), static_cast<std::int64_t>(header.storage_offset),
-              signed_of(header.sizes), signed_of(header.strides));
-  if (header.conj) stored = stored.conj();
-  if (header.neg) stored = stored._neg_view();
-  for (std::size_t d = 0; d < target.sizes.size(); ++d) {
-    stored = stored.narrow(static_cast<std::int64_t>(d),
-                           static_cast<std::int64_t>(target.region_offsets[d]),
-                           static_cast<std::int64_t>(target.region_lengths[d]));
+Tensor region_in_storage(const TensorTarget& target, const Tensor& bytes,
+                         const format::TensorHeader& header) {
+  const auto strides = signed_of(header.strides);
+  std::uint64_t offset = header.storage_offset;
+  for (std::size_t d = 0; d < strides.size(); ++d) {
+    offset += target.region_offsets[d] * header.strides[d];
   }
-  return stored;
+  const std::byte* const begin = bytes.data() + offset * target.dtype.item_bytes();
+  const auto owner = std::make_shared<const Tensor>(bytes);
+  return Tensor::on_memory(begin, signed_of(target.region_lengths), strides, target.dtype, owner)
+      .lazily(header.conj, header.neg);
 }
 
 }  // namespace torch_ckpt::tensors

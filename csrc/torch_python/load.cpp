@@ -1,6 +1,5 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <functional>
 #include <memory>
@@ -20,6 +19,7 @@
 #include "torch/load_state.h"
 #include "torch/load_waves.h"
 #include "torch_python/bindings.h"
+#include "torch_python/casters.h"
 
 namespace py = pybind11;
 
@@ -49,14 +49,38 @@ TensorRead read_of(const TensorReads& reads, std::size_t number) {
 }
 
 void add_read(TensorReads& reads, const py::str& name, const py::str& file,
-              const py::object& offset, const py::object& length, at::ScalarType dtype,
+              const py::object& offset, const py::object& length, tensors::ScalarType dtype,
               const Extents& sizes, const Extents& offsets, const Extents& lengths,
-              const at::Tensor& tensor) {
+              const tensors::Tensor& tensor) {
   const std::string text = bytes_of(name);
   reads.add(tensors::make_target(
       text, reads.file_number(bytes_of(file)), number_of(offset, text, "offset"),
       number_of(length, text, "length"), dtype, sizes, offsets, lengths, tensor));
 }
+
+/// Increments the versions of the tensors that a load has changed, when it ends: autograd does not
+/// see the engine's writes.
+class MarkedAsChanged {
+ public:
+  MarkedAsChanged(const TensorReads& reads, const tensors::LoadWaves& waves)
+      : reads_(reads), waves_(waves) {}
+  ~MarkedAsChanged() {
+    try {
+      const py::list changed = list_of(waves_.changed(), [this](std::size_t number) {
+        return py::handle(reads_.targets()[number].tensor.object());
+      });
+      py::module_::import("torch.autograd.graph").attr("increment_version")(changed);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("torch_ckpt, which marks loaded tensors as changed");
+    }
+  }
+  MarkedAsChanged(const MarkedAsChanged&) = delete;
+  MarkedAsChanged& operator=(const MarkedAsChanged&) = delete;
+
+ private:
+  const TensorReads& reads_;
+  const tensors::LoadWaves& waves_;
+};
 
 /// Fills the targets. Returns the numbers of the reads that torch.load must do.
 std::vector<std::size_t> load(const TensorReads& reads, const os::Directory& directory,
@@ -64,15 +88,18 @@ std::vector<std::size_t> load(const TensorReads& reads, const os::Directory& dir
                               const py::object& progress, const Events& ready) {
   engine::LimitedLoads loads =
       loads_of(directory, files_with_tables(reads.files(), tables), options, progress, ready);
-  return without_gil([&] { return tensors::LoadWaves(loads, reads.targets()).run(); });
+  tensors::LoadWaves waves(loads, reads.targets());
+  const MarkedAsChanged marked(reads, waves);
+  const tensors::InferenceMode inference;
+  return without_gil([&] { return waves.run(); });
 }
 
 std::unique_ptr<engine::FetchPlan> fetch_plan(const TensorReads& reads, const py::object& tables,
                                               bool verify) {
   std::vector<engine::ReadRequest> requests;
   for (const TensorTarget& of : reads.targets()) {
-    requests.push_back(engine::fetch_request(of.file, of.offset, of.length, of.dtype, of.sizes,
-                                             of.region_offsets, of.region_lengths));
+    requests.push_back(engine::fetch_request(of.file, of.offset, of.length, of.dtype.known(),
+                                             of.sizes, of.region_offsets, of.region_lengths));
   }
   return std::make_unique<engine::FetchPlan>(files_with_tables(reads.files(), tables),
                                              std::move(requests), verify);
@@ -82,6 +109,10 @@ py::list names_of(const std::vector<std::string_view>& names) { return list_of(n
 
 py::object size_of(const Extents& sizes) {
   return py::module_::import("torch").attr("Size")(tuple_of(sizes));
+}
+
+py::object detached(const tensors::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(tensor.to_python()).attr("detach")();
 }
 
 /// Returns name, stored and wanted size of each tensor, as torch_ckpt.LoadReport has them.
@@ -115,12 +146,12 @@ void bind_reads(py::module_& module) {
           [](const TensorRead& read) { return text_of(read.reads->files().at((*read).file)); })
       .def_property_readonly("offset", [](const TensorRead& read) { return (*read).offset; })
       .def_property_readonly("length", [](const TensorRead& read) { return (*read).length; })
-      .def_property_readonly("dtype", [](const TensorRead& read) { return (*read).scalar_type; })
+      .def_property_readonly("dtype", [](const TensorRead& read) { return (*read).dtype; })
       .def_property_readonly("sizes", extents_of<&TensorTarget::sizes>())
       .def_property_readonly("region_offsets", extents_of<&TensorTarget::region_offsets>())
       .def_property_readonly("region_lengths", extents_of<&TensorTarget::region_lengths>())
       .def_property_readonly("tensor",
-                             [](const TensorRead& read) { return (*read).tensor.detach(); });
+                             [](const TensorRead& read) { return detached((*read).tensor); });
   py::class_<TensorReads>(module, "TensorReads")
       .def(py::init<>())
       .def("add", &add_read, py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
@@ -143,14 +174,14 @@ void bind_reads(py::module_& module) {
       .def("fetch_plan", &fetch_plan, py::arg("tables"), py::arg("verify"))
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
       .def_property_readonly("digest", &TensorReads::digest)
-      .def_property_readonly("devices", &TensorReads::devices)
+      .def_property_readonly("devices",
+                             [](const TensorReads& reads) { return devices_of(reads.devices()); })
       .def("conversions",
            [](const TensorReads& reads) {
              py::list found;
              for (const TensorTarget& of : reads.targets()) {
-               if (of.scalar_type == of.tensor.scalar_type()) continue;
-               found.append(
-                   py::make_tuple(text_of(of.name), of.scalar_type, of.tensor.scalar_type()));
+               if (of.dtype == of.tensor.dtype()) continue;
+               found.append(py::make_tuple(text_of(of.name), of.dtype, of.tensor.dtype()));
              }
              return found;
            })
@@ -206,7 +237,7 @@ void bind_load(py::module_& module) {
       .def("object_read", &object_read, py::arg("row"))
       .def("loaded", &LoadState::loaded)
       .def("loaded_on_meta", &LoadState::loaded_on_meta)
-      .def("zero_unstored", &LoadState::zero_unstored, NoGil());
+      .def("zero_unstored", &LoadState::zero_unstored);
 }
 
 }  // namespace torch_ckpt::python

@@ -1,6 +1,4 @@
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
@@ -17,6 +15,7 @@
 #include "torch/tensor_save.h"
 #include "torch/tensor_source.h"
 #include "torch_python/bindings.h"
+#include "torch_python/casters.h"
 
 namespace py = pybind11;
 
@@ -24,6 +23,7 @@ namespace torch_ckpt::python {
 namespace {
 
 using engine::Context;
+using tensors::Tensor;
 using tensors::TensorSave;
 
 // `background` is a torch_ckpt.saving.background.EngineOptions.
@@ -71,11 +71,11 @@ bool wait_by(TensorSave& save, double seconds) {
 }
 
 bool is_plain(const py::handle& value) {
-  return THPVariable_CheckExact(value.ptr()) && tensors::is_plain(THPVariable_Unpack(value.ptr()));
+  return Tensor::is_exact(value.ptr()) && tensors::is_plain(Tensor::of(value.ptr()));
 }
 
 bool is_dense(const py::handle& value) {
-  return THPVariable_Check(value.ptr()) && tensors::is_dense(THPVariable_Unpack(value.ptr()));
+  return Tensor::is_tensor(value.ptr()) && tensors::is_dense(Tensor::of(value.ptr()));
 }
 
 }  // namespace
@@ -85,10 +85,10 @@ void bind_save(py::module_& module) {
   module.def("is_dense", &is_dense, py::arg("tensor"));
   module.def(
       "copy_to_pool",
-      [](const std::vector<at::Tensor>& given) {
-        return tensors::copies_in_pool(Context::process(), given);
+      [](const std::vector<Tensor>& given) {
+        return without_gil([&] { return tensors::copies_in_pool(Context::process(), given); });
       },
-      py::arg("tensors"), NoGil());
+      py::arg("tensors"));
   module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("sources"),
              py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
              py::arg("file_per_item"), py::arg("separation_hint"), py::arg("chunk_bytes") = 0,

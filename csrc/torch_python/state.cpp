@@ -1,6 +1,4 @@
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
 #include <memory>
@@ -23,6 +21,7 @@
 #include "torch/tensor_checks.h"
 #include "torch/tensor_save.h"
 #include "torch_python/bindings.h"
+#include "torch_python/casters.h"
 
 namespace py = pybind11;
 
@@ -33,7 +32,9 @@ using planning::RankState;
 using tensors::FlatState;
 using tensors::PythonRef;
 using tensors::SaveSources;
+using tensors::ScalarType;
 using tensors::SourceWatch;
+using tensors::Tensor;
 
 py::object object_of(PythonRef object) {
   return py::reinterpret_steal<py::object>(object.release());
@@ -54,9 +55,7 @@ py::tuple contents_of(const FlatState& state) {
 
 /// Adds a tensor, or an object with a contiguous buffer.
 void add_source(SaveSources& sources, std::string name, const py::handle& value) {
-  if (THPVariable_Check(value.ptr())) {
-    return sources.add(std::move(name), THPVariable_Unpack(value.ptr()));
-  }
+  if (Tensor::is_tensor(value.ptr())) return sources.add(std::move(name), Tensor::of(value.ptr()));
   auto memory = std::make_shared<const Memory>(value, PyBUF_STRIDES);
   if (!memory->is_contiguous()) {
     throw py::value_error(name + ": the buffer must be contiguous in memory");
@@ -77,16 +76,18 @@ py::list unready_values(const FlatState& state, const py::bytes& assignment) {
   for (const std::uint32_t number : state.unready(numbers_of(assignment))) {
     const FlatState::Row& row = state.row(number);
     const auto value = row.kind == FlatState::Kind::dtensor
-                           ? py::reinterpret_steal<py::object>(THPVariable_Wrap(row.local))
-                           : py::reinterpret_borrow<py::object>(row.value.get());
+                           ? py::reinterpret_steal<py::object>(row.local.to_python())
+                           : object_of(state.value(row));
     values.append(py::make_tuple(number, text_of(state.name(number)), value));
   }
   return values;
 }
 
 SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool with_names) {
+  const auto numbers = numbers_of(assignment);
   SaveSources sources;
-  for (const std::uint32_t number : numbers_of(assignment)) {
+  sources.reserve(numbers.size());
+  for (const std::uint32_t number : numbers) {
     const FlatState::Row& row = row_of(state, number);
     std::string name = with_names ? std::string(state.name(number)) : std::string();
     if (row.has_tensor()) {
@@ -98,22 +99,30 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
   return sources;
 }
 
+/// Returns a contiguous tensor with the elements as `dtype`: the tensor itself, or a copy.
+Tensor contiguous(const Tensor& tensor, ScalarType dtype) {
+  const auto object = py::reinterpret_steal<py::object>(tensor.to_python());
+  const tensors::NoGrad no_grad;
+  const py::object resolved = object.attr("resolve_conj")().attr("resolve_neg")();
+  return Tensor::of(resolved.attr("to")(dtype).attr("contiguous")().ptr());
+}
+
 /// Adds this rank's part of a tensor. cast: the dtype in which floating-point tensors are stored,
 /// or None.
-void add_part(SaveSources& sources, const std::string& name, at::Tensor tensor,
+void add_part(SaveSources& sources, const std::string& name, Tensor tensor,
               const tensors::Extents& sizes, const tensors::Extents& offsets,
-              const std::optional<at::ScalarType>& cast) {
-  const format::Dtype* const own = tensors::dtype_of(tensor.scalar_type());
-  const bool is_cast = cast && planning::stored_dtype(own, tensors::dtype_of(*cast)) != own;
-  const at::ScalarType stored = is_cast ? *cast : tensor.scalar_type();
-  if (tensor.is_cuda()) tensor = tensor.resolve_conj().resolve_neg().to(stored).contiguous();
+              const std::optional<ScalarType>& cast) {
+  const format::Dtype* const own = tensor.dtype().known();
+  const bool is_cast = cast && planning::stored_dtype(own, cast->known()) != own;
+  const ScalarType stored = is_cast ? *cast : tensor.dtype();
+  if (tensor.is_cuda()) tensor = contiguous(tensor, stored);
   sources.add_part(name, tensor, sizes, offsets, stored);
 }
 
 /// Returns this rank's parts of the tensors of an assignment. places: a planning::RankPlaces. cast:
 /// the dtype in which floating-point tensors are stored, or None.
 SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const py::bytes& places,
-                     const std::optional<at::ScalarType>& cast) {
+                     const std::optional<ScalarType>& cast) {
   const auto numbers = numbers_of(assignment);
   SaveSources sources;
   sources.set_places(planning::RankPlaces::decode(places).value());
@@ -157,7 +166,7 @@ void bind_state(py::module_& module) {
       .def(py::init<>())
       .def(
           "add",
-          [](SourceWatch& watch, const py::str& name, const at::Tensor& tensor,
+          [](SourceWatch& watch, const py::str& name, const Tensor& tensor,
              const py::object& holder, const py::str& attribute) {
             if (holder.is_none()) return watch.add(bytes_of(name), tensor);
             watch.add(bytes_of(name), tensor, PythonRef::to(holder.ptr()),
@@ -171,10 +180,11 @@ void bind_state(py::module_& module) {
              for (const std::string& name : watch.changed()) names.append(text_of(name));
              return names;
            })
-      .def_property_readonly("devices", &SourceWatch::devices)
+      .def_property_readonly("devices",
+                             [](const SourceWatch& watch) { return devices_of(watch.devices()); })
       .def("release", &SourceWatch::release);
   module.def(
-      "fingerprint", [](const at::Tensor& tensor) { return tensors::fingerprint_of(tensor, true); },
+      "fingerprint", [](const Tensor& tensor) { return tensors::fingerprint_of(tensor, true); },
       py::arg("tensor"), NoGil());
   py::class_<SaveSources>(module, "SaveSources")
       .def(py::init<>())
@@ -192,14 +202,14 @@ void bind_state(py::module_& module) {
           py::arg("places"))
       .def(
           "add_part",
-          [](SaveSources& sources, const py::str& name, const at::Tensor& tensor,
+          [](SaveSources& sources, const py::str& name, const Tensor& tensor,
              const tensors::Extents& sizes, const tensors::Extents& offsets,
-             const std::optional<at::ScalarType>& cast) {
+             const std::optional<ScalarType>& cast) {
             add_part(sources, bytes_of(name), tensor, sizes, offsets, cast);
           },
           py::arg("name"), py::arg("tensor"), py::arg("sizes"), py::arg("offsets"), py::arg("cast"))
       .def_property_readonly("nbytes", &SaveSources::bytes)
-      .def("devices", &SaveSources::devices);
+      .def("devices", [](const SaveSources& sources) { return devices_of(sources.devices()); });
   py::class_<FlatState>(module, "FlatState")
       .def(py::init([](const py::object& state_dict, const py::object& chunks_here,
                        std::shared_ptr<SourceWatch> watch) {
@@ -235,7 +245,7 @@ void bind_state(py::module_& module) {
       .def(
           "value",
           [](const FlatState& state, std::size_t row) {
-            return py::reinterpret_borrow<py::object>(row_of(state, row).value.get());
+            return object_of(state.value(row_of(state, row)));
           },
           py::arg("row"))
       .def(

@@ -167,6 +167,28 @@ TEST_F(CudaCopy, SubmitsNoBatchesIfTheUserDisablesThem) {
   EXPECT_TRUE(warnings_.empty());
 }
 
+// --- events of the caller ------------------------------------------------------------------------
+
+TEST_F(CudaCopy, RecordsAnEventOfTheCallerUntilItIsDestroyed) {
+  const auto recorded = device_support()->record_event(0, event(7));
+  ASSERT_TRUE(ok(recorded));
+  EXPECT_EQ(cuda_.recorded(*recorded), 1);
+  device_support()->destroy_event(0, *recorded);
+  EXPECT_EQ(cuda_.events(), 0);
+}
+
+TEST_F(CudaCopy, DestroysAnEventOfTheCallerThatCannotBeRecorded) {
+  cuda_.fail("cudaEventRecord", cudaErrorInvalidValue);
+  EXPECT_FALSE(device_support()->record_event(0, event(7)));
+  EXPECT_EQ(cuda_.events(), 0);
+}
+
+TEST_F(CudaCopy, ReturnsTheErrorOfAStreamThatTheCallerWaitsFor) {
+  EXPECT_TRUE(ok(device_support()->wait_for_stream(0, event(7))));
+  cuda_.fail("cudaStreamSynchronize", cudaErrorLaunchFailure);
+  EXPECT_FALSE(device_support()->wait_for_stream(0, event(7)));
+}
+
 // --- forks -------------------------------------------------------------------------------------
 
 TEST_F(CudaCopy, CallsNoCudaFunctionWhenAForkedChildDropsACopier) {

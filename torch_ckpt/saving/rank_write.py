@@ -9,7 +9,7 @@ Every write of the engine takes these steps.
    it. Otherwise the write is *staged*, and all sources are released.
 4. The engine's threads write and fsync. ``run`` returns the files and the locations in them.
 
-Without a snapshot, the caller waits for all steps, and step 3 does not take place. From step 2 on,
+Without a snapshot, the caller waits for all steps, and no versions are compared. From step 2 on,
 any thread may query the progress, cancel the write, or make the devices' streams wait for step 3.
 """
 
@@ -245,6 +245,9 @@ class RankWrite:
                         raise source_changed(changed, self._advice)
                     self.staged.set_result(None)
                 self.meanwhile()
+                # The release of thousands of tensors takes long: do it while the engine writes.
+                self._wait_for(save.wait_staged, rest, show)
+                save.release_sources()
                 self._wait_for(save.wait, rest, show)
                 _core.fault_point("files are written", directory.path)
         except BaseException:

@@ -259,8 +259,7 @@ class SaveSession:
         with self._write.device_streams():
             sources = writer.sources(state, plans.assignment, reply.places)
         prefix = writer.prefix_of_files(reply.tag)
-        if plans.plan is not None:
-            self._write.meanwhile = partial(writer.prepare_commit, plans.plan)
+        self._write.meanwhile = partial(self._prepare_commit, state)
         if job is not None:
             job.differing = reply.differing
             job.metrics.planning_s = time.perf_counter() - job.begun
@@ -275,6 +274,13 @@ class SaveSession:
                 writer.undo(written)
                 raise
         return written, written
+
+    def _prepare_commit(self, state: SaveState) -> None:
+        """Encodes the metadata on the coordinator, and releases the values. The engine writes
+        meanwhile."""
+        if self._plans.plan is not None:
+            self._writer.prepare_commit(self._plans.plan)
+        state.release()
 
     # --- 4. the commit, on the coordinator -------------------------------------------------------
 

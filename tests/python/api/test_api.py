@@ -28,6 +28,7 @@ from tests.support import (
     stock_load,
     stock_save,
 )
+from torch_ckpt import _C
 
 StateDict = dict[str, Any]
 
@@ -290,3 +291,33 @@ def test_the_metadata_of_two_saves_differ(tmp_path: Path) -> None:
     first, second = (torch_ckpt.save({"t": torch.ones(2)}, tmp_path / name) for name in "ab")
     assert first != second
     assert first != 3
+
+
+def test_a_tensor_is_saved_from_the_memory_that_it_had_if_its_data_is_replaced_during_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So large that the allocator returns freed memory to the system.
+    tensor = torch.arange(1 << 23)
+    start = _C.start_save
+
+    def start_after_replacement(*args: Any, **kwargs: Any) -> _C.Save:
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(_C, "start_save", start_after_replacement)
+    torch_ckpt.save({"tensor": tensor}, tmp_path / "checkpoint")
+    loaded = {"tensor": torch.empty(1 << 23, dtype=tensor.dtype)}
+    torch_ckpt.load(loaded, tmp_path / "checkpoint")
+    assert torch.equal(loaded["tensor"], torch.arange(1 << 23))
+
+
+def test_one_lazily_negated_tensor_among_hundreds_is_saved_and_filled_with_its_values(
+    tmp_path: Path,
+) -> None:
+    state = {str(i): torch.full((4,), float(i)) for i in range(300)}
+    state["200"] = torch._neg_view(state["200"])
+    torch_ckpt.save(state, tmp_path)
+    target = {name: torch.zeros(4) for name in state}
+    target["100"] = torch._neg_view(target["100"])
+    torch_ckpt.load(target, tmp_path)
+    assert all(torch.equal(target[name], state[name]) for name in state)
