@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 import warnings
 import weakref
@@ -785,7 +786,14 @@ class CheckpointManager:
 
 def _refuse_file(root: str | None) -> None:
     """Raises NotADirectoryError if a local root exists but is not a directory."""
-    if root is not None and os.path.lexists(root) and not os.path.isdir(root):
+    if root is None:
+        return
+    try:
+        # One call, because another run may remove its empty root meanwhile.
+        mode = os.lstat(root).st_mode
+    except OSError:
+        return
+    if not stat.S_ISDIR(mode) and not (stat.S_ISLNK(mode) and os.path.isdir(root)):
         raise NotADirectoryError(
             errno.ENOTDIR,
             "the root must be the directory that contains the steps, but is not a directory",

@@ -491,3 +491,20 @@ def test_a_group_of_one_rank_may_be_made_and_destroyed(tmp_path: Path) -> None:
     with ranks_of_a_run(1), manager_of(tmp_path) as made:
         dist.destroy_process_group()
         assert made.save(1, state_of(1))
+
+
+def test_a_root_that_another_run_removes_meanwhile_is_not_taken_for_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    is_directory = os.path.isdir
+
+    def is_directory_after_removal(path: Any) -> bool:
+        if os.fspath(path) == str(root) and is_directory(root):
+            root.rmdir()
+        return is_directory(path)
+
+    monkeypatch.setattr(os.path, "isdir", is_directory_after_removal)
+    with CheckpointManager(root, preemption_signals=()) as manager:
+        assert manager.steps() == []
