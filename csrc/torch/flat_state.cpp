@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <stdexcept>
 #include <utility>
 
 #include "python/released_gil.h"
@@ -61,15 +60,6 @@ void with_utf8(PyObject* text, Use use) {
 bool requires_grad(PyObject* tensor) {
   static PyObject* const kRequiresGrad = interned("requires_grad");
   return checked(PyObject_GetAttr(tensor, kRequiresGrad)).get() == Py_True;
-}
-
-std::vector<std::int64_t> shape_of(PyObject* tensor) {
-  static PyObject* const kShape = interned("shape");
-  std::vector<std::int64_t> shape;
-  if (!numbers_of(checked(PyObject_GetAttr(tensor, kShape)).get(), shape)) {
-    throw std::invalid_argument("the shape of a DTensor must be a tuple of integers");
-  }
-  return shape;
 }
 
 /// True if the tensor has methods of its own that torch's planner calls.
@@ -254,7 +244,7 @@ bool FlatState::fill_dtensor(Row& row, std::string_view name) {
   const PythonRef local = checked(PyObject_GetAttr(value, kLocal));
   if (!Tensor::is_exact(local.get()) || plans_itself(local.get())) return false;
   row.requires_grad = requires_grad(value);
-  row.size = extents_.intern(shape_of(value));
+  row.size = extents_.intern(Tensor::sizes_of(value));
   row.box = box_of(value, row.size);
   if (row.box == 0) return false;
   row.local = used(local.get());

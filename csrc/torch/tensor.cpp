@@ -144,6 +144,12 @@ std::int32_t Tensor::dtype_code_of(PyObject* object) {
   return get(libtorch::get_dtype, tensor_of(object).get());
 }
 
+std::vector<std::int64_t> Tensor::sizes_of(PyObject* object) {
+  const OwnedTensor tensor = tensor_of(object);
+  const std::int64_t* const first = get(libtorch::get_sizes, tensor.get());
+  return {first, first + get(libtorch::get_dim, tensor.get())};
+}
+
 Tensor Tensor::adopt(OwnedTensor tensor) {
   const ScalarType dtype = dtype_of(tensor.get());
   return Tensor(std::make_shared<const Held>(std::move(tensor), dtype));

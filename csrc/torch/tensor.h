@@ -36,6 +36,8 @@ class Tensor {
   static Tensor of(PyObject* object);
   /// Returns LibTorch's number of the dtype of a Python object's tensor. Needs the GIL.
   static std::int32_t dtype_code_of(PyObject* object);
+  /// Returns the sizes of a Python object's tensor, without the cost of a Tensor. Needs the GIL.
+  static std::vector<std::int64_t> sizes_of(PyObject* object);
   /// A tensor of elements in the caller's memory. `owner` keeps the memory alive.
   static Tensor on_memory(const std::byte* memory, Extents sizes, Extents strides, ScalarType dtype,
                           std::shared_ptr<const void> owner);
