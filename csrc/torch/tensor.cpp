@@ -318,8 +318,9 @@ PyObject* Tensor::to_python() const {
     libtorch::check(libtorch::tensor_to_pyobject(handle(), nullptr, &made));
     return static_cast<PyObject*>(made);
   }
-  const py::capsule stolen(get(libtorch::new_handle, handle()));
-  return py::handle(tensor_from_handle)(stolen).release().ptr();
+  // Despite its name, the function does not delete the handle that it gets.
+  const py::capsule pointer(static_cast<const void*>(handle()));
+  return py::handle(tensor_from_handle)(pointer).release().ptr();
 }
 
 InferenceMode::InferenceMode() {

@@ -121,7 +121,9 @@ def test_elements_that_overlap_in_the_record_are_read_through_a_buffer(tmp_path:
 
 def test_a_target_with_overlapping_elements_is_refused(tmp_path: Path) -> None:
     save({"t": torch.ones(4, 3)}, tmp_path)
-    with pytest.raises(dcp.CheckpointException, match="more than one element"):
+    # torch before 2.13 prints the text of its error, and returns only a status.
+    text = "more than one element|torch has reported an error"
+    with pytest.raises(dcp.CheckpointException, match=text):
         load({"t": torch.zeros(3).expand(4, 3)}, tmp_path)
 
 
