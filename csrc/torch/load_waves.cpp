@@ -111,7 +111,7 @@ void LoadWaves::run_all_waves() {
   for (const auto& [index, header] : std::exchange(layouts_, {})) {
     if (add(index, header)) continue;
     run_wave();
-    read_storage(targets_[index], *header);
+    read_storage(index, *header);
   }
   run_wave();
   if (!layouts_.empty()) fail_as_changed(targets_[layouts_.front().first]);
@@ -249,7 +249,8 @@ void LoadWaves::run_wave() {
   }
 }
 
-void LoadWaves::read_storage(const TensorTarget& target, const format::TensorHeader& header) {
+void LoadWaves::read_storage(std::size_t index, const format::TensorHeader& header) {
+  const TensorTarget& target = targets_[index];
   loads_.check_limit(target.name, header.storage_bytes).value();
   const Tensor bytes = mapped_tensor({header.storage_bytes}, *ScalarType::named("uint8"),
                                      std::max<std::uint64_t>(header.storage_bytes, 1));
@@ -261,7 +262,7 @@ void LoadWaves::read_storage(const TensorTarget& target, const format::TensorHea
   if (session->outcomes()[0].status != engine::ReadStatus::done) fail_as_changed(target);
   bytes_done_ += target.region_bytes(target.dtype.item_bytes());
   target.tensor.copy_from(region_in_storage(target, bytes, header));
-  changed_.push_back(static_cast<std::size_t>(&target - targets_.data()));
+  changed_.push_back(index);
 }
 
 }  // namespace torch_ckpt::tensors

@@ -23,8 +23,8 @@ namespace torch_ckpt::tensors {
 //      storage is read.
 //
 // Must be used from a single thread, without the GIL. The targets and their tensors must outlive
-// it. The thread must be in inference mode. Throws Failure, and
-// std::runtime_error with torch's text.
+// it. The thread must be in inference mode. Throws Failure, and std::runtime_error with torch's
+// text.
 class LoadWaves {
  public:
   LoadWaves(engine::LimitedLoads& loads, const std::vector<TensorTarget>& targets)
@@ -52,7 +52,7 @@ class LoadWaves {
   bool add_with_temporary(std::size_t index, const Layout& layout, bool on_device);
   bool add_rows(std::size_t index, const Layout& layout, std::uint64_t begin, std::uint64_t count,
                 const Tensor& tensor, const Tensor& temporary);
-  void read_storage(const TensorTarget& target, const format::TensorHeader& header);
+  void read_storage(std::size_t index, const format::TensorHeader& header);
 
   engine::LimitedLoads& loads_;
   const std::vector<TensorTarget>& targets_;

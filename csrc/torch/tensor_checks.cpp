@@ -42,10 +42,12 @@ bool is_dense(const Tensor& tensor) {
          !tensor.is_neg();
 }
 
+void add_cuda_device(std::vector<int>& devices, int device) {
+  if (std::ranges::find(devices, device) == devices.end()) devices.push_back(device);
+}
+
 void add_cuda_device(std::vector<int>& devices, const Tensor& tensor) {
-  if (tensor.is_cuda() && std::ranges::find(devices, tensor.device_index()) == devices.end()) {
-    devices.push_back(tensor.device_index());
-  }
+  if (tensor.is_cuda()) add_cuda_device(devices, tensor.device_index());
 }
 
 bool can_be_filled(const Tensor& tensor) {

@@ -16,7 +16,9 @@ bool is_plain(const Tensor& tensor);
 /// saved.
 bool is_dense(const Tensor& tensor);
 
-/// Adds the number of the tensor's device, if it is a CUDA device that the list lacks.
+/// Adds the number of a CUDA device that the list lacks.
+void add_cuda_device(std::vector<int>& devices, int device);
+/// Adds the tensor's device, if it is a CUDA device.
 void add_cuda_device(std::vector<int>& devices, const Tensor& tensor);
 
 /// Returns true if the engine may write directly into the tensor's memory.

@@ -111,8 +111,7 @@ std::uint64_t SaveSources::bytes() const {
 std::vector<int> SaveSources::devices() const {
   std::vector<int> found;
   for_each([&](const staging::Source& source) {
-    const bool is_known = std::ranges::find(found, source.device) != found.end();
-    if (source.device != staging::Source::kHost && !is_known) found.push_back(source.device);
+    if (source.device != staging::Source::kHost) add_cuda_device(found, source.device);
   });
   return found;
 }
