@@ -236,12 +236,9 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
         if (!current->warning_.empty()) warn("fake device", current->warning_);
         return std::unique_ptr<staging::DeviceCopier>(std::make_unique<Copier>(ready));
       },
-      &FakeDevice::pin,
-      &FakeDevice::unpin,
+      &FakeDevice::pin, &FakeDevice::unpin,
       // The core does not call these.
-      nullptr,
-      nullptr,
-      nullptr};
+      nullptr, nullptr, nullptr};
   staging::register_device_support(&kSupport);
 }
 
