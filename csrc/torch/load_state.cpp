@@ -251,7 +251,6 @@ void LoadState::zero_unstored() const {
     const auto part = part_of(target);
     if (!part) continue;
     const InferenceMode inference;
-    const NoGrad no_grad;
     py::object left = py::handle(target.local.object()).attr("detach")();
     for (std::size_t d = 0; d < stored.size(); ++d) {
       const std::int64_t length = target.local.sizes()[d];

@@ -216,13 +216,17 @@ void LoadWaves::run_wave() {
           .value();
   bytes_done_ += session->bytes_done();
   std::set<int> devices;
+  std::optional<InferenceMode> inference;  // entered for torch's copies only
   for (std::size_t i = 0; i < wave.size(); ++i) {
     Step& step = wave[i];
     const engine::ReadOutcome& outcome = session->outcomes()[i];
     if (step.tensor.is_cuda()) devices.insert(step.tensor.device_index());
     switch (outcome.status) {
       case engine::ReadStatus::done:
-        if (step.temporary.defined()) step.tensor.copy_from(step.temporary);
+        if (step.temporary.defined()) {
+          if (!inference) inference.emplace();
+          step.tensor.copy_from(step.temporary);
+        }
         step.temporary = Tensor();
         if (changed_.empty() || changed_.back() != step.target) changed_.push_back(step.target);
         break;
@@ -261,6 +265,7 @@ void LoadWaves::read_storage(std::size_t index, const format::TensorHeader& head
       loads_.run({std::move(request)}, {target.name}, header.storage_bytes, bytes_done_).value();
   if (session->outcomes()[0].status != engine::ReadStatus::done) fail_as_changed(target);
   bytes_done_ += target.region_bytes(target.dtype.item_bytes());
+  const InferenceMode inference;
   target.tensor.copy_from(region_in_storage(target, bytes, header));
   changed_.push_back(index);
 }

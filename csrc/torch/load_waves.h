@@ -23,8 +23,7 @@ namespace torch_ckpt::tensors {
 //      storage is read.
 //
 // Must be used from a single thread, without the GIL. The targets and their tensors must outlive
-// it. The thread must be in inference mode. Throws Failure, and std::runtime_error with torch's
-// text.
+// it. Throws Failure, and std::runtime_error with torch's text.
 class LoadWaves {
  public:
   LoadWaves(engine::LimitedLoads& loads, const std::vector<TensorTarget>& targets)

@@ -324,12 +324,14 @@ PyObject* Tensor::to_python() const {
 }
 
 InferenceMode::InferenceMode() {
+  const python::EnsuredGil gil;
   py::object mode = py::module_::import("torch").attr("inference_mode")();
   mode.attr("__enter__")();
   mode_ = mode.release().ptr();
 }
 
 InferenceMode::~InferenceMode() {
+  const python::EnsuredGil gil;
   const auto mode = py::reinterpret_steal<py::object>(mode_);
   try {
     mode.attr("__exit__")(py::none(), py::none(), py::none());

@@ -141,8 +141,8 @@ class Tensor {
   std::shared_ptr<const Held> held_;
 };
 
-/// Puts the calling thread into inference mode, in which all tensors may be changed; tensors made
-/// in inference mode may be changed only there. Needs the GIL.
+/// Puts the calling thread into inference mode, in which all tensors may be changed and autograd is
+/// off. Tensors made in inference mode may be changed only there.
 class InferenceMode {
  public:
   InferenceMode();

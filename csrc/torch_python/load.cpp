@@ -90,7 +90,6 @@ std::vector<std::size_t> load(const TensorReads& reads, const os::Directory& dir
       loads_of(directory, files_with_tables(reads.files(), tables), options, progress, ready);
   tensors::LoadWaves waves(loads, reads.targets());
   const MarkedAsChanged marked(reads, waves);
-  const tensors::InferenceMode inference;
   return without_gil([&] { return waves.run(); });
 }
 

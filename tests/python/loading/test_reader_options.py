@@ -72,6 +72,16 @@ def test_progress_of_a_load_reaches_the_total(tmp_path: Path) -> None:
     assert done[-1] == seen[-1].bytes_planned == sum(tensor.nbytes for tensor in tensors)
 
 
+def test_a_progress_function_runs_outside_inference_mode(tmp_path: Path) -> None:
+    def note(_progress: Progress) -> None:
+        modes.append(torch.is_inference_mode_enabled())
+
+    modes: list[bool] = []
+    save(OPTIONS_STATE, tmp_path)
+    load(emptied(OPTIONS_STATE), tmp_path, progress=note)
+    assert set(modes) == {False}
+
+
 def test_control_c_ends_a_load(tmp_path: Path) -> None:
     def interrupt(_progress: Progress) -> None:
         signal.raise_signal(signal.SIGINT)
