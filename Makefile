@@ -1,9 +1,9 @@
 # `make help` lists the targets. Each target sets up all that it needs: system packages by apt if it
 # has the permission, a virtual environment in .venv, torch and the tools from PyPI, and the build.
-#   TORCH=2.11.0   with `make test`: the Python tests against this version of torch, in an environment
-#                  and a copy of the tree of their own
+#   TORCH=2.11.0   with `make test`: the Python tests with this version of torch, in an environment of
+#                  its own
 #   SEED=17        with `make torture`: the number that an earlier run printed, to replay it
-#   PYTHON=python3 the interpreter for the virtual environment
+#   PYTHON=python3 the interpreter for the virtual environment, or for the wheel
 #   SECONDS=60     with `make fuzz`: how long each fuzzer runs
 #   LINT_SINCE=    with `make lint` and `make test`: clang-tidy checks the files that changed since this
 #                  commit, or `all`. Default: since this branch left main; on main, the last ten commits
@@ -19,7 +19,7 @@ TIMED := scripts/timed.sh
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench gpu-kit clean
+.PHONY: help demo test lint format build wheel docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench gpu-kit clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,12 +33,9 @@ test: ## everything that CI runs, and how long each part took
 	@status=0; $(MAKE) lint cpp-asan cpp-tsan cpp-fork py-test || status=$$?; \
 	  echo 'Where the time went:'; cat build/times; exit $$status
 else
-# The extension is built for one torch, so another one gets a copy of the tree.
-COPY := build/torch-$(TORCH)
-test:
-	mkdir -p $(COPY)/tree
-	git ls-files -co --exclude-standard -z | tar c --null --ignore-failed-read -T - 2> /dev/null | tar x -C $(COPY)/tree
-	$(MAKE) -C $(COPY)/tree py-test TORCH= VENV=../venv TORCH_VERSION=$(TORCH)
+# One build works with each torch, so only the environment is another one.
+test: build build/torch-$(TORCH)/.ready
+	$(MAKE) py-test TORCH= TEST_PYTHON=build/torch-$(TORCH)/bin/python
 endif
 
 docs: $(VENV)/.ready ## the documentation as a site, in build/site
@@ -51,11 +48,19 @@ bench: build ## measure against stock torch and the machine's limits
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 build: $(VENV)/.ready ## the extension, in place
-	TORCH_CKPT_CMAKE_ARGS="-DTORCH_CKPT_WERROR=ON -DTORCH_CKPT_BUILD_TESTS=ON" \
-	  $(TIMED) "build: extension" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	cmake --preset python -DPython_EXECUTABLE=$(abspath $(BIN))/python
+	$(TIMED) "build: extension" cmake --build build/python --target _C
+	cmake --install build/python
+
+wheel: ## the source distribution, and a wheel for PYTHON, in dist/
+	scripts/wheel.sh "$(PYTHON)" dist
 
 $(VENV)/.ready: scripts/setup.sh pyproject.toml
-	$(TIMED) environment scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)"
+	$(TIMED) environment scripts/setup.sh "$(PYTHON)" "$(VENV)"
+	touch $@
+
+build/torch-%/.ready: scripts/setup.sh pyproject.toml
+	$(TIMED) "environment with torch $*" scripts/setup.sh "$(PYTHON)" $(@D) $*
 	touch $@
 
 lint: build ## formatting, clang-tidy on changed files, ruff, mypy --strict, stubs
@@ -88,17 +93,17 @@ cpp-tsan: $(VENV)/.ready ## GoogleTest for the code with threads, under ThreadSa
 	$(TIMED) "C++ tests, TSan" scripts/gtest.sh build/tsan/torch_ckpt_tests $(ARGS)
 
 # Links the extension's objects, because some forks cannot run under sanitizers.
-PY_BUILD = build/python-$(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 cpp-fork: build ## GoogleTest for forks, without a sanitizer
-	$(TIMED) "build: C++ tests, forks" cmake --build $(PY_BUILD) --target torch_ckpt_fork_tests
-	$(TIMED) "C++ tests, forks" timeout 1200 $(PY_BUILD)/torch_ckpt_fork_tests --gtest_brief=1
+	$(TIMED) "build: C++ tests, forks" cmake --build build/python --target torch_ckpt_fork_tests
+	$(TIMED) "C++ tests, forks" timeout 1200 build/python/torch_ckpt_fork_tests --gtest_brief=1
 
 fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of three fuzzers
 	scripts/fuzz.sh $(BIN)/python $(SECONDS)
 
 # Runs two files at a time, and then, one file at a time, the tests that measure or need the whole
 # machine. pytest exits with 5 if ARGS selects no test for one of the two runs.
-PYTEST := $(BIN)/python -m pytest --durations=20
+TEST_PYTHON := $(BIN)/python
+PYTEST = $(TEST_PYTHON) -m pytest --durations=20
 # A random order, so that files that wait for ranks run at the same time as files that compute.
 MIXED := -n 2 --dist loadfile --random-order --random-order-seed=14
 py-test: build ## pytest, torchrun tests included
@@ -112,8 +117,8 @@ py-test: build ## pytest, torchrun tests included
 TSAN := build/py-tsan
 py-tsan: $(VENV)/.ready ## a part of pytest with the extension under ThreadSanitizer
 	cmake -S . -B $(TSAN) -G Ninja -DTORCH_CKPT_BUILD_PYTHON=ON -DTORCH_CKPT_SANITIZE=thread \
-	  -DTORCH_CKPT_CUDA=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPYTHON_EXECUTABLE=$(abspath $(BIN))/python \
-	  -DCMAKE_INSTALL_PREFIX=$(abspath $(TSAN))/package/torch_ckpt
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+	  -DCMAKE_INSTALL_PREFIX=$(abspath $(TSAN))/package
 	cmake --build $(TSAN)
 	rm -rf $(TSAN)/package && cp -r torch_ckpt $(TSAN)/tree && mkdir $(TSAN)/package && mv $(TSAN)/tree $(TSAN)/package/torch_ckpt && rm -f $(TSAN)/package/torch_ckpt/*.so
 	cmake --install $(TSAN)

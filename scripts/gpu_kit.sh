@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fills a folder with what a machine with a GPU and without network lacks to run scripts/gpu_run.sh:
-# headers of Boost, ISA-L and zlib, their libraries, and wheels.
+# headers of Boost, ISA-L and zlib, their libraries, pybind11, and wheels.
 # usage: gpu_kit.sh PYTHON FOLDER
 set -euo pipefail
 python=$1 kit=$2
@@ -35,6 +35,8 @@ for library in isal z; do
   install -m 644 "$file" "$kit/lib/lib$library.so"
   install -m 644 "$file" "$kit/lib/$soname"
 done
+
+cp -r "$("$python" -c 'import pybind11; print(pybind11.__path__[0])')" "$kit/pybind11"
 
 # The version that benchmarks/peers.py names. The machine's Python is 3.12.
 requirement=$("$python" -c 'from benchmarks.peers import TORCH_CHECKPOINTING as peer

@@ -29,8 +29,8 @@ PATH=$PATH:/usr/local/cuda/bin
 device=$(timeout 60 "$python" -c 'import torch
 print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none")' 2> "$out/build.log")
 device=${device:-none}
-on=cuda cuda=ON
-[[ $device != none ]] || on=cpu cuda=AUTO
+on=cuda
+[[ $device != none ]] || on=cpu
 echo "device: $device"
 
 part() { # part NAME SECONDS COMMAND...
@@ -54,13 +54,14 @@ build() {
   set -e
   # If this build fails, the tests must not run with an older module.
   rm -f torch_ckpt/*.so
-  cmake -S . -B build/gpu -G Ninja -DTORCH_CKPT_BUILD_PYTHON=ON -DTORCH_CKPT_CUDA="$cuda" \
-    -DPYTHON_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
+  cmake -S . -B build/gpu -G Ninja -DTORCH_CKPT_BUILD_PYTHON=ON \
+    -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
     -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$kit" -DBoost_INCLUDE_DIR="$kit/include" \
-    -DCMAKE_INSTALL_RPATH="$kit/lib" -DCMAKE_INSTALL_PREFIX="$tree/torch_ckpt"
+    -DCMAKE_INSTALL_RPATH="$kit/lib" -DCMAKE_INSTALL_PREFIX="$tree" \
+    -Dpybind11_DIR="$kit/pybind11/share/cmake/pybind11"
   cmake --build build/gpu --target _C
   cmake --install build/gpu
-  "$python" -c "from torch_ckpt import _C; assert _C.has_cuda or '$on' == 'cpu', 'built without CUDA'"
+  "$python" -c "from torch_ckpt import _C; assert _C.has_cuda or '$on' == 'cpu', 'no CUDA'"
 }
 
 sanitizer() {
@@ -73,7 +74,7 @@ sanitizer() {
 }
 
 export -f build sanitizer
-export tree kit python on cuda
+export tree kit python on
 
 figures=(--seconds 205)
 training=()

@@ -208,7 +208,7 @@ class Copy:
     def _build_extension(self) -> bool:
         configure = [
             *(*CMAKE, "-B", "build/extension", "-DTORCH_CKPT_BUILD_PYTHON=ON"),
-            *(f"-DPYTHON_EXECUTABLE={self._python}", "-DCMAKE_INSTALL_PREFIX=torch_ckpt"),
+            *(f"-DPython_EXECUTABLE={self._python}", f"-DCMAKE_INSTALL_PREFIX={self.root}"),
         ]
         build = ["cmake", "--build", "build/extension"]
         return self._succeed(configure, build, ["cmake", "--install", "build/extension"])

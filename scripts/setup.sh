@@ -82,11 +82,12 @@ fi
 pip_install() { "$venv/bin/pip" install -q --disable-pip-version-check --no-compile "$@"; }
 
 # pyproject.toml lists the packages and pins the tools. pip reads its groups from version 25.1.
-torch=$(sed -n 's/^dependencies = \["\(torch[^"]*\)"\]$/\1/p' pyproject.toml)
 pip_install "pip>=25.1"
-pip_install "${torch:?}${torch_version:+,==$torch_version}" --group dev
+pip_install --group dev ${torch_version:+"torch==$torch_version"}
 for peer in megatron nvrx; do
   pip_install --no-deps --only-binary :all: --group $peer ||
     echo "torch_ckpt: without the packages of group $peer some tests of torch_ckpt.megatron will skip" >&2
 done
+# The package of this tree, with the extension that `make build` compiles into it.
+pip_install --no-build-isolation --no-deps -C wheel.cmake=false -C editable.mode=inplace -e .
 wait

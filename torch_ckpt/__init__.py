@@ -22,9 +22,9 @@ except ModuleNotFoundError as error:
     if error.name != "torch_ckpt._core":
         raise
     raise ImportError(
-        f"the extension module of torch_ckpt is not built (there is no _core.so in {__path__[0]}): "
-        "run `make build` in the source tree, or run `pip install .` and import torch_ckpt from "
-        "another directory"
+        "the extension module of torch_ckpt is not built for this Python (there is no _core*.so in "
+        f"{__path__[0]}): run `make build` in the source tree, or run `pip install .` and import "
+        "torch_ckpt from another directory"
     ) from None
 
 from torch_ckpt._core import trim_pool

@@ -1,4 +1,4 @@
-// Copies between CUDA devices and the host. No other file uses CUDA.
+// Copies between CUDA devices and the host. No other file calls the CUDA runtime.
 //
 // 1. Each copier has its own non-blocking stream on each device, so that copies neither wait for
 //    the training stream nor delay it.
@@ -11,8 +11,6 @@
 // 4. The owner of the sources keeps them alive until the last event has been waited for, so that
 //    the caching allocator cannot reuse their memory. record_stream is not needed.
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <deque>
@@ -21,19 +19,23 @@
 #include <string_view>
 #include <utility>
 
+#include "staging/cuda_runtime.h"
 #include "staging/device_copy.h"
 
 namespace torch_ckpt::staging {
 namespace {
 
-Error cuda_error(cudaError_t code, const char* call) {
-  Error error = format_error(Errc::system, cudaGetErrorString(code));
-  error.operation = call;
+bool has_batches = false;  // set by cuda::use_runtime()
+
+Error cuda_error(cuda::Code code, const os::AnyFunction& function) {
+  Error error = format_error(Errc::system, cuda::get_error_string(code));
+  error.operation = function.name();
   return error;
 }
 
-#define TC_CUDA(call) \
-  if (const cudaError_t code_ = (call); code_ != cudaSuccess) return cuda_error(code_, #call)
+#define TC_CUDA(function, ...)                                                       \
+  if (const cuda::Code code_ = cuda::function(__VA_ARGS__); code_ != cuda::kSuccess) \
+  return cuda_error(code_, cuda::function)
 
 // True if the device has a primary context. Selecting a device creates one, which takes hundreds of
 // megabytes of device memory. Returns false if the driver lacks this query.
@@ -41,18 +43,14 @@ bool has_context(int device) {
   // cuDevicePrimaryCtxGetState, a function of the driver API, accepts the runtime's device numbers.
   using GetState = int (*)(int device, unsigned int* flags, int* active);
   static const GetState get_state = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
     constexpr unsigned int kSince = 7000;
-    const cudaError_t code = cudaGetDriverEntryPointByVersion(
-        "cuDevicePrimaryCtxGetState", &function, kSince, cudaEnableDefault, &found);
-#else
-    const cudaError_t code =
-        cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, cudaEnableDefault, &found);
-#endif
-    const bool is_there = code == cudaSuccess && found == cudaDriverEntryPointSuccess;
-    return is_there ? reinterpret_cast<GetState>(function) : nullptr;
+    void* function = nullptr;
+    int found = -1;
+    if (cuda::get_driver_entry_point) {
+      cuda::get_driver_entry_point("cuDevicePrimaryCtxGetState", &function, kSince,
+                                   cuda::kEnableDefault, &found);
+    }
+    return found == cuda::kEntryPointFound ? reinterpret_cast<GetState>(function) : nullptr;
   }();
   unsigned int flags = 0;
   int active = 0;
@@ -72,32 +70,32 @@ bool has_context(int device) {
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device)
-      : device_(device), caller_has_error_(cudaPeekAtLastError() != cudaSuccess) {
-    cudaGetDevice(&before_);
+      : device_(device), caller_has_error_(cuda::peek_at_last_error() != cuda::kSuccess) {
+    cuda::get_device(&before_);
     // Select the device first: exchanging the mode creates a context on the selected device.
-    status_ = cudaSetDevice(device);
-    if (status_ == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode_);
+    status_ = cuda::set_device(device);
+    if (status_ == cuda::kSuccess) cuda::exchange_capture_mode(&mode_);
   }
   ~DeviceGuard() {
-    if (status_ == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode_);
-    if (before_ != device_ && has_context(before_)) cudaSetDevice(before_);
-    if (!caller_has_error_) static_cast<void>(cudaGetLastError());
+    if (status_ == cuda::kSuccess) cuda::exchange_capture_mode(&mode_);
+    if (before_ != device_ && has_context(before_)) cuda::set_device(before_);
+    if (!caller_has_error_) static_cast<void>(cuda::get_last_error());
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
-  cudaError_t status() const { return status_; }
+  cuda::Code status() const { return status_; }
 
  private:
   const int device_;
   const bool caller_has_error_;
   int before_ = 0;
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-  cudaError_t status_ = cudaSuccess;
+  int mode_ = cuda::kCaptureRelaxed;
+  cuda::Code status_ = cuda::kSuccess;
 };
 
 #define TC_ON_DEVICE(device)     \
   const DeviceGuard on_(device); \
-  if (on_.status() != cudaSuccess) return cuda_error(on_.status(), "cudaSetDevice")
+  if (on_.status() != cuda::kSuccess) return cuda_error(on_.status(), cuda::set_device)
 
 // Copies from or to one device that are submitted together.
 struct Batch {
@@ -107,43 +105,43 @@ struct Batch {
   std::vector<std::size_t> bytes;
 };
 
-Result<> copy_one_by_one(const Batch& batch, cudaStream_t stream) {
+Result<> copy_one_by_one(const Batch& batch, cuda::Stream stream) {
   for (std::size_t i = 0; i < batch.to.size(); ++i) {
-    TC_CUDA(cudaMemcpyAsync(batch.to[i], batch.from[i], batch.bytes[i],
-                            batch.to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
-                            stream));
+    TC_CUDA(memcpy_async, batch.to[i], batch.from[i], batch.bytes[i],
+            batch.to_device ? cuda::kHostToDevice : cuda::kDeviceToHost, stream);
   }
   return {};
 }
 
-// False if the user has disabled batches. Some drivers have hung on them.
+// False if the runtime has no batches, or if the user has disabled them. Some drivers have hung on
+// them.
 bool batches_are_allowed() {
+  if (!has_batches) return false;
   const char* const given = std::getenv("TORCH_CKPT_CUDA_BATCHES");
   return given == nullptr || std::string_view(given) != "0";
 }
 
-#if CUDART_VERSION >= 13000
 // Some drivers have hung on calls with very many copies.
 constexpr std::size_t kMaxCopiesInBatch = 1024;
 
-cudaError_t copy_as_batch(Batch& batch, int device, cudaStream_t stream) {
-  cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  attributes.srcLocHint = {cudaMemLocationTypeDevice, device};
-  attributes.dstLocHint = {cudaMemLocationTypeHost, 0};
+cuda::Code copy_as_batch(Batch& batch, int device, cuda::Stream stream) {
+  cuda::CopyAttributes attributes;
+  attributes.source_access_order = cuda::kStreamOrder;
+  attributes.source = {cuda::kDeviceLocation, device};
+  attributes.target = {cuda::kHostLocation, 0};
   // Leave the multiprocessors to training.
-  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-  if (batch.to_device) std::swap(attributes.srcLocHint, attributes.dstLocHint);
-  cudaError_t code = cudaSuccess;
-  for (std::size_t at = 0; at < batch.to.size() && code == cudaSuccess; at += kMaxCopiesInBatch) {
+  attributes.flags = cuda::kPreferOverlapWithCompute;
+  if (batch.to_device) std::swap(attributes.source, attributes.target);
+  cuda::Code code = cuda::kSuccess;
+  for (std::size_t at = 0; at < batch.to.size() && code == cuda::kSuccess;
+       at += kMaxCopiesInBatch) {
     std::size_t first = 0;
     const std::size_t count = std::min(kMaxCopiesInBatch, batch.to.size() - at);
-    code = cudaMemcpyBatchAsync(batch.to.data() + at, batch.from.data() + at,
-                                batch.bytes.data() + at, count, &attributes, &first, 1, stream);
+    code = cuda::memcpy_batch_async(batch.to.data() + at, batch.from.data() + at,
+                                    batch.bytes.data() + at, count, &attributes, &first, 1, stream);
   }
   return code;
 }
-#endif
 
 class CudaCopier final : public DeviceCopier {
  public:
@@ -153,9 +151,9 @@ class CudaCopier final : public DeviceCopier {
   ~CudaCopier() override {
     for (auto& [device, side] : streams_) {
       const DeviceGuard on(device);
-      cudaStreamSynchronize(side.stream);
-      for (cudaEvent_t event : side.events) cudaEventDestroy(event);
-      cudaStreamDestroy(side.stream);
+      cuda::stream_synchronize(side.stream);
+      for (cuda::Event event : side.events) cuda::event_destroy(event);
+      cuda::stream_destroy(side.stream);
     }
   }
 
@@ -199,7 +197,7 @@ class CudaCopier final : public DeviceCopier {
                        [](const auto& part) {
                          const DeviceGuard on(part.first);
                          // Returns true on an error, which wait_oldest() will report.
-                         return cudaEventQuery(part.second) != cudaErrorNotReady;
+                         return cuda::event_query(part.second) != cuda::kNotReady;
                        });
   }
 
@@ -207,32 +205,32 @@ class CudaCopier final : public DeviceCopier {
     const auto side = streams_.find(device);
     if (side == streams_.end() || side->second.last == nullptr) return {};
     TC_ON_DEVICE(device);
-    const auto waiting = static_cast<cudaStream_t>(stream);
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    TC_CUDA(cudaStreamIsCapturing(waiting, &capture));
-    if (capture != cudaStreamCaptureStatusNone) {
+    const auto waiting = static_cast<cuda::Stream>(stream);
+    int capture = cuda::kNotCapturing;
+    TC_CUDA(stream_is_capturing, waiting, &capture);
+    if (capture != cuda::kNotCapturing) {
       // Waiting for an event from outside the capture would invalidate the capture.
       return format_error(Errc::invalid_argument,
                           "a CUDA graph is being captured on the stream that should wait for the "
                           "copies; call this after the capture");
     }
-    TC_CUDA(cudaStreamWaitEvent(waiting, side->second.last, 0));
+    TC_CUDA(stream_wait_event, waiting, side->second.last, 0);
     return {};
   }
 
  private:
   struct DeviceStream {
-    cudaStream_t stream = nullptr;
-    std::vector<cudaEvent_t> events;       // all events of the stream
-    std::vector<cudaEvent_t> free_events;  // with capacity for all of them
-    cudaEvent_t last = nullptr;            // of the last submission, even if it was waited for
+    cuda::Stream stream = nullptr;
+    std::vector<cuda::Event> events;       // all events of the stream
+    std::vector<cuda::Event> free_events;  // with capacity for all of them
+    cuda::Event last = nullptr;            // of the last submission, even if it was waited for
     bool batches = batches_are_allowed();  // false once the driver has rejected a batch
   };
-  using Submission = std::vector<std::pair<int, cudaEvent_t>>;
+  using Submission = std::vector<std::pair<int, cuda::Event>>;
 
-  static Result<> wait_for(int device, cudaEvent_t event) {
+  static Result<> wait_for(int device, cuda::Event event) {
     TC_ON_DEVICE(device);
-    TC_CUDA(cudaEventSynchronize(event));
+    TC_CUDA(event_synchronize, event);
     return {};
   }
 
@@ -261,9 +259,10 @@ class CudaCopier final : public DeviceCopier {
     if (auto copied = copy_batch(batch, device, **side); !copied) return copied;
     auto event = free_event_of(**side);
     if (!event) return event.error();
-    if (const cudaError_t code = cudaEventRecord(*event, (*side)->stream); code != cudaSuccess) {
+    if (const cuda::Code code = cuda::event_record(*event, (*side)->stream);
+        code != cuda::kSuccess) {
       (*side)->free_events.push_back(*event);
-      return cuda_error(code, "cudaEventRecord");
+      return cuda_error(code, cuda::event_record);
     }
     (*side)->last = *event;
     submission.emplace_back(device, *event);
@@ -271,11 +270,10 @@ class CudaCopier final : public DeviceCopier {
   }
 
   Result<> copy_batch(Batch& batch, int device, DeviceStream& side) {
-#if CUDART_VERSION >= 13000
     if (batch.to.size() > 1 && side.batches) {
-      const cudaError_t code = copy_as_batch(batch, device, side.stream);
-      if (code == cudaSuccess) return {};
-      // Drivers older than the toolkit do not support batches, and some drivers reject some kinds
+      const cuda::Code code = copy_as_batch(batch, device, side.stream);
+      if (code == cuda::kSuccess) return {};
+      // Drivers older than the runtime do not support batches, and some drivers reject some kinds
       // of memory. Submit all copies again one by one, including those that the batch has
       // submitted. If the device has a permanent error, the first of these copies returns it.
       side.batches = false;
@@ -283,27 +281,24 @@ class CudaCopier final : public DeviceCopier {
             "copies to and from CUDA device " + std::to_string(device) +
                 " are submitted one by one, which is slower for many small tensors, because "
                 "cudaMemcpyBatchAsync failed: " +
-                cudaGetErrorString(code) +
+                cuda::get_error_string(code) +
                 ". Update the driver, or set TORCH_CKPT_CUDA_BATCHES=0 to skip the attempt.");
     }
-#else
-    static_cast<void>(device);
-#endif
     return copy_one_by_one(batch, side.stream);
   }
 
   /// Returns a free event or creates one. Reserves capacity in free_events, so that returning the
   /// event allocates nothing.
-  static Result<cudaEvent_t> free_event_of(DeviceStream& side) {
+  static Result<cuda::Event> free_event_of(DeviceStream& side) {
     if (side.free_events.empty()) {
       side.events.reserve(side.events.size() + 1);
       side.free_events.reserve(side.events.size() + 1);
-      cudaEvent_t event = nullptr;
-      TC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync));
+      cuda::Event event = nullptr;
+      TC_CUDA(event_create, &event, cuda::kDisableTiming | cuda::kBlockingSync);
       side.events.push_back(event);
       return event;
     }
-    const cudaEvent_t event = side.free_events.back();
+    const cuda::Event event = side.free_events.back();
     side.free_events.pop_back();
     return event;
   }
@@ -311,7 +306,7 @@ class CudaCopier final : public DeviceCopier {
   void wait_for_all() {
     for (auto& [device, side] : streams_) {
       const DeviceGuard on(device);
-      cudaStreamSynchronize(side.stream);
+      cuda::stream_synchronize(side.stream);
     }
   }
 
@@ -320,13 +315,13 @@ class CudaCopier final : public DeviceCopier {
   Result<DeviceStream*> stream_of(int device) {
     if (const auto found = streams_.find(device); found != streams_.end()) return &found->second;
     DeviceStream side;
-    TC_CUDA(cudaStreamCreateWithFlags(&side.stream, cudaStreamNonBlocking));
+    TC_CUDA(stream_create, &side.stream, cuda::kNonBlocking);
     for (const ReadyEvent& event : ready_) {
-      const cudaError_t code =
-          cudaStreamWaitEvent(side.stream, static_cast<cudaEvent_t>(event.event), 0);
-      if (code == cudaSuccess) continue;
-      cudaStreamDestroy(side.stream);
-      return cuda_error(code, "cudaStreamWaitEvent");
+      const cuda::Code code =
+          cuda::stream_wait_event(side.stream, static_cast<cuda::Event>(event.event), 0);
+      if (code == cuda::kSuccess) continue;
+      cuda::stream_destroy(side.stream);
+      return cuda_error(code, cuda::stream_wait_event);
     }
     return &streams_.emplace(device, std::move(side)).first->second;
   }
@@ -339,35 +334,35 @@ class CudaCopier final : public DeviceCopier {
 
 Result<> pin(std::span<std::byte> memory, int device) {
   TC_ON_DEVICE(device);
-  TC_CUDA(cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable));
+  TC_CUDA(host_register, memory.data(), memory.size(), cuda::kPortable);
   return {};
 }
 
 void unpin(std::span<std::byte> memory, int device) {
   const DeviceGuard on(device);
-  cudaHostUnregister(memory.data());
+  cuda::host_unregister(memory.data());
 }
 
 Result<void*> record_event(int device, void* stream) {
   TC_ON_DEVICE(device);
-  cudaEvent_t event = nullptr;
-  TC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-  if (const cudaError_t code = cudaEventRecord(event, static_cast<cudaStream_t>(stream));
-      code != cudaSuccess) {
-    cudaEventDestroy(event);
-    return cuda_error(code, "cudaEventRecord");
+  cuda::Event event = nullptr;
+  TC_CUDA(event_create, &event, cuda::kDisableTiming);
+  if (const cuda::Code code = cuda::event_record(event, static_cast<cuda::Stream>(stream));
+      code != cuda::kSuccess) {
+    cuda::event_destroy(event);
+    return cuda_error(code, cuda::event_record);
   }
   return event;
 }
 
 void destroy_event(int device, void* event) {
   const DeviceGuard on(device);
-  cudaEventDestroy(static_cast<cudaEvent_t>(event));
+  cuda::event_destroy(static_cast<cuda::Event>(event));
 }
 
 Result<> wait_for_stream(int device, void* stream) {
   TC_ON_DEVICE(device);
-  TC_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+  TC_CUDA(stream_synchronize, static_cast<cuda::Stream>(stream));
   return {};
 }
 
@@ -381,7 +376,15 @@ constexpr DeviceSupport kCuda{
     destroy_event,
     wait_for_stream};
 
-const bool kRegistered = (register_device_support(&kCuda), true);
-
 }  // namespace
+
+Result<> cuda::use_runtime(const os::Lookup& lookup, int major) {
+  if (const char* const missing = functions.load(lookup)) {
+    return format_error(Errc::system, std::string("the CUDA runtime has no function ") + missing);
+  }
+  has_batches = memcpy_batch_async && major == kMajorWithBatches;
+  register_device_support(&kCuda);
+  return {};
+}
+
 }  // namespace torch_ckpt::staging

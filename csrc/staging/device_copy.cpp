@@ -16,8 +16,9 @@ const DeviceSupport* device_support() { return registered; }
 Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>& ready, Warn warn) {
   if (registered == nullptr) {
     return format_error(Errc::invalid_argument,
-                        "a tensor is on a device that this build of torch_ckpt does not support; "
-                        "move it to the CPU, or build torch_ckpt with the CUDA toolkit");
+                        "a tensor is on a device, but torch has loaded no CUDA runtime "
+                        "(libcudart.so) that torch_ckpt can use; move the tensor to the CPU, or "
+                        "install torch from PyPI or pytorch.org");
   }
   std::unique_ptr<DeviceCopier> copier = registered->make_copier(ready, std::move(warn));
   return std::shared_ptr<DeviceCopier>(copier.release(),

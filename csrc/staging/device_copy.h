@@ -36,8 +36,8 @@ struct ReadyEvent {
 };
 
 // Copies between device and host memory on streams of its own. The only implementation is for CUDA
-// (staging/cuda_copy.cpp), which registers itself. A build without the CUDA toolkit has no
-// implementation and rejects sources on devices. A copier may be used by one thread at a time;
+// (staging/cuda_copy.cpp). It is registered if the process has loaded a CUDA runtime; otherwise,
+// sources on devices are rejected. A copier may be used by one thread at a time;
 // several copiers may be used concurrently.
 class DeviceCopier {
  public:
@@ -81,14 +81,14 @@ struct DeviceSupport {
   Result<> (*wait_for_stream)(int device, void* stream);
 };
 
-/// Called once at program start by the file that implements a device. `support` must have static
-/// storage duration.
+/// Called by the file that implements a device. `support` must have static storage duration, or be
+/// nullptr.
 void register_device_support(const DeviceSupport* support);
 
-/// Returns nullptr if this build has no device support.
+/// Returns nullptr if no device is supported.
 const DeviceSupport* device_support();
 
-/// Creates a copier for the registered device. Fails with Errc::invalid_argument if this build has
+/// Creates a copier for the registered device. Fails with Errc::invalid_argument if there is
 /// none. A forked child does not destroy its parent's copiers: it must not touch their device.
 Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>& ready, Warn warn);
 

@@ -1,46 +1,30 @@
 #include "torch/libtorch.h"
 
-#include <dlfcn.h>
-
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 namespace torch_ckpt::tensors::libtorch {
 namespace {
 
-/// The functions of this file's header, in the order of their construction.
-std::vector<const AnyFunction*>& functions() {
-  static std::vector<const AnyFunction*> all;
-  return all;
+void load(const os::FunctionTable& table, const os::Lookup& library) {
+  if (const char* const missing = table.load(library)) {
+    throw std::runtime_error(
+        std::string("this version of torch has no function ") + missing +
+        ", which torch_ckpt needs; install a newer torch_ckpt or an older torch");
+  }
 }
-
-/// Returns a handle of a library if the process has loaded it.
-void* loaded(const char* library) { return ::dlopen(library, RTLD_LAZY | RTLD_NOLOAD); }
 
 }  // namespace
-
-AnyFunction::AnyFunction(const char* name, Presence presence) : name_(name), presence_(presence) {
-  functions().push_back(this);
-}
-
 void load() {
-  void* const cpu_library = loaded("libtorch_cpu.so");
-  if (cpu_library == nullptr) {
+  const os::Lookup libtorch = os::loaded_library("libtorch_cpu.so");
+  if (!libtorch) {
     throw std::runtime_error(
         "torch_ckpt did not find LibTorch (libtorch_cpu.so) among the libraries that `import "
         "torch` has loaded; install torch from PyPI or pytorch.org");
   }
-  void* const cuda_library = loaded("libtorch_cuda.so");
-  for (const AnyFunction* function : functions()) {
-    void* const library =
-        function->presence_ == Presence::optional_cuda ? cuda_library : cpu_library;
-    if (library != nullptr) function->address_ = ::dlsym(library, function->name_);
-    if (function->address_ == nullptr && function->presence_ == Presence::required) {
-      throw std::runtime_error(
-          std::string("this version of torch has no function ") + function->name_ +
-          ", which torch_ckpt needs; install a newer torch_ckpt or an older torch");
-    }
+  load(functions, libtorch);
+  if (const os::Lookup with_cuda = os::loaded_library("libtorch_cuda.so")) {
+    load(cuda_functions, with_cuda);
   }
 }
 

@@ -1,6 +1,9 @@
 #include <pybind11/pybind11.h>
 
+#include <string>
+
 #include "python/errors.h"
+#include "staging/cuda_runtime.h"
 #include "staging/device_copy.h"
 #include "torch/libtorch.h"
 #include "torch/scalar_type.h"
@@ -9,11 +12,27 @@
 
 namespace py = pybind11;
 
+namespace torch_ckpt {
+namespace {
+
+/// Uses the CUDA runtime that torch has loaded. Without one, CUDA tensors are written by
+/// torch.save, and the user is warned.
+void use_cuda(const py::module_& torch) {
+  const py::object version = torch.attr("version").attr("cuda");  // such as "13.0", or None
+  if (version.is_none()) return;
+  const int major = std::stoi(version.cast<std::string>());
+  const os::Lookup runtime = os::loaded_library("libcudart.so." + std::to_string(major));
+  if (runtime) static_cast<void>(staging::cuda::use_runtime(runtime, major));
+}
+
+}  // namespace
+}  // namespace torch_ckpt
+
 PYBIND11_MODULE(_C, module) {
   using namespace torch_ckpt;
   // _core binds classes that functions in this module accept and return.
   py::module_::import("torch_ckpt._core");
-  py::module_::import("torch");
+  const auto torch = py::module_::import("torch");
   tensors::libtorch::load();
   tensors::Tensor::load();
   tensors::ScalarType::load(&tensors::Tensor::dtype_code_of);
@@ -21,5 +40,6 @@ PYBIND11_MODULE(_C, module) {
   python::bind_state(module);
   python::bind_save(module);
   python::bind_load(module);
+  use_cuda(torch);
   module.attr("has_cuda") = staging::device_support() != nullptr;
 }

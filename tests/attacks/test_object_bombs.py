@@ -71,6 +71,13 @@ def hooks_that_are_no_dict(c: Checkpoint) -> None:
     c.replace_record("step", record_of_object((make,)))
 
 
+def hooks_that_backward_would_call(c: Checkpoint) -> None:
+    storage = torch.ones(4).storage()
+    hooks = OrderedDict([(0, 5)])
+    make = Calls(torch._utils._rebuild_tensor_v2, storage, 0, (4,), (1,), True, hooks)
+    c.replace_record("step", record_of_object((make,)))
+
+
 def quantized_and_expanded(c: Checkpoint) -> None:
     storage = torch.quantize_per_tensor(torch.ones(1), 1.0, 0, torch.qint8).storage()
     quantizer = torch.per_tensor_affine, 1.0, 0
@@ -173,6 +180,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "object: a tensor whose location doubles": location_that_doubles,
     "object: a tensor whose hooks are no dict": hooks_that_are_no_dict,
+    "object: a tensor with hooks": hooks_that_backward_would_call,
     "object: a quantized tensor that is expanded": quantized_and_expanded,
     "object: BUILD on a class": program(
         b"\x80\x02cargparse\nNamespace\nN}X\x04\x00\x00\x00evilK\x01s\x86b."

@@ -21,7 +21,7 @@ namespace {
 using test::FakeCuda;
 using test::ok;
 
-constexpr cudaError_t kOfTheCaller = cudaErrorInvalidConfiguration;
+constexpr cuda::Code kOfTheCaller = test::kInvalidConfiguration;
 
 class CudaCopy : public ::testing::Test {
  protected:
@@ -59,7 +59,7 @@ class CudaCopy : public ::testing::Test {
 TEST_F(CudaCopy, ReplacesAStreamThatCouldNotWaitForAReadyEvent) {
   ready_ = {{0, event(1)}, {1, event(2)}, {0, event(3)}};
   const auto copier = this->copier();
-  cuda_.fail("cudaStreamWaitEvent", cudaErrorMemoryAllocation, 2);
+  cuda_.fail("cudaStreamWaitEvent", test::kOutOfMemory, 2);
   ASSERT_FALSE(submit(*copier).has_value());
   EXPECT_EQ(cuda_.streams(), 0) << "a stream that skips an event is left";
   ASSERT_TRUE(ok(submit(*copier)));
@@ -85,18 +85,18 @@ TEST_F(CudaCopy, NeitherClearsNorReturnsAnEarlierErrorOfTheCaller) {
 
 TEST_F(CudaCopy, ReturnsItsOwnErrorAndClearsItForTheCaller) {
   const auto copier = this->copier();
-  cuda_.fail("cudaMemcpyAsync", cudaErrorInvalidValue);
+  cuda_.fail("cudaMemcpyAsync", test::kInvalidValue);
   const auto copied = submit(*copier);
   ASSERT_FALSE(copied.has_value());
-  EXPECT_EQ(cuda_.last_error(), cudaSuccess);
+  EXPECT_EQ(cuda_.last_error(), cuda::kSuccess);
 }
 
 TEST_F(CudaCopy, LeavesNoErrorToTheCallerWhileACopyIsInFlight) {
   const auto copier = this->copier();
   ASSERT_TRUE(ok(submit(*copier)));
-  cuda_.fail("cudaEventQuery", cudaErrorNotReady);
+  cuda_.fail("cudaEventQuery", cuda::kNotReady);
   EXPECT_FALSE(copier->oldest_has_arrived());
-  EXPECT_EQ(cuda_.last_error(), cudaSuccess);
+  EXPECT_EQ(cuda_.last_error(), cuda::kSuccess);
 }
 
 // --- events ------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ TEST_F(CudaCopy, MakesAStreamWaitForTheLastSubmissionEvenIfItHasArrived) {
 
 TEST_F(CudaCopy, ReusesAnEventThatCouldNotBeRecorded) {
   const auto copier = this->copier();
-  cuda_.fail("cudaEventRecord", cudaErrorInvalidValue);
+  cuda_.fail("cudaEventRecord", test::kInvalidValue);
   ASSERT_FALSE(submit(*copier).has_value());
   ASSERT_TRUE(ok(submit(*copier)));
   EXPECT_EQ(cuda_.events(), 1);
@@ -138,7 +138,7 @@ TEST_F(CudaCopy, ReusesAnEventThatCouldNotBeRecorded) {
 
 TEST_F(CudaCopy, CopiesARejectedBatchOneByOneAndWarnsWithTheError) {
   const auto copier = this->copier();
-  cuda_.fail("cudaMemcpyBatchAsync", cudaErrorNotSupported);
+  cuda_.fail("cudaMemcpyBatchAsync", test::kNotSupported);
   ASSERT_TRUE(ok(submit(*copier, 4)));
   EXPECT_EQ(room_.substr(0, 4), "0123");
   ASSERT_EQ(warnings_.size(), 1);
@@ -148,7 +148,7 @@ TEST_F(CudaCopy, CopiesARejectedBatchOneByOneAndWarnsWithTheError) {
 
 TEST_F(CudaCopy, TriesBatchesAgainOnAnotherDeviceOrWithAnotherCopier) {
   const auto copier = this->copier();
-  cuda_.fail("cudaMemcpyBatchAsync", cudaErrorNotSupported);
+  cuda_.fail("cudaMemcpyBatchAsync", test::kNotSupported);
   ASSERT_TRUE(ok(submit(*copier, 4, 0)));
   ASSERT_TRUE(ok(submit(*copier, 4, 0)));
   EXPECT_EQ(cuda_.calls("cudaMemcpyBatchAsync"), 1);
@@ -167,6 +167,43 @@ TEST_F(CudaCopy, SubmitsNoBatchesIfTheUserDisablesThem) {
   EXPECT_TRUE(warnings_.empty());
 }
 
+TEST(CudaCopyOfCuda12, SubmitsNoBatchesBecauseTheFunctionHasAnotherSignature) {
+  FakeCuda cuda(12);
+  std::string from = "0123";
+  std::string to = "????";
+  Source source;
+  source.address = reinterpret_cast<const std::byte*>(from.data());
+  source.bytes = from.size();
+  source.device = 0;
+  std::vector<DeviceRun> runs;
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    runs.push_back({&source, i, std::as_writable_bytes(std::span(to)).subspan(i, 1)});
+  }
+  const auto copier = make_copier({}, [](const auto&, const auto& text) { ADD_FAILURE() << text; });
+  ASSERT_TRUE(ok(copier));
+  EXPECT_TRUE(ok((*copier)->submit(runs)));
+  EXPECT_EQ(cuda.calls("cudaMemcpyBatchAsync"), 0);
+  EXPECT_EQ(to, from);
+}
+
+// --- the runtime -------------------------------------------------------------------------------
+
+TEST(CudaRuntime, IsNotUsedIfItLacksAFunction) {
+  FakeCuda cuda;
+  register_device_support(nullptr);
+  const os::Lookup complete = FakeCuda::lookup();
+  const auto used = cuda::use_runtime(
+      [&](const std::string& name) {
+        return name == "cudaEventQuery" ? nullptr : complete(name.c_str());
+      },
+      cuda::kMajorWithBatches);
+  ASSERT_FALSE(used);
+  EXPECT_NE(used.error().message().find("cudaEventQuery"), std::string::npos);
+  EXPECT_EQ(device_support(), nullptr);
+  // Restores the functions for other tests.
+  EXPECT_TRUE(ok(cuda::use_runtime(complete, cuda::kMajorWithBatches)));
+}
+
 // --- events of the caller ------------------------------------------------------------------------
 
 TEST_F(CudaCopy, RecordsAnEventOfTheCallerUntilItIsDestroyed) {
@@ -178,14 +215,14 @@ TEST_F(CudaCopy, RecordsAnEventOfTheCallerUntilItIsDestroyed) {
 }
 
 TEST_F(CudaCopy, DestroysAnEventOfTheCallerThatCannotBeRecorded) {
-  cuda_.fail("cudaEventRecord", cudaErrorInvalidValue);
+  cuda_.fail("cudaEventRecord", test::kInvalidValue);
   EXPECT_FALSE(device_support()->record_event(0, event(7)));
   EXPECT_EQ(cuda_.events(), 0);
 }
 
 TEST_F(CudaCopy, ReturnsTheErrorOfAStreamThatTheCallerWaitsFor) {
   EXPECT_TRUE(ok(device_support()->wait_for_stream(0, event(7))));
-  cuda_.fail("cudaStreamSynchronize", cudaErrorLaunchFailure);
+  cuda_.fail("cudaStreamSynchronize", test::kLaunchFailure);
   EXPECT_FALSE(device_support()->wait_for_stream(0, event(7)));
 }
 

@@ -13,14 +13,18 @@ FakeCuda* current = nullptr;
 
 }  // namespace
 
-FakeCuda::FakeCuda() {
+FakeCuda::FakeCuda(int major) : before_(staging::device_support()) {
   EXPECT_EQ(current, nullptr) << "one at a time";
   current = this;
+  EXPECT_TRUE(ok(cuda::use_runtime(lookup(), major)));
 }
 
-FakeCuda::~FakeCuda() { current = nullptr; }
+FakeCuda::~FakeCuda() {
+  staging::register_device_support(before_);
+  current = nullptr;
+}
 
-void FakeCuda::fail(const std::string& function, cudaError_t code, std::size_t nth) {
+void FakeCuda::fail(const std::string& function, Code code, std::size_t nth) {
   failures_[function] = {nth, code};
 }
 
@@ -40,11 +44,11 @@ std::size_t FakeCuda::recorded(void* event) const {
   return found == recorded_.end() ? 0 : found->second;
 }
 
-cudaError_t FakeCuda::call(const std::string& function) {
+Code FakeCuda::call(const std::string& function) {
   ++all_calls_;
   ++calls_[function];
   const auto failure = failures_.find(function);
-  if (failure == failures_.end() || --failure->second.first > 0) return cudaSuccess;
+  if (failure == failures_.end() || --failure->second.first > 0) return cuda::kSuccess;
   last_error_ = failure->second.second;
   failures_.erase(failure);
   return last_error_;
@@ -66,120 +70,138 @@ void* FakeCuda::make_event() {
 
 namespace {
 
-cudaError_t called(const char* function) {
+Code called(const char* function) {
   // Called at the end of the process, or of a test that does not use CUDA.
-  return current == nullptr ? cudaErrorNoDevice : current->call(function);
+  return current == nullptr ? kNoDevice : current->call(function);
 }
 
-}  // namespace
-}  // namespace torch_ckpt::test
-
-using torch_ckpt::test::called;
-using torch_ckpt::test::current;
-
-extern "C" {
-
-const char* cudaGetErrorString(cudaError_t code) {
-  return code == cudaErrorNotSupported ? "operation not supported" : "an error of CUDA's";
+const char* cudaGetErrorString(Code code) {
+  return code == kNotSupported ? "operation not supported" : "an error of CUDA's";
 }
 
-cudaError_t cudaGetLastError() {
-  return current == nullptr ? cudaSuccess : current->take_last_error();
-}
+Code cudaGetLastError() { return current == nullptr ? cuda::kSuccess : current->take_last_error(); }
 
-cudaError_t cudaPeekAtLastError() {
-  return current == nullptr ? cudaSuccess : current->last_error();
-}
+Code cudaPeekAtLastError() { return current == nullptr ? cuda::kSuccess : current->last_error(); }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int,
-                                             unsigned long long,
-                                             cudaDriverEntryPointQueryResult* found) {
+Code cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int,
+                                      unsigned long long, int* found) {
   *function = nullptr;
-  *found = cudaDriverEntryPointSymbolNotFound;
-  return cudaSuccess;
+  *found = kNotFound;
+  return cuda::kSuccess;
 }
 
-cudaError_t cudaGetDevice(int* device) {
+Code cudaGetDevice(int* device) {
   *device = 0;
   return called("cudaGetDevice");
 }
 
-cudaError_t cudaSetDevice(int) { return called("cudaSetDevice"); }
+Code cudaSetDevice(int) { return called("cudaSetDevice"); }
 
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+Code cudaThreadExchangeStreamCaptureMode(int*) {
   return called("cudaThreadExchangeStreamCaptureMode");
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
-  const cudaError_t code = called("cudaStreamCreateWithFlags");
-  if (code == cudaSuccess) *stream = static_cast<cudaStream_t>(current->make_stream());
+Code cudaStreamCreateWithFlags(cuda::Stream* stream, unsigned int) {
+  const Code code = called("cudaStreamCreateWithFlags");
+  if (code == cuda::kSuccess) *stream = static_cast<cuda::Stream>(current->make_stream());
   return code;
 }
 
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  const cudaError_t code = called("cudaStreamDestroy");
-  if (code == cudaSuccess) current->destroy_stream(stream);
+Code cudaStreamDestroy(cuda::Stream stream) {
+  const Code code = called("cudaStreamDestroy");
+  if (code == cuda::kSuccess) current->destroy_stream(stream);
   return code;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return called("cudaStreamSynchronize"); }
+Code cudaStreamSynchronize(cuda::Stream) { return called("cudaStreamSynchronize"); }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
-  const cudaError_t code = called("cudaStreamWaitEvent");
-  if (code == cudaSuccess) current->wait(stream, event);
+Code cudaStreamWaitEvent(cuda::Stream stream, cuda::Event event, unsigned int) {
+  const Code code = called("cudaStreamWaitEvent");
+  if (code == cuda::kSuccess) current->wait(stream, event);
   return code;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+Code cudaStreamIsCapturing(cuda::Stream, int* status) {
+  *status = cuda::kNotCapturing;
   return called("cudaStreamIsCapturing");
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
-  const cudaError_t code = called("cudaEventCreateWithFlags");
-  if (code == cudaSuccess) *event = static_cast<cudaEvent_t>(current->make_event());
+Code cudaEventCreateWithFlags(cuda::Event* event, unsigned int) {
+  const Code code = called("cudaEventCreateWithFlags");
+  if (code == cuda::kSuccess) *event = static_cast<cuda::Event>(current->make_event());
   return code;
 }
 
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  const cudaError_t code = called("cudaEventDestroy");
-  if (code == cudaSuccess) current->destroy_event(event);
+Code cudaEventDestroy(cuda::Event event) {
+  const Code code = called("cudaEventDestroy");
+  if (code == cuda::kSuccess) current->destroy_event(event);
   return code;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  const cudaError_t code = called("cudaEventRecord");
-  if (code == cudaSuccess) current->record(event);
+Code cudaEventRecord(cuda::Event event, cuda::Stream) {
+  const Code code = called("cudaEventRecord");
+  if (code == cuda::kSuccess) current->record(event);
   return code;
 }
 
-cudaError_t cudaEventQuery(cudaEvent_t) { return called("cudaEventQuery"); }
+Code cudaEventQuery(cuda::Event) { return called("cudaEventQuery"); }
 
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return called("cudaEventSynchronize"); }
+Code cudaEventSynchronize(cuda::Event) { return called("cudaEventSynchronize"); }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind,
-                            cudaStream_t) {
-  const cudaError_t code = called("cudaMemcpyAsync");
-  if (code == cudaSuccess) std::memcpy(to, from, bytes);
+Code cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, cuda::Stream) {
+  const Code code = called("cudaMemcpyAsync");
+  if (code == cuda::kSuccess) std::memcpy(to, from, bytes);
   return code;
 }
 
-cudaError_t cudaHostRegister(void*, std::size_t, unsigned int) {
-  return called("cudaHostRegister");
-}
+Code cudaHostRegister(void*, std::size_t, unsigned int) { return called("cudaHostRegister"); }
 
-cudaError_t cudaHostUnregister(void*) { return called("cudaHostUnregister"); }
+Code cudaHostUnregister(void*) { return called("cudaHostUnregister"); }
 
-#if CUDART_VERSION >= 13000
-cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* bytes,
-                                 std::size_t count, cudaMemcpyAttributes*, std::size_t*,
-                                 std::size_t, cudaStream_t) {
-  const cudaError_t code = called("cudaMemcpyBatchAsync");
-  for (std::size_t i = 0; code == cudaSuccess && i < count; ++i) {
+Code cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* bytes,
+                          std::size_t count, cuda::CopyAttributes*, std::size_t*, std::size_t,
+                          cuda::Stream) {
+  const Code code = called("cudaMemcpyBatchAsync");
+  for (std::size_t i = 0; code == cuda::kSuccess && i < count; ++i) {
     std::memcpy(to[i], from[i], bytes[i]);
   }
   return code;
 }
-#endif
 
-}  // extern "C"
+// The functions by name.
+const std::map<std::string, void*, std::less<>> kFunctions = {
+    {"cudaGetErrorString", reinterpret_cast<void*>(&cudaGetErrorString)},
+    {"cudaGetLastError", reinterpret_cast<void*>(&cudaGetLastError)},
+    {"cudaPeekAtLastError", reinterpret_cast<void*>(&cudaPeekAtLastError)},
+    {"cudaGetDriverEntryPointByVersion",
+     reinterpret_cast<void*>(&cudaGetDriverEntryPointByVersion)},
+    {"cudaGetDevice", reinterpret_cast<void*>(&cudaGetDevice)},
+    {"cudaSetDevice", reinterpret_cast<void*>(&cudaSetDevice)},
+    {"cudaThreadExchangeStreamCaptureMode",
+     reinterpret_cast<void*>(&cudaThreadExchangeStreamCaptureMode)},
+    {"cudaStreamCreateWithFlags", reinterpret_cast<void*>(&cudaStreamCreateWithFlags)},
+    {"cudaStreamDestroy", reinterpret_cast<void*>(&cudaStreamDestroy)},
+    {"cudaStreamSynchronize", reinterpret_cast<void*>(&cudaStreamSynchronize)},
+    {"cudaStreamWaitEvent", reinterpret_cast<void*>(&cudaStreamWaitEvent)},
+    {"cudaStreamIsCapturing", reinterpret_cast<void*>(&cudaStreamIsCapturing)},
+    {"cudaEventCreateWithFlags", reinterpret_cast<void*>(&cudaEventCreateWithFlags)},
+    {"cudaEventDestroy", reinterpret_cast<void*>(&cudaEventDestroy)},
+    {"cudaEventRecord", reinterpret_cast<void*>(&cudaEventRecord)},
+    {"cudaEventQuery", reinterpret_cast<void*>(&cudaEventQuery)},
+    {"cudaEventSynchronize", reinterpret_cast<void*>(&cudaEventSynchronize)},
+    {"cudaMemcpyAsync", reinterpret_cast<void*>(&cudaMemcpyAsync)},
+    {"cudaHostRegister", reinterpret_cast<void*>(&cudaHostRegister)},
+    {"cudaHostUnregister", reinterpret_cast<void*>(&cudaHostUnregister)},
+    {"cudaMemcpyBatchAsync", reinterpret_cast<void*>(&cudaMemcpyBatchAsync)},
+};
+
+}  // namespace
+
+os::Lookup FakeCuda::lookup() {
+  return [](const char* name) {
+    const auto found = kFunctions.find(name);
+    return found == kFunctions.end() ? nullptr : found->second;
+  };
+}
+
+}  // namespace torch_ckpt::test

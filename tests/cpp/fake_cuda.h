@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 #include <map>
 #include <set>
@@ -9,24 +7,38 @@
 #include <utility>
 #include <vector>
 
+#include "staging/cuda_runtime.h"
+#include "staging/device_copy.h"
+
 namespace torch_ckpt::test {
 
-// A fake CUDA runtime. It defines the functions that csrc/staging/cuda_copy.cpp calls, and the
-// linker prefers them to the library's. Copies happen during the call, between host addresses. Like
-// the real runtime, it keeps the last error of a thread until the thread reads it. For one thread,
-// and one at a time per process.
+namespace cuda = staging::cuda;
+
+// Errors of CUDA.
+constexpr cuda::Code kInvalidValue = 1;
+constexpr cuda::Code kOutOfMemory = 2;
+constexpr cuda::Code kInvalidConfiguration = 9;
+constexpr cuda::Code kNoDevice = 100;
+constexpr cuda::Code kLaunchFailure = 719;
+constexpr cuda::Code kNotSupported = 801;
+
+// A fake CUDA runtime with the functions that csrc/staging/cuda_copy.cpp calls. Copies happen
+// during the call, between host addresses. Like the real runtime, it keeps the last error of a
+// thread until the thread reads it. For one thread, and one at a time per process.
 class FakeCuda {
  public:
-  FakeCuda();
+  explicit FakeCuda(int major = cuda::kMajorWithBatches);
   ~FakeCuda();
   FakeCuda(const FakeCuda&) = delete;
   FakeCuda& operator=(const FakeCuda&) = delete;
 
+  static os::Lookup lookup();
+
   /// The n-th call of a function from now on (from 1) fails.
-  void fail(const std::string& function, cudaError_t code, std::size_t nth = 1);
+  void fail(const std::string& function, cuda::Code code, std::size_t nth = 1);
   /// Sets an error, as if an earlier call of the caller had failed.
-  void set_last_error(cudaError_t code) { last_error_ = code; }
-  cudaError_t last_error() const { return last_error_; }
+  void set_last_error(cuda::Code code) { last_error_ = code; }
+  cuda::Code last_error() const { return last_error_; }
 
   std::size_t calls() const { return all_calls_; }
   std::size_t calls(const std::string& function) const;
@@ -41,20 +53,21 @@ class FakeCuda {
   std::size_t records() const { return records_; }
 
   // For the functions of the fake runtime.
-  cudaError_t call(const std::string& function);
+  cuda::Code call(const std::string& function);
   void* make_stream();
   void destroy_stream(void* stream) { waits_.erase(stream); }
   void* make_event();
   void destroy_event(void* event) { events_.erase(event); }
   void record(void* event) { recorded_[event] = ++records_; }
   void wait(void* stream, void* event) { waits_[stream].push_back(event); }
-  cudaError_t take_last_error() { return std::exchange(last_error_, cudaSuccess); }
+  cuda::Code take_last_error() { return std::exchange(last_error_, cuda::kSuccess); }
 
  private:
-  std::map<std::string, std::pair<std::size_t, cudaError_t>> failures_;  // calls until then
+  const staging::DeviceSupport* const before_;
+  std::map<std::string, std::pair<std::size_t, cuda::Code>> failures_;  // calls until then
   std::map<std::string, std::size_t> calls_;
   std::size_t all_calls_ = 0;
-  cudaError_t last_error_ = cudaSuccess;
+  cuda::Code last_error_ = cuda::kSuccess;
   std::size_t made_ = 0;
   std::map<void*, std::vector<void*>> waits_;  // by stream
   std::set<void*> events_;

@@ -5,7 +5,7 @@ import warnings
 
 __version__ = "0.1.0"
 
-#: The first supported version, and the first later version that is not. As in pyproject.toml.
+#: The first supported version, and the first later version that is not tested.
 SUPPORTED_TORCH = ((2, 11), (2, 16))
 
 
@@ -23,16 +23,16 @@ def check_torch_version(version: str) -> None:
     first, end = SUPPORTED_TORCH
     number = re.match(r"(\d+)\.(\d+)", version)
     found = (int(number[1]), int(number[2])) if number else end
-    supported = f"torch {first[0]}.{first[1]} to {end[0]}.{end[1] - 1}"
-    requirement = f"'torch>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
+    oldest = f"torch>={first[0]}.{first[1]}"
     if found < first:
         raise ImportError(
-            f"torch_ckpt {__version__} supports {supported}, but found torch {version}: run "
-            f"`pip install {requirement}`, then reinstall torch_ckpt"
+            f"torch_ckpt {__version__} needs {oldest}, but found torch {version}: run "
+            f"`pip install '{oldest}'`"
         )
     if found >= end:
         warnings.warn(
-            f"torch_ckpt {__version__} is tested with {supported}, but not with torch {version}: "
-            f"test a save and a restore before you rely on it, or install {requirement}",
+            f"torch_ckpt {__version__} is tested with torch {first[0]}.{first[1]} to "
+            f"{end[0]}.{end[1] - 1}, but not with torch {version}: test a save and a restore "
+            f"before you rely on it, or install '{oldest},<{end[0]}.{end[1]}'",
             stacklevel=3,
         )

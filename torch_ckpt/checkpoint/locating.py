@@ -217,11 +217,9 @@ def _newest_step(root: str) -> str | None:
 def _is_there(name: str, directory: OpenDirectory) -> bool:
     try:
         os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
     except OSError:
-        # Let reading the file raise this error, together with the file's path.
-        return True
+        # Any other error than a missing file prevents the caller from listing the directory, too.
+        return False
     return True
 
 

@@ -129,7 +129,7 @@ def _ordinal(device: torch.device | str | int | None) -> int:
     given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if given.type != "cuda" or not _C.has_cuda:
         raise ValueError(
-            f"device must be a CUDA device, and torch_ckpt must be built with CUDA, got {given}"
+            f"device must be a CUDA device, and torch must be built for CUDA, but got {given}"
         )
     return given.index if given.index is not None else torch.cuda.current_device()
 

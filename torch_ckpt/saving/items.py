@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.cuda_build import warn_without_cuda
+from torch_ckpt._base.cuda_runtime import warn_without_cuda
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.directory import DirectoryIdentity

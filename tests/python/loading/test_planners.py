@@ -33,6 +33,7 @@ from tests.support import (
     save_with,
     zeros,
 )
+from torch_ckpt._base.cycle_collector import RelaxedGc
 
 # --- plan caching --------------------------------------------------------------------------------
 
@@ -314,6 +315,18 @@ def test_the_garbage_collector_is_restored(tmp_path: Path, fails: bool) -> None:
         load({"epoch": 0, ("missing" if fails else "name"): 0}, tmp_path)
     gc.collect()
     assert collector() == before
+
+
+def test_a_threshold_of_the_garbage_collector_that_other_code_sets_is_kept() -> None:
+    gc.collect()
+    before = gc.get_threshold()
+    try:
+        RelaxedGc.begin()
+        gc.set_threshold(123, 45, 6)
+        RelaxedGc.end()
+        assert gc.get_threshold() == (123, 45, 6)
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("next_call", ["load", "collection"])

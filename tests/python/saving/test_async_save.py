@@ -66,6 +66,7 @@ def test_waiting_too_long_is_a_timeout_and_the_save_continues(tmp_path: Path, he
 def test_the_result_can_be_read_again_and_progress_has_counted_to_the_end(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": large(), "n": 1}, tmp_path / "c")
     metadata = handle.result()
+    assert isinstance(metadata, Metadata)
     assert handle.result() is metadata
     assert handle.committed.result() is metadata
     size = sum(file.stat().st_size for file in data_files(tmp_path / "c"))

@@ -1,4 +1,5 @@
-"""Builds without CUDA, and simulated captures of CUDA graphs; test_cuda_states.py has real ones."""
+"""Saves without a CUDA runtime, and simulated captures of CUDA graphs (real ones are in
+test_cuda_states.py)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from torch_ckpt import _C
-from torch_ckpt._base.cuda_build import warn_without_cuda
+from torch_ckpt._base.cuda_runtime import warn_without_cuda
 from torch_ckpt.megatron import calls_queue
 from torch_ckpt.saving.items import as_value
 
-# --- a build without CUDA on a machine with CUDA -------------------------------------------------
+# --- no CUDA runtime that the engine can use ---------------------------------------------------
 
 
 class OnDevice(torch.Tensor):
@@ -28,17 +29,17 @@ class OnDevice(torch.Tensor):
 
 
 @pytest.fixture
-def no_cuda_in_the_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_C, "has_cuda", False)
     warn_without_cuda.cache_clear()
     yield
     warn_without_cuda.cache_clear()
 
 
-@pytest.mark.usefixtures("no_cuda_in_the_build")
-def test_the_first_cuda_tensor_warns_and_names_the_toolkit() -> None:
+@pytest.mark.usefixtures("no_cuda_runtime")
+def test_the_first_cuda_tensor_warns_and_names_the_runtime() -> None:
     tensor = torch.arange(3).as_subclass(OnDevice)
-    with pytest.warns(UserWarning, match=r"no CUDA support.*Rebuild torch_ckpt.*CUDA \w+"):
+    with pytest.warns(UserWarning, match=r"no CUDA runtime.*libcudart\.so.*Install torch"):
         value: Any = as_value(tensor)
     stored = torch.load(io.BytesIO(bytes(value)), weights_only=False)
     assert torch.equal(stored.as_subclass(torch.Tensor), torch.arange(3))
@@ -47,7 +48,7 @@ def test_the_first_cuda_tensor_warns_and_names_the_toolkit() -> None:
         as_value(tensor)
 
 
-@pytest.mark.usefixtures("no_cuda_in_the_build")
+@pytest.mark.usefixtures("no_cuda_runtime")
 def test_megatrons_queue_reserves_memory_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

