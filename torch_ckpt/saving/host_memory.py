@@ -105,7 +105,7 @@ def reserve_pool(
         OSError: the system is out of memory. Memory that was allocated before the failure stays
             reserved.
         TypeError: ``bytes`` is not an integer.
-        ValueError: ``bytes`` is negative, ``device`` is not a CUDA device, or torch_ckpt was built
+        ValueError: ``bytes`` is negative, ``device`` is not a CUDA device, or torch was built
             without CUDA.
 
     Examples:

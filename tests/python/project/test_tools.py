@@ -67,7 +67,8 @@ def test_the_package_metadata_names_licence_authors_and_the_supported_torch(
     found = email.message_from_string((source_distribution / "PKG-INFO").read_text())
     assert found["Version"] == __version__
     assert found["License-Expression"] == "BSD-3-Clause"
-    assert found["License-File"] == "LICENSE"
+    licences = {"LICENSE", *(f"licenses/{name}.txt" for name in ("isa-l", "pybind11", "zlib"))}
+    assert set(found.get_all("License-File", [])) == licences
     assert found["Author"] == "the torch_ckpt authors"
     assert "torch>=2.11" in found.get_all("Requires-Dist", [])
 
