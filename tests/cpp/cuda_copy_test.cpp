@@ -179,7 +179,9 @@ TEST(CudaCopyOfCuda12, SubmitsNoBatchesBecauseTheFunctionHasAnotherSignature) {
   for (std::size_t i = 0; i < to.size(); ++i) {
     runs.push_back({&source, i, std::as_writable_bytes(std::span(to)).subspan(i, 1)});
   }
-  const auto copier = make_copier({}, [](const auto&, const auto& text) { ADD_FAILURE() << text; });
+  const std::vector<ReadyEvent> ready;
+  const auto copier =
+      make_copier(ready, [](const auto&, const auto& text) { ADD_FAILURE() << text; });
   ASSERT_TRUE(ok(copier));
   EXPECT_TRUE(ok((*copier)->submit(runs)));
   EXPECT_EQ(cuda.calls("cudaMemcpyBatchAsync"), 0);

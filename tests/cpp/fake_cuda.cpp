@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+
+#include "support.h"
 
 namespace torch_ckpt::test {
 namespace {
@@ -24,7 +27,7 @@ FakeCuda::~FakeCuda() {
   current = nullptr;
 }
 
-void FakeCuda::fail(const std::string& function, Code code, std::size_t nth) {
+void FakeCuda::fail(const std::string& function, cuda::Code code, std::size_t nth) {
   failures_[function] = {nth, code};
 }
 
@@ -44,7 +47,7 @@ std::size_t FakeCuda::recorded(void* event) const {
   return found == recorded_.end() ? 0 : found->second;
 }
 
-Code FakeCuda::call(const std::string& function) {
+cuda::Code FakeCuda::call(const std::string& function) {
   ++all_calls_;
   ++calls_[function];
   const auto failure = failures_.find(function);
@@ -70,98 +73,102 @@ void* FakeCuda::make_event() {
 
 namespace {
 
-Code called(const char* function) {
+cuda::Code called(const char* function) {
   // Called at the end of the process, or of a test that does not use CUDA.
   return current == nullptr ? kNoDevice : current->call(function);
 }
 
-const char* cudaGetErrorString(Code code) {
+const char* cudaGetErrorString(cuda::Code code) {
   return code == kNotSupported ? "operation not supported" : "an error of CUDA's";
 }
 
-Code cudaGetLastError() { return current == nullptr ? cuda::kSuccess : current->take_last_error(); }
+cuda::Code cudaGetLastError() {
+  return current == nullptr ? cuda::kSuccess : current->take_last_error();
+}
 
-Code cudaPeekAtLastError() { return current == nullptr ? cuda::kSuccess : current->last_error(); }
+cuda::Code cudaPeekAtLastError() {
+  return current == nullptr ? cuda::kSuccess : current->last_error();
+}
 
-Code cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int,
-                                      unsigned long long, int* found) {
+cuda::Code cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int,
+                                            unsigned long long, int* found) {
   *function = nullptr;
-  *found = kNotFound;
+  *found = cuda::kEntryPointFound + 1;
   return cuda::kSuccess;
 }
 
-Code cudaGetDevice(int* device) {
+cuda::Code cudaGetDevice(int* device) {
   *device = 0;
   return called("cudaGetDevice");
 }
 
-Code cudaSetDevice(int) { return called("cudaSetDevice"); }
+cuda::Code cudaSetDevice(int) { return called("cudaSetDevice"); }
 
-Code cudaThreadExchangeStreamCaptureMode(int*) {
+cuda::Code cudaThreadExchangeStreamCaptureMode(int*) {
   return called("cudaThreadExchangeStreamCaptureMode");
 }
 
-Code cudaStreamCreateWithFlags(cuda::Stream* stream, unsigned int) {
-  const Code code = called("cudaStreamCreateWithFlags");
+cuda::Code cudaStreamCreateWithFlags(cuda::Stream* stream, unsigned int) {
+  const cuda::Code code = called("cudaStreamCreateWithFlags");
   if (code == cuda::kSuccess) *stream = static_cast<cuda::Stream>(current->make_stream());
   return code;
 }
 
-Code cudaStreamDestroy(cuda::Stream stream) {
-  const Code code = called("cudaStreamDestroy");
+cuda::Code cudaStreamDestroy(cuda::Stream stream) {
+  const cuda::Code code = called("cudaStreamDestroy");
   if (code == cuda::kSuccess) current->destroy_stream(stream);
   return code;
 }
 
-Code cudaStreamSynchronize(cuda::Stream) { return called("cudaStreamSynchronize"); }
+cuda::Code cudaStreamSynchronize(cuda::Stream) { return called("cudaStreamSynchronize"); }
 
-Code cudaStreamWaitEvent(cuda::Stream stream, cuda::Event event, unsigned int) {
-  const Code code = called("cudaStreamWaitEvent");
+cuda::Code cudaStreamWaitEvent(cuda::Stream stream, cuda::Event event, unsigned int) {
+  const cuda::Code code = called("cudaStreamWaitEvent");
   if (code == cuda::kSuccess) current->wait(stream, event);
   return code;
 }
 
-Code cudaStreamIsCapturing(cuda::Stream, int* status) {
+cuda::Code cudaStreamIsCapturing(cuda::Stream, int* status) {
   *status = cuda::kNotCapturing;
   return called("cudaStreamIsCapturing");
 }
 
-Code cudaEventCreateWithFlags(cuda::Event* event, unsigned int) {
-  const Code code = called("cudaEventCreateWithFlags");
+cuda::Code cudaEventCreateWithFlags(cuda::Event* event, unsigned int) {
+  const cuda::Code code = called("cudaEventCreateWithFlags");
   if (code == cuda::kSuccess) *event = static_cast<cuda::Event>(current->make_event());
   return code;
 }
 
-Code cudaEventDestroy(cuda::Event event) {
-  const Code code = called("cudaEventDestroy");
+cuda::Code cudaEventDestroy(cuda::Event event) {
+  const cuda::Code code = called("cudaEventDestroy");
   if (code == cuda::kSuccess) current->destroy_event(event);
   return code;
 }
 
-Code cudaEventRecord(cuda::Event event, cuda::Stream) {
-  const Code code = called("cudaEventRecord");
+cuda::Code cudaEventRecord(cuda::Event event, cuda::Stream) {
+  const cuda::Code code = called("cudaEventRecord");
   if (code == cuda::kSuccess) current->record(event);
   return code;
 }
 
-Code cudaEventQuery(cuda::Event) { return called("cudaEventQuery"); }
+cuda::Code cudaEventQuery(cuda::Event) { return called("cudaEventQuery"); }
 
-Code cudaEventSynchronize(cuda::Event) { return called("cudaEventSynchronize"); }
+cuda::Code cudaEventSynchronize(cuda::Event) { return called("cudaEventSynchronize"); }
 
-Code cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, cuda::Stream) {
-  const Code code = called("cudaMemcpyAsync");
+cuda::Code cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, cuda::Stream) {
+  const cuda::Code code = called("cudaMemcpyAsync");
   if (code == cuda::kSuccess) std::memcpy(to, from, bytes);
   return code;
 }
 
-Code cudaHostRegister(void*, std::size_t, unsigned int) { return called("cudaHostRegister"); }
+cuda::Code cudaHostRegister(void*, std::size_t, unsigned int) { return called("cudaHostRegister"); }
 
-Code cudaHostUnregister(void*) { return called("cudaHostUnregister"); }
+cuda::Code cudaHostUnregister(void*) { return called("cudaHostUnregister"); }
 
-Code cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* bytes,
-                          std::size_t count, cuda::CopyAttributes*, std::size_t*, std::size_t,
-                          cuda::Stream) {
-  const Code code = called("cudaMemcpyBatchAsync");
+cuda::Code cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* bytes,
+                                std::size_t count, cuda::CopyAttributes*, std::size_t*, std::size_t,
+                                cuda::Stream) {
+  const cuda::Code code = called("cudaMemcpyBatchAsync");
   for (std::size_t i = 0; code == cuda::kSuccess && i < count; ++i) {
     std::memcpy(to[i], from[i], bytes[i]);
   }
