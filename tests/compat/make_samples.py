@@ -2,8 +2,8 @@
 
     python -m tests.compat.make_samples
 
-Run this for each release that changes a format, and commit the new folder. Never change or delete an
-existing folder: test_samples.py asserts that each release can still be read.
+Run this for each release that changes a format, and commit the new folder. Never change or delete
+an existing folder: test_samples.py asserts that each release can still be read.
 """
 
 from __future__ import annotations
