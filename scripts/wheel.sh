@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the source distribution and, from it, a wheel for one interpreter. auditwheel copies into the wheel
-# the libraries that not every system of the wheel's platform tag has.
+# Makes the source distribution and, from it, a wheel for one interpreter. auditwheel copies a library into
+# the wheel if some systems with the wheel's platform tag lack the library.
 # usage: wheel.sh PYTHON FOLDER
 set -euo pipefail
 python=$1 folder=$2

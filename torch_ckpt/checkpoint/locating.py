@@ -218,7 +218,8 @@ def _is_there(name: str, directory: OpenDirectory) -> bool:
     try:
         os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
     except OSError:
-        # Any other error than a missing file prevents the caller from listing the directory, too.
+        # After any other error, too, the caller lists the directory: the list has the name, or
+        # listing raises the error.
         return False
     return True
 
