@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import io
 import itertools
+import os
 import resource
 import struct
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
 
 #: The dtypes of this torch that DCP can save. It cannot determine the size of the others.
 DTYPES = [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]
+
+
+def open_descriptors() -> set[tuple[str, str]]:
+    """Returns the number of each open descriptor of this process, and the file it refers to.
+
+    Compare two results with ``<=``: threads of earlier tests may still be closing descriptors.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        # The listing has a descriptor too, which is closed when the listing ends.
+        with suppress(FileNotFoundError):
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 def pairwise(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -7,10 +7,8 @@ at each instruction of the functions that open files.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +17,7 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.support import open_descriptors
 from torch_ckpt.checkpoint import directory, files, index, locating
 from torch_ckpt.inspection import verify
 from torch_ckpt.loading import reader
@@ -64,15 +63,6 @@ def interrupted_at(number: int, work: Callable[[], Any]) -> bool:
     return left <= 0
 
 
-def descriptors() -> set[tuple[str, str]]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        # The descriptor of the listing itself is closed by now.
-        with suppress(FileNotFoundError):
-            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
-    return found
-
-
 @pytest.mark.parametrize("what", ["load", "verify"])
 def test_an_interrupt_at_any_instruction_leaves_no_open_descriptor(
     tmp_path: Path, what: str
@@ -84,10 +74,10 @@ def test_an_interrupt_at_any_instruction_leaves_no_open_descriptor(
         "verify": lambda: torch_ckpt.verify(tmp_path),
     }
     work[what]()
-    before = descriptors()
+    before = open_descriptors()
     number = 1
     while interrupted_at(number, work[what]):
         gc.collect(0)
-        assert descriptors() <= before, f"after an interrupt at instruction {number}"
+        assert open_descriptors() <= before, f"after an interrupt at instruction {number}"
         number += 1
     assert number > 50, "the sweep has seen nothing"
