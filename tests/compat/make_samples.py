@@ -8,12 +8,15 @@ an existing folder: test_samples.py asserts that each release can still be read.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ckpt
-from tests.compat.values import model, state
+from benchmarks import ranks
+from tests.compat.values import model, sharded, state
 
 SAMPLES = Path(__file__).parent / "samples"
 
@@ -30,6 +33,13 @@ def write_samples(folder: Path) -> None:
             manager.save(step, {"model": model(step)})
     torch_ckpt.publish(model(1), folder / "versions", 1)
     torch_ckpt.publish(model(2), folder / "versions", 2, delta=True)
+    ranks.run(2, partial(_save_shards, folder))
+
+
+def _save_shards(folder: Path) -> None:
+    shards = sharded(init_device_mesh("cpu", (2,)))
+    torch_ckpt.save(shards, folder / "ranks")
+    torch_ckpt.save(shards, folder / "ranks_safetensors", format="safetensors")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.compat.make_samples import SAMPLES, write_samples
-from tests.compat.values import emptied, model, state
+from tests.compat.values import emptied, model, state, whole
 from tests.support import assert_equal
 
 RELEASES = sorted(path.name for path in SAMPLES.iterdir())
@@ -50,6 +50,12 @@ def test_a_checkpoint_of_dcp_is_loaded_by_stock_torch_too(samples: Path) -> None
 def test_safetensors_files_are_loaded(samples: Path) -> None:
     assert torch_ckpt.verify(samples / "safetensors").ok
     assert_equal(loaded(samples / "safetensors", model(1)), model(1))
+
+
+@pytest.mark.parametrize("name", ["ranks", "ranks_safetensors"])
+def test_the_shards_of_two_ranks_are_loaded(samples: Path, name: str) -> None:
+    assert torch_ckpt.verify(samples / name).ok
+    assert_equal(loaded(samples / name, whole()), whole())
 
 
 def test_a_manager_restores_the_newest_step(samples: Path) -> None:

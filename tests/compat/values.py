@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 DTYPES = (
     torch.float32,
@@ -25,6 +27,21 @@ def model(step: int) -> dict[str, Any]:
     weight = torch.arange(600, dtype=torch.float32).reshape(20, 30)
     weight[:2] += step
     return {"weight": weight, "bias": torch.arange(30).to(torch.bfloat16)}
+
+
+def whole() -> dict[str, Any]:
+    """Returns the tensors of :func:`sharded` as plain tensors."""
+    weight = torch.arange(70, dtype=torch.float32).reshape(7, 10)
+    return {"rows": weight, "columns": weight + 100, "replicas": weight + 200}
+
+
+def sharded(mesh: DeviceMesh) -> dict[str, Any]:
+    """Returns DTensors on a mesh of one dimension. Its ranks hold different numbers of rows."""
+    placements = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
+    return {
+        name: distribute_tensor(tensor, mesh, [placements[name]])
+        for name, tensor in whole().items()
+    }
 
 
 def state() -> dict[str, Any]:

@@ -97,7 +97,8 @@ def _reach(dtype: torch.dtype) -> _Reach:
         dtype = dtype.to_real()
     if dtype.is_floating_point:
         floating = torch.finfo(dtype)
-        digits = 1 - math.log2(floating.eps)
-        return _Reach(digits, floating.tiny * floating.eps, floating.min, floating.max)
+        # The finfo of torch 2.11 has the eps of float8_e4m3fnuz for float8_e5m2fnuz.
+        eps = 0.25 if dtype == torch.float8_e5m2fnuz else floating.eps
+        return _Reach(1 - math.log2(eps), floating.tiny * eps, floating.min, floating.max)
     whole = torch.iinfo(dtype)
     return _Reach(math.log2(whole.max + 1), 1, whole.min, whole.max)
