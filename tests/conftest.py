@@ -51,6 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch warns of this at each save and load without a process group.
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")
     config.addinivalue_line("filterwarnings", "ignore:.*support is experimental")
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import HealthCheck, settings
+
+        # The same examples in each run, however slow the machine is.
+        settings.register_profile(
+            "tests",
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        )
+        settings.load_profile("tests")
 
 
 @pytest.hookimpl(tryfirst=True)  # Before -m selects by mark.

@@ -128,8 +128,10 @@ def save(state: StateDict, path: str | Path, **options: Any) -> Metadata:
 
 
 def stock_save(state: StateDict, path: str | Path, **options: Any) -> Metadata:
-    """``dcp.save`` with torch's writer."""
-    return save_with(dcp.FileSystemWriter(path, **options), state)
+    """``dcp.save`` with torch's writer. Returns the stored metadata."""
+    save_with(dcp.FileSystemWriter(path, **options), state)
+    # The result of dcp.save has no storage_data with an older torch.
+    return dcp.FileSystemReader(path).read_metadata()
 
 
 def save_with(writer: dcp.StorageWriter, state: StateDict, **options: Any) -> Metadata:

@@ -249,7 +249,7 @@ OF_COMPLEX = [conjugated, one_of_two_parts]
 VIEWS = [permuted, expanded, unsqueezed, restrided, negated, copied]
 
 
-@settings(max_examples=500, derandomize=True, deadline=None, database=None)
+@settings(max_examples=500)
 @given(tensors())
 def test_a_record_equals_torchs_after_any_chain_of_views(tensor: torch.Tensor) -> None:
     expected = record_of(tensor)
@@ -257,7 +257,7 @@ def test_a_record_equals_torchs_after_any_chain_of_views(tensor: torch.Tensor) -
         assert stored(tensor, Path(directory)) == expected
 
 
-@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@settings(max_examples=150)
 @given(st.lists(tensors(), max_size=6))
 def test_a_tensor_is_loaded_after_any_chain_of_views(values: list[torch.Tensor]) -> None:
     state = {f"tensor {i}": value for i, value in enumerate(values)}

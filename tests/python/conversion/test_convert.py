@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -75,9 +75,7 @@ def test_every_dtype_of_safetensors_survives_both_ways(tmp_path: Path, dtype: to
     assert_equal({name: loaded(tmp_path / "b.pt")[name] for name in ("t", "e")}, state)
 
 
-few = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few = settings(max_examples=40)
 
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8)
 

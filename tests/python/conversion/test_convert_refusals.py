@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from torch.utils.serialization import config
@@ -205,11 +205,6 @@ def test_a_file_without_checksums_is_converted(tmp_path: Path) -> None:
     assert_equal(loaded(tmp_path / "b.pt"), STATE)
 
 
-many = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
-
 def damaged(data: st.DataObject, file: Path) -> bytes:
     """Returns the contents of a file with a few flipped bits."""
     contents = bytearray(file.read_bytes())
@@ -219,7 +214,6 @@ def damaged(data: st.DataObject, file: Path) -> bytes:
     return bytes(contents)
 
 
-@many
 @given(data=st.data())
 def test_a_damaged_torch_save_file_is_refused_or_converted_correctly(
     tmp_path: Path, data: st.DataObject
@@ -237,7 +231,6 @@ def test_a_damaged_torch_save_file_is_refused_or_converted_correctly(
     assert_equal(loaded(tmp_path / "b.pt"), state)
 
 
-@many
 @given(data=st.data(), target=st.sampled_from(["m.pt", "ckpt"]))
 def test_a_damaged_safetensors_file_is_converted_or_refused(
     tmp_path: Path, data: st.DataObject, target: str

@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.forked import in_fork, in_fresh_process
 from tests.loads import MIB, load, refusal, save
-from tests.metadata import read_metadata
 from tests.support import (
     data_files,
     flip_bit,
@@ -90,8 +89,7 @@ def test_parts_of_one_tensor_are_read_at_once(tmp_path: Path) -> None:
 
 
 def test_a_stock_tensor_that_is_read_in_parts_is_verified(tmp_path: Path) -> None:
-    stock_save({"t": torch.ones(2000, 1000)}, tmp_path)
-    place = place_of(read_metadata(tmp_path), "t")
+    place = place_of(stock_save({"t": torch.ones(2000, 1000)}, tmp_path), "t")
     (file,) = data_files(tmp_path)
     flip_bit(file, place.offset + place.length // 2, 3)
     target = torch.zeros(2000, 1000)._neg_view()

@@ -96,14 +96,24 @@ static_assert(offsetof(cuda::CopyAttributes, flags) == offsetof(cudaMemcpyAttrib
 """
 
 
-def comparisons(header: str, namespace: str) -> list[str]:
-    """Returns a comparison for each function that a header of ours declares."""
+FUNCTION = re.compile(
+    r"""\s(\w+)\(\s*(?:cuda_)?functions,\s*"(\w+)"(,\s*os::Presence::optional)?"""
+)
+
+
+def comparisons(folder: Path, header: str, namespace: str, declarations: str) -> list[str]:
+    """Returns a comparison for each function that a header of ours declares, except for optional
+    functions that the installed library does not declare."""
     text = (REPOSITORY / "csrc" / header).read_text()
-    found = re.findall(r"\s(\w+)\(\s*(?:cuda_)?functions,\s*\"(\w+)\"", text)
+    found = FUNCTION.findall(text)
     assert len(found) == len(
         re.findall(r"^inline const (?:Function|Getter|Constant)\b", text, re.M)
     )
-    return [f"COMPARE(torch_ckpt::{namespace}::{ours}, {theirs});" for ours, theirs in found]
+    return [
+        f"COMPARE(torch_ckpt::{namespace}::{ours}, {theirs});"
+        for ours, theirs, optional in found
+        if not (optional and compile_error(folder, [declarations, f"auto* found = &{theirs};"]))
+    ]
 
 
 def compile_error(folder: Path, lines: list[str]) -> str:
@@ -136,7 +146,7 @@ def test_no_library_needs_a_symbol_of_torch_or_cuda(name: str) -> None:
 
 
 def test_the_declared_functions_are_those_of_torch(tmp_path: Path) -> None:
-    functions = comparisons("torch/libtorch.h", "tensors::libtorch")
+    functions = comparisons(tmp_path, "torch/libtorch.h", "tensors::libtorch", LIBTORCH)
     assert compile_error(tmp_path, [LIBTORCH, COMPARISON, *functions]) == ""
 
 
@@ -145,7 +155,7 @@ def test_the_declared_functions_and_constants_are_those_of_cuda(tmp_path: Path) 
         tmp_path, ["#include <cuda_runtime_api.h>\nstatic_assert(CUDART_VERSION >= 13000);"]
     ):
         pytest.skip("no headers of CUDA 13")
-    functions = comparisons("staging/cuda_runtime.h", "staging::cuda")
+    functions = comparisons(tmp_path, "staging/cuda_runtime.h", "staging::cuda", CUDA)
     assert compile_error(tmp_path, [CUDA, COMPARISON, *functions, CUDA_CONSTANTS]) == ""
 
 

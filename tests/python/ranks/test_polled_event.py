@@ -115,7 +115,7 @@ def ranks_of(size: int) -> Iterator[list[Rank]]:
             rank.stop()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_ranks_act_at_the_first_poll_that_any_rank_makes_after_the_last_part(
     data: st.DataObject,
