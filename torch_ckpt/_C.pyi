@@ -12,8 +12,11 @@ from torch_ckpt._core import CheckpointIndex, Directory, FetchPlan, ObjectRead, 
 from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.saving.background import EngineOptions
 
-#: True if this build can stage from CUDA devices.
+#: True if the engine can copy from CUDA devices.
 has_cuda: bool
+
+#: The reason why the engine cannot copy from CUDA devices, or "".
+no_cuda_reason: str
 
 class Save:
     """A running save. Keeps the sources alive. Dropping it cancels it and waits for its end."""

@@ -25,7 +25,7 @@
 namespace torch_ckpt::staging {
 namespace {
 
-bool has_batches = false;  // set by cuda::use_runtime()
+bool has_batches = false;  // set by use_cuda_runtime()
 
 Error cuda_error(cuda::Code code, const os::AnyFunction& function) {
   Error error = format_error(Errc::system, cuda::get_error_string(code));
@@ -378,11 +378,11 @@ constexpr DeviceSupport kCuda{
 
 }  // namespace
 
-Result<> cuda::use_runtime(const os::Lookup& lookup, int major) {
-  if (const char* const missing = functions.load(lookup)) {
+Result<> use_cuda_runtime(const os::Lookup& lookup, int major) {
+  if (const char* const missing = cuda::functions.load(lookup)) {
     return format_error(Errc::system, std::string("the CUDA runtime has no function ") + missing);
   }
-  has_batches = memcpy_batch_async && major == kMajorWithBatches;
+  has_batches = cuda::memcpy_batch_async && major == cuda::kMajorWithBatches;
   register_device_support(&kCuda);
   return {};
 }

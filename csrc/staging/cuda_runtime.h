@@ -3,17 +3,12 @@
 #include <array>
 #include <cstddef>
 
-#include "error.h"
 #include "os/function_table.h"
 
 // Functions of the CUDA runtime, as cuda_runtime_api.h declares them. torch loads the runtime, so
 // this library needs no CUDA toolkit to be built and works with each major version of CUDA that has
 // the required functions.
 namespace torch_ckpt::staging::cuda {
-
-/// Looks up the functions of the runtime and registers the copies of staging/cuda_copy.cpp.
-/// `major` is the runtime's major version. Fails with Errc::system if a function is missing.
-Result<> use_runtime(const os::Lookup& lookup, int major);
 
 inline os::FunctionTable functions;
 

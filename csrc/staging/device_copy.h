@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "error.h"
+#include "os/function_table.h"
 #include "staging/source.h"
 
 namespace torch_ckpt::staging {
@@ -80,6 +81,11 @@ struct DeviceSupport {
   void (*destroy_event)(int device, void* event);
   Result<> (*wait_for_stream)(int device, void* stream);
 };
+
+/// Looks up the functions of a CUDA runtime that the process has loaded, and registers the copies
+/// of staging/cuda_copy.cpp. `major` is the runtime's major version. Fails with Errc::system if a
+/// function is missing.
+Result<> use_cuda_runtime(const os::Lookup& lookup, int major);
 
 /// Called by the file that implements a device. `support` must have static storage duration, or be
 /// nullptr.

@@ -3,7 +3,6 @@
 #include <string>
 
 #include "python/errors.h"
-#include "staging/cuda_runtime.h"
 #include "staging/device_copy.h"
 #include "torch/libtorch.h"
 #include "torch/scalar_type.h"
@@ -15,14 +14,17 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-/// Uses the CUDA runtime that torch has loaded. Without one, CUDA tensors are written by
-/// torch.save, and the user is warned.
-void use_cuda(const py::module_& torch) {
+/// Uses the CUDA runtime that torch has loaded. Returns the reason if there is none that can be
+/// used, otherwise an empty text.
+std::string use_cuda(const py::module_& torch) {
   const py::object version = torch.attr("version").attr("cuda");  // such as "13.0", or None
-  if (version.is_none()) return;
+  if (version.is_none()) return "this torch was built without CUDA";
   const int major = std::stoi(version.cast<std::string>());
-  const os::Lookup runtime = os::loaded_library("libcudart.so." + std::to_string(major));
-  if (runtime) static_cast<void>(staging::cuda::use_runtime(runtime, major));
+  const std::string library = "libcudart.so." + std::to_string(major);
+  const os::Lookup runtime = os::loaded_library(library);
+  if (!runtime) return "torch has not loaded " + library;
+  const auto used = staging::use_cuda_runtime(runtime, major);
+  return used ? std::string() : std::string(used.error().message());
 }
 
 }  // namespace
@@ -40,6 +42,6 @@ PYBIND11_MODULE(_C, module) {
   python::bind_state(module);
   python::bind_save(module);
   python::bind_load(module);
-  use_cuda(torch);
+  module.attr("no_cuda_reason") = use_cuda(torch);
   module.attr("has_cuda") = staging::device_support() != nullptr;
 }

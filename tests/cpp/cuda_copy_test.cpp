@@ -187,7 +187,7 @@ TEST(CudaRuntime, IsNotUsedIfItLacksAFunction) {
   FakeCuda cuda;
   register_device_support(nullptr);
   const os::Lookup complete = FakeCuda::lookup();
-  const auto used = cuda::use_runtime(
+  const auto used = use_cuda_runtime(
       [&](const std::string& name) {
         return name == "cudaEventQuery" ? nullptr : complete(name.c_str());
       },
@@ -196,7 +196,7 @@ TEST(CudaRuntime, IsNotUsedIfItLacksAFunction) {
   EXPECT_NE(used.error().message().find("cudaEventQuery"), std::string::npos);
   EXPECT_EQ(device_support(), nullptr);
   // Restores the functions for other tests.
-  EXPECT_TRUE(ok(cuda::use_runtime(complete, cuda::kMajorWithBatches)));
+  EXPECT_TRUE(ok(use_cuda_runtime(complete, cuda::kMajorWithBatches)));
 }
 
 // --- events of the caller ------------------------------------------------------------------------

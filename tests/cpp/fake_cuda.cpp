@@ -19,7 +19,7 @@ FakeCuda* current = nullptr;
 FakeCuda::FakeCuda(int major) : before_(staging::device_support()) {
   EXPECT_EQ(current, nullptr) << "one at a time";
   current = this;
-  EXPECT_TRUE(ok(cuda::use_runtime(lookup(), major)));
+  EXPECT_TRUE(ok(staging::use_cuda_runtime(lookup(), major)));
 }
 
 FakeCuda::~FakeCuda() {

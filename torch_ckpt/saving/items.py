@@ -81,7 +81,7 @@ def as_value(tensor: torch.Tensor) -> Any:
     if _C.is_plain(tensor):
         return tensor
     if tensor.is_cuda and not _C.has_cuda:
-        warn_without_cuda()
+        warn_without_cuda(_C.no_cuda_reason)
     # Copy the tensor in the same way as torch's writer. This fails for tensors that torch could not
     # load again, such as sparse tensors.
     detached = tensor.detach().cpu()

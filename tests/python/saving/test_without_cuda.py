@@ -4,6 +4,8 @@ test_cuda_states.py)."""
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,21 +33,40 @@ class OnDevice(torch.Tensor):
 @pytest.fixture
 def no_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_C, "has_cuda", False)
+    monkeypatch.setattr(_C, "no_cuda_reason", "the CUDA runtime has no function cudaGetDevice")
     warn_without_cuda.cache_clear()
     yield
     warn_without_cuda.cache_clear()
 
 
 @pytest.mark.usefixtures("no_cuda_runtime")
-def test_the_first_cuda_tensor_warns_and_names_the_runtime() -> None:
+def test_the_first_cuda_tensor_warns_and_names_the_reason() -> None:
     tensor = torch.arange(3).as_subclass(OnDevice)
-    with pytest.warns(UserWarning, match=r"no CUDA runtime.*libcudart\.so.*Install torch"):
+    with pytest.warns(
+        UserWarning, match=r"no CUDA runtime.*no function cudaGetDevice.*Install torch"
+    ):
         value: Any = as_value(tensor)
     stored = torch.load(io.BytesIO(bytes(value)), weights_only=False)
     assert torch.equal(stored.as_subclass(torch.Tensor), torch.arange(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         as_value(tensor)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "reason"),
+    [
+        (None, "this torch was built without CUDA"),
+        ("11.8", "torch has not loaded libcudart.so.11"),
+    ],
+)
+def test_the_reason_names_what_is_missing(cuda: str | None, reason: str) -> None:
+    program = (
+        f"import torch; torch.version.cuda = {cuda!r}; from torch_ckpt import _C; "
+        "print(_C.has_cuda, _C.no_cuda_reason)"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert printed == f"False {reason}\n"
 
 
 @pytest.mark.usefixtures("no_cuda_runtime")
