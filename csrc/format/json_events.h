@@ -15,8 +15,8 @@ namespace torch_ckpt::format {
 // on_bool() and on_null().
 class JsonEvents {
  public:
-  using Code = boost::json::error_code;
-  using View = boost::json::string_view;
+  using Code = boost::system::error_code;
+  using View = boost::core::string_view;
 
   static constexpr std::size_t max_object_size = ~std::size_t{0};
   static constexpr std::size_t max_array_size = ~std::size_t{0};
