@@ -4,6 +4,8 @@
 #                  its own
 #   SEED=17        with `make torture`: the number that an earlier run printed, to replay it
 #   PYTHON=python3 the interpreter for the virtual environment, or for the wheel
+#   PYTHONS=, PARTS=  with `make release-check`: the interpreters, one for each wheel, and what is
+#                  checked (scripts/release_check.sh lists the parts). Default: all
 #   SECONDS=60     with `make fuzz`: how long each fuzzer runs
 #   LINT_SINCE=    with `make lint` and `make test`: clang-tidy checks the files that changed since this
 #                  commit, or `all`. Default: since this branch left main; on main, the last ten commits
@@ -15,14 +17,17 @@ SECONDS ?= 60
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# pyproject.toml lists the versions.
+PYTHONS ?= $(shell sed -n 's/.*Python :: \(3\.[0-9]*\)".*/python\1/p' pyproject.toml)
+PARTS ?= tests oldest docs wheels torture
 TIMED := scripts/timed.sh
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build wheel docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench gpu-kit clean
+.PHONY: help demo test lint format build wheel docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench gpu-kit release-check clean
 
 help: ## print this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 demo: build ## train, kill, resume on other ranks, compare with stock torch
 	$(BIN)/python examples/demo.py
@@ -54,6 +59,9 @@ build: $(VENV)/.ready ## the extension, in place
 
 wheel: ## the source distribution, and a wheel for PYTHON, in dist/
 	scripts/wheel.sh "$(PYTHON)" dist
+
+release-check: ## check HEAD for a release in a clean clone: tests, docs, wheels, torture
+	scripts/release_check.sh build/release "$(PYTHONS)" "$(PARTS)"
 
 $(VENV)/.ready: scripts/setup.sh pyproject.toml
 	$(TIMED) environment scripts/setup.sh "$(PYTHON)" "$(VENV)"
