@@ -59,7 +59,8 @@ class Recorder:
             self.active = False
         dist.barrier()
         return sorted(
-            f"{code.co_filename.removeprefix(_PACKAGE)}:{code.co_qualname}"
+            # co_qualname exists since Python 3.11.
+            f"{code.co_filename.removeprefix(_PACKAGE)}:{code.co_qualname}"  # type: ignore[attr-defined]
             for code in self._entered
             if code.co_filename.startswith(_PACKAGE) and not code.co_name.startswith("<")
         )

@@ -264,11 +264,11 @@ void Tensor::find_math_bits(std::span<const Tensor> tensors) {
 }
 
 std::uint8_t Tensor::math_bits() const {
-  static PyObject* const kIsConj = PyUnicode_InternFromString("is_conj");
-  static PyObject* const kIsNeg = PyUnicode_InternFromString("is_neg");
   if (held_->math_bits == kUnknown) find_math_bits({this, 1});
   if (held_->math_bits == kUnknown) {
     const python::EnsuredGil gil;
+    static PyObject* const kIsConj = PyUnicode_InternFromString("is_conj");
+    static PyObject* const kIsNeg = PyUnicode_InternFromString("is_neg");
     const int conj = ask(object(), kIsConj) ? kConj : 0;
     const int neg = ask(object(), kIsNeg) ? kNeg : 0;
     held_->math_bits = static_cast<std::uint8_t>(conj | neg);

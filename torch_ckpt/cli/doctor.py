@@ -131,7 +131,7 @@ class DoctorReport(Report):
         columns = list(dict.fromkeys((kind, direct) for kind, direct, _ in rates))
         titles = [f"{kind.upper()}{', DIRECT' if direct else ''}" for kind, direct in columns]
         rows = [
-            [str(threads), *(f"{size(rates[(*column, threads)])}/s" for column in columns)]
+            [str(threads), *(f"{size(rates[kind, direct, threads])}/s" for kind, direct in columns)]
             for threads in THREADS
         ]
         header = ["THREADS", *titles]

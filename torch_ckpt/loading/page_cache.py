@@ -20,7 +20,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -47,12 +46,12 @@ class RankReads:
     machine: str = field(default_factory=boot_id)
 
     @classmethod
-    def of(cls, reads: _C.TensorReads) -> Self:
+    def of(cls, reads: _C.TensorReads) -> RankReads:
         """Describes reads that the engine has planned."""
         return cls(reads.stored_bytes, reads.digest)
 
     @classmethod
-    def of_items(cls, items: Iterable[ReadItem], index: _core.CheckpointIndex) -> Self:
+    def of_items(cls, items: Iterable[ReadItem], index: _core.CheckpointIndex) -> RankReads:
         """Describes the tensors in a plan of torch's planner."""
         total, digest = 0, 0
         item_bytes: dict[str, int] = {}

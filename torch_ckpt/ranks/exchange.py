@@ -46,7 +46,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -62,6 +62,9 @@ from torch_ckpt.ranks.failures import (
 )
 from torch_ckpt.ranks.group import SINGLE_RANK, TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.ranks.store import peek
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing since Python 3.11
 
 T = TypeVar("T")
 K = TypeVar("K")
