@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import ClassVar
 
@@ -132,7 +134,9 @@ class AsyncSave:
         save has ended."""
         return self._job.metrics
 
-    def __del__(self) -> None:
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _is_finalizing():
+            return  # exit_threads has waited for the save; by now, modules may be empty
         job = getattr(self, "_job", None)
         if job is not None and not job.committed.done() and not job.inherited:
             warnings.warn(

@@ -46,8 +46,11 @@ def test_figures_have_every_group_with_first_and_later_saves(tmp_path: Path) -> 
     savers = ("ours_overlapped", "ours_blocking", "stock_thread", "stock_staged")
     document = _measure(tmp_path, "--savers", *savers)
     groups = {group["name"]: group for group in document["groups"]}
+    # Without a GPU, stock torch 2.11 fails.
+    failed = {entry["what"].removeprefix("on_disk_few: ") for entry in document["skipped"]}
+    measured = [saver for saver in savers if saver != "stock_staged" or saver not in failed]
     for shape in ("few", "many"):
-        for name, expected in (("copies_to_host", savers[:1]), ("on_disk", savers)):
+        for name, expected in (("copies_to_host", savers[:1]), ("on_disk", measured)):
             contenders = {sample["contender"] for sample in groups[f"{name}_{shape}"]["samples"]}
             assert contenders == {f"{kind}_{s}" for kind in ("first", "later") for s in expected}
     loads = {sample["contender"] for sample in groups["loads_few_warm"]["samples"]}
