@@ -19,7 +19,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # pyproject.toml lists the versions.
 PYTHONS ?= $(shell sed -n 's/.*Python :: \(3\.[0-9]*\)".*/python\1/p' pyproject.toml)
-PARTS ?= tests oldest docs wheels torture
+PARTS ?=
 TIMED := scripts/timed.sh
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 

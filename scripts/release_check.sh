@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Checks HEAD for a release, in a clean clone in FOLDER. The wheels are then in FOLDER/clone/dist.
-# usage: release_check.sh FOLDER PYTHONS PARTS
+# usage: release_check.sh FOLDER PYTHONS [PARTS]
 #   PYTHONS  the interpreters, one for each wheel
-#   PARTS    any of: tests, oldest, docs, wheels, torture
+#   PARTS    any of these; all, if none is given
 #     tests    all tests, as CI runs them, with the newest supported torch
 #     oldest   the Python tests with the oldest supported torch
 #     docs     the documentation as a site
@@ -10,10 +10,11 @@
 #              middle and the newest supported torch
 #     torture  every fault, which takes hours
 set -euo pipefail
-folder=$1 pythons=$2 parts=$3
+all="tests oldest docs wheels torture"
+folder=$1 pythons=$2 parts=${3:-$all}
 for part in $parts; do
-  [[ " tests oldest docs wheels torture " == *" $part "* ]] ||
-    { echo "release_check.sh: there is no part $part: name some of tests, oldest, docs, wheels, torture" >&2; exit 2; }
+  [[ " $all " == *" $part "* ]] ||
+    { echo "release_check.sh: there is no part $part: name some of $all" >&2; exit 2; }
 done
 for python in $pythons; do
   "$python" -c 'import venv' 2> /dev/null ||

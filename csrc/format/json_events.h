@@ -16,7 +16,7 @@ namespace torch_ckpt::format {
 class JsonEvents {
  public:
   using Code = boost::system::error_code;
-  using View = boost::core::string_view;
+  using View = boost::json::string_view;
 
   static constexpr std::size_t max_object_size = ~std::size_t{0};
   static constexpr std::size_t max_array_size = ~std::size_t{0};

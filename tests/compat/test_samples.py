@@ -17,15 +17,19 @@ from tests.support import assert_equal
 RELEASES = sorted(path.name for path in SAMPLES.iterdir())
 
 
+@pytest.fixture(scope="module")
+def new_samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("new") / "samples"
+    write_samples(folder)
+    return folder
+
+
 @pytest.fixture(params=[*RELEASES, "this version"])
 def samples(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Returns the folder of a copy of a release's samples, or of new ones."""
-    folder = tmp_path / "samples"
-    if request.param == "this version":
-        write_samples(folder)
-    else:
-        shutil.copytree(SAMPLES / request.param, folder, symlinks=True)
-    return folder
+    is_new = request.param == "this version"
+    source = request.getfixturevalue("new_samples") if is_new else SAMPLES / request.param
+    return Path(shutil.copytree(source, tmp_path / "samples", symlinks=True))
 
 
 def loaded(path: Path, expected: Any) -> Any:

@@ -6,6 +6,7 @@ of its process, because the engine makes some Python objects when it needs them 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -87,8 +88,6 @@ def run(_connection: Connection, name: str, path: Path) -> None:
 
 
 def allocate_without_the_gil(_connection: Connection) -> None:
-    import ctypes
-
     # A function of a CDLL is called without the GIL.
     ctypes.CDLL(None).PyObject_Malloc(8)
 

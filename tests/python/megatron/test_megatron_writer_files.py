@@ -112,14 +112,14 @@ def test_a_single_file_and_its_metadata_are_identical_to_those_of_stock_torch(
     for number, state in enumerate(states):
         path = tmp_path / str(number)
         of_stock = stock_save(state, path / "stock", thread_count=1)
-        save(state, path / "ours", thread_count=1, planner=planner())
+        metadata = save(state, path / "ours", thread_count=1, planner=planner())
         [stock], [ours] = data_files(path / "stock"), data_files(path / "ours")
         assert stock.name == ours.name
         assert stock.read_bytes() == ours.read_bytes()
         read = dcp.FileSystemReader(path / "ours").read_metadata()
         assert list(read.state_dict_metadata) == list(of_stock.state_dict_metadata)
         assert read.planner_data == of_stock.planner_data
-        assert read.storage_data == of_stock.storage_data
+        assert read.storage_data == of_stock.storage_data == metadata.storage_data
 
 
 @by_each_writer

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.cpp_extension import include_paths
 
 import torch_ckpt
@@ -96,23 +97,27 @@ static_assert(offsetof(cuda::CopyAttributes, flags) == offsetof(cudaMemcpyAttrib
 """
 
 
-FUNCTION = re.compile(
-    r"""\s(\w+)\(\s*(?:cuda_)?functions,\s*"(\w+)"(,\s*os::Presence::optional)?"""
-)
+#: The optional functions of torch, and the first version of torch that declares each one.
+SINCE = {
+    "torch_exception_get_what_without_backtrace": (2, 13),
+    "torch_tensor_from_pyobject": (2, 14),
+    "torch_tensor_to_pyobject": (2, 14),
+}
 
 
-def comparisons(folder: Path, header: str, namespace: str, declarations: str) -> list[str]:
-    """Returns a comparison for each function that a header of ours declares, except for optional
-    functions that the installed library does not declare."""
+def comparisons(header: str, namespace: str) -> list[str]:
+    """Returns a comparison for each function that a header of ours declares and that the installed
+    library has."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     text = (REPOSITORY / "csrc" / header).read_text()
-    found = FUNCTION.findall(text)
+    found = re.findall(r"\s(\w+)\(\s*(?:cuda_)?functions,\s*\"(\w+)\"", text)
     assert len(found) == len(
         re.findall(r"^inline const (?:Function|Getter|Constant)\b", text, re.M)
     )
     return [
         f"COMPARE(torch_ckpt::{namespace}::{ours}, {theirs});"
-        for ours, theirs, optional in found
-        if not (optional and compile_error(folder, [declarations, f"auto* found = &{theirs};"]))
+        for ours, theirs in found
+        if version >= SINCE.get(theirs, version)
     ]
 
 
@@ -146,7 +151,7 @@ def test_no_library_needs_a_symbol_of_torch_or_cuda(name: str) -> None:
 
 
 def test_the_declared_functions_are_those_of_torch(tmp_path: Path) -> None:
-    functions = comparisons(tmp_path, "torch/libtorch.h", "tensors::libtorch", LIBTORCH)
+    functions = comparisons("torch/libtorch.h", "tensors::libtorch")
     assert compile_error(tmp_path, [LIBTORCH, COMPARISON, *functions]) == ""
 
 
@@ -155,7 +160,7 @@ def test_the_declared_functions_and_constants_are_those_of_cuda(tmp_path: Path) 
         tmp_path, ["#include <cuda_runtime_api.h>\nstatic_assert(CUDART_VERSION >= 13000);"]
     ):
         pytest.skip("no headers of CUDA 13")
-    functions = comparisons(tmp_path, "staging/cuda_runtime.h", "staging::cuda", CUDA)
+    functions = comparisons("staging/cuda_runtime.h", "staging::cuda")
     assert compile_error(tmp_path, [CUDA, COMPARISON, *functions, CUDA_CONSTANTS]) == ""
 
 
