@@ -56,7 +56,7 @@ build() {
   rm -f torch_ckpt/*.so
   cmake -S . -B build/gpu -G Ninja -DTORCH_CKPT_BUILD_PYTHON=ON \
     -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
-    -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$kit" -DBoost_INCLUDE_DIR="$kit/include" \
+    -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$kit" \
     -DCMAKE_INSTALL_RPATH="$kit/lib" -DCMAKE_INSTALL_PREFIX="$tree" \
     -Dpybind11_DIR="$kit/pybind11/share/cmake/pybind11"
   cmake --build build/gpu --target _C

@@ -20,7 +20,7 @@ from torch_ckpt._base.version import SUPPORTED_TORCH, __version__, check_torch_v
     [
         ("-DISAL_LIBRARY=", "torch_ckpt needs ISA-L for its checksums: apt install libisal-dev."),
         (
-            "-DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON",
+            "-DBoost_INCLUDE_DIR=",
             "torch_ckpt needs the headers of Boost 1.78 or newer (Boost.Asio): apt install "
             "libboost1.81-dev (Debian 12) or libboost-dev (Ubuntu 24.04).",
         ),
