@@ -1,13 +1,15 @@
 # `make help` lists the targets. Each target sets up all that it needs: system packages by apt if it
-# has the permission, a virtual environment in .venv, torch and the tools from PyPI, and the build.
+# has the permission, a virtual environment in .venv, torch and the tools from PyPI (installed once a
+# machine, scripts/environment.sh), and the build.
 #   TORCH=2.11.0   with `make test`: the Python tests with this version of torch, in an environment of
 #                  its own
+#   LANE=          with `make py-test`: the tests to run, by marker. Default: all but those of `make torture`
 #   SEED=17        with `make torture`: the number that an earlier run printed, to replay it
 #   PYTHON=python3 the interpreter for the virtual environment, or for the wheel
 #   PYTHONS=, PARTS=  with `make release-check`: the interpreters, one for each wheel, and what is
 #                  checked (scripts/release_check.sh lists the parts). Default: all
 #   SECONDS=60     with `make fuzz`: how long each fuzzer runs
-#   LINT_SINCE=    with `make lint` and `make test`: clang-tidy checks the files that changed since this
+#   LINT_SINCE=    with `make tidy` and `make test-full`: clang-tidy checks the files that changed since this
 #                  commit, or `all`. Default: since this branch left main; on main, the last ten commits
 #   ARGS=          with `make cpp-test`, `cpp-asan`, `cpp-tsan`: for GoogleTest, as --gtest_filter='Save*';
 #                  with `make py-test`: for pytest; with `make bench`: for benchmarks.run
@@ -24,7 +26,7 @@ TIMED := scripts/timed.sh
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build wheel docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench gpu-kit release-check clean
+.PHONY: help demo test test-full lint tidy format build wheel docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan durations torture fuzz bench gpu-kit release-check clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -32,16 +34,24 @@ help: ## print this list
 demo: build ## train, kill, resume on other ranks, compare with stock torch
 	$(BIN)/python examples/demo.py
 
+# Lint mostly uses one core, so it runs while the C++ tests are built and run.
 ifeq ($(TORCH),)
-test: ## everything that CI runs, and how long each part took
+test: ## the first lane: all that CI runs on a push, and how long each part took
 	@rm -f build/times
-	@status=0; $(MAKE) lint cpp-asan cpp-tsan cpp-fork py-test || status=$$?; \
+	@status=0; $(MAKE) -j 2 --output-sync=target lint cpp-asan && $(MAKE) py-test LANE="not full" || status=$$?; \
 	  echo 'Where the time went:'; cat build/times; exit $$status
 else
 # One build works with each torch, so only the environment is another one.
 test: build build/torch-$(TORCH)/.ready
-	$(MAKE) py-test TORCH= TEST_PYTHON=build/torch-$(TORCH)/bin/python
+	$(MAKE) py-test TORCH= LANE="not full" TEST_PYTHON=build/torch-$(TORCH)/bin/python
 endif
+
+# pyproject.toml names the oldest version of torch.
+OLDEST_TORCH := $(shell sed -n 's/^dependencies = \["torch>=\(.*\)"\]/\1.0/p' pyproject.toml)
+test-full: test ## the second lane: `make test` and all that takes longer, nightly and before a release
+	@status=0; $(MAKE) tidy cpp-tsan cpp-fork docs && $(MAKE) py-test LANE=full && \
+	  $(MAKE) test TORCH=$(OLDEST_TORCH) || status=$$?; \
+	  echo 'Where the time went:'; cat build/times; exit $$status
 
 docs: $(VENV)/.ready ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -57,26 +67,32 @@ build: $(VENV)/.ready ## the extension, in place
 	$(TIMED) "build: extension" cmake --build build/python --target _C
 	cmake --install build/python
 
-wheel: ## the source distribution, and a wheel for PYTHON, in dist/
+wheel: build/packages ## the source distribution, and a wheel for PYTHON, in dist/
 	scripts/wheel.sh "$(PYTHON)" dist
 
 release-check: ## check HEAD for a release in a clean clone: tests, docs, wheels, torture
 	scripts/release_check.sh build/release "$(PYTHONS)" "$(PARTS)"
 
-$(VENV)/.ready: scripts/setup.sh pyproject.toml
-	$(TIMED) environment scripts/setup.sh "$(PYTHON)" "$(VENV)"
+build/packages: scripts/packages.sh
+	$(TIMED) "system packages" scripts/packages.sh "$(PYTHON)"
 	touch $@
 
-build/torch-%/.ready: scripts/setup.sh pyproject.toml
-	$(TIMED) "environment with torch $*" scripts/setup.sh "$(PYTHON)" $(@D) $*
+$(VENV)/.ready: scripts/environment.sh pyproject.toml | build/packages
+	$(TIMED) environment scripts/environment.sh "$(PYTHON)" "$(VENV)"
 	touch $@
 
-lint: build ## formatting, clang-tidy on changed files, ruff, mypy --strict, stubs
+build/torch-%/.ready: scripts/environment.sh pyproject.toml | build/packages
+	$(TIMED) "environment with torch $*" scripts/environment.sh "$(PYTHON)" $(@D) $*
+	touch $@
+
+lint: build ## formatting, ruff, mypy --strict, stubs
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(TIMED) mypy $(BIN)/mypy
 	$(TIMED) stubtest $(BIN)/python scripts/stubtest.py
+
+tidy: build/packages ## clang-tidy on changed files
 	$(TIMED) clang-tidy scripts/tidy.sh "$(LINT_SINCE)"
 
 format: $(VENV)/.ready ## write the formatting that lint asks for
@@ -85,17 +101,17 @@ format: $(VENV)/.ready ## write the formatting that lint asks for
 	$(BIN)/ruff format .
 
 # For development. `make test` runs the same tests under sanitizers instead.
-cpp-test: $(VENV)/.ready ## GoogleTest over the core, which needs no torch
+cpp-test: build/packages ## GoogleTest over the core, which needs no torch
 	cmake --preset test
 	cmake --build build/test
 	timeout 1200 build/test/torch_ckpt_tests --gtest_brief=1 $(ARGS)
 
-cpp-asan: $(VENV)/.ready ## GoogleTest under AddressSanitizer and UndefinedBehaviorSanitizer
+cpp-asan: build/packages ## GoogleTest under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake --preset asan
 	$(TIMED) "build: C++ tests, ASan" cmake --build build/asan
 	$(TIMED) "C++ tests, ASan" scripts/gtest.sh build/asan/torch_ckpt_tests $(ARGS)
 
-cpp-tsan: $(VENV)/.ready ## GoogleTest for the code with threads, under ThreadSanitizer
+cpp-tsan: build/packages ## GoogleTest for the code with threads, under ThreadSanitizer
 	cmake --preset tsan
 	$(TIMED) "build: C++ tests, TSan" cmake --build build/tsan
 	$(TIMED) "C++ tests, TSan" scripts/gtest.sh build/tsan/torch_ckpt_tests $(ARGS)
@@ -108,17 +124,19 @@ cpp-fork: build ## GoogleTest for forks, without a sanitizer
 fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of three fuzzers
 	scripts/fuzz.sh $(BIN)/python $(SECONDS)
 
-# Runs two files at a time, and then, one file at a time, the tests that measure or need the whole
-# machine. pytest exits with 5 if ARGS selects no test for one of the two runs.
+# Runs two files at a time, the longest first (tests/durations.json), and then, one file at a time, the
+# tests that measure or need the whole machine. pytest exits with 5 if a run selects no test.
 TEST_PYTHON := $(BIN)/python
+LANE ?= full or not full
 PYTEST = $(TEST_PYTHON) -m pytest --durations=20
-# A random order, so that files that wait for ranks run at the same time as files that compute.
-MIXED := -n 2 --dist loadfile --random-order --random-order-seed=14
 py-test: build ## pytest, torchrun tests included
 	@beside=0; alone=0; \
-	$(TIMED) "pytest, two files at a time" $(PYTEST) -m "not alone" $(MIXED) $(ARGS) || beside=$$?; \
-	$(TIMED) "pytest, one file at a time" $(PYTEST) -m alone $(ARGS) || alone=$$?; \
+	$(TIMED) "pytest ($(LANE)), two files at a time" $(PYTEST) -m "($(LANE)) and not alone" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) || beside=$$?; \
+	$(TIMED) "pytest ($(LANE)), one file at a time" $(PYTEST) -m "($(LANE)) and alone" $(ARGS) || alone=$$?; \
 	case $$beside$$alone in 00 | 05 | 50) ;; *) exit 1 ;; esac
+
+durations: ## run pytest and record how long each file takes in tests/durations.json
+	$(MAKE) py-test ARGS=--record-durations
 
 # Only the extension is built with ThreadSanitizer, not Python and torch, so races within torch's
 # libraries are not reported.

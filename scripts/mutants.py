@@ -7,8 +7,9 @@
    torch_ckpt.
 2. Each mutant is applied to a copy of the tree, and C++ is built there. If it does not compile, it
    is skipped.
-3. The tests run until one fails, starting with those of the changed package and those that name
-   the changed module. A mutant survives if no test detects it within ``--seconds``.
+3. The tests of `make test` run until one fails, starting with those of the changed package and
+   those that name the changed module. A mutant survives if no test detects it in ``--seconds``.
+4. The other tests of `make test-full` run on the mutants that survived.
 
 ``--mutants FILE`` repeats the mutants of an earlier run's results if their lines still exist, to
 compare two versions of the tests.
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import time
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +71,9 @@ PYTHON = [
 
 #: Three times as long as the slowest Python test, and as all C++ tests together.
 HANGS_AFTER_SECONDS = 90
+
+#: The tests of each lane, by marker, in the order of running.
+LANES = {"test": "not full", "test-full": "full"}
 
 #: In the order of running.
 TESTS = ("tests/python", "tests/attacks", "tests/faults", "tests/distributed", "tests/crash")
@@ -170,8 +175,9 @@ class Copy:
         """Builds the tests and the extension. Returns False if they do not compile."""
         return self._build_tests() and self._build_extension()
 
-    def first_failure(self, mutant: Mutant, seconds: float) -> str | None:
-        """Returns the test that detects the mutant, or another failure; None if it survives.
+    def first_failure(self, mutant: Mutant, lane: str, seconds: float) -> str | None:
+        """Returns the test of the lane that detects the mutant, or another failure; None if it
+        survives.
 
         Raises:
             DoesNotCompile: the mutant does not compile.
@@ -179,10 +185,11 @@ class Copy:
         until = time.monotonic() + seconds
         if mutant.file.startswith("csrc"):
             is_core = not mutant.file.startswith(("csrc/python", "csrc/torch", "csrc/torch_python"))
-            if is_core and not self._build_tests():
+            is_tested = is_core and lane == "test"
+            if is_tested and not self._build_tests():
                 raise DoesNotCompile
             tests = ["build/test/torch_ckpt_tests", "--gtest_brief=1", "--gtest_fail_fast"]
-            code, output = self._run(tests, HANGS_AFTER_SECONDS) if is_core else (0, "")
+            code, output = self._run(tests, HANGS_AFTER_SECONDS) if is_tested else (0, "")
             if code != 0:
                 failed = re.search(r"FAILED +\] (\S+?),? ", output)
                 return failed.group(1) if failed else f"exit {code} of the C++ tests"
@@ -194,7 +201,7 @@ class Copy:
                 return None
             # A test that hangs detects the mutant, too.
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={HANGS_AFTER_SECONDS}"]
-            pytest = [self._python, "-m", "pytest", *options, *files]
+            pytest = [self._python, "-m", "pytest", "-m", LANES[lane], *options, *files]
             code, output = self._run(pytest, left)
             if code not in (0, 5) and not (code == TIMED_OUT and time.monotonic() >= until):
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
@@ -284,8 +291,7 @@ def main() -> None:
     parser.add_argument("--copy", type=Path, default=ROOT / "build" / "mutants")
     arguments = parser.parse_args()
 
-    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else []
-    done = {Mutant.of_result(result) for result in results}
+    results = Results(arguments.results)
     if arguments.mutants is not None:
         earlier = json.loads(arguments.mutants.read_text())
         mutants: Iterator[Mutant] = map(Mutant.of_result, earlier)
@@ -294,28 +300,77 @@ def main() -> None:
     copy = Copy(arguments.copy.resolve(), sys.executable)
     if not copy.build():
         sys.exit("the tree does not build without a mutant")
+    try_mutants(copy, mutants, "test", results, arguments)
+    survivors = [Mutant.of_result(result) for result in results.survivors()]
+    try_mutants(copy, iter(survivors), "test-full", results, arguments)
+    print(f"seed {arguments.seed}: of {len(results.all)} mutants, {results.summary()}")
+
+
+class Results:
+    """The outcome of each mutant, in a JSON file, so that an interrupted run can be resumed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.all: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+
+    def has(self, mutant: Mutant, lane: str) -> bool:
+        """True if the lane has been tried on the mutant."""
+        return any(
+            Mutant.of_result(result) == mutant and lane in result["tried"] for result in self.all
+        )
+
+    def add(self, mutant: Mutant, lane: str, detected_by: str | None, seconds: int) -> None:
+        """Records the outcome of one lane."""
+        for result in self.all:
+            if Mutant.of_result(result) == mutant:
+                result["tried"].append(lane)
+                result["caught_by"] = detected_by
+                result["seconds"] += seconds
+                break
+        else:
+            new = {"tried": [lane], "caught_by": detected_by, "seconds": seconds}
+            self.all.append({**asdict(mutant), **new})
+        self._path.write_text(json.dumps(self.all, indent=1) + "\n")
+
+    def survivors(self) -> list[dict[str, Any]]:
+        """Returns the results of the mutants that no test has detected."""
+        return [result for result in self.all if result["caught_by"] is None]
+
+    def summary(self) -> str:
+        """Returns how many mutants each lane detects."""
+        detected = Counter(
+            result["tried"][-1] for result in self.all if result["caught_by"] is not None
+        )
+        first = detected["test"]
+        return f"make test detects {first}, make test-full {first + detected['test-full']}"
+
+
+def try_mutants(
+    copy: Copy,
+    mutants: Iterator[Mutant],
+    lane: str,
+    results: Results,
+    arguments: argparse.Namespace,
+) -> None:
+    """Runs the tests of a lane on each mutant, until the results have enough mutants."""
     for mutant in mutants:
-        if len(results) == arguments.count:
+        if lane == "test" and len(results.all) == arguments.count:
             break
-        if mutant in done:
+        if results.has(mutant, lane):
             continue
         if not mutant.apply(copy.root):
             print(f"no such line: {mutant.file}: {mutant.before.strip()}", flush=True)
             continue
         begun = time.monotonic()
         try:
-            noticed = copy.first_failure(mutant, arguments.seconds)
+            detected_by = copy.first_failure(mutant, lane, arguments.seconds)
         except DoesNotCompile:
             copy.restore(mutant)
             continue
-        seconds = round(time.monotonic() - begun)
-        results.append({**asdict(mutant), "caught_by": noticed, "seconds": seconds})
-        arguments.results.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{noticed or 'SURVIVED'}: {mutant.file}", flush=True)
+        results.add(mutant, lane, detected_by, round(time.monotonic() - begun))
+        print(f"{detected_by or f'survived make {lane}'}: {mutant.file}", flush=True)
         print(f"-{mutant.before}\n+{mutant.after}", flush=True)
         copy.restore(mutant)
-    caught = sum(result["caught_by"] is not None for result in results)
-    print(f"seed {arguments.seed}: tests detect {caught} of {len(results)} mutants")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
 # usage: release_check.sh FOLDER PYTHONS [PARTS]
 #   PYTHONS  the interpreters, one for each wheel
 #   PARTS    any of these; all, if none is given
-#     tests    all tests, as CI runs them, with the newest supported torch
-#     oldest   the Python tests with the oldest supported torch
-#     docs     the documentation as a site
+#     tests    `make test-full`
 #     wheels   the source distribution and the wheels, and the demo from each wheel with the oldest, a
 #              middle and the newest supported torch
 #     torture  every fault, which takes hours
 set -euo pipefail
-all="tests oldest docs wheels torture"
+all="tests wheels torture"
 folder=$1 pythons=$2 parts=${3:-$all}
 for part in $parts; do
   [[ " $all " == *" $part "* ]] ||
@@ -33,16 +31,8 @@ read -r oldest newest < <(sed -n 's/^SUPPORTED_TORCH = ((2, \([0-9]*\)), (2, \([
 newest=$((newest - 1))
 
 if has tests; then
-  say "tests with the newest torch"
-  make test
-fi
-if has oldest; then
-  say "Python tests with torch 2.$oldest"
-  make test TORCH=2.$oldest.0
-fi
-if has docs; then
-  say "documentation"
-  make docs
+  say "tests"
+  make test-full
 fi
 if has wheels; then
   for python in $pythons; do

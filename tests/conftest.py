@@ -3,6 +3,7 @@ kinds."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -34,14 +35,28 @@ pytest_plugins = [
     "tests.sweeps",
 ]
 
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Seconds that each file of tests took when ``make durations`` last ran.
+DURATIONS = Path(__file__).parent / "durations.json"
+
 # A longer test hangs. The slowest test takes well under a minute, but machines differ.
 TIMEOUT_SECONDS = 300
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write how long each file took to tests/durations.json",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # torch logs a dozen lines for each save and load, and pytest would print all for each failure.
     config.option.log_level = config.option.log_level or "WARNING"
     config.addinivalue_line("markers", "large: needs several GiB of disk and memory")
+    config.addinivalue_line("markers", "full: run by make test-full, and not by make test")
     config.addinivalue_line("markers", "torture: run by make torture alone")
     config.addinivalue_line(
         "markers",
@@ -77,24 +92,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("torture")]
+    if hasattr(config, "workerinput"):
+        # pytest-xdist starts the files in this order, and the last ones to end should be short.
+        recorded: dict[str, float] = json.loads(DURATIONS.read_text())
+        items.sort(key=lambda item: recorded.get(_file_of(item.nodeid), 0), reverse=True)
 
 
-def _directory_of(nodeid: str) -> str:
-    return nodeid.split("::")[0].split("/")[-2]
+def _file_of(nodeid: str) -> str:
+    return nodeid.split("::")[0]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the seconds for each directory if --durations is given."""
-    if not terminalreporter.config.option.durations:
-        return
-    seconds: Counter[str] = Counter()
+    """Prints the seconds for each directory if --durations is given, and records them by file."""
+    config = terminalreporter.config
+    files: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[_directory_of(report.nodeid)] += report.duration
-    terminalreporter.section("seconds by directory")
-    for directory, spent in seconds.most_common():
-        terminalreporter.write_line(f"{spent:8.1f}  tests/{directory}")
+                files[_file_of(report.nodeid)] += report.duration
+    if config.option.durations:
+        directories: Counter[str] = Counter()
+        for file, spent in files.items():
+            directories[os.path.dirname(file)] += spent
+        terminalreporter.section("seconds by directory")
+        for directory, spent in directories.most_common():
+            terminalreporter.write_line(f"{spent:8.1f}  {directory}")
+    if config.option.record_durations:
+        recorded = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        recorded |= {file: round(spent, 1) for file, spent in files.items()}
+        present = {file: recorded[file] for file in sorted(recorded) if (ROOT / file).exists()}
+        DURATIONS.write_text(json.dumps(present, indent=0) + "\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,12 +158,21 @@ OURS = [
 ] + [Scenario("torch_ckpt.save direct_io=False", 4, True)]
 SAFETENSORS = [Scenario("safetensors", 4, overwrites) for overwrites in (False, True)]
 PUBLISH = [Scenario("publish", 4, overwrites) for overwrites in (False, True)]
-#: Control runs without assertions; one shows that a sweep detects failures.
+#: Control runs, which are counted and assert nothing.
 STOCK = [
     Scenario("stock dcp.save", threads, overwrites)
     for threads in (1, 4)
     for overwrites in (False, True)
-][0 if TORTURE else -1 :]
+]
+
+
+def scenarios(all_: Iterable[Scenario], first: Scenario) -> pytest.MarkDecorator:
+    """Parametrizes a test by scenarios, of which only ``first`` runs in ``make test``."""
+    parameters = [
+        pytest.param(scenario, marks=() if scenario == first else pytest.mark.full)
+        for scenario in all_
+    ]
+    return pytest.mark.parametrize("scenario", parameters, ids=str)
 
 
 class Bench:

@@ -50,6 +50,8 @@ from tests.crash.tally import SEED, TORTURE, Tally
 from tests.fault_hooks import at_fault_points, before
 from torch_ckpt import CheckpointManager
 
+pytestmark = pytest.mark.full
+
 NOTHING = 0
 
 #: Step of an unrelated checkpoint, whose directory is exchanged with the save's directory.
@@ -415,6 +417,7 @@ def test_without_sync_files_no_crash_leaves_a_loadable_mixture(
     Sweep(shop, tally, scenario).raise_violations()
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(LONGEST_SECONDS)
 @_all(STOCK, STOCK_IN_FULL)
 def test_crash_states_of_stock_torch_are_counted(

@@ -25,6 +25,7 @@ from tests.sweeps import (
     found_in,
     points,
     save_alone,
+    scenarios,
     unnamed_in,
 )
 
@@ -64,7 +65,7 @@ def column_of(scenario: Scenario, found: str) -> str:
 THOROUGH = Scenario("torch_ckpt.save", 1, True)
 
 
-@pytest.mark.parametrize("scenario", OURS, ids=str)
+@scenarios(OURS, THOROUGH)
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:
@@ -92,6 +93,7 @@ def save_again(path: Path) -> str | None:
     return f"{sorted(left)} of the killed save are never deleted" if left else None
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("scenario", STOCK, ids=str)
 def test_stock_torch_is_killed_at_the_same_points(
     server: Server, bench: Bench, scenario: Scenario

@@ -37,6 +37,7 @@ from tests.sweeps import points
 from torch_ckpt._base.formatting import plural
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.timeout(3600 if TORTURE else 300),
     pytest.mark.filterwarnings("ignore:step .* was restored, but the root has later steps"),
 ]

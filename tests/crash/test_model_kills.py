@@ -5,16 +5,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.crash.test_kills import killed
 from tests.interposed import Server
-from tests.sweeps import NEXT, SAFETENSORS, SWEEPING, Bench, Scenario, found_in, save_safetensors
+from tests.sweeps import (
+    NEXT,
+    SAFETENSORS,
+    SWEEPING,
+    Bench,
+    Scenario,
+    found_in,
+    save_safetensors,
+    scenarios,
+)
 
 pytestmark = SWEEPING
 
 
-@pytest.mark.parametrize("scenario", SAFETENSORS, ids=str)
+@scenarios(SAFETENSORS, SAFETENSORS[-1])
 def test_a_killed_save_leaves_the_old_directory_or_the_new_one(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:

@@ -30,6 +30,8 @@ from tests.crash.savers import (
 )
 from tests.crash.tally import TORTURE, Tally
 
+pytestmark = pytest.mark.full
+
 #: The old step, the new one, and a new one whose files have another layout.
 OLD, NEW, GROWN = 1, 2, 12
 
@@ -172,6 +174,7 @@ def test_a_reported_save_survives_a_power_cut(
     assert right, f"the save was reported, but the power cut left {outcome}"
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(("kind", "case", "way", "ranks"), _combinations(STOCK_WAYS))
 def test_reported_saves_of_stock_torch_are_counted(
     rig: Rig, tally: Tally, kind: str, case: str, way: str, ranks: int
@@ -313,6 +316,7 @@ def test_a_cut_after_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
 STOCK_MOMENTS = [("fsync", 1), ("openat", 2), ("write", 3), (_RENAMES, 1)][: 4 if TORTURE else 1]
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(("calls", "nth"), STOCK_MOMENTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cuts_during_overwriting_saves_of_stock_torch_are_counted(

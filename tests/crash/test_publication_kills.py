@@ -29,6 +29,7 @@ from tests.sweeps import (
     found_in,
     points,
     publish,
+    scenarios,
     tensors_of,
 )
 from torch_ckpt import _core
@@ -57,7 +58,7 @@ def versions_in(root: Path) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("scenario", PUBLISH, ids=str)
+@scenarios(PUBLISH, PUBLISH[-1])
 def test_a_killed_publication_leaves_complete_versions_and_latest_leads_to_one(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:

@@ -29,7 +29,7 @@ def lacking(*modules: str) -> str:
         with suppress(ModuleNotFoundError):
             if find_spec(module) is not None:
                 continue
-        return f"{module} is not installed; scripts/setup.sh installs it where PyPI has it"
+        return f"{module} is not installed; scripts/environment.sh installs it where PyPI has it"
     return ""
 
 

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import stock_load
+
+pytestmark = pytest.mark.full
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "async_training.py"
 SMALL = ["--width", "64", "--steps", "4", "--save-every", "2", "--keep"]

@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import by_fork, torchrun
+
+pytestmark = pytest.mark.full
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_transformer.py"
 

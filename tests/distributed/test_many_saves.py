@@ -25,6 +25,8 @@ from tests.distributed.launcher import TORTURE
 from tests.ranks import ranks
 from torch_ckpt.ranks.group import RankGroup
 
+pytestmark = pytest.mark.full
+
 SAVES = 2000 if TORTURE else 80
 
 LIMIT_SECONDS = 1800.0 if TORTURE else 120.0

@@ -16,6 +16,8 @@ from tests.metadata import read_metadata
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:

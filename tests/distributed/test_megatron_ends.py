@@ -12,6 +12,8 @@ from tests.distributed.megatron_ends import WAYS
 from tests.ranks import by_fork, torchrun
 from tests.support import assert_equal, stock_load
 
+pytestmark = pytest.mark.full
+
 PROGRAM = ("-m", "tests.distributed.megatron_ends")
 
 

@@ -13,6 +13,8 @@ import torch
 from tests.ranks import by_fork
 from tests.support import stock_load
 
+pytestmark = pytest.mark.full
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "megatron_training.py"
 
 

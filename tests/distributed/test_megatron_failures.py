@@ -46,6 +46,8 @@ from torch_ckpt.errors import NotCommitted
 from torch_ckpt.megatron import AsyncCallsQueue
 from torch_ckpt.megatron.call import Agreement, Call
 
+pytestmark = pytest.mark.full
+
 # --- polls ----------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,8 @@ from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.distributed.trees import PATIENCE, disagreement, others
 from torch_ckpt import multihost
 
+pytestmark = pytest.mark.full
+
 # Seconds after which an absent rank is declared dead.
 SHORT = 2.0
 

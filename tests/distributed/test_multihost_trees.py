@@ -30,6 +30,8 @@ from tests.support import DTYPES, assert_equal, random_tensor
 from torch_ckpt import multihost
 from torch_ckpt.multihost import moving
 
+pytestmark = pytest.mark.full
+
 
 @dataclass(frozen=True)
 class Unregistered:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -19,6 +20,8 @@ from tests.distributed.cases import Launch, mesh_1d, tensor_of
 from tests.distributed.launcher import on_ranks
 from tests.distributed.loads import by_dcp, by_load, by_planner, on_rank_0, save
 from tests.support import assert_equal, data_files
+
+pytestmark = pytest.mark.full
 
 LOADERS = (by_load, by_dcp, by_planner)
 

@@ -40,6 +40,8 @@ from tests.distributed.peers import (
 from tests.support import assert_equal, data_files, random_tensor
 from torch_ckpt.megatron import install, uninstall
 
+pytestmark = pytest.mark.full
+
 IMPORTED = ["tests.distributed.peers_imported"]
 
 # A process that a rank spawns imports this file again under this name.

@@ -41,6 +41,8 @@ from tests.metadata import read_metadata
 from tests.support import assert_equal, data_files, files_limited_to, random_tensor
 from torch_ckpt.checkpoint.metadata import checksum_tables
 
+pytestmark = pytest.mark.full
+
 IMPORTED = ["tests.distributed.peers_imported"]
 
 # A process that a rank spawns imports this file again under this name.

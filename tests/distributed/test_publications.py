@@ -7,6 +7,7 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -16,6 +17,8 @@ from tests.distributed.cases import Launch, StateDict, failure_of, mesh_1d, tens
 from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.fault_hooks import failing
 from tests.support import assert_equal
+
+pytestmark = pytest.mark.full
 
 #: Small enough for several files.
 SHARD_BYTES = 30_000

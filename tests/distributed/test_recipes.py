@@ -18,6 +18,8 @@ import torch_ckpt
 from tests.forked import ENVIRONMENT, REPOSITORY
 from tests.ranks import TIMEOUT_SECONDS, by_fork, free_port, ranks, run_program, torchrun
 
+pytestmark = pytest.mark.full
+
 STEPS = 10
 SAVE_EVERY = 3
 # The save of step 6 may be running; the save of step 3 has ended.

@@ -48,6 +48,8 @@ from torch_ckpt.steps.remote_files import RemoteFiles
 from torch_ckpt.steps.remote_reader import RemoteReader
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
+pytestmark = pytest.mark.full
+
 ATTEMPT = "0123abcd"
 
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import torch_ckpt
+
+pytestmark = pytest.mark.full
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "rl_publication.py"
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

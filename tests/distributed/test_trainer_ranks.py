@@ -15,6 +15,8 @@ from tests.ranks import TIMEOUT_SECONDS, by_fork
 from tests.support import data_files
 from torch_ckpt.checkpoint.metadata import checksum_tables
 
+pytestmark = pytest.mark.full
+
 RANKS = 2
 STEP = 6
 

@@ -17,6 +17,8 @@ from tests.distributed.training_runs import ENDINGS, train
 from tests.forked import ENVIRONMENT, REPOSITORY
 from tests.ranks import ADDRESS, WHERE_SIGNAL, environment_of, ranks
 
+pytestmark = pytest.mark.full
+
 #: Runs in forked processes, and in new interpreters.
 FORKED, OWN = (250, 50) if TORTURE else (6, 0)
 

@@ -33,7 +33,7 @@ from tests.sweeps import (
 )
 from torch_ckpt.errors import NotCommitted
 
-pytestmark = SWEEPING
+pytestmark = [*SWEEPING, pytest.mark.full]
 
 COUNTS = Counts("changed paths", "points", "committed", "not committed")
 

@@ -35,7 +35,7 @@ from torch_ckpt.errors import NotCommitted
 from torch_ckpt.steps import LocalSteps
 from torch_ckpt.steps.root_lease import LEASE_NAME
 
-pytestmark = SWEEPING
+pytestmark = [*SWEEPING, pytest.mark.full]
 
 COUNTS = Counts("changed roots", "points", "saved", "not saved")
 

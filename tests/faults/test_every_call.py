@@ -33,6 +33,7 @@ from tests.sweeps import (
     points,
     save_alone,
     save_through_page_cache,
+    scenarios,
     unnamed_in,
 )
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
@@ -198,7 +199,7 @@ def outcome_of(scenario: Scenario, run: Run, found: str) -> str:
 THOROUGH = Scenario("torch_ckpt.save", 1, True)
 
 
-@pytest.mark.parametrize("scenario", OURS, ids=str)
+@scenarios(OURS, THOROUGH)
 def test_a_save_with_a_failed_call_reports_it_or_is_complete(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:
@@ -240,7 +241,7 @@ SOME = [
 SOME = OURS if TORTURE else SOME
 
 
-@pytest.mark.parametrize("scenario", SOME, ids=str)
+@scenarios(SOME, THOROUGH)
 def test_an_interrupted_call_is_repeated(server: Server, bench: Bench, scenario: Scenario) -> None:
     errors = dict.fromkeys(INTERRUPTED, errno.EINTR)
     assert_complete(
@@ -248,7 +249,7 @@ def test_an_interrupted_call_is_repeated(server: Server, bench: Bench, scenario:
     )
 
 
-@pytest.mark.parametrize("scenario", SOME, ids=str)
+@scenarios(SOME, THOROUGH)
 @pytest.mark.parametrize("count", [0, 1000, 1], ids=["half", "1000 bytes", "1 byte"])
 def test_a_short_transfer_is_continued(
     server: Server, bench: Bench, scenario: Scenario, count: int
@@ -340,6 +341,7 @@ def test_an_interrupted_fsync_is_reported_and_not_repeated(server: Server, bench
 # --- stock torch ---------------------------------------------------------------------------------
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("scenario", STOCK, ids=str)
 def test_failed_calls_of_stock_torch_are_counted(
     server: Server, bench: Bench, scenario: Scenario

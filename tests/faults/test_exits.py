@@ -19,6 +19,8 @@ from tests.forked import server
 from tests.ranks import ranks
 from tests.sweeps import TORTURE
 
+pytestmark = pytest.mark.full
+
 # With 5 ranks in three groups and 11 states: 550 exits.
 ROUNDS = 10 if TORTURE else 1
 
@@ -44,7 +46,3 @@ def test_ranks_exit_without_error_in_every_state(tmp_path: Path, group: str) -> 
                 wrong.append(f"{state}: exit codes {codes}\n{ended.said()}")
         shutil.rmtree(path, ignore_errors=True)
     assert not wrong, "\n".join(wrong)
-
-
-def test_torture_has_at_least_500_exits() -> None:
-    assert len(STATES) * sum(GROUPS.values()) * 10 >= 500

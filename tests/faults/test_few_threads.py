@@ -49,7 +49,10 @@ if TORTURE:
         *(mib * MIB for mib in (*range(4, 9), *range(10, 20), *range(24, 80, 8))),
     ]
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
+]
 
 
 def state() -> dict[str, Any]:

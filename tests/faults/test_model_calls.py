@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-import pytest
-
 from tests.faults.test_every_call import failing, is_above
 from tests.interposed import Call, Order, Run, Server
 from tests.sweeps import (
@@ -19,6 +17,7 @@ from tests.sweeps import (
     found_in,
     points,
     save_safetensors,
+    scenarios,
 )
 
 pytestmark = SWEEPING
@@ -39,7 +38,7 @@ def may_succeed(run: Run, call: Call, path: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("scenario", SAFETENSORS, ids=str)
+@scenarios(SAFETENSORS, SAFETENSORS[-1])
 def test_a_save_with_a_failed_call_fails_and_keeps_the_old_directory(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:

@@ -13,6 +13,8 @@ from tests.layers import REPOSITORY
 from tests.snippets import snippets_of
 from tests.support import assert_equal
 
+pytestmark = pytest.mark.full
+
 accelerate = pytest.importorskip("accelerate")
 
 [SNIPPET] = [

@@ -33,7 +33,7 @@ NAMES = [
     )
     for name in ("lightning.pytorch", "pytorch_lightning")
 ]
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(params=NAMES)

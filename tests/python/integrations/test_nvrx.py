@@ -40,7 +40,10 @@ from torch_ckpt.nvrx import (
     save_state_dict_async_plan,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
 
 
 def plan(name: str) -> SavePlan:

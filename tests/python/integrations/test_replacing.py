@@ -18,6 +18,8 @@ import pytest
 from torch_ckpt import megatron, nvrx
 from torch_ckpt.megatron import install, uninstall
 
+pytestmark = pytest.mark.full
+
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 ASYNC_CKPT = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 TOPS = ("megatron", "nvidia_resiliency_ext")

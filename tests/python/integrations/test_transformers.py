@@ -19,6 +19,8 @@ from tests.fault_hooks import at_fault_points
 from tests.support import assert_equal
 from torch_ckpt.steps import MARKER_NAME
 
+pytestmark = pytest.mark.full
+
 transformers = pytest.importorskip("transformers", reason="no transformers")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 

@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks import huggingface_report, report, results
 
+pytestmark = pytest.mark.full
+
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 
 

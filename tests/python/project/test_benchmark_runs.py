@@ -18,7 +18,7 @@ from benchmarks import peers, run, suites
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 # A run starts dozens of processes that import torch, which takes minutes if all cores are busy.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def _run(directory: Path, groups: Sequence[str]) -> Any:

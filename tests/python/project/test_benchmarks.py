@@ -45,6 +45,8 @@ from benchmarks.contenders import Running
 from benchmarks.training import Training, one_thread
 from tests.forked import in_fresh_process
 
+pytestmark = pytest.mark.full
+
 
 def test_time_added_to_a_save_is_in_milliseconds_beyond_the_same_round_without_a_manager() -> None:
     def sample(contender: str, round_index: int, seconds: float) -> measure.CallSample:

@@ -24,6 +24,8 @@ import tests.remote_stores  # noqa: F401
 import torch_ckpt
 from tests.support import assert_equal
 
+pytestmark = pytest.mark.full
+
 # --- fsspec --------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,8 @@ from tests import manager_options, promises
 from tests.browser import Browser, find_chromium, open_browser
 from tests.snippets import snippets_of
 
+pytestmark = pytest.mark.full
+
 REPOSITORY = Path(__file__).parents[3]
 
 PAGES = {

@@ -21,6 +21,8 @@ from benchmarks import (
 )
 from tests.forked import in_fresh_process
 
+pytestmark = pytest.mark.full
+
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _SMALL = ("--device", "cpu", "--size", "2MB", "--disk-size", "2MB", "--few", "30", "--many", "40")
 _SHORT = ("--saves", "2", "--idle-steps", "2")

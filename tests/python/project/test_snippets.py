@@ -13,6 +13,8 @@ import pytest
 
 from tests.snippets import Snippet, commands_of, snippets_of
 
+pytestmark = pytest.mark.full
+
 REPOSITORY = Path(__file__).parents[3]
 DOCUMENTS = [
     REPOSITORY / "README.md",

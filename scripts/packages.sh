@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Makes everything that the build and the tests need: system packages where they are missing and apt
-# may be used, and a virtual environment with torch and the tools.
-# usage: setup.sh PYTHON VENV [TORCH_VERSION]
+# Installs the system packages that the build and the tests need and the machine lacks, if apt may be
+# used. usage: packages.sh PYTHON
 set -euo pipefail
-python=$1 venv=$2 torch_version=${3:-}
+python=$1
 
 missing=()
 need() { # need PACKAGE TEST...: adds PACKAGE where TEST fails
@@ -55,14 +54,14 @@ if ((${#missing[@]})); then
     "${missing[@]}" > /dev/null
 fi
 
-# ccache shortens every build after the first. The others are for tests that draw, read the site in a
-# browser, or mount file systems, which needs root; without them these tests skip. apt installs them
-# while pip works.
+# ccache shortens every build after the first, and lld links faster. The others are for tests that draw,
+# read the site in a browser, or mount file systems, which needs root; without them these tests skip.
 optional=()
 want() { # want PACKAGE COMMAND
   PATH=$PATH:/usr/sbin:/sbin command -v "$2" > /dev/null 2>&1 || optional+=("$1")
 }
 want ccache ccache
+want lld ld.lld
 want xfsprogs mkfs.xfs
 want libnbd-bin nbdfuse
 want nbdkit nbdkit
@@ -71,25 +70,8 @@ want chromium chromium
 if ((${#optional[@]})) && [[ $(id -u) -eq 0 ]] && command -v apt-get > /dev/null; then
   echo "torch_ckpt: installing ${optional[*]}, which the build does not need"
   # A machine without network is not to wait for long.
-  { { ((${#missing[@]})) || timeout 120 apt-get update -qq; } &&
+  { ((${#missing[@]})) || timeout 120 apt-get update -qq; } &&
     DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends \
       "${optional[@]}" > /dev/null ||
-    echo "torch_ckpt: without ${optional[*]} some tests will skip" >&2; } &
+    echo "torch_ckpt: without ${optional[*]} some tests will skip" >&2
 fi
-
-[[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-# Python compiles each file at its first import; tests import a small part of what is installed.
-pip_install() { "$venv/bin/pip" install -q --disable-pip-version-check --no-compile "$@"; }
-
-# pyproject.toml lists the packages and pins the tools. pip reads its groups from version 25.1.
-pip_install "pip>=25.1"
-pip_install --group dev ${torch_version:+"torch==$torch_version"}
-for peer in megatron nvrx; do
-  pip_install --no-deps --only-binary :all: --group $peer ||
-    echo "torch_ckpt: without the packages of group $peer some tests of torch_ckpt.megatron will skip" >&2
-done
-# The package of this tree, with the extension that `make build` compiles into it.
-pip_install --no-build-isolation --no-deps -C wheel.cmake=false -C editable.mode=inplace -e .
-# Keep only the path: scikit-build-core's finder would prefer this tree to PYTHONPATH.
-sed -i '/^import /d' "$venv"/lib/python3*/site-packages/_editable_skbc_torch_ckpt.pth
-wait
