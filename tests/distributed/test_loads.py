@@ -54,7 +54,7 @@ from tests.distributed.loads import (
     stock_save,
 )
 from tests.local_steps import saved
-from tests.support import assert_equal, data_files
+from tests.support import assert_equal, data_files, emptied
 from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.errors import Corrupt, LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader
@@ -106,6 +106,27 @@ def case_any_sharding_is_loaded_into_any_other(launch: Launch) -> None:
         loaded = {"plain": torch.zeros_like(distribute_tensor(tensor, mesh, [Shard(1)]))}
         by_load(loaded, path)
         assert_equal(loaded["plain"].full_tensor(), tensor)
+
+
+@on(4)
+def case_uneven_and_empty_shards_on_two_dimensions_are_saved_in_both_formats(
+    launch: Launch,
+) -> None:
+    mesh = mesh_2d(launch)
+    whole: StateDict = {}
+    state: StateDict = {}
+    for shape in ((1,), (3,), (5,), (7,), (5, 7), (1, 3), (3, 0)):
+        last = len(shape) - 1
+        for a, b in ((Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Shard(last))):
+            name = f"{shape} {a} {b}"
+            whole[name] = tensor_of(name, *shape)
+            state[name] = distribute_tensor(whole[name], mesh, [a, b])
+    for kind in ("checkpoint", "safetensors"):
+        path = launch.path() / kind
+        torch_ckpt.save(state, path, format=kind)
+        target = emptied(whole)
+        torch_ckpt.load(target, path, no_dist=True)
+        assert_equal(target, whole)
 
 
 def case_checkpoints_of_several_ranks_are_verified_and_compared(launch: Launch) -> None:
