@@ -1,4 +1,4 @@
-"""The kit for a GPU machine without network: the extension builds from the kit alone."""
+"""The kit for a GPU machine without network: the extension builds with the files of the kit."""
 
 from __future__ import annotations
 
