@@ -45,6 +45,7 @@ CSRC_LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("index",),
     ("format", "os"),
+    ("interrupt_check",),
     ("checked_math", "error", "file_name", "seeded_hash"),
 )
 
@@ -179,6 +180,7 @@ CSRC = {
     "checked_math": "The only place that adds or compares offsets from outside.",
     "file_name": "The form that untrusted file names must have.",
     "error": "One code for each defect, and Result<T>.",
+    "interrupt_check": "The callback by which a long call finds out that it is interrupted.",
     "seeded_hash": "Seeded hashes for tables with untrusted keys.",
 }
 

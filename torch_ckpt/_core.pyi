@@ -275,9 +275,6 @@ class FetchPlan:
 def is_file_damage(error_number: int) -> bool:
     """True if an errno indicates a damaged file rather than a failing machine."""
 
-def describe_gap(gap: Sequence[int], shards: int) -> str:
-    """Describes the first element of a tensor that none of its shards covers."""
-
 class FaultKind:
     """Kinds of faults of a checkpoint."""
 
@@ -628,12 +625,15 @@ class LeaseRequest:
 def release_leases() -> None:
     """Ends all leases of this process, for its exit."""
 
-def first_gap(
-    whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[int] | None:
-    """The first element of a tensor that no box covers; None if there is none.
+def describe_gap(
+    whole: Sequence[int],
+    boxes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    offsets: Sequence[int],
+) -> str | None:
+    """Describes the first element that no box covers; None if the boxes cover everything.
 
-    ``whole`` is the size of the tensor, which contains all boxes. A box is offsets and sizes.
+    ``whole`` is the size of the covered part, which is at ``offsets`` in its tensor. A box is
+    offsets in this part, and sizes.
     """
 
 #: Offsets and sizes in elements, file, offset and length in bytes, and True if it was written
@@ -659,8 +659,8 @@ class CheckpointIndex:
     def strays(self) -> list[tuple[str, StoredShard]]:
         """Names and locations of records that the metadata does not describe."""
 
-    def uncovered(self) -> dict[str, list[int]]:
-        """The first element that no shard covers, for each tensor that has one."""
+    def uncovered(self) -> dict[str, str]:
+        """Describes the first element that no shard covers, for each tensor that has one."""
 
     @property
     def stored_bytes(self) -> int:

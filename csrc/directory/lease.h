@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <optional>
 #include <set>
 #include <span>
@@ -10,6 +9,7 @@
 
 #include "directory/publish.h"
 #include "error.h"
+#include "interrupt_check.h"
 #include "os/directory.h"
 
 // The protocol for a checkpoint's directory. A crash at any point leaves either the old checkpoint
@@ -75,14 +75,12 @@ Result<std::set<std::string>> named_files(const os::Directory& directory, const 
 Result<std::vector<std::string>> find_missing(const os::Directory& directory,
                                               const std::set<std::string>& files);
 
-/// Called between attempts to lock. An error ends the wait.
-using InterruptCheck = std::function<Result<>()>;
-
 /// One sentence for each file that could not be removed.
 using Warnings = std::vector<std::string>;
 
 /// Takes the shared lock. Returns false if other processes hold the exclusive lock for `patience_s`
-/// seconds. Removing files under that lock takes milliseconds, unless the process is suspended.
+/// seconds. Calls `check_interrupt` between attempts. Removing files under that lock takes
+/// milliseconds, unless the process is suspended.
 Result<bool> share(os::Directory& directory, double patience_s,
                    const InterruptCheck& check_interrupt);
 

@@ -11,6 +11,7 @@
 #include "directory/publish.h"
 #include "directory/step_names.h"
 #include "error.h"
+#include "interrupt_check.h"
 #include "os/directory.h"
 #include "os/mutex.h"
 

@@ -27,12 +27,8 @@ Kind kind_of(const Error& error) {
 
 bool is_file_damage(int sys_errno) { return std::ranges::count(kFileDamage, sys_errno) > 0; }
 
-std::string describe_gap(std::span<const std::int64_t> gap, std::size_t shards) {
-  if (shards == 0) return "the tensor has no shards";
-  return "no shard covers the element at " + index::listed(gap);
-}
-
-void CheckpointVerification::add(const CheckpointIndex& index) {
+Result<> CheckpointVerification::add(const CheckpointIndex& index,
+                                     const InterruptCheck& check_interrupt) {
   is_bare_ = index.is_bare();
   for (std::size_t i = 0; i < index.files().size(); ++i) {
     if (const auto table = index.text(index.tables()[i]); !table.empty()) {
@@ -42,13 +38,16 @@ void CheckpointVerification::add(const CheckpointIndex& index) {
   for (std::uint32_t number = 0; number < index.entries().size(); ++number) {
     add_entry(index, number);
     const CheckpointIndex::Entry& entry = index.entries()[number];
-    if (const auto gap = planning::first_gap(index, entry)) {
-      add_incomplete(index.name(number), describe_gap(*gap, entry.shard_count));
+    const auto coverage = planning::check_coverage(index, entry, check_interrupt);
+    if (!coverage) return coverage.error();
+    if (coverage->state != planning::Coverage::State::complete) {
+      add_incomplete(index.name(number), planning::describe(*coverage, entry.shard_count));
     }
   }
   for (const CheckpointIndex::Stray& stray : index.strays()) {
     add_record(index, index.text(stray.name), stray.shard, nullptr);
   }
+  return {};
 }
 
 void CheckpointVerification::add_entry(const CheckpointIndex& index, std::uint32_t number) {

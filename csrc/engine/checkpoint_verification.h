@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "engine/verify_session.h"
 #include "error.h"
 #include "index/checkpoint_index.h"
+#include "interrupt_check.h"
 #include "os/directory.h"
 
 namespace torch_ckpt::engine {
@@ -37,9 +37,6 @@ struct CheckpointFault {
   std::string what;
 };
 
-/// Describes the first element of a tensor that none of its shards covers.
-std::string describe_gap(std::span<const std::int64_t> gap, std::size_t shards);
-
 // Verifies a checkpoint, without targets.
 //
 //   1. add() checks that the metadata locates every shard, that the shards cover their tensors, and
@@ -51,8 +48,9 @@ class CheckpointVerification {
  public:
   explicit CheckpointVerification(os::Directory directory) : directory_(std::move(directory)) {}
 
-  /// All indexes that are added must be bare, or none.
-  void add(const index::CheckpointIndex& index);
+  /// All indexes that are added must be bare, or none. Fails only with the error of
+  /// `check_interrupt`, which is called regularly.
+  Result<> add(const index::CheckpointIndex& index, const InterruptCheck& check_interrupt);
   /// Must be called only once.
   Result<std::shared_ptr<VerifySession>> start(Context& context, const VerifyOptions& options);
   /// `session` has ended. Fails if an error has ended it early.

@@ -1,11 +1,16 @@
 #pragma once
 
+#include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
+#include "error.h"
 #include "index/checkpoint_index.h"
+#include "interrupt_check.h"
 
 namespace torch_ckpt::planning {
 
@@ -13,6 +18,8 @@ namespace torch_ckpt::planning {
 struct Box {
   std::vector<std::int64_t> offsets;
   std::vector<std::int64_t> lengths;
+
+  auto operator<=>(const Box&) const = default;
 };
 
 /// Returns true if the boxes cover each element of a tensor exactly once. No box may be empty, and
@@ -24,14 +31,40 @@ struct Box {
 /// the number of boxes; comparing all pairs would take quadratic time.
 bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes);
 
-/// Returns the first element of a tensor, in row-major order, that no box covers, or nullopt if
-/// there is none. Boxes may overlap or be empty, and must lie within the tensor.
-std::optional<std::vector<std::int64_t>> first_gap(std::span<const std::int64_t> whole,
-                                                   std::vector<Box> boxes);
+/// How boxes cover a tensor.
+struct Coverage {
+  enum class State {
+    complete,
+    incomplete,  // no box covers some element
+    undecided,   // the boxes overlap, and the search ended at its limit
+  };
+  State state = State::complete;
+  /// The first element, in row-major order, that no box covers; only if the state is incomplete.
+  /// nullopt if the search ended at its limit before it found the element.
+  std::optional<std::vector<std::int64_t>> first_gap;
+  /// Number of times that the search added a box to a sweep or removed it.
+  std::uint64_t steps = 0;
+};
 
-/// Returns the first element of a stored tensor that no shard covers. Returns nullopt if there is
-/// none, or if the entry is an object.
-std::optional<std::vector<std::int64_t>> first_gap(const index::CheckpointIndex& index,
-                                                   const index::CheckpointIndex::Entry& entry);
+/// Returns the largest number of steps of check_coverage().
+constexpr std::uint64_t max_coverage_steps(std::size_t boxes) { return 65'536 + 64 * boxes; }
+
+/// Checks that boxes cover a tensor. Boxes may overlap or be empty, and must lie within the tensor.
+///
+/// Takes O(n log n) time for n boxes. Only for boxes that divide three or more dimensions may the
+/// number of steps reach the limit. Fails only with the error of `check_interrupt`, which is called
+/// regularly.
+Result<Coverage> check_coverage(std::span<const std::int64_t> whole, std::vector<Box> boxes,
+                                const InterruptCheck& check_interrupt);
+
+/// Checks that the shards of a stored tensor cover it. An object is always covered.
+Result<Coverage> check_coverage(const index::CheckpointIndex& index,
+                                const index::CheckpointIndex::Entry& entry,
+                                const InterruptCheck& check_interrupt);
+
+/// Describes an incomplete or undecided coverage by `shards` boxes. `offsets` is the position of
+/// the covered part in the tensor; empty for the whole tensor.
+std::string describe(const Coverage& coverage, std::size_t shards,
+                     std::span<const std::int64_t> offsets = {});
 
 }  // namespace torch_ckpt::planning

@@ -24,6 +24,7 @@
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/interrupts.h"
 #include "python/list.h"
 #include "python/memory.h"
 #include "python/publishing.h"
@@ -37,36 +38,6 @@ using os::Directory;
 
 // pybind11 converts arguments of this type like os.fsencode.
 using Path = std::filesystem::path;
-
-/// Checks for signals while an engine call without the GIL waits. Keeps the exception that a signal
-/// handler raises. The GIL must be held to construct, use and destroy an object of this class.
-class Interrupts {
- public:
-  directory::InterruptCheck check() {
-    return [this]() -> Result<> {
-      const TakenGil taken;
-      return outlasting_python([&]() -> Result<> {
-        if (PyErr_CheckSignals() == 0) return {};
-        raised_.emplace();
-        return format_error(Errc::system, "interrupted");
-      });
-    };
-  }
-  /// Calls `function` without the GIL and returns its value. If a signal handler raised an
-  /// exception, raises that exception.
-  template <class Function>
-  auto run(Function function) {
-    auto result = [&] {
-      const ReleasedGil released;
-      return function();
-    }();
-    if (!result && raised_) throw std::move(*raised_);
-    return unwrap(std::move(result));
-  }
-
- private:
-  std::optional<py::error_already_set> raised_;
-};
 
 std::vector<std::string> native(const std::vector<Path>& paths) {
   std::vector<std::string> names;

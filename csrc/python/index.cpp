@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -24,6 +25,7 @@
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/interrupts.h"
 #include "python/list.h"
 #include "python/memory.h"
 #include "python/text.h"
@@ -163,6 +165,41 @@ void bind_safetensors(py::module_& module) {
              py::arg("metadata"), py::arg("alignment"));
 }
 
+using planning::Coverage;
+using Sizes = std::vector<std::int64_t>;
+
+/// Describes the part of a box at `offsets` that smaller boxes in it do not cover.
+std::optional<std::string> describe_gap(const Sizes& whole,
+                                        const std::vector<std::pair<Sizes, Sizes>>& given,
+                                        const Sizes& offsets) {
+  std::vector<planning::Box> boxes;
+  for (const auto& [begin, sizes] : given) boxes.push_back({begin, sizes});
+  Interrupts interrupts;
+  const Coverage coverage = interrupts.run(
+      [&] { return planning::check_coverage(whole, std::move(boxes), interrupts.check()); });
+  if (coverage.state == Coverage::State::complete) return std::nullopt;
+  return planning::describe(coverage, given.size(), offsets);
+}
+
+/// Returns a description for each tensor that its shards do not cover.
+py::dict uncovered(const CheckpointIndex& index) {
+  Interrupts interrupts;
+  const auto found = interrupts.run([&]() -> Result<std::map<std::uint32_t, std::string>> {
+    std::map<std::uint32_t, std::string> descriptions;
+    for (std::uint32_t i = 0; i < index.entries().size(); ++i) {
+      const CheckpointIndex::Entry& entry = index.entries()[i];
+      const auto coverage = planning::check_coverage(index, entry, interrupts.check());
+      if (!coverage) return coverage.error();
+      if (coverage->state == Coverage::State::complete) continue;
+      descriptions[i] = planning::describe(*coverage, entry.shard_count);
+    }
+    return descriptions;
+  });
+  py::dict texts;
+  for (const auto& [number, text] : found) texts[text_of(index.name(number))] = text;
+  return texts;
+}
+
 }  // namespace
 
 void bind_index(py::module_& module) {
@@ -180,15 +217,7 @@ void bind_index(py::module_& module) {
       "seal_of",
       [](std::string_view pickled) { return py::bytes(index::seal_of(std::span(&pickled, 1))); },
       py::arg("pickled"));
-  using Sizes = std::vector<std::int64_t>;
-  module.def(
-      "first_gap",
-      [](const Sizes& whole, const std::vector<std::pair<Sizes, Sizes>>& given) {
-        std::vector<planning::Box> boxes;
-        for (const auto& [offsets, sizes] : given) boxes.push_back({offsets, sizes});
-        return planning::first_gap(whole, std::move(boxes));
-      },
-      py::arg("whole"), py::arg("boxes"));
+  module.def("describe_gap", &describe_gap, py::arg("whole"), py::arg("boxes"), py::arg("offsets"));
   module.def(
       "allow_dtypes", [](const std::vector<std::string>& names) { index::allow_dtypes(names); },
       py::arg("names"));
@@ -234,15 +263,7 @@ void bind_index(py::module_& module) {
       .def("tensor", &tensor_of, py::arg("name"))
       .def("shards", &shards_of, py::arg("name"))
       .def("strays", &strays_of)
-      .def("uncovered",
-           [](const CheckpointIndex& index) {
-             py::dict gaps;
-             for (std::uint32_t i = 0; i < index.entries().size(); ++i) {
-               const auto gap = planning::first_gap(index, index.entries()[i]);
-               if (gap) gaps[text_of(index.name(i))] = *gap;
-             }
-             return gaps;
-           })
+      .def("uncovered", &uncovered)
       .def_property_readonly("stored_bytes", &CheckpointIndex::stored_bytes)
       .def("tables", &tables_of)
       .def("phases", [](const CheckpointIndex& index) { return text_of(index.phases()); })

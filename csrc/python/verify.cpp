@@ -10,6 +10,7 @@
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/interrupts.h"
 #include "python/list.h"
 #include "python/options.h"
 #include "python/text.h"
@@ -22,6 +23,11 @@ namespace {
 
 using engine::CheckpointFault;
 using engine::CheckpointVerification;
+
+void add(CheckpointVerification& verification, const index::CheckpointIndex& index) {
+  Interrupts interrupts;
+  interrupts.run([&] { return verification.add(index, interrupts.check()); });
+}
 
 /// options: a torch_ckpt.checkpoint.read_options.ReadOptions.
 void run(CheckpointVerification& verification, const py::object& options,
@@ -39,12 +45,6 @@ void run(CheckpointVerification& verification, const py::object& options,
 
 void bind_verify(py::module_& module) {
   module.def("is_file_damage", &engine::is_file_damage, py::arg("error_number"));
-  module.def(
-      "describe_gap",
-      [](const std::vector<std::int64_t>& gap, std::size_t shards) {
-        return engine::describe_gap(gap, shards);
-      },
-      py::arg("gap"), py::arg("shards"));
   py::enum_<CheckpointFault::Kind>(module, "FaultKind")
       .value("DAMAGED", CheckpointFault::Kind::damaged)
       .value("UNREAD", CheckpointFault::Kind::unread)
@@ -62,7 +62,7 @@ void bind_verify(py::module_& module) {
              return std::make_unique<CheckpointVerification>(unwrap(directory.duplicate()));
            }),
            py::arg("directory"))
-      .def("add", &CheckpointVerification::add, py::arg("index"), NoGil())
+      .def("add", &add, py::arg("index"))
       .def("run", &run, py::arg("options"), py::arg("progress"))
       .def("names_file", [](const CheckpointVerification& self,
                             const py::str& name) { return self.names_file(bytes_of(name)); })

@@ -183,7 +183,7 @@ TEST_F(SafetensorsFilesTest, AVerificationChecksBlocksAndListsTensorsWithoutChec
   write(file);
   const auto verify = [&](const index::CheckpointIndex& index) {
     CheckpointVerification verification(open_directory(directory_));
-    verification.add(index);
+    EXPECT_TRUE(ok(verification.add(index, test::never_interrupted)));
     const auto session = verification.start(context(), {}).value();
     EXPECT_TRUE(session->wait_for(std::chrono::minutes(2)));
     EXPECT_TRUE(ok(verification.finish(*session)));

@@ -61,6 +61,9 @@ extern thread_local std::vector<int> flock_errors;
 /// Number of calls of flock in this thread.
 extern thread_local int flock_calls;
 
+/// An InterruptCheck for calls that nothing interrupts.
+inline Result<> never_interrupted() { return {}; }
+
 // A new directory under $TMPDIR or /tmp; the destructor removes it with its contents.
 class TempDir {
  public:

@@ -68,11 +68,10 @@ def _require_all(
             f"{name}: the shards in the metadata contain only {planned} of the {count} wanted "
             "elements; the save that wrote them was incomplete"
         )
-    gap = _core.first_gap(wanted, boxes) if len(boxes) > 1 else None
+    gap = _core.describe_gap(wanted, boxes, offsets) if len(boxes) > 1 else None
     if gap is not None:
-        place = [begin + inner for begin, inner in zip(offsets, gap, strict=True)]
         raise Corrupt(
-            f"{name}: shards in the metadata overlap, and none of them contains element {place}; "
+            f"{name}: shards in the metadata overlap, and {gap}; "
             "the save that wrote them was incomplete"
         )
 

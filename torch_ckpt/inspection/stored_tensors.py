@@ -110,8 +110,9 @@ class StoredTensors:
         if found is None:
             return None
         if name in self._gaps:
-            fault = _core.describe_gap(self._gaps[name], len(self._index.shards(name)))
-            raise Corrupt(f"{self.path}: {name}: {fault}. Run torch-ckpt verify on the checkpoint")
+            raise Corrupt(
+                f"{self.path}: {name}: {self._gaps[name]}. Run torch-ckpt verify on the checkpoint"
+            )
         return StoredTensor(getattr(torch, found[0]), found[1])
 
     def tensor_bytes(self, name: str) -> int:

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import torch_ckpt
 from tests.commands import Run
@@ -444,6 +452,35 @@ def test_shards_that_do_not_cover_their_tensor_are_reported(
     change(our_copy, cut)
     messages = [text for name, text in torch_ckpt.verify(our_copy).incomplete if name == "small"]
     assert any(text.startswith(what) for text in messages), messages
+
+
+def staircase(rows: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Returns two shards for each row of a square, but not the square's last element."""
+    shards = []
+    for row in range(rows):
+        shards.append(((row, 0), (1, row)))
+        shards.append(((row, row), (1, rows - row)))
+    return shards[1:-1]
+
+
+def test_a_gap_among_thousands_of_shards_is_found_by_verify_show_and_diff(tmp_path: Path) -> None:
+    rows = 2500
+    chunks, places = [], {}
+    for number, (offsets, sizes) in enumerate(staircase(rows)):
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        index = MetadataIndex("t", torch.Size(offsets))
+        places[index] = _StorageInfo("data.distcp", 64 * number, 64)
+    properties = TensorProperties(torch.float32)
+    stored = TensorStorageMetadata(properties, torch.Size([rows, rows]), chunks)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"t": stored}, storage_data=places)))
+    (tmp_path / "data.distcp").write_bytes(bytes(64 * len(chunks)))
+    gap = f"no shard covers the element at [{rows - 1}, {rows - 1}]"
+    assert torch_ckpt.verify(tmp_path).incomplete == [("t", gap)]
+    ((name, what),) = torch_ckpt.show(tmp_path).damaged
+    assert name == "t"
+    assert gap in what
+    with pytest.raises(torch_ckpt.Corrupt, match=re.escape(f"t: {gap}")):
+        torch_ckpt.diff(tmp_path, tmp_path)
 
 
 def test_missing_checksums_are_reported_and_are_not_damage(tmp_path: Path) -> None:

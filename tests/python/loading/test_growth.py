@@ -252,7 +252,7 @@ def test_a_duplicate_shard_does_not_replace_a_missing_one(
     cause = refusal(lambda: loader(state, path))
     assert type(cause) is Corrupt
     assert str(cause).startswith(
-        "t: shards in the metadata overlap, and none of them contains element [3, 0]"
+        "t: shards in the metadata overlap, and no shard covers the element at [3, 0]"
     )
     assert (target == 7).all()
 
