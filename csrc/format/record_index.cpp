@@ -1,8 +1,11 @@
 #include "format/record_index.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "checked_math.h"
@@ -135,30 +138,83 @@ Result<ZipEntry> read_entry(ByteReader& cursor, std::uint64_t record_bytes) {
   return entry;
 }
 
-Result<std::vector<ZipEntry>> read_directory(RecordBytes& record, const Limits& limits) {
-  auto directory = find_directory(record, limits);
-  if (!directory) return directory.error();
-  auto bytes = record.at(directory->offset, directory->bytes);
-  if (!bytes) return bytes.error();
-  ByteReader cursor(*bytes);
-  std::vector<ZipEntry> entries;
-  std::string prefix;
-  for (std::uint64_t i = 0; i < directory->entries; ++i) {
-    auto entry = read_entry(cursor, record.size());
+// Reads the entries of a central directory one after another. The directory may be as large as the
+// record, so at most kReadBytes of it are in memory.
+class DirectoryReader {
+ public:
+  static Result<DirectoryReader> open(RecordBytes& record, const Limits& limits) {
+    auto directory = find_directory(record, limits);
+    if (!directory) return directory.error();
+    return DirectoryReader(record, *directory);
+  }
+
+  /// Returns nullopt after the last entry.
+  Result<std::optional<ZipEntry>> next() {
+    if (entries_left_ == 0) return std::optional<ZipEntry>();
+    --entries_left_;
+    if (window_.size() - position_ < kMaxDirectoryEntryBytes && bytes_left_ > 0) {
+      if (auto filled = fill(); !filled) return filled.error();
+    }
+    ByteReader cursor(std::span<const std::byte>(window_).subspan(position_));
+    const std::size_t before = cursor.left();
+    auto entry = read_entry(cursor, record_.size());
     if (!entry) return entry.error();
+    position_ += before - cursor.left();
     const auto slash = entry->name.find('/');
     if (slash == std::string::npos) {
       return format_error(Errc::zip_inconsistent, "entry '" + entry->name + "' is not in a folder");
     }
-    if (prefix.empty()) prefix = entry->name.substr(0, slash + 1);
-    if (!entry->name.starts_with(prefix)) {
+    if (prefix_.empty()) prefix_ = entry->name.substr(0, slash + 1);
+    if (!entry->name.starts_with(prefix_)) {
       return format_error(Errc::zip_inconsistent,
                           "the archive's entries are in more than one folder");
     }
-    entry->name.erase(0, prefix.size());
-    entries.push_back(std::move(*entry));
+    entry->name.erase(0, prefix_.size());
+    return std::optional(std::move(*entry));
   }
-  return entries;
+
+ private:
+  static constexpr std::size_t kMaxDirectoryEntryBytes = zip::kDirectoryEntryBytes + 3 * 0xffff;
+  static_assert(kMaxDirectoryEntryBytes < kReadBytes);
+
+  DirectoryReader(RecordBytes& record, const CentralDirectory& directory)
+      : record_(record),
+        entries_left_(directory.entries),
+        offset_(directory.offset),
+        bytes_left_(directory.bytes) {}
+
+  /// Moves the window to the next entry. Copies the bytes, because the record is read in between.
+  Result<> fill() {
+    window_.erase(window_.begin(), window_.begin() + static_cast<std::ptrdiff_t>(position_));
+    position_ = 0;
+    const std::uint64_t more = std::min<std::uint64_t>(kReadBytes - window_.size(), bytes_left_);
+    auto bytes = record_.at(offset_, more);
+    if (!bytes) return bytes.error();
+    window_.insert(window_.end(), bytes->begin(), bytes->end());
+    offset_ += more;
+    bytes_left_ -= more;
+    return {};
+  }
+
+  RecordBytes& record_;
+  std::uint64_t entries_left_;
+  std::uint64_t offset_;  // of the first byte after the window
+  std::uint64_t bytes_left_;
+  std::vector<std::byte> window_;
+  std::size_t position_ = 0;  // in the window
+  std::string prefix_;
+};
+
+Result<std::vector<ZipEntry>> read_directory(RecordBytes& record, const Limits& limits) {
+  auto directory = DirectoryReader::open(record, limits);
+  if (!directory) return directory.error();
+  std::vector<ZipEntry> entries;
+  for (;;) {
+    auto entry = directory->next();
+    if (!entry) return entry.error();
+    if (!*entry) return entries;
+    entries.push_back(std::move(**entry));
+  }
 }
 
 Result<std::uint64_t> data_offset(RecordBytes& record, const ZipEntry& entry) {
@@ -295,10 +351,14 @@ Result<EntryCheck> check_entries(RecordBytes& record, std::string_view skip) {
   if (!*head && !*tail) return result;
   result.is_archive = true;
   // The directory lies in the record, so the record's size also limits the number of entries.
-  auto entries = read_directory(record, Limits{size, size});
-  if (!entries) return entries.error();
+  auto directory = DirectoryReader::open(record, Limits{size, size});
+  if (!directory) return directory.error();
   std::uint64_t left = size;
-  for (const ZipEntry& entry : *entries) {
+  for (;;) {
+    auto next = directory->next();
+    if (!next) return next.error();
+    if (!*next) return result;
+    const ZipEntry& entry = **next;
     auto at = data_offset(record, entry);
     if (!at) return at.error();
     if (entry.bytes > left) {
@@ -318,16 +378,18 @@ Result<EntryCheck> check_entries(RecordBytes& record, std::string_view skip) {
     }
     if (crc != entry.crc) return damaged_entry(entry, *at);
   }
-  return result;
 }
 
 Result<> check_archive(RecordBytes& record) {
   // The directory lies in the record, so the record's size also limits the number of entries.
-  auto entries = read_directory(record, Limits{record.size(), record.size()});
-  if (!entries) return {};
+  auto directory = DirectoryReader::open(record, Limits{record.size(), record.size()});
+  if (!directory) return {};
   // Stop if entries overlap: a short archive could otherwise take very long to check.
   std::uint64_t left = record.size();
-  for (const ZipEntry& entry : *entries) {
+  for (;;) {
+    auto next = directory->next();
+    if (!next || !*next) return {};
+    const ZipEntry& entry = **next;
     auto at = data_offset(record, entry);
     if (!at) continue;
     if (entry.bytes > left) return {};
@@ -336,7 +398,6 @@ Result<> check_archive(RecordBytes& record) {
     if (!data) continue;
     if (auto intact = check_entry(*data, entry, *at); !intact) return intact;
   }
-  return {};
 }
 
 }  // namespace torch_ckpt::format

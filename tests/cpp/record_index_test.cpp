@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "checked_math.h"
@@ -475,6 +476,94 @@ std::string object_archive() {
                  {"o/data/0", "its first tensor"},
                  {"o/data/1", "its second tensor"},
                  {"o/version", "3\n"}});
+}
+
+// --- large directories ---------------------------------------------------------------------------
+
+// A sparse archive: zeros, except for some bytes at its end. Counts the largest read.
+class SparseRecord final : public RecordBytes {
+ public:
+  SparseRecord(std::uint64_t size, std::string_view tail)
+      : size_(size), tail_(bytes_of(tail).begin(), bytes_of(tail).end()) {}
+  std::uint64_t size() const override { return size_; }
+  std::uint64_t largest_read() const { return largest_; }
+  Result<std::span<const std::byte>> at(std::uint64_t offset, std::uint64_t length) override {
+    EXPECT_TRUE(inside(offset, length, size_));
+    largest_ = std::max(largest_, length);
+    if (length > kLargest) return format_error(Errc::internal, "a read of too many bytes");
+    read_.assign(length, std::byte{0});
+    const std::uint64_t tail_at = size_ - tail_.size();
+    for (std::uint64_t i = offset < tail_at ? tail_at - offset : 0; i < length; ++i) {
+      read_[i] = tail_[offset + i - tail_at];
+    }
+    return read_;
+  }
+
+ private:
+  static constexpr std::uint64_t kLargest = std::uint64_t{1} << 20;
+
+  std::uint64_t size_;
+  std::vector<std::byte> tail_;
+  std::vector<std::byte> read_;
+  std::uint64_t largest_ = 0;
+};
+
+/// The end of an archive whose central directory claims to fill the entire record.
+std::string forged_end(std::uint64_t size, std::uint64_t entries) {
+  const std::uint64_t directory =
+      size - zip::kEnd64Bytes - zip::kEnd64LocatorBytes - zip::kEndBytes;
+  std::string out;
+  put(out, zip::kEnd64, 4);
+  put(out, zip::kEnd64Bytes - 12, 8);
+  put(out, 0, 2 + 2 + 4 + 4);
+  put(out, entries, 8);
+  put(out, entries, 8);
+  put(out, directory, 8);
+  put(out, 0, 8);
+  put(out, zip::kEnd64Locator, 4);
+  put(out, 0, 4);
+  put(out, directory, 8);
+  put(out, 1, 4);
+  put(out, zip::kEnd, 4);
+  put(out, 0, 4);
+  put(out, 0xffff, 2);
+  put(out, 0xffff, 2);
+  put(out, 0xffffffff, 4);
+  put(out, 0xffffffff, 4);
+  put(out, 0, 2);
+  return out;
+}
+
+TEST(CheckEntries, ReadsLittleOfADirectoryThatClaimsToBeHuge) {
+  constexpr std::uint64_t kSize = std::uint64_t{64} << 30;
+  for (const std::uint64_t entries : {std::uint64_t{1}, kSize / 46, kSize}) {
+    SparseRecord record(kSize, forged_end(kSize, entries));
+    EXPECT_TRUE(fails(check_entries(record), Errc::zip_inconsistent));
+    EXPECT_LE(record.largest_read(), 1 << 20);
+    EXPECT_TRUE(ok(check_archive(record)));
+    EXPECT_LE(record.largest_read(), 1 << 20);
+  }
+}
+
+TEST(CheckEntries, ChecksEachEntryOfADirectoryOfSeveralMebibytes) {
+  std::vector<ZipEntry> entries;
+  for (int i = 0; i < 3000; ++i) {
+    entries.push_back({"archive/" + std::to_string(i) + std::string(i % 1000, 'n'), "data"});
+  }
+  const std::string record = zip_of(entries, 500);
+  ASSERT_GT(record.size(), 3 << 20);
+  engine::RecordInMemory intact(bytes_of(record));
+  const auto checked = check_entries(intact);
+  ASSERT_TRUE(ok(checked));
+  EXPECT_TRUE(checked->is_archive);
+  EXPECT_EQ(checked->without_crc, 0);
+  for (const char* const name : {"archive/0", "archive/1500", "archive/2999"}) {
+    std::string damaged = record;
+    damaged[damaged.find("data", damaged.find(name))] ^= 1;
+    engine::RecordInMemory bytes(bytes_of(damaged));
+    const auto found = check_entries(bytes);
+    ASSERT_TRUE(fails(found, Errc::checksum_mismatch)) << name;
+  }
 }
 
 TEST(CheckArchive, AcceptsAnIntactArchive) {

@@ -38,6 +38,9 @@ _BOX_BYTES = 4 << 20
 
 _INFLIGHT_BYTES = 64 << 20
 
+# An object cannot be read in parts, and only its first lines are shown.
+_MAX_OBJECT_BYTES = 64 << 20
+
 # Maximum number of lines shown for an object.
 _MAX_LINES = 40
 
@@ -152,8 +155,8 @@ class ShownObject:
     Attributes:
         name: fully qualified name.
         place: location of the record.
-        value: the object; None if it was not unpickled.
-        refused: reason why the object was not unpickled; empty if it was unpickled.
+        value: the object; None if it was not read or not unpickled.
+        refused: reason why the object was not read or not unpickled; empty if it was unpickled.
 
     Example::
 
@@ -300,6 +303,10 @@ def _read_item(stored: StoredTensors, name: str, first: int) -> ShownTensor | Sh
     if tensor is None:
         (record,) = records
         place = Place(record.file, record.offset, record.length)
+        if record.length > _MAX_OBJECT_BYTES:
+            text = f"the object has {size(record.length)}"
+            limit = f"show reads at most {size(_MAX_OBJECT_BYTES)}"
+            return ShownObject(name, place, None, f"not read: {text}, and {limit}")
         try:
             return ShownObject(name, place, stored.read_object(name))
         except Unsafe as error:
