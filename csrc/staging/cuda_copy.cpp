@@ -12,6 +12,7 @@
 //    the caching allocator cannot reuse their memory. record_stream is not needed.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <deque>
 #include <map>
@@ -37,21 +38,36 @@ Error cuda_error(cuda::Code code, const os::AnyFunction& function) {
   if (const cuda::Code code_ = cuda::function(__VA_ARGS__); code_ != cuda::kSuccess) \
   return cuda_error(code_, cuda::function)
 
+// cuDevicePrimaryCtxGetState, a function of the driver API, accepts the runtime's device numbers.
+using GetContextState = int (*)(int device, unsigned int* flags, int* active);
+
+// Looked up on first use, because the lookup may initialize the driver; a process that has only
+// imported torch_ckpt must still be able to fork. nullptr if the driver lacks the function.
+std::atomic<GetContextState> get_context_state{nullptr};
+std::atomic<bool> has_looked_up_context_state{false};  // reset by use_cuda_runtime()
+
+GetContextState look_up_context_state() {
+  constexpr const char* kSymbol = "cuDevicePrimaryCtxGetState";
+  constexpr unsigned int kSince = 7000;
+  void* function = nullptr;
+  int found = -1;
+  if (cuda::get_driver_entry_point_by_version) {
+    cuda::get_driver_entry_point_by_version(kSymbol, &function, kSince, cuda::kEnableDefault,
+                                            &found);
+  } else if (cuda::get_driver_entry_point) {
+    cuda::get_driver_entry_point(kSymbol, &function, cuda::kEnableDefault, &found);
+  }
+  return found == cuda::kEntryPointFound ? reinterpret_cast<GetContextState>(function) : nullptr;
+}
+
 // True if the device has a primary context. Selecting a device creates one, which takes hundreds of
 // megabytes of device memory. Returns false if the driver lacks this query.
 bool has_context(int device) {
-  // cuDevicePrimaryCtxGetState, a function of the driver API, accepts the runtime's device numbers.
-  using GetState = int (*)(int device, unsigned int* flags, int* active);
-  static const GetState get_state = [] {
-    constexpr unsigned int kSince = 7000;
-    void* function = nullptr;
-    int found = -1;
-    if (cuda::get_driver_entry_point) {
-      cuda::get_driver_entry_point("cuDevicePrimaryCtxGetState", &function, kSince,
-                                   cuda::kEnableDefault, &found);
-    }
-    return found == cuda::kEntryPointFound ? reinterpret_cast<GetState>(function) : nullptr;
-  }();
+  if (!has_looked_up_context_state) {
+    get_context_state = look_up_context_state();
+    has_looked_up_context_state = true;
+  }
+  const GetContextState get_state = get_context_state;
   unsigned int flags = 0;
   int active = 0;
   return get_state != nullptr && get_state(device, &flags, &active) == 0 && active != 0;
@@ -382,6 +398,7 @@ Result<> use_cuda_runtime(const os::Lookup& lookup, int major) {
   if (const char* const missing = cuda::functions.load(lookup)) {
     return format_error(Errc::system, std::string("the CUDA runtime has no function ") + missing);
   }
+  has_looked_up_context_state = false;
   has_batches = cuda::memcpy_batch_async && major == cuda::kMajorWithBatches;
   register_device_support(&kCuda);
   return {};

@@ -30,7 +30,12 @@ inline constexpr int kEntryPointFound = 0;
 /// Since CUDA 12.5.
 inline const Function<Code(const char* symbol, void** function, unsigned int version,
                            unsigned long long flags, int* found)>
-    get_driver_entry_point(functions, "cudaGetDriverEntryPointByVersion", os::Presence::optional);
+    get_driver_entry_point_by_version(functions, "cudaGetDriverEntryPointByVersion",
+                                      os::Presence::optional);
+/// Deprecated in CUDA 13. CUDA 11 has it without the last parameter.
+inline const Function<Code(const char* symbol, void** function, unsigned long long flags,
+                           int* found)>
+    get_driver_entry_point(functions, "cudaGetDriverEntryPoint", os::Presence::optional);
 
 struct OpaqueStream;
 using Stream = OpaqueStream*;

@@ -27,4 +27,21 @@ Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>&
                                        });
 }
 
+RecordedEvents::~RecordedEvents() {
+  for (const ReadyEvent& recorded : events_) {
+    registered->destroy_event(recorded.device, recorded.event);
+  }
+}
+
+Result<> RecordedEvents::record(int device, void* stream) {
+  ReadyEvent& added = events_.emplace_back();
+  auto event = registered->record_event(device, stream);
+  if (!event) {
+    events_.pop_back();
+    return event.error();
+  }
+  added = {device, *event};
+  return {};
+}
+
 }  // namespace torch_ckpt::staging

@@ -98,4 +98,20 @@ const DeviceSupport* device_support();
 /// none. A forked child does not destroy its parent's copiers: it must not touch their device.
 Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>& ready, Warn warn);
 
+// Events on streams of the caller, for which there must be device support. Destroys them. Copies
+// that wait for an event must end first.
+class RecordedEvents {
+ public:
+  RecordedEvents() = default;
+  ~RecordedEvents();
+  RecordedEvents(const RecordedEvents&) = delete;
+  RecordedEvents& operator=(const RecordedEvents&) = delete;
+
+  Result<> record(int device, void* stream);
+  const std::vector<ReadyEvent>& events() const { return events_; }
+
+ private:
+  std::vector<ReadyEvent> events_;
+};
+
 }  // namespace torch_ckpt::staging

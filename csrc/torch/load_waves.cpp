@@ -44,33 +44,6 @@ void* current_stream(int device) {
   return stream;
 }
 
-// Records events on the current streams of devices. The caching allocator may place a temporary in
-// a block that another thread has freed while work on the stream still reads the block: the block
-// is free only for later work on this stream. So record the event after the allocation.
-class CurrentStreams {
- public:
-  explicit CurrentStreams(const std::set<int>& devices) {
-    events_.reserve(devices.size());
-    for (const int device : devices) {
-      void* const event =
-          staging::device_support()->record_event(device, current_stream(device)).value();
-      events_.push_back({device, event});
-    }
-  }
-  ~CurrentStreams() {
-    for (const staging::ReadyEvent& made : events_) {
-      staging::device_support()->destroy_event(made.device, made.event);
-    }
-  }
-  CurrentStreams(const CurrentStreams&) = delete;
-  CurrentStreams& operator=(const CurrentStreams&) = delete;
-
-  const std::vector<staging::ReadyEvent>& events() const { return events_; }
-
- private:
-  std::vector<staging::ReadyEvent> events_;
-};
-
 [[noreturn]] void fail_as_changed(const TensorTarget& target) {
   throw Failure(format_error(
       Errc::internal, target.name + ": the record changed while it was read; the checkpoint must "
@@ -207,13 +180,15 @@ void LoadWaves::run_wave() {
     if (step.temporary.defined() && step.temporary.is_cuda())
       with_temporaries.insert(step.temporary.device_index());
   }
-  std::optional<CurrentStreams> allocated;
-  if (!with_temporaries.empty()) allocated.emplace(with_temporaries);
+  // The caching allocator may place a temporary in a block that another thread has freed while work
+  // on the current stream still reads the block: the block is free only for later work on this
+  // stream. So record the events after the allocation.
+  staging::RecordedEvents allocated;
+  for (const int device : with_temporaries) {
+    allocated.record(device, current_stream(device)).value();
+  }
   const auto session =
-      loads_
-          .run(std::move(requests), names, held, bytes_done_,
-               allocated ? allocated->events() : std::vector<staging::ReadyEvent>{})
-          .value();
+      loads_.run(std::move(requests), names, held, bytes_done_, allocated.events()).value();
   bytes_done_ += session->bytes_done();
   std::set<int> devices;
   std::optional<InferenceMode> inference;  // entered for torch's copies only

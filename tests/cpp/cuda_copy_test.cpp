@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -186,18 +187,58 @@ TEST_F(CudaCopyWithCuda12, SubmitsNoBatchesBecauseTheFunctionHasAnotherSignature
 TEST(CudaRuntime, IsNotUsedIfItLacksAFunction) {
   FakeCuda cuda;
   register_device_support(nullptr);
-  const os::Lookup complete = FakeCuda::lookup();
-  const auto used = use_cuda_runtime(
-      [&](const std::string& name) {
-        return name == "cudaEventQuery" ? nullptr : complete(name.c_str());
-      },
-      cuda::kMajorWithBatches);
+  const auto used =
+      use_cuda_runtime(FakeCuda::lookup_without({"cudaEventQuery"}), cuda::kMajorWithBatches);
   ASSERT_FALSE(used);
   EXPECT_NE(used.error().message().find("cudaEventQuery"), std::string::npos);
   EXPECT_EQ(device_support(), nullptr);
   // Restores the functions for other tests.
-  EXPECT_TRUE(ok(use_cuda_runtime(complete, cuda::kMajorWithBatches)));
+  EXPECT_TRUE(ok(use_cuda_runtime(FakeCuda::lookup(), cuda::kMajorWithBatches)));
 }
+
+// --- the caller's device -------------------------------------------------------------------------
+
+constexpr const char* kByVersion = "cudaGetDriverEntryPointByVersion";  // since CUDA 12.5
+constexpr const char* kUnversioned = "cudaGetDriverEntryPoint";         // deprecated in CUDA 13
+
+class CallersDevice : public CudaCopy, public ::testing::WithParamInterface<std::set<std::string>> {
+ protected:
+  CallersDevice() : CudaCopy(12) {
+    EXPECT_TRUE(ok(use_cuda_runtime(FakeCuda::lookup_without(GetParam()), 12)));
+  }
+  ~CallersDevice() override {
+    // Restores the functions for other tests.
+    EXPECT_TRUE(ok(use_cuda_runtime(FakeCuda::lookup(), cuda::kMajorWithBatches)));
+  }
+};
+
+TEST_P(CallersDevice, IsSelectedAgainAfterEachCallForAnotherDevice) {
+  cuda_.set_device(0);
+  auto copier = this->copier();
+  EXPECT_TRUE(ok(submit(*copier, 1, 1)));
+  EXPECT_EQ(cuda_.device(), 0);
+  EXPECT_TRUE(ok(copier->make_stream_wait(1, event(7))));
+  EXPECT_EQ(cuda_.device(), 0);
+  EXPECT_TRUE(ok(copier->wait_oldest()));
+  EXPECT_EQ(cuda_.device(), 0);
+  copier.reset();
+  EXPECT_EQ(cuda_.device(), 0);
+}
+
+TEST_P(CallersDevice, GetsNoContextIfItHasNone) {
+  EXPECT_TRUE(ok(submit(*copier(), 1, 1)));
+  EXPECT_TRUE(cuda_.has_context(1));
+  EXPECT_FALSE(cuda_.has_context(0));
+}
+
+INSTANTIATE_TEST_SUITE_P(EntryPoints, CallersDevice,
+                         ::testing::Values(std::set<std::string>(),
+                                           std::set<std::string>{kByVersion},
+                                           std::set<std::string>{kUnversioned}),
+                         [](const auto& tested) {
+                           if (tested.param.empty()) return "Both";
+                           return tested.param.contains(kByVersion) ? "Unversioned" : "ByVersion";
+                         });
 
 // --- events of the caller ------------------------------------------------------------------------
 
@@ -212,6 +253,20 @@ TEST_F(CudaCopy, RecordsAnEventOfTheCallerUntilItIsDestroyed) {
 TEST_F(CudaCopy, DestroysAnEventOfTheCallerThatCannotBeRecorded) {
   cuda_.fail("cudaEventRecord", test::kInvalidValue);
   EXPECT_FALSE(device_support()->record_event(0, event(7)));
+  EXPECT_EQ(cuda_.events(), 0);
+}
+
+TEST_F(CudaCopy, DestroysRecordedEventsIfALaterOneCannotBeRecorded) {
+  {
+    RecordedEvents events;
+    EXPECT_TRUE(ok(events.record(0, event(7))));
+    EXPECT_TRUE(ok(events.record(1, event(8))));
+    cuda_.fail("cudaEventRecord", test::kInvalidValue);
+    EXPECT_FALSE(events.record(2, event(9)));
+    EXPECT_EQ(events.events().size(), 2);
+    EXPECT_EQ(events.events()[1].device, 1);
+    EXPECT_EQ(cuda_.events(), 2);
+  }
   EXPECT_EQ(cuda_.events(), 0);
 }
 

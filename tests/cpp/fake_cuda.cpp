@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <string_view>
+#include <utility>
 
 #include "support.h"
 
@@ -90,19 +92,35 @@ cuda::Code cudaPeekAtLastError() {
   return current == nullptr ? cuda::kSuccess : current->last_error();
 }
 
-cuda::Code cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int,
-                                            unsigned long long, int* found) {
-  *function = nullptr;
-  *found = cuda::kEntryPointFound + 1;
-  return cuda::kSuccess;
+int cuDevicePrimaryCtxGetState(int device, unsigned int* flags, int* active) {
+  *flags = 0;
+  *active = current != nullptr && current->has_context(device) ? 1 : 0;
+  return 0;
+}
+
+cuda::Code cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long,
+                                   int* found) {
+  const bool is_known = symbol == std::string_view("cuDevicePrimaryCtxGetState");
+  *function = is_known ? reinterpret_cast<void*>(&cuDevicePrimaryCtxGetState) : nullptr;
+  *found = is_known ? cuda::kEntryPointFound : cuda::kEntryPointFound + 1;
+  return called("cudaGetDriverEntryPoint");
+}
+
+cuda::Code cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned int,
+                                            unsigned long long flags, int* found) {
+  return cudaGetDriverEntryPoint(symbol, function, flags, found);
 }
 
 cuda::Code cudaGetDevice(int* device) {
-  *device = 0;
+  *device = current == nullptr ? 0 : current->device();
   return called("cudaGetDevice");
 }
 
-cuda::Code cudaSetDevice(int) { return called("cudaSetDevice"); }
+cuda::Code cudaSetDevice(int device) {
+  const cuda::Code code = called("cudaSetDevice");
+  if (code == cuda::kSuccess) current->set_device(device);
+  return code;
+}
 
 cuda::Code cudaThreadExchangeStreamCaptureMode(int*) {
   return called("cudaThreadExchangeStreamCaptureMode");
@@ -180,6 +198,7 @@ const std::map<std::string, void*, std::less<>> kFunctions = {
     {"cudaGetErrorString", reinterpret_cast<void*>(&cudaGetErrorString)},
     {"cudaGetLastError", reinterpret_cast<void*>(&cudaGetLastError)},
     {"cudaPeekAtLastError", reinterpret_cast<void*>(&cudaPeekAtLastError)},
+    {"cudaGetDriverEntryPoint", reinterpret_cast<void*>(&cudaGetDriverEntryPoint)},
     {"cudaGetDriverEntryPointByVersion",
      reinterpret_cast<void*>(&cudaGetDriverEntryPointByVersion)},
     {"cudaGetDevice", reinterpret_cast<void*>(&cudaGetDevice)},
@@ -204,8 +223,11 @@ const std::map<std::string, void*, std::less<>> kFunctions = {
 
 }  // namespace
 
-os::Lookup FakeCuda::lookup() {
-  return [](const char* name) {
+os::Lookup FakeCuda::lookup() { return lookup_without({}); }
+
+os::Lookup FakeCuda::lookup_without(std::set<std::string> functions) {
+  return [missing = std::move(functions)](const char* name) -> void* {
+    if (missing.contains(name)) return nullptr;
     const auto found = kFunctions.find(name);
     return found == kFunctions.end() ? nullptr : found->second;
   };

@@ -33,12 +33,22 @@ class FakeCuda {
   FakeCuda& operator=(const FakeCuda&) = delete;
 
   static os::Lookup lookup();
+  /// Returns a lookup that lacks these functions.
+  static os::Lookup lookup_without(std::set<std::string> functions);
 
   /// The n-th call of a function from now on (from 1) fails.
   void fail(const std::string& function, cuda::Code code, std::size_t nth = 1);
   /// Sets an error, as if an earlier call of the caller had failed.
   void set_last_error(cuda::Code code) { last_error_ = code; }
   cuda::Code last_error() const { return last_error_; }
+  /// The calling thread's device, and the devices that have a context. Selecting a device creates a
+  /// context on it.
+  int device() const { return device_; }
+  void set_device(int device) {
+    device_ = device;
+    contexts_.insert(device);
+  }
+  bool has_context(int device) const { return contexts_.contains(device); }
 
   std::size_t calls() const { return all_calls_; }
   std::size_t calls(const std::string& function) const;
@@ -68,6 +78,8 @@ class FakeCuda {
   std::map<std::string, std::size_t> calls_;
   std::size_t all_calls_ = 0;
   cuda::Code last_error_ = cuda::kSuccess;
+  int device_ = 0;
+  std::set<int> contexts_;
   std::size_t made_ = 0;
   std::map<void*, std::vector<void*>> waits_;  // by stream
   std::set<void*> events_;

@@ -125,7 +125,15 @@ def compile_error(folder: Path, lines: list[str]) -> str:
     source = folder / "comparison.cpp"
     source.write_text("\n".join(lines))
     includes = [f"-isystem{path}" for path in include_paths("cuda")]
-    command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{REPOSITORY / 'csrc'}", *includes, source]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-fsyntax-only",
+        "-Wno-deprecated-declarations",
+        f"-I{REPOSITORY / 'csrc'}",
+        *includes,
+        source,
+    ]
     return subprocess.run(command, check=False, capture_output=True, text=True).stderr
 
 
