@@ -28,7 +28,7 @@ Result<> OutputFile::open(DirectIo direct_io) {
     if (!identity) return identity.error();
     identity_ = *identity;
   }
-  if (direct_io == DirectIo::on && !file->is_direct()) {
+  if (direct_io == DirectIo::on && !file->was_opened_direct()) {
     Error error = format_error(Errc::invalid_argument,
                                "direct_io=True, but this file system does not support direct I/O. "
                                "Pass direct_io=\"auto\".");
@@ -36,7 +36,7 @@ Result<> OutputFile::open(DirectIo direct_io) {
     error.path = file->path();
     return error;
   }
-  if (image_.is_of_parts() && file->is_direct()) {
+  if (image_.is_of_parts() && file->was_opened_direct()) {
     auto edges = directory_.open_or_create(name_, os::IoMode::buffered);
     if (!edges) return edges.error();
     edges_ = std::move(*edges);
@@ -185,12 +185,12 @@ Result<> OutputFile::write_image(const staging::Chunk& chunk, std::size_t bytes,
   std::span<std::byte> data = chunk.bytes().first(bytes);
   // Direct I/O writes entire blocks, so the last block is zero-padded, and finish() removes the
   // padding.
-  if (file_->is_direct()) {
+  if (file_->was_opened_direct()) {
     data = chunk.bytes().first(align_up(bytes, os::kDirectAlignment));
     std::memset(data.data() + bytes, 0, data.size() - bytes);
   }
   if (auto written = file_->write_at(data, offset); !written) return written;
-  if (!file_->is_direct()) file_->start_writeback(offset, bytes);
+  if (!file_->was_opened_direct()) file_->start_writeback(offset, bytes);
   return {};
 }
 
@@ -225,7 +225,7 @@ Result<> OutputFile::finish(bool sync, Timing& timing, std::size_t number) {
       return closed;
     }
   }
-  if (file.is_direct() && !image_.is_of_parts()) {
+  if (file.was_opened_direct() && !image_.is_of_parts()) {
     if (auto cut = file.truncate(bytes_); !cut) return cut;
   }
   if (sync) {

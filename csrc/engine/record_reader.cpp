@@ -27,7 +27,7 @@ Result<DataFile> DataFile::open(const os::Directory& directory, const std::strin
   if (direct_io != DirectIo::off) {
     auto opened = directory.open_for_read(name, os::IoMode::direct);
     if (!opened) return opened.error();
-    if (opened->is_direct()) direct = std::move(*opened);
+    if (opened->was_opened_direct()) direct = std::move(*opened);
   }
   if (direct_io == DirectIo::on && !direct) {
     Error error = format_error(Errc::invalid_argument,
@@ -94,8 +94,7 @@ Result<std::span<const std::byte>> RecordInFile::at(std::uint64_t offset, std::u
     }
     return std::span<const std::byte>(tail_).subspan(offset - (bytes_ - ends), length);
   }
-  // This read is small, because the decoder limits the sizes that it accepts
-  // (format/record_index.cpp).
+  // This read is at most 1 MiB, because format/record_index.cpp reads no more at a time.
   if (auto loaded = load(other_, offset, length); !loaded) return loaded.error();
   return std::span<const std::byte>(other_);
 }

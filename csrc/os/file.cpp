@@ -95,7 +95,7 @@ Result<File> File::open_or_create_at(int directory, const std::string& name,
                                      const std::string& path, IoMode mode) {
   auto file = open_for_write(directory, name, path, mode, false);
   if (!file) return file.error();
-  const bool is_direct = file->is_direct();
+  const bool is_direct = file->was_opened_direct();
   return adopt(std::move(*file).release(), path, is_direct);
 }
 
@@ -272,6 +272,16 @@ Result<> File::truncate(std::uint64_t bytes) {
   while (::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
     if (errno != EINTR) return system_error(errno, "ftruncate", path_, bytes);
   }
+  return {};
+}
+
+Result<> File::punch_hole(std::uint64_t offset, std::uint64_t length) {
+  TC_FAULT("fallocate", path_, offset);
+  constexpr int kMode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+  const int done = uninterrupted([&] {
+    return ::fallocate(fd_, kMode, static_cast<off_t>(offset), static_cast<off_t>(length));
+  });
+  if (done != 0) return system_error(errno, "fallocate", path_, offset);
   return {};
 }
 

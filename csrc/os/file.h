@@ -48,7 +48,8 @@ class File {
   ~File();
 
   const std::string& path() const { return path_; }
-  bool is_direct() const { return direct_; }
+  /// True even after a write that the kernel refused in direct mode: later writes are buffered.
+  bool was_opened_direct() const { return direct_; }
 
   Result<std::uint64_t> size() const;
   Result<FileIdentity> identity() const;
@@ -87,6 +88,8 @@ class File {
   /// on file systems that do not support it.
   Result<> reserve(std::uint64_t bytes);
   Result<> truncate(std::uint64_t bytes);
+  /// Frees the storage of a range, which then reads as zeros.
+  Result<> punch_hole(std::uint64_t offset, std::uint64_t length);
 
   /// Asks the kernel to start writing a range back to disk. sync() reports any errors.
   void start_writeback(std::uint64_t offset, std::uint64_t length) const;

@@ -8,7 +8,10 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
+#include <cstddef>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -22,10 +25,28 @@ namespace {
 
 constexpr const char* kName = "torch_ckpt results";
 
+// The beginning of the memory file.
 struct Head {
-  std::uint64_t end = sizeof(Head);  // offset after the last complete message
+  // Offset after the last complete message. Readers hold no lock, so they may see a partial write:
+  // the two fields are then not complements of each other.
+  struct End {
+    std::uint64_t offset = sizeof(Head);
+    std::uint64_t complement = ~offset;
+  };
+  End end;
+  std::uint64_t taken = sizeof(Head);  // offset after the last message that was taken
   std::uint64_t lost = 0;
 };
+
+// How long a sender waits for other senders. A sender holds the lock for microseconds, unless the
+// process is suspended.
+constexpr std::chrono::milliseconds kSendPatience{1000};
+constexpr std::chrono::milliseconds kLockInterval{1};
+
+// How often a reader reads a head that another process is writing.
+constexpr int kMaxHeadReads = 1000;
+
+constexpr std::uint64_t kPageBytes = 4096;
 
 // O_NONBLOCK and O_NOCTTY, because the descriptor number may refer to another file by now. O_RDWR
 // opens both ends of a pipe, so that writing to a pipe without a reader raises no SIGPIPE.
@@ -40,33 +61,103 @@ Error last_error(const char* operation, const std::string& path) {
 
 }  // namespace
 
-// The locked memory file. It has its own descriptor, because processes that share the mailbox's
-// descriptor would also share a lock on it.
-class Mailbox::Locked {
+// The memory file, with a descriptor of its own: processes that share the mailbox's descriptor
+// would also share a lock on it.
+class Mailbox::Memory {
  public:
-  static Result<Locked> open(const Mailbox& mailbox) {
+  static Result<Memory> open(const Mailbox& mailbox) {
     auto file =
         open_memory_file(mailbox.path(mailbox.address_.memory), mailbox.address_.memory_file);
     if (!file) return file.error();
-    if (auto locked = file->lock(); !locked) return locked.error();
-    Locked opened(std::move(*file));
-    auto read = opened.file.read_at(std::as_writable_bytes(std::span(&opened.head, 1)), 0);
-    if (!read) return read.error();
-    return opened;
+    return Memory(std::move(*file));
   }
 
-  Locked(Locked&&) = default;
+  Memory(Memory&&) = default;
   // Closing the file does not release the lock if another thread forks meanwhile: the child
-  // inherits the descriptor and with it the lock, and would wait for it.
-  ~Locked() { file.unlock(); }
+  // inherits the descriptor and with it the lock.
+  ~Memory() {
+    if (is_locked_) file_.unlock();
+  }
 
-  Result<> write_head() { return file.write_at(std::as_bytes(std::span(&head, 1)), 0); }
+  Result<> lock() {
+    const auto deadline = std::chrono::steady_clock::now() + kSendPatience;
+    for (;;) {
+      auto locked = file_.try_lock();
+      if (!locked) return locked.error();
+      if (*locked) break;
+      if (std::chrono::steady_clock::now() >= deadline) {
+        return system_error(ETIMEDOUT, "flock", file_.path());
+      }
+      std::this_thread::sleep_for(kLockInterval);
+    }
+    is_locked_ = true;
+    return {};
+  }
 
-  File file;
-  Head head;
+  /// Needs no lock.
+  Result<Head> head() const {
+    for (int reads = 0; reads < kMaxHeadReads; ++reads) {
+      Head head;
+      if (auto read = file_.read_at(std::as_writable_bytes(std::span(&head, 1)), 0); !read) {
+        return read.error();
+      }
+      if (head.end.offset == ~head.end.complement) {
+        // Read the messages after the head that announces them.
+        std::atomic_thread_fence(std::memory_order_acquire);
+        return checked(head);
+      }
+      std::this_thread::yield();
+    }
+    return damaged();
+  }
+
+  Result<> append(const Head& head, std::span<const std::byte> message) {
+    if (auto written = file_.write_at(message, head.end.offset); !written) return written;
+    std::atomic_thread_fence(std::memory_order_release);
+    const std::uint64_t end = head.end.offset + message.size();
+    return write(Head::End{end, ~end}, offsetof(Head, end));
+  }
+  /// Needs no lock, because no other field is written.
+  Result<> mark_lost() { return write(std::uint64_t{1}, offsetof(Head, lost)); }
+  /// Needs no lock, because only one process takes messages.
+  Result<> mark_taken(std::uint64_t end) { return write(end, offsetof(Head, taken)); }
+
+  Result<std::string> messages(std::uint64_t begin, std::uint64_t end) const {
+    std::string bytes(end - begin, '\0');
+    if (auto read = file_.read_at(std::as_writable_bytes(std::span(bytes)), begin); !read) {
+      return read.error();
+    }
+    return bytes;
+  }
+  /// Frees the memory of messages that were taken.
+  void free_taken(std::uint64_t end) {
+    const std::uint64_t last = align_down(end, kPageBytes);
+    // Ignore errors: a failure to free memory must not lose the messages.
+    if (last > kPageBytes) static_cast<void>(file_.punch_hole(kPageBytes, last - kPageBytes));
+  }
 
  private:
-  explicit Locked(File opened) : file(std::move(opened)) {}
+  explicit Memory(File file) : file_(std::move(file)) {}
+
+  static Error damaged() {
+    return format_error(Errc::frame_damaged,
+                        "another process corrupted the shared memory used to send results");
+  }
+  Result<Head> checked(const Head& head) const {
+    auto size = file_.size();
+    if (!size) return size.error();
+    if (head.taken < sizeof(Head) || head.taken > head.end.offset || head.end.offset > *size) {
+      return damaged();
+    }
+    return head;
+  }
+  template <class T>
+  Result<> write(const T& value, std::uint64_t offset) {
+    return file_.write_at(std::as_bytes(std::span(&value, 1)), offset);
+  }
+
+  File file_;
+  bool is_locked_ = false;
 };
 
 Result<Mailbox> Mailbox::create() {
@@ -111,54 +202,45 @@ std::string Mailbox::path(int fd) const {
 }
 
 Result<> Mailbox::put(std::span<const std::byte> message, bool wakes) {
-  auto locked = Locked::open(*this);
-  if (!locked) return locked.error();
-  if (auto put = locked->file.write_at(message, locked->head.end); !put) return put;
-  // Wake the reader before completing the message: otherwise, if this process died in between, no
-  // process would be woken for a complete message. The reader waits for the lock.
-  if (wakes) {
-    if (auto woken = wake(); !woken) return woken;
+  {
+    auto memory = Memory::open(*this);
+    if (!memory) return memory.error();
+    if (auto locked = memory->lock(); !locked) return locked;
+    auto head = memory->head();
+    if (!head) return head.error();
+    if (auto appended = memory->append(*head, message); !appended) return appended;
   }
-  locked->head.end += message.size();
-  return locked->write_head();
+  return wakes ? wake() : Result<>();
 }
 
 Result<> Mailbox::put_lost() {
-  auto locked = Locked::open(*this);
-  if (!locked) return locked.error();
-  if (auto woken = wake(); !woken) return woken;
-  locked->head.lost = 1;
-  return locked->write_head();
+  auto memory = Memory::open(*this);
+  if (!memory) return memory.error();
+  if (auto marked = memory->mark_lost(); !marked) return marked;
+  return wake();
 }
 
-Result<Mailbox::Contents> Mailbox::take() { return contents(true); }
-Result<Mailbox::Contents> Mailbox::read() { return contents(false); }
-
-Result<Mailbox::Contents> Mailbox::contents(bool takes) {
-  auto locked = Locked::open(*this);
-  if (!locked) return locked.error();
-  auto& [file, head] = *locked;
-  auto size = file.size();
-  if (!size) return size.error();
-  if (!inside(sizeof(Head), 0, head.end) || !inside(head.end, 0, *size)) {
-    return format_error(Errc::frame_damaged,
-                        "another process corrupted the shared memory used to send results");
-  }
-  Contents contents;
-  contents.is_lost = head.lost != 0;
-  contents.messages.resize(head.end - sizeof(Head));
-  auto read = file.read_at(std::as_writable_bytes(std::span(contents.messages)), sizeof(Head));
-  if (!read) return read.error();
-  if (!takes) return contents;
-  // This removes no byte of a later message, because the lock is held.
+Result<Mailbox::Contents> Mailbox::take() {
+  // Empty the pipe first: messages that arrive later fill it again.
   std::array<char, 256> bytes{};
   while (::read(wake_read_, bytes.data(), bytes.size()) > 0) {
   }
-  head = Head{};
-  if (auto emptied = locked->write_head(); !emptied) return emptied.error();
-  // Ignore errors: a failure to free memory must not lose the messages.
-  static_cast<void>(file.truncate(sizeof(Head)));
-  return contents;
+  return contents(true);
+}
+Result<Mailbox::Contents> Mailbox::read() { return contents(false); }
+
+Result<Mailbox::Contents> Mailbox::contents(bool takes) {
+  auto memory = Memory::open(*this);
+  if (!memory) return memory.error();
+  auto head = memory->head();
+  if (!head) return head.error();
+  auto messages = memory->messages(head->taken, head->end.offset);
+  if (!messages) return messages.error();
+  if (takes && !messages->empty()) {
+    if (auto taken = memory->mark_taken(head->end.offset); !taken) return taken.error();
+    memory->free_taken(head->end.offset);
+  }
+  return Contents{std::move(*messages), head->lost != 0};
 }
 
 Result<> Mailbox::wake() {

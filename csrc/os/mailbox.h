@@ -14,13 +14,16 @@ namespace torch_ckpt::os {
 // In-memory messages between processes of the same user.
 //
 //   1. A mailbox is a memory file and a pipe. The file begins with a head, which stores where the
-//      complete messages end. The messages follow, one after another.
-//   2. A sender locks the file, appends the message, writes a byte to the pipe, and then updates
-//      the head. If the sender dies before the update, the next sender overwrites the incomplete
-//      message. The kernel releases the lock of a dead process.
-//   3. The byte in the pipe wakes waiting processes. It stays in the pipe until the messages are
-//      taken, so the pipe is readable as long as there are messages.
-//   4. Forked children inherit the descriptors. Other processes open them through /proc, which the
+//      complete messages end, and where those that were taken end. The messages follow, one after
+//      another.
+//   2. A sender locks the file, appends the message, updates the head, unlocks the file, and then
+//      writes a byte to the pipe. If the sender dies before it updates the head, the next sender
+//      overwrites the incomplete message. The kernel releases the lock of a dead process.
+//   3. Readers take no lock, so a suspended reader delays no sender. A suspended sender may hold the
+//      lock: other senders then fail after a second. Marking a message as lost needs no lock.
+//   4. The byte in the pipe wakes waiting processes. It stays in the pipe until messages are taken.
+//      If a sender dies before it writes the byte, its end wakes the processes that wait for it.
+//   5. Forked children inherit the descriptors. Other processes open them through /proc, which the
 //      kernel permits only to the same user, and compare the opened files with the address.
 //
 // Sending never waits for a reader, and a message outlives its sender. The mailbox lives as long as
@@ -59,7 +62,8 @@ class Mailbox {
     std::string messages;  // one after another
     bool is_lost = false;  // a message was lost; see put_lost()
   };
-  /// Returns all messages and removes them.
+  /// Returns all messages and removes them. Only one process may take messages, in one thread at a
+  /// time.
   Result<Contents> take();
   /// Returns all messages without removing them.
   Result<Contents> read();
@@ -71,7 +75,7 @@ class Mailbox {
   Result<> wait(std::chrono::milliseconds timeout, std::span<const ProcessId> senders);
 
  private:
-  class Locked;
+  class Memory;
   Mailbox() = default;
   Result<Contents> contents(bool takes);
   std::string path(int fd) const;

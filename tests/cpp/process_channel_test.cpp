@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -241,6 +242,74 @@ TEST_F(ProcessChannelTest, AChildThatIsForkedDuringASendDoesNotHoldTheLock) {
   }
   turn.come();
   EXPECT_TRUE(succeeds(child));
+}
+
+/// Forks a child that is suspended at its `nth` call of an operation, and waits until it is.
+pid_t fork_suspended(std::string_view operation, int nth, const std::function<bool()>& body) {
+  const pid_t child = fork_child([&] {
+    os::ScopedFaultHook hook([&, calls = 0](std::string_view called, std::string_view) mutable {
+      if (called == operation && ++calls == nth) ::raise(SIGSTOP);
+      return 0;
+    });
+    return body();
+  });
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, WUNTRACED), child);
+  EXPECT_TRUE(WIFSTOPPED(status)) << operation;
+  return child;
+}
+
+TEST_F(ProcessChannelTest, ASuspendedReaderOfResultsDoesNotStopTheSender) {
+  channel_.send(result_of("a"), 2);
+  for (const int nth : {1, 2}) {
+    const pid_t reader = fork_suspended("pread", nth, [&] {
+      auto outcome = channel_.wait_for_files(kLongest);
+      return outcome && *outcome && (*outcome)->files.size() == 2;
+    });
+    // The child ends at its alarm if it has to wait for the reader.
+    if (nth == 1) {
+      EXPECT_TRUE(succeeds(fork_child([&] {
+        channel_.send(result_of("b"), 2);
+        return true;
+      })));
+    } else {
+      EXPECT_TRUE(ok(channel_.send_object(bytes_of("and more"))));
+    }
+    ::kill(reader, SIGCONT);
+    EXPECT_TRUE(succeeds(reader));
+  }
+}
+
+TEST_F(ProcessChannelTest, ASuspendedReaderOfAQueueDoesNotStopTheSender) {
+  ASSERT_TRUE(ok(channel_.send_object(bytes_of("one"))));
+  const pid_t reader = fork_suspended("pwrite", 1, [&] {
+    const bool took = channel_.take_objects().value() == std::vector<std::string>{"one"};
+    return took && channel_.take_objects().value() == std::vector<std::string>{"two"};
+  });
+  EXPECT_TRUE(
+      succeeds(fork_child([&] { return channel_.send_object(bytes_of("two")).has_value(); })));
+  ::kill(reader, SIGCONT);
+  EXPECT_TRUE(succeeds(reader));
+}
+
+TEST_F(ProcessChannelTest, ASuspendedSenderDoesNotStopOthersAndTheirMessageIsReportedAsLost) {
+  const pid_t sender =
+      fork_suspended("pwrite", 1, [&] { return channel_.send_object(bytes_of("x")).has_value(); });
+  channel_.send(result_of("a"), 1);
+  EXPECT_TRUE(fails(channel_.wait_for_files(kLongest), Errc::result_missing));
+  ::kill(sender, SIGCONT);
+  EXPECT_TRUE(succeeds(sender));
+}
+
+TEST_F(ProcessChannelTest, ObjectsThatWereTakenOccupyNoMemory) {
+  const std::string object(1 << 20, 'x');
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(ok(channel_.send_object(bytes_of(object))));
+    EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{object});
+    struct stat memory {};
+    ASSERT_EQ(::fstat(channel_.address().memory, &memory), 0);
+    EXPECT_LE(memory.st_blocks * 512, 3 * 4096);
+  }
 }
 
 TEST_F(ProcessChannelTest, ASenderThatDiesBeforeItsObjectIsReportedOnce) {
