@@ -15,9 +15,6 @@ namespace {
 
 namespace asio = boost::asio;
 
-// Enough for two writes to each of four files, with staging, checksums and fsync alongside.
-constexpr std::size_t kLowPriorityThreads = 16;
-
 constexpr std::string_view kThreadsTopic = "threads";
 
 }  // namespace
@@ -26,11 +23,6 @@ struct Executor::Pool {
   explicit Pool(const PoolSpec& pool_spec) : spec(pool_spec), work(context.get_executor()) {}
 
   bool is_low_priority() const { return spec.priority != os::Priority{}; }
-  std::size_t min_threads() const {
-    if (spec.count != 0) return spec.count;
-    // Low-priority threads serve one save at a time, so a few are enough.
-    return is_low_priority() ? kLowPriorityThreads : executor_threads();
-  }
   Result<> enlarge(std::size_t wanted);
 
   const PoolSpec spec;
@@ -53,11 +45,6 @@ Result<> Executor::Pool::enlarge(std::size_t wanted) {
   return {};
 }
 
-std::size_t executor_threads() {
-  const std::size_t cores = std::max(1U, std::thread::hardware_concurrency());
-  return std::clamp<std::size_t>(4 * cores, 16, 128);
-}
-
 Executor::Executor(Warnings& warnings) : warnings_(warnings) {}
 
 Executor::~Executor() { join(); }
@@ -77,17 +64,15 @@ Executor::Pool* Executor::pool_with_threads(Pool& preferred) {
   return nullptr;
 }
 
-/// Returns how many threads a pool should have while `blocked` of them wait for a disk.
-std::size_t Executor::wanted_threads(const Pool& pool, std::size_t blocked) {
-  std::size_t wanted = pool.min_threads();
-  if (pool.spec.count == 0) wanted = std::max(wanted, wanted / 2 + blocked);
+std::size_t Executor::wanted_threads(const Pool& pool, std::size_t needed) {
+  std::size_t wanted = pool.spec.count != 0 ? pool.spec.count : std::max(needed, kMinThreads);
   if (pool.spec == PoolSpec{}) wanted += long_tasks_;
   return wanted;
 }
 
-Result<> Executor::enlarge(const PoolSpec& spec, std::size_t blocked) {
+Result<> Executor::enlarge(const PoolSpec& spec, std::size_t needed) {
   Pool& pool = find_or_create(spec);
-  const std::size_t wanted = wanted_threads(pool, blocked);
+  const std::size_t wanted = wanted_threads(pool, needed);
   auto enlarged = pool.enlarge(wanted);
   if (enlarged) return {};
   if (pool_with_threads(pool) == nullptr) return enlarged;
@@ -108,9 +93,14 @@ asio::io_context& Executor::pool(const PoolSpec& spec) {
   return usable != nullptr ? usable->context : pool.context;
 }
 
-Result<> Executor::ensure_threads(const PoolSpec& spec, std::size_t blocked) {
+Result<> Executor::ensure_threads(const PoolSpec& spec, std::size_t needed) {
   const os::MutexLock lock(mutex_);
-  return enlarge(spec, blocked);
+  return enlarge(spec, needed);
+}
+
+std::size_t Executor::threads(const PoolSpec& spec) {
+  const os::MutexLock lock(mutex_);
+  return find_or_create(spec).threads.size();
 }
 
 Result<> Executor::post_long_tasks(std::size_t count, std::string_view operation,

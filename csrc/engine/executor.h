@@ -17,10 +17,13 @@ namespace torch_ckpt::engine {
 /// Selects a thread pool. The default selects the pool for work that a caller is waiting for.
 struct PoolSpec {
   os::Priority priority;
-  std::size_t count = 0;  // number of threads; 0: chosen for the machine
+  std::size_t count = 0;  // number of threads; 0: as many as its work needs
 
   bool operator==(const PoolSpec&) const = default;
 };
+
+/// Number of threads that a pool without a fixed size has at least.
+inline constexpr std::size_t kMinThreads = 4;
 
 /// A task that occupies a thread until it ends. The pool runs an additional thread for as long as
 /// the task holds `threads`.
@@ -40,10 +43,10 @@ class Executor {
 
   boost::asio::io_context& pool(const PoolSpec& spec = {});
 
-  /// Ensures that work posted to pool(spec) will run; fails if no pool has a thread. A pool whose
-  /// size is chosen for the machine grows so that some threads stay free while `blocked` of them
-  /// wait for a disk. Call this before posting work.
-  Result<> ensure_threads(const PoolSpec& spec, std::size_t blocked);
+  /// Ensures that work posted to pool(spec) will run; fails if no pool has a thread. A pool without
+  /// a fixed size grows to `needed` threads, and to at least kMinThreads. Most threads wait for a
+  /// disk, so `needed` may exceed the number of cores. Call this before posting work.
+  Result<> ensure_threads(const PoolSpec& spec, std::size_t needed);
 
   /// Posts `count` tasks to the default pool, each of which occupies a thread until it ends. The
   /// pool grows by `count` threads, so that other work does not wait for these tasks. Fails if no
@@ -52,6 +55,9 @@ class Executor {
   /// errors.
   Result<> post_long_tasks(std::size_t count, std::string_view operation, const LongTask& task,
                            const std::function<void(Error)>& refused);
+
+  /// Returns the number of threads of a pool.
+  std::size_t threads(const PoolSpec& spec = {});
 
   /// Runs all queued work, then ends the threads. Called at interpreter exit. A later call to
   /// pool() creates new threads.
@@ -62,8 +68,8 @@ class Executor {
 
   Pool& find_or_create(const PoolSpec& spec) TC_REQUIRES(mutex_);
   Pool* pool_with_threads(Pool& preferred) TC_REQUIRES(mutex_);
-  std::size_t wanted_threads(const Pool& pool, std::size_t blocked) TC_REQUIRES(mutex_);
-  Result<> enlarge(const PoolSpec& spec, std::size_t blocked) TC_REQUIRES(mutex_);
+  std::size_t wanted_threads(const Pool& pool, std::size_t needed) TC_REQUIRES(mutex_);
+  Result<> enlarge(const PoolSpec& spec, std::size_t needed) TC_REQUIRES(mutex_);
 
   Warnings& warnings_;
   os::Mutex mutex_;
@@ -72,9 +78,5 @@ class Executor {
   std::vector<std::unique_ptr<Pool>> joined_ TC_GUARDED_BY(mutex_);
   std::size_t long_tasks_ TC_GUARDED_BY(mutex_) = 0;
 };
-
-/// Returns the number of threads in the default pool. It exceeds the number of cores, because most
-/// of the threads wait for a disk.
-std::size_t executor_threads();
 
 }  // namespace torch_ckpt::engine

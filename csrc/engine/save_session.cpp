@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <exception>
-#include <thread>
 #include <utility>
 
 #include "checked_math.h"
+#include "os/cores.h"
 #include "staging/chunk_pool.h"
 
 namespace torch_ckpt::engine {
@@ -41,8 +41,15 @@ std::size_t stagers_for(const std::vector<FileJob>& files, const SaveOptions& op
   constexpr std::size_t kMax = 8;
   if (options.parallel_stagers != 0) return options.parallel_stagers;
   if (!options.snapshot || is_mostly_on_devices(files)) return options.parallel_files;
-  const std::size_t cores = std::thread::hardware_concurrency();
-  return std::max(options.parallel_files, std::clamp(cores / 2, kMin, kMax));
+  return std::max(options.parallel_files, std::clamp(os::usable_cores() / 2, kMin, kMax));
+}
+
+// The threads that the writers of a save can use: a file has two writes in flight, and the next
+// chunk is allocated meanwhile. With many files, other files are at the latter stage only.
+std::size_t writer_threads(const SaveOptions& options) {
+  constexpr std::size_t kMaxFilesWithThree = 16;
+  constexpr std::size_t kMore = 2;  // so that another save is not left without threads
+  return options.parallel_files + 2 * std::min(options.parallel_files, kMaxFilesWithThree) + kMore;
 }
 
 int device_of(const std::vector<std::unique_ptr<FileSave>>& files) {
@@ -95,9 +102,11 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   }
   const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, max_chunks);
   options.max_idle_bytes = given.max_host_bytes;
-  for (const auto& [spec, tasks] : {std::pair(options.stagers, options.parallel_stagers),
-                                    std::pair(options.writers, options.parallel_files)}) {
-    auto ensured = context.executor.ensure_threads(spec, tasks);
+  // Writes run on the stagers' pool until everything is staged.
+  const std::size_t writers = writer_threads(options);
+  for (const auto& [spec, needed] : {std::pair(options.stagers, options.parallel_stagers + writers),
+                                     std::pair(options.writers, writers)}) {
+    auto ensured = context.executor.ensure_threads(spec, needed);
     if (!ensured) return ensured.error();
   }
   std::shared_ptr<SaveSession> session(

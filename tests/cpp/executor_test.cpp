@@ -22,6 +22,8 @@ namespace {
 
 namespace asio = boost::asio;
 
+using test::ok;
+
 // The priority of the calling thread.
 int nice_now() { return ::getpriority(PRIO_PROCESS, 0); }
 bool idle_io_now() { return ::syscall(SYS_ioprio_get, 1, 0) >> 13 == 3; }
@@ -50,7 +52,9 @@ TEST(Executor, IsTheSameForTheWholeProcess) {
 }
 
 TEST(Executor, RunsAsManyTasksAtOnceAsItHasThreads) {
-  const auto count = static_cast<std::ptrdiff_t>(executor_threads());
+  ASSERT_TRUE(ok(context().executor.ensure_threads({}, 11)));
+  const auto count = static_cast<std::ptrdiff_t>(context().executor.threads());
+  EXPECT_GE(count, 11);
   std::latch all(count);
   std::latch done(count);
   for (std::ptrdiff_t i = 0; i < count; ++i) {
@@ -125,6 +129,19 @@ TEST(Executor, HasTheRequestedNumberOfThreads) {
   EXPECT_EQ(seen.size(), 3);
 }
 
+TEST(Executor, GrowsByNeedAndNotWithTheNumberOfCores) {
+  context().executor.join();
+  context().executor.pool();
+  EXPECT_EQ(context().executor.threads(), kMinThreads);
+  ASSERT_TRUE(ok(context().executor.ensure_threads({}, 7)));
+  EXPECT_EQ(context().executor.threads(), 7);
+  ASSERT_TRUE(ok(context().executor.ensure_threads({}, 5)));
+  EXPECT_EQ(context().executor.threads(), 7);
+  const PoolSpec three{{19, true}, 3};
+  ASSERT_TRUE(ok(context().executor.ensure_threads(three, 9)));
+  EXPECT_EQ(context().executor.threads(three), 3);
+}
+
 TEST(Executor, LowersThePriorityOfEachThreadOfALowPriorityPool) {
   const int loud = nice_now();
   std::atomic<int> quiet{0};
@@ -136,10 +153,11 @@ TEST(Executor, LowersThePriorityOfEachThreadOfALowPriorityPool) {
 TEST(Executor, LeavesThePriorityOfTheDefaultPoolUnchanged) {
   const int loud = nice_now();
   context().executor.pool({{19, true}, 2});
+  ASSERT_TRUE(ok(context().executor.ensure_threads({}, 0)));
+  const std::size_t count = context().executor.threads();
   std::atomic<std::size_t> alike{0};
-  in_each_thread({}, executor_threads(),
-                 [&] { alike += nice_now() == loud && !idle_io_now() ? 1 : 0; });
-  EXPECT_EQ(alike, executor_threads());
+  in_each_thread({}, count, [&] { alike += nice_now() == loud && !idle_io_now() ? 1 : 0; });
+  EXPECT_EQ(alike, count);
 }
 
 TEST(Executor, LowersThePriorityOfARecreatedPoolAgain) {

@@ -65,7 +65,8 @@ constexpr unsigned kLongestSeconds = 100;
 /// Waits until every thread of the pool runs. AddressSanitizer holds a lock while a thread starts,
 /// and a child that is forked at that time inherits the lock locked.
 void let_every_thread_start(const engine::PoolSpec& threads = {}) {
-  const std::size_t count = threads.count != 0 ? threads.count : engine::executor_threads();
+  EXPECT_TRUE(ok(context().executor.ensure_threads(threads, 0)));
+  const std::size_t count = context().executor.threads(threads);
   std::latch running(static_cast<std::ptrdiff_t>(count));
   std::latch left(static_cast<std::ptrdiff_t>(count));
   for (std::size_t i = 0; i < count; ++i) {

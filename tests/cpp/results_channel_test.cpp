@@ -73,9 +73,11 @@ TEST(ResultsChannel, NeedsNoThreadOfTheExecutor) {
 }
 
 TEST(ResultsChannel, IsCompleteWhileAllThreadsOfTheExecutorAreBusy) {
-  std::latch busy(static_cast<std::ptrdiff_t>(executor_threads()));
+  ASSERT_TRUE(test::ok(context().executor.ensure_threads({}, 0)));
+  const std::size_t threads = context().executor.threads();
+  std::latch busy(static_cast<std::ptrdiff_t>(threads));
   std::latch released(1);
-  for (std::size_t i = 0; i < executor_threads(); ++i) {
+  for (std::size_t i = 0; i < threads; ++i) {
     boost::asio::post(context().executor.pool(), [&] {
       busy.count_down();
       released.wait();

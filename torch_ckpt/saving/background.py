@@ -18,8 +18,8 @@ class Background:
     down training.
 
     Attributes:
-        threads: number of engine threads; 0 chooses a number suited to the machine. Most of these
-            threads wait for the disk.
+        threads: number of engine threads; 0 starts as many as the files need. Most of these threads
+            wait for the disk.
         nice: niceness of the threads, from 0 to 19 (the lowest priority). If the process has a
             higher niceness, the threads use the niceness of the process instead.
         idle_io: use the I/O scheduling class "idle", if the disk's I/O scheduler supports
