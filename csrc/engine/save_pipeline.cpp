@@ -71,7 +71,7 @@ void SavePipeline::start(const std::shared_ptr<const void>& owner) noexcept {
 }
 
 void SavePipeline::end() noexcept {
-  buffers_.close();
+  buffers_.close(options_.max_idle_bytes);
   stagers_guard_.reset();
   writers_guard_.reset();
 }
@@ -98,7 +98,7 @@ Result<> SavePipeline::capture_exceptions(const Work& work) noexcept {
 
 // Runs in parallel with the stagers, because allocating a buffer may take longer than waiting for
 // the disk to release one. Buffers that remain when staging is done are allocated at low priority,
-// for the next save.
+// for the next save; those that remain when the save ends, by the chunk pool.
 void SavePipeline::allocate_buffers(Task& task, bool low_priority) noexcept {
   for (auto buffers = buffers_.take_unallocated(); !buffers.empty();
        buffers = buffers_.take_unallocated()) {
@@ -328,21 +328,24 @@ void SavePipeline::checksum(FileSave& file, FileWriter::Write& write) noexcept {
 
 void SavePipeline::wait_for_turn(FileSave& file, FileWriter::Write& write) noexcept {
   const auto now = Throttle::Clock::now();
-  bool waits = false;
-  if (now < write.begin && !failure_.is_set()) {
-    static_cast<void>(capture_exceptions([&]() -> Result<> {
-      if (!write.timer) write.timer.emplace(writers_);
-      write.timer->expires_at(std::min(write.begin, now + kCancelPoll));
-      write.timer->async_wait(
-          write.task.handler(owner_.lock(), [this, &file, &write] { wait_for_turn(file, write); }));
-      waits = true;
-      return {};
-    }));
+  {
+    const os::MutexLock lock(write.timer_mutex);
+    bool waits = false;
+    if (now < write.begin && !failure_.is_set()) {
+      static_cast<void>(capture_exceptions([&]() -> Result<> {
+        if (!write.timer) write.timer.emplace(writers_);
+        write.timer->expires_at(std::min(write.begin, now + kCancelPoll));
+        write.timer->async_wait(write.task.handler(
+            owner_.lock(), [this, &file, &write] { wait_for_turn(file, write); }));
+        waits = true;
+        return {};
+      }));
+    }
+    if (waits) return;
+    // Destroy the timer here, because that takes a lock inside Asio. In a forked child that
+    // destroys the save, the lock might be held forever.
+    write.timer.reset();
   }
-  if (waits) return;
-  // Destroy the timer here, because that takes a lock inside Asio. In a forked child that destroys
-  // the save, the lock might be held forever.
-  write.timer.reset();
   this->write(file, write);
 }
 

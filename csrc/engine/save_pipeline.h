@@ -21,6 +21,7 @@
 #include "engine/task.h"
 #include "engine/throttle.h"
 #include "engine/timing.h"
+#include "os/mutex.h"
 
 namespace torch_ckpt::engine {
 
@@ -75,6 +76,8 @@ struct FileWriter {
         timer;
     Throttle::Clock::time_point begin;  // earliest time at which it may begin or continue
     std::uint64_t written = 0;          // bytes of the buffer
+    // Held while the timer is used: its handler may run before async_wait() has returned.
+    os::Mutex timer_mutex;
   };
   Task task;
   std::array<Write, kWritesInFlight> writes;
@@ -114,7 +117,8 @@ class SavePipeline {
   /// Starts the work, which keeps `owner` alive until all files have ended. `owner` contains the
   /// pipeline.
   void start(const std::shared_ptr<const void>& owner) noexcept;
-  /// Releases the buffers. Call this after the last file has ended.
+  /// Releases the buffers, and asks the chunk pool to allocate those that the save did not need.
+  /// Call this after the last file has ended.
   void end() noexcept;
 
   /// Makes `stream` wait for the copies from `device`; see SaveSession::make_stream_wait().

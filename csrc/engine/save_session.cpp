@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "checked_math.h"
+#include "engine/pool_refill.h"
 #include "os/cores.h"
 #include "staging/chunk_pool.h"
 
@@ -180,6 +181,11 @@ void SaveSession::end() noexcept {
   pipeline_.end();
   if (options_.max_idle_bytes != 0) {
     context_.chunks.trim_to_budget(options_.max_idle_bytes);
+  }
+  if (failure_.is_set()) {
+    context_.chunks.cancel_refill();
+  } else {
+    refill_pool(context_);
   }
 }
 

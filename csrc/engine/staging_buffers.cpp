@@ -13,6 +13,8 @@ StagingBuffers::StagingBuffers(Context& context, std::size_t count, std::size_t 
 }
 
 void StagingBuffers::take_idle_chunks() noexcept {
+  // This save allocates what it needs itself.
+  context_.chunks.cancel_refill();
   const os::MutexLock lock(mutex_);
   while (!unallocated_.empty()) {
     unallocated_.front().chunk = context_.chunks.take_idle(chunk_bytes_);
@@ -35,11 +37,13 @@ StagingBufferList StagingBuffers::take(BufferWaiter* waiter) noexcept {
 void StagingBuffers::release(StagingBufferList buffer) noexcept {
   buffer.front().piece = {};
   BufferWaiter* next = nullptr;
-  std::unique_ptr<staging::Chunk> unneeded;
+  std::unique_ptr<staging::Chunk> late;
+  std::optional<staging::ChunkPool::RefillId> refill;
   {
     const os::MutexLock lock(mutex_);
-    if (is_closed_) {
-      unneeded = std::move(buffer.front().chunk);
+    if (refill_) {
+      refill = refill_;
+      late = std::move(buffer.front().chunk);
     } else {
       free_.splice(free_.end(), buffer);
       if (!waiting_.empty()) {
@@ -49,9 +53,8 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
     }
   }
   if (next != nullptr) next->resume();
-  // After close(), the budget belongs to the next save, so free the chunk. Do this without holding
-  // the lock, because it is slow, especially for page-locked memory.
-  if (unneeded != nullptr) context_.chunks.discard(std::move(unneeded));
+  // Without holding the lock, because freeing a chunk is slow, especially page-locked memory.
+  if (late != nullptr) context_.chunks.give_back_to_refill(std::move(late), *refill);
 }
 
 void StagingBuffers::forget_waiters() noexcept {
@@ -69,7 +72,7 @@ StagingBufferList StagingBuffers::take_unallocated() noexcept {
   const std::size_t count =
       device_ == staging::Source::kHost ? 1 : staging::chunks_of_arena(chunk_bytes_);
   const os::MutexLock lock(mutex_);
-  while (!is_closed_ && !unallocated_.empty() && buffers.size() < count) {
+  while (!refill_ && !unallocated_.empty() && buffers.size() < count) {
     buffers.splice(buffers.end(), unallocated_, unallocated_.begin());
   }
   return buffers;
@@ -101,11 +104,12 @@ Result<> StagingBuffers::allocate(StagingBufferList& buffers) noexcept {
   }
 }
 
-void StagingBuffers::close() noexcept {
+void StagingBuffers::close(std::size_t max_idle_bytes) noexcept {
   StagingBufferList all;
   {
     const os::MutexLock lock(mutex_);
-    is_closed_ = true;
+    refill_ =
+        context_.chunks.begin_refill({chunk_bytes_, unallocated_.size(), device_, max_idle_bytes});
     all.swap(free_);
   }
   for (StagingBuffer& buffer : all) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -47,7 +48,8 @@ class BufferWaiter {
 //      release().
 //   3. A stager calls take(). If no buffer is free, it is queued and resumed by a later release().
 //   4. A writer calls release() after the write, which resumes the next stager in the queue.
-//   5. close() returns the memory to the chunk pool.
+//   5. close() returns the memory to the chunk pool, which allocates the remaining chunks for the
+//      next save.
 //
 // Safe for concurrent use by multiple threads. Each buffer has one user at a time.
 class StagingBuffers {
@@ -76,8 +78,9 @@ class StagingBuffers {
   Result<> allocate(StagingBufferList& buffers) noexcept;
 
   /// Returns the chunks of free buffers to the chunk pool. All buffers must be free except those
-  /// that are being allocated; release() discards the chunks of these.
-  void close() noexcept;
+  /// that are being allocated; release() returns the chunks of these, unless the refill of the pool
+  /// has been cancelled. The refill keeps at most `max_idle_bytes` idle; 0: no limit.
+  void close(std::size_t max_idle_bytes) noexcept;
 
  private:
   Context& context_;
@@ -87,7 +90,7 @@ class StagingBuffers {
   StagingBufferList free_ TC_GUARDED_BY(mutex_);
   StagingBufferList unallocated_ TC_GUARDED_BY(mutex_);
   std::vector<BufferWaiter*> waiting_ TC_GUARDED_BY(mutex_);
-  bool is_closed_ TC_GUARDED_BY(mutex_) = false;
+  std::optional<staging::ChunkPool::RefillId> refill_ TC_GUARDED_BY(mutex_);  // set by close()
 };
 
 }  // namespace torch_ckpt::engine

@@ -30,6 +30,13 @@ PYBIND11_MODULE(_core, module) {
       [](std::span<const std::byte> data, std::uint32_t crc) { return format::crc32(crc, data); },
       py::arg("data"), py::arg("crc") = 0, python::NoGil());
   module.def(
-      "join_executor", [] { engine::Context::process().executor.join(); }, python::NoGil());
+      "join_executor",
+      [] {
+        engine::Context& context = engine::Context::process();
+        context.join();
+        // Saves that ended meanwhile may have started to refill the chunk pool.
+        context.join();
+      },
+      python::NoGil());
   module.def("seconds_without_gil", &os::CallTime::seconds);
 }

@@ -87,10 +87,11 @@ Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::allocate_arena(std::size_
 }
 
 /// Frees idle chunks totalling at least `bytes` before that much is allocated. Otherwise, a save
-/// whose chunk size differs from the previous save's would need memory for both.
-void ChunkPool::make_room(std::size_t bytes) {
+/// whose chunk size differs from the previous save's would need memory for both. Keeps the chunks
+/// of `kept_size`.
+void ChunkPool::make_room(std::size_t bytes, std::size_t kept_size) {
   for (std::size_t freed = 0; freed < bytes;) {
-    const auto chunk = remove_above(0, Reserve::preserved);
+    const auto chunk = remove_above(0, Reserve::preserved, kept_size);
     if (chunk == nullptr) break;
     freed += chunk->arena_->bytes().size();
   }
@@ -142,7 +143,81 @@ void ChunkPool::discard(std::unique_ptr<Chunk> chunk) noexcept {
   if (may_be_freed(arena, users, bytes, Reserve::preserved)) freed = chunks.remove(arena);
 }
 
+ChunkPool::RefillId ChunkPool::begin_refill(const Refill& refill) noexcept {
+  const os::MutexLock lock(mutex_);
+  const std::size_t before = refill_.chunk_bytes == refill.chunk_bytes &&
+                                     refill_.device == refill.device &&
+                                     refill_.max_idle_bytes == refill.max_idle_bytes
+                                 ? refill_.count
+                                 : 0;
+  refill_ = refill;
+  refill_.count += before;
+  return refill_id_;
+}
+
+Result<bool> ChunkPool::grow_refill() {
+  Refill step;
+  RefillId id = 0;
+  {
+    const os::MutexLock lock(mutex_);
+    step = refill_;
+    id = refill_id_;
+    if (step.device != Source::kHost) {
+      step.count = std::min(step.count, chunks_of_arena(step.chunk_bytes));
+    } else {
+      step.count = std::min<std::size_t>(step.count, 1);
+    }
+    if (step.max_idle_bytes != 0 && step.count > 0) {
+      const std::size_t idle = std::min(idle_bytes_locked(), step.max_idle_bytes);
+      step.count = std::min(step.count, (step.max_idle_bytes - idle) / step.chunk_bytes);
+    }
+    if (step.count == 0) {
+      refill_.count = 0;
+      return false;
+    }
+    refill_.count -= step.count;
+  }
+  make_room(step.chunk_bytes * step.count, step.chunk_bytes);
+  auto made = allocate_arena(step.chunk_bytes, step.count, step.device);
+  const os::MutexLock lock(mutex_);
+  if (!made) {
+    refill_.count = 0;
+    return made.error();
+  }
+  // If the refill was cancelled in the meantime, the chunks are freed.
+  if (id != refill_id_) return false;
+  SizeClass& chunks = sizes_[step.chunk_bytes];
+  chunks.reserve(step.count);
+  for (auto& chunk : *made) chunks.add(std::move(chunk));
+  return true;
+}
+
+bool ChunkPool::has_refill() const {
+  const os::MutexLock lock(mutex_);
+  return refill_.count > 0;
+}
+
+void ChunkPool::cancel_refill() noexcept {
+  const os::MutexLock lock(mutex_);
+  refill_.count = 0;
+  ++refill_id_;
+}
+
+void ChunkPool::give_back_to_refill(std::unique_ptr<Chunk> chunk, RefillId id) noexcept {
+  bool is_wanted = false;
+  std::size_t max_idle_bytes = 0;
+  {
+    const os::MutexLock lock(mutex_);
+    is_wanted = id == refill_id_;
+    max_idle_bytes = refill_.max_idle_bytes;
+  }
+  if (!is_wanted) return discard(std::move(chunk));
+  if (max_idle_bytes == 0) return give_back(std::move(chunk));
+  give_back_within(std::move(chunk), max_idle_bytes);
+}
+
 void ChunkPool::trim(std::size_t bytes) {
+  cancel_refill();
   {
     const os::MutexLock lock(mutex_);
     if (reserve_chunks_ > 0) {
@@ -247,12 +322,14 @@ bool ChunkPool::may_be_freed(const Arena& arena, long users, std::size_t chunk_b
   return reserved_chunks() >= reserve_chunks_ + arena.idle_chunks_;
 }
 
-/// If more than `bytes` are idle, removes the chunks of an arena that may be freed, and returns the
-/// last of them. Returns nullptr if there is nothing to free.
-std::unique_ptr<Chunk> ChunkPool::remove_above(std::size_t bytes, Reserve reserve) {
+/// If more than `bytes` are idle, removes the chunks of an arena that may be freed and whose size
+/// is not `kept_size`, and returns the last of them. Returns nullptr if there is nothing to free.
+std::unique_ptr<Chunk> ChunkPool::remove_above(std::size_t bytes, Reserve reserve,
+                                               std::size_t kept_size) {
   const os::MutexLock lock(mutex_);
   if (idle_bytes_locked() <= bytes) return nullptr;
   for (auto& [size, chunks] : sizes_) {
+    if (size == kept_size) continue;
     for (auto chunk = chunks.idle.rbegin(); chunk != chunks.idle.rend(); ++chunk) {
       const std::shared_ptr<Arena>& arena = (*chunk)->arena_;
       if (may_be_freed(*arena, arena.use_count(), size, reserve)) return chunks.remove(*arena);

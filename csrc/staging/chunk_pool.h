@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <span>
@@ -76,7 +77,10 @@ constexpr std::size_t chunks_of_arena(std::size_t chunk_bytes) {
 //      has ended.
 //   3. A reserve can be allocated ahead of the first save: call set_reserve(), then grow_reserve()
 //      until it returns false. Saves and loads never shrink it; only trim() does.
-//   4. Memory is freed in units of arenas, once all chunks of an arena are idle.
+//   4. If a save has ended without needing all the chunks that it may use, begin_refill() asks for
+//      the others, and grow_refill() allocates them until it returns false. The next save, and
+//      trim(), cancel the refill.
+//   5. Memory is freed in units of arenas, once all chunks of an arena are idle.
 //
 // Safe for concurrent use by multiple threads.
 class ChunkPool {
@@ -101,8 +105,29 @@ class ChunkPool {
   /// Calls give_back() if this leaves at most `max_idle_bytes` idle, otherwise discard().
   void give_back_within(std::unique_ptr<Chunk> chunk, std::size_t max_idle_bytes) noexcept;
 
+  /// Chunks that a save did not need to allocate, and the next save may use.
+  struct Refill {
+    std::size_t chunk_bytes = 0;
+    std::size_t count = 0;
+    int device = Source::kHost;
+    std::size_t max_idle_bytes = 0;  // idle chunks of all sizes; 0: no limit
+  };
+  using RefillId = std::uint64_t;
+  /// Adds to the current refill if that is for chunks of the same kind, otherwise replaces it. The
+  /// id is valid until the refill is cancelled.
+  RefillId begin_refill(const Refill& refill) noexcept;
+  /// Allocates one chunk or, if a device is given, one arena that is page-locked for it. Returns
+  /// false if the refill is complete or cancelled. An error cancels it.
+  Result<bool> grow_refill();
+  /// True if grow_refill() may have chunks to allocate.
+  bool has_refill() const;
+  void cancel_refill() noexcept;
+  /// Calls give_back_within() with the limit of the refill if it has not been cancelled, otherwise
+  /// discard().
+  void give_back_to_refill(std::unique_ptr<Chunk> chunk, RefillId id) noexcept;
+
   /// Frees idle chunks until at most `bytes` are idle, and limits the reserve to `bytes`, even
-  /// while it is being allocated. Arenas with chunks in use are not freed.
+  /// while it is being allocated. Cancels a refill. Arenas with chunks in use are not freed.
   void trim(std::size_t bytes);
   /// Frees idle chunks that do not belong to the reserve until at most `bytes` are idle.
   void trim_to_budget(std::size_t bytes) noexcept;
@@ -145,8 +170,9 @@ class ChunkPool {
   bool may_be_freed(const Arena& arena, long users, std::size_t chunk_bytes, Reserve reserve) const
       TC_REQUIRES(mutex_);
   // Returns the chunk, so that the caller can free the memory without holding the lock.
-  std::unique_ptr<Chunk> remove_above(std::size_t bytes, Reserve reserve);
-  void make_room(std::size_t bytes);
+  std::unique_ptr<Chunk> remove_above(std::size_t bytes, Reserve reserve,
+                                      std::size_t kept_size = 0);
+  void make_room(std::size_t bytes, std::size_t kept_size = 0);
   static Result<std::vector<std::unique_ptr<Chunk>>> allocate_arena(std::size_t bytes,
                                                                     std::size_t count, int device);
   SizeClass& count_returned(const Chunk& chunk) TC_REQUIRES(mutex_);
@@ -157,6 +183,8 @@ class ChunkPool {
   std::size_t reserve_chunks_ TC_GUARDED_BY(mutex_) = 0;  // the target
   std::size_t reserve_chunk_bytes_ TC_GUARDED_BY(mutex_) = 0;
   std::size_t growing_chunks_ TC_GUARDED_BY(mutex_) = 0;  // being allocated by grow_reserve()
+  Refill refill_ TC_GUARDED_BY(mutex_);
+  RefillId refill_id_ TC_GUARDED_BY(mutex_) = 0;  // increases with each cancellation
 };
 
 }  // namespace torch_ckpt::staging

@@ -64,6 +64,9 @@ std::shared_ptr<engine::SaveSession> start(const TempDir& directory, const Files
 // Fixture with files in a new directory.
 class FilesTest : public DirectoryTest {
  protected:
+  // A refill of the chunk pool after a save must not disturb the next test.
+  ~FilesTest() override { context().executor.join(); }
+
   Files files_{directory_};
 };
 

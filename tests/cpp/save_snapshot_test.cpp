@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -309,6 +310,127 @@ TEST_F(SnapshotTest, ReusesTheChunksOfAnEarlierOne) {
   EXPECT_EQ(counter.calls("mmap"), 0);
   files.expect_in(second);
 }
+
+// --- memory for the next save --------------------------------------------------------------------
+
+// A save that is staged and written through its first chunk while the allocation of the others is
+// held, as with storage that is as fast as staging.
+class FastSave : public SnapshotTest {
+ protected:
+  FastSave() {
+    for (int i = 0; i < 3; ++i) files_.add_file(std::string(20 * kPage, 'x'));
+    context().executor.join();
+    context().chunks.trim(0);
+  }
+
+  /// Ends a save, calls `after` while the allocations are still held, and completes those.
+  void save(const SaveOptions& options, const std::function<void()>& after = {}) {
+    {
+      HeldOperation more("mmap", 2);
+      expect_saved(*start(directory_, files_, options), files_);
+      if (after) after();
+    }
+    context().executor.join();
+  }
+
+  std::size_t idle_chunks() const { return context().chunks.idle_bytes() / kPage; }
+};
+
+TEST_F(FastSave, IsFollowedByOneThatAllocatesNothing) {
+  save(snapshot());
+  EXPECT_EQ(idle_chunks(), files_.chunks(kPage));
+  TempDir second;
+  CallCounter counter;
+  const ScopedFaultHook hook(counter);
+  EXPECT_TRUE(ok(run_save(second, files_.jobs(), snapshot())));
+  context().executor.join();
+  EXPECT_EQ(counter.calls("mmap"), 0);
+  EXPECT_EQ(idle_chunks(), files_.chunks(kPage));
+  files_.expect_in(second);
+}
+
+TEST_F(FastSave, AllocatesTheRestAtLowPriority) {
+  Seen<int> nice;
+  std::atomic<bool> has_ended{false};
+  {
+    Gate more;
+    std::atomic<int> mmaps{0};
+    const ScopedFaultHook hook(
+        [&, wait = more.passage()](std::string_view operation, std::string_view) {
+          if (operation != "mmap") return 0;
+          if (has_ended) nice.add(nice_now());
+          if (++mmaps > 1) wait();
+          return 0;
+        });
+    expect_saved(*start(directory_, files_, snapshot()), files_);
+    has_ended = true;
+    more.open();
+    context().executor.join();
+  }
+  // When the save ended, the first chunk was there, and up to four others were being allocated.
+  const std::vector<int> values = nice.values();
+  EXPECT_GE(std::ranges::count(values, 19), files_.chunks(kPage) - 5);
+}
+
+TEST_F(FastSave, KeepsNoMoreMemoryThanItsBudget) {
+  save(snapshot(kPage, 10 * kPage));
+  EXPECT_EQ(idle_chunks(), 10);
+}
+
+TEST_F(FastSave, LeavesTheAllocationToASaveThatBeginsMeanwhile) {
+  TempDir other;
+  Files small(other);
+  small.add_file(std::string(2 * kPage, 'y'));
+  save(snapshot(), [&] {
+    EXPECT_EQ(idle_chunks(), 1);
+    expect_saved(*start(other, small, snapshot()), small);
+  });
+  EXPECT_EQ(idle_chunks(), small.chunks(kPage));
+}
+
+TEST_F(FastSave, AllocatesNothingMoreAfterATrim) {
+  save(snapshot(), [&] { context().chunks.trim(0); });
+  EXPECT_EQ(idle_chunks(), 0);
+}
+
+TEST_F(FastSave, DoesNotDelayTheEndOfTheProcess) {
+  CallCounter counter;
+  {
+    HeldOperation more("mmap", 2, [&](std::string_view operation, std::string_view path) {
+      return counter(operation, path);
+    });
+    expect_saved(*start(directory_, files_, snapshot()), files_);
+    context().chunks.cancel_refill();
+    more.open();
+    context().join();
+  }
+  // Besides the first chunk: those that were being allocated already.
+  EXPECT_LE(counter.calls("mmap"), 5);
+  EXPECT_EQ(idle_chunks(), 1);
+}
+
+TEST_F(FastSave, FreesChunksOfAnotherSizeForTheRest) {
+  for (int i = 0; i < 5; ++i) {
+    auto other = context().chunks.take(2 * kPage);
+    ASSERT_TRUE(ok(other));
+    context().chunks.give_back(std::move(*other));
+  }
+  save(snapshot());
+  EXPECT_EQ(context().chunks.idle_bytes(), files_.chunks(kPage) * kPage);
+}
+
+TEST_F(FastSave, AllocatesNothingForTheNextAfterAFailure) {
+  {
+    HeldOperation more("mmap", 2, NthCallFails("fsync", 1, EIO));
+    const auto session = start(directory_, files_, snapshot());
+    ASSERT_TRUE(session->wait_for(kLongest));
+    EXPECT_FALSE(session->outcome());
+  }
+  context().executor.join();
+  EXPECT_LE(idle_chunks(), 1);
+}
+
+// --- memory of a save ------------------------------------------------------------------------
 
 TEST_F(SnapshotTest, IsStagedThroughAnIdleChunkWhileOthersAreAllocated) {
   Random random(10);

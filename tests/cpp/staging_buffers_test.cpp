@@ -19,13 +19,14 @@ constexpr std::size_t kPage = 4096;
 // Longer than any call that does not block.
 constexpr std::chrono::seconds kLongest{20};
 
-TEST(StagingBuffers, FreeUnneededMemoryWithoutTheirLock) {
+TEST(StagingBuffers, FreeMemoryThatIsNoLongerWantedWithoutTheirLock) {
   FakeDevice device;
   StagingBuffers buffers(context(), 3, kPage, 0, 1);
   StagingBufferList made = buffers.take_unallocated();
   ASSERT_EQ(made.size(), 3);
   ASSERT_TRUE(ok(buffers.allocate(made)));
-  buffers.close();
+  buffers.close(0);
+  context().chunks.cancel_refill();
   std::future<std::size_t> other;
   bool others_go_on = false;
   device.on_unpin([&] {
@@ -58,7 +59,7 @@ TEST(StagingBuffers, AreAllocatedOneByOneIfTheirArenaCannotBePinned) {
     one.splice(one.end(), made, made.begin());
     buffers.release(std::move(one));
   }
-  buffers.close();
+  buffers.close(0);
 }
 
 TEST(StagingBuffers, AreAllocatedOneAtATimeForTheHost) {
