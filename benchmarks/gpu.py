@@ -122,10 +122,13 @@ def _measure_saver(run: _Run, name: str, group: str, shape: str, total: int, whe
         return
     traces = [Trace(**trace) for trace in found["saves"]]
     work = _describe_work(run, shape, total, where)
-    for kind, of_kind in (("first", traces[:1]), ("later", traces[1:])):
+    # One sample for each save: the second save of a process may still allocate memory, so a median
+    # over the second and later saves describes neither.
+    for number, trace in enumerate(traces):
+        kind = "first" if number == 0 else "later"
         contender = f"{kind}_{name}"
         info = ContenderInfo(contender, f"{found['label']}: {kind}", found["kind"])
-        sample = summarize(contender, of_kind, found["bytes"])
+        sample = summarize(contender, [trace], found["bytes"], round_index=number)
         run.add(f"{group}_{shape}", work, found["bytes"], info, sample)
     memory = run.results.parameters["device_memory_bytes"]
     memory[f"{group}_{shape}.{name}"] = found["device_memory_bytes"]

@@ -84,25 +84,47 @@ def _steps(saves: list[dict[str, Any]], kind: str) -> str:
     return f"{1e3 * sum(lengths) / len(lengths):.1f}/{1e3 * high:.1f}"
 
 
+def saves_by_saver(group: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the saves of each saver in a group, in the order in which they were made.
+
+    A group has a contender for the first save and another one for the later saves of a saver.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for sample in group["samples"]:
+        found.setdefault(sample["contender"].partition("_")[2], []).extend(sample["saves"])
+    return found
+
+
+def label_of(group: dict[str, Any], saver: str) -> str:
+    """Returns the label of a saver, without the suffix for the kind of its saves."""
+    labels = {info["name"]: info["label"] for info in group["contenders"]}
+    return str(labels[f"first_{saver}"]).removesuffix(": first")
+
+
+def staging_rate(group: dict[str, Any], save: dict[str, Any]) -> float:
+    """Returns the bytes per second of a save's staging; 0 if the time is too short to measure."""
+    return float(group["bytes"] / save["staged_s"] if save["staged_s"] else 0.0)
+
+
 def _saves(group: dict[str, Any], parameters: dict[str, Any]) -> list[str]:
     pinned = (parameters.get("limits") or {}).get("pinned_to_host")
     lines = [
         f"{group['name']}: {group['title']}",
-        f"  {'saver (first, then later saves)':46} {'call ms':>8} {'staged s':>8} {'GB/s':>6} "
-        f"{'/pinned':>7} {'commit s':>8} {'steps mean/p99':>18} {'without':>13} {'memory MB':>9}",
+        f"  {'saver (each save of a process)':34} {'call ms':>17} {'staged s':>17} {'GB/s':>14} "
+        f"{'/pinned':>14} {'commit s':>14} {'steps':>9} {'without':>9} {'MB':>6}",
     ]
-    for sample in group["samples"]:
-        (info,) = [info for info in group["contenders"] if info["name"] == sample["contender"]]
-        rate = sample["bytes"] / sample["staged_s"] if sample["staged_s"] else 0.0
-        ratio = f"{rate / pinned:.2f}" if pinned else "-"
-        name = sample["contender"].partition("_")[2]
-        used = parameters["device_memory_bytes"].get(f"{group['name']}.{name}")
+    for saver, saves in saves_by_saver(group).items():
+        rates = [staging_rate(group, save) for save in saves]
+        ratios = "/".join(f"{rate / pinned:.2f}" for rate in rates) if pinned else "-"
+        used = parameters["device_memory_bytes"].get(f"{group['name']}.{saver}")
         memory = "-" if used is None else f"{used / 1e6:.0f}"
+        calls = "/".join(f"{1e3 * save['stall_s']:.1f}" for save in saves)
+        staged = "/".join(f"{save['staged_s']:.3f}" for save in saves)
+        durable = "/".join(f"{save['durable_s']:.2f}" for save in saves)
         lines.append(
-            f"  {info['label'][:46]:46} {1e3 * sample['stall_s']:8.1f} {sample['staged_s']:8.3f} "
-            f"{rate / 1e9:6.2f} {ratio:>7} {sample['durable_s']:8.3f} "
-            f"{_steps(sample['saves'], 'steps'):>18} "
-            f"{_steps(sample['saves'], 'idle_steps'):>13} {memory:>9}"
+            f"  {label_of(group, saver)[:34]:34} {calls:>17} {staged:>17} "
+            f"{'/'.join(f'{rate / 1e9:.1f}' for rate in rates):>14} {ratios:>14} {durable:>14} "
+            f"{_steps(saves, 'steps'):>9} {_steps(saves, 'idle_steps'):>9} {memory:>6}"
         )
     return lines
 

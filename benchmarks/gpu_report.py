@@ -13,7 +13,14 @@ from statistics import fmean
 from typing import Any
 
 from .blocks import replace_block
-from .gpu_record import describe_limits, not_measured, outcome
+from .gpu_record import (
+    describe_limits,
+    label_of,
+    not_measured,
+    outcome,
+    saves_by_saver,
+    staging_rate,
+)
 
 BEGIN = "<!-- benchmark-gpu:begin -->"
 END = "<!-- benchmark-gpu:end -->"
@@ -38,22 +45,20 @@ def _saves(groups: list[dict[str, Any]]) -> list[str]:
         return []
     lines = [
         "",
-        "| save | saver | call | staged after | durable after | GB/s of staging | step, before and "
-        "during the save |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| save | saver | number | call | staged after | durable after | GB/s of staging | step, "
+        "before and during the save |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for group in groups:
-        labels = {info["name"]: info["label"] for info in group["contenders"]}
-        for sample in group["samples"]:
-            idle = [step for save in sample["saves"] for step in save["idle_steps"]]
-            steps = [step for save in sample["saves"] for step in save["steps"]]
-            rate = sample["bytes"] / sample["staged_s"] / 1e9 if sample["staged_s"] else 0.0
-            lines.append(
-                f"| {group['title']} | {labels[sample['contender']]} | "
-                f"{1e3 * sample['stall_s']:.1f} ms | {1e3 * sample['staged_s']:.0f} ms | "
-                f"{sample['durable_s']:.2f} s | {rate:.1f} | "
-                f"{_milliseconds(idle)} and {_milliseconds(steps)} ms |"
-            )
+        for saver, saves in saves_by_saver(group).items():
+            for number, save in enumerate(saves, 1):
+                idle = _milliseconds(save["idle_steps"])
+                lines.append(
+                    f"| {group['title']} | {label_of(group, saver)} | {number} | "
+                    f"{1e3 * save['stall_s']:.1f} ms | {1e3 * save['staged_s']:.0f} ms | "
+                    f"{save['durable_s']:.2f} s | {staging_rate(group, save) / 1e9:.1f} | "
+                    f"{idle} and {_milliseconds(save['steps'])} ms |"
+                )
     return lines
 
 
