@@ -40,9 +40,6 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Seconds that each file of tests took when ``make durations`` last ran.
 DURATIONS = Path(__file__).parent / "durations.json"
 
-# A longer test hangs. The slowest test takes well under a minute, but machines differ.
-TIMEOUT_SECONDS = 300
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -84,10 +81,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # pytest must import the modules in pytest_plugins.
     from tests.sweeps import TORTURE
 
-    has_timeouts = config.pluginmanager.hasplugin("timeout")
-    for item in items:
-        if has_timeouts and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
     left_out = [item for item in items if item.get_closest_marker("torture") and not TORTURE]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
