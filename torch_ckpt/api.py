@@ -36,6 +36,7 @@ from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving.async_save import AsyncSave
+from torch_ckpt.saving.host_memory import reserve_for_snapshot
 from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
 from torch_ckpt.saving.running_saves import alone, check_for_errors, start
@@ -261,6 +262,13 @@ def async_save(
                 warn_unchanged=warn_unchanged,
             )
             job.reported = writer.reported_elsewhere
+            reserve_for_snapshot(
+                state.values(),
+                ranks=ranks.size,
+                files=writer.thread_count,
+                max_host_bytes=writer.max_host_bytes,
+                staged=job.write.staged,
+            )
             handle = start(job, SaveSession(writer, ranks, plans, check_replicas, job=job).run)
     except BaseException as error:
         # The other ranks wait for this rank until the job's thread, or this one, reports the error.

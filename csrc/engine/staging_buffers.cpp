@@ -80,15 +80,26 @@ StagingBufferList StagingBuffers::take_unallocated() noexcept {
 
 Result<> StagingBuffers::allocate(StagingBufferList& buffers) noexcept {
   try {
+    // Other threads may have allocated chunks since take_idle_chunks(), for example for a reserve.
+    std::size_t missing = buffers.size();
+    for (StagingBuffer& buffer : buffers) {
+      buffer.chunk = context_.chunks.take_idle(chunk_bytes_);
+      if (buffer.chunk == nullptr) break;
+      --missing;
+    }
+    if (missing == 0) return {};
     if (device_ != staging::Source::kHost) {
-      if (auto arena = context_.chunks.take_arena(chunk_bytes_, buffers.size(), device_)) {
+      if (auto arena = context_.chunks.take_arena(chunk_bytes_, missing, device_)) {
         auto chunk = arena->begin();
-        for (StagingBuffer& buffer : buffers) buffer.chunk = std::move(*chunk++);
+        for (StagingBuffer& buffer : buffers) {
+          if (buffer.chunk == nullptr) buffer.chunk = std::move(*chunk++);
+        }
         return {};
       }
       // The arena could not be allocated or page-locked. Separate, smaller chunks may still work.
     }
     for (StagingBuffer& buffer : buffers) {
+      if (buffer.chunk != nullptr) continue;
       auto taken = context_.chunks.take(chunk_bytes_);
       if (!taken) return taken.error();
       buffer.chunk = std::move(*taken);

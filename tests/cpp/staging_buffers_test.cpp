@@ -62,6 +62,31 @@ TEST(StagingBuffers, AreAllocatedOneByOneIfTheirArenaCannotBePinned) {
   buffers.close(0);
 }
 
+// Otherwise a reserve that grows during the save and the save would both allocate all memory.
+TEST(StagingBuffers, UseChunksThatOtherThreadsHaveAllocatedMeanwhile) {
+  FakeDevice device;
+  StagingBuffers buffers(context(), 3, kPage, 0, 1);
+  buffers.take_idle_chunks();
+  staging::ChunkPool& pool = context().chunks;
+  auto arena = pool.take_arena(kPage, 2, 0);
+  ASSERT_TRUE(ok(arena));
+  for (auto& chunk : *arena) pool.give_back(std::move(chunk));
+  const auto idle = pool.idle_bytes();
+  StagingBufferList made = buffers.take_unallocated();
+  ASSERT_EQ(made.size(), 3);
+  ASSERT_TRUE(ok(buffers.allocate(made)));
+  for (const StagingBuffer& buffer : made) EXPECT_NE(buffer.chunk, nullptr);
+  EXPECT_EQ(pool.idle_bytes(), idle - 2 * kPage);
+  EXPECT_EQ(device.pinned_now(), 2);  // the arena, and the third chunk
+  while (!made.empty()) {
+    StagingBufferList one;
+    one.splice(one.end(), made, made.begin());
+    buffers.release(std::move(one));
+  }
+  buffers.close();
+  pool.trim(0);
+}
+
 TEST(StagingBuffers, AreAllocatedOneAtATimeForTheHost) {
   StagingBuffers buffers(context(), 3, kPage, staging::Source::kHost, 1);
   EXPECT_EQ(buffers.take_unallocated().size(), 1);

@@ -43,6 +43,7 @@ from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.exports import Exports
+from torch_ckpt.manager.live_tensors import live_tensors
 from torch_ckpt.manager.option_groups import (
     Interval,
     PreemptionOptions,
@@ -59,6 +60,7 @@ from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.retention import Retention
+from torch_ckpt.saving.host_memory import reserve_for_state
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import BeforeSave
 from torch_ckpt.steps import StepInfo, open_steps, step_name
@@ -214,9 +216,10 @@ class CheckpointManager:
             raise ValueError(f"{export.root}: exports need another directory than the steps")
         self._read_only = read_only
         # Detect invalid writer options now, not in the first save.
-        self._store.writer(
+        writer = self._store.writer(
             0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **saves.writer_options
         )
+        self._files, self._max_host_bytes = writer.thread_count, writer.max_host_bytes
         self._before_save = BeforeSave()
         group = group_for(process_group, "manager")
         self._rank = group.rank
@@ -224,6 +227,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._returned_at: float | None = None
         self._was_saving = False
+        self._has_reserved = False
 
         # Only rank 0 needs the lease: it commits steps for all ranks, and deletes them.
         writes = not read_only and self._rank == 0
@@ -358,6 +362,12 @@ class CheckpointManager:
                 saver.wait()
             is_new = step != self._timeline.last_step
             saves = force or (is_new and (is_due or stops))
+            if not self._has_reserved:
+                # After the first step, optimizers have their state. The first save that is due then
+                # finds its memory allocated.
+                self._has_reserved = True
+                if not saves:
+                    self._reserve_memory(state)
             exports = not stops and saver.exports.should_export(step, saves, lambda: self.is_saving)
             try:
                 try:
@@ -591,6 +601,7 @@ class CheckpointManager:
         self._saver.wait()
         restored = self._restorer.restore(state, step, names=names, strict=strict, rename=rename)
         self._timeline.restored(restored, is_chosen=step is not None)
+        self._reserve_memory(state)
         if restored is None:
             return 0
         self._saver.exports.rewound(restored)
@@ -732,6 +743,16 @@ class CheckpointManager:
             )
 
     # --- private ---------------------------------------------------------------------------------
+
+    def _reserve_memory(self, state: State) -> None:
+        """Reserves memory for the first save in the background."""
+        if not self._read_only:
+            reserve_for_state(
+                live_tensors(state),
+                ranks=self._run.ranks,
+                files=self._files,
+                max_host_bytes=self._max_host_bytes,
+            )
 
     def _stop(self, step: int) -> None:
         self._notice.stops = True

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import operator
 import os
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.life_cycle import Part, register
@@ -28,6 +33,8 @@ _CONTROL_GROUPS = (
 )
 #: Bytes to allocate between two checks of the free memory: a fraction of a second of work.
 _STEP_BYTES = 64 * CHUNK_BYTES
+#: Chunks for each file that the engine needs to use large chunks (csrc/engine/save_session.cpp).
+_CHUNKS_PER_FILE = 3
 
 
 def _share_of_free_memory(ranks: int, free: Callable[[], int]) -> int:
@@ -116,6 +123,58 @@ def reserve_pool(
     return _reserve.make(bytes, device, wait)
 
 
+def reserve_in_background(bytes: int, device: torch.device | int | None) -> None:
+    """Calls :func:`reserve_pool` without waiting. Logs errors instead of raising them."""
+    _reserve.make_quietly(bytes, device)
+
+
+def reserve_for_state(
+    tensors: Iterable[Any],
+    *,
+    ranks: int,
+    files: int,
+    max_host_bytes: int | None,
+    after: Future[None] | None = None,
+) -> None:
+    """Reserves page-locked memory in the background for a snapshot of tensors on a CUDA device, so
+    that later saves need not allocate it. Never raises an exception.
+
+    Does nothing if most bytes are on the host, if the program has requested a reserve, or after the
+    first snapshot of this process, which has allocated its memory. The reserve never exceeds the
+    budget of a save.
+
+    Args:
+        tensors: all tensors of the state on this rank; other values are ignored.
+        ranks: number of ranks that save together. Each saves its part of the replicated tensors.
+        files: number of files that this rank writes concurrently.
+        max_host_bytes: budget of a save; None means the default budget.
+        after: the reservation begins when this future is done; None begins it immediately.
+    """
+    _reserve.make_for_state(tensors, ranks, files, max_host_bytes, after)
+
+
+def reserve_for_snapshot(
+    tensors: Iterable[Any],
+    *,
+    ranks: int,
+    files: int,
+    max_host_bytes: int | None,
+    staged: Future[None],
+) -> None:
+    """Calls :func:`reserve_for_state` for the first snapshot of this process: once the snapshot is
+    staged, reserves the memory that the save has not allocated itself."""
+    reserve_for_state(
+        tensors, ranks=ranks, files=files, max_host_bytes=max_host_bytes, after=staged
+    )
+    _reserve.has_saved = True
+
+
+def limit_to_budget(max_host_bytes: int) -> None:
+    """Trims a reserve of :func:`reserve_for_state` to the budget of a save. Does not change a
+    reserve that the program has requested."""
+    _reserve.limit(max_host_bytes)
+
+
 def leave() -> None:
     """Ends the background allocations. Called at interpreter exit."""
     _reserve.leave()
@@ -132,6 +191,49 @@ def _ordinal(device: torch.device | str | int | None) -> int:
             f"device must be a CUDA device, and torch must be built for CUDA, but got {given}"
         )
     return given.index if given.index is not None else torch.cuda.current_device()
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device | None:
+    """Returns the CUDA device of a tensor, or None."""
+    return tensor.device if tensor.is_cuda else None
+
+
+def _needed(
+    tensors: Iterable[Any], ranks: int, files: int, budget: int
+) -> tuple[int, torch.device] | None:
+    """Returns the bytes to reserve and their device, or None if a save would not use them."""
+    on_devices: dict[torch.device, int] = {}
+    total = 0
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        is_sharded = isinstance(tensor, DTensor)
+        local = tensor._local_tensor if is_sharded else tensor
+        held = local.numel() * local.itemsize // (_replicas_of(tensor) if is_sharded else ranks)
+        total += held
+        device = _device_of(local)
+        if device is not None:
+            on_devices[device] = on_devices.get(device, 0) + held
+    if not on_devices or sum(on_devices.values()) <= total // 2:
+        return None
+    # The engine uses smaller chunks for small files and for small budgets.
+    if total < files * DEVICE_CHUNK_BYTES:
+        return None
+    if budget < _CHUNKS_PER_FILE * files * DEVICE_CHUNK_BYTES:
+        return None
+    needed = min(total + files * DEVICE_CHUNK_BYTES, budget)
+    device = max(on_devices, key=lambda one: on_devices[one])
+    return needed // DEVICE_CHUNK_BYTES * DEVICE_CHUNK_BYTES, device
+
+
+def _replicas_of(tensor: DTensor) -> int:
+    """Returns the number of ranks that have the same part of a tensor."""
+    mesh = tensor.device_mesh
+    return math.prod(
+        mesh.size(dimension)
+        for dimension, placement in enumerate(tensor.placements)
+        if placement.is_replicate()
+    )
 
 
 def _chunk_bytes(ordinal: int) -> int:
@@ -151,30 +253,71 @@ class Reserve:
         self, free: Callable[[], int] = free_memory, step_bytes: int = _STEP_BYTES
     ) -> None:
         self.leaving = False
+        #: True after the first snapshot of this process.
+        self.has_saved = False
         self._free = free
         self._step_bytes = step_bytes
         self._threads: list[threading.Thread] = []
+        #: True if the program has requested the reserve.
+        self._is_requested = False
 
     def make(self, bytes: int, device: torch.device | str | int | None, wait: bool) -> int:
         """Implements :func:`reserve_pool`."""
         if operator.index(bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {bytes}")
         ordinal = _ordinal(device)
-        chunk = _chunk_bytes(ordinal)
-        # Round up to whole chunks. Otherwise the last chunk would exceed the reserve.
-        total = -(-bytes // chunk) * chunk
-        _core.set_reserve(total, chunk)
+        total = self._set_target(bytes, ordinal)
+        self._is_requested = True
         if wait:
-            return self._grow(total, ordinal, None)
-        thread = threading.Thread(
-            target=self._grow_quietly,
-            args=(total, ordinal),
-            name="torch_ckpt reserve",
-            daemon=True,
-        )
-        thread.start()
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            return self._grow(total, ordinal, None, logging.WARNING)
+        self._start(total, ordinal, logging.WARNING)
         return _core.reserved_bytes()
+
+    def make_quietly(self, bytes: int, device: torch.device | str | int | None) -> None:
+        """Implements :func:`reserve_in_background`."""
+        try:
+            self.make(bytes, device, wait=False)
+        except Exception as error:
+            _log_failure(bytes, error)
+
+    def make_for_state(
+        self,
+        tensors: Iterable[Any],
+        ranks: int,
+        files: int,
+        max_host_bytes: int | None,
+        after: Future[None] | None = None,
+    ) -> None:
+        """Implements :func:`reserve_for_state`."""
+        if not _C.has_cuda or self._is_requested or self.has_saved:
+            return
+        try:
+            budget = default_snapshot_bytes(ranks, self._free)
+            if max_host_bytes is not None:
+                budget = min(budget, max_host_bytes)
+            needed = _needed(tensors, ranks, files, budget)
+            if needed is None:
+                return
+            if after is None:
+                self._start_for_state(*needed)
+            else:
+                after.add_done_callback(lambda _: self._start_for_state(*needed))
+        except Exception as error:
+            LOGGER.warning("could not reserve memory for saves in advance: %s", error)
+
+    def _start_for_state(self, bytes: int, device: torch.device) -> None:
+        try:
+            ordinal = _ordinal(device)
+            # Other code may use the free memory meanwhile. That is no reason to warn, because the
+            # program has not requested a reserve.
+            self._start(self._set_target(bytes, ordinal), ordinal, logging.INFO)
+        except Exception as error:
+            _log_failure(bytes, error)
+
+    def limit(self, max_host_bytes: int) -> None:
+        """Implements :func:`limit_to_budget`."""
+        if not self._is_requested and _core.reserve_bytes() > max_host_bytes:
+            _core.trim_pool(max_host_bytes)
 
     def join(self) -> None:
         """Waits for the threads that allocate."""
@@ -188,10 +331,30 @@ class Reserve:
 
     def forget_in_child(self) -> None:
         """Forgets the threads, which a forked child does not have."""
-        self.leaving = False
+        self.leaving = self.has_saved = self._is_requested = False
         self._threads = []
 
-    def _grow(self, total: int, device: int, background: Background | None) -> int:
+    def _set_target(self, bytes: int, ordinal: int) -> int:
+        """Sets the target of the reserve, and returns it."""
+        chunk = _chunk_bytes(ordinal)
+        # Round up to whole chunks. Otherwise the last chunk would exceed the reserve.
+        total = -(-bytes // chunk) * chunk
+        _core.set_reserve(total, chunk)
+        return total
+
+    def _start(self, total: int, ordinal: int, log_level: int) -> None:
+        if self.leaving:
+            return
+        thread = threading.Thread(
+            target=self._grow_quietly,
+            args=(total, ordinal, log_level),
+            name="torch_ckpt reserve",
+            daemon=True,
+        )
+        thread.start()
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+
+    def _grow(self, total: int, device: int, background: Background | None, log_level: int) -> int:
         there = _core.reserved_bytes()
         # Stop if the requested reserve is now smaller: it was trimmed, or memory ran out.
         while there < total <= _core.reserve_bytes() and not self.leaving:
@@ -199,7 +362,8 @@ class Reserve:
             most = _share_of_free_memory(ranks, self._free)
             if most < there + _chunk_bytes(device):
                 _core.end_reserve()
-                LOGGER.warning(
+                LOGGER.log(
+                    log_level,
                     "reserved only %d of %d bytes for saves: this rank may use at most %d bytes, "
                     "its share of half of the free memory of the machine and the control group",
                     there,
@@ -211,11 +375,15 @@ class Reserve:
             there = _core.grow_reserve(step, device, background)
         return there
 
-    def _grow_quietly(self, total: int, device: int) -> None:
+    def _grow_quietly(self, total: int, device: int, log_level: int) -> None:
         try:
-            self._grow(total, device, Background())
+            self._grow(total, device, Background(), log_level)
         except Exception as error:
-            LOGGER.warning("could not reserve %d bytes for saves: %s", total, error)
+            _log_failure(total, error)
+
+
+def _log_failure(bytes: int, error: Exception) -> None:
+    LOGGER.warning("could not reserve %d bytes for saves: %s", bytes, error)
 
 
 _reserve = Reserve()

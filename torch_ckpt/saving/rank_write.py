@@ -32,7 +32,7 @@ from torch_ckpt._base.options import require_at_least, require_io_options
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.saving.background import Background, EngineOptions
-from torch_ckpt.saving.host_memory import default_snapshot_bytes
+from torch_ckpt.saving.host_memory import default_snapshot_bytes, limit_to_budget
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.snapshots import source_changed
 
@@ -205,8 +205,11 @@ class RankWrite:
                 children=self._children,
             )
         max_host_bytes = options.max_host_bytes or 0
-        if is_snapshot and not max_host_bytes:
-            max_host_bytes = default_snapshot_bytes(self._ranks)
+        if is_snapshot:
+            if max_host_bytes:
+                limit_to_budget(max_host_bytes)
+            else:
+                max_host_bytes = default_snapshot_bytes(self._ranks)
         identity = DirectoryIdentity.of(directory)
         save = _C.start_save(
             directory,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +83,11 @@ class SaveState:
     def names(self) -> list[str]:
         """Returns the fully qualified names of all values."""
         return self._flat.names()
+
+    def values(self) -> Iterator[Any]:
+        """Yields all values."""
+        for row in range(len(self._flat.names())):
+            yield self._flat.value(row)
 
     def aliases(self, names: Collection[str], others: Collection[str]) -> list[str]:
         """Returns the tensors among ``names`` that have the same dtype, size and memory as one of

@@ -299,3 +299,170 @@ def test_a_child_forked_during_a_reservation_does_not_wait(gate: Gate) -> None:
         in_fork(work)
         gate.open()
         assert torch_ckpt.reserve_pool(5 * CHUNK_BYTES) == 5 * CHUNK_BYTES
+
+
+# --- for the state of a program ------------------------------------------------------------------
+
+_MIB = 1 << 20
+_ON_HOST = torch.zeros(4 * _MIB, dtype=torch.uint8)
+#: 20 MiB, which need a second chunk that is not full.
+_ON_DEVICE = random_tensor((20 * _MIB,), torch.uint8, 3)
+
+
+@pytest.fixture
+def reserve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reserve]:
+    """Counts all tensors except ``_ON_HOST`` as tensors on a CUDA device. The memory that is
+    reserved for them is not page-locked."""
+    fresh = Reserve(free(2000 * CHUNK_BYTES))
+    grow = _core.grow_reserve
+    monkeypatch.setattr(host_memory, "_reserve", fresh)
+    monkeypatch.setattr(host_memory._C, "has_cuda", True)
+    monkeypatch.setattr(host_memory, "_ordinal", lambda device: -1 if device is None else 0)
+    monkeypatch.setattr(
+        host_memory._core,
+        "grow_reserve",
+        lambda most, _device, background: grow(most, -1, background),
+    )
+    monkeypatch.setattr(
+        host_memory,
+        "_device_of",
+        lambda tensor: None if tensor.is_set_to(_ON_HOST) else torch.device("cuda", 0),
+    )
+    yield fresh
+    fresh.join()
+
+
+def reserved_for(reserve: Reserve, tensors: list[Any], **options: Any) -> int:
+    """Returns the MiB that are reserved for the tensors."""
+    chosen = {"ranks": 1, "files": 1, "max_host_bytes": None} | options
+    host_memory.reserve_for_state(tensors, **chosen)
+    reserve.join()
+    assert _core.reserve_bytes() == _core.reserved_bytes() == _core.pool_bytes()
+    return _core.pool_bytes() // _MIB
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "expected"),
+    [
+        ([_ON_DEVICE], {}, 32),
+        ([_ON_DEVICE, {"not": "a tensor"}, _ON_HOST, None], {}, 32),
+        ([_ON_DEVICE] * 4, {"ranks": 4}, 32),
+        ([_ON_DEVICE] * 4, {"files": 2}, 112),
+        ([_ON_DEVICE] * 4, {"max_host_bytes": 50 * _MIB}, 48),
+        ([_ON_DEVICE], {"max_host_bytes": 47 * _MIB}, 0),
+        ([_ON_DEVICE], {"files": 2}, 0),
+        ([_ON_DEVICE] * 4, {"ranks": 8}, 0),
+        ([_ON_DEVICE] + [_ON_HOST] * 5, {}, 0),
+        ([_ON_HOST] * 9, {}, 0),
+        ([], {}, 0),
+    ],
+    ids=[
+        "tensors on a device",
+        "some values on the host",
+        "replicas of several ranks",
+        "several files",
+        "more than the budget",
+        "a budget too small for large chunks",
+        "files smaller than a chunk",
+        "a rank's part smaller than a chunk",
+        "half of the bytes on the host",
+        "host only",
+        "no tensors",
+    ],
+)
+def test_the_memory_for_a_state_covers_its_bytes_on_a_device_within_the_budget(
+    reserve: Reserve, tensors: list[Any], options: dict[str, Any], expected: int
+) -> None:
+    assert reserved_for(reserve, tensors, **options) == expected
+
+
+def test_a_state_is_given_no_more_than_its_share_of_the_free_memory(
+    reserve: Reserve, caplog: pytest.LogCaptureFixture
+) -> None:
+    reserve._free = free(30 * CHUNK_BYTES)
+    with caplog.at_level(logging.WARNING, "torch_ckpt"):
+        assert reserved_for(reserve, [_ON_DEVICE] * 5) == 48
+    assert not caplog.text, "the program has not requested a reserve"
+
+
+def test_without_cuda_nothing_is_reserved_for_a_state_and_it_is_not_read(
+    reserve: Reserve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory._C, "has_cuda", False)
+    tensors = iter([_ON_DEVICE])
+    host_memory.reserve_for_state(tensors, ranks=1, files=1, max_host_bytes=None)
+    assert next(tensors) is _ON_DEVICE
+    assert reserved_for(reserve, [_ON_DEVICE]) == 0
+
+
+def test_a_reserve_that_the_program_requested_is_not_replaced(reserve: Reserve) -> None:
+    torch_ckpt.reserve_pool(3 * CHUNK_BYTES)
+    assert reserved_for(reserve, [_ON_DEVICE]) == 3 * CHUNK_BYTES // _MIB
+    host_memory.limit_to_budget(CHUNK_BYTES)
+    assert _core.reserve_bytes() == 3 * CHUNK_BYTES
+
+
+def save_on_device(path: Path, **options: Any) -> None:
+    torch_ckpt.async_save({"t": _ON_DEVICE}, path, thread_count=1, **options).result()
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_only_the_first_async_save_reserves_memory_for_its_state(
+    tmp_path: Path, reserve: Reserve, staging: str
+) -> None:
+    save_on_device(tmp_path / "1", staging=staging)
+    reserve.join()
+    assert _core.reserve_bytes() == _core.reserved_bytes() == 32 * _MIB
+    torch_ckpt.trim_pool()
+    save_on_device(tmp_path / "2", staging=staging)
+    reserve.join()
+    assert _core.reserve_bytes() == 0, "the program has freed it"
+
+
+def test_a_later_save_with_a_smaller_budget_frees_the_memory_for_a_state(
+    tmp_path: Path, reserve: Reserve
+) -> None:
+    assert reserved_for(reserve, [_ON_DEVICE]) == 32
+    save_on_device(tmp_path / "c", max_host_bytes=16 * _MIB)
+    assert _core.reserve_bytes() <= 16 * _MIB
+    assert _core.pool_bytes() <= 16 * _MIB
+
+
+@pytest.mark.parametrize("call", ["mmap", "thread"])
+def test_a_save_does_not_fail_if_memory_cannot_be_reserved_for_its_state(
+    tmp_path: Path,
+    reserve: Reserve,
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EAGAIN, "out of threads")
+
+    monkeypatch.setattr(reserve, "_start" if call == "thread" else "_grow", refuse)
+    with caplog.at_level(logging.WARNING, "torch_ckpt"):
+        save_on_device(tmp_path / "c")
+        reserve.join()
+    assert "could not reserve" in caplog.text
+    assert torch_ckpt.verify(tmp_path / "c").ok
+
+
+def test_no_reservation_begins_when_the_process_ends(tmp_path: Path, reserve: Reserve) -> None:
+    reserve.leave()
+    save_on_device(tmp_path / "c")
+    assert reserve._threads == []
+
+
+def test_a_forked_child_reserves_memory_for_its_own_state(tmp_path: Path, reserve: Reserve) -> None:
+    save_on_device(tmp_path / "parent")
+    reserve.join()
+
+    def work() -> None:
+        reserve.forget_in_child()
+        assert _core.reserve_bytes() == 0
+        save_on_device(tmp_path / "child")
+        reserve.join()
+        assert _core.reserved_bytes() == 32 * _MIB
+
+    in_fork(work)
+    assert _core.reserved_bytes() == 32 * _MIB

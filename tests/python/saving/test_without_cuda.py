@@ -74,7 +74,7 @@ def test_megatrons_queue_reserves_memory_without_a_device(monkeypatch: pytest.Mo
     devices: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        calls_queue, "reserve_pool", lambda _bytes, device, wait: devices.append(device)
+        calls_queue, "reserve_in_background", lambda _bytes, device: devices.append(device)
     )
     calls_queue.AsyncCallsQueue.warmup_persistent_caller(0, reserve_bytes=1)
     assert devices == [None]
