@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME, no_checkpoint
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME, step_name
@@ -102,11 +103,14 @@ def _newest_if_root(path: str, directory: OpenDirectory) -> OpenDirectory:
         # Ranks that save without collectives write one metadata file each.
         if any(name.endswith(METADATA_NAME) for name in names):
             return directory
-        if any(STEP_NAME.match(name) for name in names):
+        steps = sorted(filter(STEP_NAME.match, names))
+        if steps:
             step = _open_step(path, lambda: _newest_step(path))
             if step is not None:
                 directory.close()
                 return step
+            if not any(name.endswith((_SAFETENSORS, *TORCH_SUFFIXES)) for name in names):
+                raise _no_complete_step(path, steps)
         return directory
     except BaseException:
         directory.close()
@@ -201,6 +205,18 @@ def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | N
             raise
         directory.close()
     return None
+
+
+def _no_complete_step(root: str, steps: list[str]) -> FileNotFoundError:
+    """Builds the error for a root whose steps all lack the marker."""
+    return FileNotFoundError(
+        errno.ENOENT,
+        f"no step is complete: {some_of(steps)} {'lacks' if len(steps) == 1 else 'lack'} "
+        f"{MARKER_NAME}. The save is still running or was interrupted, or the step was copied "
+        f"without this file. To read an incomplete step, pass its directory, such as "
+        f"{os.path.join(root, steps[-1])}",
+        root,
+    )
 
 
 def _newest_step(root: str) -> str | None:

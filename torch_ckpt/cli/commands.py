@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch_ckpt._base.formatting import Report
+from torch_ckpt._base.formatting import Report, some_of
 from torch_ckpt._base.progress import Progress, ProgressBar, stderr_is_terminal
 from torch_ckpt.cli.exit_codes import ExitCode
 from torch_ckpt.cli.output import print_blocks, print_error, print_json
@@ -29,6 +29,15 @@ def _print_report(
     else:
         print_blocks(report.blocks())
     return ExitCode.FINDING if is_finding else ExitCode.SUCCESS
+
+
+def _print_with_faults(
+    report: Report, path: str, faults: list[str], arguments: argparse.Namespace
+) -> ExitCode:
+    code = _print_report(report, arguments, is_finding=bool(faults))
+    if faults:
+        print_error(f"{path} cannot be loaded completely: {some_of(faults)}")
+    return code
 
 
 @contextmanager
@@ -66,22 +75,22 @@ def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:
 
     listing = examine(arguments.directory, arguments.names or None)
     listing.shows_files = arguments.files
-    faults = ", ".join(listing.faults)
-    code = _print_report(listing, arguments, is_finding=bool(faults))
-    if faults:
-        print_error(f"{listing.path} cannot be loaded completely: {faults}")
-    return code
+    return _print_with_faults(listing, listing.path, listing.faults, arguments)
 
 
 def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     """Show what each rank wrote and how long it took.
 
     Show what each rank wrote and, if the metadata records it, how long the rank took. Name the
-    ranks that stand out. Reads only the metadata. Exits with 2 if the checkpoint cannot be read.
+    ranks that stand out. Reads the metadata and the file lengths, not the data. Exits with 1 if a
+    data file or a shard is missing or a file is too short, and with 2 if the checkpoint cannot be
+    read.
     """
     from torch_ckpt.inspection.explain import explain
 
-    return _print_report(explain(arguments.directory), arguments)
+    explanation = explain(arguments.directory)
+    faults = explanation.faults
+    return _print_with_faults(explanation, explanation.checkpoint, faults, arguments)
 
 
 def show_checkpoint(arguments: argparse.Namespace) -> ExitCode:
@@ -327,8 +336,10 @@ def print_completion(arguments: argparse.Namespace) -> ExitCode:
 
 
 def _open_steps(root: str) -> StepStore:
+    from torch_ckpt.cli.steps import require_root
     from torch_ckpt.steps import open_steps
 
+    require_root(root)
     try:
         return open_steps(root)
     except (ImportError, ValueError) as error:

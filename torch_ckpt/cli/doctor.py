@@ -6,6 +6,7 @@ deleted even after an error or Ctrl-C, but not if a signal kills the process.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -160,6 +161,12 @@ def diagnose(
         ValueError: ``measured_bytes`` is too small.
     """
     require_at_least("measured_bytes", measured_bytes, LEAST_MEASURED)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            "this is a file. Pass the directory to examine, such as the one that contains the file",
+            os.fspath(path),
+        )
     real_path = os.path.realpath(path)
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         mount = find_mount(real_path, map(parse_mount, lines))

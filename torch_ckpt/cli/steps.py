@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,37 @@ from typing import Any
 
 from torch_ckpt._base.formatting import Block, Report, Table, duration, plural, printable, size
 from torch_ckpt._base.progress import Progress
+from torch_ckpt.checkpoint.index import METADATA_NAME
+from torch_ckpt.checkpoint.step_names import STEP_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.retention import Retention
 from torch_ckpt.steps import MARKER_NAME, StepInfo, StepStore
 
 _OnProgress = Callable[[Progress], None] | None
+
+
+def require_root(root: str) -> None:
+    """Raises if a local path is a single checkpoint or a file, and so has no steps beneath it.
+
+    Raises:
+        CheckpointError: the path is a checkpoint. The message names the root if the checkpoint is a
+            step.
+        NotADirectoryError: the path is a file.
+    """
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise NotADirectoryError(
+            errno.ENOTDIR, "the root of a run must be a directory, but this is a file", root
+        )
+    if not os.path.lexists(os.path.join(root, METADATA_NAME)):
+        return
+    path = os.path.abspath(root)
+    advice = "pass the directory that contains the steps"
+    if STEP_NAME.match(os.path.basename(path)):
+        advice = f"pass {os.path.dirname(path)}"
+    raise CheckpointError(
+        f"{root} is a single checkpoint, not the root of a run; {advice}. To list the checkpoint, "
+        f"run torch-ckpt ls {root}"
+    )
 
 
 @dataclass

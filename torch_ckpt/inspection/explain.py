@@ -20,6 +20,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
 from torch_ckpt.checkpoint.index import locations_of, read_index
 from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.inspection.listing import list_opened
 
 _RANK_IN_FILE_NAME = re.compile(r"__(\d+)_")
 
@@ -53,6 +54,8 @@ class Explanation(Report):
     checkpoint: str  # the checkpoint directory
     ranks: list[RankShare]  # ranks that wrote a record or whose durations are recorded
     remarks: list[str]  # a summary, and a sentence about each rank that stands out
+    # Missing shards, and data files that are missing or too short.
+    faults: list[str] = field(default_factory=list)
 
     def blocks(self) -> Iterator[Block]:
         """Yields a table with a row for each rank, and the remarks."""
@@ -81,7 +84,7 @@ class Explanation(Report):
 def explain(path: str | os.PathLike[str]) -> Explanation:
     """Reports what each rank wrote to a checkpoint, and which phases were slow.
 
-    Reads only the metadata, which stock torch may have written.
+    Reads only the metadata, which stock torch may have written, and the lengths of the files.
 
     Args:
         path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
@@ -91,12 +94,13 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
         FileNotFoundError: there is no committed checkpoint.
         Unsafe, Corrupt, CheckpointError: the metadata cannot be read.
     """
-    directory, found, safetensors = open_checkpoint(path)
-    with closing(directory):
-        index = read_index(directory, safetensors)
+    opened = open_checkpoint(path)
+    with closing(opened.directory):
+        index = read_index(opened.directory, opened.safetensors)
+        faults = list_opened(opened, index).faults
     shares = _share_of_each_rank(index)
     ranks = sorted(shares.values(), key=lambda share: (share.rank is None, share.rank))
-    return Explanation(found, ranks, list(_remarks(ranks)))
+    return Explanation(opened.path, ranks, list(_remarks(ranks)), faults)
 
 
 def _share_of_each_rank(index: _core.CheckpointIndex) -> dict[int | None, RankShare]:

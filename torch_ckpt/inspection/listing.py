@@ -278,13 +278,13 @@ def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) ->
     """
     opened = open_checkpoint(path)
     with closing(opened.directory):
-        return _list(opened, read_index(opened.directory, opened.safetensors), names)
+        return list_opened(opened, read_index(opened.directory, opened.safetensors), names)
 
 
-def _list(
-    opened: OpenCheckpoint, index: _core.CheckpointIndex, patterns: Sequence[str] | None
+def list_opened(
+    opened: OpenCheckpoint, index: _core.CheckpointIndex, patterns: Sequence[str] | None = None
 ) -> Listing:
-    """Combines the metadata with the file lengths. Reads no data."""
+    """Combines the metadata with the file lengths. Reads no data. See :func:`examine`."""
     directory = Path(opened.directory.path)
     chosen = select_names(index.names(), patterns, opened.path)
     records, stored, ends = Counter[str](), Counter[str](), Counter[str]()

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import Report, plural, printable, size
+from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in, read_safetensors
@@ -117,11 +117,12 @@ class VerifyReport(Report):
         return bool(self.damaged or self.missing or self.incomplete)
 
     def faults(self) -> Iterator[str]:
-        """Yields a line for each fault, with escaped names."""
+        """Yields a line for each fault, with escaped names. A line names at most eight values; the
+        attributes have all of them."""
         for damage in self.damaged:
             yield printable(f"damaged: {damage}")
         for file, names in self.missing:
-            yield printable(f"missing: {file}, which holds {', '.join(names)}")
+            yield printable(f"missing: {file}, which holds {some_of(names)}")
         for name, what in self.incomplete:
             yield printable(f"incomplete: {name}: {what}")
         for unread in self.unread:
@@ -131,10 +132,10 @@ class VerifyReport(Report):
         """Yields the report as text, with escaped names; the last line is the verdict."""
         yield from self.faults()
         if self.unreferenced:
-            yield printable(f"not part of the checkpoint: {', '.join(self.unreferenced)}")
+            yield printable(f"not part of the checkpoint: {some_of(self.unreferenced)}")
         if self.unverifiable:
             count = plural(len(self.unverifiable), "record")
-            yield printable(f"not verifiable, {count}: {', '.join(self.unverifiable)}")
+            yield printable(f"not verifiable, {count}: {some_of(self.unverifiable)}")
         verdict = "no damage found"
         if not self.ok:
             parts = [

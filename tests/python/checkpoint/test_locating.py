@@ -91,6 +91,18 @@ def test_a_step_without_its_marker_is_not_the_newest_one(root: Path) -> None:
     assert found(root) == "0000000003"
 
 
+def test_the_error_for_a_root_without_a_complete_step_names_its_steps(root: Path) -> None:
+    for step in ("0000000003", "0000000040"):
+        (root / step / MARKER_NAME).unlink()
+    match = (
+        rf"no step is complete: 0000000003, 0000000040 lack {MARKER_NAME}.* pass its directory, "
+        f"such as {root}/0000000040"
+    )
+    with pytest.raises(FileNotFoundError, match=match):
+        open_checkpoint(root)
+    assert found(root / "40") == "0000000040"
+
+
 def test_a_step_is_found_in_a_working_directory(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

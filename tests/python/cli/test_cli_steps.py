@@ -59,6 +59,29 @@ def files_and_bytes(*directories: Path) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["steps"], ["gc", "--keep-last", "1"], ["delete", "7"], ["pin", "7"], ["unpin", "7"]],
+    ids=lambda command: command[0],
+)
+def test_a_single_checkpoint_or_a_file_is_no_root(
+    root: Path, tmp_path: Path, run: Run, command: list[str]
+) -> None:
+    name, *rest = command
+    save_step(root, 7)
+    torch_ckpt.save({"t": torch.ones(3)}, tmp_path / "single", no_dist=True)
+    (tmp_path / "file").touch()
+    step = root / "0000000007"
+    expected = f"{step} is a single checkpoint, not the root of a run; pass {root}. "
+    assert expected in run.refused(name, step, *rest)
+    single = tmp_path / "single"
+    error = run.refused(name, single, *rest)
+    assert "pass the directory that contains the steps. " in error
+    assert error.endswith(f"run torch-ckpt ls {single}\n")
+    assert "must be a directory, but this is a file" in run.refused(name, tmp_path / "file", *rest)
+    assert steps_of(root) == [7]
+
+
 # --- steps ---------------------------------------------------------------------------------------
 
 

@@ -214,6 +214,12 @@ def test_the_command_recommends_options(tmp_path: Path, run: Run) -> None:
     assert document["ok"] == all(one["state"] != "fails" for one in document["assumptions"])
 
 
+def test_a_file_is_refused_by_its_name(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").touch()
+    error = run.refused("doctor", tmp_path / "file")
+    assert error.startswith(f"torch-ckpt: {tmp_path}/file: this is a file. Pass the directory")
+
+
 def test_a_missing_directory_and_a_size_larger_than_the_free_space_are_refused(
     tmp_path: Path, run: Run
 ) -> None:

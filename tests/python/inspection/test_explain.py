@@ -29,7 +29,7 @@ MB = 1_000_000
 def checkpoint(
     path: Path, bytes_of_ranks: list[int], phases: list[list[float]] | str | None = None
 ) -> Path:
-    """Makes the metadata of a tensor of which each rank has stored some bytes, without data
+    """Makes the metadata of a tensor of which each rank has stored some bytes, and sparse data
     files."""
     chunks, places, begin = [], {}, 0
     for rank, count in enumerate(bytes_of_ranks):
@@ -46,6 +46,9 @@ def checkpoint(
         metadata.torch_ckpt = {"version": 1, "checksums": {}, "phases": text}  # type: ignore[attr-defined]
     path.mkdir(exist_ok=True)
     (path / ".metadata").write_bytes(encode_metadata(metadata))
+    for where in places.values():
+        with open(path / where.relative_path, "wb") as file:
+            file.truncate(where.length)
     return path
 
 
@@ -105,6 +108,18 @@ NO_SECONDS = ["", "{", "[1]", '[["a", 1, 2]]', "[null]", "[[1, 2]]", "5", "[" * 
 def test_an_invalid_duration_is_ignored(tmp_path: Path, phases: str) -> None:
     found = explain(checkpoint(tmp_path, [MB, MB], phases))
     assert [share.write_s for share in found.ranks] == [None, None]
+
+
+def test_missing_and_short_files_are_named_and_are_a_finding(tmp_path: Path, run: Run) -> None:
+    path = checkpoint(tmp_path, [MB, MB, MB])
+    (path / "__1_0.distcp").unlink()
+    os.truncate(path / "__2_0.distcp", MB - 1)
+    faults = ["__1_0.distcp (missing)", "__2_0.distcp (too short)"]
+    assert explain(path).faults == faults
+    assert "1.0 MB" in run("explain", path, code=1)
+    expected = f"torch-ckpt: {path} cannot be loaded completely: {', '.join(faults)}\n"
+    assert run.err == expected
+    assert run.json("explain", path, code=1)["faults"] == faults
 
 
 def test_the_command_prints_a_line_for_each_rank(tmp_path: Path, run: Run) -> None:

@@ -252,6 +252,21 @@ def test_a_missing_file_is_named_with_all_its_values(checkpoint: Path) -> None:
     assert report.records == len(STATE) - len(names)
 
 
+def test_a_line_names_only_some_of_many_values_and_the_report_has_all(
+    tmp_path: Path, run: Run
+) -> None:
+    save({f"t{n:02}": torch.ones(3) for n in range(20)}, tmp_path / "c")
+    (file,) = data_files(tmp_path / "c")
+    file.unlink()
+    for name in map(str, range(20)):
+        (tmp_path / "c" / name).touch()
+    missing, others, _verdict = run("verify", tmp_path / "c", code=1).splitlines()
+    assert missing.startswith(f"missing: {file.name}, which holds t00, t01, ")
+    assert missing.endswith(", t07 and 12 more")
+    assert others.endswith(" and 12 more")
+    assert len(run.json("verify", tmp_path / "c", code=1)["missing"][0]["names"]) == 20
+
+
 def test_records_behind_the_end_of_a_truncated_file_are_named(checkpoint: Path) -> None:
     file = place(checkpoint, "blocks")[0]
     cut = file.stat().st_size - 100
