@@ -6,7 +6,7 @@ Files are published by checkpoint/publishing.py, and directories by csrc/directo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -22,8 +22,14 @@ published_file = partial(publishing.published_file, advice=_ADVICE)
 
 
 @contextmanager
-def published_directory(target: str, overwrite: bool) -> Iterator[str]:
-    """Creates a directory that is published when the block ends; yields its temporary path.
+def published_directory(
+    target: str, overwrite: bool, copied: Iterable[str]
+) -> Iterator[tuple[str, _core.ModelSave]]:
+    """Creates a directory that is published when the block ends. Yields its temporary path and the
+    save that the block must complete.
+
+    Args:
+        copied: names of the files in the directory that are not part of the model.
 
     Raises:
         FileExistsError: the target exists and ``overwrite`` is False, or the target contains files
@@ -36,12 +42,10 @@ def published_directory(target: str, overwrite: bool) -> Iterator[str]:
     directory, name = split(target)
     with closing(OpenDirectory(directory)) as parent:
         # An empty directory may be replaced.
-        save = _core.ModelSave(parent, name, overwrite or os.path.isdir(target), [])
+        save = _core.ModelSave(parent, name, overwrite or os.path.isdir(target), [*copied])
         path = os.path.join(directory, save.temporary)
         try:
-            yield path
-            with closing(OpenDirectory(path)) as written:
-                written.sync()
+            yield path, save
         except BaseException:
             save.discard()
             raise

@@ -6,7 +6,6 @@ checkpoint directory is committed like any save. torch_target.py writes ``torch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -18,11 +17,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C, _core
-from torch_ckpt.checkpoint.publishing import new_file, require_absent
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.publishing import require_absent
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
 from torch_ckpt.conversion.source import Entry, Path, Source
 from torch_ckpt.conversion.target_directory import published_directory, published_file
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.huggingface.safetensors_writer import SafetensorsWriter
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME
 from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.saving.items import resolve, results_of
@@ -85,33 +86,39 @@ def write_safetensors(source: Source, target: Target) -> list[str]:
 def write_safetensors_shards(
     source: Source, target: Target, *, max_shard_size: int, config: bytes | None
 ) -> list[str]:
-    """Writes a directory of files, with an index and a configuration, and returns the paths.
+    """Writes a directory of files, with an index, a configuration and the checksums of all of them,
+    as a save does. Returns the paths.
 
     Each file has at most ``max_shard_size`` bytes of tensors, or a single larger tensor.
     """
-    shards = list(in_waves(_sizes(source.tensors), max_shard_size)) or [[]]
-    count = len(shards)
-    names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    if count == 1:
-        names = ["model.safetensors"]
-    layouts = [_lay_out(source, {n: source.tensors[n] for n in shard}) for shard in shards]
-    with published_directory(target.path, target.overwrite) as directory:
-        for file, layout in zip(names, layouts, strict=True):
-            with new_file(os.path.join(directory, file)) as stream:
-                _write_safetensors(source, layout, stream, target)
-        texts = {}
-        if count > 1:
-            files = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
-            total = sum(entry.nbytes for entry in source.tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-            text = json.dumps(index, indent=2).encode() + b"\n"
-            texts["model.safetensors.index.json"] = text
-        if config is not None:
-            texts[CONFIG_NAME] = config
-        for file, text in texts.items():
-            with new_file(os.path.join(directory, file)) as stream:
-                stream.write(text)
-    return [os.path.join(target.path, name) for name in [*names, *texts]]
+    specs = [(name, _dtype_name(e), list(e.shape)) for name, e in source.tensors.items()]
+    metadata = [*(source.metadata or {"format": "pt"}).items()]
+    try:
+        layout = _core.SafetensorsLayout.of_tensors(specs, None, max_shard_size, metadata)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    copied = {} if config is None else {CONFIG_NAME: config}
+    numbers = {name: number for number, name in enumerate(source.tensors)}
+    writer = SafetensorsWriter(target.path)
+    tables: list[dict[str, bytes]] = []
+    with published_directory(target.path, target.overwrite, copied) as (directory, save):
+        writer.directory = OpenDirectory(directory)
+        for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
+            entries = [source.tensors[name] for name in wave]
+            parts = [
+                (numbers[name], [0] * len(entry.shape), list(entry.shape))
+                for name, entry in zip(wave, entries, strict=True)
+            ]
+            (places,) = layout.places_of_parts([parts], [b""])
+            sources = _C.SaveSources()
+            sources.set_places(places)
+            for name, value in zip(wave, source.read(wave), strict=True):
+                sources.add_part(name, value, value.shape, [0] * value.dim(), None)
+            tables.append(writer.write_values("", sources).files.tables)
+            target.wrote(sum(entry.nbytes for entry in entries))
+        save.complete(layout, [*copied.items()], tables, True)
+        names = sorted(os.listdir(directory))
+    return [os.path.join(target.path, name) for name in names]
 
 
 def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:

@@ -181,6 +181,25 @@ def test_values_that_a_checkpoint_cannot_hold_are_noted(tmp_path: Path) -> None:
     ]
 
 
+def test_a_directory_of_safetensors_files_has_the_checksums_of_a_save(tmp_path: Path) -> None:
+    state = TENSORS | {"empty": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
+    (tmp_path / "config.json").write_text("{}")
+    config = tmp_path / "config.json"
+    save(state, tmp_path / "ckpt")
+    options: dict[str, Any] = {"config": config, "max_shard_size": 100}
+    # Waves of a few bytes write parts of one file several times.
+    report = convert(tmp_path / "ckpt", tmp_path / "hf", max_host_bytes=50, **options)
+    save(state, tmp_path / "saved", format="safetensors", **options)
+    written = names_in(tmp_path / "hf")
+    assert "torch_ckpt.checksums" in written
+    assert written == names_in(tmp_path / "saved") == sorted(Path(f).name for f in report.files)
+    for name in written:
+        ours = (tmp_path / "hf" / name).read_bytes()
+        assert ours == (tmp_path / "saved" / name).read_bytes(), name
+    verified = torch_ckpt.verify(tmp_path / "hf")
+    assert (verified.ok, verified.unverifiable) == (True, [])
+
+
 def test_shards_respect_the_limit_and_the_index_names_every_tensor(tmp_path: Path) -> None:
     state = {f"layer.{n}": random_tensor((10,), torch.float32, n) for n in range(5)}
     save(state, tmp_path / "ckpt")
@@ -188,6 +207,7 @@ def test_shards_respect_the_limit_and_the_index_names_every_tensor(tmp_path: Pat
     assert names_in(tmp_path / "hf") == [
         *(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)),
         "model.safetensors.index.json",
+        "torch_ckpt.checksums",
     ]
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 200}
@@ -201,7 +221,7 @@ def test_shards_respect_the_limit_and_the_index_names_every_tensor(tmp_path: Pat
 def test_a_directory_with_a_single_file_needs_no_index(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "hf", max_shard_size=10**6)
-    assert names_in(tmp_path / "hf") == ["model.safetensors"]
+    assert names_in(tmp_path / "hf") == ["model.safetensors", "torch_ckpt.checksums"]
     convert(tmp_path / "hf", tmp_path / "ckpt")
     assert torch_ckpt.verify(tmp_path / "ckpt").ok
 
@@ -237,7 +257,8 @@ def test_the_command_converts_and_prints_a_summary(tmp_path: Path, run: Run) -> 
 def test_the_command_gives_json(tmp_path: Path, run: Run) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
     document = run.json("convert", tmp_path / "a.pt", tmp_path / "hf", "--max-shard-size", "1kB")
-    assert document["files"] == [str(tmp_path / "hf/model.safetensors")]
+    names = ["model.safetensors", "torch_ckpt.checksums"]
+    assert document["files"] == [str(tmp_path / "hf" / name) for name in names]
     assert (document["source_format"], document["target_format"]) == ("torch", "safetensors")
 
 
