@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import torch_ckpt
 from tests.forked import ENVIRONMENT, REPOSITORY
@@ -138,6 +141,35 @@ def test_a_notice_to_one_rank_makes_all_save_one_step_and_request_a_restart(tmp_
     assert sorted(path.name for path in preempted.folder.iterdir()) == [f"{int(stopped[1]):010d}"]
     assert preempted.run(2) == int(stopped[1])
     assert_equal(uninterrupted.folder / f"{30:010d}", preempted.folder / f"{30:010d}")
+
+
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+def test_peft_reads_the_adapters_of_a_run_that_was_resumed(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    exported = tmp_path / "adapters"
+    recipe = Recipe("lora.py", tmp_path / "run", "--export", str(exported))
+    assert recipe.run(2, "--steps", "6") == 0
+    assert recipe.run(1) == 6
+    assert sorted(path.name for path in exported.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    made = runpy.run_path(recipe.script)
+    read = peft.PeftModel.from_pretrained(made["base_model"](), exported)
+    # PEFT ignores unknown names, and keeps the initial values of missing names.
+    config = peft.LoraConfig.from_pretrained(exported)
+    trained = peft.get_peft_model(made["base_model"](), config)
+    torch_ckpt.load({"adapters": made["Adapters"](trained)}, recipe.folder / f"{STEPS}")
+    found, expected = read.state_dict(), trained.state_dict()
+    assert found.keys() == expected.keys()
+    assert any(name.endswith("lora_B.default.weight") for name in found)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert not name.endswith("lora_B.default.weight") or value.count_nonzero() > 0
+    read.save_pretrained(tmp_path / "by PEFT")
+    of_peft = load_file(tmp_path / "by PEFT" / "adapter_model.safetensors")
+    ours = load_file(exported / "adapter_model.safetensors")
+    assert ours.keys() == of_peft.keys()
 
 
 SRUN = """#!/bin/bash
