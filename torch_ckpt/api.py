@@ -531,6 +531,11 @@ def _resolve_storage(
     """Returns the writer or reader that the caller passed, or a new one for ``checkpoint_id``."""
     if options:
         refuse_unknown(caller, kind, options)
+    if not isinstance(checkpoint_id, (str, os.PathLike, type(None))):
+        raise TypeError(
+            f"checkpoint_id must be a path, got a {type(checkpoint_id).__name__}. Pass the state "
+            f"dict first: {caller.__name__}(state_dict, path)."
+        )
     if checkpoint_id is not None and not os.fspath(checkpoint_id):
         raise ValueError("checkpoint_id is empty. Pass '.' for the current directory.")
     if storage is None:

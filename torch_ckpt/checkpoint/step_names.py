@@ -29,7 +29,9 @@ def step_name(step: int) -> str:
     try:
         number = operator.index(step)
     except TypeError:
-        raise TypeError(f"step must be an int, got {step!r}") from None
+        # The repr of a state dict would fill pages.
+        got = repr(step) if isinstance(step, (str, float, type(None))) else type(step).__name__
+        raise TypeError(f"step must be an int, got {got}") from None
     if not 0 <= number <= LARGEST_STEP:
         raise ValueError(f"step must be between 0 and {LARGEST_STEP}, got {number}")
     return f"{number:010d}"

@@ -187,7 +187,8 @@ def convert(
         if target_format == opened.format != "safetensors" and not is_changed:
             raise CheckpointError(
                 f"{path} and {target_path} are both {_NAMES[target_format]}, so nothing would "
-                "change. Pass select, strip_prefix, rename or dtype to change the contents"
+                "change. Pass select, strip_prefix, rename or dtype to change the contents, or a "
+                "target that ends in .pt or .safetensors to change the format"
             )
         notes = _drop_objects(opened, target_format, tensors_only)
         if target_format == "safetensors":

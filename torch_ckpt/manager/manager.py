@@ -36,6 +36,7 @@ from torch_ckpt._base.options import check_options, refuse_unknown
 from torch_ckpt._base.paths import absolute
 from torch_ckpt._base.progress import stderr_is_terminal
 from torch_ckpt.api import LOAD_OPTIONS
+from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
 from torch_ckpt.inspection.verify import VerifyReport
@@ -52,7 +53,7 @@ from torch_ckpt.manager.option_groups import (
 )
 from torch_ckpt.manager.preemption_notice import PreemptionNotice
 from torch_ckpt.manager.reporters import Reporters
-from torch_ckpt.manager.restoring import Restorer
+from torch_ckpt.manager.restoring import Restorer, require_state
 from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_attempt
 from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.schedule import Schedule
@@ -151,6 +152,7 @@ class CheckpointManager:
             main thread.
         OSError: the root is a file or is not writable. If only rank 0 fails, the other ranks raise
             a RuntimeError.
+        CheckpointError: the root is a single checkpoint.
         TimeoutError: some ranks did not create a manager within the timeout; the message names
             these ranks.
         RanksDisagree: the ranks passed different roots.
@@ -235,7 +237,7 @@ class CheckpointManager:
 
         def begin() -> None:
             self._report = Reporters(self._rank, on_event, tensorboard)
-            _refuse_file(self._store.lease_root)
+            _refuse_other_paths(self._store.lease_root)
             self._lease.take()
 
         with ExitStack() as undo:
@@ -362,6 +364,9 @@ class CheckpointManager:
                 saver.wait()
             is_new = step != self._timeline.last_step
             saves = force or (is_new and (is_due or stops))
+            if not saves:
+                # Otherwise, only the first save that is due would detect a wrong state.
+                require_state(state)
             if not self._has_reserved:
                 # After the first step, optimizers have their state. The first save that is due then
                 # finds its memory allocated.
@@ -589,6 +594,7 @@ class CheckpointManager:
             CheckpointException: the step cannot be loaded. The cause is, for example,
                 ``LoadMismatch`` or ``Unsafe``.
             CheckpointError: all existing steps are damaged.
+            TypeError: the state is not a dict, or the step is not an integer.
             RuntimeError: the process group of the manager was destroyed, or was initialized after
                 the manager was created.
 
@@ -598,6 +604,8 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._run.require_group("restore")
+        if step is not None:
+            step = int(step_name(step))
         self._saver.wait()
         restored = self._restorer.restore(state, step, names=names, strict=strict, rename=rename)
         self._timeline.restored(restored, is_chosen=step is not None)
@@ -805,8 +813,9 @@ class CheckpointManager:
             self._deletions.run_in_order(lambda: self._store.set_pinned(step, pinned))
 
 
-def _refuse_file(root: str | None) -> None:
-    """Raises NotADirectoryError if a local root exists but is not a directory."""
+def _refuse_other_paths(root: str | None) -> None:
+    """Raises if a local root exists but is a file or a single checkpoint, whose steps a restore
+    would not find."""
     if root is None:
         return
     try:
@@ -819,4 +828,10 @@ def _refuse_file(root: str | None) -> None:
             errno.ENOTDIR,
             "the root must be the directory that contains the steps, but is not a directory",
             root,
+        )
+    if os.path.lexists(os.path.join(root, METADATA_NAME)):
+        raise CheckpointError(
+            f"{root} is a single checkpoint, not the root of a run. Pass a directory for the "
+            "steps. To start from this checkpoint, load it with torch_ckpt.load(state, path) if "
+            "restore() returns 0."
         )

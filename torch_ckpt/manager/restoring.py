@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,6 +35,13 @@ from torch_ckpt.steps import MARKER_NAME, step_name
 _RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
 
 _CALL = "CheckpointManager.restore"
+
+
+def require_state(state: object) -> None:
+    """Raises TypeError if the state is not a dict."""
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
 
 
 class Restorer:
@@ -72,7 +79,7 @@ class Restorer:
         self.skipped, self.report = 0, None
         # Each attempt reads the options again, so convert iterators to tuples.
         load_options = reusable_options(load_options)
-        candidates, unmarked = self._agree_on_candidates(step)
+        candidates, unmarked = self._agree_on_candidates(step, state)
         if unmarked and self._run.rank == 0:
             # Attribute the warning to the line that calls the manager.
             warn(self._describe_unmarked(unmarked), stacklevel=3)
@@ -91,7 +98,7 @@ class Restorer:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
                         raise
                     damages.append(f"step {candidate}: {causes(error)}")
-                    existing, _unmarked = self._agree_on_candidates(None)
+                    existing, _unmarked = self._agree_on_candidates(None, state)
                     if candidate in existing:
                         self._report_skipped(candidate, damages[-1], candidates)
                     else:
@@ -128,11 +135,15 @@ class Restorer:
             f"checkpoint as a step, create an empty file {MARKER_NAME} in its directory."
         )
 
-    def _agree_on_candidates(self, step: int | None) -> tuple[list[int], list[str]]:
+    def _agree_on_candidates(
+        self, step: int | None, state: MutableMapping[str, Any]
+    ) -> tuple[list[int], list[str]]:
         """Returns, on all ranks, two lists made by rank 0: the steps to try, in order, and the
         paths of the directories that lack only the marker."""
 
         def list_on_rank_0() -> tuple[int | None, tuple[list[int], list[str]]]:
+            # Otherwise, an empty root would accept anything.
+            require_state(state)
             if self._run.rank != 0:
                 return step, ([], [])
             # Wait for pending deletions: they could delete the step that is chosen here.

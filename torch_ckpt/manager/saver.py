@@ -22,7 +22,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -505,6 +505,9 @@ class Saver:
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     """Returns the metrics as floats. One-element tensors count as numbers."""
+    if not isinstance(metrics, Mapping):
+        kind = type(metrics).__name__
+        raise TypeError(f'metrics must be a dict such as {{"loss": 0.5}}, got a {kind}')
     numbers = {}
     for name, metric in metrics.items():
         try:

@@ -197,6 +197,16 @@ def test_an_unknown_option_names_the_called_function(
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load])
+def test_swapped_arguments_are_refused_with_the_right_order(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
+    match = rf"path, got a dict\. Pass the state dict first: {call.__name__}\(state_dict, path\)"
+    with pytest.raises(TypeError, match=match):
+        call(str(tmp_path / "c"), {"t": torch.ones(3)})
+    assert not (tmp_path / "c").exists()
+
+
 URLS = ["s3://bucket/run", "file:///tmp/x", "memory://a"]
 OURS: dict[str, Callable[[str], Any]] = {
     "save": lambda url: torch_ckpt.save({}, url, no_dist=True),

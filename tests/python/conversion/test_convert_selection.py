@@ -174,7 +174,8 @@ def test_a_directory_with_a_configuration_can_be_overwritten(step: Path, tmp_pat
     options: Any = {"select": ["model.*"], "config": tmp_path / "config.json"}
     convert(step, tmp_path / "hf", **options)
     convert(step, tmp_path / "hf", **options, overwrite=True)
-    assert names_in(tmp_path / "hf") == ["config.json", "model.safetensors"]
+    names = ["config.json", "model.safetensors", "torch_ckpt.checksums"]
+    assert names_in(tmp_path / "hf") == names
     assert (tmp_path / "hf/config.json").read_text() == '{"model_type": "x"}'
 
 

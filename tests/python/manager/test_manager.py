@@ -34,8 +34,8 @@ from tests.managers import (
     train,
     training_of,
 )
-from tests.support import assert_equal, data_files
-from torch_ckpt import CheckpointManager
+from tests.support import assert_equal, data_files, save
+from torch_ckpt import CheckpointError, CheckpointManager
 from torch_ckpt.steps.root_lease import LEASE_NAME
 
 # --- saving and restoring -------------------------------------------------------------------------
@@ -107,6 +107,8 @@ LOSS = r"metrics\['loss'\] "
             LOSS + "is an integer too large for a float",
         ),
         (7, {"notes": {"a": 1, "set": {1}}}, TypeError, r"notes\['set'\] must be a JSON value"),
+        (7, {"metrics": [0.5]}, TypeError, "metrics must be a dict such as .*, got a list"),
+        ({"model": 1}, {}, TypeError, "^step must be an int, got dict$"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -120,6 +122,37 @@ def test_invalid_steps_metrics_and_notes_are_refused_and_nothing_is_saved(
     assert made.steps() == []
     assert train(made, [14]) == [14]
     assert restored(made) == 14
+
+
+@pytest.mark.parametrize(
+    "state", [torch.nn.Linear(1, 1), None, [1]], ids=["module", "none", "list"]
+)
+def test_a_state_that_is_no_dict_is_refused_even_if_nothing_is_saved_or_restored(
+    make: Make, state: Any
+) -> None:
+    made = make(interval=7)
+    text = f"the state must be a dict such as .*, got a {type(state).__name__}"
+    for call in (lambda: made.save(1, state), lambda: made.restore(state)):
+        with pytest.raises(TypeError, match=text):
+            call()
+    assert made.all_steps() == []
+
+
+@pytest.mark.parametrize("step", ["1", 1.0])
+def test_a_step_to_restore_must_be_an_integer(make: Make, step: Any) -> None:
+    made = make()
+    train(made, [1])
+    with pytest.raises(TypeError, match=f"step must be an int, got {step!r}"):
+        made.restore(training_of(1).state, step)
+
+
+def test_a_single_checkpoint_is_no_root(tmp_path: Path) -> None:
+    save({"t": torch.ones(3)}, tmp_path / "c")
+    before = sorted((tmp_path / "c").iterdir())
+    for read_only in (False, True):
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/c is a single checkpoint, not the"):
+            CheckpointManager(tmp_path / "c", read_only=read_only)
+    assert sorted((tmp_path / "c").iterdir()) == before
 
 
 @pytest.mark.parametrize("step", [numpy.int64(1), torch.tensor(1)], ids=["numpy", "tensor"])
