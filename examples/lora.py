@@ -51,6 +51,7 @@ def batch_of(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def export(checkpoints: str, model: PeftModel, directory: str) -> None:
     """Writes the adapters of the newest step, and their configuration, for PEFT."""
+    model.peft_config["default"].save_pretrained(directory)
     torch_ckpt.convert(
         checkpoints,
         os.path.join(directory, "adapter_model.safetensors"),
@@ -59,7 +60,6 @@ def export(checkpoints: str, model: PeftModel, directory: str) -> None:
         tensors_only=True,
         overwrite=True,
     )
-    model.peft_config["default"].save_pretrained(directory)
 
 
 def main() -> None:

@@ -205,11 +205,13 @@ def _needed(
     on_devices: dict[torch.device, int] = {}
     total = 0
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, DTensor):
+            local, replicas = tensor._local_tensor, _replicas_of(tensor)
+        elif isinstance(tensor, torch.Tensor):
+            local, replicas = tensor, ranks
+        else:
             continue
-        is_sharded = isinstance(tensor, DTensor)
-        local = tensor._local_tensor if is_sharded else tensor
-        held = local.numel() * local.itemsize // (_replicas_of(tensor) if is_sharded else ranks)
+        held = local.numel() * local.itemsize // replicas
         total += held
         device = _device_of(local)
         if device is not None:
