@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -101,8 +101,10 @@ def write_safetensors_shards(
     numbers = {name: number for number, name in enumerate(source.tensors)}
     writer = SafetensorsWriter(target.path)
     tables: list[dict[str, bytes]] = []
-    with published_directory(target.path, target.overwrite, copied) as (directory, save):
-        writer.directory = OpenDirectory(directory)
+    with (
+        published_directory(target.path, target.overwrite, copied) as (directory, save),
+        closing(OpenDirectory(directory)) as writer.directory,
+    ):
         for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
             entries = [source.tensors[name] for name in wave]
             parts = [

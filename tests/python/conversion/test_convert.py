@@ -200,6 +200,16 @@ def test_a_directory_of_safetensors_files_has_the_checksums_of_a_save(tmp_path: 
     assert (verified.ok, verified.unverifiable) == (True, [])
 
 
+def test_strided_tensors_become_contiguous_in_a_directory_of_files(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {"t": base.t(), "step": base[:, ::2], "expanded": base[:1].expand(3, 6)}
+    torch.save(state, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "hf", max_shard_size=10**6)
+    read = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
+    for name, value in state.items():
+        assert_equal(read[name], value.contiguous())
+
+
 def test_shards_respect_the_limit_and_the_index_names_every_tensor(tmp_path: Path) -> None:
     state = {f"layer.{n}": random_tensor((10,), torch.float32, n) for n in range(5)}
     save(state, tmp_path / "ckpt")
