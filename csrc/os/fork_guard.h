@@ -16,26 +16,22 @@ template <class T>
 class ForkLocal {
  public:
   static T& get() {
+    use_fork_handler();
     const MutexLock lock(mutex_);
-    if (instance_ == nullptr) {
-      register_fork_handler();
-      instance_ = new T();
-    }
+    if (instance_ == nullptr) instance_ = new T();
     return *instance_;
   }
 
   /// Returns the object, or nullptr if it was not constructed; for clean-up at exit.
   static T* existing() {
+    use_fork_handler();
     const MutexLock lock(mutex_);
     return instance_;
   }
 
  private:
-  static void register_fork_handler() {
-    // Hold the lock across fork, so that no other thread holds it in the child's copy.
-    static const int registered = ::pthread_atfork(lock, unlock, begin_child);
-    static_cast<void>(registered);
-  }
+  // Instantiates the member, which a template's static member needs to be initialized at all.
+  static void use_fork_handler() { static_cast<void>(registered_); }
   static void lock() TC_NOT_ANALYZED { mutex_.lock(); }
   static void unlock() TC_NOT_ANALYZED { mutex_.unlock(); }
   static void begin_child() TC_NOT_ANALYZED {
@@ -45,6 +41,10 @@ class ForkLocal {
 
   static inline Mutex mutex_;
   static inline T* instance_ TC_GUARDED_BY(mutex_) = nullptr;
+  // Hold the lock across fork, so that no other thread holds it in the child's copy. Register the
+  // handlers when the library is loaded: at the first use, another thread could fork between the
+  // lock and the registration.
+  static inline const int registered_ = ::pthread_atfork(lock, unlock, begin_child);
 };
 
 // A member of objects that use threads. inherited() returns true in a forked child, which has a

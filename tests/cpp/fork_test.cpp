@@ -1,5 +1,6 @@
 // A forked child can use the engine as if its parent had never used it.
 
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -36,6 +37,17 @@
 #else
 #define TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN() static_cast<void>(0)
 #endif
+
+// Counts the registrations of fork handlers, which glibc's pthread_atfork() makes by this function.
+// Initialized before the static objects that register handlers.
+static constinit std::atomic<int> registered_fork_handlers{0};
+
+extern "C" int __register_atfork(void (*prepare)(), void (*parent)(), void (*child)(), void* dso) {
+  using Register = int(void (*)(), void (*)(), void (*)(), void*);
+  ++registered_fork_handlers;
+  return reinterpret_cast<Register*>(::dlsym(RTLD_NEXT, "__register_atfork"))(prepare, parent,
+                                                                              child, dso);
+}
 
 namespace torch_ckpt {
 namespace {
@@ -144,6 +156,17 @@ TEST(ForkLocal, IsCreatedOnFirstUse) {
   struct Unused {};
   EXPECT_EQ(ForkLocal<Unused>::existing(), nullptr);
 }
+
+// Under sanitizers, the registration does not go through this function.
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+TEST(ForkLocal, RegistersNoForkHandlerOnFirstUse) {
+  struct Late {};
+  const int before = registered_fork_handlers;
+  ForkLocal<Late>::get();
+  EXPECT_EQ(registered_fork_handlers, before);
+  EXPECT_GT(registered_fork_handlers, 0);
+}
+#endif
 
 TEST(ForkLocal, IsCreatedAgainInAChild) {
   ForkLocal<Counted>::get().value = 7;
