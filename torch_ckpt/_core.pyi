@@ -424,17 +424,25 @@ class StepRoot:
     """The root of a run's steps; csrc/directory/step.h has the protocol."""
 
     def __init__(self, path: str) -> None: ...
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str, lease: bytes | None = None) -> bool:
         """Removes a step or leftover.
 
         Returns False if a process is using it. Raises OSError: it does not exist or cannot be
-        removed, or the root's path refers to a different directory than at the last save.
+        removed, or the root's path refers to a different directory than at the last save. Raises
+        RootInUse if ``lease`` is given and the lease on the root has other bytes.
         """
-    def sweep(self, deleted_only: bool, attempt: str) -> tuple[list[str], list[str]]:
-        """Finishes interrupted work. Spares the unfinished steps of ``attempt``.
+    def sweep(
+        self,
+        deleted_only: bool,
+        attempt: str,
+        lease: bytes | None = None,
+        superseded: list[str] = ...,
+    ) -> tuple[list[str], list[str]]:
+        """Finishes interrupted work. Spares the unfinished steps of ``attempt``, and completes none
+        of the directories ``superseded``.
 
         Returns the names of the removed leftovers, and a message for each that could not be
-        removed. Raises OSError if the root cannot be listed.
+        removed. Raises OSError if the root cannot be listed, and RootInUse as ``remove`` does.
         """
 
 class SafetensorsLayout:
@@ -585,11 +593,13 @@ class StepSave:
         ``patience`` seconds."""
     def size(self) -> int:
         """Total size of the files."""
-    def publish(self, marker: bytes, *, replace: bool, sync: bool) -> None:
+    def publish(
+        self, marker: bytes, *, replace: bool, sync: bool, lease: bytes | None = None
+    ) -> None:
         """Completes the step after the metadata was committed. Removes the files if that fails.
 
-        Raises OSError, CheckpointError if the root or the directory was moved, and
-        DurabilityUncertain.
+        Raises OSError, CheckpointError if the root or the directory was moved,
+        DurabilityUncertain, and RootInUse as ``StepRoot.remove`` does.
         """
     @property
     def is_published(self) -> bool:
@@ -600,30 +610,20 @@ class StepSave:
     def discard(self) -> None:
         """Removes the files of a save that has failed before ``publish``."""
 
-class RootLease:
-    """The lease of this process on a root; csrc/directory/root_lease.h has the protocol."""
+class RootLock:
+    """The lock on a root; csrc/directory/root_lock.h. Waits for it for ``patience`` seconds."""
 
-    def require(self) -> None:
-        """Raises RootInUse if another run has taken over the root, or in a forked child."""
-    def release(self) -> None:
-        """Releases one share. The last one removes the lease."""
-
-class LeaseRequest:
-    """A request for the lease on a root. ``renew`` and ``expiry`` are in seconds."""
-
-    def __init__(self, root: str, *, takeover: bool, renew: float, expiry: float) -> None: ...
-    def try_take(self) -> RootLease | None:
-        """Takes the lease, or a share of the lease of this process.
-
-        Returns None if it is not known yet whether the holder is alive. Raises RootInUse if the
-        holder is alive, and OSError.
-        """
+    def __init__(self, root: Directory, patience: float) -> None: ...
     @property
-    def holder(self) -> str:
-        """Describes the process that holds the lease."""
+    def is_held(self) -> bool:
+        """False if another thread or process holds the lock."""
+    def release(self) -> None: ...
 
-def release_leases() -> None:
-    """Ends all leases of this process, for its exit."""
+def own_process() -> dict[str, Any]:
+    """This process: ``host``, ``boot``, ``pids``, ``pid`` and ``start``; see csrc/os/process.h."""
+
+def is_alive(pid: int, start: int) -> bool:
+    """Returns False if a process of this host has ended. 0 is an unknown start time."""
 
 def describe_gap(
     whole: Sequence[int],

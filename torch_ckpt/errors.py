@@ -91,10 +91,12 @@ class OnCommitFailed(CheckpointError):
 
 
 class RootInUse(CheckpointError):
-    """Another running job is writing to the root of a :class:`torch_ckpt.CheckpointManager`.
+    """Another job is writing to the root of a :class:`torch_ckpt.CheckpointManager`, or has taken
+    the root over from this job.
 
-    The message names the job's host and process. Use another root, wait until the other job ends,
-    or pass ``takeover=True``. A takeover makes the other job's saves fail.
+    The message names the jobs' hosts and processes. If another job is writing, use another root,
+    wait until that job ends, or pass ``takeover=True``. If this job was taken over, its saves and
+    deletions fail and change nothing, even if the other job has ended since.
     """
 
 

@@ -15,6 +15,9 @@ namespace {
 
 constexpr std::size_t kStepDigits = 10;
 constexpr std::chrono::milliseconds kPollInterval{100};
+// A save waits longer for the lock on the root than a deletion, which is repeated after a later
+// save.
+constexpr std::chrono::milliseconds kCommitPatience{30'000};
 
 bool is_missing(const Error& error) { return error.sys_errno == ENOENT; }
 
@@ -38,13 +41,24 @@ Error moved_root(const std::string& path) {
   return error;
 }
 
+Error locked_root(const os::Directory& root) {
+  return format_error(Errc::root_in_use,
+                      root.path() +
+                          ": another process has held the lock on this root for too long. Check "
+                          "that the process is not stopped, and try again");
+}
+
 /// Gives a directory with the marker its final name. Returns false if the step exists, or if the
 /// directory lacks the marker.
 Result<bool> finish_rename(const os::Directory& root, const os::Directory& opened,
-                           const std::string& name) {
+                           const std::string& name, const LeaseBytes& lease) {
   const std::string digits = name.substr(0, kStepDigits);
   auto is_complete = opened.contains(std::string(kMarkerName));
   if (!is_complete || !*is_complete) return is_complete;
+  auto lock = RootLock::take(root);
+  if (!lock) return lock.error();
+  if (lease && !lock->is_held()) return locked_root(root);
+  if (auto held = require_lease(root, lease); !held) return held.error();
   auto exists = root.contains(digits);
   if (!exists) return exists;
   if (*exists) return false;
@@ -56,7 +70,7 @@ Result<bool> finish_rename(const os::Directory& root, const os::Directory& opene
 /// Removes a leftover, or renames a step that lacks only its final name. Returns true if it was
 /// removed.
 Result<bool> sweep_one(const StepRoot& steps, const os::Directory& root, const std::string& name,
-                       StepKind kind) {
+                       StepKind kind, const LeaseBytes& lease, bool is_superseded) {
   {
     auto opened = os::Directory::open(root.path_of(name));
     // A file belongs to the user. Another process may be sweeping the same leftover.
@@ -67,12 +81,14 @@ Result<bool> sweep_one(const StepRoot& steps, const os::Directory& root, const s
     if (kind == StepKind::unfinished) {
       auto is_unused = opened->try_lock_exclusive();
       if (!is_unused || !*is_unused) return is_unused;
-      auto renamed = finish_rename(root, *opened, name);
-      if (!renamed) return renamed;
-      if (*renamed) return false;
+      if (!is_superseded) {
+        auto renamed = finish_rename(root, *opened, name, lease);
+        if (!renamed) return renamed;
+        if (*renamed) return false;
+      }
     }
   }
-  auto removed = steps.remove(name);
+  auto removed = steps.remove(name, lease);
   if (!removed && is_missing(removed.error())) return false;
   return removed;
 }
@@ -92,7 +108,7 @@ void StepRoot::remember(const os::FileIdentity& identity) {
   identity_ = identity;
 }
 
-Result<bool> StepRoot::remove(const std::string& name) const {
+Result<bool> StepRoot::remove(const std::string& name, const LeaseBytes& lease) const {
   auto root = os::Directory::open(path_);
   if (!root) return root.error();
   auto opened = os::Directory::open(root->path_of(name));
@@ -108,6 +124,7 @@ Result<bool> StepRoot::remove(const std::string& name) const {
   // Without locks the readers of a step cannot be detected. Delete the step anyway: this run holds
   // the lease on the root.
   if (!*is_unused && opened->has_locks()) return false;
+  if (auto held = require_lease(*root, lease); !held) return held.error();
   std::string deleted = name;
   if (const auto parsed = parse_step_name(name); !parsed || parsed->kind != StepKind::deleted) {
     deleted = deleted_name(name.substr(0, kStepDigits));
@@ -115,6 +132,7 @@ Result<bool> StepRoot::remove(const std::string& name) const {
       auto lock = RootLock::take(*root);
       if (!lock) return lock.error();
       if (!lock->is_held()) return false;
+      if (auto held = require_lease(*root, lease); !held) return held.error();
       // A save may have replaced the directory since it was opened.
       auto is_same = is_named(*opened, *root, name);
       if (!is_same || !*is_same) return is_same;
@@ -139,11 +157,14 @@ Result<bool> StepRoot::remove(const std::string& name) const {
   return true;
 }
 
-Result<StepRoot::Sweep> StepRoot::sweep(bool deleted_only, const std::string& attempt) const {
+Result<StepRoot::Sweep> StepRoot::sweep(bool deleted_only, const std::string& attempt,
+                                        const LeaseBytes& lease,
+                                        const std::set<std::string>& superseded) const {
   Sweep sweep;
   auto root = os::Directory::open(path_);
   if (!root && is_missing(root.error())) return sweep;
   if (!root) return root.error();
+  if (auto held = require_lease(*root, lease); !held) return held.error();
   auto names = root->names();
   if (!names) return names.error();
   std::ranges::sort(*names);
@@ -152,7 +173,8 @@ Result<StepRoot::Sweep> StepRoot::sweep(bool deleted_only, const std::string& at
     if (!parsed || parsed->kind == StepKind::step) continue;
     if (deleted_only && parsed->kind != StepKind::deleted) continue;
     if (!attempt.empty() && name == unfinished_name(parsed->digits, attempt)) continue;
-    auto removed = sweep_one(*this, *root, name, parsed->kind);
+    auto removed = sweep_one(*this, *root, name, parsed->kind, lease, superseded.contains(name));
+    if (!removed && removed.error().code == Errc::root_in_use) return removed.error();
     if (!removed) {
       sweep.failures.push_back(removed.error());
     } else if (*removed) {
@@ -197,8 +219,9 @@ Result<std::vector<std::string>> StepSave::find_missing(
   }
 }
 
-PublishOutcome StepSave::publish(std::string_view marker, bool may_replace, bool sync) {
-  PublishOutcome outcome = try_publish(marker, may_replace, sync);
+PublishOutcome StepSave::publish(std::string_view marker, bool may_replace, bool sync,
+                                 const LeaseBytes& lease) {
+  PublishOutcome outcome = try_publish(marker, may_replace, sync, lease);
   if (outcome.state == PublishState::durability_uncertain) {
     outcome.error.subject = root_.path_of(digits_);
   }
@@ -220,7 +243,8 @@ PublishOutcome StepSave::publish(std::string_view marker, bool may_replace, bool
   return outcome;
 }
 
-PublishOutcome StepSave::try_publish(std::string_view marker, bool may_replace, bool sync) {
+PublishOutcome StepSave::try_publish(std::string_view marker, bool may_replace, bool sync,
+                                     const LeaseBytes& lease) {
   const auto not_published = [](Error error) {
     return PublishOutcome{PublishState::not_published, std::move(error)};
   };
@@ -235,7 +259,6 @@ PublishOutcome StepSave::try_publish(std::string_view marker, bool may_replace, 
   if (marked.state != PublishState::published) return not_published(marked.error);
   auto exists = root_.contains(digits_);
   if (!exists) return not_published(exists.error());
-  std::optional<RootLock> lock;
   if (*exists) {
     auto is_complete = root_.contains(digits_ + "/" + std::string(kMarkerName));
     if (!is_complete) return not_published(is_complete.error());
@@ -247,12 +270,14 @@ PublishOutcome StepSave::try_publish(std::string_view marker, bool may_replace, 
     if (*is_pinned) {
       if (auto pinned = pin(directory_); !pinned) return not_published(pinned.error());
     }
-    // Without the lock, a deletion could rename the new step instead of the old one.
-    auto locked = RootLock::take(root_);
-    if (!locked) return not_published(locked.error());
-    lock = std::move(*locked);
     replaced_ = deleted_name(digits_);
   }
+  // Without the lock, a deletion could rename the new step instead of the old one, and another run
+  // could take the root and complete steps between the check of the lease and the rename.
+  auto lock = RootLock::take(root_, kCommitPatience);
+  if (!lock) return not_published(lock.error());
+  if (lease && !lock->is_held()) return not_published(locked_root(root_));
+  if (auto held = require_lease(root_, lease); !held) return not_published(held.error());
   auto outcome = directory::publish(root_, {unfinished_, digits_, replaced_, *identity},
                                     {.sync = sync, .replace = *exists, .sync_above = false});
   if (outcome.state != PublishState::not_published) steps_->remember(*root_identity);

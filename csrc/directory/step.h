@@ -3,12 +3,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "directory/lease.h"
 #include "directory/publish.h"
+#include "directory/root_lock.h"
 #include "directory/step_names.h"
 #include "error.h"
 #include "interrupt_check.h"
@@ -25,21 +27,23 @@
 //  2. Once the files of all ranks are durable and the metadata is committed, the coordinator writes
 //     "write_completed" next to them: a JSON document that describes the step. It fsyncs the file,
 //     then the directory.
-//  3. The coordinator renames the directory to "0000000100" and fsyncs the root. Only then is the
-//     save committed on all ranks. If a step is replaced, it is first renamed as in 5, and a pin of
-//     it is kept.
+//  3. Under a lock on the root (root_lock.h), the coordinator checks that the run still holds the
+//     lease, and renames the directory to "0000000100". It fsyncs the root. Only then is the save
+//     committed on all ranks. If a step is replaced, it is first renamed as in 5, and a pin of it is
+//     kept.
 //  4. A step is complete if its name is ten digits and it contains the marker. No other directory is
 //     listed as a step.
 //  5. A deletion locks the directory exclusively (lease.h), so it never deletes a step that is being
 //     loaded. It renames the directory to "0000000100.deleted-{8 hex digits}", fsyncs the root, then
 //     deletes the files. After a power failure, there is either the complete step or a leftover.
-//     Deletions, and saves that replace a step, rename under a lock on the root (root_lock.h), so a
-//     deletion never renames the new step.
+//     Deletions, too, check the lease and rename under the lock on the root, so a deletion never
+//     renames a new step, and no run that has lost the lease deletes one.
 //  6. A directory whose name is ten digits but which lacks the marker was not written by a manager.
 //     It is kept until that step is saved.
 //  7. A sweep finishes interrupted work. A directory with the marker that was not renamed in 3 gets
-//     its final name if that step does not exist. Other leftovers are deleted. Directories that a
-//     process is using are spared; without locks, all unfinished directories are.
+//     its final name if that step does not exist, and if no run of a later epoch has completed
+//     steps. Other leftovers are deleted. Directories that a process is using are spared; without
+//     locks, all unfinished directories are.
 //  8. If a save fails before 3, its directory is removed, marker first, even if it was moved. If the
 //     replaced step could not be renamed back, the new step is complete, and 7 renames it.
 
@@ -59,8 +63,8 @@ class StepRoot {
   void remember(const os::FileIdentity& identity);
 
   /// Removes a step or leftover. Returns false if a process is using it, or if a save has replaced
-  /// it meanwhile.
-  Result<bool> remove(const std::string& name) const;
+  /// it meanwhile. Fails with Errc::root_in_use if the lease on the root has other bytes.
+  Result<bool> remove(const std::string& name, const LeaseBytes& lease = {}) const;
 
   struct Sweep {
     std::vector<std::string> removed;  // names of the removed leftovers
@@ -68,8 +72,9 @@ class StepRoot {
   };
   /// Finishes interrupted work, as in 7. With `deleted_only`, only finishes deletions. Spares the
   /// unfinished steps of this attempt: a rank of this run may have created the directory, but not
-  /// locked it yet.
-  Result<Sweep> sweep(bool deleted_only, const std::string& attempt) const;
+  /// locked it yet. Never completes the directories in `superseded`.
+  Result<Sweep> sweep(bool deleted_only, const std::string& attempt, const LeaseBytes& lease = {},
+                      const std::set<std::string>& superseded = {}) const;
 
  private:
   const std::string path_;
@@ -95,8 +100,10 @@ class StepSave {
   Result<std::uint64_t> bytes() const { return directory_.bytes(); }
 
   /// Completes the step after the metadata was committed. If a complete step may not be replaced,
-  /// fails with EEXIST. If nothing is published, removes the files, except as in 8.
-  PublishOutcome publish(std::string_view marker, bool may_replace, bool sync);
+  /// fails with EEXIST. If the lease on the root has other bytes, fails with Errc::root_in_use. If
+  /// nothing is published, removes the files, except as in 8.
+  PublishOutcome publish(std::string_view marker, bool may_replace, bool sync,
+                         const LeaseBytes& lease = {});
   /// True once publish() has renamed the directory, or may have done so.
   bool is_published() const { return is_published_; }
   /// The new name of the step that was replaced; empty if there was none.
@@ -108,7 +115,8 @@ class StepSave {
  private:
   StepSave(StepRoot& steps, os::Directory root, os::Directory directory, std::string digits,
            std::string unfinished);
-  PublishOutcome try_publish(std::string_view marker, bool may_replace, bool sync);
+  PublishOutcome try_publish(std::string_view marker, bool may_replace, bool sync,
+                             const LeaseBytes& lease);
   Result<> remove_files();
   void close();
 

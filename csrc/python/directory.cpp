@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -17,10 +18,11 @@
 #include "directory/file_names.h"
 #include "directory/lease.h"
 #include "directory/publish.h"
-#include "directory/root_lease.h"
+#include "directory/root_lock.h"
 #include "directory/step.h"
 #include "file_name.h"
 #include "index/encoded_metadata.h"
+#include "os/process.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
@@ -34,6 +36,7 @@ namespace py = pybind11;
 namespace torch_ckpt::python {
 namespace {
 
+using directory::LeaseBytes;
 using os::Directory;
 
 // pybind11 converts arguments of this type like os.fsencode.
@@ -121,8 +124,12 @@ void publish_contents(const Directory& opened, const Path& name,
 
 /// Returns the names of the removed leftovers, and a message for each that could not be removed.
 std::pair<py::list, py::list> sweep(const directory::StepRoot& steps, bool deleted_only,
-                                    const std::string& attempt) {
-  const auto swept = without_gil([&] { return steps.sweep(deleted_only, attempt); });
+                                    const std::string& attempt, const LeaseBytes& lease,
+                                    const std::vector<Path>& superseded) {
+  const auto names = native(superseded);
+  const auto swept = without_gil([&] {
+    return steps.sweep(deleted_only, attempt, lease, {names.begin(), names.end()});
+  });
   return {texts(swept.removed),
           list_of(swept.failures, [](const Error& error) { return os_text(error.message()); })};
 }
@@ -137,8 +144,22 @@ py::list find_missing(const directory::StepSave& save, const std::vector<Path>& 
 }
 
 void publish_step(directory::StepSave& save, std::span<const std::byte> marker, bool may_replace,
-                  bool sync) {
-  raise_unpublished(without_gil([&] { return save.publish(chars_of(marker), may_replace, sync); }));
+                  bool sync, const LeaseBytes& lease) {
+  raise_unpublished(
+      without_gil([&] { return save.publish(chars_of(marker), may_replace, sync, lease); }));
+}
+
+// os/process.h identifies this process among all processes of all hosts.
+py::dict own_process() {
+  const os::ProcessSpace space = os::own_process_space();
+  const os::ProcessId process = os::own_process();
+  py::dict fields;
+  fields["host"] = os_text(space.host);
+  fields["boot"] = os_text(space.boot);
+  fields["pids"] = os_text(space.pids);
+  fields["pid"] = process.number;
+  fields["start"] = std::to_string(process.start);
+  return fields;
 }
 
 }  // namespace
@@ -223,8 +244,10 @@ void bind_directory(py::module_& module) {
   py::class_<directory::StepRoot>(module, "StepRoot")
       .def(py::init([](const Path& path) { return std::make_unique<directory::StepRoot>(path); }),
            py::arg("path"))
-      .def("remove", &directory::StepRoot::remove, py::arg("name"), NoGil())
-      .def("sweep", &sweep, py::arg("deleted_only"), py::arg("attempt"));
+      .def("remove", &directory::StepRoot::remove, py::arg("name"), py::arg("lease") = py::none(),
+           NoGil())
+      .def("sweep", &sweep, py::arg("deleted_only"), py::arg("attempt"),
+           py::arg("lease") = py::none(), py::arg("superseded") = std::vector<Path>());
   py::class_<directory::StepSave>(module, "StepSave")
       .def(py::init([](directory::StepRoot& steps, const Directory& unfinished,
                        const std::string& digits) {
@@ -235,7 +258,7 @@ void bind_directory(py::module_& module) {
       .def("find_missing", &find_missing, py::arg("files"), py::arg("patience"))
       .def("size", &directory::StepSave::bytes, NoGil())
       .def("publish", &publish_step, py::arg("marker"), py::kw_only(), py::arg("replace"),
-           py::arg("sync"))
+           py::arg("sync"), py::arg("lease") = py::none())
       .def_property_readonly("is_published", &directory::StepSave::is_published)
       .def_property_readonly("replaced", &directory::StepSave::replaced)
       .def("discard", &directory::StepSave::discard, NoGil());
@@ -254,19 +277,22 @@ void bind_directory(py::module_& module) {
   module.def("unfinished_step_name", &directory::unfinished_name, py::arg("digits"),
              py::arg("attempt"));
   module.def("pin_step", &directory::pin, py::arg("step"), NoGil());
-  py::class_<directory::RootLease, std::shared_ptr<directory::RootLease>>(module, "RootLease")
-      .def("require", &directory::RootLease::require, NoGil())
-      .def("release", &directory::RootLease::release, NoGil());
-  py::class_<directory::LeaseRequest>(module, "LeaseRequest")
-      .def(py::init([](const Path& root, bool takeover, double renew_s, double expiry_s) {
-             return std::make_unique<directory::LeaseRequest>(
-                 root.native(), takeover, directory::LeaseTimes{renew_s, expiry_s});
+  py::class_<directory::RootLock>(module, "RootLock")
+      .def(py::init([](const Directory& root, double patience) {
+             const std::chrono::duration<double> seconds(patience);
+             return unwrap(directory::RootLock::take(
+                 root, std::chrono::duration_cast<std::chrono::milliseconds>(seconds)));
            }),
-           py::arg("root"), py::kw_only(), py::arg("takeover"), py::arg("renew"), py::arg("expiry"))
-      .def("try_take", &directory::LeaseRequest::try_take, NoGil())
-      .def_property_readonly(
-          "holder", [](const directory::LeaseRequest& self) { return os_text(self.holder()); });
-  module.def("release_leases", &directory::release_leases, NoGil());
+           py::arg("root"), py::arg("patience"), NoGil())
+      .def_property_readonly("is_held", &directory::RootLock::is_held)
+      .def("release", &directory::RootLock::release);
+  module.def("own_process", &own_process);
+  module.def(
+      "is_alive",
+      [](std::int64_t pid, std::uint64_t start) {
+        return os::is_alive({pid, start});
+      },
+      py::arg("pid"), py::arg("start"), NoGil());
   module.def("names_file_beneath", &names_file_beneath, py::arg("name"));
   module.def(
       "make_directories", [](const Path& path) { return os::make_directories(path.native()); },

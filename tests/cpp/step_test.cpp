@@ -354,6 +354,58 @@ TEST_F(StepTest, NothingIsRemovedFromAnotherRootThanTheOneOfTheLastSave) {
   EXPECT_EQ(step(), "new");
 }
 
+// --- lease ---------------------------------------------------------------------------------------
+
+TEST_F(StepTest, ARunThatHasLostTheLeaseNeitherCompletesNorDeletesSteps) {
+  has(kStep, "old", true);
+  has(kUnfinished, "new", false);
+  write_file(root_.file(".lease"), "another run's");
+  {
+    StepSave save = begin();
+    const auto outcome = save.publish("marker", true, true, "mine");
+    EXPECT_EQ(outcome.state, PublishState::not_published);
+    EXPECT_EQ(outcome.error.code, Errc::root_in_use);
+  }
+  EXPECT_TRUE(fails(steps_.remove(kStep, "mine"), Errc::root_in_use));
+  has("0000000003.tmp-0a1b2c3d", "new", true);
+  has("0000000004.deleted-0a1b2c3d", "old", true);
+  EXPECT_TRUE(fails(steps_.sweep(false, "", "mine"), Errc::root_in_use));
+  EXPECT_TRUE(fails(steps_.remove("0000000004.deleted-0a1b2c3d", "mine"), Errc::root_in_use));
+  EXPECT_EQ(step(), "old");
+  EXPECT_EQ(names(),
+            (Names{".lease", kStep, "0000000003.tmp-0a1b2c3d", "0000000004.deleted-0a1b2c3d"}));
+}
+
+TEST_F(StepTest, ALeaseLostWhileTheMarkerIsWrittenPreventsTheRename) {
+  has(kUnfinished, "new", false);
+  write_file(root_.file(".lease"), "mine");
+  StepSave save = begin();
+  const ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    // The last operation before the lock on the root.
+    if (operation == "flock" && path == root_.path()) write_file(root_.file(".lease"), "other");
+    return 0;
+  });
+  EXPECT_EQ(save.publish("marker", false, true, "mine").error.code, Errc::root_in_use);
+  EXPECT_EQ(names(), Names{".lease"});
+}
+
+TEST_F(StepTest, ARunThatHoldsTheLeaseCompletesAndDeletesSteps) {
+  write_file(root_.file(".lease"), "mine");
+  has(kUnfinished, "new", false);
+  EXPECT_EQ(begin().publish("marker", false, true, "mine").state, PublishState::published);
+  EXPECT_EQ(step(), "new");
+  EXPECT_TRUE(*steps_.remove(kStep, "mine"));
+  EXPECT_EQ(names(), Names{".lease"});
+}
+
+TEST_F(StepTest, TheSweepDeletesTheUnfinishedStepOfASupersededRun) {
+  has(kUnfinished, "new", true);
+  const auto swept = steps_.sweep(false, "", std::nullopt, {kUnfinished});
+  ASSERT_TRUE(ok(swept));
+  EXPECT_EQ(swept->removed, Names{kUnfinished});
+  EXPECT_EQ(names(), Names{});
+}
+
 // --- sweep ---------------------------------------------------------------------------------------
 
 TEST_F(StepTest, TheSweepOfAMissingRootFindsNothing) {

@@ -267,7 +267,7 @@ def collect_steps(arguments: argparse.Namespace) -> ExitCode:
             "gc needs a rule: --keep-last, --keep-every, --keep-every-hours or --keep-best; "
             "or --sweep, to delete leftovers only"
         )
-    store = _open_steps(arguments.root)
+    store = _open_steps_to_delete(arguments.root)
     with _progress_bar(arguments, "delete") as progress:
         report = collect(
             store, retention, sweep=arguments.sweep, dry_run=arguments.dry_run, progress=progress
@@ -287,7 +287,7 @@ def delete_steps(arguments: argparse.Namespace) -> ExitCode:
     """
     from torch_ckpt.cli.steps import delete
 
-    store = _open_steps(arguments.root)
+    store = _open_steps_to_delete(arguments.root)
     with _progress_bar(arguments, "delete") as progress:
         report = delete(store, arguments.steps, force=arguments.force, progress=progress)
     return _print_report(report, arguments, is_finding=bool(report.busy))
@@ -333,6 +333,16 @@ def print_completion(arguments: argparse.Namespace) -> ExitCode:
 
     print(completion_script(arguments.parser, arguments.shell), end="")
     return ExitCode.SUCCESS
+
+
+def _open_steps_to_delete(root: str) -> StepStore:
+    """Opens steps so that deletions fail once another run takes or releases the lease."""
+    from torch_ckpt.steps.root_lease import ObservedLease
+
+    store = _open_steps(root)
+    if store.lease_root is not None:
+        store.lease = ObservedLease(store.lease_root)
+    return store
 
 
 def _open_steps(root: str) -> StepStore:

@@ -234,6 +234,7 @@ class CheckpointManager:
         # Only rank 0 needs the lease: it commits steps for all ranks, and deletes them.
         writes = not read_only and self._rank == 0
         self._lease = Lease(self._store.lease_root if writes else None, takeover=takeover)
+        self._store.lease = self._lease
 
         def begin() -> None:
             self._report = Reporters(self._rank, on_event, tensorboard)

@@ -1,7 +1,8 @@
 """Chooses the step to restore, which is the same on all ranks.
 
-1. Rank 0 waits for its deletions and lists the complete steps. All ranks try these steps, newest
-   first, or only the requested step.
+1. Rank 0 waits for its deletions and lists the complete steps. All ranks try these steps, or only
+   the requested step: first those of the highest epoch and of the runs before it, newest first,
+   then those of abandoned lineages (steps/lineage.py). Rank 0 warns if there are any.
 2. If rank 0 sees a step that other ranks do not see, all ranks retry for up to 90 seconds.
 3. If a step is damaged, all ranks skip it. If it was deleted after the listing, rank 0 lists the
    steps again. Any other error ends the restore on all ranks.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -29,6 +30,7 @@ from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.state.app_state import AppState
 from torch_ckpt.steps import MARKER_NAME, step_name
+from torch_ckpt.steps.lineage import by_lineage, describe_mixture
 
 #: Seconds between attempts to load a step that rank 0 sees and other ranks do not. Network file
 #: systems may cache the absence of a file for a minute.
@@ -42,6 +44,18 @@ def require_state(state: object) -> None:
     if not isinstance(state, Mapping):
         kind = type(state).__name__
         raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
+
+
+class _Candidates(NamedTuple):
+    """Attributes:
+    steps: the steps to try, in order.
+    unmarked: the paths of the directories that lack only the marker.
+    mixture: describes the runs whose steps are mixed; empty if there are none.
+    """
+
+    steps: list[int]
+    unmarked: list[str]
+    mixture: str
 
 
 class Restorer:
@@ -79,10 +93,12 @@ class Restorer:
         self.skipped, self.report = 0, None
         # Each attempt reads the options again, so convert iterators to tuples.
         load_options = reusable_options(load_options)
-        candidates, unmarked = self._agree_on_candidates(step, state)
+        candidates, unmarked, mixture = self._agree_on_candidates(step, state)
         if unmarked and self._run.rank == 0:
             # Attribute the warning to the line that calls the manager.
             warn(self._describe_unmarked(unmarked), stacklevel=3)
+        if mixture and step is None and self._run.rank == 0:
+            warn(f"{self._run.store.root}: {mixture}", stacklevel=3)
         if not candidates:
             return None
         damages: list[str] = []
@@ -98,7 +114,7 @@ class Restorer:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
                         raise
                     damages.append(f"step {candidate}: {causes(error)}")
-                    existing, _unmarked = self._agree_on_candidates(None, state)
+                    existing, _unmarked, _mixture = self._agree_on_candidates(None, state)
                     if candidate in existing:
                         self._report_skipped(candidate, damages[-1], candidates)
                     else:
@@ -137,25 +153,28 @@ class Restorer:
 
     def _agree_on_candidates(
         self, step: int | None, state: MutableMapping[str, Any]
-    ) -> tuple[list[int], list[str]]:
-        """Returns, on all ranks, two lists made by rank 0: the steps to try, in order, and the
-        paths of the directories that lack only the marker."""
+    ) -> _Candidates:
+        """Returns rank 0's candidates on all ranks."""
 
-        def list_on_rank_0() -> tuple[int | None, tuple[list[int], list[str]]]:
+        def list_on_rank_0() -> tuple[int | None, _Candidates]:
             # Otherwise, an empty root would accept anything.
             require_state(state)
             if self._run.rank != 0:
-                return step, ([], [])
+                return step, _Candidates([], [], "")
             # Wait for pending deletions: they could delete the step that is chosen here.
             with call.alive(time.monotonic_ns):
                 self._deletions.wait_until_idle()
             entries = self._run.store.entries()
-            complete = [info.step for info in entries if info.complete]
-            return step, (complete, [info.path for info in entries if info.lacks_marker])
+            current, abandoned = by_lineage(info for info in entries if info.complete)
+            return step, _Candidates(
+                [info.step for info in current + abandoned],
+                [info.path for info in entries if info.lacks_marker],
+                describe_mixture(current, abandoned),
+            )
 
         def lists_of_rank_0(
-            values: list[tuple[int | None, tuple[list[int], list[str]]]],
-        ) -> tuple[list[int], list[str]] | Disagreement:
+            values: list[tuple[int | None, _Candidates]],
+        ) -> _Candidates | Disagreement:
             if len({wanted for wanted, _lists in values}) > 1:
                 return Disagreement(
                     "ranks request different steps:",
@@ -164,13 +183,14 @@ class Restorer:
             return values[0][1]
 
         with CollectiveCall(_CALL, self._run.process_group, self._run.timeout) as call:
-            complete, unmarked = call.agree(list_on_rank_0, lists_of_rank_0)
+            found = call.agree(list_on_rank_0, lists_of_rank_0)
         if step is None:
-            return complete[::-1], unmarked
-        if step in complete:
-            return [step], unmarked
-        is_unmarked = any(path.endswith(f"/{step_name(step)}") for path in unmarked)
+            return found
+        if step in found.steps:
+            return found._replace(steps=[step])
+        is_unmarked = any(path.endswith(f"/{step_name(step)}") for path in found.unmarked)
         problem = f"has no {MARKER_NAME}" if is_unmarked else "does not exist"
+        complete = sorted(found.steps)
         listing = f"the complete steps are {complete}" if complete else "no step is complete"
         raise FileNotFoundError(2, f"step {step} {problem}; {listing}", self._run.store.root)
 

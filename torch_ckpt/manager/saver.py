@@ -392,7 +392,7 @@ class Saver:
         def marker_if_leased() -> dict[str, Any]:
             # Called right before the rename that completes the step.
             run.lease.require()
-            return marker
+            return {**marker, **run.lease.marker()}
 
         try:
             run.lease.require()

@@ -119,7 +119,7 @@ class Timeline:
             # Attribute the warning to the line that calls the manager.
             warn(
                 f"{why}, but the root has later steps ({later}). Training replaces each of them "
-                "when it reaches that step. Until then, a restart would restore the newest of "
+                "when it reaches that step. Until then, a restart may restore the newest of "
                 "them. Call delete() to remove them now.",
                 stacklevel=4,
             )

@@ -12,7 +12,7 @@ from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.inspection.verify import VerifyReport, verify
-from torch_ckpt.steps.marker import read_marker
+from torch_ckpt.steps.marker import epoch_of, read_marker
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ class LocalSteps(StepStore):
         return [info for info in found if info is not None and (leftovers or info.complete)]
 
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
-        removed, failures = self.protocol.sweep(deleted_only, attempt)
+        superseded = [] if deleted_only else self._superseded()
+        with self.fenced() as lease:
+            removed, failures = self.protocol.sweep(deleted_only, attempt, lease, superseded)
         for failure in failures:
             LOGGER.warning(
                 "a leftover could not be removed: %s. The next sweep will try again", failure
@@ -74,6 +76,7 @@ class LocalSteps(StepStore):
             self.root,
             self.protocol,
             self.patience,
+            self.fenced,
             step,
             attempt,
             overwrite,
@@ -97,8 +100,8 @@ class LocalSteps(StepStore):
         return verify(self.path_of(step))
 
     def delete(self, step: int) -> bool:
-        with suppress(FileNotFoundError):
-            return self.protocol.remove(step_name(step))
+        with suppress(FileNotFoundError), self.fenced() as lease:
+            return self.protocol.remove(step_name(step), lease)
         return True
 
     def contents(self, name: str) -> tuple[int, int]:
@@ -124,6 +127,18 @@ class LocalSteps(StepStore):
             else:
                 opened.remove(PINNED_NAME)
                 opened.sync()
+
+    def _superseded(self) -> list[str]:
+        """Returns the directories with the marker of a run after which another run has completed
+        steps."""
+        epochs: dict[str, int] = {}
+        for name in os.listdir(self.root) if os.path.isdir(self.root) else ():
+            parsed = _core.parse_step_name(name)
+            marker = read_marker(os.path.join(self.root, name)) if parsed else None
+            if marker is not None:
+                epochs[name] = epoch_of(marker) or 0
+        newest = max((epochs[name] for name in epochs if STEP_NAME.match(name)), default=0)
+        return [name for name, epoch in epochs.items() if epoch < newest]
 
     def _info(self, name: str) -> StepInfo | None:
         parsed, path = _core.parse_step_name(name), os.path.join(self.root, name)

@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -32,6 +32,7 @@ class StepWriter(FileSystemWriter):
         root: str,
         protocol: _core.StepRoot,
         patience: float,
+        fenced: Callable[[], AbstractContextManager[bytes | None]],
         step: int,
         attempt: str,
         overwrite: bool,
@@ -43,6 +44,7 @@ class StepWriter(FileSystemWriter):
         self._root = root
         self._protocol = protocol
         self._patience = patience
+        self._fenced = fenced
         self._step = step_name(step)
         self._final = os.path.join(root, self._step)
         self._may_replace = overwrite
@@ -99,7 +101,8 @@ class StepWriter(FileSystemWriter):
             facts = {"step": int(self._step), "saved_at": time.time(), "bytes": step.size()}
             marker = encoded_marker({**facts, **self._marker()})
             self._refuse_existing()
-            step.publish(marker, replace=self._may_replace, sync=self.sync_files)
+            with self._fenced() as lease:
+                step.publish(marker, replace=self._may_replace, sync=self.sync_files, lease=lease)
         except BaseException as error:
             if step.is_published:
                 raise

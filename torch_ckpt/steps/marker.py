@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any
 
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 
@@ -38,6 +39,26 @@ def parsed_marker(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def epoch_of(marker: dict[str, Any]) -> int | None:
+    """Returns the epoch of the run that wrote a marker (lease_protocol.py): 0 if the run was one of
+    version 0.1. None if the marker is empty, because a user created it or it cannot be read."""
+    epoch = marker.get("epoch", 0)
+    if not marker:
+        return None
+    return epoch if type(epoch) is int and epoch > 0 else 0
+
+
+def newest_epoch(root: str) -> int:
+    """Returns the greatest epoch of the markers beneath a local root, also of unfinished steps."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return 0
+    paths = (os.path.join(root, name) for name in names if _core.parse_step_name(name))
+    markers = (read_marker(path) for path in paths)
+    return max((epoch_of(marker) or 0 for marker in markers if marker is not None), default=0)
 
 
 def encoded_marker(document: dict[str, Any]) -> bytes:

@@ -1,20 +1,27 @@
-"""The lease on a root: only one run at a time may write beneath the root.
+"""Leases on roots as managers and commands use them; lease_protocol.py describes the protocol.
 
-csrc/directory/root_lease.h describes the protocol.
+A lease belongs to a process. Several managers in one process share it. A thread renews it. A forked
+child has none, and never waits for a lock or thread of its parent.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
-
-LEASE_NAME = _core.LEASE_NAME
+from torch_ckpt.errors import RootInUse
+from torch_ckpt.steps.lease_file import LeaseFile
+from torch_ckpt.steps.lease_protocol import LEASE_NAME, Record, RunLease, perform
+from torch_ckpt.steps.marker import newest_epoch
 
 
 @dataclass(frozen=True)
@@ -22,8 +29,8 @@ class Times:
     """Intervals in seconds.
 
     Attributes:
-        renew: time between two touches of a lease by its run.
-        expiry: time without a touch after which a lease from another host counts as dead.
+        renew: time between two heartbeats of a run.
+        expiry: time without a heartbeat after which a run on another host counts as dead.
         poll: time between two checks of a lease while it is unknown whether its run is alive.
     """
 
@@ -50,7 +57,8 @@ class Lease:
         self._root = root
         self._takeover = takeover
         self._times = times
-        self._held: _core.RootLease | None = None
+        self._held: _HeldLease | None = None
+        self._found = b""
 
     def take(self) -> None:
         """Takes the lease. If the disk is full, the next :meth:`require` tries again.
@@ -81,9 +89,9 @@ class Lease:
         """Checks that this process holds the lease. Takes the lease first if necessary.
 
         Raises:
-            RootInUse: another running job holds the lease or has taken it over, or this process is
-                a forked child.
-            OSError: the lease cannot be written.
+            RootInUse: another running job holds the lease or has taken it over, the lease is
+                missing, or this process is a forked child.
+            OSError: the lease cannot be read or written.
         """
         if self._root is None:
             return
@@ -91,31 +99,220 @@ class Lease:
             self._held = self._wait_for_lease(self._root)
         self._held.require()
 
+    def expected(self) -> bytes | None:
+        """Returns the bytes that the lease must have for a change beneath the root; None if there
+        is no lease. If the lease could not be taken yet, they are those of the lease that was
+        found."""
+        if self._root is None:
+            return None
+        return self._found if self._held is None else self._held.expected
+
+    def marker(self) -> dict[str, Any]:
+        """Returns the part of a step's marker that identifies the run."""
+        if self._held is None:
+            return {}
+        record = self._held.record
+        return {"epoch": record.epoch, "run": record.describe()}
+
     def release(self) -> None:
-        """Releases this manager's share. Releasing the process's last share removes the lease."""
+        """Releases this manager's share. Releasing the process's last share releases the lease."""
         held, self._held = self._held, None
         if held is not None:
             held.release()
 
-    def _wait_for_lease(self, root: str) -> _core.RootLease:
-        times = self._times
-        request = _core.LeaseRequest(
-            root, takeover=self._takeover, renew=times.renew, expiry=times.expiry
+    def _wait_for_lease(self, root: str) -> _HeldLease:
+        times, file = self._times, LeaseFile(root)
+        process = {**_core.own_process(), "began_at": round(time.time(), 3)}
+        run = RunLease(
+            root,
+            Record(0, uuid.uuid4().hex, True, process),
+            expiry=times.expiry,
+            newest_epoch=lambda: newest_epoch(root),
         )
         is_first = True
-        while (lease := request.try_take()) is None:
-            if is_first:
+        while True:
+            with _leases.taking:
+                found = file.read()
+                self._found = b"" if found is None else found.version
+                held = None if found is None else _leases.share(found.record.run)
+                if held is not None:
+                    return held
+                if perform(run.try_take(file, self._takeover), file):
+                    return _HeldLease(file, run, times.renew)
+            if is_first and run.holder is not None:
                 LOGGER.warning(
                     "%s has a lease held by %s. Waiting up to %.0f s to determine whether that "
                     "process is still running",
                     root,
-                    request.holder,
+                    run.holder.describe(),
                     times.expiry,
                 )
             is_first = False
             _core.fault_point("wait for a lease", os.path.join(root, LEASE_NAME))
             time.sleep(times.poll)
-        return lease
 
 
-register(Part.LEASES, at_exit=_core.release_leases)
+class ObservedLease:
+    """The lease on a root as a command has found it. The command's deletions depend on it.
+
+    A command may delete steps while a run holds the lease. If another run takes or releases the
+    lease meanwhile, the steps that the command has listed may no longer be those to delete.
+
+    Args:
+        root: a local directory.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._file = LeaseFile(root)
+        found = self._file.read()
+        self._found = b"" if found is None else found.version
+
+    def expected(self) -> bytes:
+        """See :meth:`Lease.expected`."""
+        return self._found
+
+    def require(self) -> None:
+        """Checks that the lease has not changed.
+
+        Raises:
+            RootInUse: it has.
+        """
+        found = self._file.read()
+        if (b"" if found is None else found.version) == self._found:
+            return
+        who = "it was removed" if found is None else f"it is the one of {found.record.describe()}"
+        raise RootInUse(
+            f"{self._file.root}: the lease on this root has changed since the steps were listed: "
+            f"{who}. Nothing more was deleted. Run the command again."
+        )
+
+
+class _HeldLease:
+    """The lease that this process holds on one root.
+
+    Attributes:
+        record: the record of this process.
+        expected: see :meth:`Lease.expected`.
+    """
+
+    def __init__(self, file: LeaseFile, run: RunLease, renew: float) -> None:
+        assert run.taken is not None
+        self.record = run.taken.record
+        self.expected: bytes = run.taken.version
+        self.users = 1
+        self._file = file
+        self._run = run
+        self._renew_seconds = renew
+        self._pid = os.getpid()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="torch_ckpt lease", daemon=True)
+        _leases.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.end()
+            raise OSError(errno.EAGAIN, f"the system refused to start a thread: {error}") from error
+
+    def require(self) -> None:
+        """See :meth:`Lease.require`."""
+        if os.getpid() != self._pid:
+            raise RootInUse(
+                f"{self._file.root}: this process is a forked child of process {self._pid}, which "
+                "holds the lease. Save in the parent, or use another root."
+            )
+        perform(self._run.require(), self._file)
+
+    def release(self) -> None:
+        """Releases one share."""
+        if os.getpid() == self._pid and _leases.drop_share(self):
+            self.end()
+
+    def end(self) -> None:
+        """Releases the lease. Does nothing if the file system fails: the lease then looks like that
+        of a dead run."""
+        if os.getpid() != self._pid or not _leases.remove(self):
+            return
+        self._ends.set()
+        # The cycle collector may delete a manager in any thread.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        with suppress(OSError, RootInUse):
+            perform(self._run.release(), self._file)
+        self._file.leave()
+
+    def close_in_child(self) -> None:
+        """Closes the child's copy of the file, so that the lock ends with the parent."""
+        self._file.close(unlock=False)
+
+    def _renew(self) -> None:
+        while not self._ends.wait(self._renew_seconds):
+            # After an error, the next attempt may succeed. Otherwise, saves fail, too.
+            with suppress(OSError):
+                if not perform(self._run.renew(), self._file):
+                    return
+
+
+class _Leases:
+    """The leases of this process. A forked child has a new object, with new locks.
+
+    Attributes:
+        taking: held while a thread takes a lease, which may take long. No fork waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.taking = threading.Lock()
+        # Guards _held and the users; never held during a system call. The cycle collector may
+        # release a lease in a thread that holds the lock.
+        self._lock = threading.RLock()
+        self._held: list[_HeldLease] = []
+
+    def share(self, run: str) -> _HeldLease | None:
+        """Adds a share to the lease of a run, if this process holds it."""
+        with self._lock:
+            for held in self._held:
+                if held.record.run == run:
+                    held.users += 1
+                    return held
+        return None
+
+    def add(self, held: _HeldLease) -> None:
+        with self._lock:
+            self._held.append(held)
+
+    def drop_share(self, held: _HeldLease) -> bool:
+        """Returns True if the share was the last one."""
+        with self._lock:
+            held.users -= 1
+            return held.users == 0
+
+    def remove(self, held: _HeldLease) -> bool:
+        """Returns False if the lease was removed already."""
+        with self._lock:
+            has_it = held in self._held
+            if has_it:
+                self._held.remove(held)
+        return has_it
+
+    def all(self) -> list[_HeldLease]:
+        with self._lock:
+            return list(self._held)
+
+
+_leases = _Leases()
+
+
+def _release_all() -> None:
+    """Releases all leases of this process, for its exit."""
+    for held in _leases.all():
+        held.end()
+
+
+def _forget_in_child() -> None:
+    global _leases
+    # The lock may be held by a thread of the parent.
+    for held in _leases._held:
+        held.close_in_child()
+    _leases = _Leases()
+
+
+register(Part.LEASES, at_exit=_release_all, in_child=_forget_in_child)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import abc
 import errno
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch_ckpt.checkpoint.step_names import STEP_NAME
+from torch_ckpt.errors import RootInUse
+from torch_ckpt.steps.marker import epoch_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from torch_ckpt.inspection.verify import VerifyReport
     from torch_ckpt.loading.report import LoadReport
     from torch_ckpt.saving.writer import FileSystemWriter
+    from torch_ckpt.steps.root_lease import Lease, ObservedLease
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class StepInfo:
         metrics: the metrics passed to the save.
         notes: the notes passed to the save.
         pinned: True if retention keeps the step until it is unpinned.
+        epoch: number of the run that saved the step, among the runs of the root; see
+            :func:`torch_ckpt.steps.lineage.by_lineage`. 0 if version 0.1 or a run without a lease
+            saved the step. None if the marker does not say it, for example because a user created
+            the marker.
+        run: process of the run that saved the step; empty if unknown.
 
     Example::
 
@@ -48,6 +57,8 @@ class StepInfo:
     metrics: dict[str, float] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     pinned: bool = False
+    epoch: int | None = None
+    run: str = ""
 
     @property
     def complete(self) -> bool:
@@ -73,6 +84,10 @@ class StepStore(abc.ABC):
     Args:
         root: a directory or URL. The root need not exist before the first save.
 
+    Attributes:
+        lease: the lease on which saves, deletions and sweeps depend. If it is lost, they fail with
+            :class:`torch_ckpt.RootInUse` and change nothing. None: they depend on no lease.
+
     Example::
 
         steps = open_steps("checkpoints")
@@ -87,11 +102,29 @@ class StepStore(abc.ABC):
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self.lease: Lease | ObservedLease | None = None
 
     @property
     def lease_root(self) -> str | None:
         """The directory of the root's lease (steps/root_lease.py); None if it has none."""
         return None
+
+    @contextmanager
+    def fenced(self) -> Iterator[bytes | None]:
+        """Block for a change beneath the root. Yields the bytes that the lease must have; see
+        csrc/directory/root_lock.h.
+
+        Raises:
+            RootInUse: the change has failed because the lease is lost. Names the other run.
+        """
+        if self.lease is None:
+            yield None
+            return
+        try:
+            yield self.lease.expected()
+        except RootInUse:
+            self.lease.require()
+            raise
 
     @abc.abstractmethod
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
@@ -258,7 +291,7 @@ def info_of(
         bytes_of: computes the size of the step if the marker lacks it.
     """
     saved_at, total = marker.get("saved_at"), marker.get("bytes")
-    metrics, notes = marker.get("metrics"), marker.get("notes")
+    metrics, notes, run = marker.get("metrics"), marker.get("notes"), marker.get("run")
     numbers = metrics.items() if isinstance(metrics, dict) else ()
     return StepInfo(
         step,
@@ -269,6 +302,8 @@ def info_of(
         {name: number for name, value in numbers if (number := _number(value)) is not None},
         notes if isinstance(notes, dict) else {},
         pinned,
+        epoch_of(marker),
+        run if isinstance(run, str) else "",
     )
 
 

@@ -429,11 +429,11 @@ def test_on_a_full_disk_a_manager_restores_and_the_first_save_takes_the_lease(
     made = make(root)
     assert "The first save will try again" in caplog.text
     assert restored(made) == 1
-    assert not (root / LEASE_NAME).exists()
+    assert '"released"' in (root / LEASE_NAME).read_text()
     filling.unlink()
     train(made, [2])
     made.wait_until_finished()
-    assert (root / LEASE_NAME).exists()
+    assert '"held"' in (root / LEASE_NAME).read_text()
     assert made.all_steps() == [1, 2]
     made.close()
 

@@ -1,4 +1,5 @@
-"""Leases of a root, held by runs that live, have died, or are on another machine."""
+"""Leases of a root, held by runs that live, have died, or are on another machine, in real
+processes. test_lease_model.py runs random schedules of the protocol."""
 
 from __future__ import annotations
 
@@ -9,20 +10,24 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from tests.fault_hooks import failing
+from tests.fault_hooks import before, failing, held
 from tests.forked import Answering
 from tests.gates import Gate, eventually
 from tests.managers import manager_of, state_of
 from tests.support import cause_of
 from torch_ckpt import CheckpointManager, RootInUse
-from torch_ckpt.steps.root_lease import LEASE_NAME, Lease, Times
+from torch_ckpt.steps import LocalSteps, lease_file
+from torch_ckpt.steps.root_lease import LEASE_NAME, Lease, ObservedLease, Times
 
 
 class Child(Answering):
@@ -88,12 +93,36 @@ def dead(root: Path) -> Path:
     return record(root, **of_this_machine(), pid=os.getppid(), start="1")
 
 
-def has_ended(pid: int) -> bool:
-    """Returns True if a process has ended, even if its exit status was not collected."""
+def document_of(root: Path) -> dict[str, Any]:
+    """Reads the lease."""
+    document: dict[str, Any] = json.loads((root / LEASE_NAME).read_bytes())
+    return document
+
+
+def state_of_lease(root: Path) -> str:
+    return str(document_of(root)["state"])
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Reads all files of the steps."""
+    files = (path for path in root.glob(f"{'[0-9]' * 10}/*") if path.is_file())
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def process_state(pid: int) -> str:
+    """Returns the state of a process in /proc: "T" if it is stopped, "Z" if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return True
+        return "Z"
+
+
+@contextmanager
+def killed_at_the_end(child: Answering) -> Iterator[Answering]:
+    try:
+        yield child
+    finally:
+        child.kill()
 
 
 def test_a_second_run_is_refused_while_the_first_is_alive_and_names_it(root: Path) -> None:
@@ -107,19 +136,21 @@ def test_the_lease_of_a_dead_run_does_not_block(root: Path) -> None:
     with run_in_a_child(root) as child:
         # Its exit status has not been collected: it is still in the process table.
         child.kill()
-        eventually(lambda: has_ended(child.pid))
+        eventually(lambda: process_state(child.pid) == "Z")
         with leased(root):
             pass
 
 
-def test_a_lease_is_removed_if_its_thread_cannot_start(root: Path) -> None:
+def test_a_lease_is_released_if_its_thread_cannot_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root.mkdir(exist_ok=True)
-    with (
-        failing("pthread_create", errno.EAGAIN),
-        pytest.raises(OSError, match="the system refused to start a thread"),
-    ):
-        Lease(os.fspath(root)).require()
-    assert os.listdir(root) == []
+    with monkeypatch.context() as patch:
+        error = RuntimeError("can't start new thread")
+        patch.setattr(threading.Thread, "start", Mock(side_effect=error))
+        with pytest.raises(OSError, match="the system refused to start a thread"):
+            Lease(os.fspath(root)).require()
+    assert state_of_lease(root) == "released"
     with leased(root):
         assert os.listdir(root) == [LEASE_NAME]
 
@@ -140,14 +171,16 @@ def test_only_one_process_takes_over_a_dead_lease(root: Path) -> None:
     assert sorted(one.partition(":")[0] for one in results) == ["RootInUse"] * 3 + ["done"]
 
 
-def test_the_last_manager_of_a_process_that_is_closed_leaves_no_lease(root: Path) -> None:
+def test_the_last_manager_of_a_process_that_is_closed_releases_the_lease(root: Path) -> None:
     with manager_of(root) as made:
         with manager_of(root):
             pass
         assert os.listdir(root) == [LEASE_NAME]
+        assert state_of_lease(root) == "held"
         assert "RootInUse" in tried_elsewhere(root)
         made.save(1, state_of(1))
-    assert os.listdir(root) == ["0000000001"]
+    assert sorted(os.listdir(root)) == [LEASE_NAME, "0000000001"]
+    assert state_of_lease(root) == "released"
     assert tried_elsewhere(root) == "done"
 
 
@@ -193,16 +226,286 @@ def test_a_forked_child_cannot_save_to_the_root_of_its_parent(root: Path) -> Non
         assert "is a forked child of process" in child.answer()
 
 
-def test_after_a_takeover_the_other_run_cannot_save(root: Path) -> None:
-    with manager_of(root) as first:
+@contextmanager
+def saving_in_a_child(root: Path, steps: list[int], *, takeover: bool = True) -> Iterator[Child]:
+    """Starts another run, which restores, saves some steps and ends; the process stays."""
+
+    def work() -> None:
+        with manager_of(root, takeover=takeover) as made:
+            state = state_of(0)
+            made.restore(state)
+            state["x"].fill_(-1)
+            for step in steps:
+                made.save(step, state)
+
+    with child_of(work) as child:
+        assert child.answer() == "done"
+        yield child
+
+
+def test_after_a_takeover_the_other_run_changes_nothing(root: Path) -> None:
+    with manager_of(root, keep_last=1) as first:
         first.save(1, state_of(1))
         first.wait_until_finished()
         with run_in_a_child(root, takeover=True) as child:
             with pytest.raises(RootInUse, match=rf"process {child.pid} on .* has taken over"):
                 first.save(2, state_of(2))
+            for change in (first.delete, first.pin, first.unpin):
+                with pytest.raises(RootInUse):
+                    change(1)
             assert first.all_steps() == [1]
-            with pytest.raises(RootInUse):
-                first.delete(1)
+            (root / "0000000009.tmp-0a1b2c3d").mkdir()
+            with pytest.raises(RootInUse, match=rf"process {child.pid} on"):
+                first._store.sweep()
+            assert (root / "0000000009.tmp-0a1b2c3d").exists()
+
+
+def test_a_run_that_was_taken_over_changes_nothing_after_the_other_run_has_ended(
+    root: Path,
+) -> None:
+    with manager_of(root, keep_last=1, on_save_error="warn_and_continue") as first:
+        first.save(1, state_of(1))
+        first.wait_until_finished()
+        with saving_in_a_child(root, [2, 3]) as child:
+            unchanged = contents(root)
+            text = (
+                rf"process {child.pid} on host .* \(epoch 2\) has taken over this root from "
+                rf"process {os.getpid()} on host .* \(epoch 1\) and has ended since"
+            )
+            for step in (2, 3, 4):
+                with pytest.raises(RootInUse, match=text):
+                    first._lease.require()
+                assert not first.save(step, state_of(step))
+            assert first.save_errors == 3
+            with pytest.raises(RootInUse, match=text):
+                first.delete(2)
+            first._deletions.after_commit(4, lambda: None)
+            first._deletions.wait_until_idle()
+            assert contents(root) == unchanged
+    assert state_of_lease(root) == "released"
+    assert document_of(root)["epoch"] == 2
+
+
+def test_a_suspended_run_that_wakes_after_its_successor_has_ended_changes_nothing(
+    root: Path,
+) -> None:
+    def work(send: Callable[[Any], None]) -> None:
+        with manager_of(root, on_save_error="warn_and_continue") as made:
+            made.save(1, state_of(1))
+            made.wait_until_finished()
+            stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+            # The lease was checked before the files of the step were written.
+            with before("rename", stop, "*/0000000002.tmp-*/write_completed"):
+                made.save(2, state_of(2))
+                made.wait_until_finished()
+            send((made.save_errors, made.all_steps()))
+            signal.pause()
+
+    with killed_at_the_end(Answering(work)) as child:
+        eventually(lambda: process_state(child.pid) == "T")
+        with saving_in_a_child(root, [2, 3]):
+            before_waking = contents(root)
+            os.kill(child.pid, signal.SIGCONT)
+            assert child.answer() == (1, [1, 2, 3])
+            after = contents(root)
+    assert after == before_waking
+
+
+def test_a_run_that_is_suspended_during_a_rename_cannot_be_taken_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(send: Callable[[Any], None]) -> None:
+        with manager_of(root) as made:
+            stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+            with before("rename", stop, "*/0000000001"):
+                made.save(1, state_of(1))
+                made.wait_until_finished()
+            send(made.all_steps())
+            signal.pause()
+
+    monkeypatch.setattr(lease_file, "_LOCK_SECONDS", 0.01)
+    with killed_at_the_end(Answering(work)) as child:
+        eventually(lambda: process_state(child.pid) == "T")
+        with pytest.raises(RootInUse, match="another process has held the lock on this root"):
+            Lease(os.fspath(root), takeover=True).require()
+        os.kill(child.pid, signal.SIGCONT)
+        assert child.answer() == [1]
+
+
+def test_a_run_whose_lease_was_removed_saves_nothing(root: Path) -> None:
+    with manager_of(root, on_save_error="warn_and_continue") as made:
+        made.save(1, state_of(1))
+        made.wait_until_finished()
+        (root / LEASE_NAME).unlink()
+        assert not made.save(2, state_of(2))
+        assert made.save_errors == 1
+        text = rf"the lease of this run, process {os.getpid()} on .* is missing"
+        with pytest.raises(RootInUse, match=text):
+            made.delete(1)
+        assert made.all_steps() == [1]
+    assert not (root / LEASE_NAME).exists()
+
+
+def test_epochs_increase_with_each_run_even_if_the_lease_is_removed(root: Path) -> None:
+    for epoch in (1, 2, 3, 4):
+        with manager_of(root) as made:
+            made.restore(state_of(0))
+            made.save(epoch, state_of(epoch))
+        assert document_of(root)["epoch"] == epoch
+        if epoch > 1:
+            (root / LEASE_NAME).unlink()
+    entries = LocalSteps(root).entries()
+    assert [info.epoch for info in entries] == [1, 2, 3, 4]
+    assert all(info.run.startswith(f"process {os.getpid()} on host ") for info in entries)
+
+
+# --- version 0.1 ----------------------------------------------------------------------------------
+
+
+def parsed_by_version_0_1(data: bytes) -> dict[str, str]:
+    """Parses a lease as version 0.1: an object with nested values is not a lease."""
+    document = json.loads(data)
+    is_flat = not any(isinstance(value, dict | list) for value in document.values())
+    return {name: str(value) for name, value in document.items()} if is_flat else {}
+
+
+def test_version_0_1_sees_that_a_lease_is_held_and_not_a_released_one(root: Path) -> None:
+    root.mkdir()
+    with leased(root):
+        found = parsed_by_version_0_1((root / LEASE_NAME).read_bytes())
+        own = {**of_this_machine(), "pid": str(os.getpid())}
+        assert {name: found[name] for name in own} == own
+        assert int(found["start"]) > 0
+        assert float(found["began_at"]) > 1e9
+        with open(root / LEASE_NAME) as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert parsed_by_version_0_1((root / LEASE_NAME).read_bytes()) == {}
+
+
+def test_a_live_run_of_version_0_1_is_not_disturbed_and_named(root: Path) -> None:
+    with child_of(bool) as child:
+        assert child.answer() == "done"
+        start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        record(root, **of_this_machine(), pid=child.pid, start=start, began_at=1e9)
+        with pytest.raises(RootInUse, match=rf"process {child.pid} on .*, since Sun Sep  9"):
+            Lease(os.fspath(root)).require()
+        with leased(root, takeover=True):
+            assert document_of(root)["epoch"] == 1
+
+
+def test_steps_of_version_0_1_have_epoch_0(root: Path) -> None:
+    step = root / "0000000001"
+    step.mkdir(parents=True)
+    (step / "write_completed").write_text('{"step": 1, "torch_ckpt": "0.1.0"}')
+    (root / "0000000002").mkdir()
+    (root / "0000000002" / "write_completed").touch()
+    assert [info.epoch for info in LocalSteps(root).entries()] == [0, None]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"[1]", b"\xff", b"{" * 100_000, b'{"host', b"{}", b'{"pid": 1e999, "host": 7}', b"1"],
+)
+def test_anything_but_a_record_is_replaced_at_once(root: Path, damaged: bytes) -> None:
+    root.mkdir()
+    (root / LEASE_NAME).write_bytes(damaged)
+    with leased(root, times=Times(expiry=-1.0)):
+        assert state_of_lease(root) == "held"
+
+
+@pytest.mark.parametrize("fields", [{"pid": 1}, {"pid": "none"}, {"pid": 1, "start": None}, {}])
+def test_a_record_without_a_process_of_this_machine_is_replaced_at_once(
+    root: Path, fields: dict[str, Any]
+) -> None:
+    record(root, **{**of_this_machine(), "pid": None, "start": "1", **fields})
+    with leased(root):
+        pass
+
+
+# --- forks and failures ---------------------------------------------------------------------------
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_takes_a_lease(root: Path) -> None:
+    with held("fsync", f"{root}/{LEASE_NAME}.*") as gate:
+        lease = Lease(os.fspath(root))
+        thread = threading.Thread(target=lease.require)
+        thread.start()
+        gate.wait()
+        # The child takes a lease of its own, although a lock of its parent was held.
+        with child_of(Lease(os.fspath(root.with_name("other"))).require) as child:
+            assert child.answer() == "done"
+        gate.open()
+        thread.join()
+    lease.release()
+
+
+def test_a_call_that_fails_leaves_the_lease_of_the_other_run_and_no_temporary_file(
+    root: Path,
+) -> None:
+    (root / "0000000001").mkdir(parents=True)
+    with leased(root):
+        pass
+    (root / f"{LEASE_NAME}.5f0c19ab").write_text("of a killed process")
+    released = (root / LEASE_NAME).read_bytes()
+    for operation in ("open", "pwrite", "fsync", "rename", "flock"):
+        with failing(operation, errno.EIO), pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            Lease(os.fspath(root)).require()
+        assert (root / LEASE_NAME).read_bytes() == released
+    assert sorted(os.listdir(root)) == [LEASE_NAME, "0000000001"]
+
+
+def test_a_lease_is_renewed_until_it_is_released(root: Path) -> None:
+    with leased(root, times=Times(renew=0.001)):
+        os.utime(root / LEASE_NAME, (0, 0))
+        eventually(lambda: (root / LEASE_NAME).stat().st_mtime > 0)
+
+
+def test_a_lease_of_another_host_that_is_renewed_between_two_tries_is_alive(root: Path) -> None:
+    path = record(root)
+    with before("wait for a lease", partial(os.utime, path, (1e9, 1e9))):
+        os.utime(path, (2e9, 2e9))
+        with pytest.raises(RootInUse, match="process 123 on host elsewhere"):
+            Lease(os.fspath(root), times=Times(poll=0.001)).require()
+
+
+def test_a_locked_lease_of_another_host_is_alive(root: Path) -> None:
+    with open(record(root)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RootInUse, match="process 123 on host elsewhere"):
+            Lease(os.fspath(root), times=Times(expiry=-1.0)).require()
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def test_a_command_stops_deleting_steps_if_another_run_takes_the_lease(root: Path) -> None:
+    with manager_of(root) as made:
+        for step in (1, 2, 3):
+            made.save(step, state_of(step))
+    store = LocalSteps(root)
+    store.lease = ObservedLease(os.fspath(root))
+    assert store.delete(1)
+    with leased(root):
+        text = rf"the lease on this root has changed .* process {os.getpid()} on host"
+        with pytest.raises(RootInUse, match=text):
+            store.delete(2)
+        with pytest.raises(RootInUse, match=text):
+            store.sweep()
+    assert [info.step for info in store.entries()] == [2, 3]
+
+
+def test_a_command_deletes_steps_of_a_running_run(root: Path) -> None:
+    with manager_of(root) as made:
+        for step in (1, 2):
+            made.save(step, state_of(step))
+        made.wait_until_finished()
+        store = LocalSteps(root)
+        store.lease = ObservedLease(os.fspath(root))
+        assert store.delete(1)
+        assert made.all_steps() == [2]
+
+
+# --- takeovers ------------------------------------------------------------------------------------
 
 
 def test_a_running_save_is_not_committed_after_a_takeover(root: Path, held_commits: Gate) -> None:

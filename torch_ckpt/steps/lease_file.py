@@ -1,0 +1,295 @@
+"""Keeps the lease on a local root in a file, ``.lease``.
+
+1. The file is JSON. A run writes and fsyncs a temporary file, locks it with flock, and renames it
+   under a lock on the root (csrc/directory/root_lock.h). A file is never changed afterwards, so a
+   crash leaves the old record or the new one.
+2. The modification time of the file is the heartbeat. Its clock is that of the file system.
+3. On the same host, /proc shows whether a process is alive. For another container or host, the lock
+   on the file does if the file system shares locks; the kernel releases the lock when the process
+   ends.
+4. Version 0.1 wrote ``host``, ``boot``, ``pids``, ``pid``, ``start`` and ``began_at``, and removed
+   the file at the end of a run. A held record has these fields, too, so version 0.1 refuses to
+   write beside a running run. A released record has them in a nested object, which version 0.1
+   takes for the lease of a dead run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+from torch_ckpt import _core
+from torch_ckpt.errors import RootInUse
+from torch_ckpt.steps.lease_protocol import LEASE_NAME, Record, Stored
+
+#: Fields that identify a process.
+_PROCESS_FIELDS = ("host", "boot", "pids", "pid", "start", "began_at")
+
+# A longer file was not written by torch_ckpt.
+_MOST_BYTES = 16 << 10
+
+_TEMPORARY_NAME = re.compile(rf"{re.escape(LEASE_NAME)}\.[0-9a-f]{{8}}")
+
+# A process holds the lock on the root while it renames a step, and fsyncs the root.
+_LOCK_SECONDS = 30.0
+
+
+class LeaseFile:
+    """The lease on a local root.
+
+    Attributes:
+        has_made_root: True if this object has created the root.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.has_made_root = False
+        self._fd = -1  # the lease of this process, locked
+
+    def read(self) -> Stored | None:
+        try:
+            return _read_at(None, os.path.join(self.root, LEASE_NAME))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def compare_and_swap(self, expected: Stored | None, record: Record) -> Stored | None:
+        if expected is not None and expected.record == record:
+            # Only the process that holds the lease renews it. If another run has replaced the file,
+            # this changes the time of the old one.
+            os.utime(self._fd)
+            return expected
+        while True:
+            try:
+                directory = self._open_root()
+                try:
+                    return self._swap(directory, expected, record)
+                finally:
+                    directory.close()
+            except FileNotFoundError:
+                # Another run has removed the root that it had created, or this temporary file.
+                continue
+
+    def is_alive(self, found: Stored) -> bool | None:
+        process, own = found.record.process, _core.own_process()
+        is_on_this_boot = bool(own["boot"]) and process.get("boot") == own["boot"]
+        if is_on_this_boot and all(process.get(name) == own[name] for name in ("host", "pids")):
+            pid, start = _number(process.get("pid")), _number(process.get("start"))
+            # If the PID is this process's, the process has replaced its program by exec.
+            if pid is None or start is None or pid == own["pid"]:
+                return False
+            return _core.is_alive(pid, start)
+        is_locked = self._is_locked(found)
+        if is_locked:
+            return True
+        # A kernel knows all locks of its own processes, but may not see the locks of other hosts.
+        return False if is_locked is False and is_on_this_boot else None
+
+    def age(self, found: Stored) -> float | None:
+        """See :class:`LeaseStore`. Creates a file, to read the clock of the file system."""
+        directory = self._open_root()
+        try:
+            with _temporary(directory) as (_name, fd):
+                now = os.fstat(fd).st_mtime_ns
+        finally:
+            directory.close()
+        return float(now - found.heartbeat) / 1e9
+
+    def leave(self) -> None:
+        """Unlocks the lease of this process. Removes the root if this object has created it, no
+        other run has ever held its lease, and it has no other file."""
+        self.close()
+        if not self.has_made_root:
+            return
+        with contextlib.suppress(OSError):
+            directory = _core.Directory(self.root)
+            try:
+                with _locked(directory):
+                    found = _read_at(directory.fd, LEASE_NAME)
+                    is_unused = not found.record.is_held and found.record.epoch == 1
+                    if is_unused and directory.names() == [LEASE_NAME]:
+                        os.unlink(LEASE_NAME, dir_fd=directory.fd)
+                        os.rmdir(self.root)
+            finally:
+                directory.close()
+
+    def close(self, *, unlock: bool = True) -> None:
+        """Closes the file. A forked child does not unlock it."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        if unlock:
+            # Unlock explicitly: a child forked by native code still has the file open.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _open_root(self) -> _core.Directory:
+        while True:
+            try:
+                return _core.Directory(self.root)
+            except FileNotFoundError:
+                _core.make_directories(self.root)
+                self.has_made_root = True
+
+    def _swap(
+        self, directory: _core.Directory, expected: Stored | None, record: Record
+    ) -> Stored | None:
+        _remove_leftovers(directory)
+        with _temporary(directory) as (name, fd):
+            data = encode(record)
+            path = os.path.join(self.root, name)
+            _core.fault_point("pwrite", path)
+            written = os.write(fd, data)
+            if written < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            # No process may ever find an incomplete lease, even after the machine has crashed.
+            _core.fault_point("fsync", path)
+            os.fsync(fd)
+            with _locked(directory):
+                found: Stored | None = None
+                with contextlib.suppress(FileNotFoundError):
+                    found = _read_at(directory.fd, LEASE_NAME)
+                if (found and found.version) != (expected and expected.version):
+                    return None
+                _core.fault_point("rename", os.path.join(self.root, LEASE_NAME))
+                os.rename(name, LEASE_NAME, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
+            stored = _stored(fd, data)
+            self.close()
+            if record.is_held:
+                self._fd = os.dup(fd)
+            return stored
+
+    def _is_locked(self, found: Stored) -> bool | None:
+        """Returns None if the file system has no locks, or the file was replaced."""
+        try:
+            fd = os.open(os.path.join(self.root, LEASE_NAME), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            if _stored(fd, os.read(fd, _MOST_BYTES)).version != found.version:
+                return None
+            # Closing the file releases the lock. It does not exclude another process that tests it.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        return False
+
+
+def encode(record: Record) -> bytes:
+    """Encodes a record."""
+    process: dict[str, Any] = dict(record.process)
+    if not record.is_held:
+        process = {"process": process}
+    state = "held" if record.is_held else "released"
+    return json.dumps(
+        {**process, "epoch": record.epoch, "run": record.run, "state": state}
+    ).encode()
+
+
+def decode(data: bytes) -> Record:
+    """Decodes a record. Anything else counts as a lease that was released in epoch 0."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        document = {}
+    if not isinstance(document, dict):
+        document = {}
+    nested = document.get("process")
+    process = nested if isinstance(nested, dict) else document
+    process = {
+        name: process[name]
+        for name in _PROCESS_FIELDS
+        if isinstance(process.get(name), str | int | float)
+    }
+    epoch, run = document.get("epoch"), document.get("run")
+    return Record(
+        epoch if type(epoch) is int and epoch > 0 else 0,
+        run if isinstance(run, str) else "",
+        bool(process) and document.get("state") != "released",
+        process,
+    )
+
+
+def _read_at(directory: int | None, name: str) -> Stored:
+    # On NFS, opening the file revalidates its cached contents and attributes.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(name, flags, dir_fd=directory)
+    try:
+        return _stored(fd, os.read(fd, _MOST_BYTES))
+    finally:
+        os.close(fd)
+
+
+def _stored(fd: int, data: bytes) -> Stored:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"{LEASE_NAME} is not a regular file. Remove it")
+    return Stored(decode(data), data, status.st_mtime_ns)
+
+
+@contextlib.contextmanager
+def _temporary(directory: _core.Directory) -> Iterator[tuple[str, int]]:
+    """Creates a temporary file in the root and locks it. Removes the file unless it is renamed."""
+    name = f"{LEASE_NAME}.{secrets.token_hex(4)}"
+    _core.fault_point("open", os.path.join(directory.path, name))
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o666, dir_fd=directory.fd)
+    try:
+        # Ignore a file system without locks: the record then has to suffice.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield name, fd
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=directory.fd)
+
+
+@contextlib.contextmanager
+def _locked(directory: _core.Directory) -> Iterator[None]:
+    lock = _core.RootLock(directory, _LOCK_SECONDS)
+    try:
+        if not lock.is_held:
+            raise RootInUse(
+                f"{directory.path}: another process has held the lock on this root for "
+                f"{_LOCK_SECONDS:.0f} s. Check that the process is not stopped; end it to free the "
+                "root."
+            )
+        yield
+    finally:
+        lock.release()
+
+
+def _remove_leftovers(directory: _core.Directory) -> None:
+    """Removes the temporary files of processes that were killed."""
+    for name in filter(_TEMPORARY_NAME.fullmatch, directory.names()):
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=directory.fd)
+            try:
+                # A process that is writing the file holds the lock.
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=directory.fd)
+            finally:
+                os.close(fd)
+
+
+def _number(value: Any) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if 0 <= number < 1 << 63 else None

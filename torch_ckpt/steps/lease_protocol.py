@@ -1,0 +1,265 @@
+"""The lease on a root: only one run at a time writes beneath the root.
+
+The protocol uses two calls of a store that keeps one record for each root: ``read``, and
+``compare_and_swap``, which writes a record only if the store still has the version that was read.
+
+1. The record has an epoch, a run and a state: held or released. A run is one process that has
+   taken the lease once; its id is never used again. After the first run, a root always has a
+   record.
+2. Take: a run reads the record. If another run holds the lease, the run must be dead (3), or the
+   user must have asked for a takeover. The run then swaps the record for its own. Its epoch is 1 +
+   the greatest epoch of the record and of the steps' markers, so epochs only increase, even if a
+   user has removed the record. If the swap fails, the run starts again.
+3. A run is dead if the store or the host knows that its process has ended. If they do not know, the
+   run is alive if it renews the lease while another run waits. It is dead if it has not renewed the
+   lease for a minute.
+4. Renew: every ten seconds, the run swaps its record for the same record, which changes the
+   heartbeat that the store keeps with it. It never restores a record that it has lost.
+5. Require: before a run writes a step, completes it, deletes it or removes leftovers, it reads the
+   record. If the record is missing or belongs to another run, this run has lost the lease for ever,
+   and the operation fails with an error that names both runs.
+6. The marker of a step has the epoch of its run. A step is completed, replaced and deleted by
+   renames. On a local file system, these renames, the check of 5 before them and the swap of 2 hold
+   the same lock (csrc/directory/root_lock.h). A run that is suspended between 5 and the rename
+   therefore cannot lose the lease in between. Where hosts do not see each other's locks, the epochs
+   in the markers show that a run has written after it was taken over (lineage.py).
+7. Release: the run swaps its record for a released one with the same epoch. It changes nothing if
+   it has lost the lease.
+
+The operations are generators, which yield their calls of the store, so that tests can run any
+schedule of several runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch_ckpt import _core
+from torch_ckpt.errors import RootInUse
+
+T = TypeVar("T")
+
+LEASE_NAME = _core.LEASE_NAME
+
+# Later times are not those of a process.
+_LATEST_SECONDS = 1e11
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of a lease.
+
+    Attributes:
+        epoch: number of the run among the runs of its root; 0 if the run was one of version 0.1.
+        run: id of the run; empty if the run was one of version 0.1.
+        is_held: False if the run has released the lease.
+        process: the process of the run: ``host``, ``boot``, ``pids``, ``pid``, ``start`` and
+            ``began_at``. Any of them may be missing.
+    """
+
+    epoch: int
+    run: str
+    is_held: bool
+    process: Mapping[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Names the process of the run."""
+        process = self.process
+        text = f"process {process.get('pid') or '?'} on host {process.get('host') or '?'}"
+        began_at = process.get("began_at")
+        if isinstance(began_at, int | float) and abs(began_at) < _LATEST_SECONDS:
+            text += f", since {time.ctime(began_at)}"
+        return text
+
+
+class Stored(NamedTuple):
+    """A record in a store.
+
+    Attributes:
+        version: differs from the versions of all other records of the root.
+        heartbeat: changes whenever the run renews its lease.
+    """
+
+    record: Record
+    version: Any
+    heartbeat: Any
+
+
+class LeaseStore(Protocol):
+    """Keeps the record of one root."""
+
+    def read(self) -> Stored | None:
+        """Reads the record; None if there is none."""
+
+    def compare_and_swap(self, expected: Stored | None, record: Record) -> Stored | None:
+        """Writes a record if the store has the version of ``expected``; None: if it has none. If
+        ``expected`` has the same record, changes its heartbeat.
+
+        Returns:
+            The record as stored; None if the store has another version.
+        """
+
+    def is_alive(self, found: Stored) -> bool | None:
+        """Returns True if the run of a held lease is alive; None if that is unknown."""
+
+    def age(self, found: Stored) -> float | None:
+        """Returns the seconds since the heartbeat by the clock of the store; None if unknown."""
+
+
+Call = Callable[[LeaseStore], "Stored | None"]
+Operation = Generator[Call, "Stored | None", T]
+
+
+def perform(operation: Operation[T], store: LeaseStore) -> T:
+    """Performs an operation of the protocol."""
+    result: Stored | None = None
+    try:
+        call = next(operation)
+        while True:
+            result = call(store)
+            call = operation.send(result)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+class RunLease:
+    """One run's view of the lease on a root.
+
+    Args:
+        root: the root, for messages.
+        mine: the record of this run; the epoch is set when the run takes the lease.
+        expiry: seconds without a heartbeat after which a run is dead.
+        newest_epoch: returns the greatest epoch of the steps' markers.
+        clock: returns seconds.
+
+    Attributes:
+        taken: the record of this run; None until the run has taken the lease.
+        holder: the run that this run has found to hold the lease; None if there was none.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        mine: Record,
+        *,
+        expiry: float,
+        newest_epoch: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._root = root
+        self._mine = mine
+        self._expiry = expiry
+        self._newest_epoch = newest_epoch
+        self._clock = clock
+        self._first: tuple[Stored, float] | None = None
+        self.taken: Stored | None = None
+        self.holder: Record | None = None
+
+    def try_take(self, store: LeaseStore, takeover: bool) -> Operation[bool]:
+        """Takes the lease.
+
+        Args:
+            store: shows whether the run that holds the lease is alive.
+            takeover: take the lease even if the run that holds it is alive.
+
+        Returns:
+            False if it is not known yet whether the run that holds the lease is alive.
+
+        Raises:
+            RootInUse: the run that holds the lease is alive.
+        """
+        while True:
+            found = yield _read
+            if found is not None and found.record.is_held and not takeover:
+                self.holder = found.record
+                is_alive = self._is_alive(store, found)
+                if is_alive:
+                    raise RootInUse(
+                        f"{self._root}: another run is writing to this root: "
+                        f"{found.record.describe()}. Wait until it has ended, or use another root. "
+                        "To take over the root and make the other run's saves fail, pass "
+                        "takeover=True to CheckpointManager."
+                    )
+                if is_alive is None:
+                    return False
+            epoch = max(found.record.epoch if found is not None else 0, self._newest_epoch())
+            taken = yield _swap(found, replace(self._mine, epoch=epoch + 1))
+            if taken is not None and found is None and epoch != self._newest_epoch():
+                # Another run has saved steps since, and a user has removed its record.
+                epoch = self._newest_epoch()
+                taken = yield _swap(taken, replace(self._mine, epoch=epoch + 1))
+            if taken is not None:
+                self.taken = taken
+                return True
+
+    def renew(self) -> Operation[bool]:
+        """Changes the heartbeat. Returns False if this run has lost the lease."""
+        found = yield _read
+        if found is None or not self._owns(found):
+            return False
+        renewed = yield _swap(found, found.record)
+        return renewed is not None
+
+    def require(self) -> Operation[None]:
+        """Checks that this run holds the lease.
+
+        Raises:
+            RootInUse: the lease is missing, or another run has taken it.
+        """
+        assert self.taken is not None
+        found = yield _read
+        if found is not None and self._owns(found):
+            return
+        mine = _with_epoch(self.taken.record)
+        if found is None:
+            raise RootInUse(
+                f"{self._root}: the lease of this run, {mine}, is missing. {LEASE_NAME} or the "
+                "root was removed, so another run may have used the root since. This run can no "
+                f"longer save to it. Start the run again, and do not remove {LEASE_NAME}."
+            )
+        has_ended = "" if found.record.is_held else " and has ended since"
+        raise RootInUse(
+            f"{self._root}: {_with_epoch(found.record)} has taken over this root from {mine}"
+            f"{has_ended}. This run can no longer save to it. End this run, or use another root."
+        )
+
+    def release(self) -> Operation[bool]:
+        """Releases the lease. Returns False if this run has lost it."""
+        found = yield _read
+        if found is None or not self._owns(found):
+            return False
+        released = yield _swap(found, replace(found.record, is_held=False))
+        return released is not None
+
+    def _owns(self, found: Stored) -> bool:
+        return self.taken is not None and found.record == self.taken.record
+
+    def _is_alive(self, store: LeaseStore, found: Stored) -> bool | None:
+        is_alive = store.is_alive(found)
+        if is_alive is not None:
+            return is_alive
+        now = self._clock()
+        if self._first is None or self._first[0].record != found.record:
+            self._first = found, now
+        first, since = self._first
+        if first.heartbeat != found.heartbeat:
+            return True
+        age = store.age(found)
+        if now - since > self._expiry or (age is not None and age > self._expiry):
+            return False
+        return None
+
+
+def _read(store: LeaseStore) -> Stored | None:
+    return store.read()
+
+
+def _swap(expected: Stored | None, record: Record) -> Call:
+    return lambda store: store.compare_and_swap(expected, record)
+
+
+def _with_epoch(record: Record) -> str:
+    return f"{record.describe()} (epoch {record.epoch})"

@@ -1,0 +1,60 @@
+"""Orders the steps of several runs for a restore.
+
+Each step has the epoch of the run that saved it (lease_protocol.py). If each run continues from the
+steps of the run before it, the epochs do not decrease from step to step. If they do, two runs have
+trained from one step: a run was taken over and continued, or training was rewound. The steps of the
+lower epoch that are not before those of the higher epoch then belong to an abandoned lineage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch_ckpt._base.formatting import some_of
+from torch_ckpt.steps.step_store import StepInfo
+
+
+def by_lineage(steps: Iterable[StepInfo]) -> tuple[list[StepInfo], list[StepInfo]]:
+    """Divides complete steps into those of the current lineage and those of abandoned ones.
+
+    The newest step of the current lineage is the newest step of the highest epoch. A step without
+    an epoch counts as one of the highest epoch: a user has made it a step.
+
+    Returns:
+        Both lists, newest step first.
+    """
+    steps = list(steps)
+    highest = max((info.epoch or 0 for info in steps), default=0)
+
+    def epoch_and_step(info: StepInfo) -> tuple[int, int]:
+        return highest if info.epoch is None else info.epoch, info.step
+
+    current: list[StepInfo] = []
+    abandoned: list[StepInfo] = []
+    for info in sorted(steps, key=epoch_and_step, reverse=True):
+        is_before = not current or info.step < current[-1].step
+        (current if is_before else abandoned).append(info)
+    return current, sorted(abandoned, key=lambda info: info.step, reverse=True)
+
+
+def describe_mixture(current: list[StepInfo], abandoned: list[StepInfo]) -> str:
+    """Describes the runs whose steps do not follow each other, and their steps. Returns an empty
+    text if there are none. Args: see :func:`by_lineage`."""
+    if not abandoned:
+        return ""
+    oldest = min(info.step for info in abandoned)
+    runs: dict[tuple[int | None, str], list[int]] = {}
+    for info in sorted(abandoned + current, key=lambda info: info.step):
+        if info in abandoned or info.step > oldest or info is current[0]:
+            runs.setdefault((info.epoch, info.run), []).append(info.step)
+    texts = [
+        f"{run or 'an unknown process'} (epoch {epoch}) saved "
+        f"step{'s' if len(steps) > 1 else ''} {some_of(list(map(str, steps)))}"
+        for (epoch, run), steps in sorted(runs.items(), key=lambda each: each[0][0] or 0)
+    ]
+    return (
+        f"the steps of several runs are mixed: {'; '.join(texts)}. Either a run was taken over and "
+        f"saved steps afterwards, or training was rewound. Restoring step {current[0].step}, the "
+        "newest step of the highest epoch. To use another step, pass its number to restore(). "
+        "Delete the steps that you do not need."
+    )
