@@ -9,6 +9,8 @@
 4. A background save starts. Some saves compare the replicas first.
 5. The save's thread handles the result. If the save succeeded, the step counts as saved, and rank 0
    deletes old steps. If the save failed, the error is kept for the next call.
+6. If a save failed because ranks were declared dead, later saves would wait for them again. So no
+   save starts until these ranks have resumed, for which each due save waits a tenth of the timeout.
 
 An export (exports.py) takes the place of a save: 1, 4 and 5 apply to it.
 """
@@ -48,13 +50,16 @@ from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.publication.version_writer import VersionWriter
 from torch_ckpt.ranks.exchange import Exchange
-from torch_ckpt.ranks.failures import causes, of_torch
-from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.ranks.failures import causes, dead_ranks, of_torch
+from torch_ckpt.ranks.group import RankGroup, group_for
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import AppState, BeforeSave
 from torch_ckpt.steps import encoded_marker, parsed_marker
+
+#: Seconds for which a due save waits at most for ranks that were declared dead.
+_REJOIN_SECONDS = 10.0
 
 
 class CallbackThreads(set[int]):
@@ -144,6 +149,7 @@ class Saver:
         self._last_seconds = 0.0
         self._lock = threading.Lock()  # guards _failure and errors, which the save's thread sets
         self._failure: BaseException | None = None
+        self._has_dead_ranks = False
 
     def save(
         self,
@@ -182,6 +188,14 @@ class Saver:
         earlier = self._take_failure()
         # The wait for the previous save is not part of this save's cost.
         ready = time.perf_counter()
+        if self._has_dead_ranks:
+            # All ranks know it, also those that were declared dead and have resumed.
+            if earlier is not None:
+                raise earlier
+            try:
+                self._rejoin(step)
+            except CheckpointException as error:
+                return self.fail_to_start(step, error, ready)
         try:
             has_started = start(ready)
         except Exception as error:
@@ -218,6 +232,20 @@ class Saver:
             raise failure
 
     # --- private ---------------------------------------------------------------------------------
+
+    def _rejoin(self, step: int) -> None:
+        """Checks that no rank is dead any more.
+
+        Raises:
+            CheckpointException: some ranks sent no heartbeat.
+        """
+        run = self.run
+        # Do not count these exchanges: a rank whose failure was raised by another method makes one
+        # more.
+        group, kind = group_for(run.process_group, "manager"), f"{run.attempt}-rejoin-{step}"
+        with Exchange.open(group, kind, min(run.timeout / 10, _REJOIN_SECONDS)) as exchange:
+            exchange.exchange("rejoin", lambda: (None, None), lambda _values: None)
+        self._has_dead_ranks = False
 
     def _start(
         self,
@@ -349,6 +377,7 @@ class Saver:
 
     def _export_failed(self, step: int, error: BaseException, seconds: float) -> None:
         self._count(error)
+        self._has_dead_ranks = self._has_dead_ranks or bool(dead_ranks(error))
         message = f"the model of step {step} could not be exported: {causes(error)}"
         self.run.report(Event("export_failed", step, self.run.rank, seconds, message=message))
 
@@ -488,6 +517,7 @@ class Saver:
 
     def _failed(self, step: int, error: BaseException, seconds: float) -> None:
         self._count(error)
+        self._has_dead_ranks = self._has_dead_ranks or bool(dead_ranks(error))
         self.timeline.failed(step)
         message = f"step {step} could not be saved: {causes(error)}"
         self.run.report(Event("save_failed", step, self.run.rank, seconds, message=message))

@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -56,6 +55,7 @@ from torch_ckpt.ranks.failures import (
     Failure,
     RankFailures,
     capture_exceptions,
+    dead_ranks_failures,
     failed_on,
     raise_on,
     silent_ranks,
@@ -440,7 +440,7 @@ class Exchange:
             "other ranks may have declared it dead: check whether its process or machine was "
             "suspended, or increase the timeout"
         )
-        return pickle.dumps(RankFailures({0: Failure(error, traceback.StackSummary())}))
+        return pickle.dumps(RankFailures(dead_ranks_failures(error, [0])))
 
     # --- a step on the other ranks ---------------------------------------------------------------
 
@@ -489,7 +489,7 @@ class Exchange:
                 f"heartbeat for {self._limit:g} s: check that its process is still running"
                 f"{MAY_HAVE_COMMITTED if self._commits else ''}"
             )
-            return RankFailures({0: Failure(error, traceback.StackSummary())}, combining=True)
+            return RankFailures(dead_ranks_failures(error, [0]), combining=True)
         self._may_be_read = False
         if verdict == mine:
             self._set(f"{self._key}/to/all", mine)

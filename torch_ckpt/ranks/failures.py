@@ -78,7 +78,26 @@ def silent_ranks(step: str, ranks: list[int], seconds: float) -> dict[int, Failu
         f"{who} sent no heartbeat for {seconds:g} s during '{step}': check that the process is "
         "still running and what it is waiting for, or increase the timeout"
     )
+    return dead_ranks_failures(error, ranks)
+
+
+def dead_ranks_failures(error: TimeoutError, ranks: list[int]) -> dict[int, Failure]:
+    """Returns failures, by rank, for ranks that were declared dead."""
+    error.dead_ranks = tuple(ranks)  # type: ignore[attr-defined]
     return {rank: Failure(error, traceback.StackSummary()) for rank in ranks}
+
+
+def dead_ranks(error: BaseException) -> list[int]:
+    """Returns the ranks that were declared dead, according to an error. It is the same on all
+    ranks, also on these ranks if they resume."""
+    found: set[int] = set()
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, CheckpointException):
+            for cause, _stack in each.failures.values():
+                found.update(getattr(cause, "dead_ranks", ()))
+        each = each.__cause__
+    return sorted(found)
 
 
 def drop_frames(error: BaseException) -> None:
