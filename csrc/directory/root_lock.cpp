@@ -1,6 +1,5 @@
 #include "directory/root_lock.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <span>

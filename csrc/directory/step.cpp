@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kStepDigits = 10;
 constexpr std::chrono::milliseconds kPollInterval{100};
-// A save waits longer for the lock on the root than a deletion, which is repeated after a later
+// A commit waits longer for the lock on the root than a deletion, which is repeated after a later
 // save.
 constexpr std::chrono::milliseconds kCommitPatience{30'000};
 
@@ -55,7 +55,7 @@ Result<bool> finish_rename(const os::Directory& root, const os::Directory& opene
   const std::string digits = name.substr(0, kStepDigits);
   auto is_complete = opened.contains(std::string(kMarkerName));
   if (!is_complete || !*is_complete) return is_complete;
-  auto lock = RootLock::take(root);
+  auto lock = RootLock::take(root, kCommitPatience);
   if (!lock) return lock.error();
   if (lease && !lock->is_held()) return locked_root(root);
   if (auto held = require_lease(root, lease); !held) return held.error();
@@ -279,8 +279,16 @@ PublishOutcome StepSave::try_publish(std::string_view marker, bool may_replace, 
   if (lease && !lock->is_held()) return not_published(locked_root(root_));
   if (auto held = require_lease(root_, lease); !held) return not_published(held.error());
   auto outcome = directory::publish(root_, {unfinished_, digits_, replaced_, *identity},
-                                    {.sync = sync, .replace = *exists, .sync_above = false});
-  if (outcome.state != PublishState::not_published) steps_->remember(*root_identity);
+                                    {.sync = false, .replace = *exists});
+  if (outcome.state == PublishState::not_published) return outcome;
+  steps_->remember(*root_identity);
+  // Another run that takes the lease need not wait for the fsync.
+  lock->release();
+  if (outcome.state == PublishState::published && sync) {
+    if (auto synced = root_.sync(); !synced) {
+      return {PublishState::durability_uncertain, synced.error()};
+    }
+  }
   return outcome;
 }
 
