@@ -90,6 +90,7 @@ def test_a_restore_of_mixed_runs_takes_the_newest_step_of_the_highest_epoch_and_
         assert made.restore(state_of(0)) == 4
 
 
+@pytest.mark.filterwarnings("ignore:.*the steps of several runs are mixed")
 def test_a_damaged_step_falls_back_along_its_lineage_and_then_to_the_abandoned_one(
     mixed: Path,
 ) -> None:

@@ -117,6 +117,14 @@ def process_state(pid: int) -> str:
         return "Z"
 
 
+def stop_here() -> None:
+    """Stops this process before the calling thread takes another step.
+
+    If the signal were sent to the process, the calling thread would continue for a moment.
+    """
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
 @contextmanager
 def killed_at_the_end(child: Answering) -> Iterator[Answering]:
     try:
@@ -293,9 +301,8 @@ def test_a_suspended_run_that_wakes_after_its_successor_has_ended_changes_nothin
         with manager_of(root, on_save_error="warn_and_continue") as made:
             made.save(1, state_of(1))
             made.wait_until_finished()
-            stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
             # The lease was checked before the files of the step were written.
-            with before("rename", stop, "*/0000000002.tmp-*/write_completed"):
+            with before("rename", stop_here, "*/0000000002.tmp-*/write_completed"):
                 made.save(2, state_of(2))
                 made.wait_until_finished()
             send((made.save_errors, made.all_steps()))
@@ -316,8 +323,7 @@ def test_a_run_that_is_suspended_during_a_rename_cannot_be_taken_over(
 ) -> None:
     def work(send: Callable[[Any], None]) -> None:
         with manager_of(root) as made:
-            stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
-            with before("rename", stop, "*/0000000001"):
+            with before("rename", stop_here, "*/0000000001"):
                 made.save(1, state_of(1))
                 made.wait_until_finished()
             send(made.all_steps())
