@@ -17,6 +17,7 @@ from torch_ckpt.cli.steps import collect
 from torch_ckpt.retention import Retention
 from torch_ckpt.steps import LocalSteps, open_steps
 from torch_ckpt.steps.remote import RemoteSteps
+from torch_ckpt.steps.root_lease import Lease
 
 real_and_dry = pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])
 
@@ -152,6 +153,20 @@ def test_gc_keeps_a_step_that_is_pinned_while_others_are_deleted(root: Path) -> 
     assert [entry.step for entry in report.deleted] == [1]
     assert report.kept == {2: ["pinned"], 3: ["the newest", "last 1"]}
     assert steps_of(root) == [2, 3]
+
+
+@pytest.mark.parametrize("arguments", [["gc", "--keep-last", "1"], ["delete", "1", "2"]])
+def test_deletions_stop_if_a_run_takes_the_lease_after_the_steps_were_listed(
+    root: Path, run: Run, arguments: list[str]
+) -> None:
+    save_steps(root, 1, 2, 3)
+    lease = Lease(str(root))
+    command, *others = arguments
+    with before("rmtree", lease.require):
+        run(command, root, *others, code=2)
+    assert "the lease on this root has changed since the steps were listed" in run.err
+    assert steps_of(root) == [2, 3]
+    lease.release()
 
 
 def test_gc_reports_the_rules_that_keep_each_step_and_what_it_frees(root: Path, run: Run) -> None:
