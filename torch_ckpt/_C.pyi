@@ -157,11 +157,12 @@ class FlatState:
         chunks_here: Callable[[Any], list[Any]],
         watch: SourceWatch | None = None,
     ) -> None: ...
-    def contents(self) -> tuple[bytes, bytes]:
+    def contents(self, hash_layout: Callable[[Any, Any], int]) -> tuple[bytes, bytes]:
         """Encodes the parts of a state dict on which the plan of a save depends.
 
         The first part is usually identical on several ranks: names, kinds, dtypes and sizes. The
-        second part has the offsets and sizes of this rank's shards of DTensors.
+        second part has the offsets, sizes and layouts of this rank's shards of DTensors.
+        ``hash_layout`` returns 64 bits, given a mesh and placements.
         """
 
     def unready(self, assignment: bytes) -> list[tuple[int, str, Any]]:
@@ -181,6 +182,9 @@ class FlatState:
         """
     def fingerprints(self, whole: bool) -> bytes:
         """A fingerprint of 4 bytes for each plain tensor."""
+
+    def checksums(self, numbers: bytes) -> bytes:
+        """A CRC-32 of 4 bytes for each of the given values; 0 for tensors that are not plain."""
 
     def names(self) -> list[str]: ...
     def name(self, row: int) -> str: ...

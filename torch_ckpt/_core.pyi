@@ -177,13 +177,19 @@ class GlobalPlan:
 
     ``contents`` has the results of ``FlatState.contents``, by rank. Raises ValueError if the values
     of a name differ in kind, dtype or size between ranks, or if the shards of a tensor do not
-    cover it. ``before``, ``now`` and ``written`` are by rank; the items of a rank are its assigned
-    values, in order, and after them the items planned by torch.
+    cover it, on each of its meshes. ``before``, ``now`` and ``written`` are by rank; the items of a
+    rank are its assigned values, in order, and after them the items planned by torch.
     """
 
     def __init__(self, contents: list[tuple[bytes, bytes]]) -> None: ...
     def assignment(self, rank: int) -> bytes:
         """The numbers of the values that a rank writes, for ``FlatState.sources``."""
+
+    def copies(self, rank: int) -> bytes:
+        """The numbers of a rank's DTensors that have several layouts, for ``FlatState.checksums``.
+
+        A layout is a mesh and placements. These DTensors must be copies of one tensor.
+        """
 
     def plans(self, name: str) -> bool: ...
     def names(self) -> list[str]:
@@ -195,6 +201,15 @@ class GlobalPlan:
 
         ``fingerprints`` has the 4-byte fingerprints of each rank's plain tensors and then of its
         objects; None if a rank sent none. A fingerprint of 0 is not compared.
+        """
+
+    def differing_copies(
+        self, checksums: list[bytes]
+    ) -> list[tuple[str, list[list[int]], list[list[int]]]]:
+        """DTensors with several layouts that are not copies, given the checksums of each rank.
+
+        Returns the name of each, the groups of ranks that have the same version, and the ranks of
+        each mesh.
         """
 
     def paths(self) -> dict[str, tuple[str | int, ...]]: ...

@@ -1,6 +1,7 @@
 #include "planning/global_plan.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <tuple>
 #include <unordered_map>
@@ -43,7 +44,33 @@ Error refused(std::string detail) {
 
 constexpr std::uint32_t kNone = 0xffffffff;
 
+/// Returns the ranks that have a part of a DTensor with this layout: the ranks of its mesh.
+std::string mesh_of(std::span<const RankState> states, std::string_view name,
+                    std::uint64_t layout) {
+  std::vector<std::uint32_t> ranks;
+  for (std::uint32_t rank = 0; rank < states.size(); ++rank) {
+    const RankState& here = states[rank];
+    const auto row = here.state().find(name);
+    if (!row || here.state().row(*row).kind != Kind::shard || !here.has(*row)) continue;
+    if (here.layout(here.box(*row)) == layout) ranks.push_back(rank);
+  }
+  return "the mesh of " + text_of_ranks(ranks);
+}
+
 }  // namespace
+
+std::string text_of_ranks(std::span<const std::uint32_t> ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size();) {
+    std::size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    if (i > 0) text += ", ";
+    text += std::to_string(ranks[i]);
+    if (last > i) text.append("-").append(std::to_string(ranks[last]));
+    i = last + 1;
+  }
+  return text;
+}
 
 Result<GlobalPlan> GlobalPlan::decode(
     std::span<const std::pair<std::string_view, std::string_view>> states) {
@@ -97,8 +124,12 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
       if (kind == Kind::shard && entry.first_part == kNone) {
         entry.rank = rank;
         entry.row = i;
+        entry.layout = rank_state.layout(rank_state.box(i));
       } else if (kind == Kind::shard && &plan.states_[entry.rank].state() != &rank_state.state()) {
         if (auto same = plan.check_same(entry, rank, i); !same) return std::move(same).error();
+      }
+      if (kind == Kind::shard && rank_state.layout(rank_state.box(i)) != entry.layout) {
+        entry.has_several_layouts = true;
       }
       const auto [offsets, sizes] = kind == Kind::shard ? boxes[rank_state.box(i)]
                                                         : std::pair<std::uint32_t, std::uint32_t>();
@@ -126,6 +157,7 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
     }
   }
   plan.choose_owners();
+  if (auto found = plan.find_copies(); !found) return std::move(found).error();
   if (auto covered = plan.check_cover(); !covered) return std::move(covered).error();
   return plan;
 }
@@ -172,13 +204,21 @@ Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uin
     return refused(name + ": " + ranks[0] + " has " + std::string(kind_name(a.kind)) + ", " +
                    ranks[1] + " has " + std::string(kind_name(b.kind)));
   }
-  const std::string of[2] = {"torch." + first_state.dtype(a) + " " + listed(first_state.sizes(a)),
-                             "torch." + state.dtype(b) + " " + listed(state.sizes(b))};
+  std::string of[2] = {"torch." + first_state.dtype(a) + " " + listed(first_state.sizes(a)),
+                       "torch." + state.dtype(b) + " " + listed(state.sizes(b))};
+  if (a.kind == Kind::shard && states_[first.rank].has(first.row) && states_[rank].has(row)) {
+    const RankState& here = states_[rank];
+    const std::uint64_t layouts[2] = {first.layout, here.layout(here.box(row))};
+    for (const int i : {0, 1}) {
+      if (layouts[0] != layouts[1]) of[i] += " on " + mesh_of(states_, name, layouts[i]);
+    }
+  }
   const std::string why = a.kind == Kind::tensor
                               ? ". Plain tensors with the same name are treated as replicas, and "
                                 "only one is saved. Use "
                                 "a DTensor or different names."
-                              : ". A DTensor must have the same dtype and size on all ranks.";
+                              : ". A DTensor must have the same dtype and size on all ranks. If "
+                                "each mesh has a tensor of its own, use different names.";
   return refused(name + ": " + ranks[0] + " has " + of[0] + ", " + ranks[1] + " has " + of[1] +
                  why);
 }
@@ -215,6 +255,49 @@ void GlobalPlan::choose_owners() {
       }
     }
   }
+}
+
+Result<> GlobalPlan::find_copies() {
+  if (std::ranges::none_of(entries_, &Entry::has_several_layouts)) return {};
+  // The parts that each layout of an entry has.
+  std::map<std::uint32_t, std::map<std::uint64_t, std::vector<std::uint32_t>>> parts_of;
+  copies_.assign(ranks(), {});
+  for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
+    const RankState& here = states_[rank];
+    for (std::uint32_t row = 0; row < part_of_row_[rank].size(); ++row) {
+      const std::uint32_t part = part_of_row_[rank][row];
+      if (part == kNone || !entries_[parts_[part].entry].has_several_layouts) continue;
+      auto& parts = parts_of[parts_[part].entry][here.layout(here.box(row))];
+      if (parts_[part].bytes == 0) continue;
+      parts.push_back(part);
+      if (parts_[part].holders > 1) copies_[rank].push_back(row);
+    }
+  }
+  for (auto& [entry, layouts] : parts_of) {
+    std::vector<std::uint32_t> all;
+    for (std::uint32_t at = entries_[entry].first_part; at != kNone; at = parts_[at].next) {
+      if (parts_[at].bytes > 0) all.push_back(at);
+    }
+    std::ranges::sort(all);
+    for (auto& [layout, parts] : layouts) {
+      std::ranges::sort(parts);
+      const auto repeated = std::ranges::unique(parts);
+      parts.erase(repeated.begin(), repeated.end());
+      if (parts == all) continue;
+      // The first layout has the first part. If it has all parts, so must the other layouts.
+      const auto other = std::ranges::find_if(
+          layouts, [&, l = layout](const auto& one) { return one.first != l; });
+      const std::string_view name = names_.at(entry);
+      return refused(std::string(name) +
+                     ": DTensors with this name have several layouts and are not copies of one "
+                     "tensor: their shards differ between " +
+                     mesh_of(states_, name, layout) + " and " +
+                     mesh_of(states_, name, other->first) +
+                     ". If each mesh has a tensor of its own, use different names. If they are "
+                     "copies, divide them in the same way.");
+    }
+  }
+  return {};
 }
 
 bool GlobalPlan::have_equal_parts(const Entry& one, const Entry& other) const {

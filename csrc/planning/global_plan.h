@@ -23,9 +23,14 @@ namespace torch_ckpt::planning {
 //      assigned to the one with the fewest bytes so far (like torch's dedup_save_plans).
 //   3. Values with the same name must have the same kind, dtype and size on all ranks. The shards
 //      of a tensor must cover each of its elements exactly once.
+//   4. DTensors with the same name may have several layouts (a mesh and placements): tied weights of
+//      two pipeline stages, or a mesh for each group of ranks. They must be copies of one tensor:
+//      each layout must have all parts, and the ranks compare the checksums of their copies
+//      (planning/replicas.h) before the save is committed.
 class GlobalPlan {
  public:
-  /// Fails with Errc::invalid_argument if rule 3 is violated; the error names the value and ranks.
+  /// Fails with Errc::invalid_argument if the states violate rule 3 or 4; the error names the value
+  /// and the ranks.
   static Result<GlobalPlan> of(std::vector<RankState> states);
   /// Decodes the template and the state of each rank (planning/state_template.h) first. Equal
   /// templates are decoded once.
@@ -36,6 +41,11 @@ class GlobalPlan {
   const RankState& of_rank(std::size_t rank) const { return states_[rank]; }
   /// Returns the rows that the rank writes, in ascending order.
   std::span<const std::uint32_t> owned(std::size_t rank) const { return owned_[rank]; }
+  /// Returns the rows of a rank that are parts of DTensors with several layouts, in ascending
+  /// order. Empty for most plans.
+  std::span<const std::uint32_t> copies(std::size_t rank) const {
+    return copies_.empty() ? std::span<const std::uint32_t>() : copies_[rank];
+  }
   /// Returns true if this plan assigns the value with this name; false if torch's planner does.
   bool plans(std::string_view name) const;
   /// Number of names. Each name has a first row, on the first rank that has the name.
@@ -50,6 +60,10 @@ class GlobalPlan {
   /// `torch_items`. Returns the shard of each part.
   std::vector<index::MetadataDraft::ShardId> describe(index::MetadataDraft& draft,
                                                       const index::EntryTable* torch_items) const;
+  /// Returns the part of a row of a rank, which must have one.
+  std::uint32_t part_of_row(std::size_t rank, std::size_t row) const {
+    return part_of_row_[rank][row];
+  }
   /// Returns the part of row owned(rank)[number].
   std::uint32_t part(std::size_t rank, std::size_t number) const {
     return part_of_row_[rank][owned_[rank][number]];
@@ -65,6 +79,8 @@ class GlobalPlan {
     std::uint32_t row = 0;
     std::uint32_t first_part = kNone;
     std::uint32_t last_part = kNone;
+    std::uint64_t layout = 0;  // of the first part
+    bool has_several_layouts = false;
   };
   struct Part {
     std::uint32_t owner = kNone;
@@ -86,6 +102,8 @@ class GlobalPlan {
   Result<std::vector<std::uint32_t>> add_entries(std::uint32_t rank);
   Result<> check_same(const Entry& first, std::uint32_t rank, std::uint32_t row) const;
   void choose_owners();
+  /// Sets copies_, and checks rule 4 except for the checksums.
+  Result<> find_copies();
   /// Returns true if the parts of two entries have the same offsets and sizes.
   bool have_equal_parts(const Entry& one, const Entry& other) const;
   Result<> check_cover() const;
@@ -96,6 +114,10 @@ class GlobalPlan {
   std::vector<Part> parts_;
   std::vector<std::vector<std::uint32_t>> part_of_row_;  // by rank and row
   std::vector<std::vector<std::uint32_t>> owned_;
+  std::vector<std::vector<std::uint32_t>> copies_;  // empty if no entry has several layouts
 };
+
+/// Formats a list of ranks in ascending order: "rank 3", "ranks 0-2, 7".
+std::string text_of_ranks(std::span<const std::uint32_t> ranks);
 
 }  // namespace torch_ckpt::planning

@@ -51,4 +51,42 @@ std::vector<DifferingReplica> differing_replicas(const GlobalPlan& plan,
   return differing;
 }
 
+Result<std::vector<DifferingCopy>> differing_copies(const GlobalPlan& plan,
+                                                    std::span<const std::string_view> checksums) {
+  struct Copies {
+    // By part and checksum, and by layout: the ranks.
+    std::map<std::uint32_t, std::map<std::uint32_t, std::vector<std::uint32_t>>> versions;
+    std::map<std::uint64_t, std::vector<std::uint32_t>> layouts;
+  };
+  std::map<std::string_view, Copies> found;
+  for (std::uint32_t rank = 0; rank < plan.ranks(); ++rank) {
+    const RankState& here = plan.of_rank(rank);
+    const auto rows = plan.copies(rank);
+    if (rank >= checksums.size() || checksums[rank].size() < rows.size() * sizeof(std::uint32_t)) {
+      return format_error(Errc::frame_damaged, "rank " + std::to_string(rank) +
+                                                   " has sent too few checksums of its tensors");
+    }
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      std::uint32_t checksum = 0;
+      std::memcpy(&checksum, checksums[rank].data() + i * sizeof checksum, sizeof checksum);
+      Copies& copies = found[here.state().name(rows[i])];
+      copies.versions[plan.part_of_row(rank, rows[i])][checksum].push_back(rank);
+      copies.layouts[here.layout(here.box(rows[i]))].push_back(rank);
+    }
+  }
+  std::vector<DifferingCopy> differing;
+  for (auto& [name, copies] : found) {
+    const auto part = std::ranges::find_if(
+        copies.versions, [](const auto& versions) { return versions.second.size() > 1; });
+    if (part == copies.versions.end()) continue;
+    DifferingCopy& copy = differing.emplace_back();
+    copy.name = name;
+    for (auto& [checksum, ranks] : part->second) copy.groups.push_back(std::move(ranks));
+    for (auto& [layout, ranks] : copies.layouts) copy.meshes.push_back(std::move(ranks));
+    std::ranges::sort(copy.groups);
+    std::ranges::sort(copy.meshes);
+  }
+  return differing;
+}
+
 }  // namespace torch_ckpt::planning

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "error.h"
 #include "planning/global_plan.h"
 
 namespace torch_ckpt::planning {
@@ -22,5 +23,19 @@ struct DifferingReplica {
 /// rank's template; empty if the rank sent none. Values with the fingerprint 0 are not compared.
 std::vector<DifferingReplica> differing_replicas(const GlobalPlan& plan,
                                                  std::span<const std::string_view> fingerprints);
+
+/// A DTensor with several layouts whose copies differ.
+struct DifferingCopy {
+  std::string_view name;
+  std::vector<std::vector<std::uint32_t>> groups;  // see DifferingReplica
+  std::vector<std::vector<std::uint32_t>> meshes;  // the ranks of each layout
+};
+
+/// Compares the checksums of the copies of DTensors with several layouts. Returns the differing
+/// tensors, sorted by name. Fails with Errc::frame_damaged if a checksum is missing.
+///
+/// checksums: by rank, a std::uint32_t for each of GlobalPlan::copies(); more may follow.
+Result<std::vector<DifferingCopy>> differing_copies(const GlobalPlan& plan,
+                                                    std::span<const std::string_view> checksums);
 
 }  // namespace torch_ckpt::planning

@@ -174,10 +174,13 @@ std::uint64_t RankState::bytes(std::size_t row) const {
 }
 
 void RankState::set_box(std::size_t row, std::span<const std::int64_t> offsets,
-                        std::span<const std::int64_t> sizes) {
-  const Box box{extents_.intern(offsets), extents_.intern(sizes)};
+                        std::span<const std::int64_t> sizes, std::uint64_t layout) {
+  const auto found = std::ranges::find(layouts_, layout);
+  const Box box{extents_.intern(offsets), extents_.intern(sizes),
+                static_cast<std::uint32_t>(found - layouts_.begin())};
+  if (found == layouts_.end()) layouts_.push_back(layout);
   const auto [known, is_new] = box_numbers_.try_emplace(
-      (std::uint64_t{box.offsets} << 32) | box.sizes, static_cast<std::uint32_t>(boxes_.size()));
+      std::tuple(box.offsets, box.sizes, box.layout), static_cast<std::uint32_t>(boxes_.size()));
   if (is_new) boxes_.push_back(box);
   boxes_of_rows_[row] = known->second;
 }
@@ -185,10 +188,13 @@ void RankState::set_box(std::size_t row, std::span<const std::int64_t> offsets,
 std::string RankState::encode() const {
   std::string bytes;
   put(bytes, extents_);
+  put(bytes, layouts_.size());
+  for (const std::uint64_t layout : layouts_) put(bytes, layout);
   put(bytes, boxes_.size());
   for (const Box& box : boxes_) {
     put(bytes, box.offsets);
     put(bytes, box.sizes);
+    put(bytes, box.layout);
   }
   // For each run of consecutive shards with the same box, write the length of the run and the box
   // number + 1, or 0 if the rank has no part of these shards.
@@ -217,13 +223,18 @@ Result<RankState> RankState::decode(std::shared_ptr<const StateTemplate> of,
   RankState made(std::move(of));
   if (!read(reader, made.extents_)) return damaged();
   for (std::size_t left = reader.count(); left > 0; --left) {
+    made.layouts_.push_back(reader.number());
+  }
+  for (std::size_t left = reader.count(); left > 0; --left) {
     const auto offsets = static_cast<std::uint32_t>(reader.number());
     const auto sizes = static_cast<std::uint32_t>(reader.number());
-    if (offsets >= made.extents_.size() || sizes >= made.extents_.size() ||
+    const auto layout = static_cast<std::uint32_t>(reader.number());
+    if (layout >= made.layouts_.size() || offsets >= made.extents_.size() ||
+        sizes >= made.extents_.size() ||
         made.extents_.at(offsets).size() != made.extents_.at(sizes).size()) {
       return damaged();
     }
-    made.boxes_.push_back({offsets, sizes});
+    made.boxes_.push_back({offsets, sizes, layout});
   }
   std::uint64_t left = 0;
   std::uint64_t box = 0;

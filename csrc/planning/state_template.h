@@ -2,11 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -41,6 +43,8 @@ class StateTemplate {
   std::size_t size() const { return rows_.size(); }
   const Row& row(std::size_t number) const { return rows_[number]; }
   std::string_view name(std::size_t number) const { return names_.at(number); }
+  /// Returns the number of the row with this name.
+  std::optional<std::uint32_t> find(std::string_view name) const { return names_.find(name); }
   std::span<const PathPart> path(std::size_t number) const {
     return std::span(parts_).subspan(begins_[number], begins_[number + 1] - begins_[number]);
   }
@@ -78,6 +82,7 @@ class RankState {
   struct Box {
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;
+    std::uint32_t layout = 0;  // in layouts_
   };
   static constexpr std::uint32_t kNone = 0xffffffff;
 
@@ -102,12 +107,14 @@ class RankState {
   std::span<const std::int64_t> sizes(std::uint32_t box) const {
     return extents_.at(boxes_[box].sizes);
   }
+  /// Returns a hash of the mesh and the placements of the DTensor that has the box.
+  std::uint64_t layout(std::uint32_t box) const { return layouts_[boxes_[box].layout]; }
   /// Returns the size of the rank's part of a row, in bytes.
   std::uint64_t bytes(std::size_t row) const;
 
   /// Sets the rank's part of a DTensor.
   void set_box(std::size_t row, std::span<const std::int64_t> offsets,
-               std::span<const std::int64_t> sizes);
+               std::span<const std::int64_t> sizes, std::uint64_t layout = 0);
 
   /// Encodes the boxes, without the template.
   std::string encode() const;
@@ -117,8 +124,10 @@ class RankState {
  private:
   std::shared_ptr<const StateTemplate> template_;
   index::ExtentsTable extents_;
+  std::vector<std::uint64_t> layouts_;
   std::vector<Box> boxes_;
-  std::unordered_map<std::uint64_t, std::uint32_t> box_numbers_;  // used by set_box()
+  // Used by set_box().
+  std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>, std::uint32_t> box_numbers_;
   std::vector<std::uint32_t> boxes_of_rows_;
 };
 

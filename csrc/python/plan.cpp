@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -96,10 +97,9 @@ py::dict paths_of(const PlanWithMetadata& save) {
   return paths;
 }
 
-/// Returns the numbers of the values that a rank writes, as FlatState.sources accepts them.
-py::bytes assignment_of(const PlanWithMetadata& save, std::size_t rank) {
-  const auto owned = save.plan.owned(rank);
-  return {reinterpret_cast<const char*>(owned.data()), owned.size_bytes()};
+/// Encodes the numbers of values, as FlatState.sources accepts them.
+py::bytes encoded_numbers(std::span<const std::uint32_t> numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size_bytes()};
 }
 
 /// Returns the name of each value that differs, and the ranks that have each version of it.
@@ -116,12 +116,34 @@ py::list differing_replicas(const PlanWithMetadata& save,
   });
 }
 
+/// Returns the name of each differing copy, the ranks that have each version of it, and the ranks
+/// of each mesh.
+py::list differing_copies(const PlanWithMetadata& save, const std::vector<py::bytes>& checksums) {
+  const std::vector<std::string_view> of_ranks(checksums.begin(), checksums.end());
+  const auto differing =
+      without_gil([&] { return planning::differing_copies(save.plan, of_ranks); });
+  return list_of(differing, [](const planning::DifferingCopy& copy) {
+    return py::make_tuple(text_of(copy.name), copy.groups, copy.meshes);
+  });
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
   py::class_<PlanWithMetadata>(module, "GlobalPlan")
       .def(py::init(&plan_of), py::arg("contents"))
-      .def("assignment", &assignment_of, py::arg("rank"))
+      .def(
+          "assignment",
+          [](const PlanWithMetadata& save, std::size_t rank) {
+            return encoded_numbers(save.plan.owned(rank));
+          },
+          py::arg("rank"))
+      .def(
+          "copies",
+          [](const PlanWithMetadata& save, std::size_t rank) {
+            return encoded_numbers(save.plan.copies(rank));
+          },
+          py::arg("rank"))
       .def(
           "plans",
           [](const PlanWithMetadata& save, const py::str& name) {
@@ -137,6 +159,7 @@ void bind_plan(py::module_& module) {
              return names;
            })
       .def("differing_replicas", &differing_replicas, py::arg("fingerprints"))
+      .def("differing_copies", &differing_copies, py::arg("checksums"))
       .def("paths", &paths_of)
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
       .def(

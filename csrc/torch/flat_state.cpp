@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <stdexcept>
 #include <utility>
 
 #include "python/released_gil.h"
@@ -223,10 +224,15 @@ void FlatState::fill(Row& row, std::string_view name) {
   row.local = Tensor();
   if (Tensor::is_exact(value)) {
     if (plans_itself(value)) return;
+    row.local = used(value);
+    try {
+      row.size = extents_.intern(row.local.sizes());
+    } catch (const std::runtime_error&) {  // a nested tensor has no sizes
+      row.local = Tensor();
+      return;
+    }
     row.kind = Kind::plain;
     row.requires_grad = requires_grad(value);
-    row.local = used(value);
-    row.size = extents_.intern(row.local.sizes());
     if (watch_) watch_->add(name, row.local);
     return;
   }
@@ -249,9 +255,15 @@ bool FlatState::fill_dtensor(Row& row, std::string_view name) {
   if (row.box == 0) return false;
   row.local = used(local.get());
   const Box& box = boxes_[row.box];
-  if (box.is_present) {
+  if (box.is_present && !std::ranges::equal(row.local.sizes(), extents_.at(box.sizes))) {
+    // If a part has no elements, torch's local tensor may be empty in other dimensions as well.
     const auto sizes = extents_.at(box.sizes);
-    if (!std::ranges::equal(row.local.sizes(), sizes)) return false;
+    if (row.local.numel() != 0 || std::ranges::find(sizes, 0) == sizes.end()) return false;
+    py::list shape;
+    for (const std::int64_t size : sizes) shape.append(size);
+    const auto empty = py::reinterpret_steal<py::object>(row.local.to_python());
+    row.local = Tensor::of(empty.attr("detach")().attr("reshape")(shape).ptr());
+    return true;  // nothing to watch
   }
   if (watch_) watch_->add(name, row.local, PythonRef::to(value), PythonRef::to(kLocal));
   return true;
@@ -281,7 +293,7 @@ std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
   static PyObject* const kMesh = interned("mesh");
   static PyObject* const kPlacements = interned("placements");
   const PythonRef spec = checked(PyObject_GetAttr(value, kSpec));
-  PythonRef mesh = checked(PyObject_GetAttr(spec.get(), kMesh));
+  const PythonRef mesh = checked(PyObject_GetAttr(spec.get(), kMesh));
   const PythonRef placements = checked(PyObject_GetAttr(spec.get(), kPlacements));
   PyObject* number = PyDict_GetItemWithError(placements_.get(), placements.get());
   if (number == nullptr) {
@@ -293,11 +305,14 @@ std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
   }
   const auto key = std::tuple(mesh.get(), static_cast<std::size_t>(PyLong_AsSize_t(number)), size);
   if (const auto found = box_numbers_.find(key); found != box_numbers_.end()) return found->second;
+  const std::uint32_t layout = layout_of(mesh.get(), placements.get(), std::get<1>(key));
+  if (layouts_[layout].has_partial) return 0;
   const PythonRef chunks =
       checked(PyObject_CallFunctionObjArgs(chunks_here_.get(), value, nullptr));
   std::uint32_t box_number = 0;
   if (PyList_Check(chunks.get()) && PyList_GET_SIZE(chunks.get()) <= 1) {
     Box box;
+    box.layout = layout;
     box.is_present = PyList_GET_SIZE(chunks.get()) == 1;
     bool is_box = true;
     if (box.is_present) {
@@ -318,8 +333,20 @@ std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
     }
   }
   box_numbers_.emplace(key, box_number);
-  meshes_.push_back(std::move(mesh));
   return box_number;
+}
+
+std::uint32_t FlatState::layout_of(PyObject* mesh, PyObject* placements, std::size_t number) {
+  const auto [known, is_new] = layout_numbers_.try_emplace(
+      std::pair(mesh, number), static_cast<std::uint32_t>(layouts_.size()));
+  if (is_new) {
+    bool has_partial = false;
+    for (const py::handle placement : py::reinterpret_borrow<py::object>(placements)) {
+      has_partial |= placement.attr("is_partial")().cast<bool>();
+    }
+    layouts_.push_back({PythonRef::to(mesh), PythonRef::to(placements), has_partial});
+  }
+  return known->second;
 }
 
 void FlatState::nodes_to(const Row& row, std::vector<const Node*>& nodes) const {
@@ -350,7 +377,7 @@ bool FlatState::is_object(PyObject* value) const {
          PyObject_HasAttrString(value, "global_shape") == 0;
 }
 
-planning::RankState FlatState::to_rank_state() const {
+planning::RankState FlatState::to_rank_state(std::span<const std::uint64_t> layouts) const {
   using planning::StateTemplate;
   // The code below reads only members that do not change, so it does not need the GIL.
   const python::ReleasedGil released;
@@ -388,8 +415,10 @@ planning::RankState FlatState::to_rank_state() const {
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].kind != Kind::dtensor) continue;
     const Box& local_box = box(rows_[i]);
-    if (local_box.is_present)
-      made.set_box(i, extents_.at(local_box.offsets), extents_.at(local_box.sizes));
+    if (local_box.is_present) {
+      made.set_box(i, extents_.at(local_box.offsets), extents_.at(local_box.sizes),
+                   layouts[local_box.layout]);
+    }
   }
   return made;
 }
@@ -410,6 +439,14 @@ std::vector<std::uint32_t> FlatState::fingerprints(bool whole) const {
   std::vector<std::uint32_t> found;
   for (const Row& row : rows_) {
     if (row.kind == Kind::plain) found.push_back(fingerprint_of(row.local, whole));
+  }
+  return found;
+}
+
+std::vector<std::uint32_t> FlatState::checksums(std::span<const std::uint32_t> rows) const {
+  std::vector<std::uint32_t> found;
+  for (const std::uint32_t number : rows) {
+    found.push_back(fingerprint_of(rows_.at(number).local, true));
   }
   return found;
 }

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "index/extents.h"
@@ -47,7 +48,14 @@ class FlatState {
   struct Box {
     bool is_present = true;  // false if the rank is not in the mesh
     std::uint32_t offsets = 0;
-    std::uint32_t sizes = 0;  // both in extents()
+    std::uint32_t sizes = 0;   // both in extents()
+    std::uint32_t layout = 0;  // in layouts(); DTensors only
+  };
+  /// Where the ranks of a mesh have their parts of a DTensor.
+  struct Layout {
+    PythonRef mesh;
+    PythonRef placements;
+    bool has_partial = false;  // each rank has an addend, and no part
   };
   struct Row {
     PythonRef value;
@@ -80,6 +88,7 @@ class FlatState {
   std::string_view name(std::size_t number) const { return names_.at(number); }
   const Box& box(const Row& row) const { return boxes_[row.box]; }
   const index::ExtentsTable& extents() const { return extents_; }
+  const std::vector<Layout>& layouts() const { return layouts_; }
   /// The top-level keys.
   const index::NameTable& keys() const { return keys_; }
 
@@ -88,8 +97,8 @@ class FlatState {
   /// Returns a new tuple of the keys and indices that lead to a value.
   PythonRef path(const Row& row) const;
 
-  /// Describes the state dict for a save plan.
-  planning::RankState to_rank_state() const;
+  /// Describes the state dict for a save plan. layouts: a hash of each of layouts().
+  planning::RankState to_rank_state(std::span<const std::uint64_t> layouts) const;
 
   /// Returns the given rows without the rows that the engine can write as they are. What remains
   /// must be converted first: objects must be pickled, and some tensors cloned or pickled.
@@ -97,6 +106,9 @@ class FlatState {
   /// Returns a fingerprint (torch/fingerprint.h) of each plain tensor, in the order of the rows.
   /// Runs without the GIL; the caller does not change the state in the meantime.
   std::vector<std::uint32_t> fingerprints(bool whole) const;
+  /// Returns a CRC-32 of the complete local tensor of each of the given rows; 0 for tensors that
+  /// are not plain. Runs without the GIL, like fingerprints().
+  std::vector<std::uint32_t> checksums(std::span<const std::uint32_t> rows) const;
 
   /// Removes a value; its row stays.
   void remove(std::size_t number);
@@ -130,8 +142,11 @@ class FlatState {
   std::uint32_t add_node(std::uint32_t parent, PythonRef key, std::size_t bytes);
   /// Sets `nodes` to the nodes from the top-level key to the row's own.
   void nodes_to(const Row& row, std::vector<const Node*>& nodes) const;
-  /// Returns the number of this rank's box of a DTensor; 0 if its part is not a single box.
+  /// Returns the number of this rank's box of a DTensor; 0 if its part is not a single box, or an
+  /// addend.
   std::uint32_t box_of(PyObject* value, std::uint32_t size);
+  /// Returns the number of a layout. placements: their number in placements_.
+  std::uint32_t layout_of(PyObject* mesh, PyObject* placements, std::size_t number);
 
   PythonRef mapping_class_;
   PythonRef dtensor_class_;
@@ -142,7 +157,8 @@ class FlatState {
   PythonRef placements_;         // a dict from placements to numbers
   std::unordered_map<PyTypeObject*, Container> containers_;
   std::map<std::tuple<PyObject*, std::size_t, std::uint32_t>, std::uint32_t> box_numbers_;
-  std::vector<PythonRef> meshes_;  // kept alive, since box_numbers_ contains their addresses
+  std::map<std::pair<PyObject*, std::size_t>, std::uint32_t> layout_numbers_;
+  std::vector<Layout> layouts_;  // keeps the meshes alive whose addresses the maps contain
 
   index::NameTable names_;
   index::ExtentsTable extents_;

@@ -46,8 +46,14 @@ const FlatState::Row& row_of(const FlatState& state, std::size_t number) {
 }
 
 /// Returns the inputs of a plan: the template of the state, and this rank's shards.
-py::tuple contents_of(const FlatState& state) {
-  const RankState here = state.to_rank_state();
+py::tuple contents_of(const FlatState& state, const py::function& hash_layout) {
+  std::vector<std::uint64_t> layouts;
+  for (const FlatState::Layout& layout : state.layouts()) {
+    layouts.push_back(
+        hash_layout(py::handle(layout.mesh.get()), py::handle(layout.placements.get()))
+            .cast<std::uint64_t>());
+  }
+  const RankState here = state.to_rank_state(layouts);
   const auto [of_template, of_rank] =
       without_gil([&] { return std::pair(here.state().encode(), here.encode()); });
   return py::make_tuple(py::bytes(of_template), py::bytes(of_rank));
@@ -67,6 +73,10 @@ std::span<const std::uint32_t> numbers_of(const py::bytes& assignment) {
   const std::string_view bytes = assignment;
   return {reinterpret_cast<const std::uint32_t*>(bytes.data()),
           bytes.size() / sizeof(std::uint32_t)};
+}
+
+py::bytes encoded(const std::vector<std::uint32_t>& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(numbers[0])};
 }
 
 /// Returns the number, name and value of each value that Python must convert for the engine. The
@@ -217,18 +227,22 @@ void bind_state(py::module_& module) {
                                                 std::move(watch));
            }),
            py::arg("state_dict"), py::arg("chunks_here"), py::arg("watch") = nullptr)
-      .def("contents", &contents_of)
+      .def("contents", &contents_of, py::arg("hash_layout"))
       .def("unready", &unready_values, py::arg("assignment"))
       .def("sources", &sources_of, py::arg("assignment"), py::arg("with_names"))
       .def("parts", &parts_of, py::arg("assignment"), py::arg("places"), py::arg("cast"))
       .def(
           "fingerprints",
           [](const FlatState& state, bool whole) {
-            const auto found = without_gil([&] { return state.fingerprints(whole); });
-            return py::bytes(reinterpret_cast<const char*>(found.data()),
-                             found.size() * sizeof(found[0]));
+            return encoded(without_gil([&] { return state.fingerprints(whole); }));
           },
           py::arg("whole"))
+      .def(
+          "checksums",
+          [](const FlatState& state, const py::bytes& numbers) {
+            return encoded(without_gil([&] { return state.checksums(numbers_of(numbers)); }));
+          },
+          py::arg("numbers"))
       .def("names",
            [](const FlatState& state) {
              py::list names(state.size());

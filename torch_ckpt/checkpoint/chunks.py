@@ -102,10 +102,16 @@ def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
 
 
 def require_consecutive(name: str, value: Any) -> None:
-    """Raises CheckpointError if this rank's part of a DTensor is not a single block.
+    """Raises CheckpointError if this rank's part of a DTensor is an addend or not a single block.
 
     torch's planners would read and write the wrong elements.
     """
+    if isinstance(value, DTensor) and any(one.is_partial() for one in value.placements):
+        raise CheckpointError(
+            f"{name}: the DTensor has the placements {tuple(value.placements)}, so each rank has "
+            "an addend and no part of the tensor: redistribute the DTensor to Shard and Replicate "
+            "placements first"
+        )
     if _is_strided(value) and len(chunks_here(value)) > 1:
         raise CheckpointError(
             f"{name}: this rank's part of the DTensor is not a single block, because its "

@@ -26,6 +26,7 @@ import torch
 from torch_ckpt._base.formatting import printable
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.safe_types import NotInstalled
+from torch_ckpt.checkpoint.slices import save_compactly
 from torch_ckpt.checkpoint.unpickler import Archive, NoSuchDevice, Unpickler
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
@@ -140,10 +141,9 @@ def warn_of_what_will_not_load(
 
 
 def pickled(value: Any) -> memoryview:
-    """Returns the bytes that torch.save writes for a value."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getbuffer()
+    """Returns the bytes that torch.save writes for a value, without the memory that its tensors do
+    not use."""
+    return save_compactly(value).getbuffer()
 
 
 def _require_loadable(name: str, value: Any, data: bytes | memoryview) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,6 +26,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.saving.copies import differing_copies, find_copies, text_of_copies
 from torch_ckpt.saving.items import Written
 
 StateDict = dict[str, Any]
@@ -42,11 +44,14 @@ class Contents:
             same on most ranks. During its transfer, a token (see :meth:`Exchange.share`).
         shards: offsets and sizes of this rank's shards of DTensors.
         torch_plan: torch's plan of all other items; None if there are none.
+        layouts: a hash of the layout of each DTensor in ``torch_plan``, by name; see
+            :func:`torch_ckpt.saving.copies.layouts_of`. Set if there are any.
     """
 
     template: bytes | str
     shards: bytes
     torch_plan: SavePlan | None
+    layouts: dict[str, int] | None = field(default=None, init=False)
 
 
 @dataclass
@@ -56,10 +61,17 @@ class Assignment:
     Attributes:
         numbers: encoded numbers of values in the template; see ``FlatState.sources``.
         torch_plan: the items that torch's planner assigns; None if there are none.
+        copies: encoded numbers of values whose checksums the rank must send; see
+            :meth:`GlobalPlan.require_equal_copies`. Set if there are any.
+        torch_copies: items of torch's planner whose checksums the rank must send. Set if there are
+            any.
     """
 
+    # Most plans have no copies. Then the attributes are not in the message to the rank.
     numbers: bytes
     torch_plan: SavePlan | None
+    copies: bytes = field(default=b"", init=False)
+    torch_copies: tuple[WriteItem, ...] = field(default=(), init=False)
 
     @property
     def count(self) -> int:
@@ -96,8 +108,15 @@ class GlobalPlan:
         self.assignments = [
             Assignment(self.engine.assignment(rank), None) for rank in range(len(contents))
         ]
+        for rank, assignment in enumerate(self.assignments):
+            if copies := self.engine.copies(rank):
+                assignment.copies = copies
         if any(of_rank.torch_plan for of_rank in contents):
             plans = [of_rank.torch_plan or SavePlan([]) for of_rank in contents]
+            found = find_copies(plans, [of_rank.layouts for of_rank in contents])
+            for assignment, items in zip(self.assignments, found, strict=True):
+                if items:
+                    assignment.torch_copies = tuple(items)
             planner = DefaultSavePlanner(flatten_state_dict=False)
             plans, metadata = planner.create_global_plan(plans)
             self.torch_metadata = metadata.state_dict_metadata
@@ -117,6 +136,28 @@ class GlobalPlan:
             for plan in (self, other)
         )
         return one == two
+
+    def require_equal_copies(self, written: list[Written]) -> None:
+        """Compares the copies of sharded tensors (saving/copies.py), before the commit.
+
+        Args:
+            written: the results of the writes, indexed by rank.
+
+        Raises:
+            CheckpointError: copies differ. The error gives names, ranks and meshes.
+        """
+        if not any(one.copies or one.torch_copies for one in self.assignments):
+            return
+        differing = self.engine.differing_copies([of_rank.checksums for of_rank in written])
+        torch_copies = [one.torch_copies for one in self.assignments]
+        if any(torch_copies):
+            sent = [
+                array("I", of_rank.checksums[len(one.copies) :])
+                for of_rank, one in zip(written, self.assignments, strict=True)
+            ]
+            differing += differing_copies(torch_copies, sent)
+        if differing:
+            raise CheckpointError(text_of_copies(differing))
 
     @functools.cached_property
     def paths(self) -> dict[str, tuple[Any, ...]]:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.nn.parameter import is_lazy
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_runtime import warn_without_cuda
@@ -37,11 +38,14 @@ class Written:
         directory: identity of the directory that contains the files.
         seconds: durations of planning, of looking up the values and of writing. Only the duration
             of writing if the engine did not plan.
+        checksums: see :meth:`SaveState.checksums`. Set if the plan requests any.
     """
 
     files: _core.WrittenFiles
     directory: DirectoryIdentity
     seconds: tuple[float, ...] = ()
+    # Most plans request none. Then the attribute is not in the message to the coordinator.
+    checksums: bytes = dataclasses.field(default=b"", init=False)
 
 
 def names_of_files(written: list[Written]) -> set[str]:
@@ -68,12 +72,42 @@ def resolve(
         raise CheckpointError(
             f"{item.index.fqn}: the planner resolved a tensor item to a {type(value).__name__}"
         )
-    return as_value(whole(value))
+    return as_value(item.index.fqn, whole(value))
 
 
-def as_value(tensor: torch.Tensor) -> Any:
+def require_savable(name: str, tensor: torch.Tensor) -> None:
+    """Raises CheckpointError for a tensor without a size or values, which no planner can plan."""
+    if is_lazy(tensor):
+        raise CheckpointError(
+            f"{name}: an uninitialized parameter of a lazy module has no values to save; run the "
+            "module once before the save, or leave it out"
+        )
+    if tensor.is_nested:
+        raise CheckpointError(
+            f"{name}: a nested tensor cannot be saved; save its values and offsets (or the tensors "
+            "of unbind()) instead"
+        )
+
+
+def as_value(name: str, tensor: torch.Tensor) -> Any:
     """Returns the value that the engine writes for a tensor: the tensor itself if it is plain,
-    otherwise the bytes that torch.save writes for it."""
+    otherwise the bytes that torch.save writes for it.
+
+    Raises:
+        CheckpointError: torch.save cannot write the tensor. The error gives the name.
+    """
+    try:
+        return _converted(tensor)
+    except Exception as error:
+        layout = "" if tensor.layout == torch.strided else f" with layout {tensor.layout}"
+        raise CheckpointError(
+            f"{name}: a tensor of dtype {tensor.dtype}{layout} cannot be saved "
+            f"({type(error).__name__}: {error}); convert it to a plain tensor first (to_dense(), "
+            "for example, or another dtype), or leave it out"
+        ) from error
+
+
+def _converted(tensor: torch.Tensor) -> Any:
     if tensor.is_cuda and not _C.is_dense(tensor):
         # Let the device gather the elements, because the engine copies only contiguous runs of
         # device memory. RankWrite.run waits for the clone.

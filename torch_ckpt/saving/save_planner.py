@@ -113,9 +113,9 @@ class SavePlanner(DefaultSavePlanner):
 
     def take_sources(
         self, plan: SavePlan, with_names: bool
-    ) -> tuple[_C.SaveSources, tuple[float, float]]:
-        """Returns the values assigned to this rank, and :attr:`SaveState.seconds`. Releases the
-        state dict.
+    ) -> tuple[_C.SaveSources, tuple[float, float], bytes]:
+        """Returns the values assigned to this rank, :attr:`SaveState.seconds` and
+        :meth:`SaveState.checksums`. Releases the state dict.
 
         Args:
             with_names: see :meth:`SaveState.sources`.
@@ -127,7 +127,8 @@ class SavePlanner(DefaultSavePlanner):
         assert state is not None
         assignment = plan.planner_data
         assert isinstance(assignment, Assignment)
-        return state.sources(assignment, with_names), state.seconds
+        checksums = state.checksums(assignment)
+        return state.sources(assignment, with_names), state.seconds, checksums
 
 
 def global_plan_of(metadata: Metadata) -> GlobalPlan | None:

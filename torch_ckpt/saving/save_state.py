@@ -30,8 +30,9 @@ from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive
 from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.checkpoint.objects import pickled, unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.saving.copies import checksum_of, hash_layout, layouts_of
 from torch_ckpt.saving.global_plan import Assignment, Contents
-from torch_ckpt.saving.items import as_value, resolve
+from torch_ckpt.saving.items import as_value, require_savable, resolve
 from torch_ckpt.saving.replica_check import fingerprint_of
 from torch_ckpt.saving.snapshots import IMMUTABLE, snapshot_of
 from torch_ckpt.saving.structure import structure_of
@@ -52,7 +53,8 @@ class SaveState:
 
     Raises:
         ValueError: two values have the same name.
-        CheckpointError: an object cannot be copied for a snapshot.
+        CheckpointError: an object cannot be copied for a snapshot, or a tensor has no size or
+            values.
     """
 
     @no_gc()
@@ -61,6 +63,10 @@ class SaveState:
         refuse_capture()
         self._watch = _C.SourceWatch() if snapshot else None
         self._flat = _C.FlatState(state_dict, chunks_here, self._watch)
+        for row in self._flat.unplanned():
+            value = self._flat.value(row)
+            if isinstance(value, torch.Tensor):
+                require_savable(self._flat.name(row), value)
         flatten_sharded_tensors(self._flat)
         if self._watch is not None:
             for row in self._flat.others():
@@ -73,6 +79,7 @@ class SaveState:
         #: torch's planner; None if the engine plans all values.
         self._planner: DefaultSavePlanner | None = None
         self._template, self._shards = b"", b""
+        self._layouts: dict[str, int] = {}
         self.structure: Any = None
         self.resolved = 0
         #: Seconds spent on planning and on the lookup of values.
@@ -130,7 +137,8 @@ class SaveState:
             # The state dict is already flat.
             self._planner = DefaultSavePlanner(flatten_state_dict=False)
             self._planner.set_up_planner(torch_values, storage_meta, is_coordinator)
-        self._template, self._shards = self._flat.contents()
+            self._layouts = layouts_of(torch_values)
+        self._template, self._shards = self._flat.contents(hash_layout)
         known = structure_of(torch_values) if torch_values else []
         self.structure = None if known is None else (self._template, self._shards, known)
         self.seconds = self.seconds[0] + time.perf_counter() - begin, 0.0
@@ -142,7 +150,10 @@ class SaveState:
             share: replaces the template by a token for its transfer; see :meth:`Exchange.share`.
         """
         torch_plan = None if self._planner is None else self._planner.create_local_plan()
-        return Contents(share(self._template), self._shards, torch_plan)
+        contents = Contents(share(self._template), self._shards, torch_plan)
+        if self._layouts:
+            contents.layouts = self._layouts
+        return contents
 
     def fingerprints(self, mode: str) -> bytes:
         """Returns 4 bytes for each plain tensor, then for each object. These values are assumed to
@@ -155,6 +166,23 @@ class SaveState:
         objects = [fingerprint_of(self._flat.value(row)) for row in self._flat.objects()]
         return self._flat.fingerprints(mode == "error") + array("I", objects).tobytes()
 
+    def checksums(self, assignment: Assignment) -> bytes:
+        """Returns 4 bytes for each copy of a sharded tensor that the assignment lists: the values
+        of the template, then the items planned by torch. Call this before :meth:`sources`."""
+        if not assignment.copies and not assignment.torch_copies:
+            return b""
+        numbers = array("I", assignment.copies)
+        found = array("I", self._flat.checksums(assignment.copies))
+        # The engine cannot read tensors that are not plain.
+        places = {number: place for place, number in enumerate(numbers)}
+        for number, name, value in self._flat.unready(assignment.copies):
+            if not _C.is_plain(value):
+                found[places[number]] = checksum_of(as_value(name, value))
+        for item in assignment.torch_copies:
+            assert self._planner is not None
+            found.append(checksum_of(resolve(self._planner, item)))
+        return found.tobytes()
+
     # --- the write -------------------------------------------------------------------------------
 
     @no_gc()
@@ -166,12 +194,13 @@ class SaveState:
             with_names: also return the names.
 
         Raises:
-            CheckpointError: a value cannot be pickled.
+            CheckpointError: a value cannot be pickled, or a tensor cannot be saved.
         """
         begin = time.perf_counter()
         for row, name, value in self._flat.unready(assignment.numbers):
             is_tensor = isinstance(value, torch.Tensor)
-            self._flat.replace(row, as_value(value) if is_tensor else self._pickle(name, value))
+            found = as_value(name, value) if is_tensor else self._pickle(name, value)
+            self._flat.replace(row, found)
         sources = self._flat.sources(assignment.numbers, with_names)
         if self._planner is not None and assignment.torch_plan is not None:
             for item in self._planner.finish_plan(assignment.torch_plan).items:

@@ -257,6 +257,8 @@ class SaveSession:
         job, writer, plans = self._job, self._writer, self._plans
         plans.keep(state.structure, reply)
         with self._write.device_streams():
+            with writer.working():
+                checksums = state.checksums(plans.assignment)
             sources = writer.sources(state, plans.assignment, reply.places)
         prefix = writer.prefix_of_files(reply.tag)
         self._write.meanwhile = partial(self._prepare_commit, state)
@@ -265,6 +267,8 @@ class SaveSession:
             job.metrics.planning_s = time.perf_counter() - job.begun
         written = writer.write_values(prefix, sources, self._write)
         written.seconds = (*state.seconds, *written.seconds)
+        if checksums:
+            written.checksums = checksums
         if job is not None:
             job.metrics.written_s = time.perf_counter() - job.begun
             try:
@@ -287,6 +291,7 @@ class SaveSession:
     def _commit(self, written: list[Written]) -> Saved:
         plan, writer = self._plans.plan, self._writer
         assert plan is not None
+        plan.require_equal_copies(written)
         saved = writer.commit_plan(plan, written, self._ranks.size)
         job = self._job
         if job is not None and job.unchanged is not None and writer.finds_unchanged:

@@ -51,7 +51,10 @@ def snapshot_of(value: Any, name: str, watch: _C.SourceWatch) -> Any:
                 watch.add(name, shard.tensor.detach(), shard, "tensor")
             return leaf
         if isinstance(leaf, torch.Tensor):
-            copied = leaf.detach().clone()
+            try:
+                copied = leaf.detach().clone()
+            except Exception as error:
+                raise unpicklable(name, leaf, error) from None
             # The copy is in progress on the device's current stream, so record the device.
             watch.add(name, copied)
             return copied

@@ -261,9 +261,11 @@ class FileSystemWriter(StockWriter):
             return self._write_through_torch(plan, planner, prefix)
         if isinstance(planner, SavePlanner) and planner.has_planned():
             # DCP passes the result of a rank to the coordinator unchanged, so it may have any type.
-            sources, seconds = planner.take_sources(plan, bool(self.separation_hint))
+            sources, seconds, checksums = planner.take_sources(plan, bool(self.separation_hint))
             written = self.write_values(prefix, sources)
             written.seconds = (*seconds, *written.seconds)
+            if checksums:
+                written.checksums = checksums
             return completed([written])
         sources = _C.SaveSources()
         with no_gc():
@@ -311,6 +313,7 @@ class FileSystemWriter(StockWriter):
         written: list[Written] = [of_rank[0] for of_rank in results]
         try:
             require_one_directory([of_rank.directory for of_rank in written])
+            plan.require_equal_copies(written)
             data = plan.encode(written, self.storage_meta())
         except BaseException:
             self.abandon()
