@@ -7,8 +7,9 @@ before and after a save. So:
 1. The first pickler stops at the first tensor that is smaller than its storage. Most objects have
    none.
 2. The second pickler only collects the tensors by storage. Tensors that overlap form a part.
-3. The last pickler writes copies of these parts in place of the storage. A tensor that overlaps no
-   other tensor is made contiguous, so that a column of a matrix needs no more than its elements.
+3. The last pickler writes copies of these parts in place of the storage. A tensor that has no
+   elements in common with others is made contiguous, so that a column of a matrix takes no more
+   bytes than its elements.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class _Uses:
             for use in sorted(uses, key=lambda one: (one.begin, one.end)):
                 if not ranges or not ranges[-1].add(use):
                     ranges.append(_Range(use))
+            for one in ranges:
+                one.gather_if_disjoint()
             used = sum(one.bytes for one in ranges)
             if self._counts[key] == len(uses) and used < uses[0].storage.nbytes():
                 parts.add(uses[0].storage, ranges)
@@ -141,25 +144,42 @@ class _Uses:
 
 
 class _Range:
-    """The bytes of tensors that overlap.
+    """A range of bytes, with the tensors that begin in it.
 
     Attributes:
-        is_gathered: only one tensor uses the range, and not all of its bytes.
-        bytes: size of the copy.
+        is_gathered: the tensors have no common elements, and are copied separately.
+        bytes: size of the copies.
     """
 
     def __init__(self, use: _Use) -> None:
         self.begin, self.end = use.begin, use.end
-        self.is_gathered = use.bytes < use.end - use.begin
-        self.bytes = min(use.bytes, use.end - use.begin)
+        self.is_gathered, self.bytes = False, self.end - self.begin
+        self._uses = [use]
 
     def add(self, use: _Use) -> bool:
         """Adds a tensor, in the order of their begins. Returns False if it does not overlap."""
         if use.begin >= self.end and (use.begin, use.end) != (self.begin, self.end):
             return False
         self.end = max(self.end, use.end)
-        self.is_gathered, self.bytes = False, self.end - self.begin
+        self.bytes = self.end - self.begin
+        self._uses.append(use)
         return True
+
+    def gather_if_disjoint(self) -> None:
+        """Sets :attr:`is_gathered` if separate copies of the tensors are smaller than the range."""
+        elements = sum(use.bytes for use in self._uses)
+        item_bytes = {use.item_bytes for use in self._uses}
+        if elements >= self.bytes or len(item_bytes) > 1:
+            return
+        if len(self._uses) > 1:
+            (size,) = item_bytes
+            is_used = torch.zeros(self.bytes // size, dtype=torch.bool, device="cpu")
+            for use in self._uses:
+                offset = (use.begin - self.begin) // size
+                is_used.as_strided(use.tensor.shape, use.tensor.stride(), offset).fill_(True)
+            if int(is_used.sum()) * size < elements:
+                return
+        self.is_gathered, self.bytes = True, elements
 
 
 class _Parts:
@@ -190,7 +210,8 @@ class _Parts:
             if not (one.begin <= use.begin and use.end <= one.end):
                 continue
             if part is None:
-                gathered = use.tensor.detach().resolve_conj().resolve_neg().contiguous()
+                gathered = use.tensor.detach().clone(memory_format=torch.contiguous_format)
+                gathered = gathered.resolve_conj().resolve_neg()
                 gathered.requires_grad_(use.tensor.requires_grad)
                 return _reduce(gathered)
             function, (storage, _offset, *others), *more = reduced

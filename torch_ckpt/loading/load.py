@@ -32,7 +32,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.options import reusable
-from torch_ckpt.checkpoint.chunks import chunks_here, require_cover
+from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive, require_cover
 from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader
@@ -329,6 +329,8 @@ class Load:
             # other names as missing, and assume that torch 2.3 wrote the checkpoint.
             planner.flatten_state_dict = False
             planner.metadata, planner.state_dict = metadata, tensors
+            for name, tensor in tensors.items():
+                require_consecutive(name, tensor)
             items = planner.create_local_plan().items
             require_cover(metadata, tensors, items)
             planner.flatten_state_dict = True

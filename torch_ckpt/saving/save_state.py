@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -65,7 +66,8 @@ class SaveState:
         self._flat = _C.FlatState(state_dict, chunks_here, self._watch)
         for row in self._flat.unplanned():
             value = self._flat.value(row)
-            if isinstance(value, torch.Tensor):
+            # A ShardedTensor refuses the question.
+            if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
                 require_savable(self._flat.name(row), value)
         flatten_sharded_tensors(self._flat)
         if self._watch is not None:

@@ -64,6 +64,57 @@ def test_a_meta_tensor_is_named_with_a_remedy(tmp_path: Path, save: Save) -> Non
         save({"model": model}, tmp_path / "c")
 
 
+UNSUPPORTED: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "lazy": lambda: torch.nn.LazyLinear(3).weight,
+    "int4": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4),
+}
+
+
+def by_safetensors(state: dict[str, Any], path: Path) -> None:
+    torch_ckpt.save(state, path, format="safetensors")
+
+
+def by_async_safetensors(state: dict[str, Any], path: Path) -> None:
+    torch_ckpt.async_save(state, path, format="safetensors").result()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+@pytest.mark.parametrize(
+    "save", [torch_ckpt.save, by_async_save, by_safetensors, by_async_safetensors]
+)
+def test_a_tensor_that_cannot_be_saved_is_named_among_others(
+    tmp_path: Path, save: Save, kind: str
+) -> None:
+    state = {"fine": {str(i): torch.ones(2) for i in range(1000)}, "culprit": UNSUPPORTED[kind]()}
+    with pytest.raises(torch_ckpt.CheckpointError, match=r"culprit: "):
+        save(state, tmp_path / "c")
+    assert not [*tmp_path.rglob(".metadata"), *tmp_path.rglob("*.safetensors*")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+@pytest.mark.parametrize("save", [torch_ckpt.save, by_async_save])
+def test_a_tensor_in_an_object_is_named_if_the_object_cannot_be_saved(
+    tmp_path: Path, save: Save, kind: str
+) -> None:
+    value = UNSUPPORTED[kind]()
+    try:
+        save({"fine": torch.ones(2), "part": (1, {"culprit": value})}, tmp_path / "c")
+    except torch_ckpt.CheckpointError as error:
+        assert "part.1.culprit: " in str(error)  # noqa: PT017
+    else:
+        stored: dict[str, Any] = {"part": None}
+        torch_ckpt.load(stored, tmp_path / "c", allow_pickle=True)
+        assert type(stored["part"][1]["culprit"]) is type(value)
+
+
 @each_way
 def test_an_object_of_a_custom_class_is_warned_of_by_its_full_key(
     tmp_path: Path, save: Save
