@@ -89,7 +89,8 @@ def save(
             ranks saves its value. "off" compares nothing, "warn" warns, and "error" makes the save
             fail. "warn" compares tensors of up to 64 KiB in full, and samples 64 KiB spread evenly
             over each larger tensor; "error" compares all bytes. Objects are compared by their
-            pickles. Not available with a ``planner``.
+            pickles. Not available with a ``planner``. DTensors of one name on several meshes are
+            always compared in full, and fail the save if they differ (docs/async.md).
         format: "checkpoint", or "safetensors" for a directory of safetensors files in Hugging
             Face's layout, which can hold only tensors; or a subclass of :class:`FileSystemWriter`.
         writer_options: passed to :class:`FileSystemWriter`, or with ``format="safetensors"`` to

@@ -51,7 +51,7 @@ class FlatState {
     std::uint32_t sizes = 0;   // both in extents()
     std::uint32_t layout = 0;  // in layouts(); DTensors only
   };
-  /// Where the ranks of a mesh have their parts of a DTensor.
+  /// Determines which part of a DTensor each rank of its mesh has.
   struct Layout {
     PythonRef mesh;
     PythonRef placements;

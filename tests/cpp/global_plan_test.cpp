@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "planning/replicas.h"
 #include "support.h"
 #include "templates.h"
 
@@ -33,7 +34,7 @@ Rows some_rows() {
   rows.add_tensor("scalar", {}, "int64");
   rows.add_object("step");
   rows.add_shard("w0", {8, 4}, {2, 0}, {2, 4});
-  rows.add_shard("w1", {8, 4}, {2, 0}, {2, 4});
+  rows.add_shard("w1", {8, 4}, {2, 0}, {2, 4}, "float32", ~std::uint64_t{0});
   rows.add_empty_shard("elsewhere", {8, 4});
   rows.add_shard("w2", {7}, {3}, {4});
   return rows;
@@ -68,6 +69,7 @@ TEST(RankState, SurvivesARoundTrip) {
     if (made.box(row) == RankState::kNone) continue;
     EXPECT_TRUE(std::ranges::equal(again->offsets(again->box(row)), made.offsets(made.box(row))));
     EXPECT_TRUE(std::ranges::equal(again->sizes(again->box(row)), made.sizes(made.box(row))));
+    EXPECT_EQ(again->layout(again->box(row)), made.layout(made.box(row)));
   }
   EXPECT_EQ(made.bytes(3), 4u * 2 * 4);
   EXPECT_EQ(again->encode(), made.encode());
@@ -275,6 +277,61 @@ TEST(GlobalPlan, ALargerTensorWithTheShardsOfAnotherIsRejected) {
   const auto plan = GlobalPlan::of(states_of(ranks));
   ASSERT_TRUE(fails(plan, Errc::invalid_argument));
   EXPECT_TRUE(plan.error().message().starts_with("larger: the shards of all ranks have 8"));
+}
+
+// The first and the last two ranks have a mesh each; `second` are the shards of the last two.
+Result<GlobalPlan> plan_of_two_meshes(const std::vector<std::pair<Sizes, Sizes>>& second) {
+  std::vector<Rows> ranks(4);
+  for (std::uint64_t rank = 0; rank < 4; ++rank) {
+    const std::uint64_t mesh = rank / 2;
+    const Sizes begin{static_cast<std::int64_t>(rank % 2) * 4};
+    ranks[rank].add_tensor("plain", {3});
+    ranks[rank].add_shard("one mesh", {8}, begin, {4});
+    const auto& [offsets, sizes] = mesh == 0 ? std::pair(begin, Sizes{4}) : second[rank % 2];
+    ranks[rank].add_shard("two meshes", {8}, offsets, sizes, "float32", mesh);
+    ranks[rank].add_shard("no elements", {0}, {0}, {0}, "float32", mesh);
+  }
+  return GlobalPlan::of(states_of(ranks));
+}
+
+TEST(GlobalPlan, OnlyShardsOnSeveralMeshesAreCopies) {
+  const auto plan = plan_of_two_meshes({{{0}, {4}}, {{4}, {4}}});
+  ASSERT_TRUE(ok(plan));
+  std::vector<std::uint32_t> checksums = {7, 8, 7, 8};
+  for (std::size_t rank = 0; rank < 4; ++rank) {
+    ASSERT_EQ(plan->copies(rank).size(), 1u);
+    EXPECT_EQ(plan->of_rank(rank).state().name(plan->copies(rank)[0]), "two meshes");
+  }
+  const auto compare = [&] {
+    std::vector<std::string_view> bytes;
+    for (const std::uint32_t& checksum : checksums) {
+      bytes.emplace_back(reinterpret_cast<const char*>(&checksum), sizeof checksum);
+    }
+    return differing_copies(*plan, bytes);
+  };
+  EXPECT_TRUE(compare().value().empty());
+  checksums[3] = 9;
+  const auto differing = compare().value();
+  using Ranks = std::vector<std::vector<std::uint32_t>>;
+  ASSERT_EQ(differing.size(), 1u);
+  EXPECT_EQ(differing[0].name, "two meshes");
+  EXPECT_EQ(differing[0].groups, (Ranks{{1}, {3}}));
+  EXPECT_EQ(differing[0].meshes, (Ranks{{0, 1}, {2, 3}}));
+  EXPECT_TRUE(fails(differing_copies(*plan, {}), Errc::frame_damaged));
+}
+
+TEST(GlobalPlan, MeshesThatDivideATensorDifferentlyAreRejected) {
+  const auto plan = plan_of_two_meshes({{{0}, {5}}, {{5}, {3}}});
+  ASSERT_TRUE(fails(plan, Errc::invalid_argument));
+  EXPECT_TRUE(plan.error().message().starts_with("two meshes: DTensors with this name"));
+  EXPECT_NE(plan.error().message().find("the mesh of ranks 0-1 and the mesh of ranks 2-3"),
+            std::string::npos);
+}
+
+TEST(GlobalPlan, RanksAreListedAsRanges) {
+  using Ranks = std::vector<std::uint32_t>;
+  EXPECT_EQ(text_of_ranks(Ranks{3}), "rank 3");
+  EXPECT_EQ(text_of_ranks(Ranks{0, 1, 2, 5, 7, 8}), "ranks 0-2, 5, 7-8");
 }
 
 }  // namespace

@@ -24,8 +24,8 @@ class Rows {
   }
   void add_object(std::string_view name) { add(name, Kind::object, {}, "float32"); }
   void add_shard(std::string_view name, const Sizes& size, const Sizes& offsets, const Sizes& sizes,
-                 std::string_view dtype = "float32") {
-    boxes_.push_back({template_.size(), offsets, sizes});
+                 std::string_view dtype = "float32", std::uint64_t layout = 0) {
+    boxes_.push_back({template_.size(), offsets, sizes, layout});
     add(name, Kind::shard, size, dtype);
   }
   /// An item that is not present on the rank.
@@ -35,7 +35,9 @@ class Rows {
 
   RankState state() const {
     RankState made(std::make_shared<const StateTemplate>(template_));
-    for (const Part& part : boxes_) made.set_box(part.row, part.offsets, part.sizes);
+    for (const Part& part : boxes_) {
+      made.set_box(part.row, part.offsets, part.sizes, part.layout);
+    }
     return made;
   }
 
@@ -44,6 +46,7 @@ class Rows {
     std::size_t row = 0;
     Sizes offsets;
     Sizes sizes;
+    std::uint64_t layout = 0;
   };
 
   void add(std::string_view name, Kind kind, const Sizes& size, std::string_view dtype) {
