@@ -37,7 +37,7 @@ from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Reading
-from torch_ckpt.loading.renaming import Rename, new_names, rename_in
+from torch_ckpt.loading.renaming import Rename, new_names, rename_in, suggested_rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.loading.zero_fill import zero_what_is_not_stored
 
@@ -52,9 +52,18 @@ Strict = bool | Literal["dtypes"]
 class Stored:
     """Names and types of the values in a checkpoint, for callers that choose what to load."""
 
-    def __init__(self, index: _core.CheckpointIndex, metadata: Callable[[], Metadata]) -> None:
+    def __init__(
+        self,
+        index: _core.CheckpointIndex,
+        metadata: Callable[[], Metadata],
+        read: Callable[[Iterable[str]], StateDict],
+        old_names: Mapping[str, str],
+    ) -> None:
         self._index = index
         self._metadata = metadata
+        #: Reads objects of the checkpoint, and returns their values by name.
+        self.read = read
+        self._old_names = old_names
 
     @cached_property
     def names(self) -> list[str]:
@@ -73,6 +82,10 @@ class Stored:
         found = self._index.tensor(name)
         assert found is not None
         return torch.empty(found[1], dtype=getattr(torch, found[0]), device="meta")
+
+    def old_name(self, name: str) -> str:
+        """Returns the name that ``rename`` has replaced."""
+        return self._old_names.get(name, name)
 
     def paths(self) -> Mapping[str, Any]:
         """Returns each value's path in the nested state dict, by name. Empty if the planner that
@@ -102,6 +115,18 @@ class Placeholder:
             name. Names that the checkpoint lacks are reported as missing.
         """
         raise NotImplementedError
+
+    def refusals(self, stored: Stored, is_chosen: Callable[[str], bool]) -> list[str]:
+        """Returns the reasons why the chosen values cannot be restored. A load with any reason
+        fails before it changes a value, even with ``strict=False``.
+
+        Args:
+            is_chosen: returns True for the names to load.
+        """
+        return []
+
+    def matched(self, loaded: Set[str]) -> None:
+        """Receives the names of the values that are loaded."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         # torch's set_element calls this.
@@ -136,6 +161,8 @@ class Match:
             no ``names``.
         reading: the reads of the values that can be loaded.
         by_torch: tensors and objects that torch's planner plans, by name.
+        tied: number of each tensor that is missing from the checkpoint, and number of a loaded
+            tensor in the same memory.
     """
 
     values: StateDict
@@ -144,6 +171,7 @@ class Match:
     loaded_keys: Set[str]
     reading: Reading
     by_torch: StateDict
+    tied: list[tuple[int, int]]
 
 
 class Load:
@@ -173,6 +201,7 @@ class Load:
         self.loads_all = names is None
         self._opened = opened
         self._is_renamed = False
+        self._old_names: dict[str, str] = {}
 
     @property
     def unmatched(self) -> list[str]:
@@ -185,7 +214,9 @@ class Load:
         if self._opened is None:
             metadata, index = self.reader.open(self._rank)
             if self._rename is not None:
-                index = index.renamed(list(new_names(index.names(), self._rename).values()))
+                new = new_names(index.names(), self._rename)
+                index = index.renamed(list(new.values()))
+                self._old_names = {name: old for old, name in new.items()}
             self._opened = metadata, index
         return self._opened[1]
 
@@ -206,6 +237,7 @@ class Load:
                     state.add(name, path, value)
                 match = self._match(values, state, index)
         self._plan(match)
+        self._suggest_rename(match.report)
         return match
 
     def require_fit(self, report: LoadReport, strict: Strict) -> None:
@@ -214,7 +246,9 @@ class Load:
         If ``strict`` is true, every value must fit. Otherwise, each top-level dict and ``Stateful``
         value must have at least one value that can be loaded, and so must the state dict.
         """
-        if (strict and not report.fits) or (strict == "dtypes" and report.dtypes):
+        self._suggest_rename(report)
+        is_refused = bool(report.refused) or (strict and not report.fits)
+        if is_refused or (strict == "dtypes" and report.dtypes):
             lines = "\n".join([*_torchs_words(report), str(report)])
             raise LoadMismatch(f"the checkpoint does not fit the state dict: {lines}", report)
         if report.absent or not (report.loaded or report.fits):
@@ -239,6 +273,8 @@ class Load:
             real = _allocate(match.state.value(row))
             set_element(match.values, match.state.path(row), real)
             match.state.replace(row, real)
+            for tied in (tied for tied, other in match.tied if other == row):
+                set_element(match.values, match.state.path(tied), real)
         if on_meta:
             self._plan(match)
         if self.reader.zero_fill:
@@ -281,7 +317,8 @@ class Load:
         return metadata
 
     def _match(self, values: StateDict, state: _C.LoadState, index: _core.CheckpointIndex) -> Match:
-        contents = Stored(index, self._metadata)
+        contents = Stored(index, self._metadata, self._read_objects, self._old_names)
+        placeholders: list[Placeholder] = []
         for row in state.others():
             value = state.value(row)
             if not isinstance(value, Placeholder):
@@ -290,6 +327,7 @@ class Load:
             if self._chosen and isinstance(value, OptionalObject) and not self._chosen(name):
                 continue
             state.remove(row)
+            placeholders.append(value)
             for found, target in value.choose(contents, name).items():
                 state.add(found, (*path, found), target)
         match = state.match(index, self.reader.size_rule, self._chosen)
@@ -309,8 +347,38 @@ class Load:
             is_chosen = isinstance(value, Placeholder)
             wanted = "an object" if is_chosen else f"a {type(value).__name__}"
             report.kinds.append((name, stored, wanted))
+        loaded = set(report.loaded) if placeholders else set()
+        for placeholder in placeholders:
+            report.refused += placeholder.refusals(contents, self._chosen or (lambda _name: True))
+            placeholder.matched(loaded)
+        tied = _tied(state, report) if report.missing else []
         loaded_keys = values.keys() if self.loads_all else set(match.loaded_keys)
-        return Match(values, state, report, loaded_keys, Reading(), {})
+        if tied:
+            names = {state.name(row) for row, _other in tied}
+            keys = {str(state.path(row)[0]) for row, _other in tied}
+            report.loaded += names
+            report.missing = [name for name in report.missing if name not in names]
+            report.absent = [key for key in report.absent if key not in keys]
+            loaded_keys = loaded_keys | keys
+        return Match(values, state, report, loaded_keys, Reading(), {}, tied)
+
+    def _suggest_rename(self, report: LoadReport) -> None:
+        """Finds the renaming that would make all missing names fit, unless ``rename`` is set."""
+        if report.missing and report.unexpected and self._rename is None:
+            names = self.index.names()
+            report.rename = suggested_rename(names, report.missing, report.unexpected)
+
+    def _read_objects(self, names: Iterable[str]) -> StateDict:
+        """Reads objects before the load. Leaves out objects that only torch's code can read."""
+        values: StateDict = {}
+        state = _C.LoadState({}, chunks_here)
+        for name in names:
+            state.add(name, (name,), None)
+        state.match(self.index, self.reader.size_rule, None)
+        rows = state.plan(_C.TensorReads()).objects
+        reads = [state.object_read(row) for row in rows]
+        self.reader.read(Reading(values=values, objects=reads))
+        return values
 
     def _plan(self, match: Match) -> None:
         """Plans the reads. The engine plans most of them; torch's planner plans all others."""
@@ -354,6 +422,33 @@ def _torchs_words(report: LoadReport) -> Iterator[str]:
         yield f"Missing key in checkpoint state_dict: {name}."
     for name, has, wants in report.shapes[:1]:
         yield f"Size mismatch between saved {has} and current: {wants} for {name}."
+
+
+def _tied(state: _C.LoadState, report: LoadReport) -> list[tuple[int, int]]:
+    """Finds missing tensors that have the same memory as a loaded tensor, such as the output layer
+    of a model that shares its weight with the embedding."""
+    loaded, missing = set(report.loaded), set(report.missing)
+    rows_of: dict[Any, int] = {}
+    wanted: list[tuple[int, Any]] = []
+    for row, name in enumerate(state.names()):
+        if name in loaded or name in missing:
+            memory = _memory_of(state.value(row))
+            if memory is not None and name in loaded:
+                rows_of.setdefault(memory, row)
+            elif memory is not None:
+                wanted.append((row, memory))
+    return [(row, rows_of[memory]) for row, memory in wanted if memory in rows_of]
+
+
+def _memory_of(value: Any) -> Any:
+    """Returns a key that is equal for tensors with the same elements in memory; None for other
+    values and for empty tensors."""
+    local = getattr(value, "_local_tensor", value)
+    if not isinstance(local, torch.Tensor) or not _C.is_plain(local) or not local.numel():
+        return None
+    layout = getattr(value, "_spec", None)
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), local.shape, local.stride(), local.dtype, layout
 
 
 def _flattened_as_2_3(values: StateDict) -> dict[str, tuple[Any, Any]]:

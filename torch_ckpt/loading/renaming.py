@@ -16,6 +16,13 @@ from torch_ckpt._base.formatting import some_of
 Rename = Mapping[str, str] | Iterable[tuple[str, str]] | Callable[[str], str] | None
 
 
+# Maximum number of pairs in a suggested renaming.
+_MAX_SUGGESTED = 4
+
+# Maximum number of stored names that are compared with a missing name.
+_MAX_CANDIDATES = 64
+
+
 def new_names(names: Iterable[str], rename: Rename, title: str = "rename") -> dict[str, str]:
     """Maps each old name to its new name, in the order of the old names.
 
@@ -62,6 +69,68 @@ def new_names(names: Iterable[str], rename: Rename, title: str = "rename") -> di
         if other != old:
             raise ValueError(f"{title}: both {other} and {old} would become {new}")
     return found
+
+
+def suggested_rename(
+    names: Iterable[str], missing: Iterable[str], unexpected: Iterable[str]
+) -> dict[str, str] | None:
+    """Returns the pairs for ``rename`` that give every missing name a value of the checkpoint.
+
+    Names that fit are kept. None if names differ by more than a few prefixes.
+
+    Args:
+        names: all names in the checkpoint.
+        missing: names that the checkpoint lacks.
+        unexpected: the names in the checkpoint that nothing needs.
+    """
+    available = set(unexpected)
+    remaining = list(missing)
+    pairs: dict[str, str] = {}
+    while remaining:
+        prefixes = _prefixes(remaining, available)
+        if prefixes is None or len(pairs) == _MAX_SUGGESTED:
+            return None
+        old, new = prefixes
+        pairs[f"{old}*"] = f"{new}*"
+        remaining = [
+            name
+            for name in remaining
+            if not (name.startswith(new) and old + name.removeprefix(new) in available)
+        ]
+    names = list(names)
+    fitting = [name for name in names if name not in available]
+    # A pattern such as "*" also matches names that fit, so name their keys first.
+    keys = dict.fromkeys(name.partition(".")[0] for name in fitting)
+    patterns = [key if key in fitting else f"{key}.*" for key in keys]
+    kept = dict(zip(patterns, patterns, strict=True))
+    for tried in (pairs, kept | pairs):
+        try:
+            found = new_names(names, tried)
+        except ValueError:
+            continue
+        is_kept = all(found[name] == name for name in fitting)
+        if is_kept and set(missing) <= set(found.values()) and len(tried) <= _MAX_SUGGESTED:
+            return tried
+    return None
+
+
+def _prefixes(missing: list[str], available: set[str]) -> tuple[str, str] | None:
+    """Returns the prefix of a stored name and the prefix that replaces it, so that the first
+    missing name and as many others as possible fit."""
+    first = missing[0]
+    starts = [0, *(position + 1 for position, char in enumerate(first) if char == ".")]
+    for start in starts:
+        end = first[start:]
+        ends = (name for name in sorted(available) if name == end or name.endswith(f".{end}"))
+        candidates = [name.removesuffix(end) for name in ends if name != first]
+        if len(candidates) > _MAX_CANDIDATES:
+            return None
+        if candidates:
+            new = first[:start]
+            beneath = [name.removeprefix(new) for name in missing if name.startswith(new)]
+            old = max(candidates, key=lambda old: sum(old + name in available for name in beneath))
+            return old, new
+    return None
 
 
 def rename_in(metadata: Metadata, rename: Rename) -> None:

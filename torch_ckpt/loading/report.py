@@ -33,6 +33,10 @@ class LoadReport:
         truncated: (name, stored, wanted) for each tensor that is smaller than the stored tensor in
             at least one dimension; ``allow_shape_mismatch`` loads the common region. If the tensor
             is larger than the stored tensor in another dimension, it is also in ``grown``.
+        refused: reasons why a value cannot be restored in part either, such as an optimizer of
+            another class. A load fails with these reasons even with ``strict=False``.
+        rename: the ``rename`` with which no name would be missing, if the names differ only by
+            prefixes such as ``module.``; None if there is none.
 
     Examples:
         ```python
@@ -51,11 +55,13 @@ class LoadReport:
     grown: list[tuple[str, torch.Size, torch.Size]] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     truncated: list[tuple[str, torch.Size, torch.Size]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    rename: dict[str, str] | None = None
 
     @property
     def fits(self) -> bool:
         """True if every value of the state dict can be loaded."""
-        return not (self.missing or self.shapes or self.kinds)
+        return not (self.missing or self.shapes or self.kinds or self.refused)
 
     @property
     def narrowed(self) -> list[str]:
@@ -85,7 +91,9 @@ class LoadReport:
             ("larger than stored", sized(self.grown)),
             ("smaller than stored", sized(self.truncated)),
         ]
-        lines = [f"{len(self.loaded)} names fit"]
+        lines = [*self.refused, f"{len(self.loaded)} names fit"]
+        if self.rename is not None:
+            lines.append(f"the names differ only by prefixes: pass rename={self.rename}")
         for title, entries in parts:
             if entries:
                 lines += [f"{len(entries)} {title}:", indented(entries, MOST_NAMES)]
@@ -102,6 +110,7 @@ class LoadReport:
         self.grown += other.grown
         self.absent += other.absent
         self.truncated += other.truncated
+        self.refused += other.refused
 
 
 @dataclass(frozen=True)

@@ -439,7 +439,9 @@ def _read_state(key: str, value: Any, names: ParameterNames, for_load: bool) -> 
     if isinstance(value, Optimizer):
         parameters = names.of_parameters(value)
         state = optimizer_state(value, parameters, for_load)
-        return OptimizerState(key, parameters, state) if for_load else to_stock_layout(key, state)
+        if for_load:
+            return OptimizerState(key, parameters, state, value)
+        return to_stock_layout(key, state)
     if type(value) in PLAIN and not for_load:
         return value
     return split_state(key, value.state_dict() if is_stateful(value) else value, for_load)

@@ -207,10 +207,11 @@ class LoadSession:
         (skipped, by_state, shares), kept = ranks.exchange("plan", on_this_rank, check)
         load.reader.shares_bytes = shares
         if skipped and ranks.rank == 0:
-            path, loaded = load.reader.checkpoint_id, report_of(kept).loaded
-            LOGGER.info("%s: %d names match, %d skipped", path, len(loaded), len(skipped))
+            path, report = load.reader.checkpoint_id, report_of(kept)
+            LOGGER.info("%s: %d names match, %d skipped", path, len(report.loaded), len(skipped))
+            hint = f". Pass rename={report.rename} to load them" if report.rename else ""
             # Attribute the warning to the line that calls load.
-            warn(f"{path}: skipped because of strict=False: {some_of(skipped)}", stacklevel=4)
+            warn(f"{path}: skipped because of strict=False: {some_of(skipped)}{hint}", stacklevel=4)
         return kept, by_state
 
     # --- 2. the reads ----------------------------------------------------------------------------

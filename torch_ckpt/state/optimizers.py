@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_ckpt._base.formatting import plural, some_of
+from torch_ckpt._base.log import warn
 from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Placeholder, Stored
+from torch_ckpt.state.parameter_groups import pair_groups
 from torch_ckpt.state.splitting import (
     StateDict,
     python_number,
@@ -55,11 +58,10 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
     saved = optimizer.state_dict()
     state = {names[number]: slots for number, slots in saved["state"].items() if slots}
     without: list[str] = []
-    numbers = iter(range(len(names)))
-    for group in optimizer.param_groups:
+    for group, named in _named_groups(optimizer, names):
         missing = [
-            (names[number], parameter)
-            for parameter, number in zip(group["params"], numbers, strict=False)
+            (name, parameter)
+            for name, parameter in named
             if parameter.requires_grad and not optimizer.state.get(parameter)
         ]
         try:
@@ -79,6 +81,15 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
         for group in saved["param_groups"]
     ]
     return {**saved, "state": state, "param_groups": groups, _WITHOUT_STATE: without}
+
+
+def _named_groups(
+    optimizer: Optimizer, names: Iterable[str]
+) -> Iterator[tuple[StateDict, list[tuple[str, torch.Tensor]]]]:
+    """Yields each parameter group, with the names and parameters of its members."""
+    remaining = iter(names)
+    for group in optimizer.param_groups:
+        yield group, [(next(remaining), parameter) for parameter in group["params"]]
 
 
 def _initial_states(
@@ -194,23 +205,33 @@ class OptimizerState(Placeholder):
         key: key of the optimizer.
         names: names of its parameters, in order.
         state: the result of :func:`optimizer_state`; its tensors receive the loaded values.
+        optimizer: the optimizer, which is not changed.
     """
 
-    def __init__(self, key: str, names: list[str], state: StateDict) -> None:
+    def __init__(self, key: str, names: list[str], state: StateDict, optimizer: Optimizer) -> None:
         super().__init__()
+        self._key = key
         self._prefix = f"{key}."
+        self._optimizer = optimizer
         self._state = {
             **state,
             "state": {name: dict(slots) for name, slots in state["state"].items()},
         }
         self.numbers = {name: number for number, name in enumerate(names)}
-        #: Number of tensors that the checkpoint has for each parameter.
-        self.stored_counts: dict[str, int] = {}
+        # True if the parameters are identified by numbers instead of names.
+        self._is_numbered = names == [str(number) for number in range(len(names))]
+        # Names of the stored values of each parameter, without the parameter's name, and True for
+        # each tensor.
+        self._stored_slots: dict[str, dict[str, bool]] = {}
         self._has_groups = False
         # Names of the parameters, by their names in the checkpoint.
         self._own_names = {name: name for name in names}
+        # Names in the checkpoint's lists of parameters, if `rename` has changed them.
+        self._renamed: dict[str, str] = {}
         # Paths of the tensors and objects in the state, by their names in the checkpoint.
         self._paths: dict[str, tuple[Any, ...]] = {}
+        # Names that are loaded; None until the checkpoint is compared.
+        self._loaded: Set[str] | None = None
 
     def choose(self, stored: Stored, _name: str) -> StateDict:
         is_tensor = {
@@ -228,14 +249,16 @@ class OptimizerState(Placeholder):
             found = self._group_by_parameter(is_tensor, by_number)
             if found.keys() & self.numbers.keys():
                 self._own_names, names_of = by_number, found
-        self._find_paths()
-        self.stored_counts = {
-            parameter: sum(is_tensor[name] for name in names)
-            for parameter, names in names_of.items()
+        self._stored_slots = {
+            parameter: {slot: is_tensor[name] for name, slot in slots.items()}
+            for parameter, slots in names_of.items()
+            if parameter in self.numbers
         }
+        self._create_states_of_frozen()
+        self._find_paths()
         # Stock torch saves no state for a parameter that never had a gradient; torch_ckpt saves
         # zeros.
-        may_lack = not is_ours and any(name in self.numbers for name in names_of)
+        may_lack = not is_ours and bool(self._stored_slots)
         chosen: StateDict = {}
         for name, path in self._paths.items():
             if path[0] == "state" and may_lack and path[1] not in names_of:
@@ -245,8 +268,7 @@ class OptimizerState(Placeholder):
                 if isinstance(value, torch.Tensor):
                     chosen[name] = value
                 elif not is_tensor.get(name):
-                    # If the checkpoint has a tensor instead, the tensor counts differ, and
-                    # set_optimizer_state() raises an error.
+                    # If the checkpoint has a tensor instead, refusals() reports it.
                     chosen[name] = self
         for name, has_tensor in is_tensor.items():
             if not has_tensor:
@@ -257,16 +279,41 @@ class OptimizerState(Placeholder):
 
     def _group_by_parameter(
         self, stored: Iterable[str], own_names: dict[str, str]
-    ) -> dict[str, list[str]]:
+    ) -> dict[str, dict[str, str]]:
         """Groups names in the checkpoint by parameter. Names of unknown parameters are grouped
-        under ""."""
+        under "".
+
+        Returns:
+            For each parameter, the ends of the names after the parameter, by name.
+        """
         prefix = f"{self._prefix}state."
-        found: dict[str, list[str]] = {}
+        found: dict[str, dict[str, str]] = {}
         for name in stored:
             if name.startswith(prefix):
                 parts = _split_after_parameter(name.removeprefix(prefix), own_names)
-                found.setdefault(own_names[parts[0]] if parts else "", []).append(name)
+                parameter, slot = (own_names[parts[0]], parts[1]) if parts else ("", name)
+                found.setdefault(parameter, {})[name] = slot
         return found
+
+    def _create_states_of_frozen(self) -> None:
+        """Creates the missing states of frozen parameters for which the checkpoint has tensors.
+        Such parameters were frozen after they had been trained.
+
+        Other frozen parameters get no state, which would need as much memory as the parameters.
+        """
+        for group, named in _named_groups(self._optimizer, self.numbers):
+            missing = [
+                (name, parameter)
+                for name, parameter in named
+                if name not in self._state["state"]
+                and not parameter.requires_grad
+                and any(self._stored_slots.get(name, {}).values())
+            ]
+            # If a state cannot be created, refusals() reports the parameter.
+            with contextlib.suppress(Exception):
+                for name, slots in _initial_states(self._optimizer, group, missing):
+                    self._state["state"][name] = slots
+                    self._state[_WITHOUT_STATE] = [*self._state[_WITHOUT_STATE], name]
 
     def _find_paths(self) -> None:
         def add(name: str, value: Any, *path: Any) -> None:
@@ -287,12 +334,117 @@ class OptimizerState(Placeholder):
             if name not in ("state", "param_groups", _WITHOUT_STATE):
                 add(self._prefix + name, value, name)
 
-    def state(self) -> tuple[StateDict, bool]:
-        """Returns the state with the loaded values, by name, and whether groups were loaded."""
+    def refusals(self, stored: Stored, is_chosen: Callable[[str], bool]) -> list[str]:
+        reasons: list[str] = []
+        states, groups = f"{self._prefix}state.", f"{self._prefix}param_groups."
+        names = [*self._paths, *(name for name in stored.names if name.startswith(self._prefix))]
+        if any(name.startswith(states) and is_chosen(name) for name in names):
+            reasons += self._differing_states()
+        options = {name for name in names if name.startswith(groups) and is_chosen(name)}
+        if options:
+            try:
+                self._compare_groups(stored, options)
+            except CheckpointError as error:
+                reasons.append(
+                    f"{error}. Group the parameters as they were saved, and change the groups "
+                    f"after the restore; or keep the current options with {_names_without(groups)}"
+                )
+        return [f"{self._prefix[:-1]}: {reason}" for reason in reasons]
+
+    def matched(self, loaded: Set[str]) -> None:
+        self._loaded = loaded
+
+    def _differing_states(self) -> Iterator[str]:
+        """Yields an error if parameters and checkpoint have different state tensors."""
+        present: dict[str, dict[str, bool]] = {name: {} for name in self._stored_slots}
+        for path in self._paths.values():
+            if path[0] == "state" and path[1] in present:
+                is_tensor = isinstance(_at(self._state, path), torch.Tensor)
+                present[path[1]][".".join(map(str, path[2:]))] = is_tensor
+        differ = [n for n, has in self._stored_slots.items() if not _fit(has, present[n])]
+        if not differ:
+            return
+        kind = type(unwrapped(self._optimizer)).__name__
+        way_out = (
+            "Create the optimizer as it was saved, or leave it out with "
+            f"{_names_without(self._prefix)}"
+        )
+        has, needs = (sorted(_tops(of[differ[0]])) for of in (self._stored_slots, present))
+        if has != needs:
+            yield (
+                "another class of optimizer was saved, or the same class with other options: for "
+                f"{some_of(differ, _MAX_NAMES)}, the checkpoint has {some_of(has)}, and {kind} "
+                f"has {some_of(needs) or 'no state'}. {way_out}"
+            )
+            return
+        counts = [
+            f"{name} ({plural(sum(self._stored_slots[name].values()), 'tensor')} stored, "
+            f"{sum(present[name].values())} present)"
+            for name in differ
+        ]
+        yield (
+            f"{kind} and the checkpoint have different numbers of state tensors for these "
+            f"parameters: {some_of(counts, _MAX_NAMES)}. {way_out}. If the structure of an "
+            "optimizer's state changes, as with LBFGS, save it as PerRank(optimizer)"
+        )
+
+    def _compare_groups(self, stored: Stored, names: Set[str]) -> None:
+        """Raises CheckpointError if options are unknown, or do not fit the optimizer's groups.
+
+        Args:
+            names: the stored names of the options that are loaded.
+        """
+        prefix = f"{self._prefix}param_groups."
+        if not self._has_groups:
+            found = (_split_after_parameter(n.removeprefix(prefix), self.numbers) for n in names)
+            known = {parts[0] for parts in found if parts is not None}
+            lacking = [name for name in self.numbers if name not in known]
+            if lacking:
+                raise CheckpointError(
+                    f"the checkpoint has no options for {some_of(lacking, _MAX_NAMES)}"
+                )
+            return
+        wanted = [n for n in names if n.endswith((".params", ".name")) and not stored.is_tensor(n)]
+        values = stored.read(wanted)
+        if len(values) < len(wanted):
+            return  # only torch's code can read them; state() compares the groups
+        self._find_renamed(stored, values)
+        options = {n.removeprefix(prefix): unwrap_state(values.get(n)) for n in sorted(names)}
+        groups = self._groups_from_numbers(options)
+        for index, number in enumerate(self._pair(groups)):
+            tensors = [o for o in groups[number] if stored.is_tensor(f"{prefix}{number}.{o}")]
+            _require_tensors(self._optimizer.param_groups[index], index, tensors)
+
+    def _find_renamed(self, stored: Stored, values: StateDict) -> None:
+        """Finds the parameters whose states were renamed by ``rename``, which does not rename them
+        in the groups, because their names are values there."""
+        lists = [value for value in values.values() if isinstance(value, list)]
+        old_names = {name for value in lists for name in value if isinstance(name, str)}
+        for stored_name, parameter in self._own_names.items():
+            for slot in self._stored_slots.get(parameter, ()):
+                name = f"{self._prefix}state.{stored_name}.{slot}"
+                old = stored.old_name(name)
+                if old == name or not old.endswith(f".{slot}"):
+                    continue
+                old = old.removesuffix(f".{slot}")
+                while old and old not in old_names:
+                    old = old.partition(".")[2]
+                if old:
+                    self._renamed[old] = parameter
+
+    def state(self) -> StateDict:
+        """Returns the state with the loaded values, by name. Its groups are in the order of the
+        optimizer's groups.
+
+        Raises:
+            CheckpointError: the options of a group are unknown.
+        """
         values = {name.removeprefix(self._prefix): v for name, v in self.values.items()}
-        if not values:
-            return self._state, False
-        state = {**self._state, _WITHOUT_STATE: values.pop(_WITHOUT_STATE, [])}
+        state = {**self._state, "state": dict(self._state["state"] or {})}
+        # Drop states that were created for this load and not loaded completely.
+        for name in self._incomplete().intersection(self._state[_WITHOUT_STATE]):
+            state["state"].pop(name, None)
+        state[_WITHOUT_STATE] = values.pop(_WITHOUT_STATE, [])
         groups: StateDict = {}
         for name, stored in values.items():
             value = unwrap_state(stored)
@@ -309,12 +461,23 @@ class OptimizerState(Placeholder):
             else:
                 set_element(state, tuple(name.split(".")), value)
         if groups and self._has_groups:
-            state["param_groups"] = self._groups_from_numbers(groups)
+            stored_groups = self._groups_from_numbers(groups)
+            state["param_groups"] = [stored_groups[n] for n in self._pair(stored_groups)]
         elif groups:
-            state["param_groups"] = _groups_from_parameters(
-                groups, self._state["param_groups"], self.numbers
-            )
-        return state, bool(groups)
+            current = self._state["param_groups"]
+            state["param_groups"] = _groups_from_parameters(groups, current, self.numbers)
+        return state
+
+    def _incomplete(self) -> set[str]:
+        """Returns the parameters with a state of which not all values are loaded."""
+        paths, loaded = self._paths.items(), self._loaded
+        if loaded is None:
+            return set()
+        return {path[1] for name, path in paths if path[0] == "state" and name not in loaded}
+
+    def _pair(self, groups: list[StateDict]) -> list[int]:
+        """Returns the number of the stored group for each of the optimizer's groups."""
+        return pair_groups(groups, self._state["param_groups"], exact=self._is_numbered)
 
     def _groups_from_numbers(self, options: StateDict) -> list[StateDict]:
         """Builds parameter groups from options whose names begin with the group number."""
@@ -333,10 +496,12 @@ class OptimizerState(Placeholder):
         return [groups[number] for number in numbers]
 
     def _parameter_names(self, parameters: list[Any]) -> list[Any]:
-        """Replaces parameter numbers, which ``Optimizer.state_dict()`` stores in groups, with
-        names."""
+        """Returns the current names of parameters in a stored group.
+
+        ``Optimizer.state_dict()`` stores numbers, and ``rename`` does not rename values.
+        """
         if not any(isinstance(parameter, int) for parameter in parameters):
-            return parameters
+            return [self._renamed.get(name, name) for name in parameters]
         names, numbers = list(self.numbers), self.numbers
         if any(self._own_names.get(str(n)) == str(n) and numbers[str(n)] != n for n in parameters):
             raise CheckpointError(
@@ -344,7 +509,13 @@ class OptimizerState(Placeholder):
                 "parameters, but the module's parameters have numbers as names, in a different "
                 "order"
             )
+        self._is_numbered = True
         return [names[n] if n < len(names) else str(n) for n in parameters]
+
+
+def _names_without(prefix: str) -> str:
+    """Returns the option of a load that leaves out all names with a prefix."""
+    return f"names=lambda name: not name.startswith({prefix!r})"
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -363,93 +534,123 @@ def _split_after_parameter(name: str, parameters: Container[str]) -> tuple[str, 
     return None
 
 
+def _tops(slots: Iterable[str]) -> set[str]:
+    """Returns the names of states, without the names of the values that they contain."""
+    return {slot.partition(".")[0] for slot in slots}
+
+
+def _fit(stored: dict[str, bool], present: dict[str, bool]) -> bool:
+    """Returns True if a parameter has the state tensors that the checkpoint has for it.
+
+    Either side may have a number for a tensor of the other side, as for step counters.
+
+    Args:
+        stored, present: True for each tensor, by the name of the state.
+    """
+    return all(present.get(slot, False) for slot, is_tensor in stored.items() if is_tensor) and all(
+        slot in stored for slot, is_tensor in present.items() if is_tensor
+    )
+
+
 def _groups_from_parameters(
     options: StateDict, current: list[StateDict], parameters: Container[str]
 ) -> list[StateDict]:
     """Builds parameter groups from options whose names begin with the parameter name.
 
-    Keeps the grouping of the current optimizer. Leaves out a parameter if its options differ from
-    the options of the first parameter in its group.
+    The checkpoint has no groups. The current groups are kept.
+
+    Raises:
+        CheckpointError: the checkpoint has different options for parameters of one group, or none.
     """
     options_of: dict[str, StateDict] = {}
     for name, value in options.items():
         found = _split_after_parameter(name, parameters)
         if found is not None:
             options_of.setdefault(found[0], {})[found[1]] = value
-    groups = []
-    for group in current:
-        members = [name for name in group["params"] if name in options_of]
-        first = options_of[members[0]] if members else {}
-        members = [name for name in members if _are_equal_options(options_of[name], first)]
+    groups: list[StateDict] = []
+    for number, group in enumerate(current):
+        members = group["params"]
+        first = options_of.get(members[0], {}) if members else {}
+        for name in members:
+            differ = _differing_options(first, options_of.get(name, {}))
+            if differ or name not in options_of:
+                raise CheckpointError(
+                    f"the parameters of group {number} do not belong to the same group in the "
+                    f"checkpoint: {members[0]} and {name} differ in {some_of(differ)}. Group the "
+                    "parameters as they were saved, and change the groups after the restore"
+                )
         groups.append({**first, "params": members})
+    _warn_of_equal_options(groups, current)
     return groups
 
 
-def _are_equal_options(some: StateDict, others: StateDict) -> bool:
+def _warn_of_equal_options(stored: list[StateDict], current: list[StateDict]) -> None:
+    """Warns if groups lose the options in which they differ, because the checkpoint has the same
+    options for all their parameters. Perhaps these parameters were one group."""
+    for number, group in enumerate(current):
+        for other in range(number):
+            lost = _differing_options(group, current[other])
+            is_used = group["params"] and current[other]["params"]
+            if lost and is_used and not _differing_options(stored[number], stored[other]):
+                warn(
+                    f"the checkpoint has the same options for the parameters of group {other} and "
+                    f"group {number}, so both get the same {some_of(lost)}. If the groups were "
+                    "created after the save, set their options again",
+                    stacklevel=4,
+                )
+
+
+def _differing_options(some: StateDict, others: StateDict) -> list[str]:
     def are_equal(a: Any, b: Any) -> bool:
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             return torch.equal(a, b)
         return type(a) is type(b) and bool(a == b)
 
-    return some.keys() == others.keys() and all(are_equal(v, others[k]) for k, v in some.items())
+    return [
+        option
+        for option in sorted(some.keys() | others.keys())
+        if option not in _NO_OPTIONS
+        and not (option in some and option in others and are_equal(some[option], others[option]))
+    ]
+
+
+def _require_tensors(group: StateDict, number: int, options: Iterable[str]) -> None:
+    """Raises CheckpointError if options that were saved as tensors are not tensors now."""
+    lost = sorted(o for o in options if not isinstance(group.get(o), torch.Tensor))
+    if lost:
+        raise CheckpointError(
+            f"{', '.join(lost)} of group {number} was saved as a tensor, but is not a tensor now. "
+            "Create the optimizer with a tensor for this option"
+        )
 
 
 def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
     """Restores an optimizer from a loaded state.
 
     Raises:
-        CheckpointError: the optimizer's parameters, groups or options do not match the checkpoint.
+        CheckpointError: the optimizer's groups or options do not match the checkpoint.
     """
-    loaded, has_groups = found.state()
+    loaded = found.state()
     numbers = found.numbers
-    names = list(numbers)
     without = set(loaded.pop(_WITHOUT_STATE))
-    slots_of = loaded["state"] or {}
-    if has_groups:
-        stored = {k: n for k, n in found.stored_counts.items() if k in numbers and n}
-        if not slots_of and stored:
-            raise CheckpointError(
-                f"the checkpoint has per-parameter optimizer state, but "
-                f"{type(optimizer).__name__} has none. Restore into an optimizer of the class that "
-                "was saved, and freeze parameters only after restoring"
-            )
-        present = {name: tensor_count(slots) for name, slots in slots_of.items()}
-        _require_same_structure(stored, present, numbers.keys() - without)
     # One rank has recorded `without`. Another rank may have saved a state for the parameter, so
     # check that the stored values are zeros.
     state = {
         numbers[name]: slots
-        for name, slots in slots_of.items()
+        for name, slots in sorted(
+            loaded["state"].items(), key=lambda item: numbers.get(item[0], -1)
+        )
         if name in numbers and not (name in without and _is_zero(slots))
     }
-    stored_groups = loaded["param_groups"]
-    group_of = {name: index for index, g in enumerate(stored_groups) for name in g["params"]}
     groups = []
-    next_number = iter(range(len(names)))
-    for index, group in enumerate(optimizer.param_groups):
-        members = [next(next_number) for _ in group["params"]]
-        candidates = {group_of.get(names[number]) for number in members} or {index}
-        stored_index = candidates.pop()
-        if candidates or stored_index is None or stored_index >= len(stored_groups):
-            raise CheckpointError(
-                f"the parameters of group {index} ({names[members[0]] if members else 'empty'}, "
-                "...) do not belong to the same group in the checkpoint, so the group's learning "
-                "rate and other options are unknown. Group the parameters as they were saved. If "
-                "ranks optimize different parameters, as pipeline stages do, use different keys in "
-                "the state"
-            )
-        options = {k: v for k, v in stored_groups[stored_index].items() if k not in _NO_OPTIONS}
-        lost = [
-            option
-            for option, value in options.items()
-            if isinstance(value, torch.Tensor) and not isinstance(group.get(option), torch.Tensor)
-        ]
-        if lost:
-            raise CheckpointError(
-                f"{', '.join(sorted(lost))} of group {index} was saved as a tensor, but is not a "
-                "tensor now. Create the optimizer with a tensor for this option"
-            )
+    next_number = iter(range(len(numbers)))
+    pairs = zip(optimizer.param_groups, loaded["param_groups"], strict=True)
+    for index, (group, stored) in enumerate(pairs):
+        options = {option: v for option, v in stored.items() if option not in _NO_OPTIONS}
+        tensors = [option for option, v in options.items() if isinstance(v, torch.Tensor)]
+        _require_tensors(group, index, tensors)
         # Options that the checkpoint lacks keep their current values.
+        members = [next(next_number) for _ in group["params"]]
         groups.append({**group, **options, "params": members})
     options_before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict({**loaded, "state": state, "param_groups": groups})
@@ -467,25 +668,6 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
                 with torch.no_grad():
                     tensor.copy_(torch.as_tensor(group[option]))
                 group[option] = tensor
-
-
-def _require_same_structure(
-    stored: dict[str, int], present: dict[str, int], names: Set[str]
-) -> None:
-    """Raises CheckpointError if a parameter's number of state tensors differs from the stored
-    number."""
-    differ = [n for n in sorted(names) if stored.get(n) not in (None, present.get(n, 0))]
-    if differ:
-        counts = [
-            f"{name} ({plural(stored[name], 'tensor')} stored, {present.get(name, 0)} present)"
-            for name in differ
-        ]
-        raise CheckpointError(
-            "the optimizer and the checkpoint have different numbers of state tensors for these "
-            f"parameters: {some_of(counts, _MAX_NAMES)}. Restore with the saved options and the "
-            "same trainable parameters, and change them only after the restore. If the structure "
-            "of an optimizer's state changes, as with LBFGS, save it as PerRank(optimizer)"
-        )
 
 
 def _is_zero(state: Any) -> bool:
