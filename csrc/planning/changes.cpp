@@ -1,6 +1,7 @@
 #include "planning/changes.h"
 
 #include <algorithm>
+#include <string>
 
 namespace torch_ckpt::planning {
 namespace {
@@ -28,6 +29,37 @@ bool is_number(const StateTemplate& of, const StateTemplate::Row& row) {
          std::ranges::any_of(sizes, [](std::int64_t size) { return size == 0; });
 }
 
+bool is_floating(const std::string& dtype) {
+  return dtype.find("float") != std::string::npos || dtype.find("complex") != std::string::npos;
+}
+
+/// The values under one top-level key.
+struct Group {
+  std::string_view key;
+  bool has_changed = false;
+  bool has_objects = false;
+  std::vector<std::uint32_t> states;    // floating-point tensors beneath "state", as of optimizers
+  std::vector<std::uint32_t> matrices;  // other floating-point tensors with several dimensions
+  std::vector<std::uint32_t> vectors;   // other floating-point tensors
+};
+
+/// Returns the tensors of a group that training changes.
+///
+/// Modules have only tensors. If a group also has other values, vectors may be constants, such as
+/// the weights with which a loader draws samples.
+std::vector<std::uint32_t> trained(Group group) {
+  std::vector<std::uint32_t> found = std::move(group.states);
+  found.insert(found.end(), group.matrices.begin(), group.matrices.end());
+  if (!group.has_objects) found.insert(found.end(), group.vectors.begin(), group.vectors.end());
+  std::ranges::sort(found);
+  return found;
+}
+
+/// Returns the second component of a name's path, or nothing.
+std::string_view second_of(std::string_view name, std::span<const StateTemplate::PathPart> path) {
+  return path.size() < 2 ? std::string_view() : name.substr(path[0].bytes + 1, path[1].bytes);
+}
+
 }  // namespace
 
 Changes changes_between(const GlobalPlan& plan, std::span<const WrittenFiles> before,
@@ -43,34 +75,43 @@ Changes changes_between(const GlobalPlan& plan, std::span<const WrittenFiles> be
   }
   Changes changes;
   index::NameTable keys;
-  std::vector<std::pair<std::string_view, std::vector<std::uint32_t>>> groups;
-  std::vector<bool> group_has_changed;
+  std::vector<Group> groups;
   for (std::uint32_t number = 0; number < plan.names(); ++number) {
     const StateTemplate& of = plan.first_template(number);
     const StateTemplate::Row& row = of.row(plan.first_row(number));
     const std::string_view name = plan.name(number);
     if (row.kind == Kind::other) continue;
-    if (is_number(of, row)) {
-      if (has_changed[number] && !changes.moved && name != ignored) changes.moved = number;
-      continue;
-    }
     const auto path = of.path(plan.first_row(number));
+    const bool is_counter = is_number(of, row);
+    if (is_counter && has_changed[number] && !changes.moved && name != ignored) {
+      changes.moved = number;
+    }
     const std::string_view key =
         path.size() > 1 ? name.substr(0, path.front().bytes) : std::string_view();
-    const auto [group, is_new] = keys.add(key);
-    if (is_new) {
-      groups.emplace_back(key, std::vector<std::uint32_t>());
-      group_has_changed.push_back(false);
+    const auto [at, is_new] = keys.add(key);
+    if (is_new) groups.emplace_back();
+    Group& group = groups[at];
+    group.key = key;
+    if (row.kind == Kind::object) {
+      // Top-level values and the extra states of modules are no reason to doubt the tensors.
+      group.has_objects |= path.size() > 1 && !name.ends_with("_extra_state");
+    } else if (!is_counter) {
+      group.has_changed |= has_changed[number];
+      if (!is_floating(of.dtype(row))) continue;
+      if (second_of(name, path) == "state" && path.size() > 2) {
+        group.states.push_back(number);
+      } else {
+        (of.sizes(row).size() > 1 ? group.matrices : group.vectors).push_back(number);
+      }
     }
-    groups[group].second.push_back(number);
-    if (has_changed[number]) group_has_changed[group] = true;
   }
   if (!changes.moved) return changes;
-  for (std::size_t group = 0; group < groups.size(); ++group) {
-    if (group_has_changed[group]) {
-      changes.changed.push_back(groups[group].first);
-    } else {
-      changes.unchanged.push_back(std::move(groups[group]));
+  for (Group& group : groups) {
+    const std::string_view key = group.key;
+    if (group.has_changed) {
+      changes.changed.push_back(key);
+    } else if (auto tensors = trained(std::move(group)); !tensors.empty()) {
+      changes.unchanged.emplace_back(key, std::move(tensors));
     }
   }
   return changes;

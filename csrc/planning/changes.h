@@ -21,7 +21,9 @@ struct Changes {
   // The next two members are set only if `moved` is set.
   /// Groups with at least one changed tensor.
   std::vector<std::string_view> changed;
-  /// All other groups that contain tensors, each with these tensors.
+  /// All other groups that contain trained tensors, each with these tensors: the floating-point
+  /// tensors of a module, or the states of an optimizer. The states of data loaders and random
+  /// number generators rarely change, and do not count.
   std::vector<std::pair<std::string_view, std::vector<std::uint32_t>>> unchanged;
 };
 

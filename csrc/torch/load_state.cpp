@@ -88,8 +88,10 @@ MatchReport LoadState::match(const CheckpointIndex& index, SizeRule rule,
       report.loaded.push_back(name(i));
       key_loads[target.key] = true;
     }
-    // Skip top-level values. Skip None too, because it counts only on its own rank.
-    if (target.value.get() == Py_None || name(i) == keys().at(target.key)) continue;
+    // Skip top-level values. Skip a None that the checkpoint lacks, because it may be the value of
+    // another rank.
+    if (name(i) == keys().at(target.key)) continue;
+    if (target.value.get() == Py_None && !entry) continue;
     const Found here = entries_[i] == kNone ? Found::values : Found::loaded;
     by_key[target.key] = std::max(by_key[target.key], here);
   }

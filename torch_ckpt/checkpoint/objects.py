@@ -78,13 +78,14 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
     except NoSuchDevice as error:
         raise CheckpointError(
             f"{name}: the object in {file} contains a tensor on {error}; load it on a machine that "
-            "has this device. If you trust the writer, you can also load it with allow_pickle=True "
-            "and a planner whose load_bytes calls torch.load(map_location=...)"
+            "has this device. If you trust the writer, you can also load it by dcp.load with "
+            "FileSystemReader(allow_pickle=True) and a planner whose load_bytes calls "
+            "torch.load(map_location=...)"
         ) from None
     except Exception as error:
         raise Corrupt(
             f"{name}: the object in {file} was not written by torch.save: {_short_text(error)}; "
-            "pass allow_pickle=True to give its bytes to the planner unchecked"
+            "if a planner of your own decodes it, use FileSystemReader(allow_pickle=True)"
         ) from error
 
 

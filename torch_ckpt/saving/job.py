@@ -70,6 +70,15 @@ class _Reporting(Future[T]):
             job.reported = True
 
 
+# What to do about SourceChanged.
+_ADVICE = (
+    "Before the next step, call guard(optimizer) or wait until the save is staged (wait_staged() "
+    'of its handle, or wait_until_staged() of a manager); or save with staging="blocking". '
+    "Buffers, such as the statistics of BatchNorm, change in the forward pass, which guard() does "
+    "not delay: wait before the forward pass"
+)
+
+
 class Job:
     """The state of one background save, shared by its thread and its handle."""
 
@@ -94,8 +103,7 @@ class Job:
             background=background,
             quiet_stagers=not blocking,
             ranks=ranks.size,
-            advice="Call guard(optimizer) or wait_staged() before the next step, or save with "
-            'staging="blocking"',
+            advice=_ADVICE,
             trace=trace is not None,
             staged=_Reporting(self),
         )
@@ -147,7 +155,9 @@ class Job:
             now = time.perf_counter() - self.begun
             self.metrics.commit_s = now - self.metrics.written_s
             if self.warning is not None and self.warns_of_unchanged:
-                self._warn(self.warning)
+                # A manager, which reports its saves itself, does not have this option.
+                hint = "" if self.reported else ". Pass warn_unchanged=False to omit this warning"
+                self._warn(f"{self.warning}{hint}")
         except BaseException as error:
             failure = error
             drop_frames(error)

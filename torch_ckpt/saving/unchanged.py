@@ -22,7 +22,8 @@ class UnchangedDetector:
 
     Tensors belong to the group of the first component of their path (``model``, ``optim``). A group
     is suspicious if none of its tensors has changed since the last save, but a number in the state
-    has, such as a step counter. Each group is reported once.
+    has, such as a step counter. Only groups with trained tensors count (see
+    csrc/planning/changes.h). Each group is reported once.
     """
 
     def __init__(self) -> None:
@@ -48,5 +49,5 @@ class UnchangedDetector:
         return (
             f"{os.fspath(where)}: {some_of(names, 5)} are bit for bit the same as in the last "
             f"checkpoint, although {moved} has changed since. Unless they are frozen, the saved "
-            "state is not the one being trained. Pass warn_unchanged=False to silence this warning"
+            "state is not the one being trained"
         )

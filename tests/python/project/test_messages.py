@@ -1,0 +1,160 @@
+"""Options that errors and warnings name.
+
+A message that advises ``name=value`` is useful only if the functions that its reader has called
+accept the option. SURFACES lists these functions, by the file of the message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.words import files, passages
+from torch_ckpt import CheckpointManager, training
+from torch_ckpt._base.options import names_of, options_of
+from torch_ckpt.api import LOAD_OPTIONS
+from torch_ckpt.integrations import lightning
+from torch_ckpt.megatron import AsyncCallsQueue, FileSystemWriterAsync
+
+WRITER = options_of(torch_ckpt.FileSystemWriter)
+READER = options_of(torch_ckpt.FileSystemReader)
+SAFETENSORS = options_of(torch_ckpt.SafetensorsWriter)
+
+#: The options that a user can pass, by the function or class that accepts them.
+ACCEPTED = {
+    "save": names_of(torch_ckpt.save) | WRITER,
+    "async_save": names_of(torch_ckpt.async_save) | WRITER,
+    "save of safetensors": names_of(torch_ckpt.save) | SAFETENSORS,
+    "FileSystemWriter": WRITER,
+    "FileSystemReader": READER,
+    "load": LOAD_OPTIONS,
+    "preflight": names_of(torch_ckpt.preflight) | READER,
+    "convert": names_of(torch_ckpt.convert),
+    "Export": names_of(torch_ckpt.Export),
+    "CheckpointManager": names_of(CheckpointManager) | WRITER,
+    "CheckpointManager.save": names_of(CheckpointManager.save),
+    "CheckpointManager.restore": names_of(CheckpointManager.restore),
+    "training.save_checkpoint": names_of(training.save_checkpoint) | WRITER,
+    "training.load_checkpoint_if_it_exists": LOAD_OPTIONS,
+    "TorchCkptIO": names_of(lightning.TorchCkptIO) | WRITER,
+    "AsyncCallsQueue": names_of(AsyncCallsQueue) | names_of(AsyncCallsQueue.close),
+    "maybe_finalize_async_calls": names_of(AsyncCallsQueue.maybe_finalize_async_calls),
+    "FileSystemWriterAsync": names_of(FileSystemWriterAsync) | WRITER,
+    "dcp.save": names_of(dcp.save),
+    "to_empty": names_of(torch.nn.Module.to_empty),
+}
+SAVES = ["save", "async_save", "CheckpointManager", "training.save_checkpoint"]
+LOADS = ["load", "CheckpointManager.restore", "training.load_checkpoint_if_it_exists"]
+#: Parts of messages that name another place for an option than the function that was called.
+ELSEWHERE = ("to a CheckpointManager: load_options={", "FileSystemReader(allow_pickle=True)")
+
+#: The functions whose callers read the messages with an option, by file and option.
+SURFACES: dict[tuple[str, str], list[str]] = {
+    ("csrc/directory/model_save.cpp", "overwrite"): ["save of safetensors"],
+    ("csrc/directory/root_lease.cpp", "takeover"): ["CheckpointManager"],
+    ("csrc/engine/limited_loads.cpp", "max_inflight_bytes"): ["load", "FileSystemReader"],
+    ("csrc/engine/output_file.cpp", "direct_io"): [*SAVES, "save of safetensors"],
+    ("csrc/engine/record_reader.cpp", "direct_io"): ["load", "FileSystemReader"],
+    ("csrc/index/checkpoint_index.cpp", "allow_pickle"): LOADS,
+    ("torch_ckpt/api.py", "strict"): ["load"],
+    ("torch_ckpt/checkpoint/lease.py", "use_collectives"): ["dcp.save"],
+    ("torch_ckpt/checkpoint/objects.py", "allow_pickle"): LOADS,
+    ("torch_ckpt/checkpoint/publishing.py", "overwrite"): ["save", "convert"],
+    ("torch_ckpt/conversion/convert.py", "tensors_only"): ["convert"],
+    ("torch_ckpt/conversion/target_directory.py", "overwrite"): ["convert"],
+    ("torch_ckpt/conversion/torch_source.py", "allow_pickle"): ["convert"],
+    ("torch_ckpt/checkpoint/objects.py", "load_options"): ["CheckpointManager"],
+    ("csrc/index/checkpoint_index.cpp", "load_options"): ["CheckpointManager"],
+    ("torch_ckpt/integrations/lightning.py", "async_saves"): ["TorchCkptIO"],
+    ("torch_ckpt/loading/load.py", "names"): LOADS,
+    ("torch_ckpt/loading/load.py", "strict"): LOADS,
+    ("torch_ckpt/loading/report.py", "rename"): [*LOADS, "preflight"],
+    ("torch_ckpt/manager/manager.py", "export"): ["CheckpointManager"],
+    ("torch_ckpt/manager/manager.py", "force"): ["CheckpointManager.save"],
+    ("torch_ckpt/manager/preemption_notice.py", "preemption_file"): ["CheckpointManager"],
+    ("torch_ckpt/manager/preemption_notice.py", "preemption_signals"): ["CheckpointManager"],
+    ("torch_ckpt/manager/saver.py", "metrics"): ["CheckpointManager.save"],
+    ("torch_ckpt/manager/timeline.py", "overwrite"): ["CheckpointManager.save"],
+    ("torch_ckpt/manager/timeline.py", "step"): ["CheckpointManager.restore"],
+    ("torch_ckpt/megatron/async_writer.py", "serialization_format"): ["FileSystemWriterAsync"],
+    ("torch_ckpt/megatron/async_writer.py", "use_msc"): ["FileSystemWriterAsync"],
+    ("torch_ckpt/megatron/call.py", "abort"): ["AsyncCallsQueue"],
+    ("torch_ckpt/megatron/call.py", "timeout"): ["AsyncCallsQueue"],
+    ("torch_ckpt/megatron/calls_queue.py", "blocking"): ["maybe_finalize_async_calls"],
+    ("torch_ckpt/megatron/write_task.py", "abort"): ["AsyncCallsQueue"],
+    ("torch_ckpt/retention.py", "keep_best"): ["CheckpointManager"],
+    ("torch_ckpt/saving/job.py", "staging"): ["async_save", "CheckpointManager"],
+    ("torch_ckpt/saving/job.py", "warn_unchanged"): ["async_save"],
+    ("torch_ckpt/saving/replica_check.py", "check_replicas"): ["save", "CheckpointManager"],
+    ("torch_ckpt/saving/running_saves.py", "if_busy"): ["async_save"],
+    ("torch_ckpt/saving/save_state.py", "device"): ["to_empty"],
+    ("torch_ckpt/saving/writer.py", "overwrite"): ["save", "FileSystemWriter"],
+    ("torch_ckpt/state/app_state.py", "device"): ["to_empty"],
+    ("torch_ckpt/state/load_session.py", "free_before_read"): ["load"],
+    ("torch_ckpt/state/load_session.py", "rename"): LOADS,
+    ("torch_ckpt/state/load_session.py", "strict"): LOADS,
+    ("torch_ckpt/state/optimizers.py", "names"): [*LOADS, "preflight"],
+    ("torch_ckpt/steps/remote_writer.py", "use_collectives"): ["dcp.save"],
+    ("torch_ckpt/steps/root_lease.py", "read_only"): ["CheckpointManager"],
+    ("torch_ckpt/training/checkpoints.py", "overwrite"): ["training.save_checkpoint"],
+}
+
+#: Text of the form "name=" that is no option of torch_ckpt.
+NO_OPTIONS = {
+    ("torch_ckpt/conversion/torch_target.py", "weights_only"),  # of torch.load
+    ("torch_ckpt/integrations/lightning.py", "save_last"),  # of ModelCheckpoint
+    ("torch_ckpt/integrations/transformers.py", "resume_from_checkpoint"),  # of Trainer.train
+    ("torch_ckpt/checkpoint/objects.py", "map_location"),  # of torch.load
+    ("torch_ckpt/megatron/plan_comparison.py", "enable_cache"),  # of Megatron
+    ("torch_ckpt/training/async_checkpoint.py", "model"),  # a value to save
+}
+#: Files with texts of this form that are not messages: scripts, drawings, digests and settings.
+NO_MESSAGES = (
+    "torch_ckpt/cli/completion.py",
+    "torch_ckpt/training/graphs.py",
+    "torch_ckpt/huggingface/safetensors_writer.py",
+    "torch_ckpt/publication/version_writer.py",
+)
+
+MENTIONED = re.compile(r"(?<![\w.{-])([a-z][a-z0-9_]*)=")
+
+
+def mentions() -> dict[tuple[str, str], list[str]]:
+    """Returns the messages that mention an option, by file and option."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for file in files(["torch_ckpt", "csrc"]):
+        for passage in passages(file):
+            if passage.kind == "message":
+                for option in MENTIONED.findall(passage.text):
+                    found[file, option].append(passage.text)
+    return found
+
+
+FOUND = mentions()
+
+
+def advised() -> Iterator[tuple[str, str]]:
+    """Yields the file and the name of each option of torch_ckpt in a message."""
+    for file, option in FOUND:
+        if (file, option) not in NO_OPTIONS and not file.startswith(NO_MESSAGES):
+            yield file, option
+
+
+def test_each_option_in_a_message_has_readers() -> None:
+    assert set(advised()) == SURFACES.keys()
+
+
+@pytest.mark.parametrize(("file", "option"), SURFACES)
+def test_the_functions_whose_callers_read_a_message_accept_its_options(
+    file: str, option: str
+) -> None:
+    for surface in SURFACES[file, option]:
+        for message in FOUND[file, option]:
+            is_elsewhere = any(place in message for place in ELSEWHERE)
+            assert option in ACCEPTED[surface] or is_elsewhere, (surface, message)
