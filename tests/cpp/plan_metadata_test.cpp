@@ -202,6 +202,24 @@ TEST_F(PlanChanges, ListTheTensorsOfAnUnchangedGroup) {
   EXPECT_EQ(found.unchanged[0].second.size(), 2u);
 }
 
+TEST(PlanChangesOfIntegers, DoNotCount) {
+  std::vector<Rows> ranks(1);
+  ranks[0].add_tensor("generator", {16}, "uint8");
+  ranks[0].add_tensor("order", {9}, "int64");
+  ranks[0].add_object("step");
+  const GlobalPlan plan = GlobalPlan::of(test::states_of(ranks)).value();
+  const std::vector<Files> before = written(plan);
+  std::vector<Files> now = written(plan);
+  for (std::size_t i = 0; i < plan.owned(0).size(); ++i) {
+    if (plan.name(plan.entry(0, i)) == "step") now[0][0].crcs[i] = 7;
+  }
+  const Changes found =
+      changes_between(plan, std::vector<WrittenFiles>(before.begin(), before.end()),
+                      std::vector<WrittenFiles>(now.begin(), now.end()), "");
+  EXPECT_TRUE(found.moved);
+  EXPECT_TRUE(found.unchanged.empty());
+}
+
 TEST_F(PlanChanges, OfOneShardCountForItsGroup) {
   change("step");
   change("w");

@@ -444,7 +444,9 @@ def _memory_of(value: Any) -> Any:
     """Returns a key that is equal for tensors with the same elements in memory; None for other
     values and for empty tensors."""
     local = getattr(value, "_local_tensor", value)
-    if not isinstance(local, torch.Tensor) or not _C.is_plain(local) or not local.numel():
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
+        return None
+    if not local.numel():
         return None
     layout = getattr(value, "_spec", None)
     storage = local.untyped_storage()._cdata

@@ -84,14 +84,50 @@ def test_a_state_without_any_match_is_refused(saved: Path, freeing: bool, kind: 
     [
         ({"model": {"a": torch.zeros(9)}, "epoch": 0}, "model"),
         ({"a": torch.zeros(2), "b": torch.zeros(3)}, "the state dict"),
+        ({"model": {"a": None, "b": None}, "epoch": 0}, "model"),
     ],
-    ids=["no fitting shape", "a flat state dict"],
+    ids=["no fitting shape", "a flat state dict", "None for each tensor"],
 )
 def test_a_state_of_which_nothing_can_be_loaded_is_refused(
     saved: Path, state: dict[str, Any], subject: str
 ) -> None:
     with pytest.raises(torch_ckpt.LoadMismatch, match=f"no value of {subject} can be loaded"):
         load(state, saved, False)
+
+
+def test_none_as_the_target_of_a_tensor_is_skipped_and_of_an_object_replaced(saved: Path) -> None:
+    state: dict[str, Any] = {"model": {"a": torch.zeros(2), "b": None}, "epoch": None}
+    with pytest.warns(match=r"strict=False: model\.b \(stored a tensor, wanted a NoneType\)"):
+        report = load(state, saved, False)
+    assert sorted(report.loaded) == ["epoch", "model.a"]
+    assert state["epoch"] == 7
+    assert state["model"]["b"] is None
+
+
+def test_an_optimizer_of_another_class_is_refused_before_the_model_changes(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    adamw = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    adamw.step()
+    torch_ckpt.save({"model": model, "optimizer": adamw}, tmp_path)
+    fresh = torch.nn.Linear(2, 2)
+    before = fresh.weight.detach().clone()
+    for options in ({"momentum": 0.9}, {}):
+        state = {"model": fresh, "optimizer": torch.optim.SGD(fresh.parameters(), **options)}
+        with pytest.raises(torch_ckpt.LoadMismatch) as caught:
+            load(state, tmp_path, False)
+        has = "momentum_buffer" if options else "no state"
+        assert (
+            "optimizer: another class of optimizer was saved, or the same class with other "
+            "options: for weight, bias, the checkpoint has exp_avg, exp_avg_sq, step, and SGD has "
+            f"{has}" in str(caught.value)
+        )
+        assert torch.equal(fresh.weight, before)
+        option = str(caught.value).partition("leave it out with names=")[2].partition("\n")[0]
+        assert load(state, tmp_path, False, names=eval(option)).fits
+        assert torch.equal(fresh.weight, model.weight)
+        with torch.no_grad():
+            fresh.weight.copy_(before)
 
 
 def test_a_state_that_was_not_selected_may_be_missing(saved: Path) -> None:

@@ -155,6 +155,61 @@ def test_a_manager_restores_a_model_with_other_names(tmp_path: Path) -> None:
     assert_equal(list(new.state_dict().values()), list(old.state_dict().values()))
 
 
+#: The stored values, the values of the state, and the suggested renaming.
+SUGGESTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str] | None]] = {
+    "DDP": (
+        {"model": {"module.a.w": 1, "module.b": 2}, "step": 3},
+        {"model": {"a.w": 0, "b": 0}, "step": 0},
+        {"model.module.*": "model.*"},
+    ),
+    "torch.compile in the state": (
+        {"model": {"a.w": 1, "b": 2}},
+        {"model": {"_orig_mod.a.w": 0, "_orig_mod.b": 0}},
+        {"model.*": "model._orig_mod.*"},
+    ),
+    "no key": (
+        {"a.w": 1, "b": 2},
+        {"model": {"a.w": 0, "b": 0}},
+        {"*": "model.*"},
+    ),
+    "no key beside names that fit": (
+        {"a.w": 1, "b": 2, "optimizer": {"lr": 3}, "step": 4},
+        {"model": {"a.w": 0, "b": 0}, "optimizer": {"lr": 0}, "step": 0},
+        {"optimizer.*": "optimizer.*", "step": "step", "*": "model.*"},
+    ),
+    "a prefix for two keys": (
+        {"model": {"inner.a": 1}, "optimizer": {"state": {"inner.a": {"m": 2}}}},
+        {"model": {"a": 0}, "optimizer": {"state": {"a": {"m": 0}}}},
+        {"model.inner.*": "model.*", "optimizer.state.inner.*": "optimizer.state.*"},
+    ),
+    "other names": ({"model": {"x": 1, "y": 2}}, {"model": {"a": 0, "b": 0}}, None),
+    "a part of the names": (
+        {"model": {"module.a": 1, "module.b": 2}},
+        {"model": {"a": 0, "b": 0, "c": 0}},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SUGGESTED)
+def test_a_rename_that_makes_all_names_fit_is_suggested(tmp_path: Path, case: str) -> None:
+    stored, state, expected = SUGGESTED[case]
+    save(stored, tmp_path)
+    assert torch_ckpt.preflight(state, tmp_path).rename == expected
+    with pytest.raises(dcp.CheckpointException) as caught:
+        torch_ckpt.load(state, tmp_path)
+    assert ("differ only by prefixes: pass rename=" in str(caught.value)) == bool(expected)
+    if expected:
+        assert f"pass rename={expected}" in str(caught.value)
+        assert torch_ckpt.load(state, tmp_path, rename=expected).fits  # type: ignore[union-attr]
+
+
+def test_the_warning_of_skipped_names_suggests_a_rename(tmp_path: Path) -> None:
+    save({"model": {"module.a": 1}, "step": 2}, tmp_path)
+    with pytest.warns(match=r"model.a \(missing\). Pass rename=\{'model.module.\*': 'model.\*'\}"):
+        torch_ckpt.load({"model.a": 0, "step": 0}, tmp_path, strict=False)
+
+
 def test_rename_and_a_planner_exclude_each_other(saved: Path) -> None:
     planner = dcp.DefaultLoadPlanner()
     with pytest.raises(ValueError, match="rename and free_before_read do not work with a planner"):

@@ -159,6 +159,39 @@ def counting(tensors: Any) -> list[StateDict]:
     return [{"m": tensors, "step": n} for n in (1, 2)]
 
 
+def optimizing(step: int, moment: float) -> StateDict:
+    slots = {"exp_avg": torch.full((3,), moment), "step": torch.tensor(float(step))}
+    return {"optim": {"state": {"w": slots}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}}
+
+
+class _Stateful:
+    def __init__(self, state: StateDict) -> None:
+        self.state = state
+
+    def state_dict(self) -> StateDict:
+        return self.state
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.state = state
+
+
+def loading(step: int) -> StateDict:
+    """Makes the states of healthy loaders and generators, of which only numbers change."""
+    loader = {
+        "position": step,
+        "order": torch.arange(9),
+        "weights": torch.ones(9, dtype=torch.float64),
+        "generator": torch.Generator().get_state(),
+    }
+    return {
+        "loader": loader,
+        "other loader": _Stateful(loader),
+        "generator": torch.Generator().get_state(),
+        "generators": {"cpu": torch.Generator().get_state()},
+        "step": step,
+    }
+
+
 #: States of consecutive saves, and a pattern for each warning.
 SEQUENCES: dict[str, tuple[list[StateDict], list[str]]] = {
     "weights do not change though steps are counted": (
@@ -178,6 +211,11 @@ SEQUENCES: dict[str, tuple[list[StateDict], list[str]]] = {
         [training(1, 1.0, 1.0), training(2, 1.0, 2.0), training(3, 1.0, 2.0)],
         [".*/c1: model.w, model.b are", ".*/c2: optim.moment are"],
     ),
+    "an optimizer does not step": (
+        [optimizing(1, 1.0), optimizing(2, 1.0)],
+        [".*/c1: optim.state.w.exp_avg are"],
+    ),
+    "data loaders and generators do not change": ([loading(1), loading(2)], []),
     "they change": ([training(1, 1.0, 1.0), training(2, 2.0, 2.0)], []),
     "one of a group changes": (
         [{"m": {"a": torch.ones(3), "b": torch.ones(3) * n}, "step": n} for n in (1, 2)],
@@ -196,6 +234,25 @@ def test_each_unchanged_group_is_named_once_if_steps_are_counted(tmp_path: Path,
     assert len(found) == len(patterns), found
     for warning, pattern in zip(found, patterns, strict=True):
         assert re.match(pattern, warning), warning
+
+
+def test_the_warning_names_the_option_only_if_the_caller_has_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    found = warnings_of(tmp_path, [{"model": model, "step": n} for n in (1, 2)])
+    assert found[0].endswith(
+        "not the one being trained. Pass warn_unchanged=False to omit this warning"
+    )
+
+    def save() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch_ckpt.CheckpointManager(tmp_path / "run") as manager:
+                for step in (1, 2):
+                    manager.save(step, {"model": model, "step": step})
+        return [str(w.message) for w in caught]
+
+    (warning,) = answer_of(save)
+    assert warning.endswith("the saved state is not the one being trained")
 
 
 def test_the_warning_can_be_silenced(tmp_path: Path) -> None:

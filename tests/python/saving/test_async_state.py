@@ -276,6 +276,7 @@ def test_tensors_changed_before_their_copy_fail_the_save_by_name(
     cause = cause_of(error.value)
     assert isinstance(cause, SourceChanged)
     assert str(cause).startswith(f"{names}: changed before the save had copied it")
+    assert "Buffers, such as the statistics of BatchNorm, change in the forward pass" in str(cause)
     assert sorted((tmp_path / "c").iterdir()) == before
     assert_checkpoint(tmp_path / "c", {"t": large(1)})
 
