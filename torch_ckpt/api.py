@@ -429,8 +429,8 @@ def preflight(
 ) -> LoadReport:
     """Compares a state dict with a checkpoint, in the same way as :func:`load`, but loads nothing.
 
-    Reads only the metadata, and compares only the state dict of this process. No other rank takes
-    part.
+    Reads only the metadata and the objects that list the parameter groups of optimizers, and
+    compares only the state dict of this process. No other rank takes part.
 
     Args:
         state_dict, checkpoint_id, names, rename, reader_options: see :func:`load`.
@@ -439,7 +439,7 @@ def preflight(
         The names that fit, the names that are missing, and the shapes and dtypes that differ.
 
     Raises:
-        FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
+        FileNotFoundError, Unsafe, Corrupt: the metadata or a list of parameters cannot be read.
         ValueError: ``rename`` matches no name, or maps two names to the same name.
 
     Example::

@@ -135,6 +135,54 @@ def case_training_continues_bit_for_bit_after_a_restore(launch: Launch) -> None:
             assert_equal(gather_full(resumed), gather_full(state), f"{wrap} {before}")
 
 
+def grouped(wrap: str, launch: Launch, *groups: str, seed: int = 0) -> State:
+    """Makes a program whose optimizer has a group for each text of parameter names."""
+    model = program(wrap, launch, seed)["model"]
+    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [named[name] for name in names.split()], "lr": 0.1 * number}
+            for number, names in enumerate(groups, 1)
+        ]
+    )
+    return {"model": model, "optimizer": optimizer}
+
+
+def local_parts(tensors: State) -> State:
+    return {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
+
+
+def case_parameter_groups_are_compared_before_any_rank_loads(launch: Launch) -> None:
+    body, head = "0.weight 0.bias", "3.weight 3.bias"
+    for wrap in ("ddp", "fsdp"):
+        state = grouped(wrap, launch, body, head)
+        state["model"](torch.randn(6, 4)).square().mean().backward()
+        state["optimizer"].step()
+        torch_ckpt.save(state, launch.path(wrap))
+        is_last = launch.rank == launch.size - 1
+        groups = [*body.split(), head] if is_last else [body, head]
+        other = grouped(wrap, launch, *groups, seed=1)
+        before = copy.deepcopy(local_parts(other["model"].state_dict()))
+        with pytest.raises(CheckpointException, match=r"Now, group 0 has 0.weight; group 1 has 0."):
+            torch_ckpt.load(other, launch.path(wrap))
+        assert_equal(local_parts(other["model"].state_dict()), before)
+        resumed = grouped(wrap, launch, head, body, seed=1)
+        for parameter in resumed["optimizer"].param_groups[0]["params"]:
+            parameter.requires_grad_(False)  # frozen after training
+        torch_ckpt.load(resumed, launch.path(wrap))
+        assert [group["lr"] for group in resumed["optimizer"].param_groups] == [0.2, 0.1]
+        found, expected = (
+            local_parts(
+                {
+                    name: of["optimizer"].state[parameter]["exp_avg"]
+                    for name, parameter in of["model"].named_parameters()
+                }
+            )
+            for of in (resumed, state)
+        )
+        assert_equal(found, expected, wrap)
+
+
 def case_a_program_is_saved_and_loaded_by_hand(launch: Launch) -> None:
     for wrap, other in [*zip(WRAPS, WRAPS, strict=True), ("ddp", "fsdp"), ("fsdp", "ddp")]:
         if other.startswith("compiled"):
