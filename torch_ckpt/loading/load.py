@@ -354,7 +354,7 @@ class Load:
         tied = _tied(state, report) if report.missing else []
         loaded_keys = values.keys() if self.loads_all else set(match.loaded_keys)
         if tied:
-            names = {state.name(row) for row, _other in tied}
+            names = dict.fromkeys(state.name(row) for row, _other in tied)
             keys = {str(state.path(row)[0]) for row, _other in tied}
             report.loaded += names
             report.missing = [name for name in report.missing if name not in names]

@@ -210,7 +210,6 @@ class OptimizerState(Placeholder):
 
     def __init__(self, key: str, names: list[str], state: StateDict, optimizer: Optimizer) -> None:
         super().__init__()
-        self._key = key
         self._prefix = f"{key}."
         self._optimizer = optimizer
         self._state = {
