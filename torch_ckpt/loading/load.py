@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ T = TypeVar("T")
 #: True if all values of a state dict must fit the checkpoint; "dtypes" if also their dtypes must.
 Strict = bool | Literal["dtypes"]
 
+# Attribute of a meta tensor: the device on which to allocate it.
+_DEVICE = "_torch_ckpt_device"
+
 
 class Stored:
     """Names and types of the values in a checkpoint, for callers that choose what to load."""
@@ -58,12 +62,17 @@ class Stored:
         metadata: Callable[[], Metadata],
         read: Callable[[Iterable[str]], StateDict],
         old_names: Mapping[str, str],
+        size_rule: _C.SizeRule,
+        loads_all: bool,
     ) -> None:
         self._index = index
         self._metadata = metadata
         #: Reads objects of the checkpoint, and returns their values by name.
         self.read = read
         self._old_names = old_names
+        self._size_rule = size_rule
+        #: True if the caller passed no ``names``.
+        self.loads_all = loads_all
 
     @cached_property
     def names(self) -> list[str]:
@@ -77,11 +86,42 @@ class Stored:
         """Returns True if the checkpoint has a tensor with this name."""
         return self._index.tensor(name) is not None
 
-    def meta_tensor(self, name: str) -> torch.Tensor:
-        """Returns a meta tensor with the shape and dtype of the stored tensor."""
+    def is_sharded(self, name: str) -> bool:
+        """Returns True if the checkpoint has a tensor with this name in several shards."""
+        return len(self._index.shards(name)) > 1
+
+    def fits(self, name: str, tensor: torch.Tensor) -> bool:
+        """Returns True if a stored tensor can be loaded into a tensor without becoming another kind
+        of number."""
+        dtype, shape = self._tensor(name)
+        is_same_kind = dtype == tensor.dtype or (
+            torch.bool not in (dtype, tensor.dtype)
+            and dtype.is_floating_point == tensor.dtype.is_floating_point
+            and dtype.is_complex == tensor.dtype.is_complex
+        )
+        is_permitted = shape == tensor.shape
+        if len(shape) == tensor.dim() and self._size_rule != _C.SizeRule.SAME:
+            is_growing = all(map(operator.le, shape, tensor.shape))
+            is_permitted = is_growing or self._size_rule == _C.SizeRule.ANY
+        return is_same_kind and is_permitted
+
+    def meta_tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
+        """Returns a meta tensor with the shape and dtype of the stored tensor.
+
+        Args:
+            device: the device on which the load allocates the tensor; None for the device of the
+                process group.
+        """
+        dtype, shape = self._tensor(name)
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        if device is not None:
+            setattr(meta, _DEVICE, device)
+        return meta
+
+    def _tensor(self, name: str) -> tuple[torch.dtype, torch.Size]:
         found = self._index.tensor(name)
         assert found is not None
-        return torch.empty(found[1], dtype=getattr(torch, found[0]), device="meta")
+        return getattr(torch, found[0]), torch.Size(found[1])
 
     def old_name(self, name: str) -> str:
         """Returns the name that ``rename`` has replaced."""
@@ -317,7 +357,14 @@ class Load:
         return metadata
 
     def _match(self, values: StateDict, state: _C.LoadState, index: _core.CheckpointIndex) -> Match:
-        contents = Stored(index, self._metadata, self._read_objects, self._old_names)
+        contents = Stored(
+            index,
+            self._metadata,
+            self._read_objects,
+            self._old_names,
+            self.reader.size_rule,
+            self.loads_all,
+        )
         placeholders: list[Placeholder] = []
         for row in state.others():
             value = state.value(row)
@@ -487,12 +534,15 @@ class _Chosen:
 
 
 def _allocate(value: Any) -> Any:
-    """Allocates a tensor like a meta tensor, on the process group's device or, without a process
-    group, on the default device."""
-    device: Any = torch.get_default_device()
+    """Allocates a tensor like a meta tensor.
+
+    The device is the one that :meth:`Stored.meta_tensor` received; otherwise the process group's
+    device or, without a process group, the default device.
+    """
+    device: Any = getattr(value, _DEVICE, None) or torch.get_default_device()
     if device.type == "meta":
         device = torch.device("cpu")
-    if dist.is_initialized():
+    if dist.is_initialized() and not hasattr(value, _DEVICE):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch may have deprecated this private function
             kind = dist.distributed_c10d._get_pg_default_device().type

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt._base.cuda_events import refuse_capture
+from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import OptionalObject
@@ -41,19 +42,14 @@ from torch_ckpt.ranks.collective_call import CollectiveCall
 from torch_ckpt.ranks.group import own_rank
 from torch_ckpt.state.optimizers import (
     OptimizerState,
+    has_layout_of_torch,
     optimizer_state,
     set_optimizer_state,
     to_stock_layout,
 )
 from torch_ckpt.state.parameter_names import ParameterNames
-from torch_ckpt.state.splitting import (
-    OBJECTS,
-    StateDict,
-    python_number,
-    split_state,
-    unwrap_state,
-    wrap_state,
-)
+from torch_ckpt.state.splitting import StateDict, python_number, split_state, wrap_state
+from torch_ckpt.state.targets import ModuleTarget, StateTarget, fill, is_tensor_of_module
 
 T = TypeVar("T")
 
@@ -79,7 +75,8 @@ class PerRank:
 
     Args:
         value: an object with ``state_dict()`` and ``load_state_dict()`` methods; or a tensor, which
-            must have the saved shape and is filled in place; or a plain value, which is replaced.
+            is filled in place, or replaced if the saved tensor has another shape; or a plain value,
+            which is replaced.
 
     Example::
 
@@ -95,21 +92,20 @@ class PerRank:
         return self.value.state_dict() if is_stateful(self.value) else self.value
 
     def restore(self, state: Any) -> None:
-        """Restores a saved state.
-
-        Raises:
-            ValueError: the value is a tensor whose shape differs from the saved one.
-        """
-        if is_stateful(self.value):
-            self.value.load_state_dict(state)
-        elif isinstance(self.value, torch.Tensor):
-            if self.value.shape != state.shape:
-                raise ValueError(
-                    f"the tensor has shape {list(self.value.shape)}, but the saved tensor has "
-                    f"shape {list(state.shape)}"
-                )
+        """Restores a saved state."""
+        value = self.value
+        if isinstance(value, nn.Module):
+            value.load_state_dict(fill(value.state_dict(), state, is_root=True))
+        elif is_stateful(value):
+            # Do not call state_dict(): a data loader would start its workers.
+            value.load_state_dict(state)
+        elif (
+            isinstance(value, torch.Tensor)
+            and isinstance(state, torch.Tensor)
+            and (value.shape, value.dtype) == (state.shape, state.dtype)
+        ):
             with torch.no_grad():
-                self.value.copy_(state)
+                value.copy_(state)
         else:
             self.value = state
 
@@ -234,7 +230,7 @@ class AppState:
         states = States(self.state)
         for key in list(self.state):
             states.apply(key, loaded[key])
-        states.warn_of_missing_ranks()
+        states.warn_of_differences()
 
     def restore(
         self,
@@ -292,11 +288,18 @@ class States:
     def __init__(self, values: MutableMapping[str, Any], *, wraps_errors: bool = True) -> None:
         self._values = values
         self._missing: list[str] = []
+        self._replaced: list[str] = []
         self._wrapped: type[Exception] = Exception if wraps_errors else CheckpointError
 
     @functools.cached_property
-    def _names(self) -> ParameterNames:
+    def names(self) -> ParameterNames:
+        """The names of the modules' parameters."""
         return ParameterNames(self._values)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the mapping."""
+        return list(self._values)
 
     @contextlib.contextmanager
     def _adding_key(self, key: str, what: str) -> Iterator[None]:
@@ -322,7 +325,7 @@ class States:
         if not isinstance(key, str):
             raise TypeError(f"the keys of a state must be str, got {key!r}")
         with self._adding_key(key, "its state could not be read"):
-            return _read_state(key, self._values[key], self._names, for_load)
+            return _read_state(key, self, self._values[key], for_load)
 
     def apply(self, key: str, part: Any) -> None:
         """Restores a value from a state that :meth:`read` returned and a load has filled."""
@@ -337,26 +340,28 @@ class States:
                     own = next(iter(own.values.values()), None)
                 if isinstance(own, SimpleNamespace):
                     per_rank.restore(own.value)
-            elif isinstance(value, nn.Module):
-                value.load_state_dict(
-                    {
-                        name: unwrap_state(part[self._names.resolve(value, name)])
-                        for name in value.state_dict()
-                    }
-                )
-            elif isinstance(value, Optimizer):
+            elif isinstance(part, ModuleTarget):
+                value.load_state_dict(part.state())
+            elif isinstance(part, OptimizerState):
                 set_optimizer_state(value, part)
             elif is_stateful(value):
-                value.load_state_dict(part[OBJECTS].state(part))
-            elif isinstance(part, torch.Tensor):
-                self._values[key] = part
-            elif part[OBJECTS].values:
-                self._values[key] = part[OBJECTS].state(part)
+                value.load_state_dict(part.state())
+            else:
+                self._replaced += part.replaced()
+                self._values[key] = part.state()
 
-    def warn_of_missing_ranks(self) -> None:
-        """Warns about values for which the checkpoint has no state of this rank."""
+    def warn_of_differences(self) -> None:
+        """Warns about values for which the checkpoint has no state of this rank, and about tensors
+        of the mapping that were not filled in place."""
+        # Attribute the warnings to the caller's caller.
+        if self._replaced:
+            warnings.warn(
+                f"{some_of(self._replaced)}: the checkpoint has another shape, dtype or type than "
+                "the current tensor, so a new value has replaced the tensor in the state. Read the "
+                "value from the state after the restore",
+                stacklevel=3,
+            )
         if self._missing:
-            # Attribute the warning to the caller's caller.
             warnings.warn(
                 f"{', '.join(self._missing)}: the checkpoint has no state for rank {own_rank()}, "
                 "probably because fewer ranks saved it; this rank keeps its current state",
@@ -422,7 +427,7 @@ def saved_values(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
     return values
 
 
-def _read_state(key: str, value: Any, names: ParameterNames, for_load: bool) -> Any:
+def _read_state(key: str, states: States, value: Any, for_load: bool) -> Any:
     per_rank = _as_per_rank(value)
     if per_rank is not None:
         if not for_load:
@@ -432,34 +437,43 @@ def _read_state(key: str, value: Any, names: ParameterNames, for_load: bool) -> 
             own = OptionalObject() if own_rank() else None
         return {f"rank{own_rank()}": own}
     if isinstance(value, nn.Module):
-        return _module_state(key, value, names, for_load)
-    value = python_number(value)
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, Optimizer):
-        parameters = names.of_parameters(value)
-        state = optimizer_state(value, parameters, for_load)
-        if for_load:
-            return OptimizerState(key, parameters, state, value)
+        return _module_state(key, value, states.names, for_load)
+    has_state = is_stateful(value)
+    state = value.state_dict() if has_state else python_number(value)
+    target = None
+    if for_load:
+        target = StateTarget(key, state, is_stateful=has_state, other_keys=states.keys)
+    if isinstance(value, Optimizer) and has_layout_of_torch(value, state):
+        parameters = states.names.of_parameters(value)
+        state = optimizer_state(value, state, parameters, for_load)
+        if target is not None:
+            return OptimizerState(key, parameters, state, value, target)
         return to_stock_layout(key, state)
-    if type(value) in PLAIN and not for_load:
-        return value
-    return split_state(key, value.state_dict() if is_stateful(value) else value, for_load)
+    if target is not None:
+        return target
+    if type(state) in PLAIN and not has_state:
+        return state
+    if has_state and isinstance(state, Mapping) and type(state) is not OrderedDict:
+        # A restore fills the object that state_dict() returns, so its type is not stored.
+        state = dict(state)
+    return split_state(key, state)
 
 
 def _module_state(key: str, module: nn.Module, names: ParameterNames, for_load: bool) -> StateDict:
-    state: StateDict = {}
-    for name, part in module.state_dict().items():
-        # Save extra state as an object even if it is a tensor, because its length may change.
-        is_tensor = isinstance(part, torch.Tensor) and not name.endswith("_extra_state")
-        if is_tensor and for_load and part.device.type == "meta":
+    own = module.state_dict()
+    resolved = names.resolve_all(module, own)
+    if not for_load:
+        return {
+            resolved[name]: part if is_tensor_of_module(name, part) else wrap_state(key, part)
+            for name, part in own.items()
+        }
+    for name, part in own.items():
+        if is_tensor_of_module(name, part) and part.device.type == "meta":
             raise CheckpointError(
                 f"{name} is on the meta device and has no memory to load into. Call the module's "
                 "to_empty(device=...) before the restore"
             )
-        resolved = names.resolve(module, name)
-        state[resolved] = part if is_tensor else wrap_state(key, part, 0, for_load)
-    return state
+    return ModuleTarget(own, resolved)
 
 
 def _as_per_rank(value: Any) -> PerRank | None:

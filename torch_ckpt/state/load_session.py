@@ -25,7 +25,7 @@ from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.loading.load import Load, Match, StateDict, Strict, T
+from torch_ckpt.loading.load import Load, Match, Placeholder, StateDict, Strict, T
 from torch_ckpt.loading.page_cache import RankReads, share_bytes
 from torch_ckpt.loading.reader import require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
@@ -33,6 +33,7 @@ from torch_ckpt.loading.shared_reads import read_once
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.state.app_state import States, stateful_keys
 from torch_ckpt.state.splitting import OBJECTS
+from torch_ckpt.state.targets import ModuleTarget
 
 
 class _RankPlan(NamedTuple):
@@ -122,7 +123,7 @@ class LoadSession:
         self._plan(ranks, lambda: self._require_fit(total, strict), lambda _none: total)
         for keys in steps:
             ranks.run("load", partial(self._read_freeing, ranks, keys))
-        self._states.warn_of_missing_ranks()
+        self._states.warn_of_differences()
         return total
 
     # --- 1. the plan -----------------------------------------------------------------------------
@@ -147,10 +148,10 @@ class LoadSession:
         """Returns the target for the value of a key."""
         value = self._state_dict[key]
         if key not in self._by_state:
-            if isinstance(value, torch.Tensor) or f"{key}.{OBJECTS}" not in self._load.index:
+            # AppState has already made a target of the value.
+            if isinstance(value, torch.Tensor | Placeholder | ModuleTarget):
                 return value
-            # The value is already in AppState's layout.
-            if isinstance(value, Mapping) and OBJECTS in value:
+            if f"{key}.{OBJECTS}" not in self._load.index:
                 return value
             self._by_state.add(key)
         is_only_compared = self._only_compared and isinstance(value, torch.nn.Module)
@@ -233,17 +234,14 @@ class LoadSession:
             if key in match.loaded_keys:
                 self._restore(key, match.values[key])
         if self._by_state:
-            self._states.warn_of_missing_ranks()
+            self._states.warn_of_differences()
 
     def _restore(self, key: str, loaded: Any) -> None:
         """Restores the value of a key from its loaded target."""
         if key not in self._by_state:
             self._state_dict[key] = loaded
             return
-        before = self._state_dict[key]
         self._states.apply(key, loaded)
-        if key not in self._stateful:
-            self._state_dict[key] = _update_containers(before, self._state_dict[key])
 
     # --- one key at a time -----------------------------------------------------------------------
 
@@ -313,21 +311,6 @@ def _empty_dicts(value: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
     for key, part in value.items():
         if isinstance(part, Mapping):
             yield from _empty_dicts(part, f"{prefix}{key}.") if part else [f"{prefix}{key}"]
-
-
-def _update_containers(old: Any, new: Any) -> Any:
-    """Returns the new value, reusing the dicts and lists of the old value in place."""
-    if type(old) is dict and type(new) is dict:
-        merged = {key: _update_containers(old.get(key), part) for key, part in new.items()}
-        old.clear()
-        old.update(merged)
-        return old
-    if type(old) is list and type(new) is list:
-        old[:] = [
-            _update_containers(old[i] if i < len(old) else None, part) for i, part in enumerate(new)
-        ]
-        return old
-    return new
 
 
 def _require_same_keys(keys_of_all: list[list[str]]) -> None:

@@ -22,6 +22,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Placeholder, Stored
 from torch_ckpt.state.parameter_groups import pair_groups
 from torch_ckpt.state.splitting import (
+    OBJECTS,
     StateDict,
     python_number,
     require_distinct_names,
@@ -29,6 +30,7 @@ from torch_ckpt.state.splitting import (
     unwrap_state,
     wrap_state,
 )
+from torch_ckpt.state.targets import StateTarget
 
 #: Key of the list of parameters that had no state. The checkpoint stores zeros for them.
 _WITHOUT_STATE = "without_state"
@@ -40,13 +42,42 @@ _NO_OPTIONS = ("params", "param_names")
 _MAX_NAMES = 10
 
 
-def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> StateDict:
+def has_layout_of_torch(optimizer: Optimizer, saved: Any) -> bool:
+    """Returns True if a state has the layout of ``Optimizer.state_dict()``, with the optimizer's
+    parameters by number.
+
+    Other classes and hooks of an optimizer may return any state, such as a flat dict, or a state
+    under names.
+    """
+    if not isinstance(saved, dict):
+        return False
+    state, groups = saved.get("state"), saved.get("param_groups")
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return False
+    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    lists = [part for part in members if isinstance(part, list)]
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    if len(lists) < len(groups) or list(map(len, lists)) != counts:
+        return False
+    numbers = [number for part in lists for number in part]
+    return (
+        all(type(number) is int for number in (*numbers, *state))
+        and sorted(numbers) == list(range(sum(counts)))
+        and state.keys() <= set(numbers)
+        and all(isinstance(slots, dict) for slots in state.values())
+    )
+
+
+def optimizer_state(
+    optimizer: Optimizer, saved: StateDict, names: list[str], for_load: bool
+) -> StateDict:
     """Returns an optimizer's state, with parameter names instead of numbers.
 
     A parameter without state gets a state of zeros and is listed under ``without_state``, so that
     the names in a checkpoint do not depend on whether the optimizer has made a step.
 
     Args:
+        saved: the result of the optimizer's ``state_dict()``.
         names: the names of the parameters, in order.
         for_load: True raises an error if no state can be created. False leaves the parameter
             without state.
@@ -55,7 +86,6 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
         CheckpointError: ``for_load`` is True, and the optimizer cannot create its state without a
             gradient.
     """
-    saved = optimizer.state_dict()
     state = {names[number]: slots for number, slots in saved["state"].items() if slots}
     without: list[str] = []
     for group, named in _named_groups(optimizer, names):
@@ -193,23 +223,35 @@ def to_stock_layout(key: str, state: StateDict) -> StateDict:
 
 
 class OptimizerState(Placeholder):
-    """Loads an optimizer's state from any of three layouts.
+    """Loads an optimizer's state from any of four layouts.
 
     1. The layout of :func:`to_stock_layout`: an object for each option of each group.
     2. The layout of ``StateDictOptions(flatten_optimizer_state_dict=True)``: an object for each
        option of each parameter.
     3. The layout of ``Optimizer.state_dict()``: like layout 1, but with parameter numbers instead
        of names.
+    4. The layout of other objects, if the optimizer had states under other keys when it was saved.
 
     Args:
         key: key of the optimizer.
         names: names of its parameters, in order.
         state: the result of :func:`optimizer_state`; its tensors receive the loaded values.
         optimizer: the optimizer, which is not changed.
+        as_object: loads layout 4.
     """
 
-    def __init__(self, key: str, names: list[str], state: StateDict, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        key: str,
+        names: list[str],
+        state: StateDict,
+        optimizer: Optimizer,
+        as_object: StateTarget,
+    ) -> None:
         super().__init__()
+        #: The target that loads the state, if the checkpoint has it in layout 4.
+        self.as_object: StateTarget | None = None
+        self._as_object = as_object
         self._prefix = f"{key}."
         self._optimizer = optimizer
         self._state = {
@@ -232,7 +274,11 @@ class OptimizerState(Placeholder):
         # Names that are loaded; None until the checkpoint is compared.
         self._loaded: Set[str] | None = None
 
-    def choose(self, stored: Stored, _name: str) -> StateDict:
+    def choose(self, stored: Stored, name: str) -> StateDict:
+        if f"{self._prefix}{OBJECTS}" in stored:
+            self.as_object = self._as_object
+            self.values = self.as_object.values
+            return self.as_object.choose(stored, name)
         is_tensor = {
             name: stored.is_tensor(name) for name in stored.names if name.startswith(self._prefix)
         }
@@ -629,6 +675,9 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
     Raises:
         CheckpointError: the optimizer's groups or options do not match the checkpoint.
     """
+    if found.as_object is not None:
+        optimizer.load_state_dict(found.as_object.state())
+        return
     loaded = found.state()
     numbers = found.numbers
     without = set(loaded.pop(_WITHOUT_STATE))

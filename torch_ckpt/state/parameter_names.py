@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from torch_ckpt.errors import CheckpointError
@@ -46,9 +47,27 @@ class ParameterNames:
             resolved = _resolved[module] = {}
         full_name = resolved.get(name)
         if full_name is None:
-            [full_name] = _get_fqns(module, name)
-            resolved[name] = full_name
+            full_name = resolved[name] = _resolve(module, name)
         return full_name
+
+    def resolve_all(self, module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+        """Returns the fully qualified names, by the names in the state dict of a module.
+
+        Raises:
+            CheckpointError: two names would become the same; see also :meth:`resolve`.
+        """
+        resolved = {name: self.resolve(module, name) for name in names}
+        if len(set(resolved.values())) < len(resolved):
+            first: dict[str, str] = {}
+            for name, full_name in resolved.items():
+                other = first.setdefault(full_name, name)
+                if other != name:
+                    raise CheckpointError(
+                        f"{other} and {name} would both be saved as {full_name}, without the "
+                        "prefixes of wrappers. Rename one of them, or pass module.state_dict() to "
+                        "save and load the names with their prefixes"
+                    )
+        return resolved
 
     def of_parameters(self, optimizer: Optimizer) -> list[str]:
         """Returns the names of an optimizer's parameters, in order.
@@ -80,3 +99,21 @@ class ParameterNames:
                 for name, parameter in module.named_parameters()
             }
         return self._parameters[key]
+
+
+def _resolve(module: nn.Module, name: str) -> str:
+    """Returns a name without the prefixes of wrappers.
+
+    State dict hooks may add and rename entries, so the end of a name may name no attribute. The end
+    is kept unchanged.
+    """
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        # torch resolves the names of extra state without accessing an attribute.
+        beginning = [*parts[:end], _EXTRA_STATE_KEY_SUFFIX]
+        try:
+            [found] = _get_fqns(module, ".".join(beginning))
+        except (AssertionError, AttributeError, RuntimeError):
+            continue
+        return ".".join([*found.split(".")[:-1], *parts[end:]])
+    return name

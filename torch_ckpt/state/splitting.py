@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt._base.containers import map_children
-from torch_ckpt._base.formatting import plural
 from torch_ckpt.checkpoint.objects import PLAIN, warn_of_what_will_not_load
-from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import Placeholder, Stored
 
 StateDict = dict[str, Any]
 
@@ -50,8 +45,9 @@ def _on_cpu(state: Any) -> Any:
     if isinstance(state, tuple) and hasattr(state, "_make"):
         return state._make(map(_on_cpu, state))
     if type(state) in (dict, OrderedDict):
-        # Without the attributes of an OrderedDict, which might not be picklable.
-        return type(state)((key, _on_cpu(part)) for key, part in state.items())
+        moved = type(state)((key, _on_cpu(part)) for key, part in state.items())
+        _copy_attributes(state, moved)
+        return moved
     if type(state) in (list, tuple):
         return type(state)(map(_on_cpu, state))
     if isinstance(state, dict):
@@ -61,114 +57,46 @@ def _on_cpu(state: Any) -> Any:
     return state
 
 
-def split_state(key: str, state: Any, for_load: bool) -> StateDict:
-    """Splits a state into a tree of tensors and one object with all other values.
+def _copy_attributes(source: Any, copied: Any) -> None:
+    """Copies the attributes of an OrderedDict that consist of plain values, such as the versions in
+    the ``_metadata`` of a module's state dict. Others might not be picklable."""
+    if type(source) is OrderedDict and vars(source):
+        plain = {name: value for name, value in vars(source).items() if is_plain(value)}
+        vars(copied).update(copy.deepcopy(plain))
+
+
+def is_plain(value: Any) -> bool:
+    """Returns True if a value consists of numbers, texts and containers of them."""
+    if type(value) in (dict, OrderedDict):
+        return all(is_plain(key) and is_plain(part) for key, part in value.items())
+    return all(map(is_plain, value)) if type(value) in (list, tuple) else type(value) in PLAIN
+
+
+def split_state(key: str, state: Any) -> Any:
+    """Splits a state into a tree of tensors and one object with all other values, for a save.
+
+    A state that is a tensor is returned unchanged.
 
     Raises:
-        TypeError: the state is a bare tensor.
         ValueError: a tensor has the reserved name, or two keys have the same text.
     """
     rest, tensors = split_tensors(state)
     if isinstance(tensors, torch.Tensor):
-        raise TypeError(
-            f"the state_dict() of {key} is a bare tensor, which has no name. Return a dict instead"
-        )
+        return tensors
     tree = tensors if isinstance(tensors, dict) else {}
     if OBJECTS in tree:
         raise ValueError(f"the name {OBJECTS} is reserved; rename the tensor")
     rest = {} if rest is _MISSING else rest
-    if for_load:
-        return {**tree, OBJECTS: _Objects(key, state, rest, tree)}
     return {**tree, OBJECTS: wrap_state(key, rest, tensor_count(tree))}
 
 
-class _Objects(Placeholder):
-    """Loads the non-tensor part of a value's state.
-
-    torch_ckpt stores this part as one object. Stock torch stores each leaf of nested dicts and
-    lists as an object.
-
-    Args:
-        key: key of the value.
-        state: the complete state.
-        rest, tensors: the non-tensor part and the tensors of the state.
-    """
-
-    def __init__(self, key: str, state: Any, rest: Any, tensors: StateDict) -> None:
-        super().__init__()
-        self._key = key
-        self._rest_name = f"{key}.{OBJECTS}"
-        self._state = state
-        self._rest = rest
-        self._tensors = flatten_state_dict({key: tensors})[0]
-        self._paths: Mapping[str, Any] = {}
-
-    def choose(self, stored: Stored, _name: str) -> StateDict:
-        for name in (self._rest_name, self._key):
-            if name in stored:
-                return {name: self}
-        beneath = [name for name in stored.names if name.startswith(f"{self._key}.")]
-        saved_per_rank = re.compile(rf"{re.escape(self._key)}\.rank\d+")
-        if not beneath or any(map(saved_per_rank.fullmatch, beneath)):
-            return {self._key if type(self._state) in PLAIN else self._rest_name: self}
-        chosen: StateDict = {}
-        leaves = flatten_state_dict({self._key: self._state})[0]
-        for name in [*(leaves.keys() - {self._key}), *beneath]:
-            if name in self._tensors:
-                continue
-            chosen[name] = self
-            # The tensor is in a container that torch_ckpt would store as one object.
-            if isinstance(leaves.get(name), torch.Tensor) and stored.is_tensor(name):
-                chosen[name] = stored.meta_tensor(name)
-        self._paths = stored.paths()
-        return chosen
-
-    def state(self, part: StateDict) -> Any:
-        """Returns the state with the loaded values. Values that were not loaded are unchanged.
-
-        Args:
-            part: the loaded tensors by name, and this object under the name ``OBJECTS``.
-
-        Raises:
-            CheckpointError: the checkpoint has a different number of tensors.
-        """
-        values = dict(self.values)
-        tensors = {name: value for name, value in part.items() if name != OBJECTS}
-        if self._key in values:
-            return values[self._key]
-        if self._rest_name in values:
-            stored, present = values[self._rest_name].tensors, tensor_count(tensors)
-            if stored != present:
-                raise CheckpointError(
-                    f"the checkpoint has {plural(stored, 'tensor')}, but the state now has "
-                    f"{present}. Create the same tensors before the restore, or save states "
-                    "whose structure changes as PerRank(...)"
-                )
-            return join_tensors(values[self._rest_name].value, tensors)
-        state = _replace_leaves(join_tensors(self._rest, tensors), self._key, values)
-        root = {self._key: state}
-        for name, value in values.items():
-            path = self._paths.get(name) or tuple(name.split("."))
-            if not isinstance(root[self._key], (dict, list)):
-                root[self._key] = {} if isinstance(path[1], str) else []
-            set_element(root, path, value)
-        return root[self._key]
-
-
-def _replace_leaves(value: Any, name: str, leaves: StateDict) -> Any:
-    """Copies nested dicts and lists, replacing the leaves that are in ``leaves``. Removes the used
-    ones from ``leaves``."""
-    if name in leaves:
-        return leaves.pop(name)
-    if type(value) is not list and not isinstance(value, dict):
-        return value
-    return map_children(value, lambda part, key: _replace_leaves(part, f"{name}.{key}", leaves))
-
-
 def split_tensors(state: Any) -> tuple[Any, Any]:
-    """Returns the state without its tensors, and a tree of its tensors; each may be _MISSING."""
+    """Returns the state without its tensors, and a tree of its tensors; each may be _MISSING.
+
+    Quantized tensors stay in the state: a new one cannot be created from its dtype and shape.
+    """
     if isinstance(state, torch.Tensor):
-        return _MISSING, state
+        return (state, _MISSING) if state.is_quantized else (_MISSING, state)
     if type(state) is dict and state and all(map(_is_named_tensor, state.items())):
         # Fast path: most optimizer states have this form.
         return _MISSING, state.copy()
@@ -185,6 +113,7 @@ def split_tensors(state: Any) -> tuple[Any, Any]:
             rest = type(state)(
                 (key, None if left is _MISSING else left) for key, (left, _) in items
             )
+            _copy_attributes(state, rest)
     elif type(state) is list and any(isinstance(part, _SPLIT_TYPES) for part in state):
         items = [(index, split_tensors(part)) for index, part in enumerate(state)]
         rest = [None if left is _MISSING else left for _, (left, _) in items]
@@ -206,7 +135,8 @@ def require_distinct_names(state: Mapping[Any, Any]) -> None:
 
 
 def _is_named_tensor(item: tuple[Any, Any]) -> bool:
-    return isinstance(item[1], torch.Tensor) and isinstance(item[0], str)
+    key, value = item
+    return isinstance(key, str) and isinstance(value, torch.Tensor) and not value.is_quantized
 
 
 def join_tensors(rest: Any, tensors: Any) -> Any:
@@ -225,6 +155,53 @@ def join_tensors(rest: Any, tensors: Any) -> Any:
     return rest
 
 
+def place_tensor(
+    rest: Any, parts: Sequence[str], tensor: Any, keys: dict[int, dict[str, Any]]
+) -> Any:
+    """Puts a tensor into a state without its tensors, and returns the state.
+
+    Args:
+        rest: the state; see :func:`split_tensors`.
+        parts: the parts of the tensor's name. The keys of ``rest`` decide how the name is divided;
+            beneath them, the parts do.
+        keys: a cache for calls with the same state.
+    """
+    if not parts:
+        return tensor
+    root = rest = {} if rest is _MISSING or rest is None else rest
+    while True:
+        key, parts = _next_key(rest, parts, keys)
+        if not parts:
+            rest[key] = tensor
+            return root
+        inner = rest[key] if isinstance(rest, list) or key in rest else None
+        if inner is None:
+            inner = rest[key] = {}
+        rest = inner
+
+
+def _next_key(
+    container: Any, parts: Sequence[str], keys: dict[int, dict[str, Any]]
+) -> tuple[Any, Sequence[str]]:
+    """Returns the key of a container with which a name begins, and the remaining parts."""
+    if isinstance(container, list):
+        if not parts[0].isdecimal():
+            parts = ".".join(parts).split(".")
+        return int(parts[0]), parts[1:]
+    if parts[0] in container:
+        return parts[0], parts[1:]
+    by_text = keys.setdefault(id(container), {str(key): key for key in container})
+    if parts[0] in by_text:
+        return by_text[parts[0]], parts[1:]
+    name = ".".join(parts)
+    end = len(name)
+    while end > 0:
+        if name[:end] in by_text:
+            return by_text[name[:end]], name[end + 1 :].split(".") if end < len(name) else []
+        end = name.rfind(".", 0, end)
+    return parts[0], parts[1:]
+
+
 def tensor_count(tree: Any) -> int:
     """Counts the tensors in nested dicts and lists."""
     if isinstance(tree, torch.Tensor):
@@ -233,7 +210,7 @@ def tensor_count(tree: Any) -> int:
     return sum(map(tensor_count, parts))
 
 
-def wrap_state(key: str, state: Any, tensors: int = 0, for_load: bool = False) -> SimpleNamespace:
+def wrap_state(key: str, state: Any, tensors: int = 0) -> SimpleNamespace:
     """Wraps a state in the object that the checkpoint stores.
 
     Warns once if the state has types that do not load without ``allow_pickle``.
@@ -242,11 +219,7 @@ def wrap_state(key: str, state: Any, tensors: int = 0, for_load: bool = False) -
         key: key of the value, for the warning.
         state: the state without its tensors.
         tensors: number of tensors that were split off.
-        for_load: True if the object is only loaded into, so that neither a copy nor a warning is
-            needed.
     """
-    if for_load:
-        return SimpleNamespace(value=state, tensors=tensors)
     wrapped = SimpleNamespace(value=_on_cpu(state), tensors=tensors)
     warn_of_what_will_not_load(key, wrapped)
     return wrapped
@@ -258,13 +231,13 @@ def as_states(value: Any) -> Any:
     Args:
         value: nested dicts and lists of a checkpoint. Tensors may be replaced by placeholders.
     """
-    if _is_wrapped(value):
+    if is_wrapped(value):
         return value.value
     if type(value) is list:
         return [as_states(part) for part in value]
     if type(value) is not dict:
         return value
-    if _is_wrapped(value.get(OBJECTS)):
+    if is_wrapped(value.get(OBJECTS)):
         tensors = {name: part for name, part in value.items() if name != OBJECTS}
         value = join_tensors(value[OBJECTS].value, tensors)
     else:
@@ -275,7 +248,7 @@ def as_states(value: Any) -> Any:
     return value
 
 
-def _is_wrapped(value: Any) -> bool:
+def is_wrapped(value: Any) -> bool:
     return isinstance(value, SimpleNamespace) and {"value", "tensors"} <= vars(value).keys()
 
 

@@ -106,29 +106,33 @@ def mismatch(state: State, path: Path) -> LoadReport:
     return error.report
 
 
-def test_a_stateful_with_another_number_of_tensors_than_stored_is_refused(tmp_path: Path) -> None:
-    save({"averages": _Averages(2.0)}, tmp_path)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_stateful_gets_the_saved_number_of_tensors(tmp_path: Path, count: int) -> None:
     restored = _Averages(0.0)
-    restored.tensors.append(torch.ones(4))
-    assert mismatch({"averages": restored}, tmp_path).missing == ["averages.tensors.2"]
-    del restored.tensors[1:]
-    with pytest.raises(
-        CheckpointError, match=r"^averages: .*has 3 tensors, but the state now has 2"
-    ):
-        restore({"averages": restored}, tmp_path)
+    restored.tensors = [*restored.tensors, torch.ones(4)][:count] or [torch.ones(4)]
+    first = restored.tensors[0]
+    kept({"averages": _Averages(2.0)}, tmp_path, {"averages": restored})
+    assert_equal(restored.tensors, _Averages(2.0).tensors)
+    assert (restored.tensors[0] is first) == (count > 0)
 
 
-def test_a_stateful_whose_state_is_a_bare_tensor_is_refused() -> None:
-    class Generator:
-        def state_dict(self) -> torch.Tensor:
-            return torch.ones(3)
+class _Noise:
+    """Stateful whose state is a tensor."""
 
-        def load_state_dict(self, state: torch.Tensor) -> None: ...
+    def __init__(self, state: Any) -> None:
+        self.state = state
 
-    with pytest.raises(
-        CheckpointError, match=r"state_dict\(\) of noise is a bare tensor.*Return a dict"
-    ):
-        AppState({"noise": Generator()}).state_dict()
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("current", [torch.zeros(3), torch.zeros(2), None])
+def test_a_stateful_whose_state_is_a_tensor_is_restored(tmp_path: Path, current: Any) -> None:
+    restored = kept({"noise": _Noise(torch.ones(3))}, tmp_path, {"noise": _Noise(current)})
+    assert_equal(restored["noise"].state, torch.ones(3))
 
 
 PLAIN: list[Any] = [
@@ -170,7 +174,7 @@ def test_a_plain_value_that_is_not_loaded_is_unchanged(tmp_path: Path, fresh: An
 def test_a_plain_value_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
     save({"best": 5}, tmp_path)
     state: State = {"best": 0, "number": 0, "list": []}
-    assert mismatch(state, tmp_path).missing == ["list._objects", "number"]
+    assert mismatch(state, tmp_path).missing == ["number", "list._objects"]
 
 
 @pytest.mark.parametrize("saved", [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)])

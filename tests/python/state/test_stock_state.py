@@ -166,10 +166,16 @@ def test_what_a_stock_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tensor_that_has_no_counterpart_in_the_state_is_refused(tmp_path: Path) -> None:
-    stock_save({"train_state": {"step": torch.tensor(3)}}, tmp_path)
-    report = mismatch({"train_state": {"step": 0}}, tmp_path)
-    assert [name for name, _stored, _wanted in report.kinds] == ["train_state.step"]
+def test_values_of_a_stock_checkpoint_replace_values_of_another_structure(tmp_path: Path) -> None:
+    saved = {"step": torch.tensor(3), "best": 0.5, "history": [torch.ones(2)], "losses": [1, 2]}
+    stock_save({"train_state": saved}, tmp_path)
+    history = [torch.zeros(2), torch.zeros(3)]
+    fresh = {"step": 0, "best": torch.zeros(2), "history": history, "losses": [torch.ones(1)]}
+    state: State = {"train_state": fresh}
+    with pytest.warns(UserWarning, match=r"^train_state\.best: .*value has replaced"):
+        restore(state, tmp_path)
+    assert_equal(state["train_state"], saved)
+    assert state["train_state"]["history"] is history
 
 
 def test_dicts_in_lists_and_keys_that_are_numbers_are_restored_from_stock(tmp_path: Path) -> None:

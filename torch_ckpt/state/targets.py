@@ -1,0 +1,373 @@
+"""Targets for the states of values: loads what a checkpoint has into the own state of a value.
+
+``load_state_dict()`` receives the object that the value's own ``state_dict()`` returned, with its
+type, its attributes and its ``_metadata``. A load fills this object in place:
+
+- A stored tensor is loaded into the tensor of the same name, if that tensor fits. Otherwise, a new
+  tensor replaces the value of that name.
+- All other values are replaced.
+- A value whose structure has changed gets the structure that was saved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from torch_ckpt._base.containers import map_children
+from torch_ckpt._base.formatting import plural
+from torch_ckpt.checkpoint.objects import PLAIN
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.loading.load import Placeholder, Stored
+from torch_ckpt.state.splitting import OBJECTS, is_wrapped, place_tensor, unwrap_state
+
+_MISSING: Any = object()
+
+
+class _Index(int):
+    """An index of a list within a path; other parts of a path are keys of dicts."""
+
+
+Path: TypeAlias = tuple[Any, ...]
+
+
+class StoredValue(Placeholder):
+    """Loads the value of one name, whether it is a tensor or an object."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()
+        self._device = device or torch.device("cpu")
+
+    def choose(self, stored: Stored, name: str) -> dict[str, Any]:
+        is_tensor = name in stored and stored.is_tensor(name)
+        return {name: stored.meta_tensor(name, self._device) if is_tensor else self}
+
+
+class ModuleTarget(dict[str, Any]):
+    """The target for a module: its tensors, and placeholders for its other values, by their names
+    in the checkpoint.
+
+    Args:
+        own: the object that the module's ``state_dict()`` returned.
+        names: the names in the checkpoint, by the names in ``own``.
+    """
+
+    def __init__(self, own: dict[str, Any], names: Mapping[str, str]) -> None:
+        super().__init__()
+        self._own = own
+        self._names = names
+        for name, value in own.items():
+            if is_tensor_of_module(name, value):
+                self[names[name]] = value
+            else:
+                device = value.device if isinstance(value, torch.Tensor) else None
+                self[names[name]] = StoredValue(device)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the module's own state dict with the loaded values."""
+        for name, stored_name in self._names.items():
+            value = self[stored_name]
+            if isinstance(value, StoredValue):
+                if value.values:
+                    [loaded] = value.values.values()
+                    self._own[name] = unwrap_state(loaded)
+            elif value is not self._own[name]:
+                self._own[name] = value
+        return self._own
+
+
+def is_tensor_of_module(name: str, value: Any) -> bool:
+    """Returns True if a value of a module's state dict is saved as a tensor. Extra state is saved
+    as an object even if it is a tensor, because its length may change."""
+    return isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
+
+
+class StateTarget(Placeholder):
+    """The target for any other value. Loads what the checkpoint has for it from any of three
+    layouts.
+
+    1. The layout of :func:`split_state`: each tensor, and one object with all other values.
+    2. One tensor or object under the key itself.
+    3. The layout of stock torch: each leaf of nested dicts and lists.
+
+    Args:
+        key: key of the value.
+        own: the state of the value: the object that its ``state_dict()`` returned, or the value
+            itself.
+        is_stateful: True if ``load_state_dict()`` receives the state. Then nested plain dicts and
+            lists are replaced, not filled, because the object might still use them.
+        other_keys: the other keys of the mapping.
+    """
+
+    def __init__(self, key: str, own: Any, *, is_stateful: bool, other_keys: Sequence[str]) -> None:
+        super().__init__()
+        self._key = key
+        self._own = own
+        self._is_stateful = is_stateful
+        self._other_keys = tuple(f"{other}." for other in other_keys if other.startswith(f"{key}."))
+        self._object_name = f"{key}.{OBJECTS}"
+        # Path and value of each leaf of the own state, by name.
+        self._leaves: dict[str, tuple[Path, Any]] = {}
+        for path, value in _leaves(own, ()):
+            self._leaves.setdefault(_name(key, path), (path, value))
+        # What the checkpoint has, in its order: targets of the tensors, and this object for others.
+        self._chosen: dict[str, Any] = {}
+        self._paths: Callable[[], Mapping[str, Any]] = dict
+        self._loads_all = False
+
+    def choose(self, stored: Stored, _name: str) -> dict[str, Any]:
+        key = self._key
+        self._chosen, chosen = {}, {}
+        self._loads_all = stored.loads_all
+        beneath = [
+            name
+            for name in stored.names
+            if name.startswith(f"{key}.") and not f"{name}.".startswith(self._other_keys)
+        ]
+        saved_per_rank = re.compile(rf"{re.escape(key)}\.rank\d+")
+        if self._object_name in stored:
+            names = [name for name in beneath if stored.is_tensor(name)]
+            chosen[self._object_name] = self
+        elif key in stored:
+            names = [key]
+        elif beneath and not any(map(saved_per_rank.fullmatch, beneath)):
+            names = beneath
+            chosen = {name: self for name in self._lacking(beneath)}
+        else:
+            return {key if type(self._own) in PLAIN else self._object_name: self}
+        paths = _Lazy(stored.paths)
+        self._paths = paths
+        used: set[int] = set()
+        for name in names:
+            self._chosen[name] = self._target(stored, name, used)
+            if "." in name[len(key) + 1 :] and not self._is_own_tensor(name):
+                paths()  # while the metadata is available
+        return {**chosen, **self._chosen}
+
+    def replaced(self) -> list[str]:
+        """Returns the names of own tensors that a new tensor has replaced, because the stored
+        tensor does not fit them."""
+        return [name for name in self.values if self._is_own_tensor(name)]
+
+    def state(self) -> Any:
+        """Returns the own state with the loaded values. Values that were not loaded are unchanged.
+
+        Raises:
+            CheckpointError: the load omitted a tensor that the state needs, or the checkpoint is
+                inconsistent.
+        """
+        if self._key in self.values:
+            return self._filled(unwrap_state(self.values[self._key]))
+        if self._object_name in self.values:
+            return self._filled(self._joined(self.values[self._object_name]))
+        if not self.values and not self._loads_all:
+            return self._own
+        return self._filled(self._nested())
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _is_own_tensor(self, name: str) -> bool:
+        return isinstance(self._leaves.get(name, _NO_LEAF)[1], torch.Tensor)
+
+    def _target(self, stored: Stored, name: str, used: set[int]) -> Any:
+        """Returns the target for a stored value: the own tensor if it fits, or a new one."""
+        if not stored.is_tensor(name):
+            return self
+        own = self._leaves.get(name, _NO_LEAF)[1]
+        if not isinstance(own, torch.Tensor):
+            if stored.is_sharded(name):
+                raise CheckpointError(
+                    f"{name} was saved as a sharded tensor, but the state has no tensor of this "
+                    "name to load into. Create the tensor before the restore, for example by "
+                    "running one step"
+                )
+            return stored.meta_tensor(name, torch.device("cpu"))
+        if type(own) not in (torch.Tensor, nn.Parameter) or own.is_quantized:
+            return own
+        # Several names of one tensor can have been different tensors when they were saved.
+        address = 0 if own.is_meta else own.data_ptr()
+        if stored.fits(name, own) and address not in used:
+            if address:
+                used.add(address)
+            return own
+        return stored.meta_tensor(name, torch.device("cpu") if own.is_meta else own.device)
+
+    def _lacking(self, stored: Iterable[str], *, with_empty: bool = False) -> Iterator[str]:
+        """Yields the names of own leaves that a checkpoint in the layout of stock torch lacks.
+
+        Args:
+            with_empty: also yield the names of empty dicts, which stock torch does not store.
+        """
+        names = set(stored)
+        containers = {name[:end] for name in names for end in _dots(name)}
+        for name, (path, value) in self._leaves.items():
+            # The leaf is a container in the checkpoint, or inside a list that is shorter there.
+            is_replaced = name in names or name in containers
+            for at, part in enumerate(path):
+                container = _name(self._key, path[:at])
+                is_replaced |= container in names
+                is_replaced |= isinstance(part, _Index) and container in containers
+            if not is_replaced and (with_empty or not _is_empty_dict(value)):
+                yield name
+
+    def _loaded(self, name: str) -> Any:
+        """Returns the loaded value of a name, or the own value if it was not loaded."""
+        if name in self.values:
+            return unwrap_state(self.values[name])
+        target = self._chosen.get(name)
+        if isinstance(target, torch.Tensor) and not target.is_meta:
+            return target
+        return self._leaves.get(name, _NO_LEAF)[1]
+
+    def _path(self, name: str) -> Path:
+        """Returns the path of a name beneath the key."""
+        if name in self._leaves:
+            return self._leaves[name][0]
+        path = self._paths().get(name)
+        # Do not trust the stored path.
+        is_path = isinstance(path, tuple) and path[:1] == (self._key,)
+        if is_path and _name(self._key, path[1:]) == name:
+            return tuple(_Index(part) if type(part) is int else str(part) for part in path[1:])
+        return tuple(name[len(self._key) + 1 :].split("."))
+
+    def _joined(self, stored: Any) -> Any:
+        """Returns the stored state: its object, with the tensors in their places."""
+        if not is_wrapped(stored) or stored.tensors != len(self._chosen):
+            count = getattr(stored, "tensors", 0)
+            raise CheckpointError(
+                f"the checkpoint has {plural(len(self._chosen), 'tensor')} instead of {count} for "
+                "this value. Check the names that rename= and names= produce"
+            )
+        state = stored.value
+        keys: dict[int, dict[str, Any]] = {}
+        for name in self._chosen:
+            tensor = self._loaded(name)
+            if tensor is _MISSING:
+                raise CheckpointError(
+                    f"{name} was not loaded, and the state has no value of this name. Add it to "
+                    "names=, or leave out the complete value"
+                )
+            parts = [str(part) for part in self._path(name)]
+            state = place_tensor(state, parts, tensor, keys)
+        return state
+
+    def _nested(self) -> Any:
+        """Returns the state as nested dicts and lists: stored values, and own values that were not
+        loaded."""
+        root: Any = _MISSING
+        for name in [*self._chosen, *self._lacking(self._chosen, with_empty=True)]:
+            value = self._loaded(name)
+            if value is not _MISSING:
+                root = _set(root, self._path(name), value)
+        return root
+
+    def _filled(self, loaded: Any) -> Any:
+        return fill(self._own, loaded, replaces_plain=self._is_stateful, is_root=True)
+
+
+_NO_LEAF: tuple[Path, Any] = ((), _MISSING)
+
+
+class _Lazy:
+    """Calls a function once, and returns its result again in later calls."""
+
+    def __init__(self, function: Callable[[], Mapping[str, Any]]) -> None:
+        self._function = function
+        self._result: Mapping[str, Any] | None = None
+
+    def __call__(self) -> Mapping[str, Any]:
+        if self._result is None:
+            self._result = self._function()
+        return self._result
+
+
+def fill(own: Any, loaded: Any, *, replaces_plain: bool = True, is_root: bool = False) -> Any:
+    """Fills a state with a loaded one and returns it. Returns the loaded one if their types differ.
+
+    Args:
+        own: the object that ``state_dict()`` returned, or a part of it.
+        loaded: the state that was saved, or a part of it.
+        replaces_plain: True replaces nested plain dicts and lists, which have no attributes.
+        is_root: True for the complete state.
+    """
+
+    def filled(part: Any, key: Any) -> Any:
+        return fill(own_parts.get(key), part, replaces_plain=replaces_plain)
+
+    is_kept = is_root or not replaces_plain
+    if isinstance(loaded, Mapping) and isinstance(own, MutableMapping):
+        own_parts: Mapping[Any, Any] = own
+        parts = {key: filled(part, key) for key, part in loaded.items()}
+        is_alike = type(own) is type(loaded)
+        is_alike |= replaces_plain and (is_root or type(loaded) is dict)
+        if is_alike and (is_kept or type(own) is not dict):
+            own.clear()
+            for key, part in parts.items():
+                own[key] = part  # update() would add to the counts of a Counter
+            if isinstance(loaded, OrderedDict) and isinstance(own, OrderedDict):
+                for name, value in vars(loaded).items():
+                    vars(own).setdefault(name, value)
+            return own
+        return map_children(loaded, lambda _part, key: parts[key])
+    if type(loaded) is list and isinstance(own, list):
+        own_parts = dict(enumerate(own))
+        items = [filled(part, index) for index, part in enumerate(loaded)]
+        if not is_kept:
+            return items
+        own[:] = items
+        return own
+    return loaded
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yields the leaves of a state and their paths, with the names of torch's planners. An empty
+    dict is a leaf, too."""
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from _leaves(part, (*path, key))
+    elif isinstance(value, list) and not _is_leaf(value):
+        for index, part in enumerate(value):
+            yield from _leaves(part, (*path, _Index(index)))
+    else:
+        yield path, value
+
+
+def _is_leaf(value: list[Any]) -> bool:
+    return not any(
+        isinstance(part, torch.Tensor | Mapping) or (isinstance(part, list) and not _is_leaf(part))
+        for part in value
+    )
+
+
+def _is_empty_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _name(key: str, path: Path) -> str:
+    return ".".join((key, *map(str, path)))
+
+
+def _dots(name: str) -> list[int]:
+    return [at for at, letter in enumerate(name) if letter == "."]
+
+
+def _set(root: Any, path: Path, value: Any) -> Any:
+    """Sets a value in nested dicts and lists, which are created as needed, and returns the root."""
+    if not path:
+        return value
+    part = path[0]
+    if isinstance(part, _Index):
+        if not isinstance(root, list):
+            root = []
+        root.extend([None] * (part + 1 - len(root)))
+        root[part] = _set(root[part], path[1:], value)
+        return root
+    if not isinstance(root, dict):
+        root = {}
+    root[part] = _set(root.get(part), path[1:], value)
+    return root
