@@ -49,7 +49,7 @@ from torch_ckpt.state.optimizers import (
 )
 from torch_ckpt.state.parameter_names import ParameterNames
 from torch_ckpt.state.splitting import StateDict, python_number, split_state, wrap_state
-from torch_ckpt.state.targets import ModuleTarget, StateTarget, fill, is_tensor_of_module
+from torch_ckpt.state.state_targets import ModuleTarget, StateTarget, fill, is_tensor_of_module
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from torch_ckpt.loading.shared_reads import read_once
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.state.app_state import States, stateful_keys
 from torch_ckpt.state.splitting import OBJECTS
-from torch_ckpt.state.targets import ModuleTarget
+from torch_ckpt.state.state_targets import ModuleTarget
 
 
 class _RankPlan(NamedTuple):

@@ -30,7 +30,7 @@ from torch_ckpt.state.splitting import (
     unwrap_state,
     wrap_state,
 )
-from torch_ckpt.state.targets import StateTarget
+from torch_ckpt.state.state_targets import StateTarget
 
 #: Key of the list of parameters that had no state. The checkpoint stores zeros for them.
 _WITHOUT_STATE = "without_state"

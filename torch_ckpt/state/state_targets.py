@@ -228,7 +228,7 @@ class StateTarget(Placeholder):
         """Returns the path of a name beneath the key."""
         if name in self._leaves:
             return self._leaves[name][0]
-        path = self._paths().get(name)
+        path: Any = self._paths().get(name)
         # Do not trust the stored path.
         is_path = isinstance(path, tuple) and path[:1] == (self._key,)
         if is_path and _name(self._key, path[1:]) == name:
