@@ -49,6 +49,9 @@ T = TypeVar("T")
 #: True if all values of a state dict must fit the checkpoint; "dtypes" if also their dtypes must.
 Strict = bool | Literal["dtypes"]
 
+# Types of values that a stored tensor replaces.
+_NUMBERS = (bool, int, float, complex, type(None))
+
 # Attribute of a meta tensor: the device on which to allocate it.
 _DEVICE = "_torch_ckpt_device"
 
@@ -378,6 +381,16 @@ class Load:
             for found, target in value.choose(contents, name).items():
                 state.add(found, (*path, found), target)
         match = state.match(index, self.reader.size_rule, self._chosen)
+        # A number that has become a tensor since the state dict was built, such as the best loss.
+        numbers = [
+            row
+            for row in match.kinds
+            if type(state.value(row)) in _NUMBERS and contents.is_tensor(state.name(row))
+        ]
+        for row in numbers:
+            state.replace(row, contents.meta_tensor(state.name(row), torch.device("cpu")))
+        if numbers:
+            match = state.match(index, self.reader.size_rule, self._chosen)
         report = LoadReport(
             loaded=match.loaded,
             missing=match.missing,

@@ -151,7 +151,10 @@ class LoadSession:
             # AppState has already made a target of the value.
             if isinstance(value, torch.Tensor | Placeholder | ModuleTarget):
                 return value
-            if f"{key}.{OBJECTS}" not in self._load.index:
+            is_stored_by_state = f"{key}.{OBJECTS}" in self._load.index
+            # Its tensors may have other numbers and shapes than when it was saved.
+            is_list_of_tensors = isinstance(value, list) and key not in self._load.index
+            if not (is_stored_by_state or is_list_of_tensors):
                 return value
             self._by_state.add(key)
         is_only_compared = self._only_compared and isinstance(value, torch.nn.Module)
