@@ -312,9 +312,9 @@ def load(
 
     Args:
         state_dict: the same as for ``dcp.load``. Tensors are filled in place; other values are
-            replaced. Modules, optimizers and other top-level objects with a ``state_dict`` method
-            are restored as :class:`AppState` restores them. An optimizer need not have any state
-            yet.
+            replaced, and a stored tensor may replace a number or None. Modules, optimizers and
+            other top-level objects with a ``state_dict`` method are restored as :class:`AppState`
+            restores them. An optimizer need not have any state yet.
         checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
             the newest complete step of the run. The step is not deleted during the load. Can also
             be a safetensors file, or a directory of safetensors files.

@@ -318,6 +318,66 @@ def case_a_background_save_is_restored(launch: Launch) -> None:
         assert_equal(gather_full(resumed.state), expected, wrap)
 
 
+class _Versioned(nn.Linear):
+    """Layer that doubles its weight when it loads a state without a version."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state: State, prefix: str, metadata: State, *others: Any
+    ) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+def case_wrapped_modules_do_not_migrate_a_state_of_their_own_version(launch: Launch) -> None:
+    for wrap, wrapped in WRAPS.items():
+        torch.manual_seed(0)
+        layers = [_Versioned(4, 8), nn.ReLU(), nn.BatchNorm1d(8), _Versioned(8, 5, bias=False)]
+        module = wrapped(nn.Sequential(*layers), launch)
+        before = copy.deepcopy(dict(module.state_dict()))
+        torch_ckpt.save({"model": module}, launch.path(wrap))
+        torch_ckpt.load({"model": module}, launch.path(wrap))
+        assert_equal(_local(module.state_dict()), _local(before), wrap)
+
+
+def _local(state: State) -> State:
+    return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
+
+
+class _Tracker:
+    """Stateful whose state is its value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> State:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: State) -> None:
+        self.value = state["value"]
+
+
+def case_states_are_restored_with_the_structure_that_was_saved(launch: Launch) -> None:
+    value = {"best": torch.tensor(0.5), "history": [torch.ones(2), torch.ones(3)]}
+    own = [torch.full((launch.rank + 1,), float(launch.rank))] * (launch.rank + 1)
+    torch_ckpt.save({"all": _Tracker(value), "own": PerRank(_Tracker(own))}, launch.path("ckpt"))
+    for fresh in (None, {"best": float("inf"), "history": []}, [torch.ones(1)] * 3):
+        everyone, per_rank = _Tracker(fresh), _Tracker(fresh)
+        torch_ckpt.load({"all": everyone, "own": PerRank(per_rank)}, launch.path("ckpt"))
+        assert_equal(everyone.value, value)
+        assert_equal(per_rank.value, own)
+
+
+@on(2, 4)
+def case_a_sharded_tensor_that_the_state_lacks_is_named(launch: Launch) -> None:
+    module = fsdp(nn.Sequential(nn.Linear(4, 8)), launch)
+    torch_ckpt.save({"ema": _Tracker({"w": module[0].weight})}, launch.path("ckpt"))
+    with pytest.raises(CheckpointException, match=r"ema\.value\.w was saved as a sharded tensor"):
+        torch_ckpt.load({"ema": _Tracker(None)}, launch.path("ckpt"))
+
+
 class _FailsOnTheLastRank:
     """Stateful that does its part in collectives, but fails in one method on the last rank."""
 

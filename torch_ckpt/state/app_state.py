@@ -95,7 +95,7 @@ class PerRank:
         """Restores a saved state."""
         value = self.value
         if isinstance(value, nn.Module):
-            value.load_state_dict(fill(value.state_dict(), state, is_root=True))
+            value.load_state_dict(fill(value.state_dict(), state))
         elif is_stateful(value):
             # Do not call state_dict(): a data loader would start its workers.
             value.load_state_dict(state)

@@ -165,9 +165,10 @@ class StateTarget(Placeholder):
             return self._filled(unwrap_state(self.values[self._key]))
         if self._object_name in self.values:
             return self._filled(self._joined(self.values[self._object_name]))
-        if not self.values and not self._loads_all:
+        if not self._chosen or not (self.values or self._loads_all):
             return self._own
-        return self._filled(self._nested())
+        # Stock torch does not store the types of dicts.
+        return self._filled(self._nested(), keeps_types=True)
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -266,8 +267,10 @@ class StateTarget(Placeholder):
                 root = _set(root, self._path(name), value)
         return root
 
-    def _filled(self, loaded: Any) -> Any:
-        return fill(self._own, loaded, replaces_plain=self._is_stateful, is_root=True)
+    def _filled(self, loaded: Any, *, keeps_types: bool = False) -> Any:
+        is_stateful = self._is_stateful
+        keeps_types |= is_stateful
+        return fill(self._own, loaded, replaces_plain=is_stateful, keeps_types=keeps_types)
 
 
 _NO_LEAF: tuple[Path, Any] = ((), _MISSING)
@@ -286,38 +289,58 @@ class _Lazy:
         return self._result
 
 
-def fill(own: Any, loaded: Any, *, replaces_plain: bool = True, is_root: bool = False) -> Any:
+def fill(
+    own: Any,
+    loaded: Any,
+    *,
+    replaces_plain: bool = True,
+    keeps_types: bool = True,
+    is_root: bool = True,
+) -> Any:
     """Fills a state with a loaded one and returns it. Returns the loaded one if their types differ.
 
     Args:
         own: the object that ``state_dict()`` returned, or a part of it.
         loaded: the state that was saved, or a part of it.
         replaces_plain: True replaces nested plain dicts and lists, which have no attributes.
+        keeps_types: True fills mappings of any type: the root, and others from plain dicts.
         is_root: True for the complete state.
     """
-
-    def filled(part: Any, key: Any) -> Any:
-        return fill(own_parts.get(key), part, replaces_plain=replaces_plain)
-
-    is_kept = is_root or not replaces_plain
+    is_filled = is_root or not replaces_plain
     if isinstance(loaded, Mapping) and isinstance(own, MutableMapping):
-        own_parts: Mapping[Any, Any] = own
-        parts = {key: filled(part, key) for key, part in loaded.items()}
+        parts = {
+            key: fill(
+                own.get(key),
+                part,
+                replaces_plain=replaces_plain,
+                keeps_types=keeps_types,
+                is_root=False,
+            )
+            for key, part in loaded.items()
+        }
         is_alike = type(own) is type(loaded)
-        is_alike |= replaces_plain and (is_root or type(loaded) is dict)
-        if is_alike and (is_kept or type(own) is not dict):
-            own.clear()
-            for key, part in parts.items():
-                own[key] = part  # update() would add to the counts of a Counter
-            if isinstance(loaded, OrderedDict) and isinstance(own, OrderedDict):
-                for name, value in vars(loaded).items():
-                    vars(own).setdefault(name, value)
-            return own
-        return map_children(loaded, lambda _part, key: parts[key])
+        is_alike |= keeps_types and (is_root or type(loaded) is dict)
+        if not (is_alike and (is_filled or type(own) is not dict)):
+            return map_children(loaded, lambda _part, key: parts[key])
+        own.clear()
+        for key, part in parts.items():
+            own[key] = part  # update() would add to the counts of a Counter
+        if isinstance(loaded, OrderedDict) and isinstance(own, OrderedDict):
+            for name, value in vars(loaded).items():
+                vars(own).setdefault(name, value)
+        return own
     if type(loaded) is list and isinstance(own, list):
-        own_parts = dict(enumerate(own))
-        items = [filled(part, index) for index, part in enumerate(loaded)]
-        if not is_kept:
+        items = [
+            fill(
+                own[index] if index < len(own) else None,
+                part,
+                replaces_plain=replaces_plain,
+                keeps_types=keeps_types,
+                is_root=False,
+            )
+            for index, part in enumerate(loaded)
+        ]
+        if not is_filled:
             return items
         own[:] = items
         return own

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import lr_scheduler
 
 from tests.programs import State, kept, restore, save
-from tests.support import assert_equal, cause_of
+from tests.support import assert_equal, cause_of, stock_save
 from torch_ckpt import LoadReport
 from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.state.app_state import AppState
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error", "ignore:torch.distributed is disabled")
 
 
 def _schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -175,6 +175,17 @@ def test_a_plain_value_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> N
     save({"best": 5}, tmp_path)
     state: State = {"best": 0, "number": 0, "list": []}
     assert mismatch(state, tmp_path).missing == ["number", "list._objects"]
+
+
+@pytest.mark.parametrize("saves", [save, stock_save])
+def test_the_type_of_a_dict_is_kept_if_only_its_values_are_stored(
+    tmp_path: Path, saves: Callable[..., Any]
+) -> None:
+    saves({"counts": {"seen": Counter(a=1)}}, tmp_path)
+    state: State = {"counts": {"seen": Counter(a=5)}}
+    restore(state, tmp_path)
+    assert state == {"counts": {"seen": Counter(a=1)}}
+    assert type(state["counts"]["seen"]) is Counter
 
 
 @pytest.mark.parametrize("saved", [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)])
