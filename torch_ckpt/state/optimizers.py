@@ -389,8 +389,13 @@ class OptimizerState(Placeholder):
             reasons += self._differing_states()
         options = {name for name in names if name.startswith(groups) and is_chosen(name)}
         if options:
+            # Read before the comparison, whose errors are differences and not damage.
+            values: StateDict = {}
+            if self._has_groups:
+                identities = [n for n in options if n.endswith((".params", ".name"))]
+                values = stored.read(n for n in identities if not stored.is_tensor(n))
             try:
-                self._compare_groups(stored, options)
+                self._compare_groups(stored, options, values)
             except CheckpointError as error:
                 reasons.append(
                     f"{error}. Group the parameters as they were saved, and change the groups "
@@ -435,11 +440,12 @@ class OptimizerState(Placeholder):
             "optimizer's state changes, as with LBFGS, save it as PerRank(optimizer)"
         )
 
-    def _compare_groups(self, stored: Stored, names: Set[str]) -> None:
+    def _compare_groups(self, stored: Stored, names: Set[str], values: StateDict) -> None:
         """Raises CheckpointError if options are unknown, or do not fit the optimizer's groups.
 
         Args:
             names: the stored names of the options that are loaded.
+            values: the values that identify groups, by name.
         """
         prefix = f"{self._prefix}param_groups."
         if not self._has_groups:
@@ -451,9 +457,7 @@ class OptimizerState(Placeholder):
                     f"the checkpoint has no options for {some_of(lacking, _MAX_NAMES)}"
                 )
             return
-        wanted = [n for n in names if n.endswith((".params", ".name")) and not stored.is_tensor(n)]
-        values = stored.read(wanted)
-        if len(values) < len(wanted):
+        if any(name.endswith(".params") and name not in values for name in names):
             return  # only torch's code can read them; state() compares the groups
         self._find_renamed(stored, values)
         options = {n.removeprefix(prefix): unwrap_state(values.get(n)) for n in sorted(names)}
