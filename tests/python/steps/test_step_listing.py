@@ -89,6 +89,8 @@ MARKERS: dict[str, tuple[bytes, dict[str, Any]]] = {
     "a huge time": (b'{"saved_at": 1' + b"0" * 400 + b"}", {}),
     "an endless time": (b'{"saved_at": Infinity}', {}),
     "no time": (b'{"saved_at": NaN}', {}),
+    "a negative epoch": (b'{"epoch": -1, "run": 5}', {}),
+    "an epoch without a run": (b'{"epoch": true, "run": null}', {}),
     "whole numbers": (b'{"saved_at": 5, "bytes": 6}', {"saved_at": 5.0, "bytes": 6}),
 }
 
@@ -100,7 +102,9 @@ def test_a_marker_of_any_content_makes_a_step_complete(store: LocalSteps, kind: 
     (path / MARKER_NAME).write_bytes(content)
     [info] = store.entries()
     size = sum(file.stat().st_size for file in path.iterdir())
-    assert info == StepInfo(100, str(path), "complete", **{"bytes": size, **expected})
+    # Only the marker of a run has an epoch.
+    epoch = 0 if content.startswith(b"{") else None
+    assert info == StepInfo(100, str(path), "complete", **{"bytes": size, **expected}, epoch=epoch)
 
 
 def test_a_directory_as_marker_makes_a_step_complete(store: LocalSteps) -> None:

@@ -67,7 +67,9 @@ def test_the_marker_describes_the_step(store: LocalSteps) -> None:
         "x": 2,
     }
     [info] = store.entries()
-    assert info == StepInfo(7, str(path), "complete", saved_at, size, {"loss": 0.5}, {"a": [1]})
+    assert info == StepInfo(
+        7, str(path), "complete", saved_at, size, {"loss": 0.5}, {"a": [1]}, epoch=0
+    )
     assert info.complete
 
 
