@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from torch_ckpt import _core
@@ -437,8 +438,12 @@ class Saver:
                 )
             )
             values = AppState(state, before_save=self.before_save).state_dict()
-            leaves = pytree.tree_leaves(values)
-            total = sum(t.numel() * t.itemsize for t in leaves if isinstance(t, torch.Tensor))
+            # The save refuses uninitialized parameters by name; they have no size.
+            total = sum(
+                leaf.numel() * leaf.itemsize
+                for leaf in pytree.tree_leaves(values)
+                if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
+            )
             writer = run.store.writer(
                 step,
                 attempt=run.attempt,

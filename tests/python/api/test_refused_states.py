@@ -87,7 +87,7 @@ def by_async_safetensors(state: dict[str, Any], path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 @pytest.mark.parametrize(
-    "save", [torch_ckpt.save, by_async_save, by_safetensors, by_async_safetensors]
+    "save", [torch_ckpt.save, by_async_save, by_manager, by_safetensors, by_async_safetensors]
 )
 def test_a_tensor_that_cannot_be_saved_is_named_among_others(
     tmp_path: Path, save: Save, kind: str
