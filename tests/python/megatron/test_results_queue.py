@@ -260,7 +260,8 @@ def test_items_that_were_taken_use_no_memory() -> None:
     in_fork(lambda: results.put(bytes(1 << 20)))
     results.get()
     memory = results._open_channel().address[1]
-    assert os.stat(f"/proc/self/fd/{memory}").st_size < 100
+    # The file keeps its length, but not its memory.
+    assert os.stat(f"/proc/self/fd/{memory}").st_blocks * 512 <= 3 * 4096
 
 
 def test_a_child_that_is_joined_at_exit_can_still_put() -> None:
