@@ -48,7 +48,7 @@ def describe_mixture(current: list[StepInfo], abandoned: list[StepInfo]) -> str:
         if info in abandoned or info.step > oldest or info is current[0]:
             runs.setdefault((info.epoch, info.run), []).append(info.step)
     texts = [
-        f"{run or 'an unknown process'} (epoch {epoch}) saved "
+        f"{run or 'an unknown process'} (epoch {'unknown' if epoch is None else epoch}) saved "
         f"step{'s' if len(steps) > 1 else ''} {some_of(list(map(str, steps)))}"
         for (epoch, run), steps in sorted(runs.items(), key=lambda each: each[0][0] or 0)
     ]
