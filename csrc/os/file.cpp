@@ -148,28 +148,12 @@ Result<FileIdentity> File::identity() const {
   return identity_at(fd_, "", AT_EMPTY_PATH, path_);
 }
 
-Result<> File::lock() {
-  if (uninterrupted([&] { return ::flock(fd_, LOCK_EX); }) == 0) return {};
-  return system_error(errno, "flock", path_);
-}
-
 Result<bool> File::try_lock() {
   if (uninterrupted([&] { return ::flock(fd_, LOCK_EX | LOCK_NB); }) == 0) return true;
   return errno == EWOULDBLOCK ? Result<bool>(false) : system_error(errno, "flock", path_);
 }
 
 void File::unlock() { ::flock(fd_, LOCK_UN); }
-
-Result<> File::touch() {
-  if (::futimens(fd_, nullptr) != 0) return system_error(errno, "utime", path_);
-  return {};
-}
-
-Result<std::int64_t> File::modified_ns() const {
-  struct stat status {};
-  if (::fstat(fd_, &status) != 0) return system_error(errno, "fstat", path_);
-  return std::int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
-}
 
 void File::leave_direct_mode() {
   const int flags = ::fcntl(fd_, F_GETFL);

@@ -67,17 +67,11 @@ class File {
   /// the file.
   Result<std::size_t> read_some_at(std::span<std::byte> out, std::uint64_t offset) const;
 
-  /// Locks the file exclusively. Waits while another descriptor holds a lock.
-  Result<> lock();
   /// Tries to lock the file exclusively, without waiting. Returns false if another descriptor holds
   /// a lock, and fails if the file system has no locks.
   Result<bool> try_lock();
   /// Releases the lock, also for forked children that share the descriptor.
   void unlock();
-  /// Sets the time of the last modification to now.
-  Result<> touch();
-  /// Returns the time of the last modification, in nanoseconds since 1970.
-  Result<std::int64_t> modified_ns() const;
 
   /// Returns the fraction of [offset, offset + length) that is in the page cache, from 0 to 1.
   /// Returns 1 if the kernel does not report it; it requires permission to write the file. Reads
