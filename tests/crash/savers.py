@@ -23,6 +23,7 @@ from tests.crash.disks import cut_power
 from tests.ranks import Ranks
 from tests.support import assert_equal, emptied, random_tensor
 from torch_ckpt.steps import open_steps
+from torch_ckpt.steps.root_lease import LEASE_NAME
 
 StateDict = dict[str, Any]
 
@@ -232,7 +233,8 @@ def restore_outcome(root: Path, steps: list[int], ranks: int) -> str:
                 found = _which(state, states) if manager.restore(state) else "nothing"
     except (Exception, dcp.CheckpointException) as error:
         return _cannot_be_loaded(error)
-    left = [name for name in os.listdir(root) if not name.isdecimal()] if root.exists() else []
+    names = set(os.listdir(root) if root.exists() else ()) - {LEASE_NAME}
+    left = [name for name in names if not name.isdecimal()]
     return f"{found}, and {sorted(left)}" if left else found
 
 
