@@ -356,9 +356,9 @@ class States:
         # Attribute the warnings to the caller's caller.
         if self._replaced:
             warnings.warn(
-                f"{some_of(self._replaced)}: the checkpoint has another shape, dtype or type than "
-                "the current tensor, so a new value has replaced the tensor in the state. Read the "
-                "value from the state after the restore",
+                f"{some_of(self._replaced)}: the checkpoint has no tensor of this name but another "
+                "value, which has replaced the tensor in the state. Read the value from the state "
+                "after the restore",
                 stacklevel=3,
             )
         if self._missing:

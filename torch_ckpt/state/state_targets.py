@@ -4,7 +4,8 @@
 type, its attributes and its ``_metadata``. A load fills this object in place:
 
 - A stored tensor is loaded into the tensor of the same name, if that tensor fits. Otherwise, a new
-  tensor replaces the value of that name.
+  tensor replaces the value of that name. In plain dicts, which no ``load_state_dict()`` restores,
+  tensors must fit.
 - All other values are replaced.
 - A value whose structure has changed gets the structure that was saved.
 """
@@ -115,6 +116,12 @@ class StateTarget(Placeholder):
         self._leaves: dict[str, tuple[Path, Any]] = {}
         for path, value in _leaves(own, ()):
             self._leaves.setdefault(_name(key, path), (path, value))
+        # The containers of the leaves, by name: True for a list.
+        self._containers = {
+            _name(key, path[:at]): isinstance(part, _Index)
+            for path, _value in self._leaves.values()
+            for at, part in enumerate(path)
+        }
         # What the checkpoint has, in its order: targets of the tensors, and this object for others.
         self._chosen: dict[str, Any] = {}
         self._paths: Callable[[], Mapping[str, Any]] = dict
@@ -144,14 +151,33 @@ class StateTarget(Placeholder):
         self._paths = paths
         used: set[int] = set()
         for name in names:
+            if not self._is_stateful and stored.is_tensor(name) and self._is_in_own_dict(name):
+                # The program reads the tensors of this dict, so a new one would have no effect.
+                if self._object_name not in stored:
+                    chosen[name] = self
+                continue
             self._chosen[name] = self._target(stored, name, used)
             if "." in name[len(key) + 1 :] and not self._is_own_tensor(name):
                 paths()  # while the metadata is available
+        if not self._is_stateful and self._object_name in stored:
+            lacking = [name for name in self._lacking(names) if self._is_own_tensor(name)]
+            self._chosen |= {name: self._leaves[name][1] for name in lacking}
         return {**chosen, **self._chosen}
 
+    def _is_in_own_dict(self, name: str) -> bool:
+        """Returns True if a name is new in a dict of the own state: not in a list, and not in place
+        of a value such as None."""
+        if name in self._leaves:
+            return False
+        for end in reversed(_dots(name)):
+            if name[:end] in self._leaves:
+                return _is_empty_dict(self._leaves[name[:end]][1])
+            if name[:end] in self._containers:
+                return not self._containers[name[:end]]
+        return False
+
     def replaced(self) -> list[str]:
-        """Returns the names of own tensors that a new tensor has replaced, because the stored
-        tensor does not fit them."""
+        """Returns the names of own tensors that other values have replaced."""
         return [name for name in self.values if self._is_own_tensor(name)]
 
     def state(self) -> Any:
@@ -188,7 +214,8 @@ class StateTarget(Placeholder):
                     "running one step"
                 )
             return stored.meta_tensor(name, torch.device("cpu"))
-        if type(own) not in (torch.Tensor, nn.Parameter) or own.is_quantized:
+        is_plain = type(own) in (torch.Tensor, nn.Parameter) and not own.is_quantized
+        if not (self._is_stateful and is_plain):
             return own
         # Several names of one tensor can have been different tensors when they were saved.
         address = 0 if own.is_meta else own.data_ptr()
@@ -239,10 +266,11 @@ class StateTarget(Placeholder):
     def _joined(self, stored: Any) -> Any:
         """Returns the stored state: its object, with the tensors in their places."""
         if not is_wrapped(stored) or stored.tensors != len(self._chosen):
-            count = getattr(stored, "tensors", 0)
+            count = plural(getattr(stored, "tensors", 0), "tensor")
             raise CheckpointError(
-                f"the checkpoint has {plural(len(self._chosen), 'tensor')} instead of {count} for "
-                "this value. Check the names that rename= and names= produce"
+                f"the checkpoint has {count}, but the state now has {len(self._chosen)}. Create "
+                "the same tensors before the restore, or save states whose structure changes as "
+                "PerRank(...) or as objects with load_state_dict()"
             )
         state = stored.value
         keys: dict[int, dict[str, Any]] = {}
