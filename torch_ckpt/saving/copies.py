@@ -177,7 +177,8 @@ def _require_cover(name: str, item: WriteItem, chunks: Mapping[_Chunk, Any]) -> 
     assert item.tensor_data is not None
     size = list(item.tensor_data.size)
     count = sum(math.prod(sizes) for _, sizes in chunks)
-    if count != math.prod(size) or (count and _core.first_gap(size, [*chunks]) is not None):
+    origin = [0] * len(size)
+    if count != math.prod(size) or (count and _core.describe_gap(size, [*chunks], origin)):
         raise CheckpointError(
             f"{name}: the shards of all ranks have {count} elements in total and do not cover each "
             f"of the {math.prod(size)} elements of the tensor of {size} exactly once"
