@@ -83,7 +83,7 @@ TEST(StagingBuffers, UseChunksThatOtherThreadsHaveAllocatedMeanwhile) {
     one.splice(one.end(), made, made.begin());
     buffers.release(std::move(one));
   }
-  buffers.close();
+  buffers.close(0);
   pool.trim(0);
 }
 
