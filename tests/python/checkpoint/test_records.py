@@ -298,6 +298,7 @@ class Ends(io.RawIOBase):
 
 
 @pytest.mark.large
+@pytest.mark.full
 @pytest.mark.alone
 def test_a_record_equals_torchs_beyond_four_gib(scratch: Path) -> None:
     if available_bytes(scratch) < 6 << 30:

@@ -79,7 +79,7 @@ def test_a_saved_model_is_loaded_with_no_missing_and_no_unexpected_key(
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     model = gpt2()
     report = torch_ckpt.preflight(model.state_dict(), save(model, tmp_path))
-    assert report.missing == ["lm_head.weight"]
+    assert report.missing == []
 
 
 def test_a_model_saved_by_transformers_is_loaded(tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ ELSEWHERE = ("to a CheckpointManager: load_options={", "FileSystemReader(allow_p
 #: The functions whose callers read the messages with an option, by file and option.
 SURFACES: dict[tuple[str, str], list[str]] = {
     ("csrc/directory/model_save.cpp", "overwrite"): ["save of safetensors"],
-    ("csrc/directory/root_lease.cpp", "takeover"): ["CheckpointManager"],
     ("csrc/engine/limited_loads.cpp", "max_inflight_bytes"): ["load", "FileSystemReader"],
     ("csrc/engine/output_file.cpp", "direct_io"): [*SAVES, "save of safetensors"],
     ("csrc/engine/record_reader.cpp", "direct_io"): ["load", "FileSystemReader"],
@@ -100,6 +99,8 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/state/load_session.py", "rename"): LOADS,
     ("torch_ckpt/state/load_session.py", "strict"): LOADS,
     ("torch_ckpt/state/optimizers.py", "names"): [*LOADS, "preflight"],
+    ("torch_ckpt/state/state_targets.py", "names"): LOADS,
+    ("torch_ckpt/steps/lease_protocol.py", "takeover"): ["CheckpointManager"],
     ("torch_ckpt/steps/remote_writer.py", "use_collectives"): ["dcp.save"],
     ("torch_ckpt/steps/root_lease.py", "read_only"): ["CheckpointManager"],
     ("torch_ckpt/training/checkpoints.py", "overwrite"): ["training.save_checkpoint"],

@@ -45,12 +45,12 @@ def test_the_first_cuda_tensor_warns_and_names_the_reason() -> None:
     with pytest.warns(
         UserWarning, match=r"no CUDA runtime.*no function cudaGetDevice.*Install torch"
     ):
-        value: Any = as_value(tensor)
+        value: Any = as_value("t", tensor)
     stored = torch.load(io.BytesIO(bytes(value)), weights_only=False)
     assert torch.equal(stored.as_subclass(torch.Tensor), torch.arange(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        as_value(tensor)
+        as_value("t", tensor)
 
 
 @pytest.mark.parametrize(
