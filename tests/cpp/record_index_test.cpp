@@ -57,7 +57,7 @@ struct ZipEntry {
 };
 
 void put(std::string& out, std::uint64_t value, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; ++i) out += static_cast<char>((value >> (8 * i)) & 0xff);
+  for (std::size_t i = 0; i < bytes; ++i, value >>= 8) out += static_cast<char>(value & 0xff);
 }
 
 std::string zip_of(const std::vector<ZipEntry>& entries, std::size_t comment_bytes = 0) {
