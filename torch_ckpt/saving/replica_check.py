@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,11 +37,7 @@ def description_of(differing: list[tuple[str, list[list[int]]]]) -> str:
     """
     lines = []
     for name, groups in differing[:10]:
-        verb = "has" if len(groups[0]) == 1 else "have"
-        others = "".join(f", {ranks_text(ranks)} another" for ranks in groups[1:])
-        lines.append(
-            f"{name.removesuffix(_OBJECTS)}: {ranks_text(groups[0])} {verb} one value{others}"
-        )
+        lines.append(f"{name.removesuffix(_OBJECTS)}: {versions_text(groups)}")
     more = f"; and {len(differing) - 10} more" if len(differing) > 10 else ""
     verb = "differs" if len(differing) == 1 else "differ"
     return (
@@ -49,6 +46,13 @@ def description_of(differing: list[tuple[str, list[list[int]]]]) -> str:
         "torch_ckpt.PerRank(...) or save it under a different name on each rank. If the values are "
         "replicas, find out why they diverged. Pass check_replicas='off' to skip this comparison"
     )
+
+
+def versions_text(groups: Sequence[Sequence[int]]) -> str:
+    """Describes which ranks have which version of a value, given the ranks of each version."""
+    verb = "has" if len(groups[0]) == 1 else "have"
+    others = "".join(f", {ranks_text(ranks)} another" for ranks in groups[1:])
+    return f"{ranks_text(groups[0])} {verb} one value{others}"
 
 
 def fingerprint_of(value: Any) -> int:

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 LEASE_NAME = _core.LEASE_NAME
 
-# Later times are not those of a process.
+# A later time is not the start time of a process.
 _LATEST_SECONDS = 1e11
 
 

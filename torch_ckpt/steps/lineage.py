@@ -15,10 +15,10 @@ from torch_ckpt.steps.step_store import StepInfo
 
 
 def by_lineage(steps: Iterable[StepInfo]) -> tuple[list[StepInfo], list[StepInfo]]:
-    """Divides complete steps into those of the current lineage and those of abandoned ones.
+    """Divides complete steps into steps of the current lineage and steps of abandoned lineages.
 
     The newest step of the current lineage is the newest step of the highest epoch. A step without
-    an epoch counts as one of the highest epoch: a user has made it a step.
+    an epoch counts as a step of the highest epoch: a user has made the directory a step.
 
     Returns:
         Both lists, newest step first.

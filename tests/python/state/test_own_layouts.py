@@ -138,7 +138,7 @@ class OptimizersContainer(torch.optim.Optimizer):
     def __init__(self, parts: list[nn.Module]) -> None:
         self.parts = parts
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in parts]
-        # torchtitan calls this for the hooks of Optimizer; the groups are those of all parts.
+        # torchtitan calls this for Optimizer's hooks, with the groups of all parts.
         super().__init__([p for part in parts for p in part.parameters()], {})
 
     def step(self, closure: Any = None) -> None:
