@@ -76,7 +76,11 @@ def test_megatrons_queue_reserves_memory_without_a_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         calls_queue, "reserve_in_background", lambda _bytes, device: devices.append(device)
     )
-    calls_queue.AsyncCallsQueue.warmup_persistent_caller(0, reserve_bytes=1)
+
+    class Queue(calls_queue.AsyncCallsQueue):
+        """Queue class whose priorities no other test uses."""
+
+    Queue.warmup_persistent_caller(0, reserve_bytes=1)
     assert devices == [None]
 
 
