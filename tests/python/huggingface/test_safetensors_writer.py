@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import torch_ckpt
 from tests.fault_hooks import failing
+from tests.forked import forked
 from tests.safetensors_files import SAFE_DTYPES
 from tests.support import StateDict, assert_equal, cause_of, random_tensor
 from torch_ckpt import _C, SafetensorsWriter, _core
@@ -191,6 +192,7 @@ def test_the_working_directory_is_not_replaced(
     assert "in which the program runs" in str(cause)
 
 
+@forked
 def test_saves_in_both_formats_find_unchanged_tensors(tmp_path: Path) -> None:
     state: StateDict = {"model": {"w": torch.ones(2)}}
 
