@@ -54,13 +54,14 @@ if ((${#missing[@]})); then
     "${missing[@]}" > /dev/null
 fi
 
-# ccache shortens every build after the first. The others are for tests that draw, read the site in a
+# ccache shortens every build after the first, and lld links the C++ tests faster. The others are for tests that draw, read the site in a
 # browser, or mount file systems, which needs root; without them these tests skip.
 optional=()
 want() { # want PACKAGE COMMAND
   PATH=$PATH:/usr/sbin:/sbin command -v "$2" > /dev/null 2>&1 || optional+=("$1")
 }
 want ccache ccache
+want lld ld.lld
 want xfsprogs mkfs.xfs
 want libnbd-bin nbdfuse
 want nbdkit nbdkit
