@@ -187,29 +187,16 @@ def name_of(value: Any) -> bytes:
 
 
 PROTO = b"\x80\x04"
-METADATA = name_of(Metadata)
-STATE = b"}X\1\0\0\0xK\1s"  # {"x": 1}
 GETATTR = b"cbuiltins\ngetattr\n"
-TWICE = b"".join(b"h%c\x86\x94" % i for i in range(40))  # a value in a tuple twice, and again
-#: A program for each reason of a refusal; tests/cpp/metadata_pickle_test.cpp has many more.
-PROGRAMS: dict[str, bytes] = {
-    "not an instance": METADATA + b"N" + STATE + b"\x86b.",
-    "object twice": METADATA + b")\x81" + STATE + b"b" + STATE + b"b.",
-    "form that its class requires": METADATA + b")\x81N" + STATE + b"\x86b.",
-    "used as a value": GETATTR + METADATA + b"X\4\0\0\0copy\x86R.",
-    "call does not occur in metadata": METADATA + b")R.",
-    "shared parts are counted": b"}N\x94" + TWICE + b"K\1s.",
-    "dict key is too large": b"}N\x94" + TWICE[:48] + b"K\1s.",
-    "arguments of a function are too large": b"ctorch\nSize\nN\x94" + TWICE[:52] + b"\x85R.",
-    "opcode 105": b"(ios\nsystem\n.",
-}
 
 
-@pytest.mark.parametrize("why", PROGRAMS)
-def test_a_malicious_program_is_refused_before_it_runs(why: str) -> None:
-    message = f"here is damaged or not a checkpoint's metadata: pickle at byte .*{why}"
-    with pytest.raises(Corrupt, match=message):
-        decode_metadata(PROTO + PROGRAMS[why], "here")
+def test_a_program_that_metadata_never_contains_is_refused_with_its_place() -> None:
+    # tests/cpp/metadata_pickle_test.cpp has a program for each reason of a refusal.
+    with pytest.raises(
+        Corrupt,
+        match=r"^here is damaged or not a checkpoint's metadata: pickle at byte 3: opcode 105",
+    ):
+        decode_metadata(PROTO + b"(ios\nsystem\n.", "here")
 
 
 @pytest.mark.parametrize("name", ["__class__", "mro", "nothing"])
