@@ -75,9 +75,6 @@ HANGS_AFTER_SECONDS = 90
 #: The tests of each lane, by marker, in the order of running.
 LANES = {"test": "not full", "test-full": "full"}
 
-#: In the order of running.
-TESTS = ("tests/python", "tests/attacks", "tests/faults", "tests/distributed", "tests/crash")
-
 
 @dataclass(frozen=True)
 class Mutant:
@@ -195,13 +192,13 @@ class Copy:
                 return failed.group(1) if failed else f"exit {code} of the C++ tests"
             if not self._build_extension():
                 raise DoesNotCompile
-        for files in self._tests_of(mutant):
+        for marker, parallel, files in self._runs(mutant, LANES[lane]):
             left = until - time.monotonic()
             if left <= 0:
                 return None
             # A test that hangs detects the mutant, too.
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={HANGS_AFTER_SECONDS}"]
-            pytest = [self._python, "-m", "pytest", "-m", LANES[lane], *options, *files]
+            pytest = [self._python, "-m", "pytest", "-m", marker, *options, *parallel, *files]
             code, output = self._run(pytest, left)
             if code not in (0, 5) and not (code == TIMED_OUT and time.monotonic() >= until):
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
@@ -223,12 +220,9 @@ class Copy:
     def _succeed(self, *commands: list[str]) -> bool:
         return all(self._run(command, 3600)[0] == 0 for command in commands)
 
-    def _tests_of(self, mutant: Mutant) -> Iterator[list[str]]:
-        files = [
-            file
-            for directory in TESTS
-            for file in sorted((self.root / directory).rglob("test_*.py"))
-        ]
+    def _runs(self, mutant: Mutant, lane: str) -> Iterator[tuple[str, list[str], list[str]]]:
+        """Yields the marker, the options and the files of each run of pytest."""
+        files = sorted((self.root / "tests").rglob("test_*.py"))
         changed = Path(mutant.file)
         name = re.compile(rf"\b{changed.stem}\b|test_{changed.stem}")
         near = [
@@ -239,8 +233,12 @@ class Copy:
             or name.search(file.read_text())
         ]
         for group in (near, [file for file in files if file not in near]):
-            for begin in range(0, len(group), 8):
-                yield [str(file.relative_to(self.root)) for file in group[begin : begin + 8]]
+            names = [str(file.relative_to(self.root)) for file in group]
+            if names:
+                # As `make py-test` does for all files.
+                beside = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+                yield f"({lane}) and not alone", beside, names
+                yield f"({lane}) and alone", [], names
 
     def _run(self, command: list[str], seconds: float) -> tuple[int, str]:
         try:
