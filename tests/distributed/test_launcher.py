@@ -26,6 +26,8 @@ from tests.distributed.cases import Launch
 from tests.distributed.launcher import Group
 from tests.ranks import TIMEOUT_SECONDS, by_fork, torchrun
 
+pytestmark = pytest.mark.full
+
 RANKS = 2
 MODULE = "tests.distributed.test_launcher"
 

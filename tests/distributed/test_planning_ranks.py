@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +17,8 @@ from benchmarks import planning
 from tests.distributed.cases import PATIENCE_SECONDS, Launch
 from tests.distributed.launcher import on, on_ranks
 from tests.forked import REPOSITORY
+
+pytestmark = pytest.mark.full
 
 TENSORS = 3
 
