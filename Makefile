@@ -1,5 +1,5 @@
 # `make help` lists the targets. Each target sets up all that it needs: system packages by apt if it
-# has the permission, a virtual environment in .venv, torch and the tools from PyPI (installed once a
+# has the permission, a virtual environment in .venv, torch and the tools from PyPI (installed once per
 # machine, scripts/environment.sh), and the build.
 #   TORCH=2.11.0   with `make test`: the Python tests with this version of torch, in an environment of
 #                  its own
@@ -18,6 +18,7 @@ TORCH ?=
 SECONDS ?= 60
 PYTHON ?= python3
 VENV ?= .venv
+TORCH_VENV := build/torch-$(TORCH)
 BIN := $(VENV)/bin
 # pyproject.toml lists the versions.
 PYTHONS ?= $(shell sed -n 's/.*Python :: \(3\.[0-9]*\)".*/python\1/p' pyproject.toml)
@@ -42,8 +43,8 @@ test: ## the first lane: all that CI runs on a push, and how long each part took
 	  echo 'Where the time went:'; cat build/times; exit $$status
 else
 # One build works with each torch, so only the environment is another one.
-test: build build/torch-$(TORCH)/.ready
-	$(MAKE) py-test TORCH= LANE="not full" TEST_PYTHON=build/torch-$(TORCH)/bin/python
+test: build $(TORCH_VENV)/.ready
+	$(MAKE) py-test TORCH= LANE="not full" TEST_PYTHON=$(TORCH_VENV)/bin/python
 endif
 
 # pyproject.toml names the oldest version of torch.
@@ -67,7 +68,8 @@ build: $(VENV)/.ready ## the extension, in place
 	$(TIMED) "build: extension" cmake --build build/python --target _C
 	cmake --install build/python
 
-wheel: build/packages ## the source distribution, and a wheel for PYTHON, in dist/
+wheel: ## the source distribution, and a wheel for PYTHON, in dist/
+	scripts/packages.sh "$(PYTHON)" wheel
 	scripts/wheel.sh "$(PYTHON)" dist
 
 release-check: ## check HEAD for a release in a clean clone: tests, docs, wheels, torture
@@ -77,13 +79,15 @@ build/packages: scripts/packages.sh
 	$(TIMED) "system packages" scripts/packages.sh "$(PYTHON)"
 	touch $@
 
-$(VENV)/.ready: scripts/environment.sh pyproject.toml | build/packages
+# environment.sh writes the path of the shared environment to .ready. If the shared environment has been
+# deleted, the prerequisite `deleted` makes .ready out of date.
+deleted = $(shell test -d "$$(cat $(1) 2> /dev/null)" || echo deleted)
+.PHONY: deleted
+$(VENV)/.ready: scripts/environment.sh pyproject.toml $(call deleted,$(VENV)/.ready) | build/packages
 	$(TIMED) environment scripts/environment.sh "$(PYTHON)" "$(VENV)"
-	touch $@
 
-build/torch-%/.ready: scripts/environment.sh pyproject.toml | build/packages
-	$(TIMED) "environment with torch $*" scripts/environment.sh "$(PYTHON)" $(@D) $*
-	touch $@
+$(TORCH_VENV)/.ready: scripts/environment.sh pyproject.toml $(call deleted,$(TORCH_VENV)/.ready) | build/packages
+	$(TIMED) "environment with torch $(TORCH)" scripts/environment.sh "$(PYTHON)" $(TORCH_VENV) $(TORCH)
 
 lint: build ## formatting, ruff, mypy --strict, stubs
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs the system packages that the build and the tests need and the machine lacks, if apt may be
-# used. usage: packages.sh PYTHON
+# used. usage: packages.sh PYTHON [wheel]
+#   wheel  only what the build of a wheel needs; pip installs CMake and Ninja for it
 set -euo pipefail
-python=$1
+python=$1 purpose=${2:-}
 
 missing=()
 need() { # need PACKAGE TEST...: adds PACKAGE where TEST fails
@@ -11,22 +12,27 @@ need() { # need PACKAGE TEST...: adds PACKAGE where TEST fails
   "$@" > /dev/null 2>&1 || missing+=("$package")
 }
 header() { echo "#include <$1>" | g++ -E -x c++ - ; }
-boost() { header boost/asio/experimental/concurrent_channel.hpp; }
+boost() {
+  CPATH=${BOOST_ROOT:+$BOOST_ROOT/include:$BOOST_ROOT}${CPATH:+:$CPATH} \
+    header boost/asio/experimental/concurrent_channel.hpp
+}
 
 need g++ command -v g++
-need cmake command -v cmake
-need ninja-build command -v ninja
-need clang-tidy command -v clang-tidy
 need libisal-dev header isa-l/crc.h
 need zlib1g-dev header zlib.h
-need libgtest-dev header gtest/gtest.h
 python_header() {
   header_dir=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
   [[ -f $header_dir/Python.h ]]
 }
 need python3-dev python_header
 need python3-venv "$python" -c 'import ensurepip, venv'
-need strace command -v strace
+if [[ $purpose != wheel ]]; then
+  need cmake command -v cmake
+  need ninja-build command -v ninja
+  need clang-tidy command -v clang-tidy
+  need libgtest-dev header gtest/gtest.h
+  need strace command -v strace
+fi
 if ! boost > /dev/null 2>&1; then
   # Debian 12 has two versions, and the unversioned package is the older one.
   if apt-cache show libboost1.81-dev > /dev/null 2>&1 || ! command -v apt-get > /dev/null; then
@@ -54,8 +60,10 @@ if ((${#missing[@]})); then
     "${missing[@]}" > /dev/null
 fi
 
-# ccache shortens every build after the first, and lld links the C++ tests faster. The others are for tests that draw, read the site in a
-# browser, or mount file systems, which needs root; without them these tests skip.
+[[ $purpose != wheel ]] || exit 0
+# ccache shortens every build after the first, and lld links the C++ tests faster. Tests that draw, read
+# the site in a browser or mount file systems need the remaining packages, and are skipped without them.
+# Mounting needs root.
 optional=()
 want() { # want PACKAGE COMMAND
   PATH=$PATH:/usr/sbin:/sbin command -v "$2" > /dev/null 2>&1 || optional+=("$1")
