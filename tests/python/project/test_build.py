@@ -1,7 +1,8 @@
-"""Messages of a build that lacks something, and of an import without a build."""
+"""Contents of builds, and messages of incomplete builds and of imports without a build."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from torch_ckpt._base.version import SUPPORTED_TORCH, __version__, check_torch_v
         (
             "-DBoost_INCLUDE_DIR=",
             "torch_ckpt needs the headers of Boost 1.78 or newer (Boost.Asio): apt install "
-            "libboost1.81-dev (Debian 12) or libboost-dev (Ubuntu 24.04).",
+            "libboost1.81-dev (Debian 12) or libboost-dev (Ubuntu 24.04), or set BOOST_ROOT to the "
+            "folder of a newer Boost.",
         ),
         (
             "-DCMAKE_DISABLE_FIND_PACKAGE_pybind11=ON",
@@ -38,6 +40,63 @@ def test_a_build_without_a_library_names_it(tmp_path: Path, missing: str, messag
     )
     assert configured.returncode == 1
     assert message in " ".join(configured.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "folder"),
+    [
+        ("-DBoost_ROOT=", None, ""),
+        (None, "Boost_ROOT", ""),
+        (None, "BOOST_ROOT", ""),
+        ("-DBoost_DIR=", None, "lib/cmake/Boost-1.99.0"),
+        ("-DCMAKE_PREFIX_PATH=", None, ""),
+    ],
+)
+def test_a_build_uses_the_boost_that_the_user_names(
+    tmp_path: Path, option: str | None, variable: str | None, folder: str
+) -> None:
+    named = tmp_path / "a boost"
+    (named / folder).mkdir(parents=True)
+    headers = named / "include/boost"
+    (headers / "asio").mkdir(parents=True)
+    (headers / "asio/post.hpp").touch()
+    # A version that is too old ends the configuration.
+    (headers / "version.hpp").write_text("#define BOOST_VERSION 107700\n")
+    options = [] if option is None else [f"{option}{named / folder}"]
+    configured = subprocess.run(
+        ["cmake", "-S", REPOSITORY, "-B", tmp_path / "build", *options],
+        env=os.environ | ({} if variable is None else {variable: str(named)}),
+        capture_output=True,
+        text=True,
+    )
+    assert "needs the headers of Boost 1.78 or newer" in configured.stderr
+    cache = (tmp_path / "build/CMakeCache.txt").read_text()
+    found = next(line for line in cache.splitlines() if line.startswith("Boost_INCLUDE_DIR:"))
+    assert Path(found.partition("=")[2]).resolve() == named / "include"
+
+
+def test_a_second_build_packs_no_module_of_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / file, tmp_path / file)
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.24)\nproject(nothing LANGUAGES NONE)\n"
+        "add_custom_target(_C)\n"
+    )
+    package = tmp_path / "torch_ckpt"
+    (package / "_base").mkdir(parents=True)
+    for name in ("__init__.py", "kept.py", "removed.py", "_base/__init__.py"):
+        (package / name).touch()
+    shutil.copy(REPOSITORY / "torch_ckpt/_base/version.py", package / "_base")
+
+    def build() -> set[str]:
+        command = [sys.executable, "setup.py", "build"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        return {path.name for path in tmp_path.glob("build/lib*/torch_ckpt/*.py")}
+
+    assert build() == {"__init__.py", "kept.py", "removed.py"}
+    (package / "removed.py").unlink()
+    assert build() == {"__init__.py", "kept.py"}
 
 
 # Without the import hook of an editable install.
