@@ -6,8 +6,9 @@
 # 1. The shared environment is a folder of ${XDG_CACHE_HOME:-~/.cache}/torch_ckpt. Its name contains a
 #    hash of all that it depends on: the interpreter, the dependencies in pyproject.toml, the version of
 #    torch, and this script.
-# 2. One process at a time installs. The file FOLDER.incomplete exists during the installation, so that
-#    the next process deletes an interrupted one. A complete environment does not change.
+# 2. One process at a time installs, under the name FOLDER.new, and then renames it, so that an
+#    interrupted installation is never used. The next process deletes it. A complete environment does
+#    not change.
 # 3. VENV reads the packages of the shared environment and the package of the checkout by a .pth file,
 #    and has copies of the commands that start VENV's interpreter. VENV/.ready is empty until all this is
 #    there, and then holds the path of the shared environment. A VENV without .ready is not touched.
@@ -39,22 +40,20 @@ mkdir -p "$cache"
 chmod 700 "$cache"
 exec {lock}> "$cache/lock"
 flock -n "$lock" || { echo "torch_ckpt: waiting for another installation"; flock "$lock"; }
-for mark in "$cache"/environment-*.incomplete; do
-  [[ ! -e $mark ]] || rm -rf "${mark%.incomplete}" "$mark"
-done
+rm -rf "$cache"/environment-*.new
 if [[ ! -d $shared ]]; then
-  : > "$shared.incomplete"
-  trap 'rm -rf "$shared" "$shared.incomplete"' EXIT
-  "$python" -m venv "$shared"
+  new=$shared.new
+  trap 'rm -rf "$new"' EXIT
+  "$python" -m venv "$new"
   # Python compiles each file at its first import; tests import a small part of what is installed.
   install() {
-    (cd "$tree" && "$shared/bin/python" -m pip install -q --disable-pip-version-check --no-compile "$@")
+    (cd "$tree" && "$new/bin/python" -m pip install -q --disable-pip-version-check --no-compile "$@")
   }
   # pyproject.toml lists the packages and pins the tools. pip reads its groups from version 25.1.
   install "pip>=25.1"
   install --group dev ${torch_version:+"torch==$torch_version"}
   for peer in megatron nvrx; do
-    log=$shared/$peer.log
+    log=$new/$peer.log
     install --log "$log" --no-deps --only-binary :all: --group $peer && continue
     # pip reports "No matching distribution" even if the network failed while it read the index.
     if ! grep -q 'No matching distribution found' "$log" ||
@@ -64,8 +63,7 @@ if [[ ! -d $shared ]]; then
     fi
     echo "torch_ckpt: PyPI lacks packages of group $peer for this Python: some tests of torch_ckpt.megatron will skip" >&2
   done
-  trap - EXIT
-  rm "$shared.incomplete"
+  mv "$new" "$shared"
 fi
 exec {lock}>&-
 
@@ -88,7 +86,7 @@ for command in "$shared"/bin/*; do
   [[ ! -e $copy ]] || continue
   { read -r first; read -r second; } < "$command" || true
   case "$first $second" in
-    "#!"*"/environment-$hash/bin/python"*) tail -n +2 "$command" | launch > "$copy" ;;
+    "#!"*"/environment-$hash.new/bin/python"*) tail -n +2 "$command" | launch > "$copy" ;;
     "#!/bin/sh '''exec' "*) tail -n +4 "$command" | launch > "$copy" ;;
     *) ln -s "$command" "$copy" && continue ;;
   esac
