@@ -1,12 +1,17 @@
 #include "os/cores.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <sstream>
 #include <thread>
+#include <vector>
 
 #include "checked_math.h"
 
@@ -45,6 +50,20 @@ bool has_cpu(const std::string& controllers) {
   return ("," + controllers + ",").find(",cpu,") != std::string::npos;
 }
 
+/// Returns the number of cores in the affinity mask of the calling thread.
+std::size_t cores_of_affinity() {
+  // The kernel refuses a set that is smaller than its own with EINVAL.
+  constexpr std::size_t kMaxSets = 1024;
+  for (std::vector<cpu_set_t> sets(1); sets.size() <= kMaxSets; sets.resize(2 * sets.size())) {
+    const std::size_t bytes = sets.size() * sizeof(cpu_set_t);
+    if (::sched_getaffinity(0, bytes, sets.data()) == 0) {
+      return static_cast<std::size_t>(CPU_COUNT_S(bytes, sets.data()));
+    }
+    if (errno != EINVAL) break;
+  }
+  return std::max(1U, std::thread::hardware_concurrency());
+}
+
 }  // namespace
 
 std::optional<std::size_t> cores_of_quota(std::string_view groups, const std::string& root) {
@@ -74,15 +93,14 @@ std::optional<std::size_t> cores_of_quota(std::string_view groups, const std::st
 std::size_t usable_cores() {
   // Not a local static variable: a child that is forked while a thread initializes it would wait
   // for that thread forever. Two threads may both find the same number.
-  static std::atomic<std::size_t> known{0};
-  if (const std::size_t cores = known) return cores;
-  // Counts the cores of the affinity mask.
-  std::size_t cores = std::max(1U, std::thread::hardware_concurrency());
-  if (const auto quota = cores_of_quota(contents_of("/proc/self/cgroup"), "/sys/fs/cgroup")) {
-    cores = std::clamp<std::size_t>(*quota, 1, cores);
+  static std::atomic<std::size_t> known_quota{0};
+  std::size_t quota = known_quota;
+  if (quota == 0) {
+    quota = cores_of_quota(contents_of("/proc/self/cgroup"), "/sys/fs/cgroup")
+                .value_or(std::numeric_limits<std::size_t>::max());
+    known_quota = quota;
   }
-  known = cores;
-  return cores;
+  return std::min(quota, cores_of_affinity());
 }
 
 }  // namespace torch_ckpt::os

@@ -7,8 +7,9 @@
 
 namespace torch_ckpt::os {
 
-/// Returns the number of CPU cores that this process may use: of its affinity mask, limited by the
-/// CPU quota of its control group, and at least 1. Reads both on the first call only.
+/// Returns the number of CPU cores that this process may use: the size of the calling thread's
+/// affinity mask, limited by the CPU quota of the control group. Reads the quota on the first call
+/// only.
 std::size_t usable_cores();
 
 /// Returns the smallest CPU quota, in cores rounded up, of a control group and the groups above it.

@@ -1,6 +1,7 @@
 #include "os/cores.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <filesystem>
 #include <string>
@@ -25,14 +26,14 @@ class Cores : public ::testing::Test {
   test::TempDir directory_;
 };
 
-TEST_F(Cores, AreThoseOfTheQuotaRoundedUp) {
+TEST_F(Cores, RoundUpTheQuota) {
   add("", "cpu.max", "250000 100000\n");
   EXPECT_EQ(find("0::/\n"), 3);
   add("", "cpu.max", "10000 100000\n");
   EXPECT_EQ(find("0::/\n"), 1);
 }
 
-TEST_F(Cores, AreThoseOfTheSmallestQuotaOfTheGroupsAbove) {
+TEST_F(Cores, UseTheSmallestQuotaOfTheAncestors) {
   add("a", "cpu.max", "200000 100000\n");
   add("a/b", "cpu.max", "max 100000\n");
   add("a/b/c", "cpu.max", "800000 100000\n");
@@ -64,9 +65,17 @@ TEST_F(Cores, AreNotLimitedByAnUnreadableQuota) {
   }
 }
 
-TEST_F(Cores, OfThisProcessAreAtLeastOneAndAtMostThoseOfItsAffinity) {
-  EXPECT_GE(usable_cores(), 1);
-  EXPECT_LE(usable_cores(), std::max(1U, std::thread::hardware_concurrency()));
+TEST_F(Cores, AreLimitedByTheAffinityMask) {
+  cpu_set_t all;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof all, &all), 0);
+  // On a new thread, so that other tests keep their mask.
+  std::jthread([&] {
+    for (int core = 0, left = 1; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(core, &all) && left-- <= 0) CPU_CLR(core, &all);
+    }
+    ASSERT_EQ(::sched_setaffinity(0, sizeof all, &all), 0);
+    EXPECT_EQ(usable_cores(), 1);
+  });
 }
 
 }  // namespace
