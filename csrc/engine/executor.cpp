@@ -20,7 +20,10 @@ constexpr std::string_view kThreadsTopic = "threads";
 }  // namespace
 
 struct Executor::Pool {
-  explicit Pool(const PoolSpec& pool_spec) : spec(pool_spec), work(context.get_executor()) {}
+  explicit Pool(const PoolSpec& pool_spec)
+      : spec(pool_spec),
+        work(context.get_executor()),
+        needed(spec.count != 0 ? spec.count : kMinThreads) {}
 
   bool is_low_priority() const { return spec.priority != os::Priority{}; }
   Result<> enlarge(std::size_t wanted);
@@ -28,6 +31,7 @@ struct Executor::Pool {
   const PoolSpec spec;
   asio::io_context context;
   std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work;
+  std::size_t needed;                // without long tasks; guarded by Executor::mutex_
   std::vector<std::thread> threads;  // guarded by Executor::mutex_ until join()
 };
 
@@ -49,10 +53,15 @@ Executor::Executor(Warnings& warnings) : warnings_(warnings) {}
 
 Executor::~Executor() { join(); }
 
-Executor::Pool& Executor::find_or_create(const PoolSpec& spec) {
+Executor::Pool* Executor::find(const PoolSpec& spec) const {
   for (const auto& pool : pools_) {
-    if (pool->spec == spec) return *pool;
+    if (pool->spec == spec) return pool.get();
   }
+  return nullptr;
+}
+
+Executor::Pool& Executor::find_or_create(const PoolSpec& spec) {
+  if (Pool* const pool = find(spec)) return *pool;
   return *pools_.emplace_back(std::make_unique<Pool>(spec));
 }
 
@@ -64,15 +73,10 @@ Executor::Pool* Executor::pool_with_threads(Pool& preferred) {
   return nullptr;
 }
 
-std::size_t Executor::wanted_threads(const Pool& pool, std::size_t needed) {
-  std::size_t wanted = pool.spec.count != 0 ? pool.spec.count : std::max(needed, kMinThreads);
-  if (pool.spec == PoolSpec{}) wanted += long_tasks_;
-  return wanted;
-}
-
 Result<> Executor::enlarge(const PoolSpec& spec, std::size_t needed) {
   Pool& pool = find_or_create(spec);
-  const std::size_t wanted = wanted_threads(pool, needed);
+  if (spec.count == 0) pool.needed = std::max(pool.needed, needed);
+  const std::size_t wanted = pool.needed + (spec == PoolSpec{} ? long_tasks_ : 0);
   auto enlarged = pool.enlarge(wanted);
   if (enlarged) return {};
   if (pool_with_threads(pool) == nullptr) return enlarged;
@@ -98,9 +102,10 @@ Result<> Executor::ensure_threads(const PoolSpec& spec, std::size_t needed) {
   return enlarge(spec, needed);
 }
 
-std::size_t Executor::threads(const PoolSpec& spec) {
+std::size_t Executor::threads(const PoolSpec& spec) const {
   const os::MutexLock lock(mutex_);
-  return find_or_create(spec).threads.size();
+  const Pool* const pool = find(spec);
+  return pool != nullptr ? pool->threads.size() : 0;
 }
 
 Result<> Executor::post_long_tasks(std::size_t count, std::string_view operation,

@@ -25,7 +25,7 @@ struct PoolSpec {
 /// Number of threads that a pool without a fixed size has at least.
 inline constexpr std::size_t kMinThreads = 4;
 
-/// A task that occupies a thread until it ends. The pool runs an additional thread for as long as
+/// A task that occupies a thread until it ends. The pool has an additional thread for as long as
 /// the task holds `threads`.
 using LongTask = std::function<void(std::shared_ptr<const void> threads)>;
 
@@ -44,8 +44,9 @@ class Executor {
   boost::asio::io_context& pool(const PoolSpec& spec = {});
 
   /// Ensures that work posted to pool(spec) will run; fails if no pool has a thread. A pool without
-  /// a fixed size grows to `needed` threads, and to at least kMinThreads. Most threads wait for a
-  /// disk, so `needed` may exceed the number of cores. Call this before posting work.
+  /// a fixed size grows to the largest `needed` of all calls, and to at least kMinThreads. Most
+  /// threads wait for a disk, so `needed` may exceed the number of cores. Call this before posting
+  /// work.
   Result<> ensure_threads(const PoolSpec& spec, std::size_t needed);
 
   /// Posts `count` tasks to the default pool, each of which occupies a thread until it ends. The
@@ -56,8 +57,8 @@ class Executor {
   Result<> post_long_tasks(std::size_t count, std::string_view operation, const LongTask& task,
                            const std::function<void(Error)>& refused);
 
-  /// Returns the number of threads of a pool.
-  std::size_t threads(const PoolSpec& spec = {});
+  /// Returns the number of threads of a pool, and 0 if no pool has this spec.
+  std::size_t threads(const PoolSpec& spec = {}) const;
 
   /// Runs all queued work, then ends the threads. Called at interpreter exit. A later call to
   /// pool() creates new threads.
@@ -66,13 +67,13 @@ class Executor {
  private:
   struct Pool;
 
+  Pool* find(const PoolSpec& spec) const TC_REQUIRES(mutex_);
   Pool& find_or_create(const PoolSpec& spec) TC_REQUIRES(mutex_);
   Pool* pool_with_threads(Pool& preferred) TC_REQUIRES(mutex_);
-  std::size_t wanted_threads(const Pool& pool, std::size_t needed) TC_REQUIRES(mutex_);
   Result<> enlarge(const PoolSpec& spec, std::size_t needed) TC_REQUIRES(mutex_);
 
   Warnings& warnings_;
-  os::Mutex mutex_;
+  mutable os::Mutex mutex_;
   std::vector<std::unique_ptr<Pool>> pools_ TC_GUARDED_BY(mutex_);
   // Pools whose threads have ended. Sessions may still refer to their io_context.
   std::vector<std::unique_ptr<Pool>> joined_ TC_GUARDED_BY(mutex_);

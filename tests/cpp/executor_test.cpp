@@ -142,6 +142,23 @@ TEST(Executor, GrowsByNeedAndNotWithTheNumberOfCores) {
   EXPECT_EQ(context().executor.threads(three), 3);
 }
 
+TEST(Executor, AddsAThreadForEachLongTaskWhateverItsSize) {
+  context().executor.join();
+  ASSERT_TRUE(ok(context().executor.ensure_threads({}, 7)));
+  std::latch released(1);
+  std::latch done(3);
+  const LongTask task = [&](const std::shared_ptr<const void>&) {
+    released.wait();
+    done.count_down();
+  };
+  ASSERT_TRUE(ok(context().executor.post_long_tasks(3, "test", task, [](const Error&) {})));
+  EXPECT_EQ(context().executor.threads(), 10);
+  // While the long tasks run, other work still has all seven threads.
+  in_each_thread({}, 7, [] {});
+  released.count_down();
+  done.wait();
+}
+
 TEST(Executor, LowersThePriorityOfEachThreadOfALowPriorityPool) {
   const int loud = nice_now();
   std::atomic<int> quiet{0};
