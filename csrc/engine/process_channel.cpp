@@ -80,7 +80,8 @@ Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(
     }
     if (contents->is_lost) {
       return missing("process " + std::to_string(owner_.number) +
-                     " ran out of memory before it had sent the results of all files");
+                     " could not send the results of all files: it ran out of memory, or another "
+                     "process was suspended while it sent a message");
     }
     if (!is_alive) {
       return missing("process " + std::to_string(owner_.number) +

@@ -39,8 +39,9 @@ class ProcessChannel {
 
   // --- results of one save ---
 
-  /// Sends the result of one file; the save has `files` of them. If memory runs out, marks the
-  /// result as lost, so that waiting children fail instead of waiting forever.
+  /// Sends the result of one file; the save has `files` of them. If memory runs out or another
+  /// sender is suspended, marks the result as lost, so that waiting children fail instead of
+  /// waiting forever.
   void send(const Result<format::FileResult>& result, std::size_t files);
 
   struct Outcome {

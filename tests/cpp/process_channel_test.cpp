@@ -292,11 +292,15 @@ TEST_F(ProcessChannelTest, ASuspendedReaderOfAQueueDoesNotStopTheSender) {
   EXPECT_TRUE(succeeds(reader));
 }
 
-TEST_F(ProcessChannelTest, ASuspendedSenderDoesNotStopOthersAndTheirMessageIsReportedAsLost) {
+TEST_F(ProcessChannelTest, ASendFailsIfAnotherSenderIsSuspended) {
   const pid_t sender =
       fork_suspended("pwrite", 1, [&] { return channel_.send_object(bytes_of("x")).has_value(); });
   channel_.send(result_of("a"), 1);
-  EXPECT_TRUE(fails(channel_.wait_for_files(kLongest), Errc::result_missing));
+  const auto outcome = channel_.wait_for_files(kLongest);
+  ASSERT_TRUE(fails(outcome, Errc::result_missing));
+  EXPECT_TRUE(
+      outcome.error().message().ends_with("another process was suspended while it sent a message"))
+      << outcome.error().message();
   ::kill(sender, SIGCONT);
   EXPECT_TRUE(succeeds(sender));
 }
