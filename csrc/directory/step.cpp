@@ -63,6 +63,8 @@ Result<bool> finish_rename(const os::Directory& root, const os::Directory& opene
   if (!exists) return exists;
   if (*exists) return false;
   if (auto renamed = root.rename(name, digits, false); !renamed) return renamed.error();
+  // Another run that takes the lease need not wait for the fsync.
+  lock->release();
   if (auto synced = root.sync(); !synced) return synced.error();
   return true;
 }

@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <functional>
 
+#include "directory/root_lock.h"
 #include "os/fault.h"
 #include "support.h"
 
@@ -430,6 +432,21 @@ TEST_F(StepTest, TheSweepRenamesAStepThatLacksOnlyItsName) {
   EXPECT_EQ(sweep(), Names{});
   EXPECT_EQ(names(), Names{kStep});
   EXPECT_EQ(step(), "new");
+}
+
+TEST_F(StepTest, TheRootIsNotLockedWhileTheSweepSyncsIt) {
+  has(kUnfinished, "new", true);
+  bool is_synced = false;
+  const ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    if (operation == "fsync_directory" && path == root_.path()) {
+      is_synced = true;
+      const auto lock = RootLock::take(test::open_directory(root_), std::chrono::milliseconds(0));
+      EXPECT_TRUE(lock && lock->is_held());
+    }
+    return 0;
+  });
+  EXPECT_EQ(sweep(), Names{});
+  EXPECT_TRUE(is_synced);
 }
 
 TEST_F(StepTest, TheSweepKeepsAStepAndRemovesItsUnfinishedReplacement) {
