@@ -243,6 +243,19 @@ def _chunk_bytes(ordinal: int) -> int:
     return CHUNK_BYTES if ordinal < 0 else DEVICE_CHUNK_BYTES
 
 
+def _set_target(bytes: int, ordinal: int) -> int:
+    """Sets the target of the reserve, and returns it."""
+    chunk = _chunk_bytes(ordinal)
+    # Round up to whole chunks. Otherwise the last chunk would exceed the reserve.
+    total = -(-bytes // chunk) * chunk
+    _core.set_reserve(total, chunk)
+    return total
+
+
+def _has_failed(future: Future[None]) -> bool:
+    return future.cancelled() or future.exception() is not None
+
+
 class Reserve:
     """Allocates the memory of :func:`reserve_pool`, optionally in threads.
 
@@ -262,14 +275,17 @@ class Reserve:
         self._threads: list[threading.Thread] = []
         #: True if the program has requested the reserve.
         self._is_requested = False
+        #: Held while the target is set, so that a state's reserve never replaces a requested one.
+        self._target_lock = threading.Lock()
 
     def make(self, bytes: int, device: torch.device | str | int | None, wait: bool) -> int:
         """Implements :func:`reserve_pool`."""
         if operator.index(bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {bytes}")
         ordinal = _ordinal(device)
-        total = self._set_target(bytes, ordinal)
-        self._is_requested = True
+        with self._target_lock:
+            total = _set_target(bytes, ordinal)
+            self._is_requested = True
         if wait:
             return self._grow(total, ordinal, None, logging.WARNING)
         self._start(total, ordinal, logging.WARNING)
@@ -303,16 +319,23 @@ class Reserve:
             if after is None:
                 self._start_for_state(*needed)
             else:
-                after.add_done_callback(lambda _: self._start_for_state(*needed))
+                after.add_done_callback(
+                    lambda done: None if _has_failed(done) else self._start_for_state(*needed)
+                )
         except Exception as error:
             LOGGER.warning("could not reserve memory for saves in advance: %s", error)
 
     def _start_for_state(self, bytes: int, device: torch.device) -> None:
         try:
             ordinal = _ordinal(device)
+            with self._target_lock:
+                # Either may have changed since make_for_state() was called.
+                if self._is_requested or self.leaving:
+                    return
+                total = _set_target(bytes, ordinal)
             # Other code may use the free memory meanwhile. That is no reason to warn, because the
             # program has not requested a reserve.
-            self._start(self._set_target(bytes, ordinal), ordinal, logging.INFO)
+            self._start(total, ordinal, logging.INFO)
         except Exception as error:
             _log_failure(bytes, error)
 
@@ -335,14 +358,7 @@ class Reserve:
         """Forgets the threads, which a forked child does not have."""
         self.leaving = self.has_saved = self._is_requested = False
         self._threads = []
-
-    def _set_target(self, bytes: int, ordinal: int) -> int:
-        """Sets the target of the reserve, and returns it."""
-        chunk = _chunk_bytes(ordinal)
-        # Round up to whole chunks. Otherwise the last chunk would exceed the reserve.
-        total = -(-bytes // chunk) * chunk
-        _core.set_reserve(total, chunk)
-        return total
+        self._target_lock = threading.Lock()
 
     def _start(self, total: int, ordinal: int, log_level: int) -> None:
         if self.leaving:

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -400,6 +401,40 @@ def test_a_reserve_that_the_program_requested_is_not_replaced(reserve: Reserve) 
     assert reserved_for(reserve, [_ON_DEVICE]) == 3 * CHUNK_BYTES // _MIB
     host_memory.limit_to_budget(CHUNK_BYTES)
     assert _core.reserve_bytes() == 3 * CHUNK_BYTES
+
+
+def reserve_after(staged: Future[None]) -> None:
+    host_memory.reserve_for_snapshot(
+        [_ON_DEVICE], ranks=1, files=1, max_host_bytes=None, staged=staged
+    )
+
+
+def test_a_reserve_that_the_program_requests_during_staging_is_not_replaced(
+    reserve: Reserve,
+) -> None:
+    staged: Future[None] = Future()
+    reserve_after(staged)
+    torch_ckpt.reserve_pool(3 * CHUNK_BYTES)
+    staged.set_result(None)
+    reserve.join()
+    assert _core.reserve_bytes() == _core.pool_bytes() == 3 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("event", ["leave", "failure", "cancellation"])
+def test_nothing_is_reserved_for_a_snapshot_that_is_not_staged_in_time(
+    reserve: Reserve, event: str
+) -> None:
+    staged: Future[None] = Future()
+    reserve_after(staged)
+    if event == "leave":
+        reserve.leave()
+        staged.set_result(None)
+    elif event == "failure":
+        staged.set_exception(OSError("the save failed"))
+    else:
+        staged.cancel()
+    assert reserve._threads == []
+    assert _core.reserve_bytes() == 0
 
 
 def save_on_device(path: Path, **options: Any) -> None:
