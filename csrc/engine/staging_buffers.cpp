@@ -8,7 +8,11 @@ namespace torch_ckpt::engine {
 
 StagingBuffers::StagingBuffers(Context& context, std::size_t count, std::size_t chunk_bytes,
                                int device, std::size_t waiters)
-    : context_(context), chunk_bytes_(chunk_bytes), device_(device), unallocated_(count) {
+    : context_(context),
+      count_(count),
+      chunk_bytes_(chunk_bytes),
+      device_(device),
+      unallocated_(count) {
   waiting_.reserve(waiters);
 }
 
@@ -38,11 +42,9 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
   buffer.front().piece = {};
   BufferWaiter* next = nullptr;
   std::unique_ptr<staging::Chunk> late;
-  std::optional<staging::ChunkPool::RefillId> refill;
   {
     const os::MutexLock lock(mutex_);
-    if (refill_) {
-      refill = refill_;
+    if (is_closed_) {
       late = std::move(buffer.front().chunk);
     } else {
       free_.splice(free_.end(), buffer);
@@ -54,7 +56,7 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
   }
   if (next != nullptr) next->resume();
   // Without holding the lock, because freeing a chunk is slow, especially page-locked memory.
-  if (late != nullptr) context_.chunks.give_back_to_refill(std::move(late), *refill);
+  if (late != nullptr) context_.chunks.give_back_to_refill(std::move(late));
 }
 
 void StagingBuffers::forget_waiters() noexcept {
@@ -72,7 +74,7 @@ StagingBufferList StagingBuffers::take_unallocated() noexcept {
   const std::size_t count =
       device_ == staging::Source::kHost ? 1 : staging::chunks_of_arena(chunk_bytes_);
   const os::MutexLock lock(mutex_);
-  while (!refill_ && !unallocated_.empty() && buffers.size() < count) {
+  while (!is_closed_ && !unallocated_.empty() && buffers.size() < count) {
     buffers.splice(buffers.end(), unallocated_, unallocated_.begin());
   }
   return buffers;
@@ -119,8 +121,11 @@ void StagingBuffers::close(std::size_t max_idle_bytes) noexcept {
   StagingBufferList all;
   {
     const os::MutexLock lock(mutex_);
-    refill_ =
-        context_.chunks.begin_refill({chunk_bytes_, unallocated_.size(), device_, max_idle_bytes});
+    is_closed_ = true;
+    staging::ChunkPool::Refill refill{
+        .chunk_bytes = chunk_bytes_, .count = count_, .device = device_};
+    if (max_idle_bytes != 0) refill.max_idle_bytes = max_idle_bytes;
+    context_.chunks.begin_refill(refill);
     all.swap(free_);
   }
   for (StagingBuffer& buffer : all) {

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -78,19 +77,20 @@ class StagingBuffers {
   Result<> allocate(StagingBufferList& buffers) noexcept;
 
   /// Returns the chunks of free buffers to the chunk pool. All buffers must be free except those
-  /// that are being allocated; release() returns the chunks of these, unless the refill of the pool
-  /// has been cancelled. The refill keeps at most `max_idle_bytes` idle; 0: no limit.
+  /// that are being allocated; release() returns the chunks of these if the refill of the pool
+  /// needs them. The refill keeps at most `max_idle_bytes` idle; 0: no limit.
   void close(std::size_t max_idle_bytes) noexcept;
 
  private:
   Context& context_;
+  const std::size_t count_;
   const std::size_t chunk_bytes_;
   const int device_;
   mutable os::Mutex mutex_;
   StagingBufferList free_ TC_GUARDED_BY(mutex_);
   StagingBufferList unallocated_ TC_GUARDED_BY(mutex_);
   std::vector<BufferWaiter*> waiting_ TC_GUARDED_BY(mutex_);
-  std::optional<staging::ChunkPool::RefillId> refill_ TC_GUARDED_BY(mutex_);  // set by close()
+  bool is_closed_ TC_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace torch_ckpt::engine

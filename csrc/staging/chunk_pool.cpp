@@ -1,6 +1,7 @@
 #include "staging/chunk_pool.h"
 
 #include <algorithm>
+#include <exception>
 
 #include "checked_math.h"
 #include "staging/device_copy.h"
@@ -47,43 +48,45 @@ std::unique_ptr<Chunk> ChunkPool::take_idle(std::size_t bytes) noexcept {
 
 Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
   if (auto chunk = take_idle(bytes)) return chunk;
-  make_room(bytes);
-  auto made = Chunk::allocate(bytes);
-  if (!made) return made;
-  const os::MutexLock lock(mutex_);
-  SizeClass& chunks = sizes_[bytes];
-  chunks.reserve(1);
-  ++chunks.in_use;
-  return made;
+  auto made = take_arena(bytes, 1, Source::kHost);
+  if (!made) return made.error();
+  return std::move(made->front());
 }
 
 Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::take_arena(std::size_t bytes,
                                                                   std::size_t count, int device) {
   make_room(bytes * count);
+  {
+    const os::MutexLock lock(mutex_);
+    sizes_[bytes].begin_allocation(count);
+  }
   auto chunks = allocate_arena(bytes, count, device);
-  if (!chunks) return chunks;
   const os::MutexLock lock(mutex_);
-  SizeClass& size_class = sizes_[bytes];
-  size_class.reserve(count);
-  size_class.in_use += count;
+  SizeClass& size_class = end_allocation(bytes, count);
+  if (chunks) size_class.in_use += count;
   return chunks;
 }
 
+/// Never throws an exception, so that the caller can always call end_allocation().
 Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::allocate_arena(std::size_t bytes,
                                                                       std::size_t count,
-                                                                      int device) {
-  auto arena = Arena::allocate(bytes * count);
-  if (!arena) return arena.error();
-  if (device != Source::kHost) {
-    if (auto pinned = (*arena)->pin(device); !pinned) return pinned.error();
+                                                                      int device) noexcept {
+  try {
+    auto arena = Arena::allocate(bytes * count);
+    if (!arena) return arena.error();
+    if (device != Source::kHost) {
+      if (auto pinned = (*arena)->pin(device); !pinned) return pinned.error();
+    }
+    std::vector<std::unique_ptr<Chunk>> chunks;
+    chunks.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::span<std::byte> part = (*arena)->bytes().subspan(i * bytes, bytes);
+      chunks.push_back(std::unique_ptr<Chunk>(new Chunk(*arena, part)));
+    }
+    return chunks;
+  } catch (...) {
+    return exception_error(std::current_exception(), "allocate");
   }
-  std::vector<std::unique_ptr<Chunk>> chunks;
-  chunks.reserve(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::span<std::byte> part = (*arena)->bytes().subspan(i * bytes, bytes);
-    chunks.push_back(std::unique_ptr<Chunk>(new Chunk(*arena, part)));
-  }
-  return chunks;
 }
 
 /// Frees idle chunks totalling at least `bytes` before that much is allocated. Otherwise, a save
@@ -97,9 +100,10 @@ void ChunkPool::make_room(std::size_t bytes, std::size_t kept_size) {
   }
 }
 
-void ChunkPool::SizeClass::reserve(std::size_t count) {
-  const std::size_t needed = idle.size() + in_use + count;
+void ChunkPool::SizeClass::begin_allocation(std::size_t count) {
+  const std::size_t needed = present() + coming + count;
   if (idle.capacity() < needed) idle.reserve(std::max(needed, 2 * idle.capacity()));
+  coming += count;
 }
 
 void ChunkPool::SizeClass::add(std::unique_ptr<Chunk> chunk) noexcept {
@@ -122,98 +126,81 @@ std::unique_ptr<Chunk> ChunkPool::SizeClass::remove(const Arena& arena) noexcept
 
 void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) noexcept {
   const os::MutexLock lock(mutex_);
-  SizeClass& chunks = count_returned(*chunk);
-  chunks.add(std::move(chunk));
+  put_back(std::move(chunk), true);
 }
 
 void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk,
                                  std::size_t max_idle_bytes) noexcept {
-  const bool has_room = idle_bytes() + chunk->bytes().size() <= max_idle_bytes;
-  has_room ? give_back(std::move(chunk)) : discard(std::move(chunk));
+  std::unique_ptr<Chunk> freed;
+  const os::MutexLock lock(mutex_);
+  const bool has_room = idle_bytes_locked() + chunk->bytes().size() <= max_idle_bytes;
+  freed = put_back(std::move(chunk), has_room);
 }
 
 void ChunkPool::discard(std::unique_ptr<Chunk> chunk) noexcept {
-  std::unique_ptr<Chunk> freed;
-  const os::MutexLock lock(mutex_);
-  SizeClass& chunks = count_returned(*chunk);
-  const Arena& arena = *chunk->arena_;
-  const long users = chunk->arena_.use_count();
-  const std::size_t bytes = chunk->bytes().size();
-  chunks.add(std::move(chunk));
-  if (may_be_freed(arena, users, bytes, Reserve::preserved)) freed = chunks.remove(arena);
+  give_back_within(std::move(chunk), 0);
 }
 
-ChunkPool::RefillId ChunkPool::begin_refill(const Refill& refill) noexcept {
+void ChunkPool::give_back_to_refill(std::unique_ptr<Chunk> chunk) noexcept {
+  std::unique_ptr<Chunk> freed;
   const os::MutexLock lock(mutex_);
-  const std::size_t before = refill_.chunk_bytes == refill.chunk_bytes &&
-                                     refill_.device == refill.device &&
-                                     refill_.max_idle_bytes == refill.max_idle_bytes
-                                 ? refill_.count
-                                 : 0;
+  const std::size_t bytes = chunk->bytes().size();
+  const bool is_kept = refill_needs(bytes) && idle_bytes_locked() + bytes <= refill_.max_idle_bytes;
+  freed = put_back(std::move(chunk), is_kept);
+}
+
+void ChunkPool::begin_refill(const Refill& refill) noexcept {
+  const os::MutexLock lock(mutex_);
+  const bool is_same_kind = refill_.chunk_bytes == refill.chunk_bytes &&
+                            refill_.device == refill.device &&
+                            refill_.max_idle_bytes == refill.max_idle_bytes;
+  const std::size_t before = is_same_kind ? refill_.count : 0;
   refill_ = refill;
-  refill_.count += before;
-  return refill_id_;
+  refill_.count = std::max(refill.count, before);
 }
 
 Result<bool> ChunkPool::grow_refill() {
   Refill step;
-  RefillId id = 0;
   {
     const os::MutexLock lock(mutex_);
     step = refill_;
-    id = refill_id_;
-    if (step.device != Source::kHost) {
-      step.count = std::min(step.count, chunks_of_arena(step.chunk_bytes));
-    } else {
-      step.count = std::min<std::size_t>(step.count, 1);
-    }
-    if (step.max_idle_bytes != 0 && step.count > 0) {
-      const std::size_t idle = std::min(idle_bytes_locked(), step.max_idle_bytes);
-      step.count = std::min(step.count, (step.max_idle_bytes - idle) / step.chunk_bytes);
-    }
-    if (step.count == 0) {
-      refill_.count = 0;
-      return false;
-    }
-    refill_.count -= step.count;
+    step.count -= std::min(step.count, total_chunks(step.chunk_bytes));
+    if (step.count == 0) return false;
+    const std::size_t most =
+        step.device != Source::kHost ? chunks_of_arena(step.chunk_bytes) : std::size_t{1};
+    const std::size_t idle = std::min(idle_bytes_locked(), step.max_idle_bytes);
+    step.count = std::min({step.count, most, (step.max_idle_bytes - idle) / step.chunk_bytes});
+    if (step.count == 0) return false;
+    sizes_[step.chunk_bytes].begin_allocation(step.count);
   }
   make_room(step.chunk_bytes * step.count, step.chunk_bytes);
   auto made = allocate_arena(step.chunk_bytes, step.count, step.device);
   const os::MutexLock lock(mutex_);
+  // If not, the refill was cancelled, or a save has allocated the chunks meanwhile.
+  const bool is_needed = refill_needs(step.chunk_bytes);
+  SizeClass& chunks = end_allocation(step.chunk_bytes, step.count);
   if (!made) {
     refill_.count = 0;
     return made.error();
   }
-  // If the refill was cancelled in the meantime, the chunks are freed.
-  if (id != refill_id_) return false;
-  SizeClass& chunks = sizes_[step.chunk_bytes];
-  chunks.reserve(step.count);
+  if (!is_needed) return false;
   for (auto& chunk : *made) chunks.add(std::move(chunk));
   return true;
 }
 
 bool ChunkPool::has_refill() const {
   const os::MutexLock lock(mutex_);
-  return refill_.count > 0;
+  return total_chunks(refill_.chunk_bytes) < refill_.count;
 }
 
 void ChunkPool::cancel_refill() noexcept {
   const os::MutexLock lock(mutex_);
   refill_.count = 0;
-  ++refill_id_;
 }
 
-void ChunkPool::give_back_to_refill(std::unique_ptr<Chunk> chunk, RefillId id) noexcept {
-  bool is_wanted = false;
-  std::size_t max_idle_bytes = 0;
-  {
-    const os::MutexLock lock(mutex_);
-    is_wanted = id == refill_id_;
-    max_idle_bytes = refill_.max_idle_bytes;
-  }
-  if (!is_wanted) return discard(std::move(chunk));
-  if (max_idle_bytes == 0) return give_back(std::move(chunk));
-  give_back_within(std::move(chunk), max_idle_bytes);
+/// Returns true if chunks of this size, which the pool already counts, are part of the refill.
+bool ChunkPool::refill_needs(std::size_t chunk_bytes) const {
+  return chunk_bytes == refill_.chunk_bytes && total_chunks(chunk_bytes) <= refill_.count;
 }
 
 void ChunkPool::trim(std::size_t bytes) {
@@ -255,27 +242,25 @@ Result<bool> ChunkPool::grow_reserve(std::size_t max_bytes, int device) {
   {
     const os::MutexLock lock(mutex_);
     bytes = reserve_chunk_bytes_;
-    const std::size_t present = reserved_chunks() + growing_chunks_;
+    const std::size_t total = total_chunks(bytes);
     // The first comparison is true if there is no reserve, so the second does not divide by zero.
-    if (present >= reserve_chunks_ || present >= max_bytes / bytes) return false;
+    if (total >= reserve_chunks_ || total >= max_bytes / bytes) return false;
     if (device != Source::kHost) {
-      count = std::min(
-          {chunks_of_arena(bytes), reserve_chunks_ - present, max_bytes / bytes - present});
+      count =
+          std::min({chunks_of_arena(bytes), reserve_chunks_ - total, max_bytes / bytes - total});
     }
-    growing_chunks_ += count;
+    sizes_[bytes].begin_allocation(count);
   }
   auto made = allocate_arena(bytes, count, device);
   const os::MutexLock lock(mutex_);
-  growing_chunks_ -= count;
-  grown_.notify_all();
+  // If not, the reserve was trimmed, or a save has allocated the chunks meanwhile.
+  const bool is_needed = bytes == reserve_chunk_bytes_ && total_chunks(bytes) <= reserve_chunks_;
+  SizeClass& chunks = end_allocation(bytes, count);
   if (!made) {
-    reserve_chunks_ = std::min(reserve_chunks_, reserved_chunks() + growing_chunks_);
+    reserve_chunks_ = std::min(reserve_chunks_, total_chunks(reserve_chunk_bytes_));
     return made.error();
   }
-  // If the reserve was trimmed in the meantime, the chunks are freed.
-  if (bytes == reserve_chunk_bytes_ && reserved_chunks() + count <= reserve_chunks_) {
-    SizeClass& chunks = sizes_[bytes];
-    chunks.reserve(count);
+  if (is_needed) {
     for (auto& chunk : *made) chunks.add(std::move(chunk));
   }
   return true;
@@ -283,12 +268,12 @@ Result<bool> ChunkPool::grow_reserve(std::size_t max_bytes, int device) {
 
 void ChunkPool::wait_until_grown() {
   const os::MutexLock lock(mutex_);
-  while (growing_chunks_ > 0) grown_.wait(mutex_);
+  while (total_chunks(reserve_chunk_bytes_) > reserved_chunks()) allocated_.wait(mutex_);
 }
 
 void ChunkPool::end_reserve() {
   const os::MutexLock lock(mutex_);
-  reserve_chunks_ = std::min(reserve_chunks_, reserved_chunks() + growing_chunks_);
+  reserve_chunks_ = std::min(reserve_chunks_, total_chunks(reserve_chunk_bytes_));
 }
 
 std::size_t ChunkPool::reserve_bytes() const {
@@ -310,7 +295,13 @@ std::size_t ChunkPool::idle_bytes_locked() const {
 /// Returns the number of chunks that have the reserve's chunk size, idle and in use.
 std::size_t ChunkPool::reserved_chunks() const {
   const auto found = sizes_.find(reserve_chunk_bytes_);
-  return found == sizes_.end() ? 0 : found->second.idle.size() + found->second.in_use;
+  return found == sizes_.end() ? 0 : found->second.present();
+}
+
+/// Returns the number of chunks of this size, including those that are being allocated.
+std::size_t ChunkPool::total_chunks(std::size_t chunk_bytes) const {
+  const auto found = sizes_.find(chunk_bytes);
+  return found == sizes_.end() ? 0 : found->second.present() + found->second.coming;
 }
 
 /// True if the arena's `users` chunks are all idle, and the reserve either does not need them or
@@ -338,10 +329,25 @@ std::unique_ptr<Chunk> ChunkPool::remove_above(std::size_t bytes, Reserve reserv
   return nullptr;
 }
 
-ChunkPool::SizeClass& ChunkPool::count_returned(const Chunk& chunk) {
-  SizeClass& chunks = sizes_[chunk.bytes().size()];
-  if (chunks.in_use > 0) --chunks.in_use;
+/// Must be called after begin_allocation(), whether or not the allocation has succeeded.
+ChunkPool::SizeClass& ChunkPool::end_allocation(std::size_t chunk_bytes, std::size_t count) {
+  SizeClass& chunks = sizes_[chunk_bytes];
+  chunks.coming -= count;
+  allocated_.notify_all();
   return chunks;
+}
+
+/// Makes a chunk idle. If it is not kept and its arena may be freed, removes the arena's chunks,
+/// and returns the last of them, so that the caller can free the memory without holding the lock.
+std::unique_ptr<Chunk> ChunkPool::put_back(std::unique_ptr<Chunk> chunk, bool is_kept) {
+  const std::size_t bytes = chunk->bytes().size();
+  const Arena& arena = *chunk->arena_;
+  const long users = chunk->arena_.use_count();
+  SizeClass& chunks = sizes_[bytes];
+  if (chunks.in_use > 0) --chunks.in_use;
+  chunks.add(std::move(chunk));
+  if (is_kept || !may_be_freed(arena, users, bytes, Reserve::preserved)) return nullptr;
+  return chunks.remove(arena);
 }
 
 }  // namespace torch_ckpt::staging

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <span>
@@ -80,7 +80,9 @@ constexpr std::size_t chunks_of_arena(std::size_t chunk_bytes) {
 //   4. If a save has ended without needing all the chunks that it may use, begin_refill() asks for
 //      the others, and grow_refill() allocates them until it returns false. The next save, and
 //      trim(), cancel the refill.
-//   5. Memory is freed in units of arenas, once all chunks of an arena are idle.
+//   5. Chunks count as soon as their allocation begins, so that a reserve and a refill never both
+//      allocate the same chunks.
+//   6. Memory is freed in units of arenas, once all chunks of an arena are idle.
 //
 // Safe for concurrent use by multiple threads.
 class ChunkPool {
@@ -105,26 +107,25 @@ class ChunkPool {
   /// Calls give_back() if this leaves at most `max_idle_bytes` idle, otherwise discard().
   void give_back_within(std::unique_ptr<Chunk> chunk, std::size_t max_idle_bytes) noexcept;
 
-  /// Chunks that a save did not need to allocate, and the next save may use.
+  /// The chunks that a save may use, which the pool should have for the next save.
   struct Refill {
     std::size_t chunk_bytes = 0;
-    std::size_t count = 0;
+    std::size_t count = 0;  // of this size, including those in use
     int device = Source::kHost;
-    std::size_t max_idle_bytes = 0;  // idle chunks of all sizes; 0: no limit
+    std::size_t max_idle_bytes = std::numeric_limits<std::size_t>::max();  // chunks of all sizes
   };
-  using RefillId = std::uint64_t;
-  /// Adds to the current refill if that is for chunks of the same kind, otherwise replaces it. The
-  /// id is valid until the refill is cancelled.
-  RefillId begin_refill(const Refill& refill) noexcept;
+  /// Replaces the current refill, but keeps its count if that is larger and for chunks of the same
+  /// kind.
+  void begin_refill(const Refill& refill) noexcept;
   /// Allocates one chunk or, if a device is given, one arena that is page-locked for it. Returns
   /// false if the refill is complete or cancelled. An error cancels it.
   Result<bool> grow_refill();
   /// True if grow_refill() may have chunks to allocate.
   bool has_refill() const;
   void cancel_refill() noexcept;
-  /// Calls give_back_within() with the limit of the refill if it has not been cancelled, otherwise
+  /// Calls give_back_within() with the limit of the refill if the refill needs the chunk, otherwise
   /// discard().
-  void give_back_to_refill(std::unique_ptr<Chunk> chunk, RefillId id) noexcept;
+  void give_back_to_refill(std::unique_ptr<Chunk> chunk) noexcept;
 
   /// Frees idle chunks until at most `bytes` are idle, and limits the reserve to `bytes`, even
   /// while it is being allocated. Cancels a refill. Arenas with chunks in use are not freed.
@@ -138,10 +139,10 @@ class ChunkPool {
   void set_reserve(std::size_t bytes, std::size_t chunk_bytes);
   /// Allocates one chunk of the reserve or, if a device is given, one arena that is page-locked for
   /// it. Returns false if the reserve has reached its target or `max_bytes`. Chunks in use count,
-  /// because they will be returned. If memory cannot be allocated, the target is lowered to the
-  /// present size.
+  /// because they will be returned, and so do chunks that are being allocated. If memory cannot be
+  /// allocated, the target is lowered to the present size.
   Result<bool> grow_reserve(std::size_t max_bytes, int device);
-  /// Waits until no thread is in grow_reserve().
+  /// Waits until no thread is allocating chunks of the reserve's size.
   void wait_until_grown();
   /// Lowers the target of the reserve to its present size.
   void end_reserve();
@@ -153,11 +154,13 @@ class ChunkPool {
  private:
   // The chunks of one size.
   struct SizeClass {
-    std::vector<std::unique_ptr<Chunk>> idle;  // with capacity for the chunks in use, too
+    std::vector<std::unique_ptr<Chunk>> idle;  // with capacity for all chunks of the size
     std::size_t in_use = 0;
+    std::size_t coming = 0;  // being allocated
 
-    /// Reserves capacity for `count` more chunks in use.
-    void reserve(std::size_t count);
+    std::size_t present() const { return idle.size() + in_use; }
+    /// Counts `count` chunks as coming, and reserves capacity for them.
+    void begin_allocation(std::size_t count);
     void add(std::unique_ptr<Chunk> chunk) noexcept;
     /// Removes all idle chunks of the arena. Returns the last of them, which owns the arena.
     std::unique_ptr<Chunk> remove(const Arena& arena) noexcept;
@@ -167,6 +170,8 @@ class ChunkPool {
 
   std::size_t idle_bytes_locked() const TC_REQUIRES(mutex_);
   std::size_t reserved_chunks() const TC_REQUIRES(mutex_);
+  std::size_t total_chunks(std::size_t chunk_bytes) const TC_REQUIRES(mutex_);
+  bool refill_needs(std::size_t chunk_bytes) const TC_REQUIRES(mutex_);
   bool may_be_freed(const Arena& arena, long users, std::size_t chunk_bytes, Reserve reserve) const
       TC_REQUIRES(mutex_);
   // Returns the chunk, so that the caller can free the memory without holding the lock.
@@ -174,17 +179,17 @@ class ChunkPool {
                                       std::size_t kept_size = 0);
   void make_room(std::size_t bytes, std::size_t kept_size = 0);
   static Result<std::vector<std::unique_ptr<Chunk>>> allocate_arena(std::size_t bytes,
-                                                                    std::size_t count, int device);
-  SizeClass& count_returned(const Chunk& chunk) TC_REQUIRES(mutex_);
+                                                                    std::size_t count,
+                                                                    int device) noexcept;
+  SizeClass& end_allocation(std::size_t chunk_bytes, std::size_t count) TC_REQUIRES(mutex_);
+  std::unique_ptr<Chunk> put_back(std::unique_ptr<Chunk> chunk, bool is_kept) TC_REQUIRES(mutex_);
 
   mutable os::Mutex mutex_;
-  os::CondVar grown_;
+  os::CondVar allocated_;
   std::map<std::size_t, SizeClass> sizes_ TC_GUARDED_BY(mutex_);
   std::size_t reserve_chunks_ TC_GUARDED_BY(mutex_) = 0;  // the target
   std::size_t reserve_chunk_bytes_ TC_GUARDED_BY(mutex_) = 0;
-  std::size_t growing_chunks_ TC_GUARDED_BY(mutex_) = 0;  // being allocated by grow_reserve()
   Refill refill_ TC_GUARDED_BY(mutex_);
-  RefillId refill_id_ TC_GUARDED_BY(mutex_) = 0;  // increases with each cancellation
 };
 
 }  // namespace torch_ckpt::staging

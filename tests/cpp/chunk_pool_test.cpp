@@ -5,12 +5,15 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "fake_device.h"
+#include "gate.h"
 #include "os/fault.h"
 #include "support.h"
 
@@ -132,6 +135,109 @@ TEST(Chunk, StaysPinnedByItsFirstDevice) {
   EXPECT_TRUE(ok((*chunk)->pin(1)));
   EXPECT_TRUE(ok((*chunk)->pin(0)));
   EXPECT_EQ(device.pins(), 1);
+}
+
+// --- refill and reserve ------------------------------------------------------------------------
+
+// A pool with two idle chunks after a save that wanted ten, and for which ten are reserved.
+class ChunkPoolRefill : public ::testing::Test {
+ protected:
+  static constexpr std::size_t kPage = 4096;
+  static constexpr std::size_t kWanted = 10;
+
+  ChunkPoolRefill() {
+    auto first = take(pool_, kPage);
+    pool_.give_back(take(pool_, kPage));
+    pool_.give_back(std::move(first));
+    refill();
+    pool_.set_reserve(kWanted * kPage, kPage);
+  }
+
+  void refill() { pool_.begin_refill({.chunk_bytes = kPage, .count = kWanted}); }
+  bool grow_refill() { return pool_.grow_refill().value(); }
+  bool grow_reserve() { return pool_.grow_reserve(kAll, Source::kHost).value(); }
+  std::size_t idle_chunks() const { return pool_.idle_bytes() / kPage; }
+
+  /// Calls `other` while `allocate` waits in a system call, and returns the result of `other`.
+  bool call_during(const std::function<void()>& allocate, const std::function<bool()>& other) {
+    HeldOperation held("mmap");
+    const std::jthread thread(allocate);
+    held.wait_until_held();
+    const bool result = other();
+    held.open();
+    return result;
+  }
+
+  static constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
+  ChunkPool pool_;
+};
+
+TEST_F(ChunkPoolRefill, AndReserveTogetherAllocateWhatIsMissing) {
+  EXPECT_TRUE(pool_.has_refill());
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_TRUE(grow_refill());
+    EXPECT_TRUE(grow_reserve());
+  }
+  EXPECT_FALSE(pool_.has_refill());
+  EXPECT_FALSE(grow_refill());
+  EXPECT_FALSE(grow_reserve());
+  EXPECT_EQ(idle_chunks(), kWanted);
+}
+
+TEST_F(ChunkPoolRefill, ForADeviceCountsTheChunksOfTheReserve) {
+  FakeDevice device;
+  pool_.begin_refill({.chunk_bytes = kPage, .count = kWanted, .device = 0});
+  EXPECT_TRUE(pool_.grow_reserve(7 * kPage, 0).value());
+  EXPECT_EQ(idle_chunks(), 7);
+  while (grow_refill()) continue;
+  EXPECT_EQ(idle_chunks(), kWanted);
+  pool_.trim(0);
+}
+
+TEST_F(ChunkPoolRefill, CountsTheChunksThatTheReserveIsAllocating) {
+  while (idle_chunks() + 1 < kWanted) EXPECT_TRUE(grow_reserve());
+  EXPECT_FALSE(call_during([&] { EXPECT_TRUE(grow_reserve()); }, [&] { return grow_refill(); }));
+  EXPECT_EQ(idle_chunks(), kWanted);
+}
+
+TEST_F(ChunkPoolRefill, CountsForTheReserveWhileItAllocates) {
+  while (idle_chunks() + 1 < kWanted) EXPECT_TRUE(grow_refill());
+  EXPECT_FALSE(call_during([&] { EXPECT_TRUE(grow_refill()); }, [&] { return grow_reserve(); }));
+  EXPECT_EQ(idle_chunks(), kWanted);
+}
+
+// The save does not wait for the reserve, which therefore frees its own chunk.
+TEST_F(ChunkPoolRefill, AndReserveFreeChunksThatASaveAllocatedMeanwhile) {
+  for (const std::function<bool()>& grow :
+       {std::function<bool()>([&] { return grow_refill(); }), {[&] { return grow_reserve(); }}}) {
+    refill();
+    while (idle_chunks() + 1 < kWanted) EXPECT_TRUE(grow());
+    std::vector<std::unique_ptr<Chunk>> used;
+    {
+      HeldOperation held("mmap");
+      const std::jthread grower(grow);
+      held.wait_until_held();
+      while (auto chunk = pool_.take_idle(kPage)) used.push_back(std::move(chunk));
+      const std::jthread saver([&] { used.push_back(take(pool_, kPage)); });
+      held.wait_until_held(2);
+      held.open();
+    }
+    EXPECT_EQ(used.size() + idle_chunks(), kWanted);
+    for (auto& chunk : used) pool_.give_back(std::move(chunk));
+    pool_.trim(0);
+    pool_.set_reserve(kWanted * kPage, kPage);
+  }
+}
+
+TEST_F(ChunkPoolRefill, KeepsLateChunksOfTheSaveOnlyIfItLacksThem) {
+  std::vector<std::unique_ptr<Chunk>> late;
+  for (std::size_t i = 0; i < kWanted + 2; ++i) late.push_back(take(pool_, kPage));
+  pool_.set_reserve(0, 2 * kPage);
+  for (auto& chunk : late) pool_.give_back_to_refill(std::move(chunk));
+  EXPECT_EQ(idle_chunks(), kWanted);
+  pool_.cancel_refill();
+  pool_.give_back_to_refill(take(pool_, kPage));
+  EXPECT_EQ(idle_chunks(), kWanted - 1);
 }
 
 // --- arenas ------------------------------------------------------------------------------------

@@ -87,6 +87,23 @@ TEST(StagingBuffers, UseChunksThatOtherThreadsHaveAllocatedMeanwhile) {
   pool.trim(0);
 }
 
+TEST(StagingBuffers, AskForNoMoreMemoryThanTheSaveWantedIfAReserveHasGrown) {
+  FakeDevice device;
+  staging::ChunkPool& pool = context().chunks;
+  pool.trim(0);
+  {
+    StagingBuffers buffers(context(), 10, kPage, 0, 1);
+    buffers.take_idle_chunks();
+    pool.set_reserve(8 * kPage, kPage);
+    while (pool.grow_reserve(8 * kPage, 0).value()) continue;
+    buffers.close(0);
+  }
+  EXPECT_TRUE(pool.has_refill());
+  while (pool.grow_refill().value()) continue;
+  EXPECT_EQ(pool.idle_bytes(), 10 * kPage);
+  pool.trim(0);
+}
+
 TEST(StagingBuffers, AreAllocatedOneAtATimeForTheHost) {
   StagingBuffers buffers(context(), 3, kPage, staging::Source::kHost, 1);
   EXPECT_EQ(buffers.take_unallocated().size(), 1);
