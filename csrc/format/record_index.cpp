@@ -252,6 +252,31 @@ Result<> check_entry(std::span<const std::byte> data, const ZipEntry& entry, std
   return damaged_entry(entry, offset);
 }
 
+/// Calls `visit` for each entry of an archive, with the offset of its data or the error of
+/// data_offset(). Ends at the first error of `visit`.
+template <class Visit>
+Result<> visit_entries(RecordBytes& record, const Visit& visit) {
+  // The directory lies in the record, so the record's size also limits the number of entries.
+  auto directory = DirectoryReader::open(record, Limits{record.size(), record.size()});
+  if (!directory) return directory.error();
+  // Stop if entries overlap: a short archive could otherwise take very long to check.
+  std::uint64_t left = record.size();
+  for (;;) {
+    auto next = directory->next();
+    if (!next) return next.error();
+    if (!*next) return {};
+    const ZipEntry& entry = **next;
+    const Result<std::uint64_t> at = data_offset(record, entry);
+    if (at) {
+      if (entry.bytes > left) {
+        return format_error(Errc::zip_inconsistent, "the archive's entries overlap", *at);
+      }
+      left -= entry.bytes;
+    }
+    if (auto visited = visit(entry, at); !visited) return visited;
+  }
+}
+
 const ZipEntry* find(const std::vector<ZipEntry>& entries, std::string_view name) {
   const auto found = std::find_if(entries.begin(), entries.end(),
                                   [&](const ZipEntry& e) { return e.name == name; });
@@ -350,54 +375,35 @@ Result<EntryCheck> check_entries(RecordBytes& record, std::string_view skip) {
   if (!tail) return tail.error();
   if (!*head && !*tail) return result;
   result.is_archive = true;
-  // The directory lies in the record, so the record's size also limits the number of entries.
-  auto directory = DirectoryReader::open(record, Limits{size, size});
-  if (!directory) return directory.error();
-  std::uint64_t left = size;
-  for (;;) {
-    auto next = directory->next();
-    if (!next) return next.error();
-    if (!*next) return result;
-    const ZipEntry& entry = **next;
-    auto at = data_offset(record, entry);
-    if (!at) return at.error();
-    if (entry.bytes > left) {
-      return format_error(Errc::zip_inconsistent, "the archive's entries overlap", *at);
-    }
-    left -= entry.bytes;
-    if (entry.name == skip || entry.bytes == 0) continue;
-    if (entry.crc == 0) {
-      ++result.without_crc;
-      continue;
-    }
-    std::uint32_t crc = 0;
-    for (std::uint64_t position = 0; position < entry.bytes; position += kReadBytes) {
-      auto data = record.at(*at + position, std::min(kReadBytes, entry.bytes - position));
-      if (!data) return data.error();
-      crc = crc32(crc, *data);
-    }
-    if (crc != entry.crc) return damaged_entry(entry, *at);
-  }
+  const auto visited = visit_entries(
+      record, [&](const ZipEntry& entry, const Result<std::uint64_t>& at) -> Result<> {
+        if (!at) return at.error();
+        if (entry.name == skip || entry.bytes == 0) return {};
+        if (entry.crc == 0) {
+          ++result.without_crc;
+          return {};
+        }
+        std::uint32_t crc = 0;
+        for (std::uint64_t position = 0; position < entry.bytes; position += kReadBytes) {
+          auto data = record.at(*at + position, std::min(kReadBytes, entry.bytes - position));
+          if (!data) return data.error();
+          crc = crc32(crc, *data);
+        }
+        return crc == entry.crc ? Result<>() : damaged_entry(entry, *at);
+      });
+  if (!visited) return visited.error();
+  return result;
 }
 
 Result<> check_archive(RecordBytes& record) {
-  // The directory lies in the record, so the record's size also limits the number of entries.
-  auto directory = DirectoryReader::open(record, Limits{record.size(), record.size()});
-  if (!directory) return {};
-  // Stop if entries overlap: a short archive could otherwise take very long to check.
-  std::uint64_t left = record.size();
-  for (;;) {
-    auto next = directory->next();
-    if (!next || !*next) return {};
-    const ZipEntry& entry = **next;
-    auto at = data_offset(record, entry);
-    if (!at) continue;
-    if (entry.bytes > left) return {};
-    left -= entry.bytes;
-    auto data = record.at(*at, entry.bytes);
-    if (!data) continue;
-    if (auto intact = check_entry(*data, entry, *at); !intact) return intact;
-  }
+  Result<> intact;
+  static_cast<void>(visit_entries(
+      record, [&](const ZipEntry& entry, const Result<std::uint64_t>& at) -> Result<> {
+        if (!at) return {};
+        if (auto data = record.at(*at, entry.bytes)) intact = check_entry(*data, entry, *at);
+        return intact;
+      }));
+  return intact;
 }
 
 }  // namespace torch_ckpt::format
