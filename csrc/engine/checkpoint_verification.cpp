@@ -37,11 +37,11 @@ Result<> CheckpointVerification::add(const CheckpointIndex& index,
   }
   for (std::uint32_t number = 0; number < index.entries().size(); ++number) {
     add_entry(index, number);
-    const CheckpointIndex::Entry& entry = index.entries()[number];
-    const auto coverage = planning::check_coverage(index, entry, check_interrupt);
+    const auto coverage = planning::check_coverage(index, number, check_interrupt);
     if (!coverage) return coverage.error();
     if (coverage->state != planning::Coverage::State::complete) {
-      add_incomplete(index.name(number), planning::describe(*coverage, entry.shard_count));
+      add_incomplete(index.name(number),
+                     planning::describe(*coverage, index.entries()[number].shard_count));
     }
   }
   for (const CheckpointIndex::Stray& stray : index.strays()) {

@@ -92,7 +92,8 @@ class CoverCounts {
 
   std::size_t leaves_;
   std::vector<std::int64_t> added_;  // to all leaves below a node
-  std::vector<std::int64_t> least_;  // count of the least covered leaf below a node, from it down
+  // Lowest count of a leaf below the node, without the counts added to its ancestors.
+  std::vector<std::int64_t> least_;
 };
 
 /// Finds the first element that no box covers.
@@ -336,9 +337,12 @@ Result<Coverage> check_coverage(std::span<const std::int64_t> whole, std::vector
   return coverage;
 }
 
-Result<Coverage> check_coverage(const index::CheckpointIndex& index,
-                                const index::CheckpointIndex::Entry& entry,
+Result<Coverage> check_coverage(const index::CheckpointIndex& index, std::uint32_t number,
                                 const InterruptCheck& check_interrupt) {
+  if (number % kEntriesPerCheck == 0) {
+    if (auto continued = check_interrupt(); !continued) return continued.error();
+  }
+  const index::CheckpointIndex::Entry& entry = index.entries()[number];
   if (!entry.is_tensor) return Coverage();
   std::vector<Box> boxes;
   boxes.reserve(entry.shard_count);

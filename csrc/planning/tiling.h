@@ -57,9 +57,12 @@ constexpr std::uint64_t max_coverage_steps(std::size_t boxes) { return 65'536 + 
 Result<Coverage> check_coverage(std::span<const std::int64_t> whole, std::vector<Box> boxes,
                                 const InterruptCheck& check_interrupt);
 
-/// Checks that the shards of a stored tensor cover it. An object is always covered.
-Result<Coverage> check_coverage(const index::CheckpointIndex& index,
-                                const index::CheckpointIndex::Entry& entry,
+/// How often a caller that checks all entries of an index checks for an interrupt.
+inline constexpr std::uint32_t kEntriesPerCheck = 1024;
+
+/// Checks that the shards of the entry with this number cover it. An object is always covered.
+/// Calls `check_interrupt` also if the number is a multiple of kEntriesPerCheck.
+Result<Coverage> check_coverage(const index::CheckpointIndex& index, std::uint32_t number,
                                 const InterruptCheck& check_interrupt);
 
 /// Describes an incomplete or undecided coverage by `shards` boxes. `offsets` is the position of

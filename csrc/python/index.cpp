@@ -187,11 +187,10 @@ py::dict uncovered(const CheckpointIndex& index) {
   const auto found = interrupts.run([&]() -> Result<std::map<std::uint32_t, std::string>> {
     std::map<std::uint32_t, std::string> descriptions;
     for (std::uint32_t i = 0; i < index.entries().size(); ++i) {
-      const CheckpointIndex::Entry& entry = index.entries()[i];
-      const auto coverage = planning::check_coverage(index, entry, interrupts.check());
+      const auto coverage = planning::check_coverage(index, i, interrupts.check());
       if (!coverage) return coverage.error();
       if (coverage->state == Coverage::State::complete) continue;
-      descriptions[i] = planning::describe(*coverage, entry.shard_count);
+      descriptions[i] = planning::describe(*coverage, index.entries()[i].shard_count);
     }
     return descriptions;
   });

@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <string>
 
+#include "index/metadata_draft.h"
+#include "index/metadata_encoder.h"
 #include "support.h"
 
 namespace torch_ckpt::planning {
@@ -302,6 +305,26 @@ TEST(Coverage, EndsWithTheErrorOfTheInterrupt) {
   EXPECT_EQ(calls, 2);
   ASSERT_FALSE(interrupted);
   EXPECT_TRUE(interrupted.error().detail == "interrupted");
+}
+
+TEST(Coverage, OfManySmallEntriesCanBeInterrupted) {
+  index::MetadataDraft draft;
+  for (std::uint32_t i = 0; i < 2 * kEntriesPerCheck; ++i) {
+    draft.add_object(std::to_string(i));
+    draft.add_shard({}, {});
+  }
+  std::string encoded;
+  const auto metadata = index::MetadataEncoder(draft).encode({});
+  for (const std::string_view piece : metadata.pieces()) encoded += piece;
+  const auto index = index::CheckpointIndex::decode(test::bytes_of(encoded), "here");
+  ASSERT_TRUE(test::ok(index));
+  std::uint32_t checked = 0;
+  std::uint32_t calls = 0;
+  const auto check = [&]() -> Result<> {
+    return ++calls == 2 ? format_error(Errc::system, "interrupted") : Result<>();
+  };
+  while (checked < index->entries().size() && check_coverage(*index, checked, check)) ++checked;
+  EXPECT_EQ(checked, kEntriesPerCheck);
 }
 
 }  // namespace
