@@ -46,7 +46,8 @@ std::size_t stagers_for(const std::vector<FileJob>& files, const SaveOptions& op
 }
 
 // The threads that the writers of a save can use: a file has two writes in flight, and the next
-// chunk is allocated meanwhile. With many files, other files are at the latter stage only.
+// chunk is allocated meanwhile. Beyond 16 files, one thread per file is enough, because few files
+// write and allocate at the same time.
 std::size_t writer_threads(const SaveOptions& options) {
   constexpr std::size_t kMaxFilesWithThree = 16;
   constexpr std::size_t kMore = 2;  // so that another save is not left without threads

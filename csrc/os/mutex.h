@@ -5,7 +5,7 @@
 #include <mutex>
 #include <shared_mutex>
 
-// Locks annotated for clang's thread safety analysis (`make lint`); the standard library's locks
+// Locks annotated for clang's thread safety analysis (`make tidy`); the standard library's locks
 // have no annotations. Declare members that a mutex guards with TC_GUARDED_BY.
 
 #ifdef __clang__

@@ -54,7 +54,7 @@ std::vector<DifferingReplica> differing_replicas(const GlobalPlan& plan,
 Result<std::vector<DifferingCopy>> differing_copies(const GlobalPlan& plan,
                                                     std::span<const std::string_view> checksums) {
   struct Copies {
-    // By part and checksum, and by layout: the ranks.
+    // Ranks, grouped by part and checksum, and by layout.
     std::map<std::uint32_t, std::map<std::uint32_t, std::vector<std::uint32_t>>> versions;
     std::map<std::uint64_t, std::vector<std::uint32_t>> layouts;
   };
