@@ -87,7 +87,7 @@ TEST(StagingBuffers, UseChunksThatOtherThreadsHaveAllocatedMeanwhile) {
   pool.trim(0);
 }
 
-TEST(StagingBuffers, AskForNoMoreMemoryThanTheSaveWantedIfAReserveHasGrown) {
+TEST(StagingBuffers, DoNotAskAgainForChunksOfAReserve) {
   FakeDevice device;
   staging::ChunkPool& pool = context().chunks;
   pool.trim(0);
