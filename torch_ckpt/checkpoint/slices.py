@@ -136,7 +136,7 @@ class _Uses:
                 if not ranges or not ranges[-1].add(use):
                     ranges.append(_Range(use))
             for one in ranges:
-                one.gather_if_disjoint()
+                one.choose_copies()
             used = sum(one.bytes for one in ranges)
             if self._counts[key] == len(uses) and used < uses[0].storage.nbytes():
                 parts.add(uses[0].storage, ranges)
@@ -165,10 +165,14 @@ class _Range:
         self._uses.append(use)
         return True
 
-    def gather_if_disjoint(self) -> None:
-        """Sets :attr:`is_gathered` if separate copies of the tensors are smaller than the range."""
+    def choose_copies(self) -> None:
+        """Sets :attr:`is_gathered` if separate copies of the tensors are smaller than the range.
+        Otherwise, begins the range at a multiple of each tensor's item size, because the offset of
+        a tensor in its storage is a number of items."""
         elements = sum(use.bytes for use in self._uses)
         item_bytes = {use.item_bytes for use in self._uses}
+        self.begin -= self.begin % max(item_bytes)
+        self.bytes = self.end - self.begin
         if elements >= self.bytes or len(item_bytes) > 1:
             return
         if len(self._uses) > 1:

@@ -83,6 +83,29 @@ def parts() -> dict[str, Any]:
     }
 
 
+def mixed() -> dict[str, Any]:
+    data = torch.arange(20_000, dtype=torch.int64).to(torch.uint8)
+    numbers = data.view(torch.uint32)
+    return {
+        "bytes first": [data[6:20], numbers[2:4]],
+        "numbers first": [numbers[2:4], data[9:21]],
+        "three sizes": [data[14:33], data.view(torch.uint64)[2:4], data.view(torch.uint16)[9:14]],
+        "two ranges": [data[1:9], numbers[1:2], data[103:120], data.view(torch.uint64)[13:14]],
+        "column": [data[6:20], data.view(50, 400)[:, 3], numbers[2:4]],
+    }
+
+
+@pytest.mark.parametrize("name", mixed())
+def test_slices_of_one_storage_with_items_of_several_sizes_have_their_values(name: str) -> None:
+    stock = io.BytesIO()
+    torch.save(mixed()[name], stock)
+    data = pickled(mixed()[name])
+    assert len(data) < len(stock.getbuffer())
+    stock.seek(0)
+    assert_equal(torch.load(io.BytesIO(data), weights_only=True), mixed()[name])
+    assert_equal(torch.load(stock, weights_only=True), mixed()[name])
+
+
 @pytest.mark.parametrize("name", parts())
 def test_a_slice_has_its_values_and_few_bytes(name: str) -> None:
     data = pickled(value := [parts()[name]])
