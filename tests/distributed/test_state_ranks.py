@@ -376,6 +376,17 @@ def case_a_sharded_tensor_that_the_state_lacks_is_named(launch: Launch) -> None:
     torch_ckpt.save({"ema": _Tracker({"w": module[0].weight})}, launch.path("ckpt"))
     with pytest.raises(CheckpointException, match=r"ema\.value\.w was saved as a sharded tensor"):
         torch_ckpt.load({"ema": _Tracker(None)}, launch.path("ckpt"))
+    # A value that is not selected need not fit.
+    torch_ckpt.save({"ema": _Tracker({"w": module[0].weight}), "n": 1}, launch.path("selected"))
+    state: State = {"ema": _Tracker(None), "n": 0}
+    torch_ckpt.load(state, launch.path("selected"), names=["n"])
+    assert state["n"] == 1
+    torch_ckpt.save({"best": {"w": module[0].weight}}, launch.path("plain"))
+    for value in (None, 0.0):
+        plain: State = {"best": {"w": value}}
+        with pytest.raises(CheckpointException, match=r"best\.w was saved as a sharded tensor"):
+            torch_ckpt.load(plain, launch.path("plain"))
+        assert plain == {"best": {"w": value}}
 
 
 class _FailsOnTheLastRank:

@@ -36,6 +36,7 @@ from torch_ckpt._base.options import reusable
 from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive, require_cover
 from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.errors import LoadMismatch
+from torch_ckpt.loading.dtypes import loses_precision
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Reading
 from torch_ckpt.loading.renaming import Rename, new_names, rename_in, suggested_rename
@@ -94,13 +95,14 @@ class Stored:
         return len(self._index.shards(name)) > 1
 
     def fits(self, name: str, tensor: torch.Tensor) -> bool:
-        """Returns True if a stored tensor can be loaded into a tensor without becoming another kind
-        of number."""
+        """Returns True if a stored tensor can be loaded into a tensor without losing precision or
+        becoming another kind of number."""
         dtype, shape = self._tensor(name)
         is_same_kind = dtype == tensor.dtype or (
             torch.bool not in (dtype, tensor.dtype)
             and dtype.is_floating_point == tensor.dtype.is_floating_point
             and dtype.is_complex == tensor.dtype.is_complex
+            and not loses_precision(dtype, tensor.dtype)
         )
         is_permitted = shape == tensor.shape
         if len(shape) == tensor.dim() and self._size_rule != _C.SizeRule.SAME:
@@ -135,6 +137,14 @@ class Stored:
         saved the checkpoint stored no paths."""
         paths = self._metadata().planner_data
         return paths if isinstance(paths, dict) else {}
+
+
+def describe_sharded(name: str) -> str:
+    """Describes why a sharded tensor is not loaded into a new tensor."""
+    return (
+        f"{name} was saved as a sharded tensor, but the state has no tensor of this name to load "
+        "into. Create the tensor before the restore, for example by running one step"
+    )
 
 
 class Placeholder:
@@ -392,6 +402,11 @@ class Load:
         if numbers:
             match = state.match(index, self.reader.size_rule, self._chosen)
         report = LoadReport(
+            refused=[
+                describe_sharded(state.name(row))
+                for row in numbers
+                if contents.is_sharded(state.name(row))
+            ],
             loaded=match.loaded,
             missing=match.missing,
             unexpected=match.unexpected,

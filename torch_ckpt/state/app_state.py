@@ -347,8 +347,9 @@ class States:
             elif is_stateful(value):
                 value.load_state_dict(part.state())
             else:
-                self._replaced += part.replaced()
-                self._values[key] = part.state()
+                state = part.state()
+                self._replaced += part.replaced(state)
+                self._values[key] = state
 
     def warn_of_differences(self) -> None:
         """Warns about values for which the checkpoint has no state of this rank, and about tensors

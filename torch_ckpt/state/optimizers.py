@@ -381,7 +381,7 @@ class OptimizerState(Placeholder):
 
     def refusals(self, stored: Stored, is_chosen: Callable[[str], bool]) -> list[str]:
         if self.as_object is not None:
-            return []  # load_state_dict() compares
+            return self.as_object.refusals(stored, is_chosen)
         reasons: list[str] = []
         states, groups = f"{self._prefix}state.", f"{self._prefix}param_groups."
         names = [*self._paths, *(name for name in stored.names if name.startswith(self._prefix))]

@@ -3,9 +3,10 @@
 ``load_state_dict()`` receives the object that the value's own ``state_dict()`` returned, with its
 type, its attributes and its ``_metadata``. A load fills this object in place:
 
-- A stored tensor is loaded into the tensor of the same name, if that tensor fits. Otherwise, a new
-  tensor replaces the value of that name. In plain dicts, which no ``load_state_dict()`` restores,
-  tensors must fit.
+- A stored tensor is loaded into the tensor of the same name, if that tensor fits: its shape and
+  kind of number are equal, its dtype can represent all stored numbers, and none of its elements
+  share memory with others. Otherwise, a new tensor replaces the value of that name. In plain dicts,
+  which no ``load_state_dict()`` restores, tensors must have the stored names and shapes.
 - All other values are replaced.
 - A value whose structure has changed gets the structure that was saved.
 """
@@ -21,10 +22,11 @@ import torch
 from torch import nn
 
 from torch_ckpt._base.containers import map_children
-from torch_ckpt._base.formatting import plural
+from torch_ckpt._base.formatting import plural, some_of
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import Placeholder, Stored
+from torch_ckpt.loading.load import Placeholder, Stored, describe_sharded
+from torch_ckpt.state.filled_memory import FilledMemory, overlaps_itself
 from torch_ckpt.state.splitting import OBJECTS, is_wrapped, place_tensor, unwrap_state
 
 _MISSING: Any = object()
@@ -122,14 +124,25 @@ class StateTarget(Placeholder):
             for path, _value in self._leaves.values()
             for at, part in enumerate(path)
         }
-        # What the checkpoint has, in its order: targets of the tensors, and this object for others.
+        # Targets by stored name, in the order of the checkpoint. Objects have this placeholder as
+        # their target.
         self._chosen: dict[str, Any] = {}
-        self._paths: Callable[[], Mapping[str, Any]] = dict
+        # Own tensors in plain dicts that the checkpoint lacks, next to its object.
+        self._lacking_tensors: dict[str, torch.Tensor] = {}
+        # Stored tensors that would be new in plain dicts, and the number of all stored tensors.
+        self._extra: list[str] = []
+        self._tensor_count = 0
+        # Reasons why a stored tensor cannot be restored, by name.
+        self._refused: dict[str, str] = {}
+        # Stored paths of the names that the own state lacks.
+        self._stored_paths: dict[str, Any] = {}
         self._loads_all = False
 
     def choose(self, stored: Stored, _name: str) -> dict[str, Any]:
         key = self._key
-        self._chosen, chosen = {}, {}
+        chosen: dict[str, Any] = {}
+        self._chosen, self._lacking_tensors, self._refused = {}, {}, {}
+        self._extra, self._tensor_count = [], 0
         self._loads_all = stored.loads_all
         beneath = [
             name
@@ -137,9 +150,11 @@ class StateTarget(Placeholder):
             if name.startswith(f"{key}.") and not f"{name}.".startswith(self._other_keys)
         ]
         saved_per_rank = re.compile(rf"{re.escape(key)}\.rank\d+")
-        if self._object_name in stored:
+        has_object = self._object_name in stored
+        if has_object:
             names = [name for name in beneath if stored.is_tensor(name)]
             chosen[self._object_name] = self
+            self._tensor_count = len(names)
         elif key in stored:
             names = [key]
         elif beneath and not any(map(saved_per_rank.fullmatch, beneath)):
@@ -147,22 +162,47 @@ class StateTarget(Placeholder):
             chosen = {name: self for name in self._lacking(beneath)}
         else:
             return {key if type(self._own) in PLAIN else self._object_name: self}
-        paths = _Lazy(stored.paths)
-        self._paths = paths
-        used: set[int] = set()
+        filled = FilledMemory()
         for name in names:
             if not self._is_stateful and stored.is_tensor(name) and self._is_in_own_dict(name):
                 # The program reads the tensors of this dict, so a new one would have no effect.
-                if self._object_name not in stored:
+                if has_object:
+                    self._extra.append(name)
+                else:
                     chosen[name] = self
                 continue
-            self._chosen[name] = self._target(stored, name, used)
-            if "." in name[len(key) + 1 :] and not self._is_own_tensor(name):
-                paths()  # while the metadata is available
-        if not self._is_stateful and self._object_name in stored:
+            self._chosen[name] = self._target(stored, name, filled)
+        if not self._is_stateful and has_object:
             lacking = [name for name in self._lacking(names) if self._is_own_tensor(name)]
-            self._chosen |= {name: self._leaves[name][1] for name in lacking}
-        return {**chosen, **self._chosen}
+            self._lacking_tensors = {name: self._leaves[name][1] for name in lacking}
+        # Read the paths while the metadata is available. The object has keys for most names.
+        least = 1 if has_object else 0
+        unknown = [
+            name
+            for name in self._chosen
+            if name not in self._leaves and name[len(key) + 1 :].count(".") >= least
+        ]
+        stored_paths = stored.paths() if unknown and names != [key] else {}
+        self._stored_paths = {name: stored_paths.get(name) for name in unknown}
+        return {**chosen, **self._chosen, **self._lacking_tensors}
+
+    def refusals(self, stored: Stored, is_chosen: Callable[[str], bool]) -> list[str]:
+        reasons = [reason for name, reason in self._refused.items() if is_chosen(name)]
+        if self._object_name in stored and is_chosen(self._object_name):
+            if self._extra:
+                reasons.append(
+                    f"{self._key}: the checkpoint has the tensors {some_of(self._extra)}, which "
+                    "the state lacks. Create the same tensors before the restore, or omit "
+                    f"{self._key} with names=. Save states whose structure changes as PerRank(...) "
+                    "or as objects with load_state_dict()"
+                )
+            omitted = [n for n in self._chosen if n not in self._leaves and not is_chosen(n)]
+            if omitted:
+                reasons.append(
+                    f"{self._key}: names= omits {some_of(omitted)}, and the state has no value of "
+                    "this name. Add it to names=, or omit the complete value"
+                )
+        return reasons
 
     def _is_in_own_dict(self, name: str) -> bool:
         """Returns True if a name is new in a dict of the own state: not in a list, and not in place
@@ -176,16 +216,25 @@ class StateTarget(Placeholder):
                 return not self._containers[name[:end]]
         return False
 
-    def replaced(self) -> list[str]:
-        """Returns the names of own tensors that other values have replaced."""
-        return [name for name in self.values if self._is_own_tensor(name)]
+    def replaced(self, state: Any) -> list[str]:
+        """Returns the names of own tensors that other values have replaced.
+
+        Args:
+            state: the result of :meth:`state`.
+        """
+        return [
+            name
+            for name, (path, value) in self._leaves.items()
+            if isinstance(value, torch.Tensor)
+            and not value.is_meta
+            and not _has_or_drops(state, path, value)
+        ]
 
     def state(self) -> Any:
         """Returns the own state with the loaded values. Values that were not loaded are unchanged.
 
         Raises:
-            CheckpointError: the load omitted a tensor that the state needs, or the checkpoint is
-                inconsistent.
+            CheckpointError: the checkpoint is inconsistent.
         """
         if self._key in self.values:
             return self._filled(unwrap_state(self.values[self._key]))
@@ -201,27 +250,28 @@ class StateTarget(Placeholder):
     def _is_own_tensor(self, name: str) -> bool:
         return isinstance(self._leaves.get(name, _NO_LEAF)[1], torch.Tensor)
 
-    def _target(self, stored: Stored, name: str, used: set[int]) -> Any:
+    def _target(self, stored: Stored, name: str, filled: FilledMemory) -> Any:
         """Returns the target for a stored value: the own tensor if it fits, or a new one."""
         if not stored.is_tensor(name):
             return self
         own = self._leaves.get(name, _NO_LEAF)[1]
         if not isinstance(own, torch.Tensor):
             if stored.is_sharded(name):
-                raise CheckpointError(
-                    f"{name} was saved as a sharded tensor, but the state has no tensor of this "
-                    "name to load into. Create the tensor before the restore, for example by "
-                    "running one step"
-                )
+                self._refused[name] = describe_sharded(name)
             return stored.meta_tensor(name, torch.device("cpu"))
         is_plain = type(own) in (torch.Tensor, nn.Parameter) and not own.is_quantized
-        if not (self._is_stateful and is_plain):
+        if not is_plain or own.layout != torch.strided:
             return own
-        # Several names of one tensor can have been different tensors when they were saved.
-        address = 0 if own.is_meta else own.data_ptr()
-        if stored.fits(name, own) and address not in used:
-            if address:
-                used.add(address)
+        if not self._is_stateful:
+            if not own.is_meta and overlaps_itself(own):
+                self._refused[name] = (
+                    f"{name}: elements of the tensor share memory, as in an expanded tensor, so "
+                    "they cannot have the stored values. Replace the tensor with a copy of it, "
+                    "such as tensor.contiguous(), before the restore"
+                )
+            return own
+        # Tensors that share memory can have been different tensors when they were saved.
+        if stored.fits(name, own) and (own.is_meta or filled.add(own)):
             return own
         return stored.meta_tensor(name, torch.device("cpu") if own.is_meta else own.device)
 
@@ -256,7 +306,7 @@ class StateTarget(Placeholder):
         """Returns the path of a name beneath the key."""
         if name in self._leaves:
             return self._leaves[name][0]
-        path: Any = self._paths().get(name)
+        path: Any = self._stored_paths.get(name)
         # Do not trust the stored path.
         is_path = isinstance(path, tuple) and path[:1] == (self._key,)
         if is_path and _name(self._key, path[1:]) == name:
@@ -265,24 +315,21 @@ class StateTarget(Placeholder):
 
     def _joined(self, stored: Any) -> Any:
         """Returns the stored state: its object, with the tensors in their places."""
-        if not is_wrapped(stored) or stored.tensors != len(self._chosen):
-            count = plural(getattr(stored, "tensors", 0), "tensor")
+        if not is_wrapped(stored) or stored.tensors != self._tensor_count:
+            saved = plural(getattr(stored, "tensors", 0), "tensor")
             raise CheckpointError(
-                f"the checkpoint has {count}, but the state now has {len(self._chosen)}. Create "
-                "the same tensors before the restore, or save states whose structure changes as "
-                "PerRank(...) or as objects with load_state_dict()"
+                f"{self._object_name} was saved with {saved}, but the checkpoint has "
+                f"{self._tensor_count}. If rename= or another key of the state uses the name of a "
+                "tensor, change it"
             )
         state = stored.value
         keys: dict[int, dict[str, Any]] = {}
         for name in self._chosen:
-            tensor = self._loaded(name)
-            if tensor is _MISSING:
-                raise CheckpointError(
-                    f"{name} was not loaded, and the state has no value of this name. Add it to "
-                    "names=, or leave out the complete value"
-                )
             parts = [str(part) for part in self._path(name)]
-            state = place_tensor(state, parts, tensor, keys)
+            state = place_tensor(state, parts, self._loaded(name), keys)
+        # The load skips tensors that the checkpoint lacks, so they are unchanged.
+        for name, tensor in self._lacking_tensors.items():
+            state = _set(state, self._leaves[name][0], tensor)
         return state
 
     def _nested(self) -> Any:
@@ -302,19 +349,6 @@ class StateTarget(Placeholder):
 
 
 _NO_LEAF: tuple[Path, Any] = ((), _MISSING)
-
-
-class _Lazy:
-    """Calls a function once, and returns its result again in later calls."""
-
-    def __init__(self, function: Callable[[], Mapping[str, Any]]) -> None:
-        self._function = function
-        self._result: Mapping[str, Any] | None = None
-
-    def __call__(self) -> Mapping[str, Any]:
-        if self._result is None:
-            self._result = self._function()
-        return self._result
 
 
 def fill(
@@ -405,6 +439,20 @@ def _name(key: str, path: Path) -> str:
 
 def _dots(name: str) -> list[int]:
     return [at for at, letter in enumerate(name) if letter == "."]
+
+
+def _has_or_drops(state: Any, path: Path, tensor: torch.Tensor) -> bool:
+    """Returns True if a state has a tensor at a path, or a list that is too short for the path."""
+    for part in path:
+        if isinstance(state, list) and isinstance(part, _Index):
+            if part >= len(state):
+                return True
+            state = state[part]
+        elif isinstance(state, Mapping) and part in state:
+            state = state[part]
+        else:
+            return False
+    return state is tensor
 
 
 def _set(root: Any, path: Path, value: Any) -> Any:

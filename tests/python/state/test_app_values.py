@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import shutil
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import lr_scheduler
 
+import torch_ckpt
 from tests.programs import State, kept, restore, save
-from tests.support import assert_equal, cause_of, stock_save
+from tests.support import assert_equal, cause_of, stock_load, stock_save
 from torch_ckpt import LoadReport
 from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.state.app_state import AppState
@@ -259,6 +261,189 @@ def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
         (ema[1], ema["l"][1], ema["o"]["a"], restored["w"]), tensors, strict=True
     ):
         assert found is tensor
+
+
+@pytest.mark.parametrize("saves", [save, stock_save])
+@pytest.mark.parametrize("stored", [None, 5, torch.ones(2), {"inner": None}], ids=repr)
+@pytest.mark.parametrize("top", ["e", "inner", "outer"])
+def test_a_tensor_that_another_value_replaces_is_named(
+    tmp_path: Path, saves: Callable[..., Any], stored: Any, top: str
+) -> None:
+    own: Any = torch.zeros(2)
+    if top != "e":
+        own = {"inner": {"a": own}} if top == "inner" else {"inner": own}
+    name = {"e": "e", "inner": "e.inner.a", "outer": "e.inner"}[top]
+    saves({"e": stored}, tmp_path)
+    state: State = {"e": own}
+    if isinstance(stored, torch.Tensor) and isinstance(own, torch.Tensor):
+        restore(state, tmp_path)
+    elif type(stored) is dict and saves is save:
+        # The names of objects within an object are unknown before it is read.
+        assert mismatch(state, tmp_path).missing == [name]
+        return
+    else:
+        with pytest.warns(UserWarning, match=rf"^{name}: .*has replaced the tensor"):
+            restore(state, tmp_path)
+    assert_equal(state["e"], stored)
+
+
+def test_a_tensor_that_a_dict_with_tensors_replaces_is_named(tmp_path: Path) -> None:
+    save({"e": {"x": torch.ones(2)}}, tmp_path)
+    state: State = {"e": torch.zeros(2)}
+    with pytest.warns(UserWarning, match=r"^e: .*has replaced the tensor"):
+        restore(state, tmp_path)
+    assert_equal(state["e"], {"x": torch.ones(2)})
+
+
+def test_a_list_with_more_tensors_than_were_saved_is_shortened(tmp_path: Path) -> None:
+    fresh: State = {"losses": [torch.zeros(2), torch.zeros(3)]}
+    assert_equal(kept({"losses": [torch.ones(2)]}, tmp_path, fresh), {"losses": [torch.ones(2)]})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_new_tensors_of_a_dict_are_refused_before_anything_changes(
+    tmp_path: Path, strict: bool
+) -> None:
+    saved = {"c": {"a": torch.ones(1), "b": torch.ones(2)}, "other": torch.ones(2)}
+    save(saved, tmp_path)
+    state: State = {"c": {"a": torch.zeros(1)}, "other": torch.zeros(2)}
+    with pytest.raises(CheckpointException, match=r"c: the checkpoint has the tensors c\.b"):
+        restore(state, tmp_path, strict=strict)
+    assert_equal(state, {"c": {"a": torch.zeros(1)}, "other": torch.zeros(2)})
+    restore(state, tmp_path, names=["other", "c.a"])
+    assert_equal(state, {"c": {"a": torch.ones(1)}, "other": torch.ones(2)})
+
+
+@pytest.mark.parametrize("saves", [save, stock_save])
+def test_tensors_that_the_checkpoint_lacks_are_unchanged_if_the_load_is_not_strict(
+    tmp_path: Path, saves: Callable[..., Any]
+) -> None:
+    saves({"c": {"a": torch.ones(1), "n": 3}}, tmp_path)
+    extra = torch.zeros(2)
+    state: State = {"c": {"a": torch.zeros(1), "b": extra, "d": {1: extra}, "n": 0}}
+    assert mismatch(state, tmp_path).missing == ["c.b", "c.d.1"]
+    with pytest.warns(UserWarning, match=r"skipped because of strict=False: c\.b .*, c\.d\.1"):
+        restore(state, tmp_path, strict=False)
+    assert_equal(
+        {key: state["c"][key] for key in ("a", "n", "b", "d")},
+        {"a": torch.ones(1), "n": 3, "b": extra, "d": {1: extra}},
+    )
+    assert state["c"]["b"] is state["c"]["d"][1] is extra
+
+
+@pytest.mark.parametrize("value", [_Noise, lambda state: state], ids=["object", "value"])
+def test_names_that_omit_a_tensor_of_an_object_are_refused_before_anything_changes(
+    tmp_path: Path, value: Callable[[Any], Any]
+) -> None:
+    save({"c": value([torch.ones(1), torch.ones(2), 5]), "other": torch.ones(2)}, tmp_path)
+    state: State = {"c": value([torch.zeros(1)]), "other": torch.zeros(2)}
+    with pytest.raises(CheckpointException, match=r"c: names= omits c\.1, and the state has no"):
+        restore(state, tmp_path, names=["other", "c._objects", "c.0"])
+    assert_equal(state["other"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("saves", [save, stock_save])
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ({"x": torch.ones(2)}, {}),
+        ([torch.ones(2), torch.ones(3)], []),
+        ({"a": {"b": [torch.ones(2), {"c": torch.ones(1)}]}}, None),
+        ({"a.b": torch.ones(2)}, {}),
+    ],
+    ids=["dict", "list", "nested", "dots"],
+)
+def test_apply_reads_nothing_from_the_checkpoint(
+    tmp_path: Path, saves: Callable[..., Any], saved: Any, own: Any
+) -> None:
+    saves({"a": _Noise(saved)}, tmp_path / "step")
+    state = {"a": _Noise(own)}
+    app_state = AppState(state)
+    target = app_state.target()
+    torch_ckpt.load(target, tmp_path / "step")
+    shutil.rmtree(tmp_path / "step")
+    app_state.apply(target)
+    assert_equal(state["a"].state, saved)
+
+
+# --- tensors that share memory -------------------------------------------------------------------
+
+
+def _views() -> dict[str, list[torch.Tensor]]:
+    base = torch.zeros(4, 6)
+    flat = base.view(-1)
+    return {
+        "shifted": [flat[0:3], flat[1:4]],
+        "same": [flat[0:3], flat[0:3]],
+        "within": [flat[0:9], flat[2:4], flat[8:9]],
+        "row and column": [base[1], base[:, 2]],
+        "bytes": [flat[:2], flat.view(torch.uint8)[7:9]],
+        "expanded": [torch.zeros(1).expand(3)],
+        "windows": [flat.unfold(0, 3, 2)],
+    }
+
+
+@pytest.mark.parametrize("saves", [save, stock_save])
+@pytest.mark.parametrize("name", _views())
+def test_tensors_that_share_memory_get_the_values_that_were_saved(
+    tmp_path: Path, saves: Callable[..., Any], name: str
+) -> None:
+    saved = [
+        torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype) + 10 * number
+        for number, tensor in enumerate(_views()[name])
+    ]
+    saves({"views": _Noise(saved)}, tmp_path)
+    state = {"views": _Noise(_views()[name])}
+    restore(state, tmp_path)
+    assert_equal(state["views"].state, saved)
+
+
+def test_tensors_with_disjoint_elements_of_one_storage_are_filled_in_place(tmp_path: Path) -> None:
+    base = torch.zeros(6, 20)
+    own = [base[:4, :8], base[:4, 8:16], base[:, 16], base[:, 17], base[4:, 3:9], base[5, :2]]
+    saved = [torch.full_like(tensor, number + 1) for number, tensor in enumerate(own)]
+    save({"views": _Noise(saved)}, tmp_path)
+    state = {"views": _Noise(own)}
+    restore(state, tmp_path)
+    assert_equal(state["views"].state, saved)
+    assert all(a is b for a, b in zip(state["views"].state, own, strict=True))
+
+
+def test_an_expanded_tensor_of_a_dict_is_refused_by_name(tmp_path: Path) -> None:
+    save({"c": {"a": torch.arange(3.0)}, "other": torch.ones(2)}, tmp_path)
+    state: State = {"c": {"a": torch.zeros(1).expand(3)}, "other": torch.zeros(2)}
+    with pytest.raises(CheckpointException, match=r"c\.a: elements of the tensor share memory"):
+        restore(state, tmp_path)
+    assert_equal(state["other"], torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "is_in_place"),
+    [
+        (torch.int64, torch.int32, False),
+        (torch.float64, torch.float32, False),
+        (torch.float32, torch.bfloat16, False),
+        (torch.int32, torch.int64, True),
+        (torch.bfloat16, torch.float32, True),
+    ],
+    ids=str,
+)
+def test_a_stateful_gets_a_new_tensor_if_its_own_would_lose_precision(
+    tmp_path: Path, stored: torch.dtype, own: torch.dtype, is_in_place: bool
+) -> None:
+    saved = torch.tensor([2.0**30 + (not is_in_place)], dtype=torch.float64).to(stored)
+    save({"noise": _Noise(saved)}, tmp_path)
+    tensor = torch.zeros(1, dtype=own)
+    state = {"noise": _Noise(tensor)}
+    if is_in_place:
+        stock: State = {"noise": torch.zeros(1, dtype=own)}
+        stock_load(stock, tmp_path)
+        restore(state, tmp_path)
+        assert state["noise"].state is tensor
+        assert_equal(tensor, stock["noise"])
+    else:
+        restore(state, tmp_path)
+        assert_equal(state["noise"].state, saved)
 
 
 class _OfThisTest:
