@@ -35,6 +35,12 @@ from torch_ckpt.state.state_targets import StateTarget
 #: Key of the list of parameters that had no state. The checkpoint stores zeros for them.
 _WITHOUT_STATE = "without_state"
 
+# Options that torch's schedulers and averages add to a parameter group.
+_OF_SCHEDULERS = {
+    *("initial_lr", "max_lr", "min_lr", "swa_lr"),
+    *("max_momentum", "base_momentum"),
+}
+
 # Keys of a parameter group that are not options.
 _NO_OPTIONS = ("params", "param_names")
 
@@ -388,7 +394,14 @@ class OptimizerState(Placeholder):
         if any(name.startswith(states) and is_chosen(name) for name in names):
             reasons += self._differing_states()
         options = {name for name in names if name.startswith(groups) and is_chosen(name)}
-        if options:
+        reasons += self._options_of_another_class(options)
+        members = [name for name in names if self._has_groups and self._is_member_list(name)]
+        if options and not all(map(is_chosen, members)):
+            reasons.append(
+                "names= chooses options without the lists of parameters, which identify the groups."
+                f" Add {groups + '*.params'!r} to names="
+            )
+        elif options:
             # Read before the comparison, whose errors are differences and not damage.
             values: StateDict = {}
             if self._has_groups:
@@ -416,11 +429,7 @@ class OptimizerState(Placeholder):
         differ = [n for n, has in self._stored_slots.items() if not _fit(has, present[n])]
         if not differ:
             return
-        kind = type(unwrapped(self._optimizer)).__name__
-        way_out = (
-            "Create the optimizer as it was saved, or leave it out with "
-            f"{_names_without(self._prefix)}"
-        )
+        kind, way_out = type(unwrapped(self._optimizer)).__name__, self._way_out()
         has, needs = (sorted(_tops(of[differ[0]])) for of in (self._stored_slots, present))
         if has != needs:
             yield (
@@ -438,6 +447,48 @@ class OptimizerState(Placeholder):
             f"{kind} and the checkpoint have different numbers of state tensors for these "
             f"parameters: {some_of(counts, _MAX_NAMES)}. {way_out}. If the structure of an "
             "optimizer's state changes, as with LBFGS, save it as PerRank(optimizer)"
+        )
+
+    def _options_of_another_class(self, names: Iterable[str]) -> Iterator[str]:
+        """Yields an error if the checkpoint has the options of another class of optimizer. Stored
+        states identify the class better, so options are compared only without them.
+
+        Args:
+            names: the stored names of the options that are loaded.
+        """
+        if any(self._stored_slots.values()):
+            return
+        prefix = f"{self._prefix}param_groups."
+        stored: set[str] = set()
+        for name in names:
+            below = name.removeprefix(prefix)
+            if self._has_groups:
+                stored.add(below.partition(".")[2])
+            else:
+                found = _split_after_parameter(below, self.numbers)
+                stored |= set() if found is None else {found[1]}
+        present = {option for group in self._optimizer.param_groups for option in group}
+        # An option can contain tensors, whose names begin with the name of the option.
+        unknown = {option.partition(".")[0] for option in stored}
+        unknown -= present | _OF_SCHEDULERS | {*_NO_OPTIONS, "name"}
+        lacking = self._optimizer.defaults.keys() - stored
+        if unknown and (lacking or self._state["state"]):
+            yield (
+                "another class of optimizer was saved, or the same class with other options: the "
+                f"checkpoint has no states of the parameters, and {some_of(sorted(unknown))} in "
+                f"the groups, which {type(unwrapped(self._optimizer)).__name__} lacks. "
+                f"{self._way_out()}"
+            )
+
+    def _is_member_list(self, name: str) -> bool:
+        """Returns True for the stored name of a group's list of parameters."""
+        parts = name.removeprefix(f"{self._prefix}param_groups.").split(".")
+        return len(parts) == 2 and parts[0].isdecimal() and parts[1] == "params"
+
+    def _way_out(self) -> str:
+        return (
+            "Create the optimizer as it was saved, or leave it out with "
+            f"{_names_without(self._prefix)}"
         )
 
     def _compare_groups(self, stored: Stored, names: Set[str], values: StateDict) -> None:

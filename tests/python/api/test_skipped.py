@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import torch_ckpt
+from tests.support import assert_equal, stock_load, stock_save
 
 each_way = pytest.mark.parametrize("freeing", [False, True], ids=["", "freeing"])
 
@@ -127,6 +131,49 @@ def test_an_optimizer_of_another_class_is_refused_before_the_model_changes(tmp_p
         assert torch.equal(fresh.weight, model.weight)
         with torch.no_grad():
             fresh.weight.copy_(before)
+
+
+@pytest.mark.parametrize("layout", ["torch_ckpt", "get_state_dict", "flattened", "stock"])
+@pytest.mark.parametrize("saved", ["SGD", "AdamW"])
+def test_options_of_another_class_are_refused_without_any_stored_state(
+    tmp_path: Path, layout: str, saved: str
+) -> None:
+    classes: dict[str, Any] = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+    model = torch.nn.Linear(2, 2)
+    optimizer = classes.pop(saved)(model.parameters(), lr=0.5)
+    (other,) = classes.values()
+    fresh = torch.nn.Linear(2, 2)
+    before = fresh.weight.detach().clone()
+    state = {"model": fresh, "optimizer": other(fresh.parameters(), lr=0.25)}
+    groups = copy.deepcopy(state["optimizer"].param_groups)
+    if layout == "torch_ckpt":
+        torch_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path)
+    elif layout == "stock":
+        stock_save({"model": model, "optimizer": optimizer}, tmp_path)
+        with pytest.raises((dcp.CheckpointException, KeyError)):
+            stock_load({"model": torch.nn.Linear(2, 2), "optimizer": state["optimizer"]}, tmp_path)
+    else:
+        options = StateDictOptions(flatten_optimizer_state_dict=layout == "flattened")
+        stored = get_optimizer_state_dict(model, optimizer, options=options)
+        stock_save({"model": model, "optimizer": stored}, tmp_path)
+    with pytest.raises(torch_ckpt.LoadMismatch, match="another class of optimizer") as caught:
+        load(state, tmp_path, False)
+    assert torch.equal(fresh.weight, before)
+    assert_equal(state["optimizer"].param_groups, groups)
+    option = str(caught.value).partition("leave it out with names=")[2].partition("\n")[0]
+    assert load(state, tmp_path, False, names=eval(option)).fits
+
+
+def test_options_of_a_scheduler_do_not_mark_another_class(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.75, 10, cycle_momentum=False)
+    state: dict[str, Any] = {"optimizer": optimizer.state_dict()}
+    del state["optimizer"]["param_groups"][0]["foreach"]  # as an older torch saves it
+    stock_save(state, tmp_path)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.25)
+    torch_ckpt.load({"model": model, "optimizer": fresh}, tmp_path, names=["optimizer.*"])
+    assert fresh.param_groups[0]["max_lr"] == 0.75
 
 
 def test_a_state_that_was_not_selected_may_be_missing(saved: Path) -> None:

@@ -129,6 +129,25 @@ def test_the_manager_and_preflight_refuse_another_grouping(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_selected_options_need_the_lists_of_parameters(tmp_path: Path, layout: str) -> None:
+    saved, fresh = program("ab cd", trained=True), program("cd ab", seed=1, rate=0.5)
+    if layout == "Optimizer.state_dict":  # which identifies parameters by their numbers
+        fresh = program("ab cd", seed=1, rate=0.5)
+    LAYOUTS[layout](saved, tmp_path)
+    before = rates(fresh)
+    for names in (["optimizer.param_groups.*.lr"], ["optimizer.param_groups.1.*"]):
+        with pytest.raises(dcp.CheckpointException) as caught:
+            torch_ckpt.load(fresh, tmp_path, names=names)
+        assert "Add 'optimizer.param_groups.*.params' to names=" in str(caught.value)
+        assert "is empty" not in str(caught.value)
+        assert rates(fresh) == before
+    names = ["optimizer.param_groups.*.lr", "optimizer.param_groups.*.params"]
+    torch_ckpt.load(fresh, tmp_path, names=names)
+    expected = [0.1, 0.2] if layout == "Optimizer.state_dict" else [0.2, 0.1]
+    assert rates(fresh) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_error_names_an_option_that_restores_the_states_and_keeps_the_groups(
     tmp_path: Path, layout: str
 ) -> None:
