@@ -188,14 +188,14 @@ def case_sharded_tensors_of_several_groups_are_compared(launch: Launch) -> None:
     assert "s: ranks 0, 2 have" in text or "s: rank 0 has one value, rank 2 another" in text
 
 
-def case_addends_are_refused(launch: Launch) -> None:
-    addend = DTensor.from_local(torch.ones(2), mesh_1d(launch), [Partial()])
+def case_partial_sums_are_refused(launch: Launch) -> None:
+    partial_sum = DTensor.from_local(torch.ones(2), mesh_1d(launch), [Partial()])
     assert "culprit: the DTensor has the placements (Partial" in refusal(
-        launch, {"culprit": addend}
+        launch, {"culprit": partial_sum}
     )
     path = launch.path("whole")
     torch_ckpt.save({"culprit": torch.ones(2)}, path)
-    failure = failure_of(launch, partial(torch_ckpt.load, {"culprit": addend}, path))
+    failure = failure_of(launch, partial(torch_ckpt.load, {"culprit": partial_sum}, path))
     assert "culprit: the DTensor has the placements (Partial" in str(failure), failure
 
 

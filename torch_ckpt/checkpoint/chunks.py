@@ -102,22 +102,22 @@ def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
 
 
 def require_consecutive(name: str, value: Any) -> None:
-    """Raises CheckpointError if this rank's part of a DTensor is an addend or not a single block.
+    """Raises CheckpointError if this rank's part of a DTensor is a partial sum or several blocks.
 
     torch's planners would read and write the wrong elements.
     """
     if isinstance(value, DTensor) and any(one.is_partial() for one in value.placements):
         raise CheckpointError(
-            f"{name}: the DTensor has the placements {tuple(value.placements)}, so each rank has "
-            "an addend and no part of the tensor: redistribute the DTensor to Shard and Replicate "
+            f"{name}: the DTensor has the placements {tuple(value.placements)}, so each rank holds "
+            "a partial sum, not a shard. Redistribute the DTensor to Shard and Replicate "
             "placements first"
         )
     if _is_strided(value) and len(chunks_here(value)) > 1:
         raise CheckpointError(
             f"{name}: this rank's part of the DTensor is not a single block, because its "
             f"placements are {tuple(value.placements)} and its shape is {list(value.shape)}. A "
-            "checkpoint can describe only blocks, by an offset and a size per dimension: "
-            "redistribute the DTensor to Shard and Replicate placements first"
+            "checkpoint can describe only blocks, by an offset and a size per dimension. "
+            "Redistribute the DTensor to Shard and Replicate placements first"
         )
 
 

@@ -152,7 +152,10 @@ class Placeholder:
 
     Attributes:
         values: the loaded values, by fully qualified name.
+        wanted: description of the values that it loads, for reports.
     """
+
+    wanted = "an object"
 
     def __init__(self) -> None:
         self.values: StateDict = {}
@@ -419,8 +422,8 @@ class Load:
         for row in match.kinds:
             name, value = state.name(row), state.value(row)
             stored = "an object" if index.tensor(name) is None else "a tensor"
-            is_chosen = isinstance(value, Placeholder)
-            wanted = "an object" if is_chosen else f"a {type(value).__name__}"
+            is_placeholder = isinstance(value, Placeholder)
+            wanted = value.wanted if is_placeholder else f"a {type(value).__name__}"
             report.kinds.append((name, stored, wanted))
         loaded = set(report.loaded) if placeholders else set()
         for placeholder in placeholders:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,6 +29,7 @@ from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.state.app_state import AppState
+from torch_ckpt.state.app_state import require_state as require_state
 from torch_ckpt.steps import MARKER_NAME, step_name
 from torch_ckpt.steps.lineage import by_lineage, describe_mixture
 
@@ -39,18 +40,13 @@ _RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
 _CALL = "CheckpointManager.restore"
 
 
-def require_state(state: object) -> None:
-    """Raises TypeError if the state is not a dict."""
-    if not isinstance(state, Mapping):
-        kind = type(state).__name__
-        raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
-
-
 class _Candidates(NamedTuple):
-    """Attributes:
-    steps: the steps to try, in order.
-    unmarked: the paths of the directories that lack only the marker.
-    mixture: describes the runs whose steps are mixed; empty if there are none.
+    """The steps that rank 0 proposes to restore.
+
+    Attributes:
+        steps: the steps to try, in order.
+        unmarked: the paths of the directories that lack only the marker.
+        mixture: describes the runs whose steps are mixed; empty if there are none.
     """
 
     steps: list[int]

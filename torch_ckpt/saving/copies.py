@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.formatting import plural, ranks_text
+from torch_ckpt._base.formatting import ranks_text
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.saving.replica_check import versions_text
+from torch_ckpt.saving.replica_check import differ_text, versions_text
 
 #: Name, the groups of ranks that have the same version, and the ranks of each mesh, if known.
 DifferingCopy = tuple[str, list[list[int]], list[list[int]]]
@@ -134,20 +134,17 @@ def differing_copies(
 def text_of_copies(differing: Sequence[DifferingCopy]) -> str:
     """Returns the text of the error about copies that differ."""
     lines = []
-    for name, groups, meshes in differing[:10]:
+    for name, groups, meshes in differing:
         lines.append(f"{name}: {versions_text(groups[:5])}")
         if meshes:
             shown = [f"({ranks_text(ranks)})" for ranks in meshes[:5]]
             shown += [f"{len(meshes) - 5} more"] if len(meshes) > 5 else []
             lines[-1] += f", on the meshes {', '.join(shown)}"
-    more = f"; and {len(differing) - 10} more" if len(differing) > 10 else ""
-    verb = "differs" if len(differing) == 1 else "differ"
+    loss = " that have the same shards, but only one rank's values would be saved"
     return (
-        f"{plural(len(differing), 'sharded tensor')} {verb} between ranks that have the same "
-        f"shards, but only one rank's values would be saved: {'; '.join(lines)}{more}. If each "
-        "group of ranks has a tensor of its own (experts, for example), use a different name in "
-        "each group, or a DTensor on one mesh of all groups. If the tensors are copies, find out "
-        "why they diverged."
+        f"{differ_text('sharded tensor', lines, loss)}. If each group of ranks has a tensor of its "
+        "own (experts, for example), use a different name in each group, or a DTensor on one mesh "
+        "of all groups. If the tensors are copies, find out why they diverged."
     )
 
 

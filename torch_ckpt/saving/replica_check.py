@@ -35,17 +35,28 @@ def description_of(differing: list[tuple[str, list[list[int]]]]) -> str:
         differing: the name of each value, and the groups of ranks that have the same version of it;
             see ``GlobalPlan.differing_replicas``.
     """
-    lines = []
-    for name, groups in differing[:10]:
-        lines.append(f"{name.removesuffix(_OBJECTS)}: {versions_text(groups)}")
-    more = f"; and {len(differing) - 10} more" if len(differing) > 10 else ""
-    verb = "differs" if len(differing) == 1 else "differ"
+    lines = [
+        f"{name.removesuffix(_OBJECTS)}: {versions_text(groups)}" for name, groups in differing
+    ]
+    loss = ", but only one rank's values are saved"
     return (
-        f"{plural(len(differing), 'value')} {verb} between ranks, but only one rank's values are "
-        f"saved: {'; '.join(lines)}{more}. If each rank has its own value, wrap it in "
+        f"{differ_text('value', lines, loss)}. If each rank has its own value, wrap it in "
         "torch_ckpt.PerRank(...) or save it under a different name on each rank. If the values are "
         "replicas, find out why they diverged. Pass check_replicas='off' to skip this comparison"
     )
+
+
+def differ_text(noun: str, lines: Sequence[str], loss: str) -> str:
+    """Describes values that differ between ranks.
+
+    Args:
+        noun: noun for a value.
+        lines: description of each value. The first ten are listed.
+        loss: description of the loss, which follows the count.
+    """
+    verb = "differs" if len(lines) == 1 else "differ"
+    more = f"; and {len(lines) - 10} more" if len(lines) > 10 else ""
+    return f"{plural(len(lines), noun)} {verb} between ranks{loss}: {'; '.join(lines[:10])}{more}"
 
 
 def versions_text(groups: Sequence[Sequence[int]]) -> str:

@@ -56,6 +56,14 @@ T = TypeVar("T")
 _WITHOUT_STATE = PLAIN | {torch.Tensor, nn.Parameter, dict, list}
 
 
+def require_state(state: object) -> None:
+    """Raises TypeError if the state is not a dict. Do not call it in constructors, whose errors do
+    not reach the other ranks."""
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
+
+
 class BeforeSave(OrderedDict[int, Callable[[], None]]):
     """Hooks to call before state is read for a save, in the order in which they were added."""
 
@@ -200,7 +208,7 @@ class AppState:
                 value's key.
             TypeError: the state is not a dict, or a key is not a str.
         """
-        self._require_dict()
+        require_state(self.state)
         for hook in list(self.before_save.values()):
             hook()
         states = States(self.state)
@@ -216,7 +224,7 @@ class AppState:
                 message begins with the value's key.
             TypeError: the state is not a dict, or a key is not a str.
         """
-        self._require_dict()
+        require_state(self.state)
         states = States(self.state)
         return {key: states.read(key, for_load=True) for key in list(self.state)}
 
@@ -265,14 +273,6 @@ class AppState:
         with CollectiveCall(call, process_group, timeout) as exchange:
             exchange.run_on_all(lambda: self.apply(target))
         return loaded
-
-    # --- private ---------------------------------------------------------------------------------
-
-    def _require_dict(self) -> None:
-        # Check this here, because errors in the constructor do not reach the other ranks.
-        if not isinstance(self.state, Mapping):
-            kind = type(self.state).__name__
-            raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
 
 
 class States:

@@ -24,6 +24,7 @@ from torch_ckpt.state.parameter_groups import pair_groups
 from torch_ckpt.state.splitting import (
     OBJECTS,
     StateDict,
+    is_plain,
     python_number,
     require_distinct_names,
     tensor_count,
@@ -43,6 +44,9 @@ _OF_SCHEDULERS = {
 
 # Keys of a parameter group that are not options.
 _NO_OPTIONS = ("params", "param_names")
+
+# Types of the attributes of an optimizer that its stand-in gets.
+_COPIED = PLAIN | {torch.dtype, torch.device}
 
 # Maximum number of names that an error lists.
 _MAX_NAMES = 10
@@ -144,7 +148,7 @@ def _initial_states(
     options = copy.deepcopy({k: v for k, v in group.items() if k not in _NO_OPTIONS})
     groups: list[StateDict] = [{**options, "params": []}]
     # Copy only attributes of plain types: others may refer to parameters or another optimizer.
-    attributes = {name: value for name, value in vars(optimizer).items() if _is_plain(value)}
+    attributes = {n: value for n, value in vars(optimizer).items() if is_plain(value, _COPIED)}
     stand_in = object.__new__(type(optimizer))
     stand_in.__setstate__(
         copy.deepcopy({**attributes, "defaults": optimizer.defaults})
@@ -169,12 +173,6 @@ def _initial_states(
             if isinstance(slot, torch.Tensor):
                 slot.zero_()
         yield name, slots
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (dict, list, tuple):
-        return all(map(_is_plain, value.values() if type(value) is dict else value))
-    return type(value) in (*PLAIN, torch.dtype, torch.device)
 
 
 def to_stock_layout(key: str, state: StateDict) -> StateDict:

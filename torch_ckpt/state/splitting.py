@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,11 +65,17 @@ def _copy_attributes(source: Any, copied: Any) -> None:
         vars(copied).update(copy.deepcopy(plain))
 
 
-def is_plain(value: Any) -> bool:
-    """Returns True if a value consists of numbers, texts and containers of them."""
+def is_plain(value: Any, leaves: Set[object] = PLAIN) -> bool:
+    """Returns True if a value consists of numbers, texts and containers of them.
+
+    Args:
+        leaves: the types of the values that are no containers.
+    """
     if type(value) in (dict, OrderedDict):
-        return all(is_plain(key) and is_plain(part) for key, part in value.items())
-    return all(map(is_plain, value)) if type(value) in (list, tuple) else type(value) in PLAIN
+        value = [*value, *value.values()]
+    if type(value) in (list, tuple):
+        return all(is_plain(part, leaves) for part in value)
+    return type(value) in leaves
 
 
 def split_state(key: str, state: Any) -> Any:
@@ -141,18 +147,19 @@ def _is_named_tensor(item: tuple[Any, Any]) -> bool:
 
 def join_tensors(rest: Any, tensors: Any) -> Any:
     """Merges the tensors of a state into its other part; the inverse of :func:`split_tensors`."""
-    if not isinstance(tensors, dict):
-        return tensors
-    if not tensors:
-        return rest
-    if rest is _MISSING or rest is None:
-        rest = {}
-    keys = {str(key): key for key in (range(len(rest)) if isinstance(rest, list) else rest)}
-    for name, part in tensors.items():
-        key = keys.get(name, name)
-        left = rest[key] if name in keys else _MISSING
-        rest[key] = join_tensors(left, part)
+    keys: dict[int, dict[str, Any]] = {}
+    for parts, tensor in _named_tensors(tensors, ()):
+        rest = place_tensor(rest, parts, tensor, keys)
     return rest
+
+
+def _named_tensors(tree: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the tensors in a tree, with the parts of their names."""
+    if isinstance(tree, dict):
+        for name, part in tree.items():
+            yield from _named_tensors(part, (*parts, name))
+    else:
+        yield parts, tree
 
 
 def place_tensor(
@@ -170,7 +177,7 @@ def place_tensor(
         return tensor
     root = rest = {} if rest is _MISSING or rest is None else rest
     while True:
-        key, parts = _next_key(rest, parts, keys)
+        key, parts = next_key(rest, parts, keys)
         if not parts:
             rest[key] = tensor
             return root
@@ -180,10 +187,15 @@ def place_tensor(
         rest = inner
 
 
-def _next_key(
+def next_key(
     container: Any, parts: Sequence[str], keys: dict[int, dict[str, Any]]
 ) -> tuple[Any, Sequence[str]]:
-    """Returns the key of a container with which a name begins, and the remaining parts."""
+    """Returns the key of a container with which a name begins, and the remaining parts.
+
+    Args:
+        container: list or dict without its tensors.
+        parts, keys: see :func:`place_tensor`.
+    """
     if isinstance(container, list):
         if not parts[0].isdecimal():
             parts = ".".join(parts).split(".")

@@ -27,7 +27,7 @@ from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Placeholder, Stored, describe_sharded
 from torch_ckpt.state.filled_memory import FilledMemory, overlaps_itself
-from torch_ckpt.state.splitting import OBJECTS, is_wrapped, place_tensor, unwrap_state
+from torch_ckpt.state.splitting import OBJECTS, is_wrapped, next_key, place_tensor, unwrap_state
 
 _MISSING: Any = object()
 
@@ -88,6 +88,14 @@ def is_tensor_of_module(name: str, value: Any) -> bool:
     """Returns True if a value of a module's state dict is saved as a tensor. Extra state is saved
     as an object even if it is a tensor, because its length may change."""
     return isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
+
+
+class _NoNewTensor(Placeholder):
+    """Loads nothing, in place of a stored tensor that would be new in a dict of the program."""
+
+    wanted = (
+        "no new tensor in this dict (create it before the restore, or save the dict as PerRank)"
+    )
 
 
 class StateTarget(Placeholder):
@@ -166,10 +174,8 @@ class StateTarget(Placeholder):
         for name in names:
             if not self._is_stateful and stored.is_tensor(name) and self._is_in_own_dict(name):
                 # The program reads the tensors of this dict, so a new one would have no effect.
-                if has_object:
-                    self._extra.append(name)
-                else:
-                    chosen[name] = self
+                self._extra.append(name)
+                chosen[name] = _NoNewTensor()
                 continue
             self._chosen[name] = self._target(stored, name, filled)
         if not self._is_stateful and has_object:
@@ -179,7 +185,7 @@ class StateTarget(Placeholder):
         least = 1 if has_object else 0
         unknown = [
             name
-            for name in self._chosen
+            for name in (*self._chosen, *self._extra)
             if name not in self._leaves and name[len(key) + 1 :].count(".") >= least
         ]
         stored_paths = stored.paths() if unknown and names != [key] else {}
@@ -189,13 +195,6 @@ class StateTarget(Placeholder):
     def refusals(self, stored: Stored, is_chosen: Callable[[str], bool]) -> list[str]:
         reasons = [reason for name, reason in self._refused.items() if is_chosen(name)]
         if self._object_name in stored and is_chosen(self._object_name):
-            if self._extra:
-                reasons.append(
-                    f"{self._key}: the checkpoint has the tensors {some_of(self._extra)}, which "
-                    "the state lacks. Create the same tensors before the restore, or omit "
-                    f"{self._key} with names=. Save states whose structure changes as PerRank(...) "
-                    "or as objects with load_state_dict()"
-                )
             omitted = [n for n in self._chosen if n not in self._leaves and not is_chosen(n)]
             if omitted:
                 reasons.append(
@@ -327,10 +326,29 @@ class StateTarget(Placeholder):
         for name in self._chosen:
             parts = [str(part) for part in self._path(name)]
             state = place_tensor(state, parts, self._loaded(name), keys)
-        # The load skips tensors that the checkpoint lacks, so they are unchanged.
+        # The load skips tensors that either side lacks, so the own dicts are unchanged.
+        for name in self._extra:
+            self._remove_placeholder(state, name, keys)
         for name, tensor in self._lacking_tensors.items():
             state = _set(state, self._leaves[name][0], tensor)
         return state
+
+    def _remove_placeholder(self, state: Any, name: str, keys: dict[int, dict[str, Any]]) -> None:
+        """Removes the None that stands for a tensor, or for a dict with only tensors, from the
+        stored object. An own empty dict of this name is kept."""
+        parts: Sequence[str] = [str(part) for part in self._path(name)]
+        while parts and isinstance(state, list | dict):
+            key, parts = next_key(state, parts, keys)
+            if isinstance(state, dict) and state.get(key, _MISSING) is None:
+                end = len(name) - sum(len(part) + 1 for part in parts)
+                if name[:end] in self._leaves:
+                    state[key] = self._leaves[name[:end]][1]
+                else:
+                    del state[key]
+                return
+            if isinstance(state, dict) and key not in state:
+                return
+            state = state[key]
 
     def _nested(self) -> Any:
         """Returns the state as nested dicts and lists: stored values, and own values that were not

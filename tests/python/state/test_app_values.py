@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import shutil
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -300,18 +301,51 @@ def test_a_list_with_more_tensors_than_were_saved_is_shortened(tmp_path: Path) -
     assert_equal(kept({"losses": [torch.ones(2)]}, tmp_path, fresh), {"losses": [torch.ones(2)]})
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("saves", [save, stock_save])
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ({"a": torch.ones(1), "b": torch.ones(2)}, {}),
+        ({"n": 1, "b": torch.ones(2), "m": 2}, {"n": 0, "m": 0}),
+        ({"n": 1, "d": {"b": torch.ones(2)}}, {"n": 0}),
+        ({"n": 1, "d": {"b": torch.ones(2)}}, {"n": 0, "d": {}}),
+        ({"n": 1, "d": {"b": torch.ones(2), "c": None}}, {"n": 0, "d": {"c": None}}),
+        ({"n": 1, 3: {4.5: torch.ones(2)}}, {"n": 0, 3: {5: torch.zeros(1)}}),
+        ({"n": 1, "l": [{"x.y": torch.ones(2), "k": 2}]}, {"n": 0, "l": [{"k": 0}]}),
+    ],
+    ids=["flat", "between", "in a dict", "in an empty dict", "with None", "numbers", "in a list"],
+)
 def test_new_tensors_of_a_dict_are_refused_before_anything_changes(
-    tmp_path: Path, strict: bool
+    tmp_path: Path, saves: Callable[..., Any], saved: State, own: State
 ) -> None:
-    saved = {"c": {"a": torch.ones(1), "b": torch.ones(2)}, "other": torch.ones(2)}
-    save(saved, tmp_path)
-    state: State = {"c": {"a": torch.zeros(1)}, "other": torch.zeros(2)}
-    with pytest.raises(CheckpointException, match=r"c: the checkpoint has the tensors c\.b"):
-        restore(state, tmp_path, strict=strict)
-    assert_equal(state, {"c": {"a": torch.zeros(1)}, "other": torch.zeros(2)})
-    restore(state, tmp_path, names=["other", "c.a"])
-    assert_equal(state, {"c": {"a": torch.ones(1)}, "other": torch.ones(2)})
+    saves({"c": {**saved, "a": torch.ones(1)}, "other": torch.ones(2)}, tmp_path)
+    state: State = {"c": {**copy.deepcopy(own), "a": torch.zeros(1)}, "other": torch.zeros(2)}
+    with pytest.raises(CheckpointException, match="wanted no new tensor in this dict"):
+        restore(state, tmp_path)
+    assert_equal(state, {"c": {**own, "a": torch.zeros(1)}, "other": torch.zeros(2)})
+    with pytest.warns(UserWarning, match=r"skipped because of strict=False: c\..*no new tensor"):
+        restore(state, tmp_path, strict=False)
+    kept = {**_with(own, n=1, m=2, k=2), "a": torch.ones(1)}
+    found = {key: state["c"][key] for key in kept}
+    assert_equal(found, kept)
+    assert len(state["c"]) == len(kept)
+
+
+def _with(own: Any, **numbers: int) -> Any:
+    """Returns a copy of a state with other numbers."""
+    if isinstance(own, dict):
+        return {
+            key: numbers[key] if type(part) is int else _with(part, **numbers)
+            for key, part in own.items()
+        }
+    return [_with(part, **numbers) for part in own] if isinstance(own, list) else own
+
+
+def test_tensors_of_a_dict_that_names_omit_need_not_be_new(tmp_path: Path) -> None:
+    save({"c": {"a": torch.ones(1), "b": torch.ones(2), "n": 1}}, tmp_path)
+    state: State = {"c": {"a": torch.zeros(1), "n": 0}}
+    restore(state, tmp_path, names=["c.a", "c._objects"])
+    assert_equal(state, {"c": {"a": torch.ones(1), "n": 1}})
 
 
 @pytest.mark.parametrize("saves", [save, stock_save])
