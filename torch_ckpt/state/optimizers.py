@@ -37,10 +37,9 @@ from torch_ckpt.state.state_targets import StateTarget
 _WITHOUT_STATE = "without_state"
 
 # Options that torch's schedulers and averages add to a parameter group.
-_OF_SCHEDULERS = {
-    *("initial_lr", "max_lr", "min_lr", "swa_lr"),
-    *("max_momentum", "base_momentum"),
-}
+_OF_SCHEDULERS = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
+)
 
 # Keys of a parameter group that are not options.
 _NO_OPTIONS = ("params", "param_names")

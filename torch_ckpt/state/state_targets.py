@@ -181,7 +181,8 @@ class StateTarget(Placeholder):
         if not self._is_stateful and has_object:
             lacking = [name for name in self._lacking(names) if self._is_own_tensor(name)]
             self._lacking_tensors = {name: self._leaves[name][1] for name in lacking}
-        # Read the paths while the metadata is available. The object has keys for most names.
+        # Read the paths while the metadata is available. The object has the keys of its tensors, so
+        # only names with several parts are ambiguous.
         least = 1 if has_object else 0
         unknown = [
             name
@@ -318,8 +319,8 @@ class StateTarget(Placeholder):
             saved = plural(getattr(stored, "tensors", 0), "tensor")
             raise CheckpointError(
                 f"{self._object_name} was saved with {saved}, but the checkpoint has "
-                f"{self._tensor_count}. If rename= or another key of the state uses the name of a "
-                "tensor, change it"
+                f"{self._tensor_count}. If a renaming or another key of the state uses the name of "
+                "a tensor, change it"
             )
         state = stored.value
         keys: dict[int, dict[str, Any]] = {}
