@@ -9,8 +9,8 @@
    ends.
 4. Version 0.1 wrote ``host``, ``boot``, ``pids``, ``pid``, ``start`` and ``began_at``, and removed
    the file at the end of a run. A held record has these fields, too, so version 0.1 refuses to
-   write beside a running run. A released record has them in a nested object, which version 0.1
-   takes for the lease of a dead run.
+   write while another run is active. A released record has them in a nested object, which version
+   0.1 treats as the lease of a dead run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt.errors import RootInUse
-from torch_ckpt.steps.lease_protocol import LEASE_NAME, Record, Stored
+from torch_ckpt.steps.lease_protocol import LEASE_NAME, Record, StoredRecord
 
 #: Fields that identify a process.
 _PROCESS_FIELDS = ("host", "boot", "pids", "pid", "start", "began_at")
@@ -54,13 +54,15 @@ class LeaseFile:
         self.has_made_root = False
         self._fd = -1  # the lease of this process, locked
 
-    def read(self) -> Stored | None:
+    def read(self) -> StoredRecord | None:
         try:
             return _read_at(None, os.path.join(self.root, LEASE_NAME))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def compare_and_swap(self, expected: Stored | None, record: Record) -> Stored | None:
+    def compare_and_swap(
+        self, expected: StoredRecord | None, record: Record
+    ) -> StoredRecord | None:
         if expected is not None and expected.record == record:
             # Only the process that holds the lease renews it. If another run has replaced the file,
             # this changes the time of the old one.
@@ -77,7 +79,7 @@ class LeaseFile:
                 # Another run has removed the root that it had created, or this temporary file.
                 continue
 
-    def is_alive(self, found: Stored) -> bool | None:
+    def is_alive(self, found: StoredRecord) -> bool | None:
         process, own = found.record.process, _core.own_process()
         is_on_this_boot = bool(own["boot"]) and process.get("boot") == own["boot"]
         if is_on_this_boot and all(process.get(name) == own[name] for name in ("host", "pids")):
@@ -92,7 +94,7 @@ class LeaseFile:
         # A kernel knows all locks of its own processes, but may not see the locks of other hosts.
         return False if is_locked is False and is_on_this_boot else None
 
-    def age(self, found: Stored) -> float | None:
+    def age(self, found: StoredRecord) -> float | None:
         """See :class:`LeaseStore`. Creates a file, to read the clock of the file system."""
         directory = self._open_root()
         try:
@@ -104,14 +106,15 @@ class LeaseFile:
 
     def leave(self) -> None:
         """Unlocks the lease of this process. Removes the root if this object has created it, no
-        other run has ever held its lease, and it has no other file."""
+        other run has ever held its lease, it has no other file, and no process holds the lock on
+        it."""
         self.close()
         if not self.has_made_root:
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RootInUse):
             directory = _core.Directory(self.root)
             try:
-                with _locked(directory):
+                with _locked(directory, 0.0):
                     found = _read_at(directory.fd, LEASE_NAME)
                     is_unused = not found.record.is_held and found.record.epoch == 1
                     if is_unused and directory.names() == [LEASE_NAME]:
@@ -142,8 +145,8 @@ class LeaseFile:
                 self.has_made_root = True
 
     def _swap(
-        self, directory: _core.Directory, expected: Stored | None, record: Record
-    ) -> Stored | None:
+        self, directory: _core.Directory, expected: StoredRecord | None, record: Record
+    ) -> StoredRecord | None:
         _remove_leftovers(directory)
         with _temporary(directory) as (name, fd):
             data = encode(record)
@@ -156,7 +159,7 @@ class LeaseFile:
             _core.fault_point("fsync", path)
             os.fsync(fd)
             with _locked(directory):
-                found: Stored | None = None
+                found: StoredRecord | None = None
                 with contextlib.suppress(FileNotFoundError):
                     found = _read_at(directory.fd, LEASE_NAME)
                 if (found and found.version) != (expected and expected.version):
@@ -169,7 +172,7 @@ class LeaseFile:
                 self._fd = os.dup(fd)
             return stored
 
-    def _is_locked(self, found: Stored) -> bool | None:
+    def _is_locked(self, found: StoredRecord) -> bool | None:
         """Returns None if the file system has no locks, or the file was replaced."""
         try:
             fd = os.open(os.path.join(self.root, LEASE_NAME), os.O_RDONLY | os.O_CLOEXEC)
@@ -224,7 +227,7 @@ def decode(data: bytes) -> Record:
     )
 
 
-def _read_at(directory: int | None, name: str) -> Stored:
+def _read_at(directory: int | None, name: str) -> StoredRecord:
     # On NFS, opening the file revalidates its cached contents and attributes.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(name, flags, dir_fd=directory)
@@ -234,11 +237,11 @@ def _read_at(directory: int | None, name: str) -> Stored:
         os.close(fd)
 
 
-def _stored(fd: int, data: bytes) -> Stored:
+def _stored(fd: int, data: bytes) -> StoredRecord:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, f"{LEASE_NAME} is not a regular file. Remove it")
-    return Stored(decode(data), data, status.st_mtime_ns)
+    return StoredRecord(decode(data), data, status.st_mtime_ns)
 
 
 @contextlib.contextmanager
@@ -260,13 +263,14 @@ def _temporary(directory: _core.Directory) -> Iterator[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def _locked(directory: _core.Directory) -> Iterator[None]:
-    lock = _core.RootLock(directory, _LOCK_SECONDS)
+def _locked(directory: _core.Directory, seconds: float | None = None) -> Iterator[None]:
+    seconds = _LOCK_SECONDS if seconds is None else seconds
+    lock = _core.RootLock(directory, seconds)
     try:
         if not lock.is_held:
             raise RootInUse(
                 f"{directory.path}: another process has held the lock on this root for "
-                f"{_LOCK_SECONDS:.0f} s. Check that the process is not stopped; end it to free the "
+                f"{seconds:.0f} s. Check that the process is not stopped; end it to free the "
                 "root."
             )
         yield

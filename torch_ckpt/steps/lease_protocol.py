@@ -24,7 +24,8 @@ The protocol uses two calls of a store that keeps one record for each root: ``re
    therefore cannot lose the lease in between. Where hosts do not see each other's locks, the epochs
    in the markers show that a run has written after it was taken over (lineage.py).
 7. Release: the run swaps its record for a released one with the same epoch. It changes nothing if
-   it has lost the lease.
+   it has lost the lease. A run that has released the lease never takes it again, so that a deletion
+   that was queued before fails.
 
 The operations are generators, which yield their calls of the store, so that tests can run any
 schedule of several runs.
@@ -75,7 +76,7 @@ class Record:
         return text
 
 
-class Stored(NamedTuple):
+class StoredRecord(NamedTuple):
     """A record in a store.
 
     Attributes:
@@ -91,10 +92,12 @@ class Stored(NamedTuple):
 class LeaseStore(Protocol):
     """Keeps the record of one root."""
 
-    def read(self) -> Stored | None:
+    def read(self) -> StoredRecord | None:
         """Reads the record; None if there is none."""
 
-    def compare_and_swap(self, expected: Stored | None, record: Record) -> Stored | None:
+    def compare_and_swap(
+        self, expected: StoredRecord | None, record: Record
+    ) -> StoredRecord | None:
         """Writes a record if the store has the version of ``expected``; None: if it has none. If
         ``expected`` has the same record, changes its heartbeat.
 
@@ -102,20 +105,20 @@ class LeaseStore(Protocol):
             The record as stored; None if the store has another version.
         """
 
-    def is_alive(self, found: Stored) -> bool | None:
+    def is_alive(self, found: StoredRecord) -> bool | None:
         """Returns True if the run of a held lease is alive; None if that is unknown."""
 
-    def age(self, found: Stored) -> float | None:
+    def age(self, found: StoredRecord) -> float | None:
         """Returns the seconds since the heartbeat by the clock of the store; None if unknown."""
 
 
-Call = Callable[[LeaseStore], "Stored | None"]
-Operation = Generator[Call, "Stored | None", T]
+StoreCall = Callable[[LeaseStore], "StoredRecord | None"]
+Operation = Generator[StoreCall, "StoredRecord | None", T]
 
 
 def perform(operation: Operation[T], store: LeaseStore) -> T:
     """Performs an operation of the protocol."""
-    result: Stored | None = None
+    result: StoredRecord | None = None
     try:
         call = next(operation)
         while True:
@@ -154,8 +157,8 @@ class RunLease:
         self._expiry = expiry
         self._newest_epoch = newest_epoch
         self._clock = clock
-        self._first: tuple[Stored, float] | None = None
-        self.taken: Stored | None = None
+        self._first: tuple[StoredRecord, float] | None = None
+        self.taken: StoredRecord | None = None
         self.holder: Record | None = None
 
     def try_take(self, store: LeaseStore, takeover: bool) -> Operation[bool]:
@@ -207,7 +210,7 @@ class RunLease:
         """Checks that this run holds the lease.
 
         Raises:
-            RootInUse: the lease is missing, or another run has taken it.
+            RootInUse: the lease is missing, another run has taken it, or this run has released it.
         """
         assert self.taken is not None
         found = yield _read
@@ -219,6 +222,11 @@ class RunLease:
                 f"{self._root}: the lease of this run, {mine}, is missing. {LEASE_NAME} or the "
                 "root was removed, so another run may have used the root since. This run can no "
                 f"longer save to it. Start the run again, and do not remove {LEASE_NAME}."
+            )
+        if found.record.run == self.taken.record.run:
+            raise RootInUse(
+                f"{self._root}: this run, {mine}, has released its lease, so it can no longer "
+                "change this root. Create a new manager to use the root again."
             )
         has_ended = "" if found.record.is_held else " and has ended since"
         raise RootInUse(
@@ -234,10 +242,10 @@ class RunLease:
         released = yield _swap(found, replace(found.record, is_held=False))
         return released is not None
 
-    def _owns(self, found: Stored) -> bool:
+    def _owns(self, found: StoredRecord) -> bool:
         return self.taken is not None and found.record == self.taken.record
 
-    def _is_alive(self, store: LeaseStore, found: Stored) -> bool | None:
+    def _is_alive(self, store: LeaseStore, found: StoredRecord) -> bool | None:
         is_alive = store.is_alive(found)
         if is_alive is not None:
             return is_alive
@@ -253,11 +261,11 @@ class RunLease:
         return None
 
 
-def _read(store: LeaseStore) -> Stored | None:
+def _read(store: LeaseStore) -> StoredRecord | None:
     return store.read()
 
 
-def _swap(expected: Stored | None, record: Record) -> Call:
+def _swap(expected: StoredRecord | None, record: Record) -> StoreCall:
     return lambda store: store.compare_and_swap(expected, record)
 
 

@@ -18,10 +18,10 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt.steps.marker import newest_epoch
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.steps.lease_file import LeaseFile
 from torch_ckpt.steps.lease_protocol import LEASE_NAME, Record, RunLease, perform
-from torch_ckpt.steps.marker import newest_epoch
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ TIMES = Times()
 class Lease:
     """One manager's share of its process's lease on a root.
 
-    Several threads may use the object, but the same thread must create and release it.
+    Several threads may use the object. Once it is released, it never takes the lease again.
 
     Args:
         root: a local directory. If it is None, there is no lease, and the methods do nothing.
@@ -57,7 +57,8 @@ class Lease:
         self._root = root
         self._takeover = takeover
         self._times = times
-        self._held: _HeldLease | None = None
+        self._held: _HeldLease | None = None  # guarded by _leases.lock
+        self._is_released = False
         self._found = b""
 
     def take(self) -> None:
@@ -90,35 +91,62 @@ class Lease:
 
         Raises:
             RootInUse: another running job holds the lease or has taken it over, the lease is
-                missing, or this process is a forked child.
+                missing, this share is released, or this process is a forked child.
             OSError: the lease cannot be read or written.
         """
         if self._root is None:
             return
-        if self._held is None:
-            self._held = self._wait_for_lease(self._root)
-        self._held.require()
+        held = self._held
+        if held is None:
+            self._refuse_if_released()
+            held = self._keep(self._wait_for_lease(self._root))
+        held.require()
 
     def expected(self) -> bytes | None:
         """Returns the bytes that the lease must have for a change beneath the root; None if there
-        is no lease. If the lease could not be taken yet, they are those of the lease that was
-        found."""
+        is no lease. If this manager does not hold the lease, they are the bytes of the lease that
+        it has found or held last."""
         if self._root is None:
             return None
-        return self._found if self._held is None else self._held.expected
+        held = self._held
+        return self._found if held is None else held.expected
 
     def marker(self) -> dict[str, Any]:
         """Returns the part of a step's marker that identifies the run."""
-        if self._held is None:
+        held = self._held
+        if held is None:
             return {}
-        record = self._held.record
-        return {"epoch": record.epoch, "run": record.describe()}
+        return {"epoch": held.record.epoch, "run": held.record.describe()}
 
     def release(self) -> None:
         """Releases this manager's share. Releasing the process's last share releases the lease."""
-        held, self._held = self._held, None
+        with _leases.lock:
+            held, self._held = self._held, None
+            self._is_released = True
+            if held is not None:
+                self._found = held.expected
         if held is not None:
             held.release()
+
+    def _refuse_if_released(self) -> None:
+        if self._is_released:
+            raise RootInUse(
+                f"{self._root}: the manager of this root has been closed or deleted, so it can no "
+                "longer change the root. Create a new manager to use the root again."
+            )
+
+    def _keep(self, held: _HeldLease) -> _HeldLease:
+        """Keeps a new share, unless another thread has kept or released one meanwhile."""
+        with _leases.lock:
+            if self._held is None and not self._is_released:
+                self._held = held
+                return held
+            own = self._held
+        held.release()
+        if own is None:
+            self._refuse_if_released()
+        assert own is not None
+        return own
 
     def _wait_for_lease(self, root: str) -> _HeldLease:
         times, file = self._times, LeaseFile(root)
@@ -180,11 +208,19 @@ class ObservedLease:
         found = self._file.read()
         if (b"" if found is None else found.version) == self._found:
             return
-        who = "it was removed" if found is None else f"it is the one of {found.record.describe()}"
-        raise RootInUse(
-            f"{self._file.root}: the lease on this root has changed since the steps were listed: "
-            f"{who}. Nothing more was deleted. Run the command again."
+        change = (
+            "Its record was removed"
+            if found is None
+            else f"Its record now names {found.record.describe()}"
         )
+        raise RootInUse(
+            f"{self._file.root}: the lease on this root has changed since the steps were listed. "
+            f"{change}. Nothing more was deleted. Run the command again."
+        )
+
+    def marker(self) -> dict[str, Any]:
+        """See :meth:`Lease.marker`. A command has no run."""
+        return {}
 
 
 class _HeldLease:
@@ -261,14 +297,14 @@ class _Leases:
 
     def __init__(self) -> None:
         self.taking = threading.Lock()
-        # Guards _held and the users; never held during a system call. The cycle collector may
-        # release a lease in a thread that holds the lock.
-        self._lock = threading.RLock()
+        # Guards _held, the users and the shares of managers; never held during a system call. The
+        # cycle collector may release a lease in a thread that holds the lock.
+        self.lock = threading.RLock()
         self._held: list[_HeldLease] = []
 
     def share(self, run: str) -> _HeldLease | None:
         """Adds a share to the lease of a run, if this process holds it."""
-        with self._lock:
+        with self.lock:
             for held in self._held:
                 if held.record.run == run:
                     held.users += 1
@@ -276,25 +312,25 @@ class _Leases:
         return None
 
     def add(self, held: _HeldLease) -> None:
-        with self._lock:
+        with self.lock:
             self._held.append(held)
 
     def drop_share(self, held: _HeldLease) -> bool:
         """Returns True if the share was the last one."""
-        with self._lock:
+        with self.lock:
             held.users -= 1
             return held.users == 0
 
     def remove(self, held: _HeldLease) -> bool:
         """Returns False if the lease was removed already."""
-        with self._lock:
+        with self.lock:
             has_it = held in self._held
             if has_it:
                 self._held.remove(held)
         return has_it
 
     def all(self) -> list[_HeldLease]:
-        with self._lock:
+        with self.lock:
             return list(self._held)
 
 

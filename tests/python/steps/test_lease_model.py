@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from torch_ckpt import RootInUse
-from torch_ckpt.steps.lease_protocol import Operation, Record, RunLease, Stored, perform
 from torch_ckpt.steps.lineage import by_lineage
+from torch_ckpt.steps.lease_protocol import Operation, Record, RunLease, StoredRecord, perform
 from torch_ckpt.steps.step_store import StepInfo
 
 #: Seconds without a heartbeat after which a run is dead.
@@ -47,7 +47,7 @@ class Root:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.now = 1e6
-        self.stored: Stored | None = None
+        self.stored: StoredRecord | None = None
         self.beat_at = 0.0
         self.runs: dict[str, Run] = {}
         self.steps: dict[int, Run] = {}
@@ -67,7 +67,7 @@ class Store:
     def __init__(self, root: Root, run: Run) -> None:
         self.root, self.run = root, run
 
-    def read(self) -> Stored | None:
+    def read(self) -> StoredRecord | None:
         found = self.root.stored
         self.run.found_dead = (
             found is None
@@ -77,7 +77,9 @@ class Store:
         )
         return found
 
-    def compare_and_swap(self, expected: Stored | None, record: Record) -> Stored | None:
+    def compare_and_swap(
+        self, expected: StoredRecord | None, record: Record
+    ) -> StoredRecord | None:
         root, found = self.root, self.root.stored
         if not self.matches(expected, found):
             return None
@@ -86,19 +88,21 @@ class Store:
             root.stored = found._replace(heartbeat=root.now)
             return root.stored
         root.versions += 1
-        root.stored = Stored(record, root.versions, root.now)
+        root.stored = StoredRecord(record, root.versions, root.now)
         root.beat_at = root.now
         if record.is_held:
             self.run.has_taken(found)
+        else:
+            self.run.has_released = True
         return root.stored
 
-    def matches(self, expected: Stored | None, found: Stored | None) -> bool:
+    def matches(self, expected: StoredRecord | None, found: StoredRecord | None) -> bool:
         return (found and found.version) == (expected and expected.version)
 
-    def is_alive(self, found: Stored) -> bool | None:
+    def is_alive(self, found: StoredRecord) -> bool | None:
         return not self.root.runs[found.record.run].is_dead if self.root.shows_ends else None
 
-    def age(self, found: Stored) -> float | None:
+    def age(self, found: StoredRecord) -> float | None:
         return self.root.now - float(found.heartbeat)
 
 
@@ -107,7 +111,8 @@ class Run:
 
     def __init__(self, root: Root, number: int, *, takeover: bool) -> None:
         self.root, self.number, self.takeover = root, number, takeover
-        self.is_dead = self.has_ended = self.is_suspended = self.found_dead = False
+        self.is_dead = self.has_ended = self.is_suspended = False
+        self.found_dead = self.has_released = False
         self.store = STORE(root, self)
         self.lease = LEASE(
             "/run",
@@ -153,7 +158,16 @@ class Run:
                 # Training continues, and tries to save again.
             yield
         del self.threads[1:]
+        if self.root.chance.random() < 0.5:
+            self.threads.append(self.delete_late())
         yield from self.perform(self.lease.release())
+
+    def delete_late(self) -> Turns:
+        """Performs a deletion that was queued before the manager was closed or deleted."""
+        try:
+            yield from self.change(self.delete)
+        except RootInUse as error:
+            self.require_named(str(error))
 
     def renew(self) -> Turns:
         while (yield from self.perform(self.lease.renew())):
@@ -177,7 +191,7 @@ class Run:
             raise RootInUse("the lease has changed")
 
     def perform(self, operation: Operation[Any]) -> Generator[None, None, Any]:
-        result: Stored | None = None
+        result: StoredRecord | None = None
         try:
             call = next(operation)
             while True:
@@ -189,13 +203,14 @@ class Run:
 
     # --- promises --------------------------------------------------------------------------------
 
-    def has_taken(self, found: Stored | None) -> None:
+    def has_taken(self, found: StoredRecord | None) -> None:
         taken = self.root.stored
         assert taken is not None
         self.epoch = taken.record.epoch
         if found is not None and self.epoch <= found.record.epoch:
             raise Violation(f"epoch {self.epoch} of run {self.number} is not new")
-        if found is not None and found.record.run == str(self.number):
+        is_own = found is not None and found.record.run == str(self.number)
+        if is_own and not self.has_released:
             return
         if not self.takeover and not self.found_dead:
             raise Violation(f"run {self.number} has taken the lease of a live run")
@@ -205,6 +220,8 @@ class Run:
         self.root.is_removed = False
 
     def must_hold(self, action: str) -> None:
+        if self.has_released:
+            raise Violation(f"run {self.number} {action} a step after it has released the lease")
         if self.root.takers[-1] is not self or self.root.is_removed:
             raise Violation(
                 f"run {self.number} {action} a step after run {self.root.takers[-1].number} had "
@@ -221,7 +238,8 @@ class Run:
             del self.root.steps[self.root.chance.choice(list(self.root.steps))]
 
     def require_named(self, message: str) -> None:
-        if self.root.takers[-1] is self and not self.root.is_removed:
+        is_holder = self.root.takers[-1] is self and not self.root.is_removed
+        if is_holder and not self.has_released:
             raise Violation(f"run {self.number} was refused, but holds the lease: {message}")
         named = [self.number]
         if self.root.stored is None and not self.root.is_removed:
@@ -317,7 +335,9 @@ def test_a_run_that_has_lost_the_lease_changes_nothing_in_any_schedule() -> None
 class ReleaseRemovesTheLease(Store):
     """The lease vanishes at the end of a run, as in version 0.1."""
 
-    def compare_and_swap(self, expected: Stored | None, record: Record) -> Stored | None:
+    def compare_and_swap(
+        self, expected: StoredRecord | None, record: Record
+    ) -> StoredRecord | None:
         done = super().compare_and_swap(expected, record)
         if done is not None and not record.is_held:
             self.root.stored = None
@@ -325,7 +345,7 @@ class ReleaseRemovesTheLease(Store):
 
 
 class SwapsWithoutComparing(Store):
-    def matches(self, expected: Stored | None, found: Stored | None) -> bool:
+    def matches(self, expected: StoredRecord | None, found: StoredRecord | None) -> bool:
         return True
 
 
@@ -341,15 +361,34 @@ class MissingIsMine(RunLease):
 class ReleasedIsMine(RunLease):
     """A run continues once the run that has taken the lease over has ended."""
 
-    def _owns(self, found: Stored) -> bool:
+    def _owns(self, found: StoredRecord) -> bool:
         return super()._owns(found) or not found.record.is_held
 
 
 class HeldIsMine(RunLease):
     """A run does not compare the run in the record."""
 
-    def _owns(self, found: Stored) -> bool:
+    def _owns(self, found: StoredRecord) -> bool:
         return found.record.is_held
+
+
+class TakesAReleasedLeaseAgain(RunLease):
+    """A run that has released the lease takes it again for a queued deletion."""
+
+    def require(self) -> Operation[None]:
+        found = yield lambda store: store.read()
+        assert self.taken is not None
+        if found is not None and found.record == replace(self.taken.record, is_held=False):
+            held = self.taken.record
+            self.taken = yield lambda store: store.compare_and_swap(found, held)
+        yield from super().require()
+
+
+class KeepsAReleasedLease(RunLease):
+    """A run that has released the lease changes steps as before."""
+
+    def _owns(self, found: StoredRecord) -> bool:
+        return self.taken is not None and found.record.run == self.taken.record.run
 
 
 class RenewRestoresTheLease(RunLease):
@@ -373,12 +412,12 @@ class ReleaseOfAnyLease(RunLease):
 class SilenceIsDeath(RunLease):
     """A run of which nothing is known is declared dead at once."""
 
-    def _is_alive(self, store: Any, found: Stored) -> bool | None:
+    def _is_alive(self, store: Any, found: StoredRecord) -> bool | None:
         return store.is_alive(found) or False
 
 
 class NoRunDies(RunLease):
-    def _is_alive(self, store: Any, found: Stored) -> bool | None:
+    def _is_alive(self, store: Any, found: StoredRecord) -> bool | None:
         return store.is_alive(found) is not False or None
 
 
@@ -392,7 +431,7 @@ class EpochOfTheLeaseOnly(RunLease):
 class EpochOfTheMarkersOnly(RunLease):
     def try_take(self, store: Any, takeover: bool) -> Operation[bool]:
         operation = super().try_take(store, takeover)
-        result: Stored | None = None
+        result: StoredRecord | None = None
         try:
             call = next(operation)
             while True:
@@ -434,6 +473,8 @@ MUTANTS: dict[str, list[type]] = {
         MissingIsMine,
         ReleasedIsMine,
         HeldIsMine,
+        TakesAReleasedLeaseAgain,
+        KeepsAReleasedLease,
         RenewRestoresTheLease,
         ReleaseOfAnyLease,
         SilenceIsDeath,

@@ -19,13 +19,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.fault_hooks import before, failing, held
 from tests.forked import Answering
 from tests.gates import Gate, eventually
-from tests.managers import manager_of, state_of
+from tests.managers import BROKEN, manager_of, state_of
 from tests.support import cause_of
-from torch_ckpt import CheckpointManager, RootInUse
+from torch_ckpt import CheckpointManager, RootInUse, _core
 from torch_ckpt.steps import LocalSteps, lease_file
 from torch_ckpt.steps.root_lease import LEASE_NAME, Lease, ObservedLease, Times
 
@@ -97,6 +98,19 @@ def document_of(root: Path) -> dict[str, Any]:
     """Reads the lease."""
     document: dict[str, Any] = json.loads((root / LEASE_NAME).read_bytes())
     return document
+
+
+def state_of_lease_or_none(root: Path) -> str | None:
+    return state_of_lease(root) if (root / LEASE_NAME).exists() else None
+
+
+@contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def state_of_lease(root: Path) -> str:
@@ -363,6 +377,103 @@ def test_epochs_increase_with_each_run_even_if_the_lease_is_removed(root: Path) 
     entries = LocalSteps(root).entries()
     assert [info.epoch for info in entries] == [1, 2, 3, 4]
     assert all(info.run.startswith(f"process {os.getpid()} on host ") for info in entries)
+
+
+# --- released leases ------------------------------------------------------------------------------
+
+
+def test_a_released_lease_is_not_taken_again(root: Path) -> None:
+    lease = Lease(os.fspath(root))
+    (root / "0000000001").mkdir(parents=True)
+    lease.require()
+    held = lease.expected()
+    lease.release()
+    with pytest.raises(RootInUse, match="has been closed or deleted"):
+        lease.require()
+    assert lease.expected() == held
+    assert (state_of_lease(root), document_of(root)["epoch"]) == ("released", 1)
+
+
+def test_a_deletion_that_was_queued_before_the_manager_was_deleted_changes_nothing(
+    root: Path,
+) -> None:
+    with manager_of(root) as first:
+        for step in (1, 2, 3):
+            first.save(step, state_of(step))
+    made = [CheckpointManager(root, preemption_signals=(), keep_last=1)]
+    deletions, store = made[0]._deletions, made[0]._store
+    with held("rmtree") as gate:
+        made[0].save(4, state_of(4))
+        made[0].wait_until_finished()
+        # The deletion of step 1 is running.
+        gate.wait()
+        # The thread of the save keeps the manager alive.
+        for thread in threading.enumerate():
+            if thread.name == "torch_ckpt save":
+                thread.join()
+        with pytest.warns(ResourceWarning, match="was deleted without close"):
+            made.clear()
+        gate.open()
+        deletions.close()
+    assert [info.step for info in store.entries(leftovers=False)] == [2, 3, 4]
+    assert (state_of_lease(root), document_of(root)["epoch"]) == ("released", 2)
+    assert tried_elsewhere(root) == "done"
+
+
+def test_threads_that_take_the_lease_at_once_share_it(root: Path) -> None:
+    lease = Lease(os.fspath(root))
+    with held("fsync", f"{root}/{LEASE_NAME}.*") as gate:
+        threads = [threading.Thread(target=lease.require) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        gate.wait()
+        gate.open()
+        for thread in threads:
+            thread.join()
+    lease.release()
+    assert state_of_lease_or_none(root) != "held"
+
+
+def test_a_lease_that_is_taken_while_it_is_released_is_released_again(root: Path) -> None:
+    (root / "0000000001").mkdir(parents=True)
+    lease, errors = Lease(os.fspath(root)), []
+
+    def require() -> None:
+        try:
+            lease.require()
+        except RootInUse as error:
+            errors.append(str(error))
+
+    with held("fsync", f"{root}/{LEASE_NAME}.*") as gate:
+        thread = threading.Thread(target=require)
+        thread.start()
+        gate.wait()
+        lease.release()
+        gate.open()
+        thread.join()
+    assert "has been closed or deleted" in errors[0]
+    assert state_of_lease(root) == "released"
+
+
+def test_a_manager_whose_root_is_locked_by_a_stopped_process_is_closed_and_raises_its_own_error(
+    root: Path, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    root_lock = _core.RootLock
+
+    def waiting(directory: Any, seconds: float) -> Any:
+        waits.append(seconds)
+        return root_lock(directory, 0.0)
+
+    made = CheckpointManager(root, preemption_signals=())
+    made.save(1, state_of(1))
+    monkeypatch.setattr(_core, "RootLock", waiting)
+    with open_directory(root) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointException, match=BROKEN):
+            made.close()
+    # Only the release waits.
+    assert [seconds > 0 for seconds in waits] == [True, False]
 
 
 # --- version 0.1 ----------------------------------------------------------------------------------
