@@ -1,7 +1,9 @@
 """Rules for the steps to keep.
 
 1. The rules apply to complete steps only.
-2. The newest step and pinned steps are always kept.
+2. The newest step and pinned steps are always kept. If the steps of several runs are mixed, the
+   newest step is the newest one of the highest epoch (checkpoint/lineage.py). ``keep_last`` then
+   does not count the steps of abandoned lineages.
 3. Every other step is kept if any rule keeps it. Without rules all steps are kept.
 4. ``keep_best`` compares the values of a metric. Until ``keep_best`` steps have a number as its
    value, the rule keeps all steps: a misspelled or delayed metric must not delete anything.
@@ -17,6 +19,7 @@ from difflib import get_close_matches
 
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.options import require_choice
+from torch_ckpt.checkpoint.lineage import by_lineage
 from torch_ckpt.steps import StepInfo
 
 
@@ -24,10 +27,11 @@ from torch_ckpt.steps import StepInfo
 class Retention:
     """Rules for the steps to keep. A step is kept if any rule keeps it.
 
-    The newest step and pinned steps are always kept. Without rules all steps are kept.
+    The newest step, from which a run would resume, and pinned steps are always kept. Without rules
+    all steps are kept.
 
     Args:
-        keep_last: number of newest steps to keep.
+        keep_last: number of newest steps to keep, without steps of abandoned lineages.
         keep_every: keep the steps whose number is a multiple of this number.
         keep_every_hours: keep one step per this many hours. Starting from the oldest step, the rule
             keeps each step that was saved at least this long after the last step that it keeps.
@@ -165,12 +169,13 @@ class Retention:
             for step in kept:
                 found[step.step].append(reason)
 
-        keep(complete[-1:], "the newest")
+        current, _abandoned = by_lineage(complete)
+        keep(current[:1], "the newest")
         keep((step for step in complete if step.pinned), "pinned")
         if self.keeps_all:
             keep(complete, "no rule")
         if self.keep_last is not None:
-            keep(complete[-self.keep_last :], f"last {self.keep_last}")
+            keep(current[: self.keep_last], f"last {self.keep_last}")
         if self.keep_every is not None:
             every = self.keep_every
             keep((step for step in complete if step.step % every == 0), f"every {every} steps")

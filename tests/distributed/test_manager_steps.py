@@ -30,12 +30,13 @@ from tests.distributed.managers import (
 from tests.gates import LIMIT
 from tests.support import data_files, flip_bit
 from torch_ckpt import CheckpointManager
+from torch_ckpt.checkpoint import marker
 from torch_ckpt.errors import CheckpointError, LoadMismatch, NotCommitted
 from torch_ckpt.events import Event
 from torch_ckpt.manager import restoring
 from torch_ckpt.multihost import RanksDisagree
 from torch_ckpt.state.app_state import PerRank
-from torch_ckpt.steps import MARKER_NAME, local_writer, marker
+from torch_ckpt.steps import MARKER_NAME, local_writer
 
 
 def step_path(launch: Launch, step: int) -> Path:

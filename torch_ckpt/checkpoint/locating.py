@@ -5,7 +5,8 @@ A path is one of these:
 - the checkpoint directory itself, or a directory of safetensors files;
 - a safetensors file, or the index of several files;
 - ``ROOT/40``: step 40 of the run in ROOT, stored as ``0000000040``;
-- ``ROOT``: the newest complete step of the run.
+- ``ROOT``: the newest complete step of the run, which is the newest step of the highest epoch
+  (lineage.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import NamedTuple
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME, no_checkpoint
+from torch_ckpt.checkpoint.lineage import newest_of
+from torch_ckpt.checkpoint.marker import epoch_of, read_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME, step_name
 from torch_ckpt.errors import CheckpointError
 
@@ -49,6 +52,12 @@ class OpenCheckpoint(NamedTuple):
     directory: OpenDirectory
     path: str
     safetensors: str | None = None
+
+
+class _CompleteStep(NamedTuple):
+    step: int
+    epoch: int | None
+    run: str = ""
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
@@ -225,9 +234,12 @@ def _newest_step(root: str) -> str | None:
         names = os.listdir(root or ".")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    steps = sorted(filter(STEP_NAME.match, names), reverse=True)
-    marked = (name for name in steps if os.path.lexists(os.path.join(root, name, MARKER_NAME)))
-    return next(marked, None)
+    steps = filter(STEP_NAME.match, names)
+    markers = ((name, read_marker(os.path.join(root, name))) for name in steps)
+    newest = newest_of(
+        _CompleteStep(int(name), epoch_of(marker)) for name, marker in markers if marker is not None
+    )
+    return None if newest is None else step_name(newest.step)
 
 
 def _is_there(name: str, directory: OpenDirectory) -> bool:

@@ -346,11 +346,11 @@ def _open_steps_to_delete(root: str) -> StepStore:
 
 
 def _open_steps(root: str) -> StepStore:
-    from torch_ckpt.cli.steps import require_root
     from torch_ckpt.steps import open_steps
 
-    require_root(root)
     try:
-        return open_steps(root)
+        store = open_steps(root)
     except (ImportError, ValueError) as error:
         raise CheckpointError(str(error)) from error
+    store.require_root()
+    return store

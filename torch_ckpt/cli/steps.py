@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,37 +10,12 @@ from typing import Any
 
 from torch_ckpt._base.formatting import Block, Report, Table, duration, plural, printable, size
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.step_names import STEP_NAME
+from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture, newest_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.retention import Retention
 from torch_ckpt.steps import MARKER_NAME, StepInfo, StepStore
 
 _OnProgress = Callable[[Progress], None] | None
-
-
-def require_root(root: str) -> None:
-    """Raises if a local path is a single checkpoint or a file, and so has no steps beneath it.
-
-    Raises:
-        CheckpointError: the path is a checkpoint. The message names the root if the checkpoint is a
-            step.
-        NotADirectoryError: the path is a file.
-    """
-    if os.path.exists(root) and not os.path.isdir(root):
-        raise NotADirectoryError(
-            errno.ENOTDIR, "the root of a run must be a directory, but this is a file", root
-        )
-    if not os.path.lexists(os.path.join(root, METADATA_NAME)):
-        return
-    path = os.path.abspath(root)
-    advice = "pass the directory that contains the steps"
-    if STEP_NAME.match(os.path.basename(path)):
-        advice = f"pass {os.path.dirname(path)}"
-    raise CheckpointError(
-        f"{root} is a single checkpoint, not the root of a run; {advice}. To list the checkpoint, "
-        f"run torch-ckpt ls {root}"
-    )
 
 
 @dataclass
@@ -200,6 +174,7 @@ def delete(
     entries = store.entries()
     complete = {entry.step: entry for entry in entries if entry.complete}
     unfinished = {entry.step: entry for entry in entries if entry.state == "unfinished"}
+    newest = newest_of(complete.values())
     chosen = sorted(set(steps))
     for step in chosen:
         where = f"{store.root}: step {step}"
@@ -210,7 +185,7 @@ def delete(
             raise CheckpointError(
                 f"{where} is pinned; unpin it first (torch-ckpt unpin {store.root} {step})"
             )
-        if step == max(complete) and not force:
+        if complete[step] is newest and not force:
             raise CheckpointError(
                 f"{where} is the newest step, from which a run would resume; pass --force to "
                 "delete it"
@@ -249,10 +224,9 @@ def _explain_unfinished(store: StepStore, entry: StepInfo) -> str:
 
 def _require_complete(store: StepStore, complete: dict[int, StepInfo], step: int) -> None:
     if step not in complete:
-        newest = f"; the newest step is {max(complete)}" if complete else ""
-        raise FileNotFoundError(
-            errno.ENOENT, f"there is no complete step {step}{newest}", store.root
-        )
+        newest = newest_of(complete.values())
+        hint = f"; the newest step is {newest.step}" if newest is not None else ""
+        raise FileNotFoundError(errno.ENOENT, f"there is no complete step {step}{hint}", store.root)
 
 
 def _show_progress(entries: Sequence[StepInfo], progress: _OnProgress) -> Iterator[StepInfo]:
@@ -283,7 +257,8 @@ class StepListing(Report):
     steps: list[StepInfo]
 
     def blocks(self, now: float | None = None) -> Iterator[Block]:
-        """Yields a table of the complete steps, a line for each leftover, and the totals.
+        """Yields a table of the complete steps, a line for each leftover, a warning if the steps of
+        several runs are mixed, and the totals.
 
         Args:
             now: the current time as a Unix timestamp, for the ages; None reads the clock.
@@ -307,6 +282,9 @@ class StepListing(Report):
         for entry in self.steps:
             if not entry.complete:
                 yield printable(f"{entry.state}: {entry.name} ({size(entry.bytes)})")
+        mixture = describe_mixture(*by_lineage(complete))
+        if mixture:
+            yield printable(f"warning: {mixture}")
         total = sum(entry.bytes for entry in self.steps)
         left = len(self.steps) - len(complete)
         leftovers = f", {plural(left, 'leftover')}" if left else ""

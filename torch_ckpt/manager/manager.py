@@ -8,15 +8,13 @@
 3. The state is copied, and a background save writes the step's directory (saver.py,
    csrc/directory/step.h). The step is complete once the directory has its final name.
 4. A thread on rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
-5. ``restore(state)`` loads the newest complete step that rank 0 sees. If that step is damaged, all
-   ranks fall back to the step before it (restoring.py).
+5. ``restore(state)`` loads the newest complete step (checkpoint/lineage.py) that rank 0 sees. If
+   that step is damaged, all ranks fall back to the step before it (restoring.py).
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import time
 import warnings
 import weakref
@@ -36,7 +34,7 @@ from torch_ckpt._base.options import check_options, refuse_unknown
 from torch_ckpt._base.paths import absolute
 from torch_ckpt._base.progress import stderr_is_terminal
 from torch_ckpt.api import LOAD_OPTIONS
-from torch_ckpt.checkpoint.index import METADATA_NAME
+from torch_ckpt.checkpoint.lineage import by_lineage, newest_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
 from torch_ckpt.inspection.verify import VerifyReport
@@ -238,7 +236,7 @@ class CheckpointManager:
 
         def begin() -> None:
             self._report = Reporters(self._rank, on_event, tensorboard)
-            _refuse_other_paths(self._store.lease_root)
+            self._store.require_root()
             self._lease.take()
 
         with ExitStack() as undo:
@@ -583,7 +581,8 @@ class CheckpointManager:
 
         Args:
             state: as for :meth:`save`; plain values in the dict are replaced.
-            step: step number; None restores the newest complete step.
+            step: step number; None restores the newest complete step, which :meth:`latest_step`
+                returns.
             names, strict, rename: see :func:`torch_ckpt.load`. :attr:`restore_report` lists the
                 names that ``strict=False`` left unchanged.
 
@@ -640,8 +639,11 @@ class CheckpointManager:
         return [info.step for info in self._store.entries(leftovers=False)]
 
     def latest_step(self) -> int | None:
-        """Returns the newest complete step; None if there is none. Does not contact other ranks."""
-        return max(self.all_steps(), default=None)
+        """Returns the newest complete step, with which :meth:`restore` begins; None if there is
+        none. If the steps of several runs are mixed, it is the newest step of the highest epoch.
+        Does not contact other ranks."""
+        newest = newest_of(self._store.entries(leftovers=False))
+        return None if newest is None else newest.step
 
     @property
     def best_metric(self) -> str | Callable[[dict[str, float]], float] | None:
@@ -684,7 +686,8 @@ class CheckpointManager:
         """Waits for a new complete step, for example to evaluate it in another process.
 
         Args:
-            after: wait for a step newer than this one; None waits for any step.
+            after: wait for a step newer than this one; None waits for any step. If a later run has
+                rewound training and saved a step with a smaller number, that step is newer.
             timeout: seconds to wait; None waits indefinitely.
             poll_seconds: seconds between successive listings of the root.
 
@@ -701,9 +704,12 @@ class CheckpointManager:
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            newest = self.latest_step()
-            if newest is not None and (after is None or newest > after):
-                return newest
+            current, abandoned = by_lineage(self._store.entries(leftovers=False))
+            if current:
+                newest = current[0].step
+                is_abandoned = any(info.step == after for info in abandoned)
+                if after is None or newest > after or is_abandoned:
+                    return newest
             left = poll_seconds if until is None else min(poll_seconds, until - time.monotonic())
             if left <= 0:
                 return None
@@ -812,27 +818,3 @@ class CheckpointManager:
         if self._rank == 0:
             # Wait for a running deletion, which may already have chosen the unpinned step.
             self._deletions.run_in_order(lambda: self._store.set_pinned(step, pinned))
-
-
-def _refuse_other_paths(root: str | None) -> None:
-    """Raises if a local root exists but is a file or a single checkpoint, whose steps a restore
-    would not find."""
-    if root is None:
-        return
-    try:
-        # One call, because another run may remove its empty root meanwhile.
-        mode = os.lstat(root).st_mode
-    except OSError:
-        return
-    if not stat.S_ISDIR(mode) and not (stat.S_ISLNK(mode) and os.path.isdir(root)):
-        raise NotADirectoryError(
-            errno.ENOTDIR,
-            "the root must be the directory that contains the steps, but is not a directory",
-            root,
-        )
-    if os.path.lexists(os.path.join(root, METADATA_NAME)):
-        raise CheckpointError(
-            f"{root} is a single checkpoint, not the root of a run. Pass a directory for the "
-            "steps. To start from this checkpoint, load it with torch_ckpt.load(state, path) if "
-            "restore() returns 0."
-        )

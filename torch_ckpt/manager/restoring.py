@@ -2,7 +2,7 @@
 
 1. Rank 0 waits for its deletions and lists the complete steps. All ranks try these steps, or only
    the requested step: first those of the highest epoch and of the runs before it, newest first,
-   then those of abandoned lineages (steps/lineage.py). Rank 0 warns if there are any.
+   then those of abandoned lineages (checkpoint/lineage.py). Rank 0 warns if there are any.
 2. If rank 0 sees a step that other ranks do not see, all ranks retry for up to 90 seconds.
 3. If a step is damaged, all ranks skip it. If it was deleted after the listing, rank 0 lists the
    steps again. Any other error ends the restore on all ranks.
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
 from torch_ckpt._base.options import reusable_options
+from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
 from torch_ckpt.loading.report import LoadReport
@@ -31,7 +32,6 @@ from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.state.app_state import AppState
 from torch_ckpt.state.app_state import require_state as require_state
 from torch_ckpt.steps import MARKER_NAME, step_name
-from torch_ckpt.steps.lineage import by_lineage, describe_mixture
 
 #: Seconds between attempts to load a step that rank 0 sees and other ranks do not. Network file
 #: systems may cache the absence of a file for a minute.

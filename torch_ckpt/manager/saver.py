@@ -422,7 +422,7 @@ class Saver:
         def marker_if_leased() -> dict[str, Any]:
             # Called right before the rename that completes the step.
             run.lease.require()
-            return {**marker, **run.lease.marker()}
+            return {**marker, **run.store.run_marker()}
 
         try:
             run.lease.require()

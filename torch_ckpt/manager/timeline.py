@@ -45,12 +45,12 @@ class Timeline:
         """
         previous = self._current
         if previous is None and self._restored is None:
-            newest = self._run.ask_rank_0("CheckpointManager.save", self._newest_step)
-            is_rewound = newest is not None and step <= newest
+            largest = self._run.ask_rank_0("CheckpointManager.save", self._largest_step)
+            is_rewound = largest is not None and step <= largest
             if is_rewound and not overwrite:
                 raise FileExistsError(
                     errno.EEXIST,
-                    f"refusing to save step {step}: the root already has steps up to {newest}. "
+                    f"refusing to save step {step}: the root already has steps up to {largest}. "
                     "Call restore() before the first save(), or use another root. If training was "
                     "rewound on purpose, call save(overwrite=True)",
                     self._run.store.root,
@@ -108,7 +108,7 @@ class Timeline:
         """True if a complete step may be replaced: it is stale, or this manager saved it last."""
         return step == self._committed or (self._restored is not None and step >= self._restored)
 
-    def _newest_step(self) -> int | None:
+    def _largest_step(self) -> int | None:
         complete = self._run.store.entries(leftovers=False)
         return max((info.step for info in complete), default=None)
 

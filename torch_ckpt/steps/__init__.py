@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, encoded_marker, parsed_marker
 from torch_ckpt.checkpoint.step_names import (
     LARGEST_STEP,
     MARKER_NAME,
@@ -12,7 +13,6 @@ from torch_ckpt.checkpoint.step_names import (
     step_name,
 )
 from torch_ckpt.steps.local import LocalSteps
-from torch_ckpt.steps.marker import MOST_MARKER_BYTES, encoded_marker, parsed_marker
 from torch_ckpt.steps.step_store import StepInfo, StepStore
 
 __all__ = [

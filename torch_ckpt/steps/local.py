@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
@@ -10,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.index import METADATA_NAME
+from torch_ckpt.checkpoint.marker import epoch_of, newest_epoch, read_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.verify import VerifyReport, verify
-from torch_ckpt.steps.marker import epoch_of, read_marker
+from torch_ckpt.steps.lease_file import LeaseFile
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of
 
 if TYPE_CHECKING:
@@ -40,6 +45,33 @@ class LocalSteps(StepStore):
 
     def path_of(self, step: int) -> str:
         return os.path.join(self.root, step_name(step))
+
+    def require_root(self) -> None:
+        root = self.root
+        try:
+            # One call, because another run may remove its empty root meanwhile.
+            mode = os.lstat(root).st_mode
+        except OSError:
+            return
+        if not stat.S_ISDIR(mode) and not (stat.S_ISLNK(mode) and os.path.isdir(root)):
+            raise NotADirectoryError(
+                errno.ENOTDIR,
+                "the root must be the directory that contains the steps, but is not a directory",
+                root,
+            )
+        if not os.path.lexists(os.path.join(root, METADATA_NAME)):
+            return
+        parent, name = os.path.split(root)
+        advice = parent if STEP_NAME.match(name) else "the directory that contains the steps"
+        raise CheckpointError(
+            f"{root} is a single checkpoint, not the root of a run. Pass {advice}, or a new "
+            "directory. To start a run from this checkpoint, load it with torch_ckpt.load(state, "
+            f"path) if restore() returns 0. To list it, run torch-ckpt ls {root}."
+        )
+
+    def newest_epoch(self) -> int:
+        found = LeaseFile(self.root).read()
+        return max(0 if found is None else found.record.epoch, newest_epoch(self.root))
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
         try:

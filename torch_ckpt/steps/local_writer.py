@@ -15,10 +15,10 @@ from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.free_space import require_room
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.marker import encoded_marker, read_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, step_name
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.steps.marker import encoded_marker, read_marker
 from torch_ckpt.steps.step_store import refuse_complete_step
 
 

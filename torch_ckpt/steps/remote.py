@@ -27,10 +27,10 @@ from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import names_of
 from torch_ckpt.checkpoint.files import lies_beneath
 from torch_ckpt.checkpoint.index import METADATA_NAME
+from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.steps.busy import DELETED_NAME, busy
-from torch_ckpt.steps.marker import MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.steps.remote_files import RemoteFile, RemoteFiles, age, require_staging_room
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of
 
@@ -75,6 +75,18 @@ class RemoteSteps(StepStore):
         self._verified_at_once = verified_at_once
         self._files = RemoteFiles(self.root)
         self._staging_dir = None if staging_dir is None else os.fspath(staging_dir)
+        self._epoch: int | None = None
+
+    def require_root(self) -> None:
+        """Checks nothing: it would take another request."""
+
+    def newest_epoch(self) -> int:
+        # Only steps copied from a local root have epochs, because URLs have no leases. Read the
+        # markers once, because each is a request.
+        if self._epoch is None:
+            infos = self.entries(leftovers=False)
+            self._epoch = max((info.epoch or 0 for info in infos), default=0)
+        return self._epoch
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
         steps = self._list_steps()

@@ -35,13 +35,13 @@ from torch_ckpt._base import exit_threads
 from torch_ckpt._base.life_cycle import before_thread_pools_end
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.index import METADATA_NAME
+from torch_ckpt.checkpoint.marker import encoded_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.rank_write import RankWrite
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps.busy import DELETED_NAME, busy
-from torch_ckpt.steps.marker import encoded_marker
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps.step_store import refuse_complete_step
 

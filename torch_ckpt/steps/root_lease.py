@@ -18,7 +18,7 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.steps.marker import newest_epoch
+from torch_ckpt.checkpoint.marker import newest_epoch
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.steps.lease_file import LeaseFile
 from torch_ckpt.steps.lease_protocol import LEASE_NAME, Record, RunLease, perform

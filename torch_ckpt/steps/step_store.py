@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch_ckpt.checkpoint.marker import epoch_of
 from torch_ckpt.checkpoint.step_names import STEP_NAME
 from torch_ckpt.errors import RootInUse
-from torch_ckpt.steps.marker import epoch_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -38,15 +38,16 @@ class StepInfo:
         notes: the notes passed to the save.
         pinned: True if retention keeps the step until it is unpinned.
         epoch: number of the run that saved the step, among the runs of the root; see
-            :func:`torch_ckpt.steps.lineage.by_lineage`. 0 if version 0.1 or a run without a lease
-            saved the step. None if the marker does not say it, for example because a user created
-            the marker.
+            :func:`torch_ckpt.checkpoint.lineage.by_lineage`. A save without a lease
+            (:func:`torch_ckpt.training.save_checkpoint`, or a manager of a URL) uses the greatest
+            epoch of the root. 0 if the root has no epochs, or version 0.1 saved the step. None if
+            the marker is empty or unreadable, for example because a user created the marker.
         run: process of the run that saved the step; empty if unknown.
 
     Example::
 
-        newest = open_steps("checkpoints").entries(leftovers=False)[-1]
-        print(newest.step, newest.path, newest.metrics)
+        for info in open_steps("checkpoints").entries(leftovers=False):
+            print(info.step, info.path, info.metrics)
     """
 
     step: int
@@ -108,6 +109,33 @@ class StepStore(abc.ABC):
     def lease_root(self) -> str | None:
         """The directory of the root's lease (steps/root_lease.py); None if it has none."""
         return None
+
+    @abc.abstractmethod
+    def require_root(self) -> None:
+        """Checks that the root is not a local file or a single checkpoint, which has no steps.
+
+        Raises:
+            NotADirectoryError: the root is a file.
+            CheckpointError: the root is a single checkpoint. If it is a step, the message names the
+                root of the step.
+        """
+
+    @abc.abstractmethod
+    def newest_epoch(self) -> int:
+        """Returns the greatest epoch of the runs that have used the root; 0 if there is none.
+
+        Raises:
+            OSError: the root cannot be listed.
+        """
+
+    def run_marker(self) -> dict[str, Any]:
+        """Returns the part of a step's marker that identifies the run. A save without a lease
+        continues the newest run: with a smaller epoch, its step would count as abandoned."""
+        marker = {} if self.lease is None else self.lease.marker()
+        if marker:
+            return marker
+        epoch = self.newest_epoch()
+        return {"epoch": epoch} if epoch else {}
 
     @contextmanager
     def fenced(self) -> Iterator[bytes | None]:

@@ -48,7 +48,8 @@ def save_checkpoint(
     """Saves a state as a step, and blocks until the step is complete.
 
     All ranks must call this function. Leftovers of interrupted saves in the directory are removed,
-    unless another process is using them.
+    unless another process is using them. The step belongs to the newest run that has saved to the
+    directory, so that a manager continues from it.
 
     Args:
         directory: a local path or URL; the step is saved in the subdirectory ``{step:010d}``.
@@ -109,7 +110,9 @@ def save_checkpoint(
             join(directory, step_name(step)),
         )
     [steps] = opened
-    writer = steps.writer(step, attempt=attempt, overwrite=overwrite, **options)
+    writer = steps.writer(
+        step, attempt=attempt, overwrite=overwrite, marker=steps.run_marker, **options
+    )
     read_state = AppState(state).state_dict
     save(read_state, storage_writer=writer, process_group=process_group, timeout=timeout)
 
@@ -127,9 +130,10 @@ def load_checkpoint_if_it_exists(
 ) -> int:
     """Loads the newest complete step into the state, in place.
 
-    All ranks must call this function; rank 0 chooses the step. Incomplete steps are skipped. Rank 0
-    warns about incomplete steps, about names that the loaded step has but no rank's state has, and
-    about tensors that were converted to another dtype.
+    All ranks must call this function; rank 0 chooses the step, as
+    :meth:`torch_ckpt.CheckpointManager.restore` does. Incomplete steps are skipped. Rank 0 warns
+    about incomplete steps, about mixed steps of several runs, about names that the loaded step has
+    but no rank's state has, and about tensors that were converted to another dtype.
 
     Args:
         directory: a local path or URL, which need not exist.
@@ -163,6 +167,7 @@ def load_checkpoint_if_it_exists(
         step = training.load_checkpoint_if_it_exists("run", state)
     """
     from torch_ckpt._base.formatting import some_of
+    from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture
     from torch_ckpt.ranks.collective_call import CollectiveCall
     from torch_ckpt.state.app_state import AppState
     from torch_ckpt.steps import open_steps
@@ -170,22 +175,26 @@ def load_checkpoint_if_it_exists(
     options = _with_threads(load_options, max_io_threads)
     opened: list[StepStore] = []
 
-    def list_steps() -> tuple[int | None, list[str]]:
+    def list_steps() -> tuple[int | None, str, list[str]]:
         opened.append(open_steps(directory, staging_dir=staging_dir))
         if call.rank != 0:
-            return None, []
+            return None, "", []
         entries = opened[0].entries()
-        newest = max((entry.step for entry in entries if entry.complete), default=None)
-        return newest, [entry.path for entry in entries if not entry.complete]
+        current, abandoned = by_lineage(entry for entry in entries if entry.complete)
+        newest = current[0].step if current else None
+        incomplete = [entry.path for entry in entries if not entry.complete]
+        return newest, describe_mixture(current, abandoned), incomplete
 
     warned: list[str] = []
     with CollectiveCall(_LOAD, process_group, timeout) as call:
-        newest, incomplete = call.agree(list_steps, lambda results: results[0])
+        newest, mixture, incomplete = call.agree(list_steps, lambda results: results[0])
         is_first = call.rank == 0
     if incomplete:
         warned.append(
             f"skipped steps whose saves or deletions are incomplete: {', '.join(incomplete)}"
         )
+    if mixture:
+        warned.append(f"{directory}: {mixture}")
     if newest is not None:
         [steps] = opened
         reports: list[LoadReport | None] = []

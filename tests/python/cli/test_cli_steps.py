@@ -27,8 +27,10 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def save_step(root: Path, step: int, hours_ago: float = 0.0, **metrics: float) -> None:
-    marker = {"saved_at": time.time() - 3600 * hours_ago, "metrics": metrics}
+def save_step(
+    root: Path, step: int, hours_ago: float = 0.0, epoch: int = 0, **metrics: float
+) -> None:
+    marker = {"saved_at": time.time() - 3600 * hours_ago, "metrics": metrics, "epoch": epoch}
     writer = LocalSteps(root).writer(step, attempt="0123abcd", marker=lambda: marker)
     torch_ckpt.save({"t": torch.ones(100)}, storage_writer=writer, no_dist=True)
 
@@ -73,13 +75,15 @@ def test_a_single_checkpoint_or_a_file_is_no_root(
     torch_ckpt.save({"t": torch.ones(3)}, tmp_path / "single", no_dist=True)
     (tmp_path / "file").touch()
     step = root / "0000000007"
-    expected = f"{step} is a single checkpoint, not the root of a run; pass {root}. "
+    expected = f"{step} is a single checkpoint, not the root of a run. Pass {root}, or a new "
     assert expected in run.refused(name, step, *rest)
     single = tmp_path / "single"
     error = run.refused(name, single, *rest)
-    assert "pass the directory that contains the steps. " in error
-    assert error.endswith(f"run torch-ckpt ls {single}\n")
-    assert "must be a directory, but this is a file" in run.refused(name, tmp_path / "file", *rest)
+    assert "Pass the directory that contains the steps, or a new " in error
+    assert error.endswith(f"run torch-ckpt ls {single}.\n")
+    assert "contains the steps, but is not a directory" in run.refused(
+        name, tmp_path / "file", *rest
+    )
     assert steps_of(root) == [7]
 
 
@@ -143,6 +147,21 @@ def test_ages_are_written_in_the_largest_unit(seconds: float, text: str) -> None
     assert duration(seconds) == text
 
 
+def save_steps_of_two_runs(root: Path) -> None:
+    """Saves steps 1 to 4 of a run, and step 2 of a later run that has continued from step 1."""
+    for step, epoch in ((1, 1), (2, 2), (3, 1), (4, 1)):
+        save_step(root, step, epoch=epoch)
+
+
+def test_steps_warns_if_the_steps_of_several_runs_are_mixed(root: Path, run: Run) -> None:
+    save_steps_of_two_runs(root)
+    [warning] = [line for line in run("steps", root).splitlines() if line.startswith("warning: ")]
+    assert "(epoch 1) saved steps 3, 4; an unknown process (epoch 2) saved step 2." in warning
+    assert "The newest step of the highest epoch, 2, counts as the newest step." in warning
+    run("delete", root, "3", "4", "--force")
+    assert "warning" not in run("steps", root)
+
+
 # --- gc ------------------------------------------------------------------------------------------
 
 
@@ -197,6 +216,20 @@ def test_gc_passes_its_rules_on(root: Path, run: Run, rules: str, kept: list[int
         save_step(root, step, hours, accuracy=accuracy)
     run("gc", root, *rules.split())
     assert steps_of(root) == kept
+
+
+def test_gc_keeps_the_step_that_a_run_would_resume_from(root: Path, run: Run) -> None:
+    save_steps_of_two_runs(root)
+    assert run.json("gc", root, "--keep-last", "1")["deleted"] == [1, 3, 4]
+    assert steps_of(root) == [2]
+
+
+def test_delete_protects_the_step_that_a_run_would_resume_from(root: Path, run: Run) -> None:
+    save_steps_of_two_runs(root)
+    error = run("delete", root, "2", code=2)
+    assert "step 2 is the newest step, from which a run would resume; pass --force" in error
+    assert "there is no complete step 9; the newest step is 2" in run("delete", root, "9", code=2)
+    assert run.json("delete", root, "4")["deleted"] == [4]
 
 
 def test_a_dry_run_deletes_nothing_and_prints_the_same_report(root: Path, run: Run) -> None:

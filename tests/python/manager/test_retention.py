@@ -81,6 +81,16 @@ KEPT: dict[str, tuple[dict[str, Any], list[StepInfo], list[int]]] = {
         [info(n, metrics={"a": float(n == 1)}) for n in (1, 2, 3)],
         [1, 3],
     ),
+    "abandoned steps are neither the newest nor among the last": (
+        {"keep_last": 2},
+        [info(n, epoch=epoch) for n, epoch in ((10, 1), (15, 2), (20, 1), (25, 2), (30, 1))],
+        [15, 25],
+    ),
+    "an abandoned step stays by the other rules": (
+        {"keep_every": 20},
+        [info(n, epoch=epoch) for n, epoch in ((10, 1), (15, 2), (20, 1), (30, 1))],
+        [15, 20],
+    ),
     "a complete step is not taken for a leftover of its number": (
         {"keep_last": 2},
         [info(1), info(2), info(2, state="deleted"), info(3), info(3, state="unfinished")],

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from torch_ckpt import RootInUse
-from torch_ckpt.steps.lineage import by_lineage
+from torch_ckpt.checkpoint.lineage import by_lineage
 from torch_ckpt.steps.lease_protocol import Operation, Record, RunLease, StoredRecord, perform
 from torch_ckpt.steps.step_store import StepInfo
 

@@ -19,9 +19,9 @@ from tests.local_steps import ATTEMPT, failure, listed, names, saved, state, unf
 from tests.support import assert_equal, stock_load
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.marker import read_marker
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.steps import LARGEST_STEP, MARKER_NAME, LocalSteps, StepInfo
-from torch_ckpt.steps.marker import read_marker
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs
 
 from tests.remote_stores import hooked_url
 from tests.support import assert_equal, cause_of, data_files, random_tensor
@@ -64,6 +65,70 @@ def test_the_newest_step_is_loaded_and_without_a_step_the_state_is_unchanged(
         save_checkpoint(directory, step, state_of(step))
     assert load_checkpoint_if_it_exists(directory, state) == 100
     assert_equal(state, state_of(100))
+
+
+def test_a_manager_and_the_functions_continue_from_each_others_steps(directory: str) -> None:
+    with CheckpointManager(directory, preemption_signals=()) as manager:
+        manager.save(10, state_of(10))
+    for step in (20, 30):
+        save_checkpoint(directory, step, state_of(step))
+    state = blank()
+    with CheckpointManager(directory, preemption_signals=()) as manager:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert manager.restore(state) == 30
+        assert_equal(state, state_of(30))
+        manager.save(40, state_of(40))
+    assert load_checkpoint_if_it_exists(directory, state) == 40
+    assert_equal(state, state_of(40))
+
+
+def test_steps_of_the_functions_belong_to_a_run_that_has_saved_no_step(
+    tmp_path: Path,
+) -> None:
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, state_of(step))
+    with CheckpointManager(tmp_path, preemption_signals=()) as manager:
+        manager.restore(blank())
+        # The run holds the lease with epoch 1, and its first step is of that epoch, too.
+        save_checkpoint(tmp_path, 30, state_of(30))
+    assert [info.epoch for info in open_steps(tmp_path).entries()] == [0, 0, 1]
+
+
+def test_a_root_of_a_manager_that_is_copied_to_a_url_is_continued_there(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, preemption_signals=()) as manager:
+        manager.save(10, state_of(10))
+    url = hooked_url()
+    file_system, path = url_to_fs(url)
+    file_system.put(str(tmp_path / "0000000010"), f"{path}/0000000010", recursive=True)
+    with CheckpointManager(url, preemption_signals=()) as manager:
+        assert manager.restore(blank()) == 10
+        manager.save(20, state_of(20))
+        manager.save(30, state_of(30))
+    save_checkpoint(url, 40, state_of(40))
+    assert [info.epoch for info in open_steps(url).entries()] == [1, 1, 1, 1]
+    with CheckpointManager(url, read_only=True) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert manager.restore(blank()) == 40
+
+
+def test_a_load_of_mixed_runs_takes_the_newest_step_of_the_highest_epoch_and_warns(
+    tmp_path: Path,
+) -> None:
+    for steps in ((10, 20), (15,)):
+        with CheckpointManager(tmp_path, preemption_signals=()) as manager:
+            if steps == (15,):
+                with pytest.warns(UserWarning, match="later steps"):
+                    manager.restore(blank(), 10)
+            for step in steps:
+                manager.save(step, state_of(step))
+    state = blank()
+    with pytest.warns(UserWarning, match="the steps of several runs are mixed"):
+        assert load_checkpoint_if_it_exists(tmp_path, state) == 15
+    assert_equal(state, state_of(15))
+    # The next step belongs to the newer run.
+    save_checkpoint(tmp_path, 18, state)
+    assert [info.epoch for info in open_steps(tmp_path).entries()] == [1, 2, 2, 1]
 
 
 def test_a_complete_step_is_replaced_only_with_overwrite(directory: str) -> None:
