@@ -524,11 +524,17 @@ class CheckpointManager:
         self._saver.wait()
         self._warn_of_unsaved_step()
         self._warn_of_due_export()
-        self._closed = True
+        self._closed = self._saver.is_closed = True
         self._notice.close()
         self._deletions.close()
         self._report.close()
-        self._lease.release()
+        pending = self._saver.pending
+        if pending is None:
+            self._lease.release()
+        else:
+            # In a callback of the running save, which needs the lease until it is committed.
+            # Otherwise, the save has ended, and this releases the lease now.
+            pending.handle.committed.add_done_callback(lambda _save: self._lease.release())
         self.check_for_errors()
 
     def __enter__(self) -> CheckpointManager:

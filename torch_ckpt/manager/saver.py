@@ -129,6 +129,7 @@ class Saver:
         exports: the model that is exported, if any.
         pending: the last save or export that has started.
         errors: number of failed saves and exports and of failed ``on_commit`` callbacks.
+        is_closed: True once the manager is closed, for example by a callback of the running save.
     """
 
     run: RunContext
@@ -142,6 +143,7 @@ class Saver:
     exports: Exports
     pending: Pending | None = None
     errors: int = 0
+    is_closed: bool = False
 
     def __post_init__(self) -> None:
         self._has_metric = self.retention.keep_best is None
@@ -185,6 +187,8 @@ class Saver:
     def _after_previous(self, step: int, start: Callable[[float], bool]) -> bool:
         """Waits for the previous save, and calls ``start`` with the current time."""
         self.wait()
+        if self.is_closed:
+            raise ValueError("cannot save: the manager was closed during the wait for another save")
         self.pending = None
         earlier = self._take_failure()
         # The wait for the previous save is not part of this save's cost.
