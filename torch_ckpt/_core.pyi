@@ -641,14 +641,14 @@ def is_alive(pid: int, start: int) -> bool:
     """Returns False if a process of this host has ended. 0 is an unknown start time."""
 
 def describe_gap(
-    whole: Sequence[int],
+    size: Sequence[int],
     boxes: Sequence[tuple[Sequence[int], Sequence[int]]],
     offsets: Sequence[int],
 ) -> str | None:
     """Describes the first element that no box covers; None if the boxes cover everything.
 
-    ``whole`` is the size of the covered part, which is at ``offsets`` in its tensor. A box is
-    offsets in this part, and sizes.
+    ``size`` is the size, in elements, of the covered part, which is at ``offsets`` in its tensor. A
+    box is offsets in this part, and sizes.
     """
 
 #: Offsets and sizes in elements, file, offset and length in bytes, and True if it was written

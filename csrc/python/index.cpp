@@ -169,14 +169,14 @@ using planning::Coverage;
 using Sizes = std::vector<std::int64_t>;
 
 /// Describes the part of a box at `offsets` that smaller boxes in it do not cover.
-std::optional<std::string> describe_gap(const Sizes& whole,
+std::optional<std::string> describe_gap(const Sizes& size,
                                         const std::vector<std::pair<Sizes, Sizes>>& given,
                                         const Sizes& offsets) {
   std::vector<planning::Box> boxes;
   for (const auto& [begin, sizes] : given) boxes.push_back({begin, sizes});
   Interrupts interrupts;
   const Coverage coverage = interrupts.run(
-      [&] { return planning::check_coverage(whole, std::move(boxes), interrupts.check()); });
+      [&] { return planning::check_coverage(size, std::move(boxes), interrupts.check()); });
   if (coverage.state == Coverage::State::complete) return std::nullopt;
   return planning::describe(coverage, given.size(), offsets);
 }
@@ -216,7 +216,7 @@ void bind_index(py::module_& module) {
       "seal_of",
       [](std::string_view pickled) { return py::bytes(index::seal_of(std::span(&pickled, 1))); },
       py::arg("pickled"));
-  module.def("describe_gap", &describe_gap, py::arg("whole"), py::arg("boxes"), py::arg("offsets"));
+  module.def("describe_gap", &describe_gap, py::arg("size"), py::arg("boxes"), py::arg("offsets"));
   module.def(
       "allow_dtypes", [](const std::vector<std::string>& names) { index::allow_dtypes(names); },
       py::arg("names"));
