@@ -19,7 +19,6 @@ import os
 import re
 import shlex
 import sys
-import sysconfig
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,8 @@ from typing import Any
 
 from tests.forked import Answering, end_of
 
-_INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+# The environment of a checkout and the one that all checkouts share.
+_INSTALLED = ("site-packages", "dist-packages")
 
 # As torchrun sets it.
 _ENVIRONMENT_OF_ONE_RANK = {
@@ -111,7 +111,7 @@ class _PlainInstall(PathFinder):
     ) -> ModuleSpec | None:
         if path is None and fullname in cls._hidden:
             # It may be vendored: setuptools puts vendored packages on the path.
-            path = [directory for directory in sys.path if directory not in _INSTALLED]
+            path = [one for one in sys.path if Path(one).name not in _INSTALLED]
         return super().find_spec(fullname, path, target)
 
 
