@@ -81,6 +81,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # pytest must import the modules in pytest_plugins.
     from tests.sweeps import TORTURE
 
+    for item in items:
+        if item.get_closest_marker("alone") and not item.get_closest_marker("full"):
+            raise pytest.UsageError(f"{item.nodeid}: mark it full, too: lane 1 runs no tests alone")
     left_out = [item for item in items if item.get_closest_marker("torture") and not TORTURE]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

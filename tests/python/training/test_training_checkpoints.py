@@ -273,7 +273,9 @@ def test_nested_dicts_make_the_round_trip(directory: str) -> None:
 def test_the_state_dict_of_an_optimizer_without_state_is_refused(directory: str) -> None:
     save_checkpoint(directory, 1, {"optimizer": trained(1)["optimizer"].state_dict()})
     state = {"optimizer": program(2)["optimizer"].state_dict()}
-    with pytest.raises(CheckpointError, match=r"optimizer: .* 6 tensors, but the state now has 0"):
+    with pytest.raises(
+        CheckpointError, match=r"6 of .*\n.*optimizer\.state\.0\.step: stored a tensor"
+    ):
         load_checkpoint_if_it_exists(directory, state)
 
 
