@@ -322,8 +322,10 @@ def threads_of_a_save(path: Path, kind: str, own_nice: int) -> tuple[list[int], 
         else:
             future: Any = dcp_async_save(state, storage_writer=writer, no_dist=True)
             future.result()
-        # The engine's threads outlive the save.
-        nicer = {thread: nice - own for thread, nice in nice_of_threads().items() if nice > own}
+        # The engine's threads outlive the save. The thread that allocates the rest of the memory
+        # after a fast save has the niceness 19, and is not a thread of the save.
+        found = nice_of_threads().items()
+        nicer = {thread: nice - own for thread, nice in found if own < nice < 19}
         classes = set()
         for thread in nicer if shutil.which("ionice") else ():
             command = ["ionice", "-p", str(thread)]
