@@ -390,7 +390,8 @@ class OptimizerState(Placeholder):
         names = [*self._paths, *(name for name in stored.names if name.startswith(self._prefix))]
         if any(name.startswith(states) and is_chosen(name) for name in names):
             reasons += self._differing_states()
-        options = {name for name in names if name.startswith(groups) and is_chosen(name)}
+        names = [name for name in names if name.startswith(groups)]
+        options = {name for name in names if is_chosen(name)}
         reasons += self._options_of_another_class(options)
         members = [name for name in names if self._has_groups and self._is_member_list(name)]
         if options and not all(map(is_chosen, members)):

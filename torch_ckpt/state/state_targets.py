@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -122,16 +123,6 @@ class StateTarget(Placeholder):
         self._is_stateful = is_stateful
         self._other_keys = tuple(f"{other}." for other in other_keys if other.startswith(f"{key}."))
         self._object_name = f"{key}.{OBJECTS}"
-        # Path and value of each leaf of the own state, by name.
-        self._leaves: dict[str, tuple[Path, Any]] = {}
-        for path, value in _leaves(own, ()):
-            self._leaves.setdefault(_name(key, path), (path, value))
-        # The containers of the leaves, by name: True for a list.
-        self._containers = {
-            _name(key, path[:at]): isinstance(part, _Index)
-            for path, _value in self._leaves.values()
-            for at, part in enumerate(path)
-        }
         # Targets by stored name, in the order of the checkpoint. Objects have this placeholder as
         # their target.
         self._chosen: dict[str, Any] = {}
@@ -145,6 +136,23 @@ class StateTarget(Placeholder):
         # Stored paths of the names that the own state lacks.
         self._stored_paths: dict[str, Any] = {}
         self._loads_all = False
+
+    @cached_property
+    def _leaves(self) -> dict[str, tuple[Path, Any]]:
+        """Path and value of each leaf of the own state, by name."""
+        found: dict[str, tuple[Path, Any]] = {}
+        for path, value in _leaves(self._own, ()):
+            found.setdefault(_name(self._key, path), (path, value))
+        return found
+
+    @cached_property
+    def _containers(self) -> dict[str, bool]:
+        """The containers of the leaves, by name: True for a list."""
+        return {
+            _name(self._key, path[:at]): isinstance(part, _Index)
+            for path, _value in self._leaves.values()
+            for at, part in enumerate(path)
+        }
 
     def choose(self, stored: Stored, _name: str) -> dict[str, Any]:
         key = self._key
