@@ -281,8 +281,8 @@ Result<> GlobalPlan::find_copies() {
     std::ranges::sort(all);
     for (auto& [layout, parts] : layouts) {
       std::ranges::sort(parts);
-      const auto repeated = std::ranges::unique(parts);
-      parts.erase(repeated.begin(), repeated.end());
+      // Not std::ranges::unique, because clang 14's clang-tidy does not compile libstdc++ 12's.
+      parts.erase(std::unique(parts.begin(), parts.end()), parts.end());
       if (parts == all) continue;
       // The first layout has the first part. If it has all parts, so must the other layouts.
       const auto other = std::ranges::find_if(
