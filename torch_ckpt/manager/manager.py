@@ -51,7 +51,7 @@ from torch_ckpt.manager.option_groups import (
 )
 from torch_ckpt.manager.preemption_notice import PreemptionNotice
 from torch_ckpt.manager.reporters import Reporters
-from torch_ckpt.manager.restoring import Restorer, require_state
+from torch_ckpt.manager.restoring import Restorer
 from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_attempt
 from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.schedule import Schedule
@@ -61,7 +61,7 @@ from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.host_memory import reserve_for_state
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.state.app_state import BeforeSave
+from torch_ckpt.state.app_state import BeforeSave, require_state
 from torch_ckpt.steps import StepInfo, open_steps, step_name
 from torch_ckpt.steps.root_lease import Lease
 
@@ -223,7 +223,6 @@ class CheckpointManager:
         self._before_save = BeforeSave()
         group = group_for(process_group, "manager")
         self._rank = group.rank
-        self._closed = False
         self._pid = os.getpid()
         self._returned_at: float | None = None
         self._was_saving = False
@@ -519,12 +518,12 @@ class CheckpointManager:
         Raises:
             CheckpointException: a save has failed, and ``on_save_error`` is "raise".
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._saver.is_closed or os.getpid() != self._pid:
             return
         self._saver.wait()
         self._warn_of_unsaved_step()
         self._warn_of_due_export()
-        self._closed = self._saver.is_closed = True
+        self._saver.is_closed = True
         self._notice.close()
         self._deletions.close()
         self._report.close()
@@ -557,7 +556,7 @@ class CheckpointManager:
     def __del__(self) -> None:
         # The attribute is missing if the constructor has raised.
         notice = getattr(self, "_notice", None)
-        if notice is None or self._closed or self._read_only or os.getpid() != self._pid:
+        if notice is None or self._saver.is_closed or self._read_only or os.getpid() != self._pid:
             return
         notice.close()
         self._lease.release()
@@ -806,7 +805,7 @@ class CheckpointManager:
             )
 
     def _require_writable(self, action: str) -> None:
-        if self._closed:
+        if self._saver.is_closed:
             raise ValueError(f"cannot {action}: the manager is closed")
         if self._read_only:
             raise ValueError(f"cannot {action}: the manager is read-only")

@@ -29,8 +29,7 @@ from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
-from torch_ckpt.state.app_state import AppState
-from torch_ckpt.state.app_state import require_state as require_state
+from torch_ckpt.state.app_state import AppState, require_state
 from torch_ckpt.steps import MARKER_NAME, step_name
 
 #: Seconds between attempts to load a step that rank 0 sees and other ranks do not. Network file

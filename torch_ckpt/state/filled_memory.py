@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
 import torch
 
@@ -41,13 +42,7 @@ class FilledMemory:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Returns True if elements of a strided tensor may share memory, as in an expanded tensor."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return tensor.numel() > 0
-            reach += stride * (size - 1)
-    return False
+    return tensor.numel() > 0 and not _are_distinct(zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _range_bytes(tensor: torch.Tensor) -> int:
@@ -75,14 +70,18 @@ def _are_disjoint(some: torch.Tensor, other: torch.Tensor) -> bool:
         end_of_first = sizes_of_first.get(stride, 1)
         is_separate |= begin >= end_of_first
         bounds.append((stride, max(end_of_first, begin + sizes_of_second.get(stride, 1))))
-    # Other coordinates could belong to the same element if a step did not exceed the steps along
-    # all smaller strides.
+    return is_separate and _are_distinct(bounds)
+
+
+def _are_distinct(sizes_by_stride: Iterable[tuple[int, int]]) -> bool:
+    """Returns True if no two coordinates below the sizes belong to the same element: each step
+    exceeds the steps along all smaller strides."""
     reach = 0
-    for stride, bound in reversed(bounds):
-        if stride <= reach:
+    for stride, size in sorted(sizes_by_stride):
+        if size > 1 and stride <= reach:
             return False
-        reach += stride * (bound - 1)
-    return is_separate
+        reach += stride * (size - 1)
+    return True
 
 
 def _sizes_by_stride(tensor: torch.Tensor) -> dict[int, int]:
