@@ -116,7 +116,7 @@ def planned_by_torch() -> State:
     return {
         "before": f32(30, 3),
         "old": sharded_tensor(launch),
-        "subclass": f32(12, 5, seed=1).as_subclass(Subclass),
+        f"subclass of rank {launch.rank}": f32(12, 5, seed=1).as_subclass(Subclass),
         "after": {"tensor": f32(7, 3, seed=2), "number": 3},
     }
 
