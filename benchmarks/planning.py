@@ -93,7 +93,7 @@ class Simulation:
         for rank in range(world):
             state = build_state(rank, world, tensors)
             with ranks.mesh_without_peers(world, rank):
-                walk = partial(_planned_state, state, rank == 0)
+                walk = partial(_planned_state, state)
                 self.states.append(self._timed("state, each rank", walk))
                 if stock:
                     local_plan = partial(_local_plan, state)
@@ -198,7 +198,7 @@ class Simulation:
         return bytes(data)
 
     def _simulate_write(self, rank: int, cache: PlanCache) -> Written:
-        count = cache.assignment.count
+        count = len(cache.assignment.numbers) // 4
         files = []
         for file in range(_FILES):
             items = [
@@ -220,10 +220,10 @@ class Simulation:
             gc.enable()
 
 
-def _planned_state(state_dict: dict[str, Any], is_coordinator: bool) -> SaveState:
+def _planned_state(state_dict: dict[str, Any]) -> SaveState:
     """Does the work of one rank before it sends its message."""
     state = SaveState(state_dict)
-    state.plan(None, is_coordinator)
+    state.plan()
     return state
 
 

@@ -161,16 +161,33 @@ class FlatState:
         """Encodes the parts of a state dict on which the plan of a save depends.
 
         The first part is usually identical on several ranks: names, kinds, dtypes and sizes. The
-        second part has the offsets, sizes and layouts of this rank's shards of DTensors.
+        second part has the offsets, sizes and layouts of this rank's parts of sharded tensors.
         ``hash_layout`` returns 64 bits, given a mesh and placements.
         """
 
-    def unready(self, assignment: bytes) -> list[tuple[int, str, Any]]:
-        """Number, name and value of each assigned value that must be converted with ``replace``
-        before ``sources``: objects, and tensors that must be cloned or pickled.
+    def describe(
+        self,
+        row: int,
+        dtype: torch.dtype,
+        requires_grad: bool,
+        size: list[int],
+        boxes: list[tuple[list[int], list[int]]] | None,
+        layout: int,
+    ) -> None:
+        """Sets the properties of a tensor that only torch can describe.
 
-        The value of a DTensor is its local tensor. ``assignment`` has the numbers of values, as
-        ``GlobalPlan.assignment`` returns them.
+        ``boxes`` has the offsets and sizes of its parts on this rank; None for a replica. A row
+        with several parts has several items. ``layout`` is a hash of a mesh and placements; 0
+        without a mesh.
+        """
+
+    def unready(self, assignment: bytes) -> list[tuple[int, int, Any, int]]:
+        """Items that must be converted with ``set_item`` before ``sources``: objects, tensors that
+        must be cloned or pickled, and the parts of described tensors.
+
+        Returns the number of each item, its row, the value of the row, and the number of the item
+        among the items of its row. The value of a DTensor is its local tensor. ``assignment`` has
+        the numbers of items, as ``GlobalPlan.assignment`` returns them.
         """
 
     def sources(self, assignment: bytes, with_names: bool) -> SaveSources: ...
@@ -181,10 +198,10 @@ class FlatState:
         ValueError for a value that is not a tensor.
         """
     def fingerprints(self, whole: bool) -> bytes:
-        """A fingerprint of 4 bytes for each plain tensor."""
+        """A fingerprint of 4 bytes for each replicated tensor; 0 for one that is not plain."""
 
     def checksums(self, numbers: bytes) -> bytes:
-        """A CRC-32 of 4 bytes for each of the given values; 0 for tensors that are not plain."""
+        """A CRC-32 of 4 bytes for each of the given items; 0 for tensors that are not plain."""
 
     def names(self) -> list[str]: ...
     def name(self, row: int) -> str: ...
@@ -197,7 +214,7 @@ class FlatState:
         """Numbers of the values that are saved as objects."""
 
     def unplanned(self) -> list[int]:
-        """Numbers of the values that torch's planner plans."""
+        """Numbers of the tensors that only torch can describe."""
 
     def on_meta(self) -> list[int]:
         """Rows of plain tensors and DTensors on the meta device."""
@@ -205,6 +222,7 @@ class FlatState:
     def add(self, name: str, path: tuple[Any, ...], value: Any) -> None: ...
     def remove(self, row: int) -> None: ...
     def replace(self, row: int, value: Any) -> None: ...
+    def set_item(self, item: int, value: Any) -> None: ...
 
 class TensorRead:
     """One read of a ``TensorReads``: a region of a stored tensor, its record, and the tensor that

@@ -177,21 +177,18 @@ class GlobalPlan:
 
     ``contents`` has the results of ``FlatState.contents``, by rank. Raises ValueError if the values
     of a name differ in kind, dtype or size between ranks, or if the shards of a tensor do not
-    cover it, on each of its meshes. ``before``, ``now`` and ``written`` are by rank; the items of a
-    rank are its assigned values, in order, and after them the items planned by torch.
+    cover it, on each of its meshes. ``before``, ``now`` and ``written`` are by rank.
     """
 
     def __init__(self, contents: list[tuple[bytes, bytes]]) -> None: ...
     def assignment(self, rank: int) -> bytes:
-        """The numbers of the values that a rank writes, for ``FlatState.sources``."""
+        """The numbers of the items that a rank writes, for ``FlatState.sources``."""
 
     def copies(self, rank: int) -> bytes:
-        """The numbers of a rank's DTensors that have several layouts, for ``FlatState.checksums``.
-
-        A layout is a mesh and placements. These DTensors must be copies of one tensor.
+        """The numbers of a rank's items that must be copies of other ranks' items, for
+        ``FlatState.checksums``.
         """
 
-    def plans(self, name: str) -> bool: ...
     def names(self) -> list[str]:
         """The fully qualified names of all values."""
     def differing_replicas(
@@ -206,21 +203,20 @@ class GlobalPlan:
     def differing_copies(
         self, checksums: list[bytes]
     ) -> list[tuple[str, list[list[int]], list[list[int]]]]:
-        """DTensors with several layouts that are not copies, given the checksums of each rank.
+        """Sharded tensors that are not copies, given the checksums of each rank.
 
         Returns the name of each, the groups of ranks that have the same version, and the ranks of
         each mesh.
         """
 
-    def paths(self) -> dict[str, tuple[str | int, ...]]: ...
     def changes(
         self, before: list[WrittenFiles], now: list[WrittenFiles], counter: str
-    ) -> tuple[str | None, list[str], dict[str, list[str]]]:
-        """Compares two saves: changed number, changed groups, unchanged groups with their names.
+    ) -> tuple[str | None, dict[str, list[str]]]:
+        """Compares two saves: changed number, and the unchanged groups with their names.
 
         The number is the first object or one-element tensor that has changed, except ``counter``.
-        A group is all tensors under one top-level key. Both results for groups are empty if no
-        number has changed.
+        A group is all tensors under one top-level key. There are no groups if no number has
+        changed.
         """
 
     def describe(self) -> None:
@@ -232,14 +228,13 @@ class GlobalPlan:
     def encode(
         self,
         written: list[WrittenFiles],
-        rest: CheckpointIndex | None,
         storage_meta: list[tuple[str, str | None]],
         version: str,
         phases: str,
     ) -> EncodedMetadata:
-        """The contents of ``.metadata``. ``rest`` has the entries of items planned by torch.
+        """The contents of ``.metadata``.
 
-        Raises Corrupt if a rank has not reported one location for each of its rows.
+        Raises Corrupt if a rank has not reported one location for each of its items.
         """
 
 class ObjectRead:

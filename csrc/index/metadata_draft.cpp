@@ -34,14 +34,12 @@ void MetadataDraft::set_files(
   texts_.clear();
   files_.clear();
   tables_.clear();
-  file_names_ = {};
   std::size_t bytes = 0;
   for (const auto& [name, table] : files) bytes += name.size() + table.size();
   texts_.reserve(bytes);
   for (const auto& [name, table] : files) {
     files_.push_back(add_text(name));
     tables_.push_back(add_text(table));
-    file_names_.add(name);
   }
 }
 
@@ -54,28 +52,6 @@ bool MetadataDraft::set_location(ShardId shard, std::uint32_t file, std::uint64_
   location.offset = offset;
   location.length = length;
   return true;
-}
-
-void MetadataDraft::copy_entry(const EntryTable& other, std::string_view name) {
-  const auto found = other.find(name);
-  if (!found) return;
-  const Entry& entry = other.entries()[*found];
-  if (entry.is_tensor) {
-    add_tensor(name, other.dtypes()[entry.dtype], entry.requires_grad, other.extents(entry.size));
-  } else {
-    add_object(name);
-  }
-  const auto here = static_cast<std::uint32_t>(entries_.size() - 1);
-  for (const Shard& shard : other.shards(entry)) {
-    const bool has_extents = shard.offsets != kNone;
-    const std::uint32_t number =
-        has_extents ? add_shard(other.extents(shard.offsets), other.extents(shard.sizes))
-                    : add_shard({}, {});
-    if (shard.file == kNone) continue;
-    if (const auto file = file_names_.find(other.text(other.files()[shard.file]))) {
-      set_location({here, number}, *file, shard.offset, shard.length);
-    }
-  }
 }
 
 void MetadataDraft::add_path(std::string_view name, std::span<const PathPart> parts) {

@@ -40,9 +40,6 @@ class MetadataDraft : public EntryTable {
   void set_files(std::span<const std::pair<std::string_view, std::string_view>> files);
   /// Sets the location of a shard. Returns true if it has changed.
   bool set_location(ShardId shard, std::uint32_t file, std::uint64_t offset, std::uint64_t length);
-  /// Copies an entry from another table, if it exists there. Drops locations in files that this
-  /// draft does not have.
-  void copy_entry(const EntryTable& other, std::string_view name);
   void add_path(std::string_view name, std::span<const PathPart> parts);
 
   /// Shards with a location, in the order in which their locations were first set.
@@ -55,7 +52,6 @@ class MetadataDraft : public EntryTable {
   }
 
  private:
-  NameTable file_names_;
   NameTable path_names_;
   std::vector<PathPart> path_parts_;
   std::vector<std::size_t> path_begins_{0};

@@ -80,7 +80,6 @@ Changes changes_between(const GlobalPlan& plan, std::span<const WrittenFiles> be
     const StateTemplate& of = plan.first_template(number);
     const StateTemplate::Row& row = of.row(plan.first_row(number));
     const std::string_view name = plan.name(number);
-    if (row.kind == Kind::other) continue;
     const auto path = of.path(plan.first_row(number));
     const bool is_counter = is_number(of, row);
     if (is_counter && has_changed[number] && !changes.moved && name != ignored) {
@@ -108,9 +107,8 @@ Changes changes_between(const GlobalPlan& plan, std::span<const WrittenFiles> be
   if (!changes.moved) return changes;
   for (Group& group : groups) {
     const std::string_view key = group.key;
-    if (group.has_changed) {
-      changes.changed.push_back(key);
-    } else if (auto tensors = trained(std::move(group)); !tensors.empty()) {
+    if (group.has_changed) continue;
+    if (auto tensors = trained(std::move(group)); !tensors.empty()) {
       changes.unchanged.emplace_back(key, std::move(tensors));
     }
   }

@@ -18,12 +18,9 @@ struct Changes {
   /// Name number of the first changed object or tensor of at most one element, such as a step
   /// counter.
   std::optional<std::uint32_t> moved;
-  // The next two members are set only if `moved` is set.
-  /// Groups with at least one changed tensor.
-  std::vector<std::string_view> changed;
-  /// All other groups that contain trained tensors, each with these tensors: the floating-point
-  /// tensors of a module, or the states of an optimizer. The states of data loaders and random
-  /// number generators rarely change, and do not count.
+  /// If `moved` is set: the groups that contain trained tensors, none of which has changed, each
+  /// with these tensors: the floating-point tensors of a module, or the states of an optimizer. The
+  /// states of data loaders and random number generators rarely change, and do not count.
   std::vector<std::pair<std::string_view, std::vector<std::uint32_t>>> unchanged;
 };
 

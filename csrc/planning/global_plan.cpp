@@ -18,18 +18,18 @@ using Row = StateTemplate::Row;
 
 using index::listed;
 
-std::string_view kind_name(Kind kind) {
-  switch (kind) {
+std::string_view kind_name(const Row& row) {
+  switch (row.kind) {
     case Kind::tensor:
-      return "a plain tensor";
+      return row.is_described ? "another kind of tensor" : "a plain tensor";
     case Kind::shard:
-      return "a DTensor";
+      return row.is_described ? "shards of another kind of tensor" : "a DTensor";
     case Kind::object:
       return "an object";
-    case Kind::other:
+    case Kind::absent:
       break;
   }
-  return "another kind of tensor";
+  return "no value";
 }
 
 std::uint64_t product(std::span<const std::int64_t> sizes) {
@@ -44,17 +44,30 @@ Error refused(std::string detail) {
 
 constexpr std::uint32_t kNone = 0xffffffff;
 
-/// Returns the ranks that have a part of a DTensor with this layout: the ranks of its mesh.
+/// Returns the ranks that have a part of a tensor with this layout: the ranks of its mesh.
 std::string mesh_of(std::span<const RankState> states, std::string_view name,
                     std::uint64_t layout) {
   std::vector<std::uint32_t> ranks;
   for (std::uint32_t rank = 0; rank < states.size(); ++rank) {
     const RankState& here = states[rank];
-    const auto row = here.state().find(name);
-    if (!row || here.state().row(*row).kind != Kind::shard || !here.has(*row)) continue;
-    if (here.layout(here.box(*row)) == layout) ranks.push_back(rank);
+    for (std::size_t item = 0; item < here.items(); ++item) {
+      if (here.row(item).kind != Kind::shard || !here.has(item) || here.name(item) != name) {
+        continue;
+      }
+      if (here.layout(here.box(item)) == layout) ranks.push_back(rank);
+      break;
+    }
   }
   return "the mesh of " + text_of_ranks(ranks);
+}
+
+/// Returns the layout of the part that a rank has of a row, or kNoLayout if the rank has none.
+std::uint64_t layout_of(const RankState& state, std::uint32_t row) {
+  for (std::size_t item = row; item < state.items() && state.row_of(item) <= row; ++item) {
+    if (state.row_of(item) != row || state.box(item) == RankState::kNone) continue;
+    return state.layout(state.box(item));
+  }
+  return RankState::kNoLayout;
 }
 
 }  // namespace
@@ -93,7 +106,7 @@ Result<GlobalPlan> GlobalPlan::decode(
 Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
   GlobalPlan plan;
   plan.states_ = std::move(states);
-  plan.part_of_row_.resize(plan.ranks());
+  plan.part_of_item_.resize(plan.ranks());
   index::IdTable known;  // parts by entry and box
   index::ExtentsTable extents;
   // The entry of each row, by template: most ranks share a template.
@@ -114,22 +127,24 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
       boxes.emplace_back(extents.intern(rank_state.offsets(box)),
                          extents.intern(rank_state.sizes(box)));
     }
-    std::vector<std::uint32_t>& parts = plan.part_of_row_[rank];
-    parts.assign(rank_state.size(), kNone);
-    for (std::uint32_t i = 0; i < rank_state.size(); ++i) {
-      const Kind kind = rank_state.state().row(i).kind;
-      if (kind == Kind::other || !rank_state.has(i)) continue;
-      const std::uint32_t number = of_template->second[i];
+    std::vector<std::uint32_t>& parts = plan.part_of_item_[rank];
+    parts.assign(rank_state.items(), kNone);
+    for (std::uint32_t i = 0; i < rank_state.items(); ++i) {
+      if (!rank_state.has(i)) continue;
+      const std::uint32_t row = rank_state.row_of(i);
+      const Kind kind = rank_state.state().row(row).kind;
+      const std::uint32_t number = of_template->second[row];
       Entry& entry = plan.entries_[number];
-      if (kind == Kind::shard && entry.first_part == kNone) {
-        entry.rank = rank;
-        entry.row = i;
-        entry.layout = rank_state.layout(rank_state.box(i));
-      } else if (kind == Kind::shard && &plan.states_[entry.rank].state() != &rank_state.state()) {
-        if (auto same = plan.check_same(entry, rank, i); !same) return std::move(same).error();
-      }
-      if (kind == Kind::shard && rank_state.layout(rank_state.box(i)) != entry.layout) {
-        entry.has_several_layouts = true;
+      if (kind == Kind::shard) {
+        const std::uint64_t layout = rank_state.layout(rank_state.box(i));
+        if (entry.first_part == kNone) {
+          entry.rank = rank;
+          entry.row = row;
+          entry.layout = layout;
+        } else if (&plan.states_[entry.rank].state() != &rank_state.state()) {
+          if (auto same = plan.check_same(entry, rank, row); !same) return std::move(same).error();
+        }
+        entry.has_copies |= layout != entry.layout || layout == RankState::kNoLayout;
       }
       const auto [offsets, sizes] = kind == Kind::shard ? boxes[rank_state.box(i)]
                                                         : std::pair<std::uint32_t, std::uint32_t>();
@@ -143,7 +158,7 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
       if (is_new_part) {
         Part part;
         part.owner = rank;
-        part.row = i;
+        part.item = i;
         part.entry = number;
         part.offsets = offsets;
         part.sizes = sizes;
@@ -167,7 +182,7 @@ Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
   std::vector<std::uint32_t> entries(state.size(), kNone);
   for (std::uint32_t i = 0; i < state.size(); ++i) {
     const Row& row = state.row(i);
-    if (row.kind == Kind::other && !row.is_present) continue;
+    if (row.kind == Kind::absent) continue;
     if (state.name(i).size() > index::CheckpointIndex::kMaxNameBytes) {
       return refused("rank " + std::to_string(rank) + " has a value with a name of " +
                      std::to_string(state.name(i).size()) + " bytes; the maximum is " +
@@ -201,24 +216,21 @@ Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uin
   const std::string ranks[2] = {"rank " + std::to_string(first.rank),
                                 "rank " + std::to_string(rank)};
   if (a.kind != b.kind) {
-    return refused(name + ": " + ranks[0] + " has " + std::string(kind_name(a.kind)) + ", " +
-                   ranks[1] + " has " + std::string(kind_name(b.kind)));
+    return refused(name + ": " + ranks[0] + " has " + std::string(kind_name(a)) + ", " + ranks[1] +
+                   " has " + std::string(kind_name(b)));
   }
   std::string of[2] = {"torch." + first_state.dtype(a) + " " + listed(first_state.sizes(a)),
                        "torch." + state.dtype(b) + " " + listed(state.sizes(b))};
-  if (a.kind == Kind::shard && states_[first.rank].has(first.row) && states_[rank].has(row)) {
-    const RankState& here = states_[rank];
-    const std::uint64_t layouts[2] = {first.layout, here.layout(here.box(row))};
-    for (const int i : {0, 1}) {
-      if (layouts[0] != layouts[1]) of[i] += " on " + mesh_of(states_, name, layouts[i]);
-    }
+  const std::uint64_t layouts[2] = {first.layout, layout_of(states_[rank], row)};
+  if (layouts[0] != layouts[1] && std::ranges::find(layouts, RankState::kNoLayout) == layouts + 2) {
+    for (const int i : {0, 1}) of[i] += " on " + mesh_of(states_, name, layouts[i]);
   }
   const std::string why = a.kind == Kind::tensor
                               ? ". Plain tensors with the same name are treated as replicas, and "
                                 "only one is saved. Use "
                                 "a DTensor or different names."
-                              : ". A DTensor must have the same dtype and size on all ranks. If "
-                                "each mesh has a tensor of its own, use different names.";
+                              : ". A sharded tensor must have the same dtype and size on all "
+                                "ranks. If each mesh has a tensor of its own, use different names.";
   return refused(name + ": " + ranks[0] + " has " + of[0] + ", " + ranks[1] + " has " + of[1] +
                  why);
 }
@@ -228,52 +240,55 @@ void GlobalPlan::choose_owners() {
   for (Part& part : parts_) {
     if (part.holders == 1) loads[part.owner] += part.bytes;
   }
-  // By part, if it is replicated: the ranks that have it, in ascending order, and their rows.
+  // By part, if it is replicated: the ranks that have it, in ascending order, and their items.
   std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>> holders(parts_.size());
   std::vector<std::uint32_t> several;
   for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
-    for (std::uint32_t row = 0; row < part_of_row_[rank].size(); ++row) {
-      const std::uint32_t part = part_of_row_[rank][row];
+    for (std::uint32_t item = 0; item < part_of_item_[rank].size(); ++item) {
+      const std::uint32_t part = part_of_item_[rank][item];
       if (part == kNone || parts_[part].holders < 2) continue;
       if (holders[part].empty()) several.push_back(part);
-      holders[part].emplace_back(rank, row);
+      holders[part].emplace_back(rank, item);
     }
   }
   for (const std::uint32_t number : several) {
     Part& part = parts_[number];
     const auto chosen = std::ranges::min_element(
         holders[number], {}, [&](const auto& holder) { return loads[holder.first]; });
-    std::tie(part.owner, part.row) = *chosen;
+    std::tie(part.owner, part.item) = *chosen;
     loads[part.owner] += part.bytes;
   }
   owned_.assign(ranks(), {});
   for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
-    for (std::uint32_t row = 0; row < part_of_row_[rank].size(); ++row) {
-      const std::uint32_t part = part_of_row_[rank][row];
-      if (part != kNone && parts_[part].owner == rank && parts_[part].row == row) {
-        owned_[rank].push_back(row);
+    for (std::uint32_t item = 0; item < part_of_item_[rank].size(); ++item) {
+      const std::uint32_t part = part_of_item_[rank][item];
+      if (part != kNone && parts_[part].owner == rank && parts_[part].item == item) {
+        owned_[rank].push_back(item);
       }
     }
+    std::ranges::stable_partition(
+        owned_[rank], [&](std::uint32_t item) { return !states_[rank].row(item).is_described; });
   }
 }
 
 Result<> GlobalPlan::find_copies() {
-  if (std::ranges::none_of(entries_, &Entry::has_several_layouts)) return {};
+  if (std::ranges::none_of(entries_, &Entry::has_copies)) return {};
   // The parts that each layout of an entry has.
   std::map<std::uint32_t, std::map<std::uint64_t, std::vector<std::uint32_t>>> parts_of;
   copies_.assign(ranks(), {});
   for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
     const RankState& here = states_[rank];
-    for (std::uint32_t row = 0; row < part_of_row_[rank].size(); ++row) {
-      const std::uint32_t part = part_of_row_[rank][row];
-      if (part == kNone || !entries_[parts_[part].entry].has_several_layouts) continue;
-      auto& parts = parts_of[parts_[part].entry][here.layout(here.box(row))];
+    for (std::uint32_t item = 0; item < part_of_item_[rank].size(); ++item) {
+      const std::uint32_t part = part_of_item_[rank][item];
+      if (part == kNone || !entries_[parts_[part].entry].has_copies) continue;
+      auto& parts = parts_of[parts_[part].entry][here.layout(here.box(item))];
       if (parts_[part].bytes == 0) continue;
       parts.push_back(part);
-      if (parts_[part].holders > 1) copies_[rank].push_back(row);
+      if (parts_[part].holders > 1) copies_[rank].push_back(item);
     }
   }
   for (auto& [entry, layouts] : parts_of) {
+    if (layouts.contains(RankState::kNoLayout)) continue;
     std::vector<std::uint32_t> all;
     for (std::uint32_t at = entries_[entry].first_part; at != kNone; at = parts_[at].next) {
       if (parts_[at].bytes > 0) all.push_back(at);
@@ -338,7 +353,7 @@ Result<> GlobalPlan::check_cover() const {
     std::uint64_t held = 0;
     for (std::uint32_t at = entry.first_part; at != kNone; at = parts_[at].next) {
       const RankState& owner = states_[parts_[at].owner];
-      const std::uint32_t box = owner.box(parts_[at].row);
+      const std::uint32_t box = owner.box(parts_[at].item);
       const auto offsets = owner.offsets(box);
       const auto sizes = owner.sizes(box);
       if (!index::lies_inside(offsets, sizes, whole)) {
@@ -364,22 +379,14 @@ Result<> GlobalPlan::check_cover() const {
   return {};
 }
 
-bool GlobalPlan::plans(std::string_view name) const {
-  const auto number = names_.find(name);
-  return number && row_of(entries_[*number]).kind != Kind::other;
-}
-
-std::vector<index::MetadataDraft::ShardId> GlobalPlan::describe(
-    index::MetadataDraft& draft, const index::EntryTable* torch_items) const {
+std::vector<index::MetadataDraft::ShardId> GlobalPlan::describe(index::MetadataDraft& draft) const {
   std::vector<index::MetadataDraft::ShardId> shards(parts_.size());
   const auto last = [&] { return static_cast<std::uint32_t>(draft.entries().size() - 1); };
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
     const Entry& entry = entries_[number];
     const Row& row = row_of(entry);
     const StateTemplate& first = states_[entry.rank].state();
-    if (row.kind == Kind::other) {
-      if (torch_items != nullptr) draft.copy_entry(*torch_items, names_.at(number));
-    } else if (row.kind == Kind::object) {
+    if (row.kind == Kind::object) {
       draft.add_object(names_.at(number));
       shards[entry.first_part] = {last(), draft.add_shard({}, {})};
     } else {
@@ -391,7 +398,7 @@ std::vector<index::MetadataDraft::ShardId> GlobalPlan::describe(
       } else {
         for (std::uint32_t at = entry.first_part; at != kNone; at = parts_[at].next) {
           const RankState& owner = states_[parts_[at].owner];
-          const std::uint32_t box = owner.box(parts_[at].row);
+          const std::uint32_t box = owner.box(parts_[at].item);
           shards[at] = {last(), draft.add_shard(owner.offsets(box), owner.sizes(box))};
         }
       }

@@ -23,10 +23,12 @@ namespace torch_ckpt::planning {
 //      assigned to the one with the fewest bytes so far (like torch's dedup_save_plans).
 //   3. Values with the same name must have the same kind, dtype and size on all ranks. The shards
 //      of a tensor must cover each of its elements exactly once.
-//   4. DTensors with the same name may have several layouts (a mesh and placements): tied weights of
-//      two pipeline stages, or a mesh for each group of ranks. They must be copies of one tensor:
-//      each layout must have all parts, and the ranks compare the checksums of their copies
-//      (planning/replicas.h) before the save is committed.
+//   4. Sharded tensors with the same name may have several layouts (a mesh and placements): tied
+//      weights of two pipeline stages, or a mesh for each group of ranks. They must be copies of one
+//      tensor: each layout must have all parts, and the ranks compare the checksums of their copies
+//      (planning/replicas.h) before the save is committed. The parts of a tensor without a mesh,
+//      such as a ShardedTensor, are compared if several ranks have them.
+//   5. A rank writes the items that torch describes after all others.
 class GlobalPlan {
  public:
   /// Fails with Errc::invalid_argument if the states violate rule 3 or 4; the error names the value
@@ -39,15 +41,13 @@ class GlobalPlan {
 
   std::size_t ranks() const { return states_.size(); }
   const RankState& of_rank(std::size_t rank) const { return states_[rank]; }
-  /// Returns the rows that the rank writes, in ascending order.
+  /// Returns the items that the rank writes, in the order of writing.
   std::span<const std::uint32_t> owned(std::size_t rank) const { return owned_[rank]; }
-  /// Returns the rows of a rank that are parts of DTensors with several layouts, in ascending
+  /// Returns the items of a rank that other ranks have, too, and that must be copies, in ascending
   /// order. Empty for most plans.
   std::span<const std::uint32_t> copies(std::size_t rank) const {
     return copies_.empty() ? std::span<const std::uint32_t>() : copies_[rank];
   }
-  /// Returns true if this plan assigns the value with this name; false if torch's planner does.
-  bool plans(std::string_view name) const;
   /// Number of names. Each name has a first row, on the first rank that has the name.
   std::size_t names() const { return entries_.size(); }
   std::string_view name(std::size_t number) const { return names_.at(number); }
@@ -56,19 +56,17 @@ class GlobalPlan {
   }
   std::uint32_t first_row(std::size_t number) const { return entries_[number].row; }
 
-  /// Adds all names to a draft, without locations. Copies the items planned by torch from
-  /// `torch_items`. Returns the shard of each part.
-  std::vector<index::MetadataDraft::ShardId> describe(index::MetadataDraft& draft,
-                                                      const index::EntryTable* torch_items) const;
-  /// Returns the part of a row of a rank, which must have one.
-  std::uint32_t part_of_row(std::size_t rank, std::size_t row) const {
-    return part_of_row_[rank][row];
+  /// Adds all names to a draft, without locations. Returns the shard of each part.
+  std::vector<index::MetadataDraft::ShardId> describe(index::MetadataDraft& draft) const;
+  /// Returns the part of an item of a rank, which must have one.
+  std::uint32_t part_of_item(std::size_t rank, std::size_t item) const {
+    return part_of_item_[rank][item];
   }
-  /// Returns the part of row owned(rank)[number].
+  /// Returns the part of item owned(rank)[number].
   std::uint32_t part(std::size_t rank, std::size_t number) const {
-    return part_of_row_[rank][owned_[rank][number]];
+    return part_of_item_[rank][owned_[rank][number]];
   }
-  /// Returns the name number of row owned(rank)[number].
+  /// Returns the name number of item owned(rank)[number].
   std::uint32_t entry(std::size_t rank, std::size_t number) const {
     return parts_[part(rank, number)].entry;
   }
@@ -80,11 +78,11 @@ class GlobalPlan {
     std::uint32_t first_part = kNone;
     std::uint32_t last_part = kNone;
     std::uint64_t layout = 0;  // of the first part
-    bool has_several_layouts = false;
+    bool has_copies = false;   // has several layouts, or one without a mesh
   };
   struct Part {
     std::uint32_t owner = kNone;
-    std::uint32_t row = 0;  // row of the owner
+    std::uint32_t item = 0;  // of the owner
     std::uint32_t entry = 0;
     std::uint32_t next = kNone;  // next part of the entry
     std::uint32_t holders = 0;   // number of ranks that have the part
@@ -112,9 +110,9 @@ class GlobalPlan {
   index::NameTable names_;
   std::vector<Entry> entries_;  // by name
   std::vector<Part> parts_;
-  std::vector<std::vector<std::uint32_t>> part_of_row_;  // by rank and row
+  std::vector<std::vector<std::uint32_t>> part_of_item_;  // by rank and item
   std::vector<std::vector<std::uint32_t>> owned_;
-  std::vector<std::vector<std::uint32_t>> copies_;  // empty if no entry has several layouts
+  std::vector<std::vector<std::uint32_t>> copies_;  // empty if no entry has copies
 };
 
 /// Formats a list of ranks in ascending order: "rank 3", "ranks 0-2, 7".

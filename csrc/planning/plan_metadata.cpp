@@ -7,11 +7,10 @@
 
 namespace torch_ckpt::planning {
 
-PlanMetadata::Described::Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
-                                   const index::EntryTable* torch_items)
+PlanMetadata::Described::Described(const GlobalPlan& plan, std::span<const WrittenFiles> written)
     : encoder(draft), locations(plan.ranks()) {
   set_files(written);
-  shards = plan.describe(draft, torch_items);
+  shards = plan.describe(draft);
 }
 
 void PlanMetadata::Described::set_files(std::span<const WrittenFiles> written) {
@@ -27,21 +26,18 @@ void PlanMetadata::Described::set_files(std::span<const WrittenFiles> written) {
 
 void PlanMetadata::describe() {
   if (described_) return;
-  auto described = std::make_unique<Described>(plan_, std::span<const WrittenFiles>(), nullptr);
+  auto described = std::make_unique<Described>(plan_, std::span<const WrittenFiles>());
   described->encoder.describe();
   described_ = std::move(described);
 }
 
 Result<index::EncodedMetadata> PlanMetadata::encode(std::span<const WrittenFiles> written,
-                                                    const index::EntryTable* torch_items,
                                                     const index::MetadataExtras& extras) {
   // Move the state out of the member, so that an exception discards it instead of leaving it half
   // updated.
   auto described = std::move(described_);
-  // Start anew if torch plans items: their locations are copied only when the draft is described.
-  const bool had_torch_items = std::exchange(has_torch_items_, torch_items != nullptr);
-  if (!described || had_torch_items || has_torch_items_) {
-    described = std::make_unique<Described>(plan_, written, torch_items);
+  if (!described) {
+    described = std::make_unique<Described>(plan_, written);
   } else {
     described->set_files(written);
   }
@@ -83,13 +79,12 @@ Result<> PlanMetadata::place(Described& described, std::size_t rank, std::uint32
   std::uint32_t number = first;
   for (const format::FileResult& file : written) {
     for (const format::ItemLocation& location : file.locations.decoded()) {
-      if (location.item >= owned && !has_torch_items_) {
+      if (location.item >= owned) {
         return format_error(Errc::metadata_inconsistent,
                             "rank " + std::to_string(rank) + " reported a location for item " +
                                 std::to_string(location.item) + ", but has only " +
                                 std::to_string(owned) + " items");
       }
-      if (location.item >= owned) continue;
       if (is_placed[location.item]) {
         return format_error(Errc::metadata_inconsistent, "rank " + std::to_string(rank) +
                                                              " reported two locations for " +

@@ -16,8 +16,7 @@
 
 namespace torch_ckpt::planning {
 
-/// The files that a rank has written. Items are numbered by position in GlobalPlan::owned(); items
-/// planned by torch have the subsequent numbers.
+/// The files that a rank has written. Items are numbered by position in GlobalPlan::owned().
 using WrittenFiles = std::span<const format::FileResult>;
 
 // Encodes the metadata of saves with the same plan. The part that depends only on the plan is
@@ -31,10 +30,8 @@ class PlanMetadata {
   /// Encodes the part that depends only on the plan.
   void describe();
   /// Returns the contents of the metadata file. Fails with Errc::metadata_inconsistent if a rank
-  /// has not reported exactly one location for each row that it owns. written: files by rank.
-  /// torch_items: index of the items planned by torch, or nullptr.
+  /// has not reported exactly one location for each item that it owns. written: files by rank.
   Result<index::EncodedMetadata> encode(std::span<const WrittenFiles> written,
-                                        const index::EntryTable* torch_items,
                                         const index::MetadataExtras& extras);
 
  private:
@@ -46,8 +43,7 @@ class PlanMetadata {
     std::vector<format::ItemLocations> files = {};
   };
   struct Described {
-    Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
-              const index::EntryTable* torch_items);
+    Described(const GlobalPlan& plan, std::span<const WrittenFiles> written);
     void set_files(std::span<const WrittenFiles> written);
 
     index::MetadataDraft draft;
@@ -64,7 +60,6 @@ class PlanMetadata {
 
   const GlobalPlan& plan_;
   std::unique_ptr<Described> described_;
-  bool has_torch_items_ = false;  // the last save also had items planned by torch
 };
 
 }  // namespace torch_ckpt::planning

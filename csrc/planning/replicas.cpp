@@ -61,17 +61,17 @@ Result<std::vector<DifferingCopy>> differing_copies(const GlobalPlan& plan,
   std::map<std::string_view, Copies> found;
   for (std::uint32_t rank = 0; rank < plan.ranks(); ++rank) {
     const RankState& here = plan.of_rank(rank);
-    const auto rows = plan.copies(rank);
-    if (rank >= checksums.size() || checksums[rank].size() < rows.size() * sizeof(std::uint32_t)) {
+    const auto items = plan.copies(rank);
+    if (rank >= checksums.size() || checksums[rank].size() < items.size() * sizeof(std::uint32_t)) {
       return format_error(Errc::frame_damaged, "rank " + std::to_string(rank) +
                                                    " has sent too few checksums of its tensors");
     }
-    for (std::size_t i = 0; i < rows.size(); ++i) {
+    for (std::size_t i = 0; i < items.size(); ++i) {
       std::uint32_t checksum = 0;
       std::memcpy(&checksum, checksums[rank].data() + i * sizeof checksum, sizeof checksum);
-      Copies& copies = found[here.state().name(rows[i])];
-      copies.versions[plan.part_of_row(rank, rows[i])][checksum].push_back(rank);
-      copies.layouts[here.layout(here.box(rows[i]))].push_back(rank);
+      Copies& copies = found[here.name(items[i])];
+      copies.versions[plan.part_of_item(rank, items[i])][checksum].push_back(rank);
+      copies.layouts[here.layout(here.box(items[i]))].push_back(rank);
     }
   }
   std::vector<DifferingCopy> differing;
@@ -82,7 +82,9 @@ Result<std::vector<DifferingCopy>> differing_copies(const GlobalPlan& plan,
     DifferingCopy& copy = differing.emplace_back();
     copy.name = name;
     for (auto& [checksum, ranks] : part->second) copy.groups.push_back(std::move(ranks));
-    for (auto& [layout, ranks] : copies.layouts) copy.meshes.push_back(std::move(ranks));
+    if (!copies.layouts.contains(RankState::kNoLayout)) {
+      for (auto& [layout, ranks] : copies.layouts) copy.meshes.push_back(std::move(ranks));
+    }
     std::ranges::sort(copy.groups);
     std::ranges::sort(copy.meshes);
   }

@@ -24,17 +24,17 @@ struct DifferingReplica {
 std::vector<DifferingReplica> differing_replicas(const GlobalPlan& plan,
                                                  std::span<const std::string_view> fingerprints);
 
-/// A DTensor with several layouts whose copies differ.
+/// A sharded tensor whose copies differ.
 struct DifferingCopy {
   std::string_view name;
   std::vector<std::vector<std::uint32_t>> groups;  // see DifferingReplica
-  std::vector<std::vector<std::uint32_t>> meshes;  // the ranks of each layout
+  std::vector<std::vector<std::uint32_t>> meshes;  // the ranks of each layout, if all have a mesh
 };
 
-/// Compares the checksums of the copies of DTensors with several layouts. Returns the differing
-/// tensors, sorted by name. Fails with Errc::frame_damaged if a checksum is missing.
+/// Compares the checksums of the copies of sharded tensors. Returns the differing tensors, sorted
+/// by name. Fails with Errc::frame_damaged if a checksum is missing.
 ///
-/// checksums: by rank, a std::uint32_t for each of GlobalPlan::copies(); more may follow.
+/// checksums: by rank, a std::uint32_t for each of GlobalPlan::copies().
 Result<std::vector<DifferingCopy>> differing_copies(const GlobalPlan& plan,
                                                     std::span<const std::string_view> checksums);
 

@@ -161,6 +161,13 @@ Result<std::vector<SafeTensor>> safe_tensors_of(const GlobalPlan& plan,
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const StateTemplate& state = plan.first_template(i);
     const StateTemplate::Row& row = state.row(plan.first_row(i));
+    if (row.is_described) {
+      Error error = format_error(Errc::invalid_argument,
+                                 "safetensors files hold only plain tensors and DTensors; convert "
+                                 "the value first, or leave it out");
+      error.subject = plan.name(i);
+      return error;
+    }
     if (row.kind != StateTemplate::Kind::tensor && row.kind != StateTemplate::Kind::shard) {
       Error error = format_error(Errc::invalid_argument,
                                  "safetensors files hold only tensors; save this value elsewhere");
@@ -186,7 +193,7 @@ std::vector<std::vector<OwnedPart>> owned_parts_of(const GlobalPlan& plan) {
       part.tensor = plan.entry(rank, i);
       const std::uint32_t box = state.box(owned[i]);
       if (box == RankState::kNone) {
-        const auto sizes = state.state().sizes(state.state().row(owned[i]));
+        const auto sizes = state.state().sizes(state.row(owned[i]));
         part.sizes.assign(sizes.begin(), sizes.end());
         part.offsets.assign(sizes.size(), 0);
       } else {

@@ -113,7 +113,7 @@ std::string StateTemplate::encode() const {
   put(bytes, rows_.size());
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
-    put(bytes, static_cast<std::uint64_t>(row.kind) | (row.is_present ? 4 : 0) |
+    put(bytes, static_cast<std::uint64_t>(row.kind) | (row.is_described ? 4 : 0) |
                    (row.requires_grad ? 8 : 0));
     put(bytes, names_.at(i));
     put(bytes, path(i).size());
@@ -144,7 +144,7 @@ Result<StateTemplate> StateTemplate::decode(std::string_view bytes) {
     Row row;
     const std::uint64_t head = reader.number();
     row.kind = static_cast<Kind>(head & 3);
-    row.is_present = (head & 4) != 0;
+    row.is_described = (head & 4) != 0;
     row.requires_grad = (head & 8) != 0;
     const std::string_view name = reader.text();
     path.clear();
@@ -163,17 +163,17 @@ Result<StateTemplate> StateTemplate::decode(std::string_view bytes) {
   return made;
 }
 
-std::uint64_t RankState::bytes(std::size_t row) const {
-  const StateTemplate::Row& what = template_->row(row);
-  if (!is_tensor(what.kind) || !has(row)) return 0;
-  const auto sizes = what.kind == StateTemplate::Kind::shard ? this->sizes(boxes_of_rows_[row])
-                                                             : template_->sizes(what);
+std::uint64_t RankState::bytes(std::size_t item) const {
+  const StateTemplate::Row& what = row(item);
+  if (!is_tensor(what.kind) || !has(item)) return 0;
+  const auto sizes =
+      what.kind == StateTemplate::Kind::shard ? this->sizes(box(item)) : template_->sizes(what);
   std::uint64_t all = template_->item_bytes(what);
   for (const std::int64_t size : sizes) all *= static_cast<std::uint64_t>(size);
   return all;
 }
 
-void RankState::set_box(std::size_t row, std::span<const std::int64_t> offsets,
+void RankState::set_box(std::size_t item, std::span<const std::int64_t> offsets,
                         std::span<const std::int64_t> sizes, std::uint64_t layout) {
   const auto found = std::ranges::find(layouts_, layout);
   const Box box{extents_.intern(offsets), extents_.intern(sizes),
@@ -182,7 +182,7 @@ void RankState::set_box(std::size_t row, std::span<const std::int64_t> offsets,
   const auto [known, is_new] = box_numbers_.try_emplace(
       std::tuple(box.offsets, box.sizes, box.layout), static_cast<std::uint32_t>(boxes_.size()));
   if (is_new) boxes_.push_back(box);
-  boxes_of_rows_[row] = known->second;
+  boxes_of_items_[item] = known->second;
 }
 
 std::string RankState::encode() const {
@@ -196,19 +196,26 @@ std::string RankState::encode() const {
     put(bytes, box.sizes);
     put(bytes, box.layout);
   }
+  // The number of items of each row, if it is not one for all rows.
+  put(bytes, rows_of_items_.empty() ? 0 : 1);
+  for (std::size_t row = 0, item = 0; item < rows_of_items_.size(); ++row) {
+    const std::size_t first = item;
+    while (item < rows_of_items_.size() && rows_of_items_[item] == row) ++item;
+    put(bytes, item - first);
+  }
   // For each run of consecutive shards with the same box, write the length of the run and the box
   // number + 1, or 0 if the rank has no part of these shards.
-  std::size_t row = 0;
-  while (row < size()) {
-    if (template_->row(row).kind != StateTemplate::Kind::shard) {
-      ++row;
+  std::size_t item = 0;
+  while (item < items()) {
+    if (row(item).kind != StateTemplate::Kind::shard) {
+      ++item;
       continue;
     }
-    const std::uint32_t box = boxes_of_rows_[row];
+    const std::uint32_t box = boxes_of_items_[item];
     std::uint64_t count = 0;
-    for (; row < size(); ++row) {
-      if (template_->row(row).kind != StateTemplate::Kind::shard) continue;
-      if (boxes_of_rows_[row] != box) break;
+    for (; item < items(); ++item) {
+      if (row(item).kind != StateTemplate::Kind::shard) continue;
+      if (boxes_of_items_[item] != box) break;
       ++count;
     }
     put(bytes, count);
@@ -236,10 +243,19 @@ Result<RankState> RankState::decode(std::shared_ptr<const StateTemplate> of,
     }
     made.boxes_.push_back({offsets, sizes, layout});
   }
+  if (reader.number() != 0) {
+    for (std::uint32_t row = 0; row < made.template_->size(); ++row) {
+      // Each part of a tensor has a box of its own.
+      const std::uint64_t count = reader.number();
+      if (count == 0 || count > std::max<std::size_t>(made.boxes_.size(), 1)) return damaged();
+      made.rows_of_items_.insert(made.rows_of_items_.end(), count, row);
+    }
+    made.boxes_of_items_.resize(made.rows_of_items_.size(), kNone);
+  }
   std::uint64_t left = 0;
   std::uint64_t box = 0;
-  for (std::size_t row = 0; row < made.size(); ++row) {
-    const StateTemplate::Row& what = made.template_->row(row);
+  for (std::size_t item = 0; item < made.items(); ++item) {
+    const StateTemplate::Row& what = made.row(item);
     if (what.kind != StateTemplate::Kind::shard) continue;
     if (left == 0) {
       left = reader.number();
@@ -250,7 +266,7 @@ Result<RankState> RankState::decode(std::shared_ptr<const StateTemplate> of,
     if (box == 0) continue;
     const auto number = static_cast<std::uint32_t>(box - 1);
     if (made.offsets(number).size() != made.template_->sizes(what).size()) return damaged();
-    made.boxes_of_rows_[row] = number;
+    made.boxes_of_items_[item] = number;
   }
   if (left != 0 || reader.has_failed() || !reader.is_at_end()) return damaged();
   return made;

@@ -25,13 +25,13 @@ class StateTemplate {
  public:
   enum class Kind : std::uint8_t {
     tensor,  // a plain tensor; assumed to be replicated
-    shard,   // a shard of a DTensor
+    shard,   // shards of a tensor
     object,  // a value that is not a tensor; assumed to be replicated
-    other,   // planned by torch; only its name and path are used here
+    absent,  // a value that is not saved
   };
   struct Row {
-    Kind kind = Kind::other;
-    bool is_present = true;  // false: ignore this value of Kind::other
+    Kind kind = Kind::absent;
+    bool is_described = false;  // torch describes the value, and Python provides its parts
     bool requires_grad = false;
     std::uint32_t dtype = 0;
     std::uint32_t size = 0;  // size of the global tensor
@@ -75,7 +75,10 @@ class StateTemplate {
   index::ExtentsTable extents_;
 };
 
-/// Describes the state dict of one rank: a template, and the rank's parts of DTensors.
+/// Describes the state dict of one rank: a template, and the rank's parts of sharded tensors.
+///
+/// A rank saves items: one for each row of the template, or several for a row of which the rank has
+/// several parts. Items are numbered in the order of the rows.
 class RankState {
  public:
   /// A part of a tensor, as ids in this rank's extents_.
@@ -85,21 +88,33 @@ class RankState {
     std::uint32_t layout = 0;  // in layouts_
   };
   static constexpr std::uint32_t kNone = 0xffffffff;
+  /// The layout of a tensor without a mesh, such as a ShardedTensor.
+  static constexpr std::uint64_t kNoLayout = 0;
 
-  explicit RankState(std::shared_ptr<const StateTemplate> of) : template_(std::move(of)) {
-    boxes_of_rows_.resize(template_->size(), kNone);
+  /// rows_of_items: the row of each item, in ascending order; empty if each row has one item.
+  explicit RankState(std::shared_ptr<const StateTemplate> of,
+                     std::vector<std::uint32_t> rows_of_items = {})
+      : template_(std::move(of)), rows_of_items_(std::move(rows_of_items)) {
+    boxes_of_items_.resize(rows_of_items_.empty() ? template_->size() : rows_of_items_.size(),
+                           kNone);
   }
 
   const StateTemplate& state() const { return *template_; }
   const std::shared_ptr<const StateTemplate>& shared_template() const { return template_; }
-  std::size_t size() const { return boxes_of_rows_.size(); }
-  /// Returns true if the rank has a part of the row.
-  bool has(std::size_t row) const {
-    const StateTemplate::Row& what = template_->row(row);
-    return what.kind == StateTemplate::Kind::shard ? boxes_of_rows_[row] != kNone : what.is_present;
+  std::size_t items() const { return boxes_of_items_.size(); }
+  std::uint32_t row_of(std::size_t item) const {
+    return rows_of_items_.empty() ? static_cast<std::uint32_t>(item) : rows_of_items_[item];
   }
-  /// Returns the box of a row of Kind::shard, or kNone if the rank has no part of it.
-  std::uint32_t box(std::size_t row) const { return boxes_of_rows_[row]; }
+  const StateTemplate::Row& row(std::size_t item) const { return template_->row(row_of(item)); }
+  std::string_view name(std::size_t item) const { return template_->name(row_of(item)); }
+  /// Returns true if the rank has the item.
+  bool has(std::size_t item) const {
+    const StateTemplate::Kind kind = row(item).kind;
+    return kind == StateTemplate::Kind::shard ? boxes_of_items_[item] != kNone
+                                              : kind != StateTemplate::Kind::absent;
+  }
+  /// Returns the box of an item of Kind::shard, or kNone if the rank has no part of the tensor.
+  std::uint32_t box(std::size_t item) const { return boxes_of_items_[item]; }
   std::size_t boxes() const { return boxes_.size(); }
   std::span<const std::int64_t> offsets(std::uint32_t box) const {
     return extents_.at(boxes_[box].offsets);
@@ -107,14 +122,14 @@ class RankState {
   std::span<const std::int64_t> sizes(std::uint32_t box) const {
     return extents_.at(boxes_[box].sizes);
   }
-  /// Returns a hash of the mesh and the placements of the DTensor that has the box.
+  /// Returns a hash of the mesh and the placements of the DTensor that has the box, or kNoLayout.
   std::uint64_t layout(std::uint32_t box) const { return layouts_[boxes_[box].layout]; }
-  /// Returns the size of the rank's part of a row, in bytes.
-  std::uint64_t bytes(std::size_t row) const;
+  /// Returns the size of an item, in bytes.
+  std::uint64_t bytes(std::size_t item) const;
 
-  /// Sets the rank's part of a DTensor.
-  void set_box(std::size_t row, std::span<const std::int64_t> offsets,
-               std::span<const std::int64_t> sizes, std::uint64_t layout = 0);
+  /// Sets the part of a tensor that is an item.
+  void set_box(std::size_t item, std::span<const std::int64_t> offsets,
+               std::span<const std::int64_t> sizes, std::uint64_t layout = kNoLayout);
 
   /// Encodes the boxes, without the template.
   std::string encode() const;
@@ -128,7 +143,8 @@ class RankState {
   std::vector<Box> boxes_;
   // Used by set_box().
   std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>, std::uint32_t> box_numbers_;
-  std::vector<std::uint32_t> boxes_of_rows_;
+  std::vector<std::uint32_t> rows_of_items_;
+  std::vector<std::uint32_t> boxes_of_items_;
 };
 
 }  // namespace torch_ckpt::planning

@@ -44,7 +44,7 @@ std::vector<planning::WrittenFiles> files_of(const Written& written) {
 }
 
 index::EncodedMetadata encoded(
-    PlanWithMetadata& save, const Written& written, const index::CheckpointIndex* rest,
+    PlanWithMetadata& save, const Written& written,
     const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
     const std::string& version, const std::string& phases) {
   index::MetadataExtras extras;
@@ -53,7 +53,7 @@ index::EncodedMetadata encoded(
   for (const auto& [name, value] : meta) {
     extras.storage_meta.emplace_back(name, value ? std::optional(bytes_of(*value)) : std::nullopt);
   }
-  return without_gil([&] { return save.metadata.encode(files_of(written), rest, extras); });
+  return without_gil([&] { return save.metadata.encode(files_of(written), extras); });
 }
 
 py::tuple changes_of(const PlanWithMetadata& save, const Written& before, const Written& now,
@@ -68,36 +68,12 @@ py::tuple changes_of(const PlanWithMetadata& save, const Written& before, const 
     for (const std::uint32_t name : names) texts.append(text_of(save.plan.name(name)));
     unchanged[text_of(group)] = texts;
   }
-  py::list changed;
-  for (const std::string_view group : changes.changed) changed.append(text_of(group));
   const py::object moved =
       changes.moved ? py::object(text_of(save.plan.name(*changes.moved))) : py::none();
-  return py::make_tuple(moved, changed, unchanged);
+  return py::make_tuple(moved, unchanged);
 }
 
-/// Returns each name's path in the nested state dict.
-py::dict paths_of(const PlanWithMetadata& save) {
-  const GlobalPlan& plan = save.plan;
-  py::dict paths;
-  for (std::size_t i = 0; i < plan.names(); ++i) {
-    const std::string_view name = plan.name(i);
-    py::list path;
-    std::size_t at = 0;
-    for (const auto& part : plan.first_template(i).path(plan.first_row(i))) {
-      const std::string_view word = name.substr(at, part.bytes);
-      at += part.bytes + 1;
-      if (part.is_number) {
-        path.append(py::int_(std::stoll(std::string(word))));
-      } else {
-        path.append(text_of(word));
-      }
-    }
-    paths[text_of(name)] = py::tuple(path);
-  }
-  return paths;
-}
-
-/// Encodes the numbers of values, as FlatState.sources accepts them.
+/// Encodes the numbers of items, as FlatState.sources accepts them.
 py::bytes encoded_numbers(std::span<const std::uint32_t> numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size_bytes()};
 }
@@ -144,12 +120,6 @@ void bind_plan(py::module_& module) {
             return encoded_numbers(save.plan.copies(rank));
           },
           py::arg("rank"))
-      .def(
-          "plans",
-          [](const PlanWithMetadata& save, const py::str& name) {
-            return save.plan.plans(bytes_of(name));
-          },
-          py::arg("name"))
       .def("names",
            [](const PlanWithMetadata& save) {
              py::list names;
@@ -160,12 +130,11 @@ void bind_plan(py::module_& module) {
            })
       .def("differing_replicas", &differing_replicas, py::arg("fingerprints"))
       .def("differing_copies", &differing_copies, py::arg("checksums"))
-      .def("paths", &paths_of)
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
       .def(
           "describe", [](PlanWithMetadata& save) { save.metadata.describe(); }, NoGil())
-      .def("encode", &encoded, py::arg("written"), py::arg("rest"), py::arg("storage_meta"),
-           py::arg("version"), py::arg("phases"));
+      .def("encode", &encoded, py::arg("written"), py::arg("storage_meta"), py::arg("version"),
+           py::arg("phases"));
 }
 
 }  // namespace torch_ckpt::python

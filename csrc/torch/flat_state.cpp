@@ -221,6 +221,7 @@ void FlatState::add_row(std::string_view name, PyObject* value, std::uint32_t no
 void FlatState::fill(Row& row, std::string_view name) {
   PyObject* value = row.value.get();
   row.kind = Kind::other;
+  row.description = nullptr;
   row.local = Tensor();
   if (Tensor::is_exact(value)) {
     if (plans_itself(value)) return;
@@ -373,11 +374,29 @@ bool FlatState::is_object(PyObject* value) const {
   if (Tensor::is_tensor(value)) return false;
   const int is_sharded = PyObject_IsInstance(value, sharded_tensor_class_.get());
   if (is_sharded < 0) throw py::error_already_set();
-  return is_sharded == 0 && PyObject_HasAttrString(value, "__create_write_items__") == 0 &&
-         PyObject_HasAttrString(value, "global_shape") == 0;
+  return is_sharded == 0 && PyObject_HasAttrString(value, "__create_write_items__") == 0;
 }
 
-planning::RankState FlatState::to_rank_state(std::span<const std::uint64_t> layouts) const {
+void FlatState::add_part(Description& description, std::span<const std::int64_t> offsets,
+                         std::span<const std::int64_t> sizes) {
+  description.parts.push_back({extents_.intern(offsets), extents_.intern(sizes), {}});
+}
+
+void FlatState::describe(std::size_t number, bool requires_grad, std::span<const std::int64_t> size,
+                         Description description) {
+  Row& row = rows_[number];
+  row.requires_grad = requires_grad;
+  row.size = extents_.intern(size);
+  row.description = std::make_shared<Description>(std::move(description));
+}
+
+std::size_t FlatState::part_of_item(std::size_t item) const {
+  if (rows_of_items_.empty()) return 0;
+  const auto first = std::ranges::lower_bound(rows_of_items_, rows_of_items_.at(item));
+  return item - static_cast<std::size_t>(first - rows_of_items_.begin());
+}
+
+planning::RankState FlatState::to_rank_state(std::span<const std::uint64_t> layouts) {
   using planning::StateTemplate;
   // The code below reads only members that do not change, so it does not need the GIL.
   const python::ReleasedGil released;
@@ -388,17 +407,15 @@ planning::RankState FlatState::to_rank_state(std::span<const std::uint64_t> layo
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
     StateTemplate::Row planned;
-    planned.is_present = !row.is_removed;
-    if (row.has_tensor()) {
-      planned.kind =
-          row.kind == Kind::plain ? StateTemplate::Kind::tensor : StateTemplate::Kind::shard;
-      planned.is_present = true;
+    const Description* const described = row.description.get();
+    if (row.has_tensor() || described != nullptr) {
+      const bool is_sharded = described ? described->is_sharded : row.kind == Kind::dtensor;
+      planned.kind = is_sharded ? StateTemplate::Kind::shard : StateTemplate::Kind::tensor;
+      planned.is_described = described != nullptr;
       planned.requires_grad = row.requires_grad;
-      const auto [dtype, is_new] = dtypes.try_emplace(row.local.dtype().code(), 0);
-      if (is_new) {
-        const ScalarType type = row.local.dtype();
-        dtype->second = of->add_dtype(type.name(), type.item_bytes());
-      }
+      const ScalarType type = described ? described->dtype : row.local.dtype();
+      const auto [dtype, is_new] = dtypes.try_emplace(type.code(), 0);
+      if (is_new) dtype->second = of->add_dtype(type.name(), type.item_bytes());
       planned.dtype = dtype->second;
       planned.size = of->add_size(extents_.at(row.size));
     } else if (row.kind == Kind::object) {
@@ -411,25 +428,42 @@ planning::RankState FlatState::to_rank_state(std::span<const std::uint64_t> layo
     }
     of->add(names_.at(i), path, planned);
   }
-  planning::RankState made(std::move(of));
-  for (std::size_t i = 0; i < rows_.size(); ++i) {
-    if (rows_[i].kind != Kind::dtensor) continue;
-    const Box& local_box = box(rows_[i]);
-    if (local_box.is_present) {
-      made.set_box(i, extents_.at(local_box.offsets), extents_.at(local_box.sizes),
-                   layouts[local_box.layout]);
+  rows_of_items_.clear();
+  const auto has_several = [](const Row& row) {
+    return row.description && row.description->parts.size() > 1;
+  };
+  for (std::uint32_t i = 0; std::ranges::any_of(rows_, has_several) && i < rows_.size(); ++i) {
+    rows_of_items_.insert(rows_of_items_.end(),
+                          has_several(rows_[i]) ? rows_[i].description->parts.size() : 1, i);
+  }
+  planning::RankState made(std::move(of), rows_of_items_);
+  std::size_t item = 0;
+  for (const Row& row : rows_) {
+    if (row.kind == Kind::dtensor) {
+      const Box& local_box = box(row);
+      if (local_box.is_present) {
+        made.set_box(item, extents_.at(local_box.offsets), extents_.at(local_box.sizes),
+                     layouts[local_box.layout]);
+      }
+    } else if (row.description && row.description->is_sharded) {
+      for (std::size_t i = 0; i < row.description->parts.size(); ++i) {
+        const Description::Part& part = row.description->parts[i];
+        made.set_box(item + i, extents_.at(part.offsets), extents_.at(part.sizes),
+                     row.description->layout);
+      }
     }
+    item += has_several(row) ? row.description->parts.size() : 1;
   }
   return made;
 }
 
-std::vector<std::uint32_t> FlatState::unready(std::span<const std::uint32_t> rows) const {
+std::vector<std::uint32_t> FlatState::unready(std::span<const std::uint32_t> items) const {
   std::vector<std::uint32_t> found;
-  for (const std::uint32_t number : rows) {
-    const Row& row = rows_.at(number);
+  for (const std::uint32_t item : items) {
+    const Row& row = rows_.at(row_of_item(item));
     if (!row.has_tensor() || !is_plain(row.local) ||
         (row.local.is_cuda() && !is_dense(row.local))) {
-      found.push_back(number);
+      found.push_back(item);
     }
   }
   return found;
@@ -438,15 +472,20 @@ std::vector<std::uint32_t> FlatState::unready(std::span<const std::uint32_t> row
 std::vector<std::uint32_t> FlatState::fingerprints(bool whole) const {
   std::vector<std::uint32_t> found;
   for (const Row& row : rows_) {
-    if (row.kind == Kind::plain) found.push_back(fingerprint_of(row.local, whole));
+    if (row.kind == Kind::plain) {
+      found.push_back(fingerprint_of(row.local, whole));
+    } else if (row.description && !row.description->is_sharded) {
+      found.push_back(0);
+    }
   }
   return found;
 }
 
-std::vector<std::uint32_t> FlatState::checksums(std::span<const std::uint32_t> rows) const {
+std::vector<std::uint32_t> FlatState::checksums(std::span<const std::uint32_t> items) const {
   std::vector<std::uint32_t> found;
-  for (const std::uint32_t number : rows) {
-    found.push_back(fingerprint_of(rows_.at(number).local, true));
+  for (const std::uint32_t item : items) {
+    const Row& row = rows_.at(row_of_item(item));
+    found.push_back(row.has_tensor() ? fingerprint_of(row.local, true) : 0);
   }
   return found;
 }
@@ -473,6 +512,7 @@ void FlatState::remove(std::size_t number) {
   row.value = PythonRef();
   row.local = Tensor();
   row.kind = Kind::other;
+  row.description = nullptr;
   row.is_removed = true;
 }
 
@@ -480,6 +520,15 @@ void FlatState::replace(std::size_t number, PyObject* value) {
   rows_[number].value = PythonRef::to(value);
   fill(rows_[number], names_.at(number));
   find_math_bits();
+}
+
+void FlatState::set_item(std::size_t item, PyObject* value) {
+  const std::uint32_t row = row_of_item(item);
+  if (rows_.at(row).description) {
+    rows_[row].description->parts.at(part_of_item(item)).value = PythonRef::to(value);
+  } else {
+    replace(row, value);
+  }
 }
 
 }  // namespace torch_ckpt::tensors

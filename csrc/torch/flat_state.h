@@ -41,7 +41,7 @@ class FlatState {
     plain,    // a plain tensor
     dtensor,  // a DTensor with a plain local tensor
     object,   // no tensor, and without methods that torch's planner calls to get its shards
-    other,    // planned by torch, or removed
+    other,    // another kind of tensor, which torch must describe; or removed
   };
 
   /// The part of a tensor that this rank has.
@@ -57,6 +57,19 @@ class FlatState {
     PythonRef placements;
     bool has_partial = false;  // each rank has an addend, and no part
   };
+  /// A value of Kind::other, as torch describes it: a tensor whose parts Python provides.
+  struct Description {
+    /// A part of the tensor on this rank.
+    struct Part {
+      std::uint32_t offsets = 0;
+      std::uint32_t sizes = 0;  // both in extents()
+      PythonRef value;          // the tensor or the bytes to write; set by set_item()
+    };
+    bool is_sharded;  // false: the tensor is a replica, and its only part is complete
+    ScalarType dtype;
+    std::uint64_t layout;  // hash of the mesh and the placements, or RankState::kNoLayout
+    std::vector<Part> parts;
+  };
   struct Row {
     PythonRef value;
     Kind kind = Kind::other;
@@ -66,6 +79,7 @@ class FlatState {
     std::uint32_t key = 0;   // number of its top-level key
     std::uint32_t size = 0;  // size of the global tensor, in extents()
     std::uint32_t box = 0;
+    std::shared_ptr<Description> description;  // of Kind::other; nullptr until describe()
     Tensor local;
 
     /// True if the engine plans the value as a tensor.
@@ -97,18 +111,34 @@ class FlatState {
   /// Returns a new tuple of the keys and indices that lead to a value.
   PythonRef path(const Row& row) const;
 
-  /// Describes the state dict for a save plan. layouts: a hash of each of layouts().
-  planning::RankState to_rank_state(std::span<const std::uint64_t> layouts) const;
+  /// Describes a value of Kind::other. A row with several parts has an item for each of them.
+  void describe(std::size_t number, bool requires_grad, std::span<const std::int64_t> size,
+                Description description);
+  /// Adds a part to a description.
+  void add_part(Description& description, std::span<const std::int64_t> offsets,
+                std::span<const std::int64_t> sizes);
+  /// Describes the state dict for a save plan, and numbers its items (planning/state_template.h).
+  /// layouts: a hash of each of layouts().
+  planning::RankState to_rank_state(std::span<const std::uint64_t> layouts);
 
-  /// Returns the given rows without the rows that the engine can write as they are. What remains
-  /// must be converted first: objects must be pickled, and some tensors cloned or pickled.
-  std::vector<std::uint32_t> unready(std::span<const std::uint32_t> rows) const;
-  /// Returns a fingerprint (torch/fingerprint.h) of each plain tensor, in the order of the rows.
-  /// Runs without the GIL; the caller does not change the state in the meantime.
+  // The items of the last to_rank_state(); without it, each row has one item.
+  std::uint32_t row_of_item(std::size_t item) const {
+    return rows_of_items_.empty() ? static_cast<std::uint32_t>(item) : rows_of_items_.at(item);
+  }
+  /// Returns the number of an item among the items of its row.
+  std::size_t part_of_item(std::size_t item) const;
+
+  /// Returns the given items without those that the engine can write as they are. The items that
+  /// remain must be converted first: objects must be pickled, some tensors cloned or pickled, and
+  /// the parts of described tensors looked up.
+  std::vector<std::uint32_t> unready(std::span<const std::uint32_t> items) const;
+  /// Returns a fingerprint (torch/fingerprint.h) of each replicated tensor, in the order of the
+  /// rows; 0 for a tensor that is not plain. Runs without the GIL; the caller does not change the
+  /// state in the meantime.
   std::vector<std::uint32_t> fingerprints(bool whole) const;
-  /// Returns a CRC-32 of the complete local tensor of each of the given rows; 0 for tensors that
+  /// Returns a CRC-32 of the complete local tensor of each of the given items; 0 for tensors that
   /// are not plain. Runs without the GIL, like fingerprints().
-  std::vector<std::uint32_t> checksums(std::span<const std::uint32_t> rows) const;
+  std::vector<std::uint32_t> checksums(std::span<const std::uint32_t> items) const;
 
   /// Removes a value; its row stays.
   void remove(std::size_t number);
@@ -116,6 +146,8 @@ class FlatState {
   void add(std::string_view name, PyObject* path, PyObject* value);
   /// Replaces a value.
   void replace(std::size_t number, PyObject* value);
+  /// Replaces the value of an item.
+  void set_item(std::size_t item, PyObject* value);
 
  private:
   static constexpr std::uint32_t kRoot = 0;
@@ -163,6 +195,7 @@ class FlatState {
   index::NameTable names_;
   index::ExtentsTable extents_;
   std::vector<Row> rows_;
+  std::vector<std::uint32_t> rows_of_items_;  // empty if each row has one item
   std::vector<Node> nodes_;
   std::vector<Box> boxes_;
   index::NameTable keys_;

@@ -46,7 +46,7 @@ const FlatState::Row& row_of(const FlatState& state, std::size_t number) {
 }
 
 /// Returns the inputs of a plan: the template of the state, and this rank's shards.
-py::tuple contents_of(const FlatState& state, const py::function& hash_layout) {
+py::tuple contents_of(FlatState& state, const py::function& hash_layout) {
   std::vector<std::uint64_t> layouts;
   for (const FlatState::Layout& layout : state.layouts()) {
     layouts.push_back(
@@ -79,34 +79,57 @@ py::bytes encoded(const std::vector<std::uint32_t>& numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(numbers[0])};
 }
 
-/// Returns the number, name and value of each value that Python must convert for the engine. The
-/// value of a DTensor is its local tensor.
+/// Returns the number, the row and the value of each item that Python must convert for the engine,
+/// and the number of the item among those of its row. The value of a DTensor is its local tensor.
 py::list unready_values(const FlatState& state, const py::bytes& assignment) {
   py::list values;
-  for (const std::uint32_t number : state.unready(numbers_of(assignment))) {
+  for (const std::uint32_t item : state.unready(numbers_of(assignment))) {
+    const std::uint32_t number = state.row_of_item(item);
     const FlatState::Row& row = state.row(number);
     const auto value = row.kind == FlatState::Kind::dtensor
                            ? py::reinterpret_steal<py::object>(row.local.to_python())
                            : object_of(state.value(row));
-    values.append(py::make_tuple(number, text_of(state.name(number)), value));
+    values.append(py::make_tuple(item, number, value, state.part_of_item(item)));
   }
   return values;
 }
 
 SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool with_names) {
-  const auto numbers = numbers_of(assignment);
+  const auto items = numbers_of(assignment);
   SaveSources sources;
-  sources.reserve(numbers.size());
-  for (const std::uint32_t number : numbers) {
+  sources.reserve(items.size());
+  for (const std::uint32_t item : items) {
+    const std::uint32_t number = state.row_of_item(item);
     const FlatState::Row& row = row_of(state, number);
     std::string name = with_names ? std::string(state.name(number)) : std::string();
     if (row.has_tensor()) {
       sources.add(std::move(name), row.local);
+    } else if (row.description) {
+      const auto& part = row.description->parts.at(state.part_of_item(item));
+      add_source(sources, std::move(name), part.value.get());
     } else {
       add_source(sources, std::move(name), row.value.get());
     }
   }
   return sources;
+}
+
+using Numbers = std::vector<std::int64_t>;
+
+/// Sets the properties of a tensor that torch describes. boxes: the offsets and sizes of its parts
+/// on this rank; None for a replica.
+void describe(FlatState& state, std::size_t number, ScalarType dtype, bool requires_grad,
+              const Numbers& size,
+              const std::optional<std::vector<std::pair<Numbers, Numbers>>>& boxes,
+              std::uint64_t layout) {
+  row_of(state, number);
+  FlatState::Description description{boxes.has_value(), dtype, layout, {}};
+  if (boxes) {
+    for (const auto& [offsets, sizes] : *boxes) state.add_part(description, offsets, sizes);
+  } else {
+    state.add_part(description, Numbers(size.size()), size);
+  }
+  state.describe(number, requires_grad, size, std::move(description));
 }
 
 /// Returns a contiguous tensor with the elements as `dtype`: the tensor itself, or a copy.
@@ -271,6 +294,8 @@ void bind_state(py::module_& module) {
       .def("others", numbers_where([](const Row& row) { return !row.has_tensor(); }))
       .def("objects", numbers_where([](const Row& row) { return row.kind == Kind::object; }))
       .def("unplanned", numbers_where([](const Row& row) { return row.kind == Kind::other; }))
+      .def("describe", &describe, py::arg("row"), py::arg("dtype"), py::arg("requires_grad"),
+           py::arg("size"), py::arg("boxes"), py::arg("layout"))
       .def("on_meta",
            numbers_where([](const Row& row) { return row.local.defined() && row.local.is_meta(); }))
       .def(
@@ -291,7 +316,13 @@ void bind_state(py::module_& module) {
             row_of(state, row);
             state.replace(row, value.ptr());
           },
-          py::arg("row"), py::arg("value"));
+          py::arg("row"), py::arg("value"))
+      .def(
+          "set_item",
+          [](FlatState& state, std::size_t item, const py::object& value) {
+            state.set_item(item, value.ptr());
+          },
+          py::arg("item"), py::arg("value"));
 }
 
 }  // namespace torch_ckpt::python

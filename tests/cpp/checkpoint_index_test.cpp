@@ -49,35 +49,6 @@ TEST(CheckpointIndex, RenamedNeedsOneUniqueNameForEachEntry) {
   EXPECT_EQ(index->find("b"), 1u);
 }
 
-TEST(MetadataDraft, CopiesTensorsAndObjectsWithTheirLocationsInSharedFiles) {
-  const std::vector<std::pair<std::string_view, std::string_view>> files = {{"a", ""}, {"b", ""}};
-  const std::vector<std::int64_t> size = {4, 2};
-  const std::vector<std::int64_t> begin = {2, 0};
-  const std::vector<std::int64_t> half = {2, 2};
-  MetadataDraft from;
-  from.set_files(files);
-  from.add_object("object");
-  from.set_location({0, from.add_shard({}, {})}, 0, 5, 6);
-  from.add_tensor("tensor", "float32", true, size);
-  from.set_location({1, from.add_shard(begin, half)}, 1, 7, 8);
-
-  MetadataDraft to;
-  to.set_files(std::span(files).last(1));
-  for (const char* name : {"tensor", "object", "missing"}) to.copy_entry(from, name);
-
-  ASSERT_EQ(to.entries().size(), 2u);
-  const EntryTable::Entry& tensor = to.entries()[0];
-  EXPECT_TRUE(tensor.is_tensor && tensor.requires_grad);
-  EXPECT_TRUE(std::ranges::equal(to.extents(tensor.size), size));
-  const EntryTable::Shard& shard = to.shards(tensor)[0];
-  EXPECT_TRUE(std::ranges::equal(to.extents(shard.offsets), begin));
-  EXPECT_TRUE(std::ranges::equal(to.extents(shard.sizes), half));
-  EXPECT_EQ(std::tuple(shard.file, shard.offset, shard.length), std::tuple(0u, 7u, 8u));
-  EXPECT_FALSE(to.entries()[1].is_tensor);
-  EXPECT_EQ(to.shards(to.entries()[1])[0].file, EntryTable::kNone)
-      << "a location in a file that is not there";
-}
-
 TEST(NameTable, GivesEachNameOneNumber) {
   NameTable table;
   for (int round = 0; round < 2; ++round) {

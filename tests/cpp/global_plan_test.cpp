@@ -22,7 +22,7 @@ std::vector<std::vector<std::string>> written(const GlobalPlan& plan) {
   std::vector<std::vector<std::string>> names(plan.ranks());
   for (std::size_t rank = 0; rank < plan.ranks(); ++rank) {
     for (const std::uint32_t row : plan.owned(rank)) {
-      names[rank].emplace_back(plan.of_rank(rank).state().name(row));
+      names[rank].emplace_back(plan.of_rank(rank).name(row));
     }
   }
   return names;
@@ -37,6 +37,8 @@ Rows some_rows() {
   rows.add_shard("w1", {8, 4}, {2, 0}, {2, 4}, "float32", ~std::uint64_t{0});
   rows.add_empty_shard("elsewhere", {8, 4});
   rows.add_shard("w2", {7}, {3}, {4});
+  rows.add_shards("of several parts", {9}, {{{0}, {2}}, {{5}, {4}}});
+  rows.add_tensor("last", {2});
   return rows;
 }
 
@@ -63,15 +65,19 @@ TEST(RankState, SurvivesARoundTrip) {
   const RankState made = some_rows().state();
   const auto again = RankState::decode(made.shared_template(), made.encode());
   ASSERT_TRUE(ok(again));
-  for (std::size_t row = 0; row < made.size(); ++row) {
-    EXPECT_EQ(again->has(row), made.has(row)) << row;
-    EXPECT_EQ(again->bytes(row), made.bytes(row)) << row;
-    if (made.box(row) == RankState::kNone) continue;
-    EXPECT_TRUE(std::ranges::equal(again->offsets(again->box(row)), made.offsets(made.box(row))));
-    EXPECT_TRUE(std::ranges::equal(again->sizes(again->box(row)), made.sizes(made.box(row))));
-    EXPECT_EQ(again->layout(again->box(row)), made.layout(made.box(row)));
+  ASSERT_EQ(again->items(), made.items());
+  for (std::size_t item = 0; item < made.items(); ++item) {
+    EXPECT_EQ(again->row_of(item), made.row_of(item)) << item;
+    EXPECT_EQ(again->has(item), made.has(item)) << item;
+    EXPECT_EQ(again->bytes(item), made.bytes(item)) << item;
+    if (made.box(item) == RankState::kNone) continue;
+    const std::uint32_t boxes[2] = {made.box(item), again->box(item)};
+    EXPECT_TRUE(std::ranges::equal(again->offsets(boxes[1]), made.offsets(boxes[0])));
+    EXPECT_TRUE(std::ranges::equal(again->sizes(boxes[1]), made.sizes(boxes[0])));
+    EXPECT_EQ(again->layout(boxes[1]), made.layout(boxes[0]));
   }
   EXPECT_EQ(made.bytes(3), 4u * 2 * 4);
+  EXPECT_EQ(made.bytes(8), 4u * 4);
   EXPECT_EQ(again->encode(), made.encode());
 }
 
@@ -283,11 +289,11 @@ TEST(GlobalPlan, ALargerTensorWithTheShardsOfAnotherIsRejected) {
 Result<GlobalPlan> plan_of_two_meshes(const std::vector<std::pair<Sizes, Sizes>>& second) {
   std::vector<Rows> ranks(4);
   for (std::uint64_t rank = 0; rank < 4; ++rank) {
-    const std::uint64_t mesh = rank / 2;
+    const std::uint64_t mesh = rank / 2 + 1;
     const Sizes begin{static_cast<std::int64_t>(rank % 2) * 4};
     ranks[rank].add_tensor("plain", {3});
     ranks[rank].add_shard("one mesh", {8}, begin, {4});
-    const auto& [offsets, sizes] = mesh == 0 ? std::pair(begin, Sizes{4}) : second[rank % 2];
+    const auto& [offsets, sizes] = mesh == 1 ? std::pair(begin, Sizes{4}) : second[rank % 2];
     ranks[rank].add_shard("two meshes", {8}, offsets, sizes, "float32", mesh);
     ranks[rank].add_shard("no elements", {0}, {0}, {0}, "float32", mesh);
   }
@@ -318,6 +324,32 @@ TEST(GlobalPlan, OnlyShardsOnSeveralMeshesAreCopies) {
   EXPECT_EQ(differing[0].groups, (Ranks{{1}, {3}}));
   EXPECT_EQ(differing[0].meshes, (Ranks{{0, 1}, {2, 3}}));
   EXPECT_TRUE(fails(differing_copies(*plan, {}), Errc::frame_damaged));
+}
+
+TEST(GlobalPlan, EachShardOfATensorWithoutAMeshIsWrittenOnceAfterOtherItems) {
+  std::vector<Rows> ranks(2);
+  ranks[0].add_shards("sharded", {6}, {{{0}, {1}}, {{3}, {3}}});
+  ranks[1].add_shards("sharded", {6}, {{{3}, {3}}, {{1}, {2}}});
+  for (Rows& rank : ranks) rank.add_tensor("plain", {100});
+  const auto plan = GlobalPlan::of(states_of(ranks));
+  ASSERT_TRUE(ok(plan));
+  std::map<std::int64_t, std::int64_t> stored;
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    const RankState& here = plan->of_rank(rank);
+    EXPECT_EQ(plan->owned(rank).size(), 2u);
+    for (const std::uint32_t item : plan->owned(rank)) {
+      if (here.name(item) == "plain") {
+        EXPECT_EQ(item, plan->owned(rank).front());
+      } else {
+        stored[here.offsets(here.box(item))[0]] = here.sizes(here.box(item))[0];
+      }
+    }
+    // Without a mesh, nothing shows that the shards of two ranks are copies.
+    ASSERT_EQ(plan->copies(rank).size(), 1u);
+    const std::uint32_t copy = plan->copies(rank)[0];
+    EXPECT_EQ(here.offsets(here.box(copy))[0], 3);
+  }
+  EXPECT_EQ(stored, (std::map<std::int64_t, std::int64_t>{{0, 1}, {1, 2}, {3, 3}}));
 }
 
 TEST(GlobalPlan, MeshesThatDivideATensorDifferentlyAreRejected) {

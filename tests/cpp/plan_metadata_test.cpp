@@ -62,7 +62,7 @@ std::string whole(const index::EncodedMetadata& metadata) {
 
 Result<index::EncodedMetadata> encode(PlanMetadata& metadata, const std::vector<Files>& files) {
   const std::vector<WrittenFiles> all(files.begin(), files.end());
-  return metadata.encode(all, nullptr, {{{"checkpoint_id", "here"}, {"save_id", {}}}, "1.0.0"});
+  return metadata.encode(all, {{{"checkpoint_id", "here"}, {"save_id", {}}}, "1.0.0"});
 }
 
 std::string encoded(PlanMetadata& metadata, const std::vector<Files>& files) {
@@ -113,10 +113,10 @@ TEST(PlanMetadata, IsNotChangedByALaterSave) {
   PlanMetadata metadata(plan);
   const std::vector<Files> files = written(plan);
   const std::vector<WrittenFiles> all(files.begin(), files.end());
-  const auto first = metadata.encode(all, nullptr, {{}, "1.0.0"});
+  const auto first = metadata.encode(all, {{}, "1.0.0"});
   ASSERT_TRUE(ok(first));
   const std::string before = whole(*first);
-  ASSERT_TRUE(ok(metadata.encode(all, nullptr, {{}, "2.0.0"})));
+  ASSERT_TRUE(ok(metadata.encode(all, {{}, "2.0.0"})));
   EXPECT_EQ(whole(*first), before);
 }
 
@@ -196,7 +196,6 @@ TEST_F(PlanChanges, ListTheTensorsOfAnUnchangedGroup) {
   const Changes found = changes();
   ASSERT_TRUE(found.moved);
   EXPECT_EQ(plan_.name(*found.moved), "step");
-  EXPECT_TRUE(found.changed.empty());
   ASSERT_EQ(found.unchanged.size(), 1u);
   EXPECT_EQ(found.unchanged[0].first, "");
   EXPECT_EQ(found.unchanged[0].second.size(), 2u);
@@ -224,7 +223,6 @@ TEST_F(PlanChanges, OfOneShardCountForItsGroup) {
   change("step");
   change("w");
   const Changes found = changes();
-  EXPECT_EQ(found.changed, std::vector<std::string_view>{""});
   EXPECT_TRUE(found.unchanged.empty());
 }
 

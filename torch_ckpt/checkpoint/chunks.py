@@ -6,6 +6,7 @@ but overlap and leave a gap, so their positions are checked.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,6 +100,14 @@ def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
         )
         for box in product(*runs)
     ]
+
+
+def hash_layout(mesh: Any, placements: Any) -> int:
+    """Returns 64 bits that are the same on all ranks of a mesh and differ for other layouts."""
+    with torch.device("cpu"):
+        ranks = mesh.mesh
+    text = f"{tuple(ranks.shape)} {ranks.flatten().tolist()} {placements}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def require_consecutive(name: str, value: Any) -> None:

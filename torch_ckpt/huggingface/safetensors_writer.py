@@ -291,12 +291,6 @@ class SafetensorsWriter(FileSystemWriter):
             CheckpointError: the files cannot hold a value.
             FileExistsError: the directory exists and must not be replaced.
         """
-        if plan.torch_metadata:
-            name = next(iter(plan.torch_metadata))
-            raise CheckpointError(
-                f"{name}: safetensors files hold only plain tensors and DTensors; convert the "
-                "value first, or leave it out"
-            )
         names = plan.engine.names()
         renamed = None if self._rename is None else [*new_names(names, self._rename).values()]
         self._begin(lambda *options: _core.SafetensorsLayout(plan.engine, renamed, *options))

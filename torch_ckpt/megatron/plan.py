@@ -376,12 +376,12 @@ class _Save:
         assert isinstance(self._planner, DefaultSavePlanner)
         try:
             state = SaveState(self._planner.state_dict)
-            state.plan(None, is_coordinator=False)
+            state.plan()
         except Exception:
             return None
         # The metadata contains the nesting of the names, too.
         nesting = dict(getattr(self._planner, "mappings", {}))
-        return state.structure and (state.structure, nesting)
+        return state.structure, nesting
 
 
 class _Collectives:

@@ -68,7 +68,7 @@ class SavePlanner(DefaultSavePlanner):
         self._by_engine = isinstance(storage_meta, EngineStorageMeta)
         if self._by_engine:
             self._state = SaveState(state_dict)
-            self._state.plan(storage_meta, is_coordinator)
+            self._state.plan()
         else:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 

@@ -2,8 +2,8 @@
 
 1. :class:`SaveState` flattens the state dict (csrc/torch/flat_state.h). A snapshot keeps aliases of
    the tensors and copies of the objects, so that the state dict may change afterwards.
-2. :meth:`SaveState.plan` checks the values. torch's planner plans those that the engine does not
-   plan, such as ShardedTensors.
+2. :meth:`SaveState.plan` checks the values. torch describes the parts of those that the engine does
+   not know, such as ShardedTensors (checkpoint/flat_state.py).
 3. :meth:`SaveState.contents` returns the part that the coordinator must know.
 4. :meth:`SaveState.sources` looks up the values of this rank's assignment.
 5. :meth:`SaveState.release` releases all values, when they have been copied.
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
@@ -19,24 +20,21 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive
-from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
+from torch_ckpt.checkpoint.chunks import chunks_here, hash_layout, require_consecutive
+from torch_ckpt.checkpoint.flat_state import describe, flatten_sharded_tensors
 from torch_ckpt.checkpoint.objects import pickled, unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.saving.copies import checksum_of, hash_layout, layouts_of
 from torch_ckpt.saving.global_plan import Assignment, Contents
-from torch_ckpt.saving.items import as_value, require_savable, resolve
+from torch_ckpt.saving.items import as_value, require_savable
 from torch_ckpt.saving.replica_check import fingerprint_of
 from torch_ckpt.saving.snapshots import IMMUTABLE, snapshot_of
-from torch_ckpt.saving.structure import structure_of
 
 StateDict = dict[str, Any]
 
@@ -49,8 +47,8 @@ class SaveState:
         snapshot: keep aliases of tensors and copies of objects.
 
     Attributes:
-        structure: the inputs of a plan, set by :meth:`plan`; None if they are unknown.
-        resolved: number of values that :meth:`sources` has pickled or got from torch's planner.
+        structure: the inputs of a plan, set by :meth:`plan`.
+        resolved: number of values that :meth:`sources` has converted for the engine.
 
     Raises:
         ValueError: two values have the same name.
@@ -78,11 +76,9 @@ class SaveState:
                 kept = snapshot_of(value, name, self._watch)
                 if kept is not value:
                     self._flat.replace(row, kept)
-        #: torch's planner; None if the engine plans all values.
-        self._planner: DefaultSavePlanner | None = None
-        self._template, self._shards = b"", b""
-        self._layouts: dict[str, int] = {}
-        self.structure: Any = None
+        #: torch's items of the values that torch describes, by row.
+        self._described: dict[int, list[WriteItem]] = {}
+        self.structure = (b"", b"")
         self.resolved = 0
         #: Seconds spent on planning and on the lookup of values.
         self.seconds = time.perf_counter() - begin, 0.0
@@ -119,7 +115,7 @@ class SaveState:
     # --- the plan --------------------------------------------------------------------------------
 
     @no_gc()
-    def plan(self, storage_meta: StorageMeta | None, is_coordinator: bool) -> None:
+    def plan(self) -> None:
         """Checks the values and prepares :meth:`contents`.
 
         Raises:
@@ -127,22 +123,14 @@ class SaveState:
                 single block.
         """
         begin = time.perf_counter()
-        torch_values = {}
         for row in self._flat.unplanned():
             name, value = self._flat.name(row), self._flat.value(row)
             _require_values(name, value)
             require_consecutive(name, value)
-            torch_values[name] = value
+            self._described[row] = describe(self._flat, row)
         for row in self._flat.on_meta():
             _require_values(self._flat.name(row), self._flat.value(row))
-        if torch_values:
-            # The state dict is already flat.
-            self._planner = DefaultSavePlanner(flatten_state_dict=False)
-            self._planner.set_up_planner(torch_values, storage_meta, is_coordinator)
-            self._layouts = layouts_of(torch_values)
-        self._template, self._shards = self._flat.contents(hash_layout)
-        known = structure_of(torch_values) if torch_values else []
-        self.structure = None if known is None else (self._template, self._shards, known)
+        self.structure = self._flat.contents(hash_layout)
         self.seconds = self.seconds[0] + time.perf_counter() - begin, 0.0
 
     def contents(self, share: Callable[[bytes], bytes | str] = bytes) -> Contents:
@@ -151,11 +139,8 @@ class SaveState:
         Args:
             share: replaces the template by a token for its transfer; see :meth:`Exchange.share`.
         """
-        torch_plan = None if self._planner is None else self._planner.create_local_plan()
-        contents = Contents(share(self._template), self._shards, torch_plan)
-        if self._layouts:
-            contents.layouts = self._layouts
-        return contents
+        template, shards = self.structure
+        return Contents(share(template), shards)
 
     def fingerprints(self, mode: str) -> bytes:
         """Returns 4 bytes for each plain tensor, then for each object. These values are assumed to
@@ -169,28 +154,24 @@ class SaveState:
         return self._flat.fingerprints(mode == "error") + array("I", objects).tobytes()
 
     def checksums(self, assignment: Assignment) -> bytes:
-        """Returns 4 bytes for each copy of a sharded tensor that the assignment lists: the values
-        of the template, then the items planned by torch. Call this before :meth:`sources`."""
-        if not assignment.copies and not assignment.torch_copies:
+        """Returns 4 bytes for each copy of a sharded tensor that the assignment lists. Call this
+        before :meth:`sources`."""
+        if not assignment.copies:
             return b""
         numbers = array("I", assignment.copies)
         found = array("I", self._flat.checksums(assignment.copies))
         # The engine cannot read tensors that are not plain.
         places = {number: place for place, number in enumerate(numbers)}
-        for number, name, value in self._flat.unready(assignment.copies):
-            if not _C.is_plain(value):
-                found[places[number]] = checksum_of(as_value(name, value))
-        for item in assignment.torch_copies:
-            assert self._planner is not None
-            found.append(checksum_of(resolve(self._planner, item)))
+        for item, row, value, part in self._flat.unready(assignment.copies):
+            if row in self._described or not _C.is_plain(value):
+                found[places[item]] = _checksum_of(self._tensor(row, value, part))
         return found.tobytes()
 
     # --- the write -------------------------------------------------------------------------------
 
     @no_gc()
     def sources(self, assignment: Assignment, with_names: bool = False) -> _C.SaveSources:
-        """Returns the values of an assignment: the engine's items first, then the items planned by
-        torch.
+        """Returns the values of an assignment.
 
         Args:
             with_names: also return the names.
@@ -199,14 +180,13 @@ class SaveState:
             CheckpointError: a value cannot be pickled, or a tensor cannot be saved.
         """
         begin = time.perf_counter()
-        for row, name, value in self._flat.unready(assignment.numbers):
-            is_tensor = isinstance(value, torch.Tensor)
-            found = as_value(name, value) if is_tensor else self._pickle(name, value)
-            self._flat.replace(row, found)
+        for item, row, value, part in self._flat.unready(assignment.numbers):
+            if row in self._described or isinstance(value, torch.Tensor):
+                found = self._tensor(row, value, part)
+            else:
+                found = self._pickle(self._flat.name(row), value)
+            self._flat.set_item(item, found)
         sources = self._flat.sources(assignment.numbers, with_names)
-        if self._planner is not None and assignment.torch_plan is not None:
-            for item in self._planner.finish_plan(assignment.torch_plan).items:
-                sources.add(item.index.fqn, self._resolve(self._planner, item))
         self.seconds = self.seconds[0], time.perf_counter() - begin
         return sources
 
@@ -225,11 +205,12 @@ class SaveState:
         """
         begin = time.perf_counter()
         # The engine itself makes tensors on devices contiguous.
-        for _row, name, value in self._flat.unready(assignment.numbers):
+        for _item, row, value, _part in self._flat.unready(assignment.numbers):
             if not _C.is_plain(value):
                 raise CheckpointError(
-                    f"{name}: safetensors files cannot hold a tensor of this layout, subclass or "
-                    "device; convert it to a plain tensor first, or leave it out"
+                    f"{self._flat.name(row)}: safetensors files cannot hold a tensor of this "
+                    "layout, subclass or device; convert it to a plain tensor first, or leave it "
+                    "out"
                 )
         sources = self._flat.parts(assignment.numbers, places, dtype)
         self.seconds = self.seconds[0], time.perf_counter() - begin
@@ -251,7 +232,6 @@ class SaveState:
         if self._watch is not None:
             self._watch.release()
         self._flat = _C.FlatState({}, chunks_here)
-        self._planner = None
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -266,16 +246,22 @@ class SaveState:
         self.resolved += 1
         return found
 
-    def _resolve(self, planner: DefaultSavePlanner, item: WriteItem) -> Any:
-        name = item.index.fqn
-        value = planner.state_dict.get(name)
-        if item.type == WriteItemType.BYTE_IO:
-            return self._pickle(name, value)
-        found = resolve(planner, item)
+    def _tensor(self, row: int, value: Any, part: int) -> Any:
+        """Returns what the engine writes for a tensor, or for a part of a described tensor."""
+        name = self._flat.name(row)
+        if row not in self._described:
+            return as_value(name, value)
+        index = self._described[row][part].index
+        found = as_value(name, find_state_dict_object({name: value}, index))
         self.resolved += 1
         if type(value) is not DTensor and not isinstance(found, torch.Tensor):
             warn_of_what_will_not_load(name, value, found)
         return found
+
+
+def _checksum_of(value: Any) -> int:
+    """Returns a CRC-32 of a value as the engine writes it: a plain tensor, or bytes."""
+    return _C.fingerprint(value) if isinstance(value, torch.Tensor) else zlib.crc32(value)
 
 
 def _require_values(name: str, value: Any) -> None:

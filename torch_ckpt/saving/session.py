@@ -82,7 +82,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self.structure: Any = None
-        self.assignment = Assignment(b"", None)
+        self.assignment = Assignment(b"")
         self.number = 0
         # Used on the coordinator only.
         self.last_number = 0
@@ -198,9 +198,9 @@ class SaveSession:
         else:
             state = self._job.state
         self._writer.prepare_state(state)
-        state.plan(self._writer.storage_meta(), self._ranks.is_coordinator)
+        state.plan()
         self._writer.set_up_for_save(self._ranks.rank)
-        is_known = state.structure is not None and state.structure == self._plans.structure
+        is_known = state.structure == self._plans.structure
         return self._describe(state, self._plans.number if is_known else 0)
 
     def _describe(self, state: SaveState, number: int) -> tuple[RankMessage, SaveState]:

@@ -477,8 +477,7 @@ class FileSystemWriter(StockWriter):
 
     def prepare_commit(self, plan: GlobalPlan) -> None:
         """Does the coordinator's work for the commit that does not depend on the files."""
-        if not plan.torch_metadata:
-            plan.engine.describe()
+        plan.engine.describe()
 
     def commit_plan(self, plan: GlobalPlan, written: list[Written], ranks: int) -> Saved:
         """Commits a save that the engine has planned, on the coordinator.

@@ -27,7 +27,7 @@ def differing(*values: Any, unknown: int | None = None) -> list[tuple[str, list[
     """
     states = [SaveState({} if value is None else {"a": value}) for value in values]
     for state in states:
-        state.plan(None, False)
+        state.plan()
     contents = [state.contents() for state in states]
     plan = _core.GlobalPlan([(one.template, one.shards) for one in contents])
     sums = [None if n == unknown else s.fingerprints("warn") for n, s in enumerate(states)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import planner_helpers
 
 import torch_ckpt
@@ -46,3 +47,17 @@ def test_the_parts_are_loaded_at_their_offsets(tmp_path: Path) -> None:
     target = in_parts(torch.zeros(6))
     torch_ckpt.load({"w": target}, tmp_path)
     assert torch.equal(target, in_parts(torch.arange(6.0)))
+
+
+class Scattered(torch.Tensor):
+    """A tensor that plans its items under other names."""
+
+    def __create_write_items__(self, name: str, _value: Any) -> list[Any]:
+        return planner_helpers._create_write_items(f"{name}.part", torch.zeros(3))
+
+
+def test_a_tensor_that_is_stored_under_other_names_is_refused(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3).as_subclass(Scattered)}
+    with pytest.raises(dcp.CheckpointException, match=r"w: a Scattered .* only be saved by dcp"):
+        torch_ckpt.save(state, tmp_path)
+    assert not (tmp_path / ".metadata").exists()
