@@ -64,7 +64,7 @@ def _plain(count: int) -> State:
 
 def _our_dcp_save(state: State, path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(path, sync_files=False)
-    dcp_save(state, storage_writer=writer, planner=torch_ckpt.SavePlanner())
+    dcp_save(state, storage_writer=writer)
 
 
 def _our_dcp_load(state: State, path: Path) -> None:
@@ -82,14 +82,16 @@ def _stock_load(state: State, path: Path) -> None:
     dcp_load(state, storage_reader=FileSystemReader(path))
 
 
+NO_FSYNC = torch_ckpt.WriteOptions(sync_files=False)
+
 Method = Callable[[State, Path], Any]
 
 # No fsync, because only the time for each tensor differs.
 SAVES: dict[str, Method] = {
     "stock": partial(_stock_save, keeps_plans=False),
     "stock, plans kept": partial(_stock_save, keeps_plans=True),
-    "dcp.save with torch_ckpt.SavePlanner": _our_dcp_save,
-    "torch_ckpt.save": lambda state, path: torch_ckpt.save(state, path, sync_files=False),
+    "dcp.save with torch_ckpt's writer": _our_dcp_save,
+    "torch_ckpt.save": lambda state, path: torch_ckpt.save(state, path, options=NO_FSYNC),
 }
 LOADS: dict[str, Method] = {
     "stock": _stock_load,

@@ -75,14 +75,20 @@ def _measurements(size: int, counts: list[int], path: Path) -> list[Callable[[],
     direct = limits.direct_io_works(path.parent)
 
     def save(name: str, values: dict[str, torch.Tensor], files: int) -> dict[str, float]:
-        seconds = _seconds(lambda: torch_ckpt.save(values, path, thread_count=files))
+        seconds = _seconds(
+            lambda: torch_ckpt.save(
+                values, path, options=torch_ckpt.WriteOptions(thread_count=files)
+            )
+        )
         return {f"save, {name}": seconds}
 
     def save_in_background(
         name: str, values: dict[str, torch.Tensor], files: int
     ) -> dict[str, float]:
         began = time.perf_counter()
-        handle = torch_ckpt.async_save(values, path, thread_count=files)
+        handle = torch_ckpt.async_save(
+            values, path, options=torch_ckpt.WriteOptions(thread_count=files)
+        )
         called = time.perf_counter() - began
         handle.result()
         whole = time.perf_counter() - began

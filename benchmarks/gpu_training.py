@@ -208,7 +208,10 @@ def _train(options: argparse.Namespace) -> None:
         if variant.staging is not None:
             manager = stack.enter_context(
                 torch_ckpt.CheckpointManager(
-                    options.dir, keep_last=2, staging=variant.staging, progress=False
+                    options.dir,
+                    keep_last=2,
+                    staging=variant.staging,
+                    write=torch_ckpt.WriteOptions(progress=False),
                 )
             )
             if variant.staging == "overlapped":

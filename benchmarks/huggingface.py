@@ -126,7 +126,9 @@ def _savers(size: int, path: Path, budget: int | None) -> dict[str, Callable[[],
     names = {name: 1 for name in rows}
 
     def by_us(state: State, name: str, **options: Any) -> Callable[[], object]:
-        return lambda: torch_ckpt.save(state, path / name, max_host_bytes=budget, **options)
+        return lambda: torch_ckpt.save(
+            state, path / name, options=torch_ckpt.WriteOptions(max_host_bytes=budget), **options
+        )
 
     def by_stock() -> None:
         writer = HuggingFaceStorageWriter(

@@ -27,6 +27,7 @@ import torch_ckpt
 from . import machine
 from .memory import measure_growth
 
+_NO_FSYNC = torch_ckpt.WriteOptions(sync_files=False)
 _ELEMENTS = 256
 
 
@@ -69,7 +70,7 @@ def _state(count: int) -> dict[str, torch.Tensor]:
 
 
 def _measure(figures: dict[str, list[float]], state: dict[str, torch.Tensor], path: Path) -> None:
-    _measure_call(figures, "save", lambda: torch_ckpt.save(state, path, sync_files=False))
+    _measure_call(figures, "save", lambda: torch_ckpt.save(state, path, options=_NO_FSYNC))
     targets = {name: torch.zeros_like(value) for name, value in state.items()}
     _measure_call(figures, "load", lambda: torch_ckpt.load(targets, path))
     assert all(torch.equal(targets[name], value) for name, value in state.items())
@@ -97,7 +98,7 @@ def _measure_background(
     state = {f"round {number}": torch.zeros(1), **state}
     for kind in ("first", "unchanged"):
         path = directory / "background" / f"{number}-{kind}"
-        handle = torch_ckpt.async_save(state, path, sync_files=False, warn_unchanged=False)
+        handle = torch_ckpt.async_save(state, path, options=_NO_FSYNC, warn_unchanged=False)
         handle.result()
         held = 1000 * handle.metrics().python_s
         figures.setdefault(f"async_save, {kind}: GIL held, ms", []).append(held)

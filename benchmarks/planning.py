@@ -27,20 +27,20 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan as LocalPlan
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.index import decode_index
-from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata
 from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.ranks.store import StoreThread
-from torch_ckpt.saving.global_plan import Contents
-from torch_ckpt.saving.items import Written
+from torch_ckpt.saving.run import Message, Reply
+from torch_ckpt.saving.save_plan import SavePlan
 from torch_ckpt.saving.save_state import SaveState
-from torch_ckpt.saving.session import PlanCache, RankMessage, Reply, replies_of
+from torch_ckpt.saving.target import Opened
+from torch_ckpt.saving.write import Written
 
 from . import machine, ranks
 from .memory import measure_growth
@@ -82,7 +82,7 @@ class Simulation:
     def __init__(self, world: int, tensors: int, stock: bool) -> None:
         self.world = world
         self.states: list[SaveState] = []
-        self.local_plans: list[SavePlan] = []
+        self.local_plans: list[LocalPlan] = []
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.messages: dict[str, int] = {}
@@ -101,12 +101,12 @@ class Simulation:
 
     def run(self, steady: bool = False) -> None:
         """Saves, decodes the metadata; if `steady`, saves the unchanged state again."""
-        caches = [PlanCache() for _ in range(self.world)]
-        data = self._save("first", caches)
+        plans = [SavePlan() for _ in range(self.world)]
+        data = self._save("first", plans)
         self.bytes["metadata"] = len(data)
         index = self._timed("reading the metadata", lambda: decode_index(data, "simulation"))
         if steady:
-            again = decode_index(self._save("unchanged", caches), "simulation")
+            again = decode_index(self._save("unchanged", plans), "simulation")
             assert len(again) == len(index)
         if self.local_plans:
             planner = DefaultSavePlanner()
@@ -117,14 +117,14 @@ class Simulation:
 
         The growth includes the messages of all ranks.
         """
-        caches = [PlanCache() for _ in range(self.world)]
+        plans = [SavePlan() for _ in range(self.world)]
         made: list[bytes] = []
         works: dict[str, Callable[[], Any]] = {
-            "first": lambda: made.append(self._save("first", caches)),
+            "first": lambda: made.append(self._save("first", plans)),
             "reading the metadata": lambda: decode_index(made[0], "simulation"),
         }
         if steady:
-            works["unchanged"] = lambda: self._save("unchanged", caches)
+            works["unchanged"] = lambda: self._save("unchanged", plans)
         found = {}
         for what, work in works.items():
             before, peak = measure_growth(work)
@@ -135,8 +135,8 @@ class Simulation:
         """Returns the median seconds of each part."""
         return {part: statistics.median(seconds) for part, seconds in self.seconds.items()}
 
-    def _save(self, kind: str, caches: list[PlanCache]) -> bytes:
-        """Does the steps of SaveSession for one rank after another; returns the metadata."""
+    def _save(self, kind: str, plans: list[SavePlan]) -> bytes:
+        """Does the steps of SaveRun for one rank after another; returns the metadata."""
         self._saves += 1
         prefix = f"save/{self._saves}"
         groups = [
@@ -144,23 +144,27 @@ class Simulation:
             for rank in range(self.world)
         ]
         exchanges = [Exchange(group, prefix) for group in groups]
-        coordinator, cache = exchanges[0], caches[0]
+        coordinator, plan = exchanges[0], plans[0]
+        opened = Opened(self._directory)
 
-        def make_message(rank: int) -> RankMessage:
-            state, known = self.states[rank], caches[rank]
-            contents: Contents | int = known.number
-            if state.structure != known.structure:
-                contents = state.contents(exchanges[rank].share)
-            return RankMessage(contents, "simulation", self._directory, None, b"")
+        def make_message(rank: int) -> Message:
+            template, message = plans[rank].own.message(self.states[rank].structure, None)
+            shared = None if template is None else exchanges[rank].share(template)
+            return Message(shared, message, opened)
 
         def make_replies() -> Answers[Reply]:
-            contents = [message.contents for message in messages]
-            assignments = cache.assign(contents, coordinator)
-            assert assignments is not None
-            return replies_of(assignments, cache.last_number, "1")
+            shared = coordinator.shared
+            parts = [
+                (None if one.template is None else shared(one.template), one.plan)
+                for one in messages
+            ]
+            replies = plan.assign(parts)
+            assert replies
+            made: dict[bytes, Reply] = {}
+            return Answers(made.setdefault(reply, Reply(reply, b"1")) for reply in replies)
 
         def write(rank: int) -> Written:
-            return self._simulate_write(rank, caches[rank])
+            return self._simulate_write(rank, plans[rank])
 
         def gather(step: str, value_of: Callable[[int], Any]) -> list[Any]:
             for one in exchanges:
@@ -181,14 +185,13 @@ class Simulation:
         timed("answered", lambda: coordinator._answer(replies))
         for rank in range(self.world):
             reply = replies[0] if rank == 0 else exchanges[rank]._receive()
-            caches[rank].keep(self.states[rank].structure, reply)
-        plan = cache.plan
-        assert plan is not None
-        timed("described, beside the writing", plan.engine.describe)
+            assert reply.plan is not None
+            plans[rank].own.accept(self.states[rank].structure, reply.plan)
+        timed("described, beside the writing", plan.coordinator.describe)
         results = gather("result", write)
         meta = StorageMeta(checkpoint_id="simulation", save_id=str(self._saves))
         data = timed("metadata", lambda: plan.encode(results, meta))
-        coordinator._answer(SavedMetadata(data, "simulation", self.world))
+        coordinator._answer(data.seal)
         for rank in range(1, self.world):
             exchanges[rank]._receive()
         for one in reversed(exchanges):
@@ -197,8 +200,8 @@ class Simulation:
         self.bytes[f"{kind}: messages"] = sum(one.sent[1] for one in exchanges)
         return bytes(data)
 
-    def _simulate_write(self, rank: int, cache: PlanCache) -> Written:
-        count = len(cache.assignment.numbers) // 4
+    def _simulate_write(self, rank: int, plan: SavePlan) -> Written:
+        count = len(plan.own.items) // 4
         files = []
         for file in range(_FILES):
             items = [
@@ -227,7 +230,7 @@ def _planned_state(state_dict: dict[str, Any]) -> SaveState:
     return state
 
 
-def _local_plan(state: dict[str, Any]) -> SavePlan:
+def _local_plan(state: dict[str, Any]) -> LocalPlan:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     return planner.create_local_plan()

@@ -28,7 +28,7 @@ import torch
 
 from torch_ckpt import _C, _core, megatron
 from torch_ckpt.megatron.results_queue import ResultsQueue
-from torch_ckpt.saving.background import Background, EngineOptions
+from torch_ckpt.options import Background
 
 from . import machine
 
@@ -82,12 +82,11 @@ def measure_saves(rounds: int) -> list[float]:
                 back.put(time.monotonic_ns())
 
             child = _in_fork(wait)
-            options = EngineOptions(Background(threads=_THREADS), children=channel)
-            save = _start(opened, f"__{number}_", options)
-            begun = time.monotonic_ns() - round(save.elapsed() * 1e9)
+            begun = time.monotonic_ns()
+            save = _start(opened, f"__{number}_", channel)
             while save.progress()[4] < 2:
                 pass  # Python is busy and has the GIL
-            save.wait(60.0)
+            save.run()
             ended = begun + round(save.timing()[1] * 1e9)
             found.append((back.get(timeout=60) - ended) / 1e6)
             os.waitpid(child, 0)
@@ -96,23 +95,23 @@ def measure_saves(rounds: int) -> list[float]:
     return found
 
 
-def _start(directory: _core.Directory, prefix: str, options: EngineOptions) -> _C.Save:
+def _start(directory: _core.Directory, prefix: str, channel: _core.ProcessChannel) -> _C.Save:
     sources = _C.SaveSources()
     for number in range(20):
         sources.add(f"t{number}", torch.zeros(256))
-    return _C.start_save(
+    save = _C.Save()
+    save.start(
         directory,
         prefix,
         sources,
         buckets=2,
-        file_per_item=False,
-        separation_hint="",
-        chunk_bytes=4 << 20,
         max_host_bytes=0,
         direct_io="auto",
         sync=True,
-        background=options,
+        background=Background(threads=_THREADS),
+        children=channel,
     )
+    return save
 
 
 def summary(found: list[float]) -> dict[str, float]:

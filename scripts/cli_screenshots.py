@@ -24,7 +24,9 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-import torch_ckpt
+from torch_ckpt.options import DEFAULT_OPTIONS
+from torch_ckpt.ranks.group import SINGLE_RANK
+from torch_ckpt.saving.handle import save
 from torch_ckpt.steps import LocalSteps
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,8 +59,10 @@ def make_run(root: Path) -> None:
     for hours, step in ((30, 100), (20, 200), (10, 300), (1, 400)):
         loss = 4 / (step / 100) ** 0.5
         marker = {"saved_at": time.time() - 3600 * hours, "metrics": {"loss": round(loss, 4)}}
-        writer = LocalSteps(root).writer(step, attempt="0123abcd", marker=lambda m=marker: m)
-        torch_ckpt.save(state, storage_writer=writer, no_dist=True)
+        target = LocalSteps(root).target(
+            step, DEFAULT_OPTIONS, attempt="0123abcd", marker=lambda m=marker: m
+        )
+        save(state, lambda target=target: target, SINGLE_RANK)
         state["model.layers.1.attention.query_projection.weight"] = torch.randn(256, 256)
     LocalSteps(root).set_pinned(100, True)
     committed = datetime(2026, 1, 31, 12, tzinfo=timezone.utc).timestamp()

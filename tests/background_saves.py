@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from tests.gates import Gate
 from tests.support import StateDict, data_files, random_tensor
 from torch_ckpt import AsyncSave, CheckpointError
 from torch_ckpt._base import exit_threads
-from torch_ckpt.saving.background import CHUNK_BYTES
+from torch_ckpt.options import CHUNK_BYTES
 
 STAGINGS = ["blocking", "overlapped"]
 
@@ -43,6 +44,20 @@ def no_save_left() -> Iterator[None]:
 def held(gate: Gate) -> Iterator[Gate]:
     """Saves only stage until the gate is opened."""
     with calling({"background save begins": gate}):
+        yield gate
+        gate.open()
+
+
+@pytest.fixture
+def held_before_commit(gate: Gate) -> Iterator[Gate]:
+    """The first save of this process writes its files, but commits only when the gate is opened."""
+    process, held = os.getpid(), iter([gate])
+
+    def hook() -> None:
+        if os.getpid() == process:
+            next(held, bool)()
+
+    with calling({"files are written": hook}):
         yield gate
         gate.open()
 

@@ -29,9 +29,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("retention", "training"),
     ("steps",),
     ("api", "conversion", "nvrx"),
-    ("events", "huggingface", "inspection", "megatron", "multihost", "state"),
-    ("loading", "saving"),
-    ("checkpoint", "ranks"),
+    ("huggingface", "inspection", "megatron", "multihost"),
+    ("saving",),
+    ("state",),
+    ("events", "loading"),
+    ("checkpoint", "options", "ranks"),
     ("_base", "errors", "intervals"),
 )
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def save(state: StateDict, path: Path) -> None:
-    torch_ckpt.save(state, path, no_dist=True, sync_files=False)
+    torch_ckpt.save(state, path, no_dist=True, options=torch_ckpt.WriteOptions(sync_files=False))
 
 
 def load(state: StateDict, path: Path, **options: Any) -> Any:

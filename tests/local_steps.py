@@ -10,24 +10,24 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-import torch_ckpt
-from tests.support import assert_equal, cause_of, load
+from tests.support import ATTEMPT, assert_equal, cause_of, load, save_step  # noqa: F401
+from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
 from torch_ckpt.steps import MARKER_NAME, LocalSteps
-
-ATTEMPT = "0a1b2c3d"
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
     return {"w": torch.full((5, 3), value), "n": int(value)}
 
 
-def saved(store: LocalSteps, step: int, value: float = 1.0, **options: Any) -> Path:
+def saved(
+    store: LocalSteps,
+    step: int,
+    value: float = 1.0,
+    write: WriteOptions = DEFAULT_OPTIONS,
+    **options: Any,
+) -> Path:
     """Saves a step and returns its directory."""
-    torch_ckpt.save(
-        state(value),
-        storage_writer=store.writer(step, **{"attempt": ATTEMPT, **options}),
-        no_dist=True,
-    )
+    save_step(store, step, state(value), write, **options)
     return Path(store.path_of(step))
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import torch_ckpt
 from tests.remote_stores import BUCKET, Hooked, hooked, hooked_url, s3_server
-from tests.support import assert_equal, random_tensor
+from tests.support import assert_equal, random_tensor, save_step
+from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
 
@@ -91,9 +91,14 @@ def blank() -> dict[str, Any]:
     }
 
 
-def save(steps: RemoteSteps, step: int, state: dict[str, Any], **options: Any) -> None:
-    writer = steps.writer(step, attempt=ATTEMPT, **options)
-    torch_ckpt.save(state, storage_writer=writer, no_dist=True)
+def save(
+    steps: RemoteSteps,
+    step: int,
+    state: dict[str, Any],
+    write: WriteOptions = DEFAULT_OPTIONS,
+    **options: Any,
+) -> None:
+    save_step(steps, step, state, write, attempt=ATTEMPT, **options)
 
 
 def loaded(steps: RemoteSteps, step: int, **options: Any) -> dict[str, Any]:

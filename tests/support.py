@@ -25,6 +25,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import torch_ckpt
 from torch_ckpt.checkpoint.metadata import checksum_tables
+from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.saving import handle
+from torch_ckpt.steps import StepStore
 
 StateDict = dict[str, Any]
 
@@ -110,6 +114,39 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Makes zeros of any dtype; torch.zeros does not support every dtype."""
     count = torch.Size(shape).numel()
     return torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
+
+
+#: Identifies the run that saves a step in a test.
+ATTEMPT = "0a1b2c3d"
+
+
+def save_step(
+    store: StepStore,
+    step: int,
+    state: StateDict,
+    write: WriteOptions = DEFAULT_OPTIONS,
+    *,
+    no_dist: bool = True,
+    timeout: float = 60.0,
+    **options: Any,
+) -> None:
+    """Saves a step. options: of the store's ``target``."""
+    target = store.target(step, write, **{"attempt": ATTEMPT, **options})
+    handle.save(state, lambda: target, RankGroup.of(None, no_dist), timeout=timeout)
+
+
+def start_step(
+    store: StepStore,
+    step: int,
+    state: StateDict,
+    *,
+    no_dist: bool = True,
+    timeout: float = 60.0,
+    **options: Any,
+) -> torch_ckpt.AsyncSave:
+    """Saves a step in the background. options: of the store's ``target``."""
+    target = store.target(step, DEFAULT_OPTIONS, **{"attempt": ATTEMPT, **options})
+    return handle.start(state, lambda: target, RankGroup.of(None, no_dist), timeout=timeout)
 
 
 def record_of(tensor: torch.Tensor) -> bytes:

@@ -69,11 +69,18 @@ def tensors_of(seed: int) -> StateDict:
 
 
 def save_alone(path: str, seed: int, threads: int) -> None:
-    torch_ckpt.save(state_of(seed), path, no_dist=True, thread_count=threads)
+    torch_ckpt.save(
+        state_of(seed), path, no_dist=True, options=torch_ckpt.WriteOptions(thread_count=threads)
+    )
 
 
 def save_through_page_cache(path: str, seed: int, threads: int) -> None:
-    torch_ckpt.save(state_of(seed), path, no_dist=True, thread_count=threads, direct_io=False)
+    torch_ckpt.save(
+        state_of(seed),
+        path,
+        no_dist=True,
+        options=torch_ckpt.WriteOptions(thread_count=threads, direct_io=False),
+    )
 
 
 def save_by_dcp(path: str, seed: int, threads: int) -> None:
@@ -82,7 +89,9 @@ def save_by_dcp(path: str, seed: int, threads: int) -> None:
 
 
 def save_in_background(path: str, seed: int, threads: int) -> None:
-    torch_ckpt.async_save(state_of(seed), path, no_dist=True, thread_count=threads).result()
+    torch_ckpt.async_save(
+        state_of(seed), path, no_dist=True, options=torch_ckpt.WriteOptions(thread_count=threads)
+    ).result()
 
 
 def save_safetensors(path: str, seed: int, threads: int) -> None:
@@ -91,9 +100,8 @@ def save_safetensors(path: str, seed: int, threads: int) -> None:
         tensors_of(seed),
         path,
         no_dist=True,
-        thread_count=threads,
-        format="safetensors",
-        max_shard_size=2 * _BYTES_OF_A_TENSOR,
+        format=torch_ckpt.Safetensors(max_shard_size=2 * _BYTES_OF_A_TENSOR),
+        options=torch_ckpt.WriteOptions(thread_count=threads),
     )
 
 
@@ -106,8 +114,8 @@ def publish(path: str, seed: int, threads: int) -> None:
         delta=True,
         keep=1,
         no_dist=True,
-        thread_count=threads,
-        max_shard_size=2 * _BYTES_OF_A_TENSOR,
+        format=torch_ckpt.Safetensors(max_shard_size=2 * _BYTES_OF_A_TENSOR),
+        options=torch_ckpt.WriteOptions(thread_count=threads),
     )
 
 

@@ -8,9 +8,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from torch_ckpt._core import CheckpointIndex, Directory, FetchPlan, ObjectRead, WrittenFiles
+from torch_ckpt._core import (
+    CheckpointIndex,
+    Directory,
+    FetchPlan,
+    ObjectRead,
+    ProcessChannel,
+    WrittenFiles,
+)
 from torch_ckpt.checkpoint.read_options import ReadOptions
-from torch_ckpt.saving.background import EngineOptions
+from torch_ckpt.options import Background
 
 #: True if the engine can copy from CUDA devices.
 has_cuda: bool
@@ -19,42 +26,67 @@ has_cuda: bool
 no_cuda_reason: str
 
 class Save:
-    """A running save. Keeps the sources alive. Dropping it cancels it and waits for its end."""
+    """The write of one rank's files in a save (csrc/torch/tensor_save.h).
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until the save ends; False after ``seconds``. Raises the save's error."""
-    def wait_staged(self, seconds: float) -> bool:
-        """Waits as ``wait``, until no source is needed any more."""
-    def wait_submitted(self, seconds: float) -> bool:
-        """Waits as ``wait``, until all copies from devices have been started."""
-    def make_stream_wait(self, device: int, stream: int) -> None:
-        """Makes later work on the stream wait for the copies from the device.
+    ``watch`` detects writes to the sources of a snapshot; without it, no source changes before the
+    end. One thread calls ``start``, ``run``, ``give_up`` and ``finish``; any thread the others.
+    """
 
-        Call it after ``wait_submitted`` has returned True.
+    def __init__(self, watch: SourceWatch | None = None) -> None: ...
+    def start(
+        self,
+        directory: Directory,
+        prefix: str,
+        sources: SaveSources,  # is emptied
+        *,
+        buckets: int,
+        bytes_per_bucket: int = 0,
+        file_per_item: bool = False,
+        separation_hint: str = "",
+        chunk_bytes: int = 0,  # 0: chosen by the device of most bytes and by the budget
+        max_host_bytes: int,
+        direct_io: bool | str,
+        sync: bool,
+        snapshot: bool = False,
+        background: Background | None = None,
+        low_priority_copies: bool = True,
+        ready: list[tuple[int, int]] = ...,
+        children: ProcessChannel | None = None,
+    ) -> None: ...
+    def run(
+        self,
+        on_staged: Callable[[], object] | None = None,
+        on_wait: Callable[[], object] | None = None,
+        seconds: float = 1.0,
+    ) -> list[str]:
+        """Waits for the end. Returns the names of sources that were written to too early.
+
+        ``on_staged`` is called once, when the sources may change. ``on_wait`` is called every
+        ``seconds``. Raises the error of the save.
         """
-    def release_sources(self) -> None:
-        """Releases the sources. Call it after ``wait_staged`` has returned True."""
-    def elapsed(self) -> float:
-        """Seconds since the start of the save."""
-    def timing(self) -> tuple[float, float, float, float, float, float]:
-        """Seconds until staged and until the end; seconds of all threads in staging, checksums,
-        writes and fsyncs."""
-    def trace(self) -> list[tuple[str, int, float, float]]:
-        """Activity, file number, begin and end of each interval of work.
 
-        Times are in seconds since the start of the save.
-        """
-    def progress(self) -> tuple[int, int, int, int, int]:
-        """Bytes planned, staged and written; files planned and done."""
-    def unfinished(self) -> list[tuple[str, str, int, int]]:
-        """Name, phase, bytes written and bytes of each file that has not sent its result.
+    def give_up(self) -> list[str]:
+        """Cancels the save, and waits for its end. Returns the names of files that exist
+        nevertheless."""
 
-        The phases are "waiting" (for other files), "staging" (waiting for sources or memory),
-        "writing" and "fsync" (waiting for the disk). Any thread may call it at any time. A forked
-        child gets an empty list.
-        """
+    def finish(self) -> WrittenFiles:
+        """Releases all memory of a save that has ended or will not start. Returns the files."""
+
     def cancel(self) -> None: ...
-    def results(self) -> WrittenFiles: ...
+    def hold_back(self, streams: list[tuple[int, int]], seconds: float) -> bool | None:
+        """Makes streams of devices wait for the copies. Returns None if the copies were not
+        submitted in time; then call it again."""
+
+    def timing(self) -> list[float]:
+        """Seconds until staged and until ended; thread seconds of staging, checksums, writes and
+        fsyncs."""
+
+    def progress(self) -> list[int]:
+        """Bytes planned, staged and written, files planned and done."""
+
+    def unfinished(self) -> list[tuple[str, str, int, int]]:
+        """Name, phase, bytes written and total bytes of each unfinished file."""
+
     @property
     def file_names(self) -> list[str]: ...
 
@@ -72,22 +104,6 @@ def fingerprint(tensor: Any) -> int:
 
 def copy_to_pool(tensors: list[Any]) -> list[Any]:
     """Copies dense CPU tensors into memory that returns to the pool with the last of the copies."""
-
-def start_save(
-    directory: Directory,
-    prefix: str,
-    sources: SaveSources,  # is emptied
-    *,
-    buckets: int,
-    bytes_per_bucket: int = 0,
-    file_per_item: bool,
-    separation_hint: str,
-    chunk_bytes: int = 0,  # 0: chosen by the device of most bytes and by the budget
-    max_host_bytes: int,
-    direct_io: bool | str,
-    sync: bool,
-    background: EngineOptions | None,
-) -> Save: ...
 
 class SourceWatch:
     """Tensors whose contents are read later. Detects writes to them in the meantime.
@@ -187,7 +203,7 @@ class FlatState:
 
         Returns the number of each item, its row, the value of the row, and the number of the item
         among the items of its row. The value of a DTensor is its local tensor. ``assignment`` has
-        the numbers of items, as ``GlobalPlan.assignment`` returns them.
+        the numbers of items, as ``RankPlan.items`` returns them.
         """
 
     def sources(self, assignment: bytes, with_names: bool) -> SaveSources: ...

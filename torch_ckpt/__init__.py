@@ -45,9 +45,11 @@ from torch_ckpt.errors import (
 if TYPE_CHECKING:
     from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
     from torch_ckpt.checkpoint.lease import remove_leftovers
+    from torch_ckpt.checkpoint.metrics import SaveMetrics
+    from torch_ckpt.checkpoint.opened import Checkpoint
     from torch_ckpt.conversion.convert import ConvertReport, convert
     from torch_ckpt.huggingface.delta import apply_delta
-    from torch_ckpt.huggingface.safetensors_writer import SafetensorsWriter
+    from torch_ckpt.huggingface.model_target import Safetensors
     from torch_ckpt.inspection.diff import diff
     from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
     from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
@@ -56,14 +58,11 @@ if TYPE_CHECKING:
     from torch_ckpt.loading.reader import FileSystemReader
     from torch_ckpt.loading.report import LoadReport, ReadMemory
     from torch_ckpt.manager import CheckpointManager
+    from torch_ckpt.options import Background, WriteOptions
     from torch_ckpt.publication.export import Export
     from torch_ckpt.publication.publish import Version, async_publish, publish
-    from torch_ckpt.saving.async_save import AsyncSave
-    from torch_ckpt.saving.background import Background
+    from torch_ckpt.saving.handle import AsyncSave, check_for_errors
     from torch_ckpt.saving.host_memory import reserve_pool
-    from torch_ckpt.saving.metrics import SaveMetrics
-    from torch_ckpt.saving.running_saves import check_for_errors
-    from torch_ckpt.saving.save_planner import SavePlanner
     from torch_ckpt.saving.writer import FileSystemWriter
     from torch_ckpt.state.app_state import AppState, PerRank, RNGState
     from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
@@ -71,9 +70,10 @@ else:
     _MODULES = {
         "api": ("async_save", "estimate_read_memory", "load", "preflight", "save"),
         "checkpoint.lease": ("remove_leftovers",),
+        "checkpoint.opened": ("Checkpoint",),
         "conversion.convert": ("ConvertReport", "convert"),
         "huggingface.delta": ("apply_delta",),
-        "huggingface.safetensors_writer": ("SafetensorsWriter",),
+        "huggingface.model_target": ("Safetensors",),
         "inspection.diff": ("diff",),
         "inspection.diff_report": ("DiffReport", "TensorDifference"),
         "inspection.show": ("ShownObject", "ShownTensor", "ShowReport", "show"),
@@ -85,12 +85,10 @@ else:
         "publication.export": ("Export",),
         "publication.publish": ("Version", "async_publish", "publish"),
         "training.async_checkpoint": ("AsyncCheckpoint",),
-        "saving.async_save": ("AsyncSave",),
-        "saving.background": ("Background",),
+        "options": ("Background", "WriteOptions"),
+        "saving.handle": ("AsyncSave", "check_for_errors"),
         "saving.host_memory": ("reserve_pool",),
-        "saving.metrics": ("SaveMetrics",),
-        "saving.running_saves": ("check_for_errors",),
-        "saving.save_planner": ("SavePlanner",),
+        "checkpoint.metrics": ("SaveMetrics",),
         "saving.writer": ("FileSystemWriter",),
         "state.app_state": ("AppState", "PerRank", "RNGState"),
     }
@@ -99,6 +97,11 @@ else:
         *("manager", "publication", "ranks", "saving", "state", "steps"),
     )
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+    #: Former names, and their replacements. CHANGELOG.md lists them, too.
+    _REMOVED = {
+        "SafetensorsWriter": "torch_ckpt.save(..., format=torch_ckpt.Safetensors(...))",
+        "SavePlanner": "torch_ckpt.save, which plans with the engine",
+    }
 
     def __getattr__(name: str) -> object:
         if name in ("_C", "api", *_MODULES["api"]):
@@ -106,6 +109,8 @@ else:
             import torch_ckpt._base.supported_torch  # noqa: F401
         if name in _PACKAGES:
             return import_module(f"{__name__}.{name}")
+        if name in _REMOVED:
+            raise AttributeError(f"{__name__}.{name} was removed; use {_REMOVED[name]}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
@@ -120,6 +125,7 @@ __all__ = [
     "AsyncCheckpoint",
     "AsyncSave",
     "Background",
+    "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
     "ConvertReport",
@@ -139,9 +145,8 @@ __all__ = [
     "RNGState",
     "ReadMemory",
     "RootInUse",
-    "SafetensorsWriter",
+    "Safetensors",
     "SaveMetrics",
-    "SavePlanner",
     "ShowReport",
     "ShownObject",
     "ShownTensor",
@@ -150,6 +155,7 @@ __all__ = [
     "Unsafe",
     "VerifyReport",
     "Version",
+    "WriteOptions",
     "__version__",
     "apply_delta",
     "async_publish",

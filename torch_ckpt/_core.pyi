@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from torch_ckpt.checkpoint.read_options import ReadOptions
-from torch_ckpt.saving.background import Background
+from torch_ckpt.options import Background
 
 #: Scratch memory in bytes that each thread of a load uses, if the budget permits.
 load_chunk_bytes: int
@@ -172,33 +172,49 @@ class EncodedMetadata:
     @property
     def seal(self) -> bytes: ...
 
-class GlobalPlan:
-    """Assigns the values of all ranks to the ranks that write them.
+class RankPlan:
+    """The plan of one rank for the saves of a group (csrc/planning/save_coordinator.h).
 
-    ``contents`` has the results of ``FlatState.contents``, by rank. Raises ValueError if the values
-    of a name differ in kind, dtype or size between ranks, or if the shards of a tensor do not
-    cover it, on each of its meshes. ``before``, ``now`` and ``written`` are by rank.
+    ``structure`` is the result of ``FlatState.contents``.
     """
 
-    def __init__(self, contents: list[tuple[bytes, bytes]]) -> None: ...
-    def assignment(self, rank: int) -> bytes:
-        """The numbers of the items that a rank writes, for ``FlatState.sources``."""
+    def __init__(self) -> None: ...
+    def message(
+        self, structure: tuple[bytes, bytes], fingerprints: bytes | None, with_parts: bool = False
+    ) -> tuple[bytes | None, bytes]:
+        """The template, or None if the rank has the plan, and the message to the coordinator."""
 
-    def copies(self, rank: int) -> bytes:
-        """The numbers of a rank's items that must be copies of other ranks' items, for
-        ``FlatState.checksums``.
+    def accept(self, structure: tuple[bytes, bytes], reply: bytes) -> None: ...
+    @property
+    def items(self) -> bytes:
+        """The numbers of the items that the rank writes, for ``FlatState.sources``."""
+
+    @property
+    def copies(self) -> bytes:
+        """The numbers of the items that must be copies of other ranks' items, for
+        ``FlatState.checksums``."""
+
+class SaveCoordinator:
+    """The plans of all ranks. ``before``, ``now`` and ``written`` are by rank."""
+
+    def __init__(self) -> None: ...
+    def assign(self, messages: list[tuple[bytes | None, bytes]]) -> list[bytes]:
+        """The replies, by rank; empty if all ranks must send their parts.
+
+        Raises ValueError if the values of a name differ in kind, dtype or size between ranks, or if
+        the shards of a tensor do not cover it, on each of its meshes.
         """
+
+    @property
+    def identity(self) -> int:
+        """A number that is equal for plans of the same states, in this process."""
 
     def names(self) -> list[str]:
         """The fully qualified names of all values."""
-    def differing_replicas(
-        self, fingerprints: list[bytes | None]
-    ) -> list[tuple[str, list[list[int]]]]:
-        """Names of the values that differ, and the groups of ranks that have the same version.
 
-        ``fingerprints`` has the 4-byte fingerprints of each rank's plain tensors and then of its
-        objects; None if a rank sent none. A fingerprint of 0 is not compared.
-        """
+    def differing_replicas(self) -> list[tuple[str, list[list[int]]]]:
+        """Names of the values whose fingerprints differ in the last messages, and the groups of
+        ranks that have the same version."""
 
     def differing_copies(
         self, checksums: list[bytes]
@@ -465,7 +481,7 @@ class SafetensorsLayout:
 
     def __init__(
         self,
-        plan: GlobalPlan,
+        coordinator: SaveCoordinator,
         names: list[str] | None,
         cast: str | None,
         max_shard_bytes: int,
@@ -484,7 +500,7 @@ class SafetensorsLayout:
     def files(self) -> list[tuple[str, int]]:
         """The name of each file, and its size in bytes."""
 
-    def places_of_plan(self, plan: GlobalPlan, offers: list[bytes]) -> list[bytes]:
+    def places_of_plan(self, coordinator: SaveCoordinator, offers: list[bytes]) -> list[bytes]:
         """The places of each rank's values, for ``FlatState.parts``.
 
         ``offers`` are the addresses of the memory that each rank offers to the ranks of its

@@ -2,66 +2,66 @@
 
 They write and read the same files as ``dcp.save`` and ``dcp.load``, except for top-level values
 with a ``state_dict``, such as modules and optimizers: state/app_state.py saves and restores these.
-The engine plans plain tensors and DTensors. torch's planners plan only other kinds of tensors, such
-as ShardedTensors. In a save, ranks exchange plans and results in a compact form
-(saving/session.py). In a load (state/load_session.py), they exchange no plans.
+In a save, the engine plans, and ranks exchange plans and results in a compact form (saving/run.py).
+In a load (state/load_session.py), they exchange no plans.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt._base.options import names_of, options_of, refuse_unknown, require_choice
-from torch_ckpt.huggingface.safetensors_writer import SafetensorsWriter
+from torch_ckpt._base.checks import names_of, options_of, refuse_unknown, require_choice
+from torch_ckpt.checkpoint.opened import Checkpoint
+from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors, refuse_model_options
 from torch_ckpt.loading.dtypes import warn_of_lost_precision
 from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
+from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
-from torch_ckpt.saving.async_save import AsyncSave
-from torch_ckpt.saving.host_memory import reserve_for_snapshot
-from torch_ckpt.saving.job import Job
-from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
-from torch_ckpt.saving.running_saves import alone, check_for_errors, start
-from torch_ckpt.saving.save_state import SaveState, StateDict
-from torch_ckpt.saving.session import PlanCache, SaveSession
+from torch_ckpt.saving import handle
+from torch_ckpt.saving.handle import AsyncSave
+from torch_ckpt.saving.save_state import StateDict
+from torch_ckpt.saving.target import DirectoryTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.state.app_state import resolve_state_dict, saved_values
+from torch_ckpt.state.app_state import resolve_state_dict
 from torch_ckpt.state.load_session import LoadSession
 
-CheckpointId = str | os.PathLike[str]
+if TYPE_CHECKING:
+    from typing_extensions import Never  # in typing since Python 3.11
+
+CheckpointId: TypeAlias = str | os.PathLike[str]
+
+#: "checkpoint" or "safetensors", or the options of safetensors files.
+Format: TypeAlias = str | Safetensors
 
 
 def save(
     state_dict: StateDict | Callable[[], StateDict],
-    checkpoint_id: CheckpointId | None = None,
+    checkpoint_id: CheckpointId,
     *,
-    storage_writer: FileSystemWriter | None = None,
+    format: Format = "checkpoint",
+    options: WriteOptions = DEFAULT_OPTIONS,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout: float = TIMEOUT_SECONDS,
     check_replicas: str = "warn",
-    format: str | type[FileSystemWriter] = "checkpoint",
-    **writer_options: Any,
-) -> Metadata:
+    **removed: Never,
+) -> Checkpoint:
     """Saves a state dict. Blocks until the checkpoint is durable and visible to all ranks.
 
     All ranks must call ``save`` and :func:`async_save` in the same order. The ranks communicate
@@ -76,7 +76,10 @@ def save(
             the function raises an exception, the save fails immediately on all ranks.
         checkpoint_id: the checkpoint directory. Only :class:`CheckpointManager` and
             ``torch_ckpt.training`` accept URLs.
-        storage_writer: the writer to use; None creates one for ``checkpoint_id``.
+        format: "checkpoint", or "safetensors" for a directory of safetensors files in Hugging
+            Face's layout, which can hold only tensors; or a :class:`Safetensors` with the options
+            of such files.
+        options: the options of the save.
         planner: the planner to use instead of the engine. The state dict is then saved by
             ``dcp.save`` with torch_ckpt's writer, and objects with a ``state_dict`` method are
             stored in DCP's layout.
@@ -91,15 +94,10 @@ def save(
             over each larger tensor; "error" compares all bytes. Objects are compared by their
             pickles. Not available with a ``planner``. DTensors of one name on several meshes are
             always compared in full, and fail the save if they differ (docs/async.md).
-        format: "checkpoint", or "safetensors" for a directory of safetensors files in Hugging
-            Face's layout, which can hold only tensors; or a subclass of :class:`FileSystemWriter`.
-        writer_options: passed to :class:`FileSystemWriter`, or with ``format="safetensors"`` to
-            :class:`SafetensorsWriter`.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Returns:
-        The checkpoint's metadata, on every rank. If the metadata is large, only rank 0 keeps it in
-        memory. The other ranks read the metadata from the checkpoint on first access. That read
-        fails if another save to the same directory has replaced the metadata.
+        The checkpoint, on every rank.
 
     Raises:
         CheckpointException: the save failed; raised on every rank with the cause from each failed
@@ -113,62 +111,53 @@ def save(
         torch_ckpt.save({"model": model, "optimizer": optimizer, "step": 100}, "checkpoints/100")
         torch_ckpt.save(get_model_state_dict(model), "exports/final", format="safetensors")
     """
-    # Do this before anything can fail, so that all ranks count the same saves.
     group = RankGroup.of(process_group, no_dist)
-    plans = PlanCache.of(group)
+
+    def target() -> Target:
+        if removed:
+            refuse_model_options(save, removed)
+        return target_of("save", checkpoint_id, format, options)
+
+    if planner is None:
+        return handle.save(
+            state_dict, target, group, timeout=timeout, check_replicas=check_replicas
+        )
     ranks = Exchange.open(group, "save", timeout)
-    try:
-        with ExitStack() as stack:
-            with ranks:
-                require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
-                kind = _writer_of(format, storage_writer)
-                writer = _resolve_storage(save, kind, storage_writer, checkpoint_id, writer_options)
-                # Do not raise the unreported error of an earlier background save here, because
-                # other ranks may already have raised it.
-                stack.enter_context(alone(ranks=ranks))
-                if storage_writer is not None:
-                    writer.reset(checkpoint_id)
-                if planner is None and writer.engine_can_write():
-                    return SaveSession(
-                        writer,
-                        ranks,
-                        plans,
-                        check_replicas,
-                        read_values=partial(saved_values, state_dict),
-                    ).run()
-            # dcp.save does not notify a writer of a failed save.
-            stack.callback(writer.abandon)
-            with raised_as_ours(ranks.rank):
-                metadata: Metadata = dcp_save(
-                    resolve_state_dict(state_dict),
-                    storage_writer=writer,
-                    planner=planner,
-                    process_group=process_group,
-                    no_dist=not ranks.distributed,
-                )
-            return metadata
-    except CheckpointFailed as error:
-        # Drop the frames, which only show the exchange between ranks. The causes keep their own.
-        raise error.with_traceback(None) from error.__cause__
+    with ExitStack() as stack:
+        with ranks:
+            if not isinstance(target(), DirectoryTarget):
+                raise ValueError('a planner can only save in the format "checkpoint"')
+            named = {option.name: getattr(options, option.name) for option in fields(options)}
+            writer = FileSystemWriter(checkpoint_id, **named)
+            stack.enter_context(handle.exclusive_save(ranks))
+        # dcp.save does not notify a writer of a failed save.
+        stack.callback(writer.abandon)
+        with raised_as_ours(ranks.rank):
+            dcp_save(
+                resolve_state_dict(state_dict),
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+                no_dist=not ranks.distributed,
+            )
+        return Checkpoint(str(writer.path))
 
 
 def async_save(
     state_dict: StateDict | Callable[[], StateDict],
-    checkpoint_id: CheckpointId | None = None,
+    checkpoint_id: CheckpointId,
     *,
     staging: str = "blocking",
-    storage_writer: FileSystemWriter | None = None,
+    format: Format = "checkpoint",
+    options: WriteOptions = DEFAULT_OPTIONS,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     if_busy: str = "wait",
     timeout: float = TIMEOUT_SECONDS,
-    write_done: Callable[[], None] | None = None,
-    on_commit: Callable[[Metadata], None] | None = None,
+    on_commit: Callable[[Checkpoint], None] | None = None,
     warn_unchanged: bool = True,
     check_replicas: str = "warn",
-    trace: str | os.PathLike[str] | None = None,
-    format: str | type[FileSystemWriter] = "checkpoint",
-    **writer_options: Any,
+    **removed: Never,
 ) -> AsyncSave:
     """Saves a snapshot of a state dict in the background, while training continues.
 
@@ -182,31 +171,24 @@ def async_save(
             tensors can then safely be modified. "overlapped" returns immediately; do not modify the
             tensors until the handle's ``staged`` future is done (see :meth:`AsyncSave.guard`). If a
             modification is detected, the save fails on all ranks with :class:`SourceChanged`.
-        storage_writer: the writer to use; None creates one for ``checkpoint_id``. The writer's
-            ``max_host_bytes`` limits the memory for the snapshot. By default, half of the machine's
-            free memory is divided equally among the ranks on the machine. A state that exceeds the
-            limit is copied in several waves, so staging takes longer.
+        format: see :func:`save`.
+        options: the options of the save. Its ``max_host_bytes`` limits the memory for the snapshot.
+            By default, half of the machine's free memory is divided equally among the ranks on the
+            machine. A state that exceeds the limit is copied in several waves, so staging takes
+            longer. Its ``background`` sets the threads, priorities and bandwidth of the save.
         process_group: the ranks that save together; None means the default group.
         no_dist: save from this process only, without other ranks.
         if_busy: what to do if another save of this process is still running: "wait" blocks until
             the running save has ended, and "raise" raises CheckpointError.
         timeout: a rank that sends no heartbeat for this many seconds is declared dead, and the save
             fails on all other ranks.
-        write_done: called on each rank, in the save's thread, as soon as the rank's files are
-            durable. If the callback raises an exception, the save fails.
-        on_commit: called on the coordinator, in the save's thread, after the commit. The save does
-            not end on any rank until the callback has returned. If the callback raises an
-            exception, all ranks raise OnCommitFailed.
+        on_commit: called on the coordinator with the checkpoint, in the save's thread, after the
+            commit. The save does not end on any rank until the callback has returned. If the
+            callback raises an exception, all ranks raise OnCommitFailed.
         warn_unchanged: warn if all tensors beneath a top-level key, such as ``model``, are the same
             as in the previous save although a number in the state, such as the step, has changed.
         check_replicas: see :func:`save`. Replicas are compared before the save counts as staged.
-        trace: path of a file to which a trace of the save is written. Open the file in
-            chrome://tracing or Perfetto. With several ranks, each rank writes its own file and adds
-            ``-rank{n}`` to the file name.
-        format: see :func:`save`.
-        writer_options: passed to :class:`FileSystemWriter`, or with ``format="safetensors"`` to
-            :class:`SafetensorsWriter`. The option ``background`` sets the
-            threads, priorities and bandwidth of the save.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Returns:
         A handle to the save. Keep the handle until the save has ended; dropping the handle earlier
@@ -225,68 +207,23 @@ def async_save(
         train_one_step()
         handle.result()  # waits until the checkpoint is durable and visible
     """
-    started = time.perf_counter()
-    # Do this before anything can fail, so that all ranks count the same saves.
-    group = RankGroup.of(process_group, no_dist)
-    plans = PlanCache.of(group)
-    ranks = Exchange.open(group, "save", timeout)
-    job: Job | None = None
-    try:
-        require_choice("staging", staging, ("blocking", "overlapped"))
-        require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
-        require_choice("if_busy", if_busy, ("wait", "raise"))
-        kind = _writer_of(format, storage_writer)
-        writer = _resolve_storage(async_save, kind, storage_writer, checkpoint_id, writer_options)
-        if not writer.engine_can_write():
-            raise ValueError(
-                "async_save supports only writers for local files without _extensions. Pass this "
-                "writer to dcp.async_save instead."
-            )
-        with alone(if_busy, ranks=ranks):
-            check_for_errors()
-            if storage_writer is not None:
-                # The caller may use the writer for another checkpoint during this save.
-                writer = copy.copy(writer)
-                writer.reset(checkpoint_id)
-            with no_gc():
-                state = SaveState(saved_values(state_dict), snapshot=True)
-            job = Job(
-                state,
-                ranks,
-                writer.destination,
-                background=writer.background,
-                blocking=staging == "blocking",
-                begun=started,
-                trace=trace,
-                write_done=write_done,
-                on_commit=on_commit,
-                warn_unchanged=warn_unchanged,
-            )
-            job.reported = writer.reported_elsewhere
-            reserve_for_snapshot(
-                state.values(),
-                ranks=ranks.size,
-                files=writer.thread_count,
-                max_host_bytes=writer.max_host_bytes,
-                staged=job.write.staged,
-            )
-            handle = start(job, SaveSession(writer, ranks, plans, check_replicas, job=job).run)
-    except BaseException as error:
-        # The other ranks wait for this rank until the job's thread, or this one, reports the error.
-        if job is None or job.take():
-            ranks.fail(error)
-        else:
-            job.abandon(error)
-        raise
-    try:
-        if staging == "blocking":
-            job.go()
-            job.write.wait_staged()
-        job.metrics.blocked_s = time.perf_counter() - started
-        return handle
-    finally:
-        # Start the save's thread last: it competes with this thread for the interpreter lock.
-        job.go()
+
+    def target() -> Target:
+        if removed:
+            refuse_model_options(async_save, removed)
+        return target_of("async_save", checkpoint_id, format, options)
+
+    return handle.start(
+        state_dict,
+        target,
+        RankGroup.of(process_group, no_dist),
+        staging=staging,
+        if_busy=if_busy,
+        timeout=timeout,
+        on_commit=on_commit,
+        warn_unchanged=warn_unchanged,
+        check_replicas=check_replicas,
+    )
 
 
 def load(
@@ -501,25 +438,35 @@ def _open_session(
 # --- shared by saves and loads -------------------------------------------------------------------
 
 
-#: The writers, by format.
-_WRITERS: dict[str, type[FileSystemWriter]] = {
-    "checkpoint": FileSystemWriter,
-    "safetensors": SafetensorsWriter,
-}
+def target_of(
+    caller: str, checkpoint_id: CheckpointId, format: Format, options: WriteOptions
+) -> Target:
+    """Returns the target of a save.
+
+    Args:
+        caller: name of the function that the user called.
+        checkpoint_id, format, options: see :func:`save`.
+    """
+    require_path(caller, checkpoint_id)
+    if not isinstance(options, WriteOptions):
+        raise TypeError(f"options must be a torch_ckpt.WriteOptions, got {options!r}")
+    if isinstance(format, Safetensors):
+        return ModelTarget(checkpoint_id, format, options)
+    require_choice("format", format, ("checkpoint", "safetensors"))
+    if format == "safetensors":
+        return ModelTarget(checkpoint_id, Safetensors(), options)
+    return DirectoryTarget(checkpoint_id, options)
 
 
-def _writer_of(
-    format: str | type[FileSystemWriter], given: FileSystemWriter | None
-) -> type[FileSystemWriter]:
-    """Returns the class of the writer for a format, or a base class of the given writer."""
-    if given is not None and format != "checkpoint":
-        raise ValueError("format cannot be combined with a storage_writer, which has a format.")
-    if given is not None:
-        return FileSystemWriter
-    if isinstance(format, type) and issubclass(format, FileSystemWriter):
-        return format
-    require_choice("format", format, tuple(_WRITERS))
-    return _WRITERS[format]
+def require_path(caller: str, checkpoint_id: object) -> None:
+    """Raises TypeError or ValueError unless a checkpoint id is a path."""
+    if not isinstance(checkpoint_id, (str, os.PathLike)):
+        raise TypeError(
+            f"checkpoint_id must be a path, got a {type(checkpoint_id).__name__}. Pass the state "
+            f"dict first: {caller}(state_dict, path)."
+        )
+    if not os.fspath(checkpoint_id):
+        raise ValueError("checkpoint_id is empty. Pass '.' for the current directory.")
 
 
 def _resolve_storage(

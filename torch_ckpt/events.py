@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_ckpt.saving.metrics import SaveMetrics
+from torch_ckpt.checkpoint.metrics import SaveMetrics
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt._base.options import require_choice
 from torch_ckpt.checkpoint.lineage import by_lineage
 from torch_ckpt.steps import StepInfo
 

@@ -214,7 +214,7 @@ Result<> OutputFile::write_segment(std::span<const std::byte> data, std::uint64_
   return buffered.write_at(data.subspan(head + blocks), offset + head + blocks);
 }
 
-Result<> OutputFile::finish(bool sync, Timing& timing, std::size_t number) {
+Result<> OutputFile::finish(bool sync, Timing& timing) {
   if (collective_ != nullptr) {
     if (auto written = Parts(*this).write_ready_blocks(); !written) return written;
   }
@@ -229,7 +229,7 @@ Result<> OutputFile::finish(bool sync, Timing& timing, std::size_t number) {
     if (auto cut = file.truncate(bytes_); !cut) return cut;
   }
   if (sync) {
-    const ScopedTimer timed(timing, Activity::fsync, number);
+    const ScopedTimer timed(timing, Activity::fsync);
     if (auto synced = file.sync(); !synced) return synced;
   }
   return std::move(file).close();

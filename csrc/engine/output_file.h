@@ -56,7 +56,7 @@ class OutputFile {
   Result<std::uint64_t> write(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset,
                               std::uint64_t written);
   /// Fsyncs the file if `sync` is true, and closes it.
-  Result<> finish(bool sync, Timing& timing, std::size_t number);
+  Result<> finish(bool sync, Timing& timing);
   /// Closes the file without finishing it.
   void abandon() {
     file_.reset();

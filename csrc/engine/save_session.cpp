@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <exception>
+#include <span>
 #include <utility>
 
 #include "checked_math.h"
 #include "engine/pool_refill.h"
+#include "format/checksum_table.h"
+#include "format/crc32.h"
+#include "format/part_sums.h"
 #include "os/cores.h"
 #include "staging/chunk_pool.h"
 
@@ -113,9 +117,7 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   }
   std::shared_ptr<SaveSession> session(
       new SaveSession(context, std::move(directory), std::move(files), options, chunks));
-  session->pipeline_.start(session);
-  // If there are files, the last one ends the session.
-  if (session->files_.empty()) session->end();
+  session->begin_work();
   return session;
 }
 
@@ -125,11 +127,23 @@ SaveSession::SaveSession(Context& context, os::Directory directory, std::vector<
       directory_(std::move(directory)),
       options_(options),
       files_(files_of(std::move(jobs), directory_)),
-      timing_(options.trace),
+      stagers_(context.executor.pool(options.stagers)),
+      writers_(context.executor.pool(options.writers)),
+      parallel_files_(std::min(options.parallel_files, files_.size())),
+      buffers_(context, buffers, options.chunk_bytes, device_of(files_), options.parallel_stagers),
+      stager_tasks_(options.parallel_stagers),
+      writer_tasks_(parallel_files_),
+      allocator_tasks_(std::min(parallel_files_, buffers)),
+      files_to_stage_(files_.size()),
       running_(files_.size()),
-      results_(files_.size()),
-      pipeline_(context, options_, files_, buffers, device_of(files_), failure_, timing_,
-                [this](FileSave& file, Result<> status) { end_file(file, std::move(status)); }) {}
+      throttle_(options.max_bytes_per_second),
+      submitted_(files_.size()),
+      staged_(files_.size()),
+      results_(files_.size()) {
+  const os::MutexLock lock(claims_mutex_);
+  being_staged_.reserve(parallel_files_);
+  for (std::size_t i = 0; i < parallel_files_; ++i) stage_next_file();
+}
 
 std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(std::vector<FileJob> jobs,
                                                              const os::Directory& directory) {
@@ -139,6 +153,32 @@ std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(std::vector<FileJob
     files.push_back(std::make_unique<FileSave>(std::move(job), files.size(), directory));
   }
   return files;
+}
+
+void SaveSession::begin_work() noexcept {
+  // If there are files, the last one ends the session.
+  if (files_.empty()) return end();
+  stagers_guard_.emplace(stagers_.get_executor());
+  writers_guard_.emplace(writers_.get_executor());
+  buffers_.take_idle_chunks();
+  // There is nothing to stage for an empty file, and possibly no buffer.
+  for (const auto& file : files_) {
+    if (file->job.image.bytes() > 0) continue;
+    submitted_.send({});
+    const os::MutexLock lock(file->mutex);
+    count_staged(*file, 0);
+  }
+  const std::size_t allocators = std::min(allocator_tasks_.size(), buffers_.unallocated_count());
+  for (Task& task : std::span(allocator_tasks_).first(allocators)) {
+    post(task, stagers_, [this, &task] { allocate_buffers(task, false); });
+  }
+  for (Stager& stager : stager_tasks_) {
+    stager.session = this;
+    stager.resume();
+  }
+  for (FileWriter& writer : writer_tasks_) {
+    post(writer.task, stagers_, [this, &writer] { open_next(writer); });
+  }
 }
 
 void SaveSession::end_file(FileSave& file, Result<> status) noexcept {
@@ -166,7 +206,7 @@ void SaveSession::end_file(FileSave& file, Result<> status) noexcept {
 void SaveSession::end() noexcept {
   try {
     if (!failure_.is_set() && options_.sync && !files_.empty()) {
-      const ScopedTimer timed(timing_, Activity::fsync, 0);
+      const ScopedTimer timed(timing_, Activity::fsync);
       if (auto synced = directory_.sync(); !synced) failure_.set(synced.error());
     }
   } catch (...) {
@@ -179,7 +219,9 @@ void SaveSession::end() noexcept {
   // Close the directory here, because threads may keep the session alive a little longer.
   directory_.close();
   timing_.ended_ns = timing_.now_ns();
-  pipeline_.end();
+  buffers_.close(options_.max_idle_bytes);
+  stagers_guard_.reset();
+  writers_guard_.reset();
   if (options_.max_idle_bytes != 0) {
     context_.chunks.trim_to_budget(options_.max_idle_bytes);
   }
@@ -191,16 +233,11 @@ void SaveSession::end() noexcept {
 }
 
 bool SaveSession::wait_staged(std::chrono::milliseconds timeout) {
-  return pipeline_.staged().wait_for(timeout);
+  return staged_.wait_for(timeout);
 }
 
 bool SaveSession::wait_submitted(std::chrono::milliseconds timeout) {
-  return pipeline_.submitted().wait_for(timeout);
-}
-
-Result<> SaveSession::make_stream_wait(int device, void* stream) {
-  if (results_.inherited()) return outcome();
-  return pipeline_.make_stream_wait(device, stream);
+  return submitted_.wait_for(timeout);
 }
 
 bool SaveSession::wait_for(std::chrono::milliseconds timeout) { return results_.wait_for(timeout); }
@@ -249,6 +286,47 @@ std::vector<FileProgress> SaveSession::unfinished() const {
 void SaveSession::cancel() {
   if (results_.inherited()) return;
   failure_.set(format_error(Errc::cancelled, "the save was cancelled"));
+}
+
+Result<format::FileResult> FileSave::result() const try {
+  const std::vector<ImageItem>& items = job.image.items();
+  format::FileResult result;
+  result.name = job.name;
+  std::vector<format::ItemLocation> locations;
+  locations.reserve(items.size());
+  std::vector<format::RecordSums> records;
+  records.reserve(items.size());
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const std::size_t item = job.items.empty() ? i : job.items[i];
+    locations.push_back({item, items[i].offset, items[i].bytes});
+    // An empty item has the same offset as the next item, and would hide that item's table entry.
+    if (items[i].bytes > 0) records.push_back(stream.sums()[i]);
+  }
+  result.locations = format::ItemLocations(locations);
+  if (job.image.is_of_parts()) {
+    const std::vector<format::PartSums> parts = stream.part_sums();
+    for (const format::PartSums& part : parts) {
+      result.crcs.push_back(format::crc32(0, std::as_bytes(std::span(part.shares))));
+    }
+    result.checksum_table = format::encode_part_sums(parts);
+    return result;
+  }
+  result.crcs = stream.checksums();
+  result.checksum_table = format::encode_checksum_table(records);
+  return result;
+} catch (...) {
+  return exception_error(std::current_exception(), "save");
+}
+
+FilePhase FileSave::phase() const {
+  // The order of these reads guarantees written <= ready, since bytes are staged before they are
+  // written.
+  const std::uint64_t written = bytes_written;
+  const std::uint64_t ready = bytes_ready;
+  if (has_writer && ready > written) return FilePhase::writing;
+  if (has_writer && ready == job.image.bytes()) return FilePhase::fsync;
+  if (has_stager && ready < job.image.bytes()) return FilePhase::staging;
+  return FilePhase::waiting;
 }
 
 }  // namespace torch_ckpt::engine

@@ -85,24 +85,6 @@ std::string text_of_ranks(std::span<const std::uint32_t> ranks) {
   return text;
 }
 
-Result<GlobalPlan> GlobalPlan::decode(
-    std::span<const std::pair<std::string_view, std::string_view>> states) {
-  std::unordered_map<std::string_view, std::shared_ptr<const StateTemplate>> templates;
-  std::vector<RankState> decoded;
-  for (const auto& [of_template, of_rank] : states) {
-    std::shared_ptr<const StateTemplate>& known = templates[of_template];
-    if (!known) {
-      auto made = StateTemplate::decode(of_template);
-      if (!made) return std::move(made).error();
-      known = std::make_shared<const StateTemplate>(std::move(*made));
-    }
-    auto state = RankState::decode(known, of_rank);
-    if (!state) return std::move(state).error();
-    decoded.push_back(std::move(*state));
-  }
-  return of(std::move(decoded));
-}
-
 Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
   GlobalPlan plan;
   plan.states_ = std::move(states);

@@ -34,10 +34,6 @@ class GlobalPlan {
   /// Fails with Errc::invalid_argument if the states violate rule 3 or 4; the error names the value
   /// and the ranks.
   static Result<GlobalPlan> of(std::vector<RankState> states);
-  /// Decodes the template and the state of each rank (planning/state_template.h) first. Equal
-  /// templates are decoded once.
-  static Result<GlobalPlan> decode(
-      std::span<const std::pair<std::string_view, std::string_view>> states);
 
   std::size_t ranks() const { return states_.size(); }
   const RankState& of_rank(std::size_t rank) const { return states_[rank]; }

@@ -4,57 +4,12 @@
 #include <optional>
 #include <utility>
 
+#include "planning/message_bytes.h"
+
 namespace torch_ckpt::planning {
 namespace {
 
-// Encodes a number in base 128, lowest digit first. A set top bit means that more digits follow.
-void put(std::string& bytes, std::uint64_t number) {
-  for (; number >= 0x80; number >>= 7) bytes += static_cast<char>(number | 0x80);
-  bytes += static_cast<char>(number);
-}
-void put(std::string& bytes, std::string_view text) {
-  put(bytes, text.size());
-  bytes += text;
-}
-
-class Reader {
- public:
-  explicit Reader(std::string_view bytes) : rest_(bytes) {}
-
-  std::uint64_t number() {
-    std::uint64_t value = 0;
-    for (int shift = 0; shift < 64; shift += 7) {
-      if (rest_.empty()) break;
-      const auto byte = static_cast<unsigned char>(rest_.front());
-      rest_.remove_prefix(1);
-      value |= std::uint64_t{byte & 0x7fu} << shift;
-      if (byte < 0x80) return value;
-    }
-    has_failed_ = true;
-    return 0;
-  }
-  /// Reads the number of elements that follow. Each needs at least one byte.
-  std::size_t count() {
-    const std::uint64_t value = number();
-    if (value <= rest_.size()) return static_cast<std::size_t>(value);
-    has_failed_ = true;
-    return 0;
-  }
-  std::string_view text() {
-    const std::size_t size = count();
-    const std::string_view found = rest_.substr(0, size);
-    rest_.remove_prefix(size);
-    return found;
-  }
-  bool has_failed() const { return has_failed_; }
-  bool is_at_end() const { return rest_.empty(); }
-
- private:
-  std::string_view rest_;
-  bool has_failed_ = false;
-};
-
-void put(std::string& bytes, const index::ExtentsTable& extents) {
+void put_extents(std::string& bytes, const index::ExtentsTable& extents) {
   put(bytes, extents.size());
   for (std::uint32_t id = 0; id < extents.size(); ++id) {
     put(bytes, extents.at(id).size());
@@ -64,7 +19,7 @@ void put(std::string& bytes, const index::ExtentsTable& extents) {
   }
 }
 
-bool read(Reader& reader, index::ExtentsTable& extents) {
+bool read_extents(MessageReader& reader, index::ExtentsTable& extents) {
   std::vector<std::int64_t> numbers;
   const std::size_t count = reader.count();
   for (std::size_t i = 0; i < count; ++i) {
@@ -109,7 +64,7 @@ std::string StateTemplate::encode() const {
     put(bytes, dtype.name);
     put(bytes, dtype.item_bytes);
   }
-  put(bytes, extents_);
+  put_extents(bytes, extents_);
   put(bytes, rows_.size());
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
@@ -129,13 +84,13 @@ std::string StateTemplate::encode() const {
 }
 
 Result<StateTemplate> StateTemplate::decode(std::string_view bytes) {
-  Reader reader(bytes);
+  MessageReader reader(bytes);
   StateTemplate made;
   for (std::size_t left = reader.count(); left > 0; --left) {
     const std::string_view name = reader.text();
     made.dtypes_.push_back({std::string(name), reader.number()});
   }
-  if (!read(reader, made.extents_)) return damaged();
+  if (!read_extents(reader, made.extents_)) return damaged();
   const std::size_t rows = reader.count();
   made.names_.reserve(rows);
   made.rows_.reserve(rows);
@@ -187,7 +142,7 @@ void RankState::set_box(std::size_t item, std::span<const std::int64_t> offsets,
 
 std::string RankState::encode() const {
   std::string bytes;
-  put(bytes, extents_);
+  put_extents(bytes, extents_);
   put(bytes, layouts_.size());
   for (const std::uint64_t layout : layouts_) put(bytes, layout);
   put(bytes, boxes_.size());
@@ -226,9 +181,9 @@ std::string RankState::encode() const {
 
 Result<RankState> RankState::decode(std::shared_ptr<const StateTemplate> of,
                                     std::string_view bytes) {
-  Reader reader(bytes);
+  MessageReader reader(bytes);
   RankState made(std::move(of));
-  if (!read(reader, made.extents_)) return damaged();
+  if (!read_extents(reader, made.extents_)) return damaged();
   for (std::size_t left = reader.count(); left > 0; --left) {
     made.layouts_.push_back(reader.number());
   }

@@ -1,4 +1,4 @@
-#include "os/fault.h"
+#include "python/fault.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl/filesystem.h>
@@ -9,10 +9,9 @@
 #include <string_view>
 #include <utility>
 
-#include "error.h"
+#include "os/fault.h"
 #include "python/bindings.h"
 #include "python/errors.h"
-#include "python/gil.h"
 
 namespace py = pybind11;
 
@@ -45,12 +44,6 @@ class FaultHook {
   std::optional<ScopedFaultHook> installed_;
 };
 
-void fault_point(const std::string& operation, const std::filesystem::path& path) {
-  if (!ScopedFaultHook::is_installed()) return;
-  const int number = without_gil([&] { return os::injected_fault(operation, path.native()); });
-  if (number != 0) throw Failure(system_error(number, operation, path.native()));
-}
-
 }  // namespace
 
 void bind_fault(py::module_& module) {
@@ -58,7 +51,12 @@ void bind_fault(py::module_& module) {
       .def(py::init<py::function>(), py::arg("hook"))
       .def("__enter__", &FaultHook::enter, py::return_value_policy::reference)
       .def("__exit__", &FaultHook::exit);
-  module.def("fault_point", &fault_point, py::arg("operation"), py::arg("path") = "");
+  module.def(
+      "fault_point",
+      [](const std::string& operation, const std::filesystem::path& path) {
+        fault_point(operation, path.native());
+      },
+      py::arg("operation"), py::arg("path") = "");
 }
 
 }  // namespace torch_ckpt::python

@@ -17,12 +17,12 @@
 #include "engine/delta.h"
 #include "os/shared_memory.h"
 #include "planning/safetensors_layout.h"
+#include "planning/save_coordinator.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/memory.h"
-#include "python/plan.h"
 #include "python/publishing.h"
 #include "python/text.h"
 
@@ -53,7 +53,7 @@ const format::Dtype* cast_of(const std::optional<std::string>& name) {
   return name ? format::find_dtype(*name) : nullptr;
 }
 
-SafetensorsLayout layout_of_plan(const PlanWithMetadata& plan,
+SafetensorsLayout layout_of_plan(const planning::SaveCoordinator& coordinator,
                                  const std::optional<std::vector<py::str>>& names,
                                  const std::optional<std::string>& cast,
                                  std::uint64_t max_shard_bytes, const Metadata& metadata) {
@@ -61,7 +61,7 @@ SafetensorsLayout layout_of_plan(const PlanWithMetadata& plan,
   if (names) {
     for (const py::str& name : *names) renamed.push_back(bytes_of(name));
   }
-  return layout_of_tensors(planning::safe_tensors_of(plan.plan, renamed, cast_of(cast)),
+  return layout_of_tensors(planning::safe_tensors_of(coordinator.plan(), renamed, cast_of(cast)),
                            max_shard_bytes, metadata_of(metadata));
 }
 
@@ -101,9 +101,10 @@ py::list encoded_places(const SafetensorsLayout& layout,
                  [](const planning::RankPlaces& places) { return py::bytes(places.encode()); });
 }
 
-py::list places_of_plan(const SafetensorsLayout& layout, const PlanWithMetadata& plan,
+py::list places_of_plan(const SafetensorsLayout& layout,
+                        const planning::SaveCoordinator& coordinator,
                         const std::vector<py::bytes>& offers) {
-  return encoded_places(layout, planning::owned_parts_of(plan.plan), offers);
+  return encoded_places(layout, planning::owned_parts_of(coordinator.plan()), offers);
 }
 
 using Sizes = std::vector<std::uint64_t>;
@@ -232,12 +233,12 @@ void bind_versions(py::module_& module, py::class_<ModelSave>& save) {
 
 void bind_model(py::module_& module) {
   py::class_<SafetensorsLayout>(module, "SafetensorsLayout")
-      .def(py::init(&layout_of_plan), py::arg("plan"), py::arg("names"), py::arg("cast"),
+      .def(py::init(&layout_of_plan), py::arg("coordinator"), py::arg("names"), py::arg("cast"),
            py::arg("max_shard_bytes"), py::arg("metadata"))
       .def_static("of_tensors", &layout_of_rows, py::arg("tensors"), py::arg("cast"),
                   py::arg("max_shard_bytes"), py::arg("metadata"))
       .def("files", &files_of)
-      .def("places_of_plan", &places_of_plan, py::arg("plan"), py::arg("offers"))
+      .def("places_of_plan", &places_of_plan, py::arg("coordinator"), py::arg("offers"))
       .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"));
   py::class_<os::MemoryFile>(module, "MemoryFile")
       .def_property_readonly("address", [](const os::MemoryFile& file) {

@@ -23,7 +23,7 @@ inline engine::DirectIo direct_io_option(const pybind11::object& value) {
                               std::string(pybind11::repr(value)));
 }
 
-/// Converts a torch_ckpt.saving.background.Background.
+/// Converts a torch_ckpt.options.Background.
 inline engine::PoolSpec threads_of(const pybind11::handle& background) {
   engine::PoolSpec spec;
   spec.priority.nice = background.attr("nice").cast<int>();

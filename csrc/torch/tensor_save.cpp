@@ -1,10 +1,13 @@
 #include "torch/tensor_save.h"
 
+#include <pybind11/pybind11.h>
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
 
 #include "engine/end_session.h"
+#include "python/fault.h"
 #include "python/released_gil.h"
 #include "torch/conversion.h"
 #include "torch/tensor_checks.h"
@@ -13,7 +16,6 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-constexpr const char* kActivityNames[engine::kActivities] = {"stage", "checksum", "write", "fsync"};
 constexpr const char* kPhaseNames[] = {"waiting", "staging", "writing", "fsync"};
 
 double seconds_of(std::int64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
@@ -116,49 +118,137 @@ std::vector<int> SaveSources::devices() const {
   return found;
 }
 
-TensorSave::TensorSave(engine::Context& context, const os::Directory& directory,
-                       SaveSources& sources, const engine::NamingOptions& naming,
-                       const engine::SaveOptions& options) {
-  engine::SaveLayout layout = sources.lay_out(naming);
-  file_names_ = std::move(layout.file_names);
-  session_ = engine::SaveSession::start(context, directory.duplicate().value(),
-                                        std::move(layout.files), options)
-                 .value();
-  std::swap(sources_, sources);
+namespace {
+
+std::chrono::milliseconds milliseconds_of(double seconds) {
+  // Clamp the time, because the clock's arithmetic overflows for an infinite wait.
+  constexpr double kLongest = 1e9;
+  return std::chrono::milliseconds(static_cast<std::int64_t>(std::min(seconds, kLongest) * 1000.0));
 }
 
-TensorSave::~TensorSave() {
+/// Calls `wait` without the GIL, and raises the exception of a signal handler, such as
+/// KeyboardInterrupt, afterwards.
+template <class Wait>
+auto wait_without_gil(const Wait& wait) {
+  auto done = [&] {
+    const python::ReleasedGil released;
+    return wait();
+  }();
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  return done;
+}
+
+}  // namespace
+
+void Save::start(engine::Context& context, const os::Directory& directory, SaveSources& sources,
+                 const engine::NamingOptions& naming, const engine::SaveOptions& options) {
+  {
+    const python::ReleasedGil released;
+    engine::SaveLayout layout = sources.lay_out(naming);
+    file_names_ = std::move(layout.file_names);
+    path_ = directory.path();
+    auto session = engine::SaveSession::start(context, directory.duplicate().value(),
+                                              std::move(layout.files), options);
+    session_ = std::move(session).value();
+    std::swap(sources_, sources);
+    const os::MutexLock lock(mutex_);
+    has_session_ = true;
+    is_settled_.notify_all();
+  }
+  if (is_cancelled_) session_->cancel();
+}
+
+Save::~Save() {
+  if (session_ == nullptr) return;
   const python::ReleasedGil released;
   engine::end_session(*session_);
 }
 
-Result<bool> TensorSave::wait(double seconds) {
-  return wait_by(&engine::SaveSession::wait_for, seconds);
-}
-Result<bool> TensorSave::wait_staged(double seconds) {
-  return wait_by(&engine::SaveSession::wait_staged, seconds);
-}
-Result<bool> TensorSave::wait_submitted(double seconds) {
-  return wait_by(&engine::SaveSession::wait_submitted, seconds);
+std::vector<std::string> Save::run(const Callbacks& callbacks, double seconds) {
+  if (watch_) {
+    wait_until(&engine::SaveSession::wait_staged, callbacks, seconds);
+    sources_.clear();
+    python::fault_point("sources are copied", path_);
+    if (!changed_) changed_ = watch_->changed();
+    watch_->release();
+    if (!changed_->empty()) return *changed_;
+  }
+  if (callbacks.on_staged) callbacks.on_staged();
+  // The release of thousands of tensors takes long: do it while the engine writes.
+  wait_until(&engine::SaveSession::wait_staged, callbacks, seconds);
+  sources_.clear();
+  wait_until(&engine::SaveSession::wait_for, callbacks, seconds);
+  return {};
 }
 
-Result<bool> TensorSave::wait_by(Event event, double seconds) {
-  // Clamp the time, because the clock's arithmetic overflows for an infinite wait.
-  constexpr double kLongest = 1e9;
-  const std::chrono::milliseconds timeout(
-      static_cast<std::int64_t>(std::min(seconds, kLongest) * 1000.0));
-  if (!((*session_).*event)(timeout)) return false;
-  if (auto outcome = session_->outcome(); !outcome) return outcome.error();
+void Save::wait_until(Event event, const Callbacks& callbacks, double seconds) {
+  // Keep the session alive: a callback may end this object's part.
+  const std::shared_ptr<engine::SaveSession> session = session_;
+  for (bool done = false; !done;) {
+    done = wait_without_gil([&] { return ((*session).*event)(milliseconds_of(seconds)); });
+    if (callbacks.on_wait) callbacks.on_wait();
+  }
+  session->outcome().value();
+}
+
+std::vector<std::string> Save::give_up() {
+  if (session_ == nullptr) return {};
+  {
+    const python::ReleasedGil released;
+    engine::end_session(*session_);
+  }
+  return session_->outcome() ? file_names_ : std::vector<std::string>();
+}
+
+std::vector<format::FileResult> Save::finish() {
+  std::vector<format::FileResult> results;
+  if (session_ != nullptr) {
+    timing_ = timing();
+    progress_ = progress();
+    if (session_->outcome()) results = session_->results().value();
+    session_.reset();
+  }
+  sources_.clear();
+  if (watch_) watch_->release();
+  const os::MutexLock lock(mutex_);
+  is_finished_ = true;
+  is_settled_.notify_all();
+  return results;
+}
+
+void Save::cancel() {
+  is_cancelled_ = true;
+  if (session_ != nullptr) session_->cancel();
+}
+
+std::optional<bool> Save::hold_back(std::span<const std::pair<int, std::uintptr_t>> streams,
+                                    double seconds) {
+  const auto deadline = std::chrono::steady_clock::now() + milliseconds_of(seconds);
+  const bool is_settled = wait_without_gil([&] {
+    const os::MutexLock lock(mutex_);
+    while (!has_session_ && !is_finished_) {
+      if (!is_settled_.wait_until(mutex_, deadline)) return has_session_ || is_finished_;
+    }
+    return true;
+  });
+  if (!is_settled) return std::nullopt;
+  const std::shared_ptr<engine::SaveSession> session = session_;
+  if (session == nullptr) return true;
+  if (!wait_without_gil([&] { return session->wait_submitted(milliseconds_of(seconds)); })) {
+    return std::nullopt;
+  }
+  // The save itself reports its errors.
+  if (!session->outcome()) return true;
+  for (const auto& [device, stream] : streams) {
+    session->make_stream_wait(device, reinterpret_cast<void*>(stream)).value();
+  }
+  // The device runs all later work of the streams after the copies.
+  if (!changed_ && watch_) changed_ = watch_->changed();
   return true;
 }
 
-Result<> TensorSave::make_stream_wait(int device, std::uintptr_t stream) {
-  return session_->make_stream_wait(device, reinterpret_cast<void*>(stream));
-}
-
-double TensorSave::elapsed() const { return seconds_of(session_->timing().now_ns()); }
-
-std::tuple<double, double, double, double, double, double> TensorSave::timing() const {
+std::array<double, 6> Save::timing() const {
+  if (session_ == nullptr) return timing_;
   const engine::Timing& timing = session_->timing();
   const auto busy = [&](engine::Activity activity) { return seconds_of(timing.busy_ns(activity)); };
   return {seconds_of(timing.staged_ns),  seconds_of(timing.ended_ns),
@@ -166,30 +256,22 @@ std::tuple<double, double, double, double, double, double> TensorSave::timing() 
           busy(engine::Activity::write), busy(engine::Activity::fsync)};
 }
 
-std::vector<std::tuple<const char*, std::size_t, double, double>> TensorSave::trace() const {
-  std::vector<std::tuple<const char*, std::size_t, double, double>> rows;
-  for (const engine::TraceEvent& event : session_->timing().events()) {
-    rows.emplace_back(kActivityNames[static_cast<std::size_t>(event.activity)], event.file,
-                      seconds_of(event.begin_ns), seconds_of(event.end_ns));
-  }
-  return rows;
-}
-
-std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>
-TensorSave::progress() const {
+std::array<std::uint64_t, 5> Save::progress() const {
+  if (session_ == nullptr) return progress_;
   const engine::SaveProgress now = session_->progress();
   return {now.bytes_planned, now.bytes_staged, now.bytes_written, now.files_planned,
           now.files_done};
 }
 
-std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>>
-TensorSave::unfinished() const {
-  std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>> rows;
+std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>> Save::unfinished()
+    const {
+  std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>> found;
+  if (session_ == nullptr) return found;
   for (const engine::FileProgress& file : session_->unfinished()) {
-    rows.emplace_back(file_names_[file.file], kPhaseNames[static_cast<std::size_t>(file.phase)],
-                      file.bytes_written, file.bytes);
+    found.emplace_back(file_names_[file.file], kPhaseNames[static_cast<std::size_t>(file.phase)],
+                       file.bytes_written, file.bytes);
   }
-  return rows;
+  return found;
 }
 
 }  // namespace torch_ckpt::tensors

@@ -1,18 +1,26 @@
 #pragma once
 
+#include <array>
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "engine/save_layout.h"
 #include "engine/save_session.h"
+#include "format/result_frame.h"
 #include "os/directory.h"
+#include "os/mutex.h"
 #include "planning/safetensors_layout.h"
 #include "torch/extents.h"
 #include "torch/python_ref.h"
+#include "torch/source_watch.h"
 #include "torch/tensor.h"
 
 namespace torch_ckpt::tensors {
@@ -44,7 +52,7 @@ class SaveSources {
   void clear() { *this = SaveSources(); }
 
  private:
-  friend class TensorSave;
+  friend class Save;
 
   /// Calls `visit` with each source.
   template <class Visit>
@@ -64,51 +72,83 @@ class SaveSources {
   std::vector<std::shared_ptr<const void>> owners_;
 };
 
-// A running save and its sources. Times are in seconds since its start. Only release_sources() and
-// the destructor need the GIL, because they release Python objects.
-class TensorSave {
+// The write of one rank's files in a save.
+//
+//   1. The object is made when the caller requests the save. For a snapshot, it gets a watch over the
+//      sources, whose contents are read later.
+//   2. start() starts the engine, which copies all values into its chunks.
+//   3. run() waits for the copies. Then the watch is asked for sources that were written to in the
+//      meantime, and all sources are released.
+//   4. run() waits until the files are written and durable, and finish() returns them.
+//
+// One thread calls start(), run(), give_up() and finish(); any thread may call the other functions.
+// Times are in seconds since start(). All functions need the GIL, and release it while they wait.
+class Save {
  public:
-  /// Empties `sources`.
-  TensorSave(engine::Context& context, const os::Directory& directory, SaveSources& sources,
-             const engine::NamingOptions& naming, const engine::SaveOptions& options);
+  /// watch: nullptr if the caller changes no source before the end.
+  explicit Save(std::shared_ptr<SourceWatch> watch) : watch_(std::move(watch)) {}
   /// Cancels the save and waits until it has ended, because the engine reads the sources until
   /// then.
-  ~TensorSave();
-  TensorSave(const TensorSave&) = delete;
-  TensorSave& operator=(const TensorSave&) = delete;
+  ~Save();
+  Save(const Save&) = delete;
+  Save& operator=(const Save&) = delete;
 
-  // Wait for an event of the session; see SaveSession. If the save failed, these return its error.
-  // `seconds` may be infinite.
-  Result<bool> wait(double seconds);
-  Result<bool> wait_staged(double seconds);
-  Result<bool> wait_submitted(double seconds);
+  /// Starts the engine. Empties `sources`.
+  void start(engine::Context& context, const os::Directory& directory, SaveSources& sources,
+             const engine::NamingOptions& naming, const engine::SaveOptions& options);
 
-  Result<> make_stream_wait(int device, std::uintptr_t stream);
-  void release_sources() { sources_.clear(); }
-  void cancel() { session_->cancel(); }
+  /// The functions that run() calls. Each may be empty.
+  struct Callbacks {
+    std::function<void()> on_staged;  // once, when the sources may change
+    std::function<void()> on_wait;    // every `seconds` of a wait, and at its end
+  };
+  /// Waits for the end. Returns the names of the sources that were written to too early: then the
+  /// caller must call give_up(). Throws the error of the save.
+  std::vector<std::string> run(const Callbacks& callbacks, double seconds);
+  /// Cancels the save unless it has ended, and waits for its end. Returns the names of its files if
+  /// they exist nevertheless.
+  std::vector<std::string> give_up();
+  /// Ends the object's part in the save, which has ended or will not start. Releases all memory.
+  /// Returns the files of a save that has succeeded.
+  std::vector<format::FileResult> finish();
 
-  double elapsed() const;
-  /// Returns seconds until staged, seconds until ended, and the thread seconds spent on staging,
-  /// checksums, writes and fsyncs.
-  std::tuple<double, double, double, double, double, double> timing() const;
-  /// Returns activity, file number, begin and end of each interval of work.
-  std::vector<std::tuple<const char*, std::size_t, double, double>> trace() const;
+  /// Makes the save fail, unless it has ended.
+  void cancel();
+  /// Makes a stream of each device wait for the copies from that device. The sources may be changed
+  /// afterwards by work on these streams, and by the caller if they are on the host. Returns
+  /// nothing if the copies were not submitted within `seconds`; then call it again. Throws if a
+  /// stream cannot wait, for example because it captures a CUDA graph.
+  std::optional<bool> hold_back(std::span<const std::pair<int, std::uintptr_t>> streams,
+                                double seconds);
+  /// Returns seconds until staged and until ended, and the thread seconds spent on staging,
+  /// checksums, writes and fsyncs. Zeros before start().
+  std::array<double, 6> timing() const;
   /// Returns bytes planned, staged and written, and files planned and done.
-  std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> progress()
-      const;
+  std::array<std::uint64_t, 5> progress() const;
   /// Returns name, phase, bytes written and total bytes of each unfinished file.
   std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>> unfinished()
       const;
-  Result<std::vector<format::FileResult>> results() const { return session_->results(); }
+  /// The names of the files of a save that has started.
   const std::vector<std::string>& file_names() const { return file_names_; }
 
  private:
   using Event = bool (engine::SaveSession::*)(std::chrono::milliseconds);
-  Result<bool> wait_by(Event event, double seconds);
+  void wait_until(Event event, const Callbacks& callbacks, double seconds);
 
   SaveSources sources_;
+  std::shared_ptr<SourceWatch> watch_;
+  std::optional<std::vector<std::string>> changed_;  // as found first
   std::vector<std::string> file_names_;
-  std::shared_ptr<engine::SaveSession> session_;
+  std::string path_;
+  std::shared_ptr<engine::SaveSession> session_;  // between start() and finish()
+  bool is_cancelled_ = false;
+  std::array<double, 6> timing_ = {};           // at the end
+  std::array<std::uint64_t, 5> progress_ = {};  // likewise
+  // The GIL guards all other members.
+  os::Mutex mutex_;
+  os::CondVar is_settled_;
+  bool has_session_ TC_GUARDED_BY(mutex_) = false;
+  bool is_finished_ TC_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace torch_ckpt::tensors

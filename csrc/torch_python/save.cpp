@@ -1,16 +1,18 @@
 #include <pybind11/stl.h>
 
+#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/list.h"
 #include "python/memory.h"
 #include "python/options.h"
 #include "python/results.h"
+#include "python/text.h"
 #include "torch/tensor_checks.h"
 #include "torch/tensor_save.h"
 #include "torch/tensor_source.h"
@@ -23,27 +25,23 @@ namespace torch_ckpt::python {
 namespace {
 
 using engine::Context;
+using tensors::Save;
 using tensors::Tensor;
-using tensors::TensorSave;
 
-// `background` is a torch_ckpt.saving.background.EngineOptions.
-void add_background(engine::SaveOptions& options, const py::object& background) {
-  const py::object writers = background.attr("writers");
-  options.snapshot = background.attr("snapshot").cast<bool>();
-  options.writers = threads_of(writers);
-  if (background.attr("quiet_stagers").cast<bool>()) options.stagers = options.writers;
-  options.max_bytes_per_second = writers.attr("max_bytes_per_second").cast<std::uint64_t>();
-  options.ready = ready_events(background.attr("ready").cast<Events>());
-  options.trace = background.attr("trace").cast<bool>();
-  options.children = channel_of(background.attr("children"));
+// `background` is a torch_ckpt.options.Background.
+void add_background(engine::SaveOptions& options, const py::object& background,
+                    bool low_priority_copies) {
+  options.writers = threads_of(background);
+  if (low_priority_copies) options.stagers = options.writers;
+  options.max_bytes_per_second = background.attr("max_bytes_per_second").cast<std::uint64_t>();
 }
 
-std::unique_ptr<TensorSave> start_save(const os::Directory& directory, const std::string& prefix,
-                                       tensors::SaveSources& sources, std::size_t buckets,
-                                       std::uint64_t bytes_per_bucket, bool file_per_item,
-                                       const std::string& separation_hint, std::size_t chunk_bytes,
-                                       std::size_t max_host_bytes, const py::object& direct_io,
-                                       bool sync, const py::object& background) {
+void start(Save& save, const os::Directory& directory, const std::string& prefix,
+           tensors::SaveSources& sources, std::size_t buckets, std::uint64_t bytes_per_bucket,
+           bool file_per_item, const std::string& separation_hint, std::size_t chunk_bytes,
+           std::size_t max_host_bytes, const py::object& direct_io, bool sync, bool snapshot,
+           const py::object& background, bool low_priority_copies, const Events& ready,
+           const py::object& children) {
   const engine::NamingOptions naming{
       prefix, {buckets, bytes_per_bucket}, file_per_item, separation_hint};
   engine::SaveOptions options;
@@ -52,22 +50,36 @@ std::unique_ptr<TensorSave> start_save(const os::Directory& directory, const std
   options.max_host_bytes = max_host_bytes;
   options.direct_io = direct_io_option(direct_io);
   options.sync = sync;
-  if (!background.is_none()) add_background(options, background);
-  auto save = without_gil([&] {
-    return std::make_unique<TensorSave>(Context::process(), directory, sources, naming, options);
-  });
+  options.snapshot = snapshot;
+  options.ready = ready_events(ready);
+  options.children = channel_of(children);
+  if (!background.is_none()) add_background(options, background, low_priority_copies);
+  save.start(Context::process(), directory, sources, naming, options);
   pass_on_warnings();
-  return save;
 }
 
-template <Result<bool> (TensorSave::*kEvent)(double)>
-bool wait_by(TensorSave& save, double seconds) {
-  const auto done = [&] {
-    const ReleasedGil released;
-    return (save.*kEvent)(seconds);
-  }();
-  if (!done || *done) pass_on_warnings();
-  return unwrap(done);
+/// Converts a Python function, or None to an empty function.
+std::function<void()> callback_of(const py::object& function) {
+  if (function.is_none()) return {};
+  return [function] { function(); };
+}
+
+std::vector<std::string> run(Save& save, const py::object& on_staged, const py::object& on_wait,
+                             double seconds) {
+  std::vector<std::string> changed;
+  try {
+    changed = save.run({callback_of(on_staged), callback_of(on_wait)}, seconds);
+  } catch (...) {
+    pass_on_warnings();
+    throw;
+  }
+  pass_on_warnings();
+  return changed;
+}
+
+/// Returns names, which may contain surrogates.
+py::list texts_of(const std::vector<std::string>& names) {
+  return list_of(names, [](const std::string& name) { return text_of(name); });
 }
 
 bool is_plain(const py::handle& value) {
@@ -89,28 +101,34 @@ void bind_save(py::module_& module) {
         return without_gil([&] { return tensors::copies_in_pool(Context::process(), given); });
       },
       py::arg("tensors"));
-  module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("sources"),
-             py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
-             py::arg("file_per_item"), py::arg("separation_hint"), py::arg("chunk_bytes") = 0,
-             py::arg("max_host_bytes"), py::arg("direct_io"), py::arg("sync"),
-             py::arg("background"));
-  py::class_<TensorSave>(module, "Save")
-      .def("wait", &wait_by<&TensorSave::wait>, py::arg("seconds"))
-      .def("wait_staged", &wait_by<&TensorSave::wait_staged>, py::arg("seconds"))
-      .def("wait_submitted", &wait_by<&TensorSave::wait_submitted>, py::arg("seconds"))
-      .def("make_stream_wait", &TensorSave::make_stream_wait, py::arg("device"), py::arg("stream"))
-      .def("release_sources", &TensorSave::release_sources)
-      .def("elapsed", &TensorSave::elapsed)
-      .def("timing", &TensorSave::timing)
-      .def("trace", &TensorSave::trace)
-      .def("progress", &TensorSave::progress)
-      .def("unfinished", &TensorSave::unfinished)
-      .def("cancel", &TensorSave::cancel)
-      .def("results",
-           [](const TensorSave& save) {
-             return WrittenFiles(without_gil([&] { return save.results(); }));
-           })
-      .def_property_readonly("file_names", &TensorSave::file_names);
+  py::class_<Save>(module, "Save")
+      .def(py::init<std::shared_ptr<tensors::SourceWatch>>(), py::arg("watch") = nullptr)
+      .def("start", &start, py::arg("directory"), py::arg("prefix"), py::arg("sources"),
+           py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
+           py::arg("file_per_item") = false, py::arg("separation_hint") = "",
+           py::arg("chunk_bytes") = 0, py::arg("max_host_bytes"), py::arg("direct_io"),
+           py::arg("sync"), py::arg("snapshot") = false, py::arg("background") = py::none(),
+           py::arg("low_priority_copies") = true, py::arg("ready") = Events(),
+           py::arg("children") = py::none())
+      .def(
+          "run",
+          [](Save& save, const py::object& on_staged, const py::object& on_wait, double seconds) {
+            return texts_of(run(save, on_staged, on_wait, seconds));
+          },
+          py::arg("on_staged") = py::none(), py::arg("on_wait") = py::none(),
+          py::arg("seconds") = 1.0)
+      .def("give_up", [](Save& save) { return texts_of(save.give_up()); })
+      .def("finish", [](Save& save) { return WrittenFiles(save.finish()); })
+      .def("cancel", &Save::cancel)
+      .def(
+          "hold_back",
+          [](Save& save, const std::vector<std::pair<int, std::uintptr_t>>& streams,
+             double seconds) { return save.hold_back(streams, seconds); },
+          py::arg("streams"), py::arg("seconds"))
+      .def("timing", &Save::timing)
+      .def("progress", &Save::progress)
+      .def("unfinished", &Save::unfinished)
+      .def_property_readonly("file_names", &Save::file_names);
 }
 
 }  // namespace torch_ckpt::python

@@ -24,7 +24,7 @@ SAMPLES = Path(__file__).parent / "samples"
 def write_samples(folder: Path) -> None:
     """Writes one sample of each kind into a new folder."""
     folder.mkdir(parents=True)
-    torch_ckpt.save(state(), folder / "checkpoint", thread_count=2)
+    torch_ckpt.save(state(), folder / "checkpoint", options=torch_ckpt.WriteOptions(thread_count=2))
     writer = torch_ckpt.FileSystemWriter(folder / "dcp")
     dcp.save(model(1), storage_writer=writer, no_dist=True)
     torch_ckpt.save(model(1), folder / "safetensors", format="safetensors")

@@ -180,7 +180,6 @@ TEST_P(AllocationFailures, ASaveEndsAndReportsThem) {
 TEST_P(AllocationFailures, ASaveToAFullDiskEndsAndReportsAnError) {
   SaveOptions options;
   options.children = std::make_shared<ProcessChannel>(ProcessChannel::create().value());
-  options.trace = true;
   const os::ScopedFaultHook hook([](std::string_view operation, std::string_view) {
     return operation == "pwrite" ? ENOSPC : 0;
   });

@@ -22,6 +22,7 @@ import torch_ckpt
 from tests.crash.disks import cut_power
 from tests.ranks import Ranks
 from tests.support import assert_equal, emptied, random_tensor
+from torch_ckpt import WriteOptions
 from torch_ckpt.steps import open_steps
 from torch_ckpt.steps.root_lease import LEASE_NAME
 
@@ -72,7 +73,7 @@ def tensors_of(state: StateDict) -> StateDict:
 
 
 def _save(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.save(state, path, **options)
+    torch_ckpt.save(state, path, options=WriteOptions(**options))
 
 
 def _dcp_save(state: StateDict, path: Path, **options: Any) -> None:
@@ -80,7 +81,8 @@ def _dcp_save(state: StateDict, path: Path, **options: Any) -> None:
 
 
 def _async_save(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.async_save(state, path, **options).result(TIMEOUT_SECONDS)
+    handle = torch_ckpt.async_save(state, path, options=WriteOptions(**options))
+    handle.result(TIMEOUT_SECONDS)
 
 
 def _dcp_async_save(state: StateDict, path: Path, **options: Any) -> None:
@@ -97,7 +99,8 @@ def _stock_async_save(state: StateDict, path: Path, **options: Any) -> None:
 
 
 def _manager(root: Path, **options: Any) -> torch_ckpt.CheckpointManager:
-    return torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=(), **options)
+    write = WriteOptions(**options)
+    return torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=(), write=write)
 
 
 def _managed_save(state: StateDict, root: Path, **options: Any) -> None:
@@ -119,11 +122,13 @@ def _managed_save_again(state: StateDict, root: Path, **options: Any) -> None:
 
 
 def _save_safetensors(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.save(tensors_of(state), path, format="safetensors", **options)
+    write = WriteOptions(**options)
+    torch_ckpt.save(tensors_of(state), path, format="safetensors", options=write)
 
 
 def _publish(state: StateDict, root: Path, **options: Any) -> None:
-    torch_ckpt.publish(tensors_of(state), root, state["step"], delta=True, keep=1, **options)
+    write = WriteOptions(**options)
+    torch_ckpt.publish(tensors_of(state), root, state["step"], delta=True, keep=1, options=write)
 
 
 def _wait(response: Any) -> None:

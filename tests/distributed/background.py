@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import torch_ckpt
 from tests.distributed import cases
 from tests.distributed.cases import (
-    PATIENCE_SECONDS,
     STOCK,
     Launch,
     StateDict,
@@ -32,28 +31,6 @@ def load_by_dcp(state: StateDict, path: Path) -> None:
 
 
 LOADS: tuple[Callable[[StateDict, Path], None], ...] = (torch_ckpt.load, load_by_dcp)
-
-
-class Held(torch_ckpt.FileSystemWriter):
-    """Writer that reads no tensor until ``may_stage`` is set."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.may_stage = threading.Event()
-
-    def write_values(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.may_stage.wait(PATIENCE_SECONDS)
-        return super().write_values(*args, **kwargs)
-
-
-class Stop:
-    """Hook for ``write_done`` that blocks until ``may_end`` is set."""
-
-    def __init__(self) -> None:
-        self.may_end = threading.Event()
-
-    def __call__(self) -> None:
-        assert self.may_end.wait(PATIENCE_SECONDS)
 
 
 def overwrite(value: Any) -> None:

@@ -37,8 +37,9 @@ def by_planner(state: StateDict, path: Path, **options: Any) -> None:
 LOADERS = [by_load, by_dcp]
 
 
-def save(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.save(state, path, sync_files=False, **options)
+def save(state: StateDict, path: Path, thread_count: int | None = None) -> None:
+    options = torch_ckpt.WriteOptions(sync_files=False, thread_count=thread_count)
+    torch_ckpt.save(state, path, options=options)
 
 
 def stock_save(state: StateDict, path: Path) -> None:

@@ -26,7 +26,9 @@ def leave_a_save_under_way(_: Connection | None, path: Path) -> None:
     """Leaves a save running while the process group is destroyed and the interpreter ends."""
     dist.init_process_group("gloo")
     slow = Background(max_bytes_per_second=40_000_000)
-    torch_ckpt.async_save(state_of(dist.get_rank()), path, background=slow)
+    torch_ckpt.async_save(
+        state_of(dist.get_rank()), path, options=torch_ckpt.WriteOptions(background=slow)
+    )
     # Without this barrier gloo's thread sometimes aborts while Python exits (torch 2.15).
     dist.barrier()
     dist.destroy_process_group()

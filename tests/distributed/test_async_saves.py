@@ -1,17 +1,17 @@
 """Background saves by several ranks.
 
-Cases that need a save at some point block it there: ``Held`` before the first tensor is read,
-``write_done`` before the commit.
+Cases that need a save at some point block it there: at "engine begins" before the first tensor is
+read, at "files are written" before the commit.
 """
 
 from __future__ import annotations
 
 import copy
 import errno
-import json
 import threading
 import warnings
 from concurrent.futures import wait as wait_for_futures
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from tests.distributed import cases
 from tests.distributed.background import (
     LOADS,
     STAGINGS,
-    Held,
-    Stop,
     assert_saved,
     overwrite,
     threads_in_collectives,
@@ -47,9 +45,10 @@ from tests.distributed.cases import (
     trained_model,
 )
 from tests.distributed.launcher import on, on_ranks
-from tests.fault_hooks import at_fault_points
+from tests.fault_hooks import at_fault_points, calling, failing, held
 from tests.support import assert_equal, emptied
 from torch_ckpt import CheckpointError, OnCommitFailed, SourceChanged
+from torch_ckpt.options import WriteOptions
 
 # --- replicas that differ -------------------------------------------------------------------------
 
@@ -124,14 +123,15 @@ def case_equal_or_unchecked_replicas_cause_no_warning(launch: Launch) -> None:
 @on(2, 4)
 def case_a_save_has_the_snapshot_of_the_state(launch: Launch) -> None:
     # The last writer stages in waves: it may never hold more than a part in memory.
-    modes: list[tuple[str, StateDict]] = [(staging, {}) for staging in STAGINGS]
-    for number, (staging, options) in enumerate([*modes, (STAGINGS[1], {"max_host_bytes": 65536})]):
+    modes = [(staging, WriteOptions()) for staging in STAGINGS]
+    modes.append((STAGINGS[1], WriteOptions(max_host_bytes=65536)))
+    for number, (staging, options) in enumerate(modes):
         path = launch.path(str(number))
         state = everything(launch)
-        handle = torch_ckpt.async_save(state, path, staging=staging, **options)
+        handle = torch_ckpt.async_save(state, path, staging=staging, options=options)
         handle.wait_staged(PATIENCE_SECONDS)
         overwrite(state)
-        metadata = handle.result(PATIENCE_SECONDS)
+        metadata = handle.result(PATIENCE_SECONDS).metadata()
         assert handle.done()
         assert set(metadata.state_dict_metadata) >= {"note", "old", "plain.0", "sharded.vector"}
         assert_saved(launch, path)
@@ -150,24 +150,21 @@ def case_an_fsdp_model_trains_while_it_is_saved(launch: Launch) -> None:
         model, optimizer = trained_model(launch, seed=1)
         expected = copy.deepcopy(full_state(model, optimizer))
         parts = get_state_dict(model, optimizer)
-        writer, stop = Held(path), Stop()
-        if staging == "blocking":
-            writer.may_stage.set()
-        else:
-            # Forward and backward run before a tensor is read. This hook runs before the guard's.
-            optimizer.register_step_pre_hook(lambda *_, w=writer: w.may_stage.set())
-        handle = torch_ckpt.async_save(
-            {"model": parts[0], "optimizer": parts[1]},
-            storage_writer=writer,
-            staging=staging,
-            write_done=stop,
-        )
-        handle.guard(optimizer)
-        train(model, optimizer)
-        assert handle.staged.done()
-        assert not handle.done()
-        stop.may_end.set()
-        handle.result(PATIENCE_SECONDS)
+        with held("engine begins", path) as may_stage, held("files are written", path) as may_end:
+            if staging == "blocking":
+                may_stage.open()
+            else:
+                # Forward and backward run before a tensor is read. This hook runs before the
+                # guard's.
+                optimizer.register_step_pre_hook(lambda *_, gate=may_stage: gate.open())
+            state = {"model": parts[0], "optimizer": parts[1]}
+            handle = torch_ckpt.async_save(state, path, staging=staging)
+            handle.guard(optimizer)
+            train(model, optimizer)
+            assert handle.staged.done()
+            assert not handle.done()
+            may_end.open()
+            handle.result(PATIENCE_SECONDS)
         trained = full_state(model, optimizer)
         assert not torch.equal(trained["model"]["0.weight"], expected["model"]["0.weight"])
         for load in LOADS:
@@ -183,7 +180,7 @@ def case_ranks_of_a_subgroup_save_and_the_others_do_not(launch: Launch) -> None:
         state = {"plain": tensor_of("plain", 9), f"of rank {launch.rank}": launch.rank}
         if launch.rank // half == side:
             handle = torch_ckpt.async_save(state, path, process_group=group)
-            metadata = handle.result(PATIENCE_SECONDS)
+            metadata = handle.result(PATIENCE_SECONDS).metadata()
             ranks = range(side * half, (side + 1) * half)
             assert set(metadata.state_dict_metadata) == {"plain", *(f"of rank {r}" for r in ranks)}
             loaded = {"plain": torch.zeros(9), f"of rank {launch.rank}": -1}
@@ -208,17 +205,15 @@ def case_a_single_rank_saves_while_the_others_do_not(launch: Launch) -> None:
 
 def case_a_save_uses_no_process_group_in_the_background(launch: Launch) -> None:
     for staging in STAGINGS:
-        state, stop = everything(launch), Stop()
-        with threads_in_collectives() as users:
-            handle = torch_ckpt.async_save(
-                state, launch.path(staging), staging=staging, write_done=stop
-            )
+        state, path = everything(launch), launch.path(staging)
+        with threads_in_collectives() as users, held("files are written", path) as may_end:
+            handle = torch_ckpt.async_save(state, path, staging=staging)
             for number in range(50):
                 reduced = torch.tensor([float(number), 1.0])
                 dist.all_reduce(reduced)
                 assert reduced.tolist() == [float(number * launch.size), float(launch.size)]
             assert not handle.done()
-            stop.may_end.set()
+            may_end.open()
             handle.result(PATIENCE_SECONDS)
         assert users == {threading.main_thread().name}
         assert_saved(launch, launch.path(staging))
@@ -247,11 +242,11 @@ def case_a_structure_is_planned_once_until_it_changes_on_a_rank(launch: Launch) 
         for number, state in enumerate(states):
             path = launch.path(str(number))
             if number == 2:
-                metadata = torch_ckpt.save(state, path)
+                saved = torch_ckpt.save(state, path)
             else:
-                metadata = torch_ckpt.async_save(state, path).result(PATIENCE_SECONDS)
+                saved = torch_ckpt.async_save(state, path).result(PATIENCE_SECONDS)
             assert len(planned) == (plans[number] if launch.rank == 0 else 0)
-            assert ("own" in metadata.state_dict_metadata) is (number == 6)
+            assert ("own" in saved.metadata().state_dict_metadata) is (number == 6)
             for load in LOADS:
                 loaded = emptied(state)
                 load(loaded, path)
@@ -268,31 +263,32 @@ def case_files_are_reported_on_all_ranks_which_then_wait_for_the_end_of_on_commi
     store = dist.PrefixStore("on_commit", dist.distributed_c10d._get_default_store())
     calls: list[Any] = []
 
-    def write_done() -> None:
-        calls.append(("write_done", (path / ".metadata").exists()))
+    def written() -> None:
+        calls.append(("written", (path / ".metadata").exists()))
         store.set(f"written {launch.rank}", "")
 
-    def on_commit(metadata: Any) -> None:
-        calls.append((f"on_commit of {len(metadata.storage_data)}", (path / ".metadata").exists()))
+    def on_commit(checkpoint: torch_ckpt.Checkpoint) -> None:
+        calls.append((f"on_commit of {checkpoint.path}", (path / ".metadata").exists()))
         # The other ranks have finished their part: their files are durable.
         store.wait([f"written {rank}" for rank in range(launch.size)])
         # Longer than the timeout of ranks, as an upload would: no other thread sets the event.
         threading.Event().wait(2.0)
         ended.write_text("ended")
 
-    options = {"write_done": write_done, "on_commit": on_commit, "timeout": 1.0}
-    metadata = torch_ckpt.async_save(everything(launch), path, **options).result(PATIENCE_SECONDS)
+    with calling({"files are written": written}):
+        handle = torch_ckpt.async_save(everything(launch), path, on_commit=on_commit, timeout=1.0)
+        handle.result(PATIENCE_SECONDS)
     assert ended.exists()
-    expected: list[Any] = [("write_done", False)]
+    expected: list[Any] = [("written", False)]
     if launch.rank == 0:
-        expected.append((f"on_commit of {len(metadata.storage_data)}", True))
+        expected.append((f"on_commit of {path}", True))
     assert calls == expected
 
 
 def case_a_failing_on_commit_fails_the_save_on_all_ranks(launch: Launch) -> None:
     path = launch.path()
 
-    def on_commit(metadata: Any) -> None:
+    def on_commit(_checkpoint: Any) -> None:
         raise OSError(errno.EIO, "on purpose")
 
     handle = torch_ckpt.async_save(everything(launch), path, on_commit=on_commit)
@@ -302,20 +298,13 @@ def case_a_failing_on_commit_fails_the_save_on_all_ranks(launch: Launch) -> None
     assert_saved(launch, path)
 
 
-def case_each_rank_has_metrics_and_a_trace(launch: Launch) -> None:
-    trace = launch.path("trace.json")
-    if launch.rank == 0:
-        trace.parent.mkdir(parents=True)
-    dist.barrier()
-    handle = torch_ckpt.async_save(everything(launch), launch.path("saved"), trace=trace)
+def case_each_rank_has_metrics(launch: Launch) -> None:
+    handle = torch_ckpt.async_save(everything(launch), launch.path("saved"))
     handle.result(PATIENCE_SECONDS)
     metrics = handle.metrics()
     assert metrics.rank == launch.rank
     assert metrics.bytes > 0
     assert 0 < metrics.blocked_s <= metrics.written_s <= metrics.total_s
-    events = json.loads(launch.path(f"trace-rank{launch.rank}.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {launch.rank}
-    assert {"plan", "stage", "write", "commit"} <= {event["name"] for event in events}
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -345,15 +334,15 @@ def case_a_source_changed_too_early_on_one_rank_fails_the_save_on_all(launch: La
     for number, name in enumerate(("plain.3", "sharded.even rows", "old")):
         path = launch.path(str(number))
         state = everything(launch)
-        writer = Held(path)
-        handle = torch_ckpt.async_save(state, storage_writer=writer, staging="overlapped")
-        if launch.rank == 1:
-            value = state
-            for key in name.split("."):
-                value = value[int(key) if isinstance(value, list) else key]
-            overwrite(value)
-        writer.may_stage.set()
-        causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))  # noqa: B023
+        with held("engine begins", path) as may_stage:
+            handle = torch_ckpt.async_save(state, path, staging="overlapped")
+            if launch.rank == 1:
+                value = state
+                for key in name.split("."):
+                    value = value[int(key) if isinstance(value, list) else key]
+                overwrite(value)
+            may_stage.open()
+            causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))  # noqa: B023
         assert set(causes) == {1}
         assert isinstance(causes[1], SourceChanged)
         assert str(causes[1]).startswith(f"{name}: changed before"), causes[1]
@@ -372,15 +361,11 @@ def case_a_full_disk_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
         assert_saved(launch, path)
 
 
-def case_a_failing_write_done_on_one_rank_publishes_nothing(launch: Launch) -> None:
+def case_a_failure_after_the_write_on_one_rank_publishes_nothing(launch: Launch) -> None:
     path = launch.path()
-
-    def write_done() -> None:
-        if launch.rank == 1:
-            raise OSError(errno.EIO, "on purpose")
-
-    handle = torch_ckpt.async_save(everything(launch), path, write_done=write_done)
-    causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
+    with failing("files are written", errno.EIO, path) if launch.rank == 1 else nullcontext():
+        handle = torch_ckpt.async_save(everything(launch), path)
+        causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
     assert {rank: type(cause) for rank, cause in causes.items()} == {1: OSError}
     assert list(path.iterdir()) == []
 

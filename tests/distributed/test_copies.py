@@ -38,11 +38,6 @@ def by_async_save(state: dict[str, Any], path: Path, **options: Any) -> None:
     torch_ckpt.async_save(state, path, **options).result(SECONDS)
 
 
-def by_dcp(state: dict[str, Any], path: Path) -> None:
-    writer = torch_ckpt.FileSystemWriter(path)
-    dcp.save(state, storage_writer=writer, planner=torch_ckpt.SavePlanner())
-
-
 def by_manager(state: dict[str, Any], path: Path) -> None:
     with torch_ckpt.CheckpointManager(path, check_replicas="off") as manager:
         manager.save(1, state, force=True)
@@ -53,7 +48,6 @@ SAVES: dict[str, Save] = {
     "save": partial(torch_ckpt.save, check_replicas="off"),
     "async_save": partial(by_async_save, check_replicas="off"),
     "safetensors": partial(torch_ckpt.save, format="safetensors", check_replicas="off"),
-    "dcp": by_dcp,
     "manager": by_manager,
 }
 

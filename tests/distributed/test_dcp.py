@@ -58,30 +58,6 @@ def case_sharded_tensors_make_the_round_trip_with_stock_torch(launch: Launch) ->
         assert_full_tensors(loaded)
 
 
-def case_dtensors_planned_by_the_engine_make_the_round_trip(launch: Launch) -> None:
-    mesh = mesh_1d(launch)
-    path = launch.path()
-    metadata = save(dtensors(mesh), path, planner=torch_ckpt.SavePlanner())
-    assert metadata == read_metadata(path)
-    for reader, options in ((OURS[1], {"planner": torch_ckpt.LoadPlanner()}), (STOCK[1], {})):
-        loaded = zeroed(dtensors(mesh))
-        load(loaded, path, reader, **options)
-        assert_full_tensors(loaded)
-
-
-def case_a_rank_with_another_planner_or_writer_is_named(launch: Launch) -> None:
-    ours, stock = torch_ckpt.SavePlanner, dcp.DefaultSavePlanner
-    for writers, planners, text in (
-        ((OURS[0], OURS[0]), (ours, stock), "rank 1 does not plan with torch_ckpt.SavePlanner"),
-        ((OURS[0], STOCK[0]), (ours, ours), "kind of writer"),
-    ):
-        is_other = launch.rank > 0
-        writer, planner = writers[is_other], planners[is_other]()
-        state, path = dtensors(mesh_1d(launch)), launch.path()
-        causes = failure_of(launch, save, state, path, writer, planner=planner)
-        assert text in str(causes[0])
-
-
 def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     path = launch.path()

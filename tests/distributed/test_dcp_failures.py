@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ckpt
+import torch_ckpt.saving.target as target_module
 import torch_ckpt.saving.writer as writer_module
 from tests.distributed.cases import (
     OURS,
@@ -157,7 +158,7 @@ def exchanged_before_rank_1_opens(
 ) -> Iterator[None]:
     """Makes rank 1 open ``path`` while the directory ``other`` has that name, after rank 0."""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    lease, opened = writer_module.DirectoryLease, writer_module.OpenDirectory
+    lease, opened = target_module.DirectoryLease, target_module.OpenDirectory
 
     def leased(*arguments: Any) -> Any:
         made = lease(*arguments)
@@ -175,10 +176,11 @@ def exchanged_before_rank_1_opens(
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        if launch.rank == 0:
-            patch.setattr(writer_module, "DirectoryLease", leased)
-        if launch.rank == 1:
-            patch.setattr(writer_module, "OpenDirectory", opened_late)
+        for module in (writer_module, target_module):
+            if launch.rank == 0:
+                patch.setattr(module, "DirectoryLease", leased)
+            if launch.rank == 1:
+                patch.setattr(module, "OpenDirectory", opened_late)
         yield
 
 
@@ -275,11 +277,9 @@ def case_a_failed_async_save_raises_its_error(launch: Launch) -> None:
 
 
 def case_a_scalar_dtensor_on_one_rank_is_saved_in_the_background(launch: Launch) -> None:
-    """Copies on the ranks outside of its mesh have one dimension."""
     mesh, path = DeviceMesh("cpu", [1]), launch.path()
     state = {"t": distribute_tensor(torch.tensor(3.5), mesh, [Replicate()])}
-    writer, planner = torch_ckpt.FileSystemWriter(path), torch_ckpt.SavePlanner()
-    finished(dcp.async_save(state, storage_writer=writer, planner=planner))
+    torch_ckpt.async_save(state, path).result(60)
     dist.barrier()
     for reader in (OURS[1], STOCK[1]):
         loaded = {"t": torch.zeros(())}
@@ -313,7 +313,7 @@ def case_replicated_tensors_are_written_once_and_by_all_ranks(launch: Launch) ->
     state: StateDict = {f"t{i}": tensor_of(f"t{i}", 100, 100) for i in range(count)}
     for i in range(count):
         state[f"d{i}"] = distribute_tensor(tensor_of(f"d{i}", 100, 100), mesh, [Replicate()])
-    metadata = torch_ckpt.save(state, path)
+    metadata = torch_ckpt.save(state, path).metadata()
     assert len(metadata.storage_data) == 2 * count
     writers = {info.relative_path.split("_")[2] for info in metadata.storage_data.values()}
     assert writers == {str(rank) for rank in range(launch.size)}

@@ -42,7 +42,6 @@ from torch_ckpt.events import Event
 from torch_ckpt.manager import schedule
 from torch_ckpt.multihost import RanksDisagree
 from torch_ckpt.state.app_state import PerRank
-from torch_ckpt.steps import local_writer
 
 # Seconds after which an absent rank is declared dead.
 SHORT = 2.0
@@ -163,13 +162,7 @@ def case_with_a_deadline_the_last_save_is_complete_on_all_ranks(launch: Launch) 
 
 def broken_on(launch: Launch, rank: int) -> AbstractContextManager[None]:
     """Makes this rank unable to write data."""
-
-    def fail(self: Any, *_: object, **__: object) -> Any:
-        raise OSError(EIO, "the disk is broken", str(self.path))
-
-    if launch.rank != rank:
-        return nullcontext()
-    return replaced(local_writer.StepWriter, "write_values", fail)
+    return failing("engine begins", EIO) if launch.rank == rank else nullcontext()
 
 
 def case_a_failure_of_one_rank_is_raised_once_on_all_or_only_counted(launch: Launch) -> None:
@@ -182,7 +175,7 @@ def case_a_failure_of_one_rank_is_raised_once_on_all_or_only_counted(launch: Lau
                     made.save(1, state_of(launch, 1))
                     causes = failures_of(made.wait_until_finished)
                     assert list(causes) == [last]
-                    assert "the disk is broken" in str(causes[last])
+                    assert "engine begins" in str(causes[last])
                     made.check_for_errors()
                 else:
                     saved(launch, made, [1, 2])

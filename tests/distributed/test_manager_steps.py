@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from tests.distributed.managers import (
     saved,
     state_of,
 )
+from tests.fault_hooks import at_fault_points
 from tests.gates import LIMIT
 from tests.support import data_files, flip_bit
 from torch_ckpt import CheckpointManager
@@ -36,7 +36,7 @@ from torch_ckpt.events import Event
 from torch_ckpt.manager import restoring
 from torch_ckpt.multihost import RanksDisagree
 from torch_ckpt.state.app_state import PerRank
-from torch_ckpt.steps import MARKER_NAME, local_writer
+from torch_ckpt.steps import MARKER_NAME
 
 
 def step_path(launch: Launch, step: int) -> Path:
@@ -177,17 +177,13 @@ def case_ranks_that_save_different_steps_raise(launch: Launch) -> None:
 
 @takes_several
 def case_a_root_in_another_directory_on_one_rank_gives_no_step(launch: Launch) -> None:
-    write_values = local_writer.StepWriter.write_values
+    def move(operation: str, path: str) -> None:
+        """Moves the files of this rank, as if the path were on a local disk of this rank."""
+        if operation == "files are written":
+            for file in Path(path).glob(f"__{launch.rank}_*"):
+                file.rename(launch.path(f"elsewhere-{file.name}"))
 
-    def write(writer: Any, *args: Any) -> Any:
-        """Writes as if the path were on a local disk of this rank."""
-        written = write_values(writer, *args)
-        for name in written.files.names:
-            if (writer.path / name).exists():
-                (writer.path / name).rename(launch.path(f"elsewhere-{launch.rank}-{name}"))
-        return written
-
-    is_apart = replaced(local_writer.StepWriter, "write_values", write)
+    is_apart = at_fault_points(move)
     with manager_of(launch) as made, is_apart if is_last(launch) else nullcontext():
         made._store.patience = 0.1
         made.save(1, state_of(launch, 1))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,23 +31,17 @@ from tests.support import assert_equal
 SHARD_BYTES = 30_000
 
 
-def by_save(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.save(state, path, format="safetensors", max_shard_size=SHARD_BYTES, **options)
+def by_save(state: StateDict, path: Path, dtype: str | None = None) -> None:
+    format = torch_ckpt.Safetensors(max_shard_size=SHARD_BYTES, dtype=dtype)
+    torch_ckpt.save(state, path, format=format)
 
 
 def by_async_save(state: StateDict, path: Path) -> None:
-    handle = torch_ckpt.async_save(
-        state, path, format="safetensors", max_shard_size=SHARD_BYTES, staging="overlapped"
-    )
-    handle.result()
+    format = torch_ckpt.Safetensors(max_shard_size=SHARD_BYTES)
+    torch_ckpt.async_save(state, path, format=format, staging="overlapped").result()
 
 
-def by_dcp(state: StateDict, path: Path) -> None:
-    writer = torch_ckpt.SafetensorsWriter(path, max_shard_size=SHARD_BYTES)
-    dcp.save(state, storage_writer=writer)
-
-
-SAVERS = (by_save, by_async_save, by_dcp)
+SAVERS = (by_save, by_async_save)
 
 
 def files_in(path: Path) -> StateDict:
@@ -141,8 +132,7 @@ def case_columns_are_saved_without_shared_memory(launch: Launch) -> None:
 @on(4)
 def case_the_coordinator_frees_shared_memory_at_the_end_of_a_save(launch: Launch) -> None:
     state = {"columns": distribute_tensor(torch.ones(500, 3001), mesh_1d(launch), [Shard(1)])}
-    writer = torch_ckpt.SafetensorsWriter(launch.path("model"))
-    dcp.save(state, storage_writer=writer)
+    by_save(state, launch.path("model"))
     if launch.rank == 0:
         opened = [
             os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()
@@ -155,7 +145,7 @@ def case_the_coordinator_frees_shared_memory_at_the_end_of_a_save(launch: Launch
 def case_a_rank_that_cannot_share_memory_fails_the_save(launch: Launch) -> None:
     state = {"columns": distribute_tensor(torch.ones(500, 3001), mesh_1d(launch), [Shard(1)])}
     path = launch.path("model")
-    for save in (by_save, by_dcp):
+    for save in SAVERS:
         with failing("mmap", errno.ENOMEM if launch.rank == 1 else 0, "/proc/*"):
             causes = failure_of(launch, save, state, path)
         assert causes.keys() == {1}
@@ -224,7 +214,7 @@ def case_tensors_are_stored_with_another_dtype(launch: Launch) -> None:
 def case_a_failure_on_one_rank_publishes_nothing(launch: Launch) -> None:
     path = launch.path("runs", "model")
     state = {"t": distribute_tensor(tensor_of("t", 40, 40), mesh_1d(launch), [Shard(0)])}
-    for save in (by_save, by_dcp):
+    for save in SAVERS:
         if launch.rank == 1:
             with failing("pwrite", errno.ENOSPC):
                 causes = failure_of(launch, save, state, path)
@@ -232,8 +222,6 @@ def case_a_failure_on_one_rank_publishes_nothing(launch: Launch) -> None:
             causes = failure_of(launch, save, state, path)
         assert isinstance(causes[1], OSError)
         assert causes[1].errno == errno.ENOSPC
-        # After a failure, DCP only drops the writer.
-        gc.collect()
         dist.barrier()
         assert os.listdir(path.parent) == []
         dist.barrier()
@@ -247,21 +235,14 @@ def case_ranks_with_different_options_are_refused(launch: Launch) -> None:
     assert "ranks save different checkpoints" in str(causes[0])
 
 
-def case_dcp_stores_the_dtype_of_the_coordinator(launch: Launch) -> None:
-    path, whole = launch.path("model"), tensor_of("t", 40, 40).nan_to_num()
-    writer = torch_ckpt.SafetensorsWriter(path, dtype="fp16" if launch.rank else "bf16")
-    dcp.save({"t": distribute_tensor(whole, mesh_1d(launch), [Shard(0)])}, storage_writer=writer)
-    assert_saved(launch, path, {"t": whole.bfloat16()})
-
-
-def case_a_rank_with_a_smaller_part_than_planned_fails(launch: Launch) -> None:
+def case_a_dtensor_whose_part_contradicts_its_size_is_refused(launch: Launch) -> None:
     path = launch.path("runs", "model")
     local = torch.ones(2 - launch.rank, 6)
     shard = DTensor.from_local(
         local, mesh_1d(launch), [Shard(0)], run_check=False, shape=torch.Size((5, 6)), stride=(6, 1)
     )
-    causes = failure_of(launch, by_dcp, {"t": shard}, path)
-    assert "t: this rank has a tensor of shape" in str(causes[0])
+    causes = failure_of(launch, by_save, {"t": shard}, path)
+    assert str(causes[0]).startswith("t: safetensors files hold only plain tensors and DTensors")
 
 
 test_on_ranks = on_ranks(globals())

@@ -56,7 +56,10 @@ def case_a_version_is_published_by_all_ranks_with_a_delta(launch: Launch) -> Non
     root = launch.path("policy")
     for number, factor in enumerate((1, 3)):
         version = torch_ckpt.publish(
-            sharded(launch, factor), root, delta=True, max_shard_size=SHARD_BYTES
+            sharded(launch, factor),
+            root,
+            delta=True,
+            format=torch_ckpt.Safetensors(max_shard_size=SHARD_BYTES),
         )
         assert version == (number, str(root / f"{number:010d}"))
         assert_version(launch, root, number, factor)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import torch_ckpt
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
     Launch,
@@ -41,8 +40,9 @@ from tests.distributed.silent_ranks import (
 )
 from tests.ranks import ranks
 from tests.remote_stores import BUCKET, s3_server
-from tests.support import assert_equal
+from tests.support import assert_equal, save_step, start_step
 from torch_ckpt.multihost import RanksDisagree
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import RemoteFiles
 from torch_ckpt.steps.remote_reader import RemoteReader
@@ -65,8 +65,7 @@ def steps_of(launch: Launch) -> RemoteSteps:
 
 
 def save(steps: RemoteSteps, step: int, state: dict[str, Any], **options: Any) -> None:
-    writer = steps.writer(step, attempt=ATTEMPT, **options)
-    torch_ckpt.save(state, storage_writer=writer, timeout=PATIENCE_SECONDS)
+    save_step(steps, step, state, no_dist=False, timeout=PATIENCE_SECONDS, **options)
 
 
 def objects_of(launch: Launch) -> list[str]:
@@ -122,10 +121,8 @@ def counted() -> Iterator[list[int]]:
 
 def case_sharded_tensors_make_the_round_trip(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
-    writer = steps.writer(2, attempt=ATTEMPT)
     save(steps, 1, dtensors(mesh))
-    handle = torch_ckpt.async_save(dtensors(mesh), storage_writer=writer, timeout=PATIENCE_SECONDS)
-    handle.result(PATIENCE_SECONDS)
+    start_step(steps, 2, dtensors(mesh), no_dist=False).result(PATIENCE_SECONDS)
     for step in (1, 2):
         loaded = zeroed(dtensors(mesh))
         steps.load(step, loaded)
@@ -201,8 +198,8 @@ def case_a_step_replaced_between_the_reads_of_two_ranks_is_loaded_by_no_rank(
     target = {"t": torch.zeros(3)}
 
     def replace() -> None:
-        writer = RemoteSteps(url_of(launch)).writer(1, attempt=ATTEMPT, overwrite=True)
-        torch_ckpt.save({"t": torch.full((3,), 2.0)}, storage_writer=writer, no_dist=True)
+        steps = RemoteSteps(url_of(launch))
+        save_step(steps, 1, {"t": torch.full((3,), 2.0)}, may_replace=True)
 
     with changed_after_rank_0_looked(launch, RemoteReader, "looked", replace):
         causes = failure_of(launch, steps.load, 1, target)
@@ -225,7 +222,7 @@ def case_a_complete_step_is_replaced_by_all_ranks_only_on_request(launch: Launch
     causes = failure_of(launch, lambda: save(steps, 1, dtensors(mesh)))
     assert isinstance(causes[0], FileExistsError)
     assert objects_of(launch) == before
-    save(steps, 1, dtensors(mesh), overwrite=True)
+    save(steps, 1, dtensors(mesh), may_replace=True)
     loaded = zeroed(dtensors(mesh))
     steps.load(1, loaded)
     assert_full_tensors(loaded)
@@ -293,7 +290,8 @@ def upload(connection: Connection, workdir: Path, silence: Silence) -> None:
     steps = RemoteSteps(f"file://{workdir}/run", workdir)
     state = {f"{n} of rank {dist.get_rank()}": torch.arange(1000) for n in range(2)}
     # Connects to the store, which may take longer than the timeout of a silent rank.
-    save(steps, 1, state, thread_count=2)
+    two_files = WriteOptions(thread_count=2)
+    save(steps, 1, state, write=two_files)
 
     def made(before: Any) -> Any:
         def interrupted(self: RemoteFiles, *args: Any) -> None:
@@ -304,8 +302,9 @@ def upload(connection: Connection, workdir: Path, silence: Silence) -> None:
         return interrupted if is_victim(silence) else before
 
     with patched("upload", made):
-        writer = steps.writer(2, attempt=ATTEMPT, thread_count=2)
-        outcome = outcome_of(lambda: torch_ckpt.save(state, storage_writer=writer, timeout=TIMEOUT))
+        outcome = outcome_of(
+            lambda: save_step(steps, 2, state, two_files, no_dist=False, timeout=TIMEOUT)
+        )
     names = [name for name in steps._files.list() if name.startswith(f"{2:010d}/")]
     connection.send((*(outcome or ()), names))
     connection.recv()  # The test ends the ranks.

@@ -48,12 +48,14 @@ def save_as_rank(path: str, seed: int, threads: int, how: str, rank: int, store:
         "gloo", store=dist.FileStore(store, size), rank=max(rank, 0), world_size=size
     )
     if how == "torch_ckpt.save":
-        torch_ckpt.save(state_of(seed), path, thread_count=threads)
+        torch_ckpt.save(state_of(seed), path, options=torch_ckpt.WriteOptions(thread_count=threads))
     elif how == "dcp.save":
         writer = torch_ckpt.FileSystemWriter(path, thread_count=threads)
         dcp.save(state_of(seed), storage_writer=writer)
     else:
-        torch_ckpt.async_save(state_of(seed), path, thread_count=threads).result()
+        torch_ckpt.async_save(
+            state_of(seed), path, options=torch_ckpt.WriteOptions(thread_count=threads)
+        ).result()
 
 
 def save_below_as_rank(path: str, *arguments: Any) -> None:

@@ -139,16 +139,14 @@ def save_objects(root: Path) -> None:
 
 
 def save_plain(root: Path) -> None:
-    torch_ckpt.save(nested_state(), root / "default")
-    writer = torch_ckpt.FileSystemWriter
-    torch_ckpt.save(nested_state(), storage_writer=writer(root / "two", thread_count=2))
-    torch_ckpt.save(
-        nested_state(), storage_writer=writer(root / "each", single_file_per_rank=False)
-    )
-    torch_ckpt.save(
-        nested_state(),
-        storage_writer=writer(root / "hinted", thread_count=4, separation_hint="model"),
-    )
+    options = {
+        "default": torch_ckpt.WriteOptions(),
+        "two": torch_ckpt.WriteOptions(thread_count=2),
+        "each": torch_ckpt.WriteOptions(single_file_per_rank=False),
+        "hinted": torch_ckpt.WriteOptions(thread_count=4, separation_hint="model"),
+    }
+    for name, chosen in options.items():
+        torch_ckpt.save(nested_state(), root / name, options=chosen)
     large = {f"{i}": f32(200_000 + 1_000 * i, 3, seed=i) for i in range(12)}
     torch_ckpt.save(large, root / "several files")
 
@@ -164,10 +162,10 @@ def save_in_background(root: Path) -> None:
 def save_safetensors(root: Path) -> None:
     tensors = {"a": f32(30, 7), "b": random_tensor((9,), torch.bfloat16), "c": f32(4, 6).t()}
     torch_ckpt.save(tensors, root / "safetensors", format="safetensors")
-    writer = torch_ckpt.SafetensorsWriter(
-        root / "converted", dtype="bf16", max_shard_size=500, metadata={"format": "pt", "a": "b"}
+    form = torch_ckpt.Safetensors(
+        dtype="bf16", max_shard_size=500, metadata={"format": "pt", "a": "b"}
     )
-    torch_ckpt.save(tensors, storage_writer=writer)
+    torch_ckpt.save(tensors, root / "converted", format=form)
 
 
 def save_versions(root: Path) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.index import allow_torchs_dtypes, decode_index
-from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
 #: Metadata version that stock torch writes. Older versions of torch do not define the constant.
 DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
@@ -282,3 +282,19 @@ def encode_metadata(metadata: Metadata) -> bytes:
 def sealed(pickled: bytes) -> bytes:
     """Returns a pickle followed by its seal."""
     return pickled + _core.seal_of(pickled)
+
+
+def require_readable(data: bytes, path: str) -> None:
+    """Raises CheckpointError if metadata that a save has encoded could not be loaded again.
+
+    Args:
+        data: the contents of ``.metadata``.
+        path: the checkpoint directory.
+    """
+    try:
+        decode_index(data, path)
+    except (Corrupt, Unsafe) as error:
+        raise CheckpointError(
+            f"{path}: this save was not committed, because its metadata could not be loaded again: "
+            f"{error}"
+        ) from error

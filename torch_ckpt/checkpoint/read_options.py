@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_ckpt._base.options import require_at_least, require_io_options
+from torch_ckpt._base.checks import require_at_least, require_io_options
 
 #: The smallest max_inflight_bytes: with less memory, a load would be mostly overhead.
 LEAST_INFLIGHT_BYTES = 1 << 20

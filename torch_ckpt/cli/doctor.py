@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_ckpt import _core
+from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.formatting import Block, Report, Table, printable, size
 from torch_ckpt._base.free_space import free_bytes, require_room
-from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.directory import OpenDirectory
 
@@ -306,6 +306,7 @@ def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Ba
     import torch
 
     from torch_ckpt.api import load, save
+    from torch_ckpt.options import WriteOptions
 
     # Random values, because some file systems compress data; one tensor per thread.
     parts = max(THREADS)
@@ -315,12 +316,14 @@ def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Ba
     total = sum(tensor.nbytes for tensor in state.values())
 
     # The first save starts the engine's threads and allocates its memory. Do not measure it.
-    save(state, os.path.join(directory, "warm"), no_dist=True, thread_count=parts, direct_io=direct)
+    options = WriteOptions(thread_count=parts, direct_io=direct)
+    save(state, os.path.join(directory, "warm"), no_dist=True, options=options)
     shutil.rmtree(os.path.join(directory, "warm"))
     for threads in THREADS:
         target = os.path.join(directory, f"{threads}")
+        options = WriteOptions(thread_count=threads, direct_io=direct)
         started_at = time.perf_counter()
-        save(state, target, no_dist=True, thread_count=threads, direct_io=direct)
+        save(state, target, no_dist=True, options=options)
         yield Bandwidth("write", direct, threads, total / (time.perf_counter() - started_at))
         _drop_page_cache(target)
         started_at = time.perf_counter()

@@ -17,8 +17,8 @@ from functools import partial
 
 import torch
 
+from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
-from torch_ckpt._base.options import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
 from torch_ckpt.conversion.selection import Selection, leave_out_tied
@@ -34,7 +34,7 @@ from torch_ckpt.conversion.targets import (
 )
 from torch_ckpt.conversion.torch_target import write_torch
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.huggingface.safetensors_writer import SHARD_BYTES
+from torch_ckpt.huggingface.model_target import SHARD_BYTES
 from torch_ckpt.huggingface.transformers_config import Config
 from torch_ckpt.loading.dtypes import parse_dtype
 from torch_ckpt.loading.renaming import Rename

@@ -23,10 +23,11 @@ from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
 from torch_ckpt.conversion.source import Entry, Path, Source
 from torch_ckpt.conversion.target_directory import published_directory, published_file
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.huggingface.safetensors_writer import SafetensorsWriter
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME
 from torch_ckpt.loading.reading import in_waves
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.items import resolve, results_of
+from torch_ckpt.saving.write import Written, write_files
 from torch_ckpt.saving.writer import FileSystemWriter
 
 
@@ -53,6 +54,16 @@ def read_in_waves(
         read = source.read(wave)[::-1]
         for name in wave:
             yield name, read.pop()
+
+
+def _write(
+    directory: OpenDirectory, prefix: str, sources: _C.SaveSources, target: Target
+) -> Written:
+    """Writes values with the engine."""
+    title = f"save {os.path.basename(target.path)}"
+    return write_files(
+        _C.Save(), directory, prefix, sources, WriteOptions(), title=title, rank=None
+    )
 
 
 def _sizes(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, int]]:
@@ -99,11 +110,10 @@ def write_safetensors_shards(
         raise CheckpointError(str(error)) from None
     copied = {} if config is None else {CONFIG_NAME: config}
     numbers = {name: number for number, name in enumerate(source.tensors)}
-    writer = SafetensorsWriter(target.path)
     tables: list[dict[str, bytes]] = []
     with (
         published_directory(target.path, target.overwrite, copied) as (directory, save),
-        closing(OpenDirectory(directory)) as writer.directory,
+        closing(OpenDirectory(directory)) as opened,
     ):
         for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
             entries = [source.tensors[name] for name in wave]
@@ -116,7 +126,7 @@ def write_safetensors_shards(
             sources.set_places(places)
             for name, value in zip(wave, source.read(wave), strict=True):
                 sources.add_part(name, value, value.shape, [0] * value.dim(), None)
-            tables.append(writer.write_values("", sources).files.tables)
+            tables.append(_write(opened, "", sources, target).files.tables)
             target.wrote(sum(entry.nbytes for entry in entries))
         save.complete(layout, [*copied.items()], tables, True)
         names = sorted(os.listdir(directory))
@@ -178,14 +188,15 @@ def write_dcp(source: Source, target: Target) -> list[str]:
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     items = {item.index.fqn: item for item in plan.items}
     results: list[WriteResult] = []
-    writer.set_up_for_save(0)
+    writer.set_up_storage_writer(True)
+    writer.prepare_local_plan(plan)
 
     def write(names: list[str], values: list[Any]) -> None:
         prefix = _core.choose_prefix(writer.directory, f"__0_{writer.tag}")
         sources = _C.SaveSources()
         for name, value in zip(names, values, strict=True):
             sources.add(name, value)
-        written = writer.write_values(prefix, sources)
+        written = _write(writer.directory, prefix, sources, target)
         results.extend(results_of([items[name] for name in names], written))
 
     try:

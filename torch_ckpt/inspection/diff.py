@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_ckpt._base.options import require_at_least
+from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import CheckpointError

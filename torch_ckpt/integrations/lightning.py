@@ -19,7 +19,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import torch_ckpt
 from torch_ckpt import _core
 from torch_ckpt._base.containers import map_children
+from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions, refuse_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Never  # in typing since Python 3.11
 
 __all__ = ["TorchCkptIO", "install"]
 
@@ -50,7 +54,7 @@ _SAVE, _LOAD = "_distributed_checkpoint_save", "_distributed_checkpoint_load"
 
 
 def install(
-    *, writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] | None = None
+    *, writer: WriteOptions = DEFAULT_OPTIONS, reader: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Makes ``FSDPStrategy`` and ``ModelParallelStrategy`` save and load through torch_ckpt.
 
@@ -61,7 +65,7 @@ def install(
     optimizer through stock torch. A second call replaces the options of the first call.
 
     Args:
-        writer: options of :class:`torch_ckpt.FileSystemWriter` for every save.
+        writer: the options of every save.
         reader: options of :class:`torch_ckpt.FileSystemReader` for every load.
 
     Returns:
@@ -72,13 +76,13 @@ def install(
 
     Example::
 
-        install(writer={"thread_count": 4})
+        install(writer=torch_ckpt.WriteOptions(thread_count=4))
         trainer = L.Trainer(strategy=ModelParallelStrategy(save_distributed_checkpoint=True))
     """
-    options_of_save, options_of_load = dict(writer or {}), dict(reader or {})
+    options_of_load = dict(reader or {})
 
     def save(converted_state: dict[str, Any], path: _Path) -> None:
-        torch_ckpt.save(converted_state, path, **options_of_save)
+        torch_ckpt.save(converted_state, path, options=writer)
 
     def load(module_state: dict[str, Any], path: _Path) -> None:
         torch_ckpt.load(module_state, path, **options_of_load)
@@ -134,17 +138,27 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
 
     Args:
         async_saves: save in the background. If False, a save blocks until it is durable.
-        writer_options: options of :class:`torch_ckpt.FileSystemWriter`.
+        options: the options of the saves.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Example::
 
-        trainer = L.Trainer(plugins=[TorchCkptIO(thread_count=4)])
+        options = torch_ckpt.WriteOptions(thread_count=4)
+        trainer = L.Trainer(plugins=[TorchCkptIO(options=options)])
     """
 
-    def __init__(self, *, async_saves: bool = True, **writer_options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        async_saves: bool = True,
+        options: WriteOptions = DEFAULT_OPTIONS,
+        **removed: Never,
+    ) -> None:
+        if removed:
+            refuse_options(TorchCkptIO, removed)
         super().__init__()
         self._async = async_saves
-        self._options = writer_options
+        self._options = options
         self._save: torch_ckpt.AsyncSave | None = None
         self._removals: list[Future[None]] = []
         self._worker: ThreadPoolExecutor | None = None
@@ -163,7 +177,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         """
         if storage_options is not None:
             raise TypeError(
-                "storage_options is not supported. Pass FileSystemWriter options to TorchCkptIO"
+                "storage_options is not supported. Pass TorchCkptIO(options=WriteOptions(...))"
             )
         path = _require_local(path)
         if self._async:
@@ -176,10 +190,10 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         if self._async:
             # Unchanged values are normal: Lightning saves the same state as best and as last.
             self._save = torch_ckpt.async_save(
-                state, path, no_dist=True, warn_unchanged=False, **self._options
+                state, path, no_dist=True, warn_unchanged=False, options=self._options
             )
         else:
-            torch_ckpt.save(state, path, no_dist=True, **self._options)
+            torch_ckpt.save(state, path, no_dist=True, options=self._options)
 
     def load_checkpoint(
         self,

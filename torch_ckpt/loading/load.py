@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C, _core
+from torch_ckpt._base.checks import reusable
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt._base.options import reusable
 from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive, require_cover
 from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.errors import LoadMismatch

@@ -21,16 +21,16 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
+from torch_ckpt._base.checks import check_options
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.options import check_options, refuse_unknown
 from torch_ckpt._base.paths import absolute
 from torch_ckpt._base.progress import stderr_is_terminal
 from torch_ckpt.api import LOAD_OPTIONS
@@ -56,14 +56,17 @@ from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_att
 from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
+from torch_ckpt.options import WriteOptions, refuse_options
 from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.host_memory import reserve_for_state
-from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import BeforeSave, require_state
 from torch_ckpt.steps import StepInfo, open_steps, step_name
 from torch_ckpt.steps.root_lease import Lease
+
+if TYPE_CHECKING:
+    from typing_extensions import Never  # in typing since Python 3.11
 
 State = MutableMapping[str, Any]
 
@@ -137,8 +140,9 @@ class CheckpointManager:
         staging_dir: see :func:`torch_ckpt.steps.open_steps`.
         load_options: dict of options for :func:`torch_ckpt.load`, such as ``allow_pickle``.
         export: publishes the model as safetensors files; see :class:`torch_ckpt.Export`.
-        writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. By default, rank 0 shows a
-            progress bar if standard error is a terminal.
+        write: the options of the saves. By default, rank 0 shows a progress bar if standard error
+            is a terminal.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Attributes:
         save_errors: number of failed saves, exports and ``on_commit`` callbacks.
@@ -192,9 +196,11 @@ class CheckpointManager:
         staging_dir: str | os.PathLike[str] | None = None,
         load_options: dict[str, Any] | None = None,
         export: Export | None = None,
-        **writer_options: Any,
+        write: WriteOptions | None = None,
+        **removed: Never,
     ) -> None:
-        refuse_unknown(CheckpointManager, FileSystemWriter, writer_options)
+        if removed:
+            refuse_options(CheckpointManager, removed, "write")
         schedule = ScheduleOptions(interval, save_on_steps, max_overhead, mtbf_hours, if_busy)
         saves = SaveOptions(
             check_replicas=check_replicas,
@@ -204,7 +210,7 @@ class CheckpointManager:
             staging=staging,
             on_commit=on_commit,
             preemption_deadline=preemption_deadline,
-            writer_options={"progress": stderr_is_terminal(), **writer_options},
+            write=WriteOptions(progress=stderr_is_terminal()) if write is None else write,
         )
         notices = PreemptionOptions(preemption_signals, preemption_file)
         self._retention = Retention(
@@ -215,11 +221,6 @@ class CheckpointManager:
         if export is not None and absolute(export.root) == absolute(self._store.root):
             raise ValueError(f"{export.root}: exports need another directory than the steps")
         self._read_only = read_only
-        # Detect invalid writer options now, not in the first save.
-        writer = self._store.writer(
-            0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **saves.writer_options
-        )
-        self._files, self._max_host_bytes = writer.thread_count, writer.max_host_bytes
         self._before_save = BeforeSave()
         group = group_for(process_group, "manager")
         self._rank = group.rank
@@ -770,8 +771,8 @@ class CheckpointManager:
             reserve_for_state(
                 live_tensors(state),
                 ranks=self._run.ranks,
-                files=self._files,
-                max_host_bytes=self._max_host_bytes,
+                files=self._saver.options.write.files,
+                max_host_bytes=self._saver.options.write.max_host_bytes,
             )
 
     def _stop(self, step: int) -> None:

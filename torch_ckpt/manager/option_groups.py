@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
-from torch_ckpt._base.options import require_at_least, require_choice
+from torch_ckpt._base.checks import require_at_least, require_choice
 from torch_ckpt.multihost.preemption import signal_numbers
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.replica_check import MODES
 
 #: Number of steps between saves; time between saves; "auto"; or a function of the step, which must
@@ -42,7 +43,7 @@ class SaveOptions:
     staging: str
     on_commit: Callable[[int], None] | None
     preemption_deadline: float | None
-    writer_options: dict[str, Any]
+    write: WriteOptions
 
     def __post_init__(self) -> None:
         require_choice("check_replicas", self.check_replicas, MODES)

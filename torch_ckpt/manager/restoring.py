@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torch_ckpt._base.checks import reusable_options
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
-from torch_ckpt._base.options import reusable_options
 from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event

@@ -4,7 +4,7 @@
    next save has started.
 2. In the first save, rank 0 lists the root. It sends all ranks whether any step has the metric that
    retention compares.
-3. Every rank reads its state and creates a writer for the step. If this fails, the rank reports the
+3. Every rank reads its state and creates a target for the step. If this fails, the rank reports the
    error to the other ranks, which would otherwise wait for it.
 4. A background save starts. Some saves compare the replicas first.
 5. The save's thread handles the result. If the save succeeded, the step counts as saved, and rank 0
@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -40,7 +39,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.version import __version__
-from torch_ckpt.api import async_save
+from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import OnCommitFailed
 from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
@@ -49,13 +48,12 @@ from torch_ckpt.manager.option_groups import SaveOptions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
-from torch_ckpt.publication.version_writer import VersionWriter
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import causes, dead_ranks, of_torch
 from torch_ckpt.ranks.group import RankGroup, group_for
 from torch_ckpt.retention import Retention
-from torch_ckpt.saving.async_save import AsyncSave
-from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.saving.handle import AsyncSave, start
+from torch_ckpt.saving.target import Target
 from torch_ckpt.state.app_state import AppState, BeforeSave
 from torch_ckpt.steps import encoded_marker, parsed_marker
 
@@ -269,7 +267,7 @@ class Saver:
         pending = Pending(step, self.schedule.decisions.count)
         try:
             self._require_metric(metrics, is_last)
-            values, total, writer = self._prepare(step, state, metrics, notes)
+            values, total, target = self._prepare(step, state, metrics, notes)
         except (ValueError, TypeError):
             raise
         except Exception as error:
@@ -280,20 +278,21 @@ class Saver:
         # Do not refer to `pending`: it refers to the save, which keeps the function.
         callbacks = pending.callbacks
 
-        def call_on_commit(_metadata: Metadata) -> None:
+        def call_on_commit(_checkpoint: Checkpoint) -> None:
             assert options.on_commit is not None
             with callbacks.running():
                 options.on_commit(step)
 
         try:
-            handle = pending.handle = async_save(
+            handle = pending.handle = start(
                 values,
-                storage_writer=writer,
+                lambda: target,
+                RankGroup.of(run.process_group),
                 staging=options.staging,
-                process_group=run.process_group,
                 timeout=run.timeout,
                 on_commit=None if options.on_commit is None else call_on_commit,
                 check_replicas=check_replicas,
+                is_reported=True,
             )
         except Exception as error:
             return self.fail_to_start(step, error, started)
@@ -326,23 +325,19 @@ class Saver:
             return False
         pending = Pending(step, exports.decisions.count)
         try:
-            handle = pending.handle = async_save(
+            handle = pending.handle = start(
                 # If this fails, all ranks are notified.
                 lambda: AppState(
                     {export.entry: state[export.entry]}, before_save=self.before_save
                 ).state_dict()[export.entry],
-                export.root,
-                format=VersionWriter,
-                version=step,
-                is_export=True,
-                newest_valid=exports.newest_valid,
+                lambda: export.target(step, exports.newest_valid),
+                RankGroup.of(run.process_group),
                 staging=self.options.staging,
-                process_group=run.process_group,
                 timeout=run.timeout,
                 check_replicas="off",
                 # The model may be the same as in the checkpoint of this step.
                 warn_unchanged=False,
-                **export.options,
+                is_reported=True,
             )
         except (ValueError, TypeError):
             raise
@@ -357,7 +352,7 @@ class Saver:
         handle.committed.add_done_callback(lambda future: ended.pop()(future))
         return True
 
-    def _export_ended(self, _owner: object, pending: Pending, future: Future[Metadata]) -> None:
+    def _export_ended(self, _owner: object, pending: Pending, future: Future[Checkpoint]) -> None:
         """Handles the result of an export, in the export's thread."""
         error, metrics = future.exception(), pending.handle.metrics()
         with pending.callbacks.running():
@@ -413,12 +408,12 @@ class Saver:
         state: MutableMapping[str, Any],
         metrics: dict[str, float],
         notes: dict[str, Any],
-    ) -> tuple[dict[str, Any], int, FileSystemWriter]:
-        """Reads the state and creates the writer of the step. Reports any exception to the other
+    ) -> tuple[dict[str, Any], int, Target]:
+        """Reads the state and creates the target of the step. Reports any exception to the other
         ranks.
 
         Returns:
-            The values of the state, the total size of the tensors, and the writer. The size of a
+            The values of the state, the total size of the tensors, and the target. The size of a
             DTensor is the size of the full tensor.
         """
         run = self.run
@@ -448,15 +443,15 @@ class Saver:
                 for leaf in pytree.tree_leaves(values)
                 if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
             )
-            writer = run.store.writer(
+            target = run.store.target(
                 step,
+                self.options.write,
                 attempt=run.attempt,
-                overwrite=self.timeline.may_replace(step),
+                may_replace=self.timeline.may_replace(step),
                 marker=marker_if_leased,
                 expected_bytes=total,
                 # Stop waiting before the other ranks time out, because they need this rank's plan.
                 make_room=functools.partial(self.deletions.make_room, run.timeout / 2),
-                **self.options.writer_options,
             )
         except BaseException as error:
             Exchange.open(RankGroup.of(run.process_group), "save", run.timeout).fail(error)
@@ -464,7 +459,7 @@ class Saver:
                 # The exception may come from dcp functions called by a value's state_dict().
                 raise of_torch(error) from None
             raise
-        return values, total, writer
+        return values, total, target
 
     def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
         deadline = self.options.preemption_deadline
@@ -484,7 +479,7 @@ class Saver:
         )
 
     def _ended(
-        self, _owner: object, pending: Pending, blocked: float, future: Future[Metadata]
+        self, _owner: object, pending: Pending, blocked: float, future: Future[Checkpoint]
     ) -> None:
         """Handles the result of a save, in the save's thread."""
         error = future.exception()

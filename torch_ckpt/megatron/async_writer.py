@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _core
+from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.options import require_choice
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.lease import DirectoryLease

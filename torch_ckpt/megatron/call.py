@@ -18,6 +18,7 @@ from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.request import STEP, AsyncRequest, require_same_call, stage_arguments
 from torch_ckpt.megatron.write_task import StagedWrites, staging_for
+from torch_ckpt.options import Background
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import (
     Failure,
@@ -29,7 +30,6 @@ from torch_ckpt.ranks.failures import (
 )
 from torch_ckpt.ranks.group import RankGroup, own_rank
 from torch_ckpt.ranks.polled_event import PolledEvent
-from torch_ckpt.saving.background import Background
 
 # Longest pause between two checks for progress; a tenth of the timeout if that is shorter.
 _CHECK_SECONDS = 1.0

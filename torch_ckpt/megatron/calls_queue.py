@@ -27,9 +27,9 @@ from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
 from torch_ckpt.megatron.request import AsyncRequest, make_background
+from torch_ckpt.options import Background
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup, own_rank
 from torch_ckpt.ranks.polled_event import PolledEvent
-from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.host_memory import reserve_in_background
 
 

@@ -22,8 +22,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from torch_ckpt._base.checks import names_of
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.options import names_of
 from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES, ReplacedPackage
 
 _QUEUE = "AsyncCallsQueue"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES
 from torch_ckpt.megatron.write_task import StagedWrites, staging_for
+from torch_ckpt.options import Background
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
-from torch_ckpt.saving.background import Background
 
 STEP = "write"
 

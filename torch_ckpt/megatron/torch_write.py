@@ -27,7 +27,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.file_system import FilesBeneath
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.saving.rank_write import WriteOptions
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.snapshots import source_changed
 
 #: The results of each file, by file number.
@@ -39,8 +39,8 @@ ADVICE = "Do not change it in another thread before the save is scheduled"
 
 @dataclasses.dataclass(eq=False)
 class TorchWrite:
-    """One rank's write of copied values, in Python threads. Has the methods of ``RankWrite`` that a
-    :class:`WriteTask` uses.
+    """One rank's write of copied values, in Python threads. Has the methods of
+    ``EngineWrite`` that a :class:`WriteTask` uses.
 
     Attributes:
         items: items of the plan.
@@ -85,7 +85,7 @@ class TorchWrite:
         """Writes all files and blocks until they are written. Must be called only once."""
         files = self._assign_files()
         try:
-            with ThreadPoolExecutor(self.options.thread_count) as threads:
+            with ThreadPoolExecutor(self.options.files) as threads:
                 futures = [threads.submit(self._write_file, *file) for file in files]
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 errors = [error for future in done if (error := future.exception())]
@@ -101,7 +101,7 @@ class TorchWrite:
             self.opened.sync()
         return {number: future.result() for number, future in enumerate(futures)}
 
-    def end(self, error: Exception | None) -> None:
+    def end(self) -> None:
         """Releases the directory: the write has ended."""
         self.opened = None
 
@@ -133,7 +133,7 @@ class TorchWrite:
 
     def _assign_files(self) -> list[tuple[str, list[WriteItem]]]:
         """Returns the file names, each with its items."""
-        hint, bins = self.options.separation_hint, self.options.thread_count
+        hint, bins = self.options.separation_hint, self.options.files
         groups = {"": self.items}
         if hint:
             matches = [item.index.fqn.startswith(hint) for item in self.items]

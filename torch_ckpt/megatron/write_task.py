@@ -30,17 +30,18 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import WriteItem
 
 # At interpreter exit, its hook waits for the engine's threads.
-import torch_ckpt.saving.running_saves  # noqa: F401
+import torch_ckpt.saving.handle  # noqa: F401
 from torch_ckpt import _C, _core
+from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.torch_write import ADVICE, Results, TorchWrite
-from torch_ckpt.saving.background import Background
-from torch_ckpt.saving.items import Written, results_of
-from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
+from torch_ckpt.options import Background, WriteOptions
+from torch_ckpt.saving.items import results_of
+from torch_ckpt.saving.write import Events, Written, describe_progress, write_files
 
 
 @dataclasses.dataclass
@@ -69,6 +70,76 @@ def staging_for(staged: StagedWrites) -> Iterator[None]:
         _current_writes.reset(token)
 
 
+class EngineWrite:
+    """One rank's write by the engine."""
+
+    def __init__(
+        self,
+        watched: _C.SourceWatch,
+        background: Background,
+        ranks: int,
+        children: _core.ProcessChannel | None,
+    ) -> None:
+        self._save = _C.Save(watched)
+        self._ready: Events = record_events(watched.devices)
+        self._background = background
+        self._ranks = ranks
+        self._children = children
+        self._is_staged = threading.Event()
+
+    def run(
+        self,
+        directory: OpenDirectory,
+        options: WriteOptions,
+        prefix: str,
+        sources: _C.SaveSources,
+        title: str,
+        rank: int,
+    ) -> Written:
+        """Writes the files; see :func:`write_files`."""
+        return write_files(
+            self._save,
+            directory,
+            prefix,
+            sources,
+            options,
+            title=title,
+            rank=rank,
+            is_snapshot=True,
+            background=self._background,
+            # Normal priority, because the caller waits for the copies.
+            low_priority_copies=False,
+            ready=self._ready,
+            ranks=self._ranks,
+            children=self._children,
+            advice=ADVICE,
+            on_staged=self._is_staged.set,
+        )
+
+    def end(self) -> None:
+        """Releases the sources and the waiting threads: the write has ended, or will not start."""
+        self._save.finish()
+        self._ready = ()
+        self._is_staged.set()
+
+    def wait_staged(self) -> None:
+        """Waits until the sources may change or the write has failed."""
+        self._is_staged.wait()
+
+    def cancel(self) -> None:
+        """Makes the write fail and remove its files, unless it has ended."""
+        self._save.cancel()
+
+    def moved(self) -> int:
+        """Returns a number that grows for as long as the write makes progress."""
+        _planned, staged, done, *_files = self._save.progress()
+        return staged + done
+
+    def state(self, where: str, prefix: str) -> str:
+        """Describes the progress, for a message."""
+        return describe_progress(self._save, where, prefix)
+
+
 @dataclasses.dataclass(eq=False)
 class WriteTask:
     """One rank's write; see the docstring of this module. Thread-safe.
@@ -77,7 +148,7 @@ class WriteTask:
         directory: the checkpoint directory.
         prefix: prefix of this rank's file names.
         items: items of the plan.
-        values: values of the items, as ``RankWrite`` or ``TorchWrite`` accepts them; empty once
+        values: values of the items, as ``EngineWrite`` or ``TorchWrite`` accepts them; empty once
             the task is staged.
         rank: global rank of the writer.
         ranks: number of ranks that save together.
@@ -115,7 +186,7 @@ class WriteTask:
         # The lease, which a cancelled write holds until it ends.
         self._held: DirectoryLease | None = None
         self._lock = threading.Lock()
-        self._write: RankWrite | TorchWrite | None = None
+        self._write: EngineWrite | TorchWrite | None = None
         self._outcome: Results | Exception | None = None
         self._ended = threading.Event()
         self._pid = 0
@@ -219,15 +290,8 @@ class WriteTask:
             self._children = _core.ProcessChannel()
         if self.by_engine:
             assert opened is not None
-            engine = self._write = RankWrite(
-                watched,
-                background=staged.background or self.background,
-                # Normal priority, because the caller waits for the copies.
-                quiet_stagers=False,
-                ranks=self.ranks,
-                advice=ADVICE,
-                children=self._children,
-            )
+            background = staged.background or self.background
+            engine = self._write = EngineWrite(watched, background, self.ranks, self._children)
             title = f"save {os.path.basename(self.directory)}"
             arguments = opened, self.options, self.prefix, sources, title, self.rank
 
@@ -295,7 +359,7 @@ class WriteTask:
             self._send_to_children()
         finally:
             if self._write is not None:
-                self._write.end(outcome if isinstance(outcome, Exception) else None)
+                self._write.end()
             self._ended.set()
 
     def _delete_files(self) -> None:

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex
 
-from torch_ckpt._base.options import refuse_unknown
-from torch_ckpt._base.paths import absolute
-from torch_ckpt.api import async_save, save
-from torch_ckpt.huggingface.safetensors_writer import SafetensorsWriter, StrPath
-from torch_ckpt.publication.version_writer import VersionWriter
+import torch.distributed as dist
+
+from torch_ckpt.checkpoint.opened import Checkpoint
+from torch_ckpt.huggingface.model_target import Safetensors, StrPath, refuse_model_options
+from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
+from torch_ckpt.publication.version_target import VersionTarget
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.retention import Retention
-from torch_ckpt.saving.async_save import AsyncSave
+from torch_ckpt.saving.handle import AsyncSave, save, start
 from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.steps import step_name
 
-_SAVE_OPTIONS = frozenset({"process_group", "no_dist", "timeout", "check_replicas"})
-_ASYNC_OPTIONS = _SAVE_OPTIONS | {"staging", "if_busy", "write_done", "on_commit", "trace"}
+if TYPE_CHECKING:
+    from typing_extensions import Never  # in typing since Python 3.11
+
+DEFAULT_FORMAT = Safetensors()
+
+
+def refuse_options(caller: Callable[..., Any], given: dict[str, Any]) -> NoReturn:
+    """Raises TypeError for keywords that belong into an object with options."""
+    if "overwrite" in given:
+        raise TypeError(f"{caller.__name__}() has no option overwrite: a version never changes")
+    refuse_model_options(caller, given)
 
 
 class Version(NamedTuple):
@@ -40,7 +51,13 @@ def publish(
     base: SupportsIndex | str | None = None,
     delta: bool = False,
     keep: SupportsIndex | Retention | None = None,
-    **options: Any,
+    format: Safetensors = DEFAULT_FORMAT,
+    options: WriteOptions = DEFAULT_OPTIONS,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
+    check_replicas: str = "warn",
+    **removed: Never,
 ) -> Version:
     """Publishes a version of a model: a directory of safetensors files beneath a root.
 
@@ -64,8 +81,10 @@ def publish(
         keep: number of newest versions to keep, or rules (:class:`torch_ckpt.retention.Retention`).
             Other versions are deleted after the publication, unless a process is loading them with
             torch_ckpt. None keeps all versions.
-        options: ``process_group``, ``no_dist``, ``timeout`` and ``check_replicas`` of
-            :func:`torch_ckpt.save`, and the options of :class:`SafetensorsWriter`.
+        format: the options of the files.
+        options: the options of the save. A version never changes, so ``overwrite`` is ignored.
+        process_group, no_dist, timeout, check_replicas: see :func:`torch_ckpt.save`.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Returns:
         The version, on every rank.
@@ -78,13 +97,22 @@ def publish(
 
     Example::
 
-        version = torch_ckpt.publish(model.state_dict(), "policy", dtype="bf16", delta=True, keep=3)
+        format = torch_ckpt.Safetensors(dtype="bf16")
+        version = torch_ckpt.publish(model.state_dict(), "policy", format=format, keep=3)
         print(version.number, version.path)
     """
-    numbers: list[int] = []
-    chosen = check_options(publish, _SAVE_OPTIONS, version, base, delta, keep, options)
-    save(state_dict, root, format=VersionWriter, on_number=numbers.append, **chosen)
-    return Version(numbers[-1], str(absolute(root) / step_name(numbers[-1])))
+    if removed:
+        refuse_options(publish, removed)
+    chosen = version_options(version, base, delta, keep)
+    target = VersionTarget(root, format, options, **chosen)
+    save(
+        state_dict,
+        lambda: target,
+        RankGroup.of(process_group, no_dist),
+        timeout=timeout,
+        check_replicas=check_replicas,
+    )
+    return Version(target.number, target.path)
 
 
 def async_publish(
@@ -95,15 +123,24 @@ def async_publish(
     base: SupportsIndex | str | None = None,
     delta: bool = False,
     keep: SupportsIndex | Retention | None = None,
-    **options: Any,
+    format: Safetensors = DEFAULT_FORMAT,
+    options: WriteOptions = DEFAULT_OPTIONS,
+    staging: str = "blocking",
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    if_busy: str = "wait",
+    timeout: float = TIMEOUT_SECONDS,
+    on_commit: Callable[[Checkpoint], None] | None = None,
+    check_replicas: str = "warn",
+    **removed: Never,
 ) -> AsyncSave:
     """Publishes a snapshot of a model in the background, while training continues.
 
     Args:
-        state_dict, root, version, base, delta, keep: see :func:`publish`.
-        options: the options ``staging``, ``process_group``, ``no_dist``, ``if_busy``, ``timeout``,
-            ``write_done``, ``on_commit``, ``check_replicas`` and ``trace`` of
-            :func:`torch_ckpt.async_save`, and the options of :class:`SafetensorsWriter`.
+        state_dict, root, version, base, delta, keep, format, options: see :func:`publish`.
+        staging, process_group, no_dist, if_busy, timeout, on_commit, check_replicas: see
+            :func:`torch_ckpt.async_save`.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Returns:
         A handle; see :func:`torch_ckpt.async_save`.
@@ -118,34 +155,30 @@ def async_publish(
         train_one_step()
         handle.result()  # waits until the version is visible
     """
-    chosen = check_options(async_publish, _ASYNC_OPTIONS, version, base, delta, keep, options)
-    return async_save(
+    if removed:
+        refuse_options(async_publish, removed)
+    chosen = version_options(version, base, delta, keep)
+    return start(
         state_dict,
-        root,
-        format=VersionWriter,
+        lambda: VersionTarget(root, format, options, **chosen),
+        RankGroup.of(process_group, no_dist),
+        staging=staging,
+        if_busy=if_busy,
+        timeout=timeout,
+        on_commit=on_commit,
         # A version may be the same as the one before.
         warn_unchanged=False,
-        **chosen,
+        check_replicas=check_replicas,
     )
 
 
-def check_options(
-    caller: Callable[..., Any],
-    save_options: frozenset[str],
+def version_options(
     version: SupportsIndex | None,
     base: SupportsIndex | str | None,
     delta: bool,
     keep: SupportsIndex | Retention | None,
-    options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Checks and completes the options, before any other rank waits for this one.
-
-    Args:
-        save_options: the options that ``save`` or ``async_save`` accepts besides the writer's.
-    """
-    refuse_unknown(caller, SafetensorsWriter, options.keys() - save_options)
-    if "overwrite" in options:
-        raise TypeError(f"{caller.__name__}() does not accept overwrite: a version never changes")
+    """Checks and completes the options of a version, before any other rank waits for this one."""
     if version is not None:
         version = int(step_name(operator.index(version)))
     if base is not None and base != "latest":
@@ -154,12 +187,8 @@ def check_options(
         keep = Retention(
             keep_last=_number(keep, "keep must be a number of versions or a Retention")
         )
-    return options | {
-        "version": version,
-        "base": "latest" if delta and base is None else base,
-        "delta": delta,
-        "keep": keep,
-    }
+    base = "latest" if delta and base is None else base
+    return {"version": version, "base": base, "delta": delta, "keep": keep}
 
 
 def _number(value: Any, requirement: str) -> int:

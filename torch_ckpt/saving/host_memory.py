@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt import _C, _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.saving.background import CHUNK_BYTES, DEVICE_CHUNK_BYTES, Background
+from torch_ckpt.options import CHUNK_BYTES, DEVICE_CHUNK_BYTES, Background
 
 #: Maximum share of the free memory that a snapshot uses. Other code may need the remaining memory.
 _SHARE_OF_FREE_MEMORY = 0.5

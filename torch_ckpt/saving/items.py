@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,41 +15,18 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn.parameter import is_lazy
 
-from torch_ckpt import _C, _core
+from torch_ckpt import _C
 from torch_ckpt._base.cuda_runtime import warn_without_cuda
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.objects import pickled
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.saving.write import Written
 
 #: Name of the attribute that carries a rank's result to the coordinator. It is set on the storage
 #: info of the rank's first item, because torch sends nothing else between ranks.
 _WRITTEN = "torch_ckpt_written"
-
-
-@dataclasses.dataclass
-class Written:
-    """The result of one rank's write.
-
-    Attributes:
-        files: the files, with the location and CRC-32 of each value.
-        directory: identity of the directory that contains the files.
-        seconds: durations of planning, of looking up the values and of writing. Only the duration
-            of writing if the engine did not plan.
-        checksums: see :meth:`SaveState.checksums`. Set if the plan requests any.
-    """
-
-    files: _core.WrittenFiles
-    directory: DirectoryIdentity
-    seconds: tuple[float, ...] = ()
-    # Most plans request none. Then the attribute is not in the message to the coordinator.
-    checksums: bytes = dataclasses.field(default=b"", init=False)
-
-
-def names_of_files(written: list[Written]) -> set[str]:
-    """Returns the names of all ranks' data files, relative to the checkpoint directory."""
-    return {name for of_rank in written for name in of_rank.files.names}
 
 
 def resolve(

@@ -33,7 +33,7 @@ def description_of(differing: list[tuple[str, list[list[int]]]]) -> str:
 
     Args:
         differing: the name of each value, and the groups of ranks that have the same version of it;
-            see ``GlobalPlan.differing_replicas``.
+            see ``SaveCoordinator.differing_replicas``.
     """
     lines = [
         f"{name.removesuffix(_OBJECTS)}: {versions_text(groups)}" for name, groups in differing

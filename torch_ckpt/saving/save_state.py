@@ -4,9 +4,9 @@
    the tensors and copies of the objects, so that the state dict may change afterwards.
 2. :meth:`SaveState.plan` checks the values. torch describes the parts of those that the engine does
    not know, such as ShardedTensors (checkpoint/flat_state.py).
-3. :meth:`SaveState.contents` returns the part that the coordinator must know.
-4. :meth:`SaveState.sources` looks up the values of this rank's assignment.
-5. :meth:`SaveState.release` releases all values, when they have been copied.
+   The result is the structure of the state, on which the plan of a save depends.
+3. :meth:`SaveState.sources` looks up the values of the items that this rank writes.
+4. :meth:`SaveState.release` releases all values, when they have been copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,6 @@ from torch_ckpt.checkpoint.chunks import chunks_here, hash_layout, require_conse
 from torch_ckpt.checkpoint.flat_state import describe, flatten_sharded_tensors
 from torch_ckpt.checkpoint.objects import pickled, unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.saving.global_plan import Assignment, Contents
 from torch_ckpt.saving.items import as_value, require_savable
 from torch_ckpt.saving.replica_check import fingerprint_of
 from torch_ckpt.saving.snapshots import IMMUTABLE, snapshot_of
@@ -60,20 +59,21 @@ class SaveState:
     def __init__(self, state_dict: StateDict, *, snapshot: bool = False) -> None:
         begin = time.perf_counter()
         refuse_capture()
-        self._watch = _C.SourceWatch() if snapshot else None
-        self._flat = _C.FlatState(state_dict, chunks_here, self._watch)
+        #: Watches the tensors of a snapshot; None for other states.
+        self.watch = _C.SourceWatch() if snapshot else None
+        self._flat = _C.FlatState(state_dict, chunks_here, self.watch)
         for row in self._flat.unplanned():
             value = self._flat.value(row)
             # A ShardedTensor refuses the question.
             if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
                 require_savable(self._flat.name(row), value)
         flatten_sharded_tensors(self._flat)
-        if self._watch is not None:
+        if self.watch is not None:
             for row in self._flat.others():
                 name, value = self._flat.name(row), self._flat.value(row)
                 if isinstance(value, IMMUTABLE):
                     continue
-                kept = snapshot_of(value, name, self._watch)
+                kept = snapshot_of(value, name, self.watch)
                 if kept is not value:
                     self._flat.replace(row, kept)
         #: torch's items of the values that torch describes, by row.
@@ -133,15 +133,6 @@ class SaveState:
         self.structure = self._flat.contents(hash_layout)
         self.seconds = self.seconds[0] + time.perf_counter() - begin, 0.0
 
-    def contents(self, share: Callable[[bytes], bytes | str] = bytes) -> Contents:
-        """Returns the part that the coordinator must know.
-
-        Args:
-            share: replaces the template by a token for its transfer; see :meth:`Exchange.share`.
-        """
-        template, shards = self.structure
-        return Contents(share(template), shards)
-
     def fingerprints(self, mode: str) -> bytes:
         """Returns 4 bytes for each plain tensor, then for each object. These values are assumed to
         be identical on all ranks.
@@ -153,16 +144,16 @@ class SaveState:
         objects = [fingerprint_of(self._flat.value(row)) for row in self._flat.objects()]
         return self._flat.fingerprints(mode == "error") + array("I", objects).tobytes()
 
-    def checksums(self, assignment: Assignment) -> bytes:
-        """Returns 4 bytes for each copy of a sharded tensor that the assignment lists. Call this
+    def checksums(self, copies: bytes) -> bytes:
+        """Returns 4 bytes for each of the copies of sharded tensors that the plan lists. Call this
         before :meth:`sources`."""
-        if not assignment.copies:
+        if not copies:
             return b""
-        numbers = array("I", assignment.copies)
-        found = array("I", self._flat.checksums(assignment.copies))
+        numbers = array("I", copies)
+        found = array("I", self._flat.checksums(copies))
         # The engine cannot read tensors that are not plain.
         places = {number: place for place, number in enumerate(numbers)}
-        for item, row, value, part in self._flat.unready(assignment.copies):
+        for item, row, value, part in self._flat.unready(copies):
             if row in self._described or not _C.is_plain(value):
                 found[places[item]] = _checksum_of(self._tensor(row, value, part))
         return found.tobytes()
@@ -170,33 +161,33 @@ class SaveState:
     # --- the write -------------------------------------------------------------------------------
 
     @no_gc()
-    def sources(self, assignment: Assignment, with_names: bool = False) -> _C.SaveSources:
-        """Returns the values of an assignment.
+    def sources(self, items: bytes, with_names: bool = False) -> _C.SaveSources:
+        """Returns the values of the items that this rank writes.
 
         Args:
+            items: the numbers of the items, as the plan has them.
             with_names: also return the names.
 
         Raises:
             CheckpointError: a value cannot be pickled, or a tensor cannot be saved.
         """
         begin = time.perf_counter()
-        for item, row, value, part in self._flat.unready(assignment.numbers):
+        for item, row, value, part in self._flat.unready(items):
             if row in self._described or isinstance(value, torch.Tensor):
                 found = self._tensor(row, value, part)
             else:
                 found = self._pickle(self._flat.name(row), value)
             self._flat.set_item(item, found)
-        sources = self._flat.sources(assignment.numbers, with_names)
+        sources = self._flat.sources(items, with_names)
         self.seconds = self.seconds[0], time.perf_counter() - begin
         return sources
 
     @no_gc()
-    def parts(
-        self, assignment: Assignment, places: bytes, dtype: torch.dtype | None
-    ) -> _C.SaveSources:
-        """Returns the parts of tensors in an assignment, for files that several ranks write.
+    def parts(self, items: bytes, places: bytes, dtype: torch.dtype | None) -> _C.SaveSources:
+        """Returns the parts of tensors that this rank writes, for files that several ranks write.
 
         Args:
+            items: the numbers of the items, as the plan has them.
             places: the places of the tensors, encoded by the coordinator.
             dtype: dtype in which floating-point tensors are stored; None keeps each tensor's.
 
@@ -205,32 +196,21 @@ class SaveState:
         """
         begin = time.perf_counter()
         # The engine itself makes tensors on devices contiguous.
-        for _item, row, value, _part in self._flat.unready(assignment.numbers):
+        for _item, row, value, _part in self._flat.unready(items):
             if not _C.is_plain(value):
                 raise CheckpointError(
                     f"{self._flat.name(row)}: safetensors files cannot hold a tensor of this "
                     "layout, subclass or device; convert it to a plain tensor first, or leave it "
                     "out"
                 )
-        sources = self._flat.parts(assignment.numbers, places, dtype)
+        sources = self._flat.parts(items, places, dtype)
         self.seconds = self.seconds[0], time.perf_counter() - begin
         return sources
 
     # --- the sources of a snapshot ---------------------------------------------------------------
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """The CUDA devices of the tensors of a snapshot."""
-        return [] if self._watch is None else self._watch.devices
-
-    def changed(self) -> list[str]:
-        """Returns the names of the tensors that were written to since the snapshot was taken."""
-        return [] if self._watch is None else self._watch.changed()
-
     def release(self) -> None:
-        """Releases all values."""
-        if self._watch is not None:
-            self._watch.release()
+        """Releases all values, except the tensors that the watch still watches."""
         self._flat = _C.FlatState({}, chunks_here)
 
     # --- private ---------------------------------------------------------------------------------

@@ -7,18 +7,16 @@ because the checksums are computed anyway.
 
 from __future__ import annotations
 
-import os
-
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.saving.global_plan import GlobalPlan
-from torch_ckpt.saving.items import Written
+from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.write import Written
 
 #: A number that changes in every save, even without training.
 SAVE_COUNTER = "save_counter"
 
 
 class UnchangedDetector:
-    """Compares each save with the previous one.
+    """Compares each save with the previous one, if both write the same items on the same ranks.
 
     Tensors belong to the group of the first component of their path (``model``, ``optim``). A group
     is suspicious if none of its tensors has changed since the last save, but a number in the state
@@ -27,27 +25,29 @@ class UnchangedDetector:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[GlobalPlan, list[Written]] | None = None
+        self._last: tuple[int, list[Written]] | None = None
         self._named: set[str] = set()
 
-    def check(self, plan: GlobalPlan, written: list[Written], where: str) -> str | None:
+    def check(self, plan: SavePlan, written: list[Written], where: str) -> str | None:
         """Returns the text of a warning; None if there is nothing to warn about.
 
         Args:
             written: the results of the writes, by rank.
             where: the checkpoint's directory.
         """
-        last, self._last = self._last, (plan, written)
-        if last is None or not last[0].writes_same_items(plan):
+        coordinator = plan.coordinator
+        last, self._last = self._last, (coordinator.identity, written)
+        if last is None or last[0] != coordinator.identity:
             return None
-        moved, groups = plan.changes(last[1], written, SAVE_COUNTER)
+        before, now = ([one.files for one in save] for save in (last[1], written))
+        moved, groups = coordinator.changes(before, now, SAVE_COUNTER)
         stale = [group for group in groups if group not in self._named]
         if not stale:
             return None
         self._named.update(stale)
         names = [name for group in stale for name in groups[group]]
         return (
-            f"{os.fspath(where)}: {some_of(names, 5)} are bit for bit the same as in the last "
+            f"{where}: {some_of(names, 5)} are bit for bit the same as in the last "
             f"checkpoint, although {moved} has changed since. Unless they are frozen, the saved "
             "state is not the one being trained"
         )

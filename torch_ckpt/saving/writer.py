@@ -1,28 +1,21 @@
-"""The StorageWriter: writes checkpoints for DCP and ``torch_ckpt.save``, by the C++ engine.
+"""torch's StorageWriter: writes the checkpoints of ``dcp.save`` with the C++ engine.
 
-This module contains only policy. csrc/planning and csrc/engine decide what is written where.
-csrc/directory/lease.h describes the commit protocol.
+This class has torch's contract only. ``torch_ckpt.save`` does not use it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.planner import SavePlanner as TorchsSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -33,52 +26,19 @@ from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.file_system import FilesBeneath
-from torch_ckpt.checkpoint.lazy_metadata import SavedMetadata, make_lazy, saved_contents
-from torch_ckpt.checkpoint.lease import (
-    DirectoryLease,
-    refuse_hidden_save,
-    remove_own,
-)
+from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save
 from torch_ckpt.checkpoint.metadata import (
     DCP_VERSION,
     encode_metadata,
-    index_of,
+    require_readable,
     with_checksum_tables,
 )
-from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.saving.background import CHUNK_BYTES, Background
-from torch_ckpt.saving.global_plan import Assignment, GlobalPlan
-from torch_ckpt.saving.items import (
-    Written,
-    brought_with,
-    keeps_default_lookup,
-    names_of_files,
-    resolve,
-    results_of,
-)
-from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
-from torch_ckpt.saving.save_planner import EngineStorageMeta, SavePlanner, global_plan_of
-from torch_ckpt.saving.save_state import SaveState
+from torch_ckpt.options import DEFAULT_FILES, Background, WriteOptions
+from torch_ckpt.saving.items import brought_with, keeps_default_lookup, resolve, results_of
 from torch_ckpt.saving.snapshots import copy_of_state
+from torch_ckpt.saving.write import write_files
 
 _DEFAULT_BACKGROUND = Background()
-
-
-class Saved(Protocol):
-    """A committed save, in the form in which the coordinator sends it to the other ranks."""
-
-    def metadata(self) -> Metadata:
-        """Returns the metadata."""
-
-
-#: By default a rank writes one file per this many bytes or fraction thereof, up to its number of
-#: files. For less data a second file would cost an fsync but not make the save faster: nearly all
-#: chunks of one file are in flight at once (three per file).
-BYTES_PER_FILE = 4 * CHUNK_BYTES
-
-#: By default a rank writes up to this many files concurrently. On the disks measured with
-#: benchmarks/files_per_rank.py, fewer files were slower and more files were not faster.
-DEFAULT_FILES = 4
 
 
 class FileSystemWriter(StockWriter):
@@ -128,16 +88,6 @@ class FileSystemWriter(StockWriter):
         ```
     """
 
-    #: See :class:`torch_ckpt.checkpoint.lease.DirectoryLease`.
-    ends_earlier_leases = True
-
-    #: True if background saves with this writer are compared with the previous save.
-    finds_unchanged = True
-
-    #: True if the code that starts a background save with this writer reports its error. The error
-    #: is then neither logged nor raised by the next save or check_for_errors().
-    reported_elsewhere = False
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -173,27 +123,26 @@ class FileSystemWriter(StockWriter):
         )
         self._given_path: str | os.PathLike[str] = path
         self._make_absolute()
-        # If the caller chose a number of files, use it even if little is written.
-        self.bytes_per_file = BYTES_PER_FILE if thread_count is None else 0
+        self._chooses_files = thread_count is None
         self.separation_hint = separation_hint
         self.max_host_bytes = max_host_bytes
         self.direct_io = direct_io
         self.progress = progress
-        self.write_options()  # refuses invalid options now, not in the first save
         self.background = background
+        self.write_options()  # refuses invalid options now, not in the first save
         self._is_staged = False
         self._is_coordinator = False
         self._is_alone = False
-        self._is_working = False
         self._directory: OpenDirectory | None = None
         self._lease: DirectoryLease | None = None
-        self._write: RankWrite | None = None
+        #: See :class:`torch_ckpt.checkpoint.lease.DirectoryLease`.
+        self.ends_earlier_leases = True
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, which may be in another process, does not participate in the running save.
-        return self.__dict__ | {"_directory": None, "_lease": None, "_write": None}
+        return self.__dict__ | {"_directory": None, "_lease": None}
 
-    # --- DCP's contract, in the order of a save -------------------------------------------------
+    # --- the contract, in the order of a save ----------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._given_path = checkpoint_id or self._given_path
@@ -238,9 +187,9 @@ class FileSystemWriter(StockWriter):
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: TorchsSavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
-            return self._write_data_of(plan, planner)
+            return self._write_files(plan, planner)
         except BaseException:
             if self._is_alone:
                 self.abandon()
@@ -250,88 +199,34 @@ class FileSystemWriter(StockWriter):
                 # This is the last method that DCP calls on such a rank.
                 self._directory = None
 
-    def _write_data_of(
-        self, plan: SavePlan, planner: TorchsSavePlanner
-    ) -> Future[list[WriteResult]]:
-        RelaxedGc.end()
-        prefix: str = plan.storage_data.prefix
-        if self._is_local():
-            prefix = _core.choose_prefix(self.directory, prefix)
-        if not self.engine_can_write():
-            return self._write_through_torch(plan, planner, prefix)
-        if isinstance(planner, SavePlanner) and planner.has_planned():
-            # DCP passes the result of a rank to the coordinator unchanged, so it may have any type.
-            sources, seconds, checksums = planner.take_sources(plan, bool(self.separation_hint))
-            written = self.write_values(prefix, sources)
-            written.seconds = (*seconds, *written.seconds)
-            if checksums:
-                written.checksums = checksums
-            return completed([written])
-        sources = _C.SaveSources()
-        with no_gc():
-            direct = keeps_default_lookup(planner)
-            for item in plan.items:
-                sources.add(item.index.fqn, resolve(planner, item, direct))
-        return completed(results_of(plan.items, self.write_values(prefix, sources)))
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if not self._is_local():
             super().finish(metadata, results)
-            return
-        plan = global_plan_of(metadata)
-        if plan is not None:
-            self._finish_planned(plan, metadata, results)
             return
         with no_gc():
             metadata.version = DCP_VERSION
             metadata.storage_data = {
                 result.index: result.storage_data for of_rank in results for result in of_rank
             }
-            meta = self.storage_meta()
-            metadata.storage_meta = None if meta is None else StorageMeta(**vars(meta))
+            metadata.storage_meta = self.storage_meta()
             tables, directories = brought_with(results)
             complete = with_checksum_tables(metadata, dict(ChainMap(*tables)))
-            data = _core.EncodedMetadata(encode_metadata(complete))
+            data = encode_metadata(complete)
         try:
             require_one_directory([DirectoryIdentity.of(self.directory), *directories])
-            self._refuse_unreadable(complete)
+            require_readable(data, str(self.path))
         except BaseException:
             self.abandon()
             raise
         self.commit(data, {info.relative_path for info in metadata.storage_data.values()})
 
-    def _refuse_unreadable(self, metadata: Metadata) -> None:
-        try:
-            index_of(metadata, str(self.path))
-        except (Corrupt, Unsafe) as error:
-            raise CheckpointError(
-                f"{self.path}: this save was not committed, because its metadata could not be "
-                f"loaded again: {error}"
-            ) from error
-
-    def _finish_planned(self, plan: GlobalPlan, metadata: Metadata, results: list[Any]) -> None:
-        written: list[Written] = [of_rank[0] for of_rank in results]
-        try:
-            require_one_directory([of_rank.directory for of_rank in written])
-            plan.require_equal_copies(written)
-            data = plan.encode(written, self.storage_meta())
-        except BaseException:
-            self.abandon()
-            raise
-        self.commit(data, names_of_files(written))
-        make_lazy(metadata, saved_contents(data))
-
     def storage_meta(self) -> StorageMeta | None:
-        # torch passes this object to the planner; SavePlanner detects by its type that the engine
-        # can write.
-        kind = EngineStorageMeta if self.engine_can_write() else StorageMeta
         # Convert the path to str, because not every Python version can load pickled paths.
-        return kind(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
-
-    # --- DCP's AsyncStager, for dcp.async_save ---------------------------------------------------
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of a state dict in host memory. Later saves reuse the memory.
+        """Returns a copy of a state dict in host memory, for ``dcp.async_save``. Later saves reuse
+        the memory.
 
         Objects are deep-copied. Tensors that are neither plain tensors nor DTensors are cloned.
         """
@@ -340,24 +235,22 @@ class FileSystemWriter(StockWriter):
         self._is_staged = True
         return copy_of_state(state_dict)
 
-    # --- shared with torch_ckpt.save -------------------------------------------------------------
-
-    @property
-    def identity(self) -> str | None:
-        """An identifier that must be the same on all ranks of a save; None if there is nothing to
-        compare."""
-        return None
-
-    @property
-    def destination(self) -> str:
-        """Path or URL of the committed checkpoint."""
-        return str(self.path)
+    # --- the parts that Megatron's writer uses, too -----------------------------------------------
 
     def write_options(self) -> WriteOptions:
         """Returns the options of the next write. As with torch's writer, callers may change the
         attributes until then."""
+        is_default = self._chooses_files and self.thread_count == DEFAULT_FILES
         return WriteOptions(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(WriteOptions)}
+            thread_count=None if is_default else self.thread_count,
+            single_file_per_rank=self.single_file_per_rank,
+            sync_files=self.sync_files,
+            overwrite=self.overwrite,
+            separation_hint=self.separation_hint,
+            max_host_bytes=self.max_host_bytes,
+            direct_io=self.direct_io,
+            progress=self.progress,
+            background=self.background,
         )
 
     def engine_can_write(self) -> bool:
@@ -378,37 +271,11 @@ class FileSystemWriter(StockWriter):
             self._directory = OpenDirectory(self.path)
         return self._directory
 
-    @directory.setter
-    def directory(self, opened: OpenDirectory) -> None:
-        self._directory = opened
-
-    def set_up_for_save(self, rank: int) -> None:
-        """Prepares a save, as DCP's set_up_storage_writer and prepare_local_plan do."""
-        self.rank = rank
-        self.use_collectives = True
-        self._is_coordinator = rank == 0
-        self.prepare_local_plan(SavePlan([]))
-
     @property
     def tag(self) -> str:
         """The text that follows ``__{rank}_`` in the names of all data files. Only valid on the
         coordinator."""
         return self._lease.tag if self._lease is not None and self.use_collectives else ""
-
-    def bytes_moved(self) -> int:
-        """Returns a number that increases as long as this rank makes progress."""
-        write = self._write
-        moved = 0 if write is None else write.moved()
-        return moved + (time.monotonic_ns() if self._is_working else 0)
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Sends heartbeats during a block that may take long but moves no bytes."""
-        self._is_working = True
-        try:
-            yield
-        finally:
-            self._is_working = False
 
     def abandon(self) -> None:
         """Ends a failed save. The coordinator removes the files of all ranks.
@@ -418,86 +285,7 @@ class FileSystemWriter(StockWriter):
         self._lease = None
         self._directory = None
 
-    def write_values(
-        self, prefix: str, sources: _C.SaveSources, write: RankWrite | None = None
-    ) -> Written:
-        """Writes tensors and bytes, fsyncs the files, and blocks until the write is done.
-
-        Args:
-            prefix, sources: see :meth:`RankWrite.run`.
-            write: the RankWrite to use; None creates one. Pass a RankWrite to write a snapshot, or
-                to run other work while the engine writes.
-
-        Raises:
-            OSError, SourceChanged: see :meth:`RankWrite.run`.
-        """
-        # If stage() has copied the state, training is running: write at the background priorities.
-        quiet = self.background if self._is_staged else None
-        self._write = write or RankWrite(background=quiet)
-        title = f"save {Path(self.path).name}"
-        try:
-            return self._write.run(
-                self.directory, self.write_options(), prefix, sources, title, self.rank
-            )
-        finally:
-            self._write = None
-
-    def prepare_state(self, state: SaveState) -> None:
-        """Removes values from a state dict that this writer does not write."""
-
-    def offer_memory(self) -> bytes:
-        """Returns the address of memory that the ranks of this machine can use for the save; empty
-        if this rank offers none."""
-        return b""
-
-    def places(self, plan: GlobalPlan, offers: list[bytes]) -> Sequence[bytes]:
-        """Returns the places of each rank's values in files that several ranks write; empty if each
-        rank writes files of its own. Called on the coordinator.
-
-        Args:
-            offers: the result of :meth:`offer_memory` on each rank.
-        """
-        return ()
-
-    def sources(self, state: SaveState, assignment: Assignment, places: bytes) -> _C.SaveSources:
-        """Returns the values that this rank writes.
-
-        Args:
-            places: this rank's :meth:`places`.
-        """
-        return state.sources(assignment, bool(self.separation_hint))
-
-    def prefix_of_files(self, tag: str) -> str:
-        """Returns the prefix for the names of this rank's files.
-
-        Args:
-            tag: the coordinator's :attr:`tag`.
-        """
-        return _core.choose_prefix(self.directory, f"__{self.rank}_{tag}")
-
-    def prepare_commit(self, plan: GlobalPlan) -> None:
-        """Does the coordinator's work for the commit that does not depend on the files."""
-        plan.engine.describe()
-
-    def commit_plan(self, plan: GlobalPlan, written: list[Written], ranks: int) -> Saved:
-        """Commits a save that the engine has planned, on the coordinator.
-
-        Args:
-            written: the results of the writes, indexed by rank.
-            ranks: number of ranks that receive the result.
-
-        Raises:
-            NotCommitted, DurabilityUncertain: see :meth:`commit`.
-        """
-        data = plan.encode(written, self.storage_meta())
-        self.commit(data, names_of_files(written))
-        return SavedMetadata(data, self.destination, ranks)
-
-    def undo(self, written: Written) -> None:
-        """Removes the files that this rank wrote, after the save has failed on another rank."""
-        remove_own(self.directory, set(written.files.names))
-
-    def commit(self, data: _core.EncodedMetadata, files: set[str]) -> None:
+    def commit(self, data: bytes, files: set[str]) -> None:
         """Publishes ``data`` as the metadata, then removes the files that the metadata does not
         name.
 
@@ -516,7 +304,8 @@ class FileSystemWriter(StockWriter):
         # If no save has begun, take a lease now.
         lease = self._lease or DirectoryLease(self.directory, self._own_rank())
         self._lease = self._directory = None
-        lease.commit(data, files, sync=self.sync_files, replace=self.overwrite)
+        encoded = _core.EncodedMetadata(data)
+        lease.commit(encoded, files, sync=self.sync_files, replace=self.overwrite)
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -540,8 +329,33 @@ class FileSystemWriter(StockWriter):
         """Returns the rank if ranks save independently, and None if they save together."""
         return None if self.use_collectives else self.rank
 
+    def _write_files(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        RelaxedGc.end()
+        prefix: str = plan.storage_data.prefix
+        if self._is_local():
+            prefix = _core.choose_prefix(self.directory, prefix)
+        if not self.engine_can_write():
+            return self._write_through_torch(plan, planner, prefix)
+        sources = _C.SaveSources()
+        with no_gc():
+            direct = keeps_default_lookup(planner)
+            for item in plan.items:
+                sources.add(item.index.fqn, resolve(planner, item, direct))
+        written = write_files(
+            _C.Save(),
+            self.directory,
+            prefix,
+            sources,
+            self.write_options(),
+            title=f"save {Path(self.path).name}",
+            rank=self.rank,
+            # If stage() has copied the state, training is running.
+            background=self.background if self._is_staged else None,
+        )
+        return completed(results_of(plan.items, written))
+
     def _write_through_torch(
-        self, plan: SavePlan, planner: TorchsSavePlanner, prefix: str
+        self, plan: SavePlan, planner: SavePlanner, prefix: str
     ) -> Future[list[WriteResult]]:
         # Use one thread for torch's own code: with several threads, torch loses exceptions of its
         # workers and reports success.

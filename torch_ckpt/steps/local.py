@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.saving.writer import FileSystemWriter
+    from torch_ckpt.options import WriteOptions
+    from torch_ckpt.saving.target import Target
 
 
 class LocalSteps(StepStore):
@@ -91,31 +92,31 @@ class LocalSteps(StepStore):
             )
         return removed
 
-    def writer(
+    def target(
         self,
         step: int,
+        options: WriteOptions,
         *,
         attempt: str,
-        overwrite: bool = False,
+        may_replace: bool = False,
         marker: Callable[[], dict[str, Any]] = dict,
         expected_bytes: int = 0,
-        make_room: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> FileSystemWriter:
-        from torch_ckpt.steps.local_writer import StepWriter
+        make_room: Callable[[], None] = lambda: None,
+    ) -> Target:
+        from torch_ckpt.steps.local_target import StepTarget
 
-        return StepWriter(
+        return StepTarget(
             self.root,
             self.protocol,
             self.patience,
             self.fenced,
             step,
-            attempt,
-            overwrite,
-            marker,
-            expected_bytes,
-            make_room or (lambda: None),
-            options,
+            attempt=attempt,
+            may_replace=may_replace,
+            marker=marker,
+            expected_bytes=expected_bytes,
+            make_room=make_room,
+            options=options,
         )
 
     def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:

@@ -1,7 +1,7 @@
 """The steps of a run beneath a URL that fsspec supports: object stores, and other file systems.
 
 1. A step has its final name from the start: ``0000000100/`` with the files of a checkpoint. It is
-   complete once it has the marker ``write_completed``, which is written last (remote_writer.py).
+   complete once it has the marker ``write_completed``, which is written last (remote_target.py).
 2. A deletion first writes a file ``deleted``, then removes the marker, the other files, and
    ``deleted`` last.
 3. A sweep completes deletions. It also removes steps without a marker that this process is not
@@ -23,8 +23,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch_ckpt._base.checks import names_of
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.options import names_of
 from torch_ckpt.checkpoint.files import lies_beneath
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.saving.writer import FileSystemWriter
+    from torch_ckpt.options import WriteOptions
+    from torch_ckpt.saving.target import Target
 
 #: Age of the newest file, in seconds, after which a step without a marker counts as a leftover.
 LEFTOVER_SECONDS = 3600.0
@@ -138,24 +139,29 @@ class RemoteSteps(StepStore):
                     swept.append(name)
         return swept
 
-    def writer(
+    def target(
         self,
         step: int,
+        options: WriteOptions,
         *,
         attempt: str,
-        overwrite: bool = False,
+        may_replace: bool = False,
         marker: Callable[[], dict[str, Any]] = dict,
         expected_bytes: int = 0,
-        make_room: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> FileSystemWriter:
-        """See :meth:`StepStore.writer`. Ignores ``attempt``, because file names are unique without
+        make_room: Callable[[], None] = lambda: None,
+    ) -> Target:
+        """See :meth:`StepStore.target`. Ignores ``attempt``, because file names are unique without
         it. Checks only the free space of the staging directory, because remote file systems do not
         report their free space."""
-        from torch_ckpt.steps.remote_writer import RemoteWriter
+        from torch_ckpt.steps.remote_target import RemoteStepTarget
 
-        return RemoteWriter(
-            self._files.below(step_name(step)), step, self._staging_dir, overwrite, marker, options
+        return RemoteStepTarget(
+            self._files.below(step_name(step)),
+            step,
+            self._staging_dir,
+            may_replace=may_replace,
+            marker=marker,
+            options=options,
         )
 
     def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:

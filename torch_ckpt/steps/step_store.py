@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from torch_ckpt.inspection.verify import VerifyReport
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.saving.writer import FileSystemWriter
+    from torch_ckpt.options import WriteOptions
+    from torch_ckpt.saving.target import Target
     from torch_ckpt.steps.root_lease import Lease, ObservedLease
 
 
@@ -174,7 +175,7 @@ class StepStore(abc.ABC):
         Args:
             deleted_only: only finish interrupted deletions. Unfinished steps are kept, because a
                 running save might own them.
-            attempt: the 8 hex digits of this run (see :meth:`writer`). Unfinished steps of this run
+            attempt: the 8 hex digits of this run (see :meth:`target`). Unfinished steps of this run
                 are kept.
 
         Returns:
@@ -185,36 +186,36 @@ class StepStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def writer(
+    def target(
         self,
         step: int,
+        options: WriteOptions,
         *,
         attempt: str,
-        overwrite: bool = False,
+        may_replace: bool = False,
         marker: Callable[[], dict[str, Any]] = dict,
         expected_bytes: int = 0,
-        make_room: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> FileSystemWriter:
-        """Creates the writer for one save of a step. The writer's commit completes the step.
+        make_room: Callable[[], None] = lambda: None,
+    ) -> Target:
+        """Creates the target for one save of a step. The target's commit completes the step.
 
         Args:
             step: step number, 0 to 9,999,999,999.
+            options: the options of the save.
             attempt: 8 hex digits, the same on all ranks and different for each run.
-            overwrite: True allows a complete step to be replaced. The existing step is kept until
+            may_replace: True allows a complete step to be replaced. The existing step is kept until
                 the commit.
             marker: function that returns the content of the marker, a dict of JSON values. Called
                 on the coordinator during the commit.
             expected_bytes: lower bound on the total number of bytes that all ranks will write.
             make_room: function that frees disk space, called if fewer than ``expected_bytes`` bytes
                 are free. If too few bytes are free even afterwards, the save is refused.
-            options: passed to :class:`FileSystemWriter`.
 
         Raises:
             ValueError: the step number is out of range.
 
         Raises (from the save, on every rank, inside a ``CheckpointException``):
-            FileExistsError: the step is complete, and ``overwrite`` is False.
+            FileExistsError: the step is complete, and ``may_replace`` is False.
             OSError: fewer than ``expected_bytes`` bytes are free (``ENOSPC``), or a system call
                 failed.
         """

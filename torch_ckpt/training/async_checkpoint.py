@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _core
-from torch_ckpt._base.options import check_options, names_of, options_of
+from torch_ckpt._base.checks import check_options, names_of
 from torch_ckpt.api import LOAD_OPTIONS, async_save, load
+from torch_ckpt.checkpoint.metrics import SaveMetrics
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS
-from torch_ckpt.saving.async_save import AsyncSave
-from torch_ckpt.saving.metrics import SaveMetrics
+from torch_ckpt.saving.handle import AsyncSave
 from torch_ckpt.saving.unchanged import SAVE_COUNTER
-from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import AppState, BeforeSave
 
 
@@ -164,7 +163,7 @@ class AsyncCheckpoint:
             handle = async_save(
                 self._app_state.state_dict,
                 path,
-                on_commit=None if on_commit is None else lambda _metadata: on_commit(path),
+                on_commit=None if on_commit is None else lambda _checkpoint: on_commit(path),
                 **self._save_options,
             )
         except BaseException:
@@ -289,8 +288,7 @@ def _checked(save_options: Mapping[str, Any]) -> dict[str, Any]:
             f"save_options must be a mapping, got {type(save_options).__name__}. Pass the values "
             "to save as keywords: AsyncCheckpoint(model=model)."
         )
-    accepted = names_of(async_save) | options_of(FileSystemWriter)
-    unknown = [name for name in save_options if name not in accepted]
+    unknown = [name for name in save_options if name not in names_of(async_save)]
     if unknown:
         raise TypeError(
             f"save_options has {', '.join(map(repr, unknown))}, which torch_ckpt.async_save does "

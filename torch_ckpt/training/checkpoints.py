@@ -6,6 +6,7 @@ the same state, because all of them use :class:`torch_ckpt.state.app_state.AppSt
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import re
 import time
@@ -18,8 +19,10 @@ from torch_ckpt.training.file_operations import StrPath, join
 # The functions import the engine when called, so that importing this package does not.
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from typing_extensions import Never  # in typing since Python 3.11
 
     from torch_ckpt.loading.report import LoadReport
+    from torch_ckpt.options import WriteOptions
     from torch_ckpt.steps import StepStore
 
 _TIMEOUT_SECONDS = 300.0
@@ -43,7 +46,8 @@ def save_checkpoint(
     timeout: float = _TIMEOUT_SECONDS,
     staging_dir: StrPath | None = None,
     max_io_threads: int | None = None,
-    **writer_options: Any,
+    options: WriteOptions | None = None,
+    **removed: Never,
 ) -> None:
     """Saves a state as a step, and blocks until the step is complete.
 
@@ -62,9 +66,10 @@ def save_checkpoint(
         timeout: seconds after which a rank that sends no heartbeat is declared dead.
         staging_dir: local directory where files are written before they are uploaded to a URL; see
             :class:`torch_ckpt.steps.remote.RemoteSteps`.
-        max_io_threads: number of threads that write, passed to the writer as ``thread_count``. None
+        max_io_threads: number of threads that write, the ``thread_count`` of the options. None
             chooses a number that suits the machine.
-        writer_options: options of :class:`torch_ckpt.FileSystemWriter`.
+        options: the options of the save; None chooses the defaults.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Raises:
         FileExistsError: the step is already complete and ``overwrite`` is False; raised on every
@@ -81,12 +86,22 @@ def save_checkpoint(
 
         training.save_checkpoint("run", step, {"model": model, "optimizer": optimizer})
     """
-    from torch_ckpt.api import save
+    from torch_ckpt.options import WriteOptions, refuse_options
     from torch_ckpt.ranks.collective_call import CollectiveCall
+    from torch_ckpt.ranks.group import RankGroup
+    from torch_ckpt.saving.handle import save
     from torch_ckpt.state.app_state import AppState
     from torch_ckpt.steps import open_steps, step_name
 
-    options = _with_threads(writer_options, max_io_threads)
+    if removed:
+        refuse_options(save_checkpoint, removed)
+    options = options or WriteOptions()
+    if max_io_threads is not None:
+        if options.thread_count is not None:
+            raise ValueError(
+                "max_io_threads and thread_count are the same option; pass one of them"
+            )
+        options = dataclasses.replace(options, thread_count=max_io_threads)
     opened: list[StepStore] = []
 
     def begin() -> tuple[str, bool]:
@@ -110,11 +125,11 @@ def save_checkpoint(
             join(directory, step_name(step)),
         )
     [steps] = opened
-    writer = steps.writer(
-        step, attempt=attempt, overwrite=overwrite, marker=steps.run_marker, **options
+    target = steps.target(
+        step, options, attempt=attempt, may_replace=overwrite, marker=steps.run_marker
     )
-    read_state = AppState(state).state_dict
-    save(read_state, storage_writer=writer, process_group=process_group, timeout=timeout)
+    group = RankGroup.of(process_group)
+    save(AppState(state).state_dict, lambda: target, group, timeout=timeout)
 
 
 def load_checkpoint_if_it_exists(

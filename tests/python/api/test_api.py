@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import pickle
 import re
 from collections.abc import Callable
@@ -13,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 import torch_ckpt
+from tests.fault_hooks import at_fault_points
 from tests.metadata import read_metadata
 from tests.support import (
     assert_equal,
@@ -28,7 +27,6 @@ from tests.support import (
     stock_load,
     stock_save,
 )
-from torch_ckpt import _C
 
 StateDict = dict[str, Any]
 
@@ -83,7 +81,7 @@ def described(metadata: Metadata) -> list[tuple[Any, ...]]:
 
 
 def test_the_metadata_is_that_of_dcp_save(tmp_path: Path) -> None:
-    ours = torch_ckpt.save(full_state(), tmp_path / "ours")
+    ours = torch_ckpt.save(full_state(), tmp_path / "ours").metadata()
     dcps = save(full_state(), tmp_path / "dcp")
     assert described(ours) == described(dcps)
     assert ours.planner_data == dcps.planner_data
@@ -144,21 +142,13 @@ def test_a_custom_planner_is_used(tmp_path: Path) -> None:
 
 
 WRONG_OPTIONS: list[tuple[StateDict, str]] = [
-    ({"checkpoint_id": None}, "Pass a checkpoint_id or a FileSystemWriter"),
-    ({"thread_count": 0}, "thread_count must be at least 1"),
-    ({"storage_writer": "mine"}, "expected a torch_ckpt.FileSystemWriter, got str"),
-    (
-        {"storage_writer": "mine", "thread_count": 2},
-        "thread_count cannot be combined with a FileSystemWriter",
-    ),
     ({"check_replicas": "all"}, "check_replicas must be one of"),
     ({"checkpoint_id": ""}, "checkpoint_id is empty"),
+    ({"format": "gguf"}, "format must be one of 'checkpoint', 'safetensors', got 'gguf'"),
 ]
 WRONG_OPTIONS_OF_ASYNC_SAVE: list[tuple[StateDict, str]] = [
     ({"staging": "later"}, "staging must be one of 'blocking', 'overlapped', got 'later'"),
     ({"if_busy": "skip"}, "if_busy must be one of 'wait', 'raise', got 'skip'"),
-    ({"max_host_bytes": 1}, "max_host_bytes must be at least 4096"),
-    ({"_extensions": [object()]}, "Pass this writer to dcp.async_save instead"),
 ]
 
 
@@ -187,6 +177,42 @@ def test_contradicting_options_are_an_error_of_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"thread_count": 0}, "thread_count must be at least 1"),
+        ({"max_host_bytes": 1}, "max_host_bytes must be at least 4096"),
+        ({"direct_io": "maybe"}, "direct_io must be True, False or \"auto\", got 'maybe'"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_its_object(options: StateDict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch_ckpt.WriteOptions(**options)
+
+
+@pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save])
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ({"thread_count": 2}, "options=torch_ckpt.WriteOptions(thread_count=...)"),
+        ({"dtype": "bf16"}, "format=torch_ckpt.Safetensors(dtype=...)"),
+    ],
+)
+def test_a_former_keyword_is_refused_with_the_object_that_has_it(
+    call: Callable[..., Any], options: StateDict, instead: str, tmp_path: Path
+) -> None:
+    with pytest.raises((TypeError, dcp.CheckpointException), match=re.escape(instead)):
+        call({}, tmp_path / "c", **options)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save])
+def test_options_of_another_kind_are_refused(call: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"options must be a torch_ckpt\.WriteOptions, got \{\}"):
+        call({}, tmp_path / "c", options={})
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load])
 def test_an_unknown_option_names_the_called_function(
     call: Callable[..., Any], tmp_path: Path
@@ -210,9 +236,6 @@ def test_swapped_arguments_are_refused_with_the_right_order(
 URLS = ["s3://bucket/run", "file:///tmp/x", "memory://a"]
 OURS: dict[str, Callable[[str], Any]] = {
     "save": lambda url: torch_ckpt.save({}, url, no_dist=True),
-    "save with a writer": lambda url: torch_ckpt.save(
-        {}, url, storage_writer=torch_ckpt.FileSystemWriter("c"), no_dist=True
-    ),
     "async_save": lambda url: torch_ckpt.async_save({}, url, no_dist=True).result(),
     "load": lambda url: torch_ckpt.load({}, url, no_dist=True),
     "preflight": lambda url: torch_ckpt.preflight({}, url),
@@ -274,48 +297,39 @@ def test_a_local_path_may_contain_colons(tmp_path: Path) -> None:
     assert data_files(tmp_path / "c:" / "d")
 
 
-@pytest.mark.parametrize(
-    "used",
-    [
-        lambda metadata: metadata,
-        copy.copy,
-        copy.deepcopy,
-        dataclasses.replace,
-        lambda metadata: pickle.loads(pickle.dumps(metadata)),
-    ],
-    ids=["itself", "copied", "copied deeply", "replaced", "pickled"],
-)
-def test_the_returned_metadata_behaves_like_torchs(
-    tmp_path: Path, used: Callable[[Metadata], Metadata]
+def test_a_save_returns_the_path_the_metrics_and_the_metadata(tmp_path: Path) -> None:
+    saved = torch_ckpt.save({"t": torch.ones(2), "step": 3}, tmp_path / "c", no_dist=True)
+    assert saved.path == str(tmp_path / "c")
+    assert saved.metrics.total_s > saved.metrics.commit_s > 0
+    assert saved.metadata() == read_metadata(tmp_path / "c")
+    assert type(saved.metadata()) is Metadata
+
+
+@pytest.mark.parametrize("planner", [None, dcp.DefaultSavePlanner()])
+def test_the_stored_metadata_has_only_classes_of_torch(
+    tmp_path: Path, planner: dcp.SavePlanner | None
 ) -> None:
-    returned = torch_ckpt.save({"t": torch.ones(2), "step": 3}, tmp_path / "c", no_dist=True)
-    assert isinstance(returned, Metadata)
-    made = used(returned)
-    stored = read_metadata(tmp_path / "c")
-    assert made == stored
-    assert stored == returned
-    assert made.__class__ is Metadata
-
-
-def test_the_metadata_of_two_saves_differ(tmp_path: Path) -> None:
-    first, second = (torch_ckpt.save({"t": torch.ones(2)}, tmp_path / name) for name in "ab")
-    assert first != second
-    assert first != 3
+    torch_ckpt.save({"w": f32(3)}, tmp_path, planner=planner)
+    data = (tmp_path / ".metadata").read_bytes()
+    assert b"torch_ckpt.saving" not in data
+    metadata = pickle.loads(data)
+    assert type(metadata.storage_meta) is StorageMeta
+    assert metadata.storage_meta.checkpoint_id == str(tmp_path)
 
 
 def test_a_tensor_is_saved_from_the_memory_that_it_had_if_its_data_is_replaced_during_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     # So large that the allocator returns freed memory to the system.
     tensor = torch.arange(1 << 23)
-    start = _C.start_save
 
-    def start_after_replacement(*args: Any, **kwargs: Any) -> _C.Save:
-        tensor.data = torch.empty(0, dtype=tensor.dtype)
-        return start(*args, **kwargs)
+    def replace(operation: str, _path: str) -> int:
+        if operation == "engine begins":
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+        return 0
 
-    monkeypatch.setattr(_C, "start_save", start_after_replacement)
-    torch_ckpt.save({"tensor": tensor}, tmp_path / "checkpoint")
+    with at_fault_points(replace):
+        torch_ckpt.save({"tensor": tensor}, tmp_path / "checkpoint")
     loaded = {"tensor": torch.empty(1 << 23, dtype=tensor.dtype)}
     torch_ckpt.load(loaded, tmp_path / "checkpoint")
     assert torch.equal(loaded["tensor"], torch.arange(1 << 23))

@@ -76,7 +76,10 @@ def test_a_save_takes_a_snapshot(tmp_path: Path, staging: str, max_host_bytes: i
     values = state()
     expected = on_host(values)
     handle = torch_ckpt.async_save(
-        values, tmp_path / "c", staging=staging, max_host_bytes=max_host_bytes
+        values,
+        tmp_path / "c",
+        staging=staging,
+        options=torch_ckpt.WriteOptions(max_host_bytes=max_host_bytes),
     )
     handle.wait_staged()
     for value in values.values():

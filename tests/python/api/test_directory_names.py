@@ -53,7 +53,7 @@ def test_an_error_has_the_name_as_python_writes_it(path: Path) -> None:
     with pytest.raises(FileNotFoundError) as missing:
         OpenDirectory(path)
     assert missing.value.filename == str(path)
-    torch_ckpt.save(STATE, path, no_dist=True, thread_count=1)
+    torch_ckpt.save(STATE, path, no_dist=True, options=torch_ckpt.WriteOptions(thread_count=1))
     (file,) = (name for name in os.listdir(path) if name.endswith(".distcp"))
     os.truncate(path / file, 100)
     with pytest.raises(dcp.CheckpointException) as raised:

@@ -68,7 +68,12 @@ def test_an_interrupt_at_any_instruction_leaves_no_open_descriptor(
     tmp_path: Path, what: str
 ) -> None:
     # An object in addition to the tensor: torch's code reads it.
-    torch_ckpt.save({"t": torch.arange(4.0), "step": 1}, tmp_path, no_dist=True, thread_count=1)
+    torch_ckpt.save(
+        {"t": torch.arange(4.0), "step": 1},
+        tmp_path,
+        no_dist=True,
+        options=torch_ckpt.WriteOptions(thread_count=1),
+    )
     work: dict[str, Callable[[], Any]] = {
         "load": lambda: torch_ckpt.load({"t": torch.zeros(4), "step": 0}, tmp_path, no_dist=True),
         "verify": lambda: torch_ckpt.verify(tmp_path),

@@ -185,7 +185,8 @@ def test_a_save_that_cannot_protect_its_files_does_not_start_and_its_kept_error_
 
 def test_a_copy_of_a_writer_does_not_take_part_in_its_save(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
-    writer.set_up_for_save(0)
+    writer.set_up_storage_writer(True)
+    writer.prepare_local_plan(dcp.SavePlan([]))
     copies = [pickle.loads(pickle.dumps(writer)), copy.deepcopy(writer), copy.copy(writer)]
     assert not is_free(tmp_path)
     writer.abandon()
@@ -220,12 +221,12 @@ class CannotPlan(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("kind", [HasNoData, CannotPlan])
-def test_a_failed_save_releases_the_directory_although_planner_and_writer_are_kept(
+def test_a_failed_save_releases_the_directory_although_the_planner_is_kept(
     tmp_path: Path, kind: type[DefaultSavePlanner]
 ) -> None:
-    writer, planner = torch_ckpt.FileSystemWriter(tmp_path), kind()
+    planner = kind()
     with pytest.raises(dcp.CheckpointException, match="refused"):
-        torch_ckpt.save(state_of(9), storage_writer=writer, planner=planner, no_dist=True)
+        torch_ckpt.save(state_of(9), tmp_path, planner=planner, no_dist=True)
     assert is_free(tmp_path)
 
 
@@ -348,7 +349,9 @@ def test_two_processes_that_save_and_two_that_load_never_see_a_mixture(tmp_path:
 
     def save_again_and_again(first: int, _send: object) -> bool:
         for number in range(first, first + SAVES_EACH):
-            torch_ckpt.save(state_of(number), tmp_path, thread_count=2)
+            torch_ckpt.save(
+                state_of(number), tmp_path, options=torch_ckpt.WriteOptions(thread_count=2)
+            )
         return True
 
     def load_again_and_again(by: Callable[..., None], _send: object) -> int:

@@ -218,7 +218,7 @@ def test_an_optimizer_without_state_is_refused_with_a_planner(tmp_path: Path) ->
 
 
 def test_random_number_generators_are_saved_per_rank(tmp_path: Path) -> None:
-    metadata = torch_ckpt.save({"rng": RNGState()}, tmp_path)
+    metadata = torch_ckpt.save({"rng": RNGState()}, tmp_path).metadata()
     drawn = torch.rand(3)
     torch_ckpt.load({"rng": RNGState()}, tmp_path)
     assert set(metadata.state_dict_metadata) == {"rng.rank0"}

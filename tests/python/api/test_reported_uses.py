@@ -56,8 +56,8 @@ def test_the_metadata_that_a_save_returns_names_the_save(tmp_path: Path) -> None
     state = {"a": torch.ones(2)}
     writer = torch_ckpt.FileSystemWriter(tmp_path / "dcp")
     returned = [
-        torch_ckpt.save(state, tmp_path / "save"),
-        torch_ckpt.async_save(state, tmp_path / "async").result(),
+        torch_ckpt.save(state, tmp_path / "save").metadata(),
+        torch_ckpt.async_save(state, tmp_path / "async").result().metadata(),
         dcp.save(state, storage_writer=writer),
         torch_ckpt.FileSystemReader(tmp_path / "save").read_metadata(),
     ]

@@ -113,7 +113,9 @@ def test_a_record_equals_torchs_for_every_dtype(
 @pytest.mark.parametrize("name", ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"])
 def test_torch_ckpt_saves_the_dtypes_that_dcp_cannot(tmp_path: Path, name: str) -> None:
     tensor = random_tensor((3, 5), getattr(torch, name))
-    torch_ckpt.save({"tensor": tensor}, tmp_path, no_dist=True, thread_count=1)
+    torch_ckpt.save(
+        {"tensor": tensor}, tmp_path, no_dist=True, options=torch_ckpt.WriteOptions(thread_count=1)
+    )
     assert data_files(tmp_path)[0].read_bytes() == record_of(tensor)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 import torch_ckpt
 from tests.commands import Run
 from tests.fault_hooks import before, failing
-from tests.support import data_files, save
+from tests.support import data_files, save, save_step
 from torch_ckpt._base.formatting import size
 from torch_ckpt.cli.arguments import build_parser
 from torch_ckpt.cli.completion import subcommands
@@ -315,8 +315,7 @@ def test_each_command_escapes_control_characters(tmp_path: Path, run: Run) -> No
     save({}, other)
     torch.save({"t": torch.zeros(3)}, tmp_path / f"{name}.pt")
     marker = {"metrics": {name: 1.0}}
-    step = LocalSteps(tmp_path / "run").writer(1, attempt="0123abcd", marker=lambda: marker)
-    torch_ckpt.save({"t": torch.zeros(3)}, storage_writer=step, no_dist=True)
+    save_step(LocalSteps(tmp_path / "run"), 1, {"t": torch.zeros(3)}, marker=lambda: marker)
     for arguments, code in (
         (["show", sound], 0),
         (["diff", sound, other], 1),

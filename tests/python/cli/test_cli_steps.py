@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests import support
 from tests.commands import Run
 from tests.fault_hooks import before
 from torch_ckpt._base.formatting import duration
@@ -31,8 +32,7 @@ def save_step(
     root: Path, step: int, hours_ago: float = 0.0, epoch: int = 0, **metrics: float
 ) -> None:
     marker = {"saved_at": time.time() - 3600 * hours_ago, "metrics": metrics, "epoch": epoch}
-    writer = LocalSteps(root).writer(step, attempt="0123abcd", marker=lambda: marker)
-    torch_ckpt.save({"t": torch.ones(100)}, storage_writer=writer, no_dist=True)
+    support.save_step(LocalSteps(root), step, {"t": torch.ones(100)}, marker=lambda: marker)
 
 
 def save_steps(root: Path, *steps: int) -> None:
@@ -404,8 +404,8 @@ def test_steps_and_gc_work_on_remote_roots(run: Run) -> None:
     root = "memory://test_cli_steps"
     store = open_steps(root)
     for step in (1, 2):
-        writer = store.writer(step, attempt="0123abcd", marker=lambda: {"metrics": {"loss": 1.0}})
-        torch_ckpt.save({"t": torch.ones(100)}, storage_writer=writer, no_dist=True)
+        state, marker = {"t": torch.ones(100)}, {"metrics": {"loss": 1.0}}
+        support.save_step(store, step, state, marker=lambda m=marker: m)
     assert [step["step"] for step in run.json("steps", root)["steps"]] == [1, 2]
     run("pin", root, "1")
     assert "is pinned" in run("delete", root, "1", code=2)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import torch_ckpt
 from tests.commands import Run
-from tests.support import data_files, save
+from tests.support import data_files, save, save_step
 from torch_ckpt.cli.arguments import build_parser
 from torch_ckpt.cli.completion import subcommands
 from torch_ckpt.cli.output import print_json
@@ -59,9 +58,8 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "run"
     for step in (1, 2, 3):
         marker = {"saved_at": time.time(), "metrics": {"loss": 1.0}}
-        writer = LocalSteps(root).writer(step, attempt="0123abcd", marker=lambda m=marker: m)
         state = {"model.weight": torch.ones(5), "model.bias": torch.ones(1), "epoch": step}
-        torch_ckpt.save(state, storage_writer=writer, no_dist=True)
+        save_step(LocalSteps(root), step, state, marker=lambda m=marker: m)
     return root
 
 

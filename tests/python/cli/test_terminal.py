@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import torch_ckpt
-from tests.support import data_files, save
+from tests.support import data_files, save, save_step
 from tests.terminals import run_in_terminal, visible
 from torch_ckpt import cli
 from torch_ckpt._base.formatting import Table
@@ -153,8 +152,7 @@ def test_deletions_and_doctor_show_progress(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for step in (1, 2, 3, 4):
-        writer = LocalSteps(tmp_path).writer(step, attempt="0123abcd", marker=dict)
-        torch_ckpt.save({"t": torch.ones(100)}, storage_writer=writer, no_dist=True)
+        save_step(LocalSteps(tmp_path), step, {"t": torch.ones(100)})
     for title, arguments in (
         ("delete", ["delete", str(tmp_path), "1"]),
         ("delete", ["gc", str(tmp_path), "--keep-last", "1"]),

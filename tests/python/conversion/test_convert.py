@@ -189,7 +189,7 @@ def test_a_directory_of_safetensors_files_has_the_checksums_of_a_save(tmp_path: 
     options: dict[str, Any] = {"config": config, "max_shard_size": 100}
     # Waves of a few bytes write parts of one file several times.
     report = convert(tmp_path / "ckpt", tmp_path / "hf", max_host_bytes=50, **options)
-    torch_ckpt.save(state, tmp_path / "saved", format="safetensors", no_dist=True, **options)
+    torch_ckpt.save(state, tmp_path / "saved", format=torch_ckpt.Safetensors(**options))
     written = names_in(tmp_path / "hf")
     assert "torch_ckpt.checksums" in written
     assert written == names_in(tmp_path / "saved") == sorted(Path(f).name for f in report.files)

@@ -251,9 +251,11 @@ def open_files_limited_to(count: int) -> Iterator[None]:
 def test_a_delta_of_more_files_than_a_process_may_open_is_made_and_applied(tmp_path: Path) -> None:
     state = {f"layers.{i}": torch.full((8,), float(i)) for i in range(60)}
     with open_files_limited_to(len(os.listdir("/proc/self/fd")) + 30):
-        publish(state, tmp_path / "root", max_shard_size=32)
+        publish(state, tmp_path / "root", format=torch_ckpt.Safetensors(max_shard_size=32))
         changed = {name: value + 1 for name, value in state.items()}
-        version = publish(changed, tmp_path / "root", max_shard_size=32, delta=True)
+        version = publish(
+            changed, tmp_path / "root", format=torch_ckpt.Safetensors(max_shard_size=32), delta=True
+        )
         base = version.with_name("0000000000")
         torch_ckpt.apply_delta(version, base, out=tmp_path / "made")
     assert_same_files(tmp_path / "made", version)

@@ -58,10 +58,14 @@ MODELS = {
 
 
 def save(model: Any, tmp_path: Path, **options: Any) -> Path:
-    """Saves a model and its configuration. Returns the directory."""
+    """Saves a model and its configuration. Returns the directory.
+
+    Args:
+        options: of :class:`torch_ckpt.Safetensors`.
+    """
     model.config.save_pretrained(tmp_path / "config")
-    options |= {"format": "safetensors", "config": tmp_path / "config", "no_dist": True}
-    torch_ckpt.save(model.state_dict(), tmp_path / "model", **options)
+    format = torch_ckpt.Safetensors(config=tmp_path / "config", **options)
+    torch_ckpt.save(model.state_dict(), tmp_path / "model", format=format, no_dist=True)
     return tmp_path / "model"
 
 

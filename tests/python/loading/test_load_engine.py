@@ -156,7 +156,7 @@ def test_a_file_outside_of_the_checkpoint_is_refused_before_anything_changes(
     tmp_path: Path,
 ) -> None:
     stored = {"a": torch.ones(3), "note": "stored", "weight": torch.ones(3)}
-    metadata = torch_ckpt.save(stored, tmp_path, no_dist=True)
+    metadata = torch_ckpt.save(stored, tmp_path, no_dist=True).metadata()
     place_of(metadata, "weight").relative_path = "../other"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     state = {"a": torch.zeros(3), "note": "mine", "weight": torch.zeros(3)}

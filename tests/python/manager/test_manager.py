@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import torch_ckpt
 from tests.fault_hooks import failing
 from tests.forked import run_script
 from tests.gates import LIMIT, Gate
@@ -221,7 +222,7 @@ def test_with_overlapped_staging_a_guarded_or_waiting_step_may_follow(make: Make
 
 
 def test_writer_options_reach_the_writer(make: Make, root: Path) -> None:
-    made = make(thread_count=1, single_file_per_rank=False)
+    made = make(write=torch_ckpt.WriteOptions(thread_count=1, single_file_per_rank=False))
     train(made, [1])
     made.wait_until_finished()
     assert len(data_files(root / "0000000001")) > 3
@@ -368,7 +369,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tread_count": 3}, TypeError, "did you mean 'thread_count'"),
     ({"keep_every_hours": timedelta(hours=2)}, TypeError, "must be a number of hours, got"),
     ({"keep_last": "3"}, TypeError, "keep_last must be a number, got '3'"),
-    ({"thread_count": 0}, ValueError, "thread_count must be at least 1"),
+    ({"thread_count": 2}, TypeError, r"write=torch_ckpt\.WriteOptions\(thread_count=\.\.\.\)"),
     ({"overwrite": True}, TypeError, "overwrite"),
     (
         {"load_options": {"alow_pickle": True}},

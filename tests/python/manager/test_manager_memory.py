@@ -12,6 +12,7 @@ from tests.managers import Training
 from torch_ckpt import CheckpointManager
 from torch_ckpt.manager import manager as manager_module
 from torch_ckpt.manager.live_tensors import live_tensors
+from torch_ckpt.options import WriteOptions
 
 
 @pytest.fixture
@@ -36,8 +37,8 @@ def test_restore_and_the_first_call_that_does_not_save_reserve_memory(
     tmp_path: Path, requests: list[dict[str, Any]]
 ) -> None:
     training = Training()
-    options: dict[str, Any] = {"interval": 3, "thread_count": 2, "max_host_bytes": 1 << 20}
-    with CheckpointManager(tmp_path, **options) as manager:
+    write = WriteOptions(thread_count=2, max_host_bytes=1 << 20)
+    with CheckpointManager(tmp_path, interval=3, write=write) as manager:
         assert manager.restore(training.state) == 0
         for step in range(1, 4):
             training.step()

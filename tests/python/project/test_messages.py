@@ -17,32 +17,33 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.words import files, passages
 from torch_ckpt import CheckpointManager, training
-from torch_ckpt._base.options import names_of, options_of
+from torch_ckpt._base.checks import names_of, options_of
 from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.integrations import lightning
 from torch_ckpt.megatron import AsyncCallsQueue, FileSystemWriterAsync
 
 WRITER = options_of(torch_ckpt.FileSystemWriter)
 READER = options_of(torch_ckpt.FileSystemReader)
-SAFETENSORS = options_of(torch_ckpt.SafetensorsWriter)
+WRITE = names_of(torch_ckpt.WriteOptions)
+SAFETENSORS = names_of(torch_ckpt.Safetensors)
 
 #: The options that a user can pass, by the function or class that accepts them.
 ACCEPTED = {
-    "save": names_of(torch_ckpt.save) | WRITER,
-    "async_save": names_of(torch_ckpt.async_save) | WRITER,
-    "save of safetensors": names_of(torch_ckpt.save) | SAFETENSORS,
+    "save": names_of(torch_ckpt.save) | WRITE,
+    "async_save": names_of(torch_ckpt.async_save) | WRITE,
+    "save of safetensors": names_of(torch_ckpt.save) | WRITE | SAFETENSORS,
     "FileSystemWriter": WRITER,
     "FileSystemReader": READER,
     "load": LOAD_OPTIONS,
     "preflight": names_of(torch_ckpt.preflight) | READER,
     "convert": names_of(torch_ckpt.convert),
     "Export": names_of(torch_ckpt.Export),
-    "CheckpointManager": names_of(CheckpointManager) | WRITER,
+    "CheckpointManager": names_of(CheckpointManager) | WRITE,
     "CheckpointManager.save": names_of(CheckpointManager.save),
     "CheckpointManager.restore": names_of(CheckpointManager.restore),
-    "training.save_checkpoint": names_of(training.save_checkpoint) | WRITER,
+    "training.save_checkpoint": names_of(training.save_checkpoint) | WRITE,
     "training.load_checkpoint_if_it_exists": LOAD_OPTIONS,
-    "TorchCkptIO": names_of(lightning.TorchCkptIO) | WRITER,
+    "TorchCkptIO": names_of(lightning.TorchCkptIO) | WRITE,
     "AsyncCallsQueue": names_of(AsyncCallsQueue) | names_of(AsyncCallsQueue.close),
     "maybe_finalize_async_calls": names_of(AsyncCallsQueue.maybe_finalize_async_calls),
     "FileSystemWriterAsync": names_of(FileSystemWriterAsync) | WRITER,
@@ -71,6 +72,7 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/checkpoint/objects.py", "load_options"): ["CheckpointManager"],
     ("csrc/index/checkpoint_index.cpp", "load_options"): ["CheckpointManager"],
     ("torch_ckpt/integrations/lightning.py", "async_saves"): ["TorchCkptIO"],
+    ("torch_ckpt/integrations/lightning.py", "options"): ["TorchCkptIO"],
     ("torch_ckpt/loading/load.py", "names"): LOADS,
     ("torch_ckpt/loading/load.py", "strict"): LOADS,
     ("torch_ckpt/loading/report.py", "rename"): [*LOADS, "preflight"],
@@ -88,12 +90,13 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/megatron/calls_queue.py", "blocking"): ["maybe_finalize_async_calls"],
     ("torch_ckpt/megatron/write_task.py", "abort"): ["AsyncCallsQueue"],
     ("torch_ckpt/retention.py", "keep_best"): ["CheckpointManager"],
-    ("torch_ckpt/saving/job.py", "staging"): ["async_save", "CheckpointManager"],
-    ("torch_ckpt/saving/job.py", "warn_unchanged"): ["async_save"],
+    ("torch_ckpt/saving/handle.py", "if_busy"): ["async_save"],
+    ("torch_ckpt/saving/handle.py", "staging"): ["async_save", "CheckpointManager"],
+    ("torch_ckpt/saving/handle.py", "warn_unchanged"): ["async_save"],
     ("torch_ckpt/saving/replica_check.py", "check_replicas"): ["save", "CheckpointManager"],
-    ("torch_ckpt/saving/running_saves.py", "if_busy"): ["async_save"],
     ("torch_ckpt/saving/save_state.py", "device"): ["to_empty"],
-    ("torch_ckpt/saving/writer.py", "overwrite"): ["save", "FileSystemWriter"],
+    ("torch_ckpt/saving/target.py", "overwrite"): SAVES[:3],
+    ("torch_ckpt/saving/writer.py", "overwrite"): ["FileSystemWriter"],
     ("torch_ckpt/state/app_state.py", "device"): ["to_empty"],
     ("torch_ckpt/state/load_session.py", "free_before_read"): ["load"],
     ("torch_ckpt/state/load_session.py", "rename"): LOADS,
@@ -101,7 +104,6 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/state/optimizers.py", "names"): [*LOADS, "preflight"],
     ("torch_ckpt/state/state_targets.py", "names"): LOADS,
     ("torch_ckpt/steps/lease_protocol.py", "takeover"): ["CheckpointManager"],
-    ("torch_ckpt/steps/remote_writer.py", "use_collectives"): ["dcp.save"],
     ("torch_ckpt/steps/root_lease.py", "read_only"): ["CheckpointManager"],
     ("torch_ckpt/training/checkpoints.py", "overwrite"): ["training.save_checkpoint"],
 }
@@ -119,8 +121,8 @@ NO_OPTIONS = {
 NO_MESSAGES = (
     "torch_ckpt/cli/completion.py",
     "torch_ckpt/training/graphs.py",
-    "torch_ckpt/huggingface/safetensors_writer.py",
-    "torch_ckpt/publication/version_writer.py",
+    "torch_ckpt/huggingface/model_target.py",
+    "torch_ckpt/publication/version_target.py",
 )
 
 MENTIONED = re.compile(r"(?<![\w.{-])([a-z][a-z0-9_]*)=")

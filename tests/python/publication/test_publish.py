@@ -100,9 +100,11 @@ def inodes(version: torch_ckpt.Version) -> dict[str, int]:
 
 def test_files_that_have_not_changed_are_shared_with_the_base(tmp_path: Path) -> None:
     state = model()
-    first = publish(state, tmp_path, max_shard_size=4000)
+    first = publish(state, tmp_path, format=torch_ckpt.Safetensors(max_shard_size=4000))
     state["layers.3"] = state["layers.3"] + 1
-    second = publish(state, tmp_path, max_shard_size=4000, base="latest")
+    second = publish(
+        state, tmp_path, format=torch_ckpt.Safetensors(max_shard_size=4000), base="latest"
+    )
     before, after = inodes(first), inodes(second)
     files = sorted(name for name in after if name.endswith(".safetensors"))
     assert len(files) == 2

@@ -41,8 +41,8 @@ def test_wrong_options_on_one_rank_fail_the_save_of_the_others_at_once(
 
     def work(rank: int) -> Any:
         if rank == 1:
-            with pytest.raises(ValueError, match="max_host_bytes"):
-                by({"n": 1}, tmp_path, max_host_bytes=1)
+            with pytest.raises(ValueError, match="check_replicas must be one of"):
+                by({"n": 1}, tmp_path, check_replicas="all")
             # Long before this rank would be declared dead.
             return other_is_through.wait(PATIENCE_SECONDS / 2)
         try:
@@ -52,7 +52,7 @@ def test_wrong_options_on_one_rank_fail_the_save_of_the_others_at_once(
 
     failed, was_told = on_forked_ranks(2, work)
     assert set(causes_of(failed)) == {1}
-    assert "max_host_bytes" in causes_of(failed)[1]
+    assert "check_replicas" in causes_of(failed)[1]
     assert was_told
 
 

@@ -28,7 +28,7 @@ from tests.fault_hooks import calling
 from tests.gates import LIMIT, Gate, eventually
 from tests.support import StateDict, files_limited_to
 from torch_ckpt import AsyncSave
-from torch_ckpt.saving.background import CHUNK_BYTES
+from torch_ckpt.options import CHUNK_BYTES, WriteOptions
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [
@@ -66,15 +66,13 @@ def test_a_guarded_step_waits_until_staged(
     assert not torch.equal(state["0"].weight, expected["0"]["weight"])
 
 
-def test_a_guarded_step_waits_only_until_staged(tmp_path: Path, gate: Gate) -> None:
+def test_a_guarded_step_waits_only_until_staged(tmp_path: Path, held_before_commit: Gate) -> None:
     model, optimizer = trained(torch.optim.SGD)
-    handle = torch_ckpt.async_save(
-        {"model": model}, tmp_path / "c", staging="overlapped", write_done=gate
-    )
+    handle = torch_ckpt.async_save({"model": model}, tmp_path / "c", staging="overlapped")
     handle.guard(optimizer)
     step(model, optimizer)
     assert not handle.done()
-    gate.open()
+    held_before_commit.open()
     handle.result()
 
 
@@ -119,7 +117,9 @@ def test_a_failed_save_does_not_block_a_step(
 def test_a_state_above_the_budget_is_staged_in_waves(tmp_path: Path, budget: int) -> None:
     chunks = 5 if budget > CHUNK_BYTES else 1
     state = {"a": large(1, chunks), "b": large(2, chunks), "more": everything()}
-    handle = torch_ckpt.async_save(state, tmp_path / "c", max_host_bytes=budget)
+    handle = torch_ckpt.async_save(
+        state, tmp_path / "c", options=torch_ckpt.WriteOptions(max_host_bytes=budget)
+    )
     # Staged data that is not yet written is in memory.
     assert handle.progress().bytes_done >= handle.metrics().bytes - budget
     handle.result()
@@ -140,12 +140,13 @@ def test_the_second_save_uses_and_keeps_the_memory_of_the_first(
     # The file is a little larger than its tensor.
     enough = state["t"].nbytes + CHUNK_BYTES
 
-    torch_ckpt.async_save(state, tmp_path / "first", thread_count=1).result()
+    handle = torch_ckpt.async_save(state, tmp_path / "first", options=WriteOptions(thread_count=1))
+    handle.result()
     # The chunks that the first save did not need are allocated after it.
     eventually(lambda: pool_bytes() == enough)
     made: list[None] = []
     with calling({"mmap": lambda: made.append(None)}):
-        save(state, tmp_path / "second", thread_count=1)
+        save(state, tmp_path / "second", options=WriteOptions(thread_count=1))
         torch_ckpt._core.join_executor()
     assert made == []
     assert pool_bytes() == enough
@@ -157,15 +158,17 @@ def memory_of(tensor: torch.Tensor) -> Any:
     return reference(tensor.untyped_storage())
 
 
-def test_sources_are_released_when_they_are_staged(tmp_path: Path, gate: Gate) -> None:
+def test_sources_are_released_when_they_are_staged(
+    tmp_path: Path, held_before_commit: Gate
+) -> None:
     tensors = [torch.ones(1000) for _ in range(3)]
     memory = [memory_of(tensor) for tensor in tensors]
     state = {"t": tensors[0], "nested": [{"u": tensors[1]}], "pair": (tensors[2], 1)}
-    handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped", write_done=gate)
+    handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped")
     del state, tensors
-    assert gate.reached.wait(LIMIT)
+    assert held_before_commit.reached.wait(LIMIT)
     assert [each.expired() for each in memory] == [True] * 3
-    gate.open()
+    held_before_commit.open()
     handle.result()
 
 

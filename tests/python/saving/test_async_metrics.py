@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ from tests.forked import answer_of, forked
 from tests.gates import Gate
 from tests.support import StateDict, data_files
 from torch_ckpt import Background, CheckpointError
-from torch_ckpt.saving.background import CHUNK_BYTES
+from torch_ckpt.options import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [
@@ -92,43 +91,6 @@ def test_a_finished_save_is_one_log_record_and_a_failed_one_is_none(
     assert record.levelname == "INFO"
     assert re.match(rf"saved 0\.000 GB to {tmp_path}/c on rank 0 in ", record.getMessage())
     assert vars(record)["metrics"] == vars(handle.metrics())
-
-
-def test_a_trace_has_the_format_of_chrome(tmp_path: Path) -> None:
-    state = {"t": large(), "u": large()}
-    options: dict[str, Any] = {"staging": "overlapped", "trace": tmp_path / "trace.json"}
-    handle = torch_ckpt.async_save(state, tmp_path / "c", **options)
-    handle.result()
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert {"plan", "stage", "checksum", "write", "fsync", "commit", "blocked"} == {
-        span["name"] for span in spans
-    }
-    total = handle.metrics().total_s * 1e6
-    assert all(0 <= span["ts"] <= span["ts"] + span["dur"] <= total + 1 for span in spans)
-    lanes = {
-        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
-    }
-    assert {"python", "caller", "sources 0", "sources 1", "disk 0", "disk 1"} == set(lanes.values())
-    assert {span["tid"] for span in spans} == set(lanes)
-
-
-def test_a_failed_save_has_a_trace_as_well(tmp_path: Path) -> None:
-    handle = torch_ckpt.async_save({}, unwritable(tmp_path), trace=tmp_path / "trace.json")
-    with pytest.raises(CheckpointException):
-        handle.result()
-    json.loads((tmp_path / "trace.json").read_text())
-
-
-@pytest.mark.parametrize("trace", ["missing/trace.json", "nul\0", 7])
-def test_a_trace_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, trace: Any
-) -> None:
-    if isinstance(trace, str):
-        trace = str(tmp_path / trace)
-    torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", trace=trace).result()
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "could not write the trace to" in caplog.text
 
 
 # --- states that do not change -------------------------------------------------------------------
@@ -313,13 +275,14 @@ def threads_of_a_save(path: Path, kind: str, own_nice: int) -> tuple[list[int], 
         os.setpriority(os.PRIO_PROCESS, 0, own_nice)
         own = os.getpriority(os.PRIO_PROCESS, 0)
         background = Background(nice=7, threads=3, max_bytes_per_second=32 << 20)
-        writer = torch_ckpt.FileSystemWriter(path, background=background)
+        options = torch_ckpt.WriteOptions(background=background)
         state = {"t": large(chunks=4)}
         if kind == "save":
-            torch_ckpt.save(state, storage_writer=writer)
+            torch_ckpt.save(state, path, options=options)
         elif kind == "async_save":
-            torch_ckpt.async_save(state, storage_writer=writer).result()
+            torch_ckpt.async_save(state, path, options=options).result()
         else:
+            writer = torch_ckpt.FileSystemWriter(path, background=background)
             future: Any = dcp_async_save(state, storage_writer=writer, no_dist=True)
             future.result()
         # The engine's threads outlive the save. The thread that allocates the rest of the memory
@@ -357,7 +320,9 @@ def test_the_threads_of_a_background_save_have_low_priority_unless_the_process_i
 def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
     slow = Background(max_bytes_per_second=32 << 20)
     state = {"t": large(chunks=4)}
-    handle = torch_ckpt.async_save(state, tmp_path / "c", thread_count=1, background=slow)
+    handle = torch_ckpt.async_save(
+        state, tmp_path / "c", options=torch_ckpt.WriteOptions(thread_count=1, background=slow)
+    )
     handle.result()
     # The last write starts after the time that the earlier writes are allowed.
     at_least = (handle.metrics().bytes - CHUNK_BYTES) / slow.max_bytes_per_second

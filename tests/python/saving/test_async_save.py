@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
 from tests.async_saves import is_committed
-from tests.background_saves import SEEN, STAGINGS, assert_checkpoint, contents, large, unwritable
+from tests.background_saves import SEEN, STAGINGS, assert_checkpoint, large, unwritable
 from tests.gates import LIMIT, Gate
 from tests.support import cause_of, data_files, files_limited_to
-from torch_ckpt import AsyncSave, CheckpointError, OnCommitFailed
+from torch_ckpt import AsyncSave, Checkpoint, CheckpointError, OnCommitFailed
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.saving.background import CHUNK_BYTES
+from torch_ckpt.options import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [
@@ -31,11 +30,11 @@ pytestmark = [
 ]
 
 
-def test_a_blocking_call_returns_after_staging(tmp_path: Path, gate: Gate) -> None:
-    handle = torch_ckpt.async_save({"t": large()}, tmp_path / "c", write_done=gate)
+def test_a_blocking_call_returns_after_staging(tmp_path: Path, held_before_commit: Gate) -> None:
+    handle = torch_ckpt.async_save({"t": large()}, tmp_path / "c")
     assert handle.staged.done()
     assert not handle.done()
-    gate.open()
+    held_before_commit.open()
     handle.result()
 
 
@@ -65,10 +64,11 @@ def test_waiting_too_long_is_a_timeout_and_the_save_continues(tmp_path: Path, he
 
 def test_the_result_can_be_read_again_and_progress_has_counted_to_the_end(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": large(), "n": 1}, tmp_path / "c")
-    metadata = handle.result()
-    assert isinstance(metadata, Metadata)
-    assert handle.result() is metadata
-    assert handle.committed.result() is metadata
+    checkpoint = handle.result()
+    assert checkpoint.path == str(tmp_path / "c")
+    assert checkpoint.metrics is handle.metrics()
+    assert handle.result() is checkpoint
+    assert handle.committed.result() is checkpoint
     size = sum(file.stat().st_size for file in data_files(tmp_path / "c"))
     assert handle.progress() == Progress(size, size, size)
 
@@ -76,11 +76,13 @@ def test_the_result_can_be_read_again_and_progress_has_counted_to_the_end(tmp_pa
 @pytest.mark.parametrize("save", [torch_ckpt.save, torch_ckpt.async_save])
 @pytest.mark.parametrize("second", ["first", "second"], ids=["the same path", "another path"])
 def test_a_second_save_waits_for_the_first(
-    tmp_path: Path, opened_by_waiting: Gate, save: Callable[..., Any], second: str
+    tmp_path: Path,
+    held_before_commit: Gate,
+    opened_by_waiting: Gate,
+    save: Callable[..., Any],
+    second: str,
 ) -> None:
-    first = torch_ckpt.async_save(
-        {"t": torch.ones(3)}, tmp_path / "first", write_done=opened_by_waiting
-    )
+    first = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "first")
     saved = save({"t": torch.zeros(3)}, tmp_path / second)
     assert first.done()
     if isinstance(saved, AsyncSave):
@@ -90,18 +92,18 @@ def test_a_second_save_waits_for_the_first(
 
 
 def test_neither_check_for_errors_nor_a_save_that_refuses_to_wait_waits(
-    tmp_path: Path, gate: Gate
+    tmp_path: Path, held_before_commit: Gate
 ) -> None:
     def save(name: str, **options: Any) -> AsyncSave:
         return torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / name, **options)
 
-    first = save("first", write_done=gate)
+    first = save("first")
     torch_ckpt.check_for_errors()
     with pytest.raises(CheckpointError, match=r"the save to .*first is still running"):
         save("second", if_busy="raise")
     assert not first.done()
     assert not (tmp_path / "second").exists()
-    gate.open()
+    held_before_commit.open()
     first.result()
     save("second", if_busy="raise").result()
     for name in ("first", "second"):
@@ -110,7 +112,11 @@ def test_neither_check_for_errors_nor_a_save_that_refuses_to_wait_waits(
 
 def test_saves_of_many_threads_run_one_by_one(tmp_path: Path) -> None:
     def save(number: int) -> None:
-        torch_ckpt.async_save({"t": large(number)}, tmp_path / str(number), max_host_bytes=1 << 20)
+        torch_ckpt.async_save(
+            {"t": large(number)},
+            tmp_path / str(number),
+            options=torch_ckpt.WriteOptions(max_host_bytes=1 << 20),
+        )
 
     threads = [threading.Thread(target=save, args=(number,)) for number in range(4)]
     with warnings.catch_warnings():
@@ -185,15 +191,14 @@ def test_several_unseen_errors_are_raised_one_by_one(tmp_path: Path) -> None:
     assert error.value is not other.value
 
 
-def refuse() -> None:
-    raise PermissionError("not today")
-
-
 #: Options, and the error.
 FAILING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "files are too large": ({}, OSError, "File too large"),
-    "write_done raises": ({"write_done": refuse}, PermissionError, "not today"),
-    "overwrite=False": ({"overwrite": False}, RuntimeError, "already exists"),
+    "overwrite=False": (
+        {"options": torch_ckpt.WriteOptions(overwrite=False)},
+        RuntimeError,
+        "already exists",
+    ),
 }
 
 
@@ -210,8 +215,6 @@ def test_a_failed_save_keeps_the_old_checkpoint_and_the_next_one_replaces_it(
         with pytest.raises(CheckpointException, match=text) as error:
             handle.result()
     assert isinstance(cause_of(error.value), kind)
-    if "write_done" in options:
-        handle.wait_staged()
     assert sorted((tmp_path / "c").iterdir()) == before
     assert_checkpoint(tmp_path / "c", {"t": large(1)})
     torch_ckpt.async_save({"t": large(3)}, tmp_path / "c").result()
@@ -247,30 +250,19 @@ def test_a_handle_dropped_after_the_end_does_not_warn(tmp_path: Path) -> None:
 # --- hooks ---------------------------------------------------------------------------------------
 
 
-def test_write_done_is_called_on_another_thread_before_the_commit(tmp_path: Path) -> None:
+def test_on_commit_is_called_with_the_checkpoint_after_the_commit(
+    tmp_path: Path, held: Gate
+) -> None:
     seen: list[tuple[str, bool, bool]] = []
 
-    def look() -> None:
-        thread = threading.current_thread().name
-        seen.append((thread, contents(tmp_path / "c") == saved, is_committed(tmp_path / "c")))
-
-    torch_ckpt.save({"t": large()}, tmp_path / "saved")
-    saved = contents(tmp_path / "saved")
-    torch_ckpt.async_save({"t": large()}, tmp_path / "c", write_done=look).result()
-    assert seen == [("torch_ckpt save", True, False)]
-
-
-def test_on_commit_is_called_with_the_metadata_after_the_commit(tmp_path: Path, held: Gate) -> None:
-    seen: list[tuple[Metadata, bool, bool]] = []
-
-    def look(metadata: Metadata) -> None:
-        seen.append((metadata, is_committed(tmp_path / "c"), handle.done()))
+    def look(checkpoint: Checkpoint) -> None:
+        seen.append((checkpoint.path, is_committed(tmp_path / "c"), handle.done()))
 
     state = {"t": torch.ones(3)}
     handle = torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped", on_commit=look)
     held.open()
-    metadata = handle.result()
-    assert seen == [(metadata, True, False)]
+    handle.result()
+    assert seen == [(str(tmp_path / "c"), True, False)]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +273,7 @@ def test_on_commit_is_called_with_the_metadata_after_the_commit(tmp_path: Path, 
 def test_an_exception_in_on_commit_reports_that_the_checkpoint_is_committed(
     tmp_path: Path, error: BaseException
 ) -> None:
-    def fail(_: Metadata) -> None:
+    def fail(_: Checkpoint) -> None:
         raise error
 
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", on_commit=fail)
@@ -293,22 +285,21 @@ def test_an_exception_in_on_commit_reports_that_the_checkpoint_is_committed(
 
 
 def test_on_commit_is_not_called_for_a_failed_save(tmp_path: Path) -> None:
-    called: list[Metadata] = []
+    called: list[Checkpoint] = []
     handle = failed_save(tmp_path, on_commit=called.append)
     with pytest.raises(CheckpointException):
         handle.result()
     assert called == []
 
 
-@pytest.mark.parametrize("hook", ["write_done", "on_commit"])
 @pytest.mark.parametrize("save", [torch_ckpt.save, torch_ckpt.async_save])
-def test_a_save_from_a_hook_is_refused_as_it_would_wait_for_itself(
-    tmp_path: Path, hook: str, save: Callable[..., object]
+def test_a_save_from_on_commit_is_refused_as_it_would_wait_for_itself(
+    tmp_path: Path, save: Callable[..., object]
 ) -> None:
-    def save_more(*_: Metadata) -> None:
+    def save_more(_: Checkpoint) -> None:
         save({"t": torch.ones(3)}, tmp_path / "more")
 
-    handle = torch_ckpt.async_save({}, tmp_path / "c", **{hook: save_more})  # type: ignore[arg-type]
+    handle = torch_ckpt.async_save({}, tmp_path / "c", on_commit=save_more)
     with pytest.raises((CheckpointError, CheckpointException), match="must not start a save"):
         handle.result(LIMIT)
 

@@ -35,9 +35,9 @@ from tests.background_saves import (
 )
 from tests.fault_hooks import before
 from tests.gates import LIMIT, Gate
-from tests.support import DTYPES, StateDict, assert_equal, cause_of, data_files, random_tensor
+from tests.support import DTYPES, StateDict, assert_equal, cause_of, random_tensor
 from torch_ckpt import Background, SourceChanged
-from torch_ckpt.saving.background import CHUNK_BYTES
+from torch_ckpt.options import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [
@@ -55,9 +55,10 @@ def test_data_files_and_metadata_equal_those_of_save(
 ) -> None:
     state = everything() | {"large": large()}
     state["dtypes"] = {str(dtype): random_tensor((7, 3), dtype) for dtype in DTYPES}
-    saved = torch_ckpt.save(state, tmp_path / "saved", **options)
-    handle = torch_ckpt.async_save(state, tmp_path / "async", staging=staging, **options)
-    returned = handle.result()
+    write = torch_ckpt.WriteOptions(**options)
+    saved = torch_ckpt.save(state, tmp_path / "saved", options=write).metadata()
+    handle = torch_ckpt.async_save(state, tmp_path / "async", staging=staging, options=write)
+    returned = handle.result().metadata()
     assert contents(tmp_path / "async") == contents(tmp_path / "saved")
     assert returned.state_dict_metadata == saved.state_dict_metadata
     assert list(returned.state_dict_metadata) == list(saved.state_dict_metadata)
@@ -65,31 +66,14 @@ def test_data_files_and_metadata_equal_those_of_save(
     assert returned.storage_data == saved.storage_data
 
 
-def test_one_writer_can_be_used_for_many_saves(tmp_path: Path) -> None:
-    writer = torch_ckpt.FileSystemWriter(tmp_path / "first", thread_count=1)
-    for name in ("first", "second"):
-        torch_ckpt.async_save({"t": large()}, tmp_path / name, storage_writer=writer).result()
-        assert [file.name for file in data_files(tmp_path / name)] == ["__0_0.distcp"]
-    assert writer.max_host_bytes is None
-
-
-def test_the_callers_writer_can_be_used_during_the_save(tmp_path: Path, held: Gate) -> None:
-    writer = torch_ckpt.FileSystemWriter(tmp_path / "c")
-    state = {"t": torch.ones(3)}
-    handle = torch_ckpt.async_save(state, storage_writer=writer, staging="overlapped")
-    writer.reset(tmp_path / "other")
-    held.open()
-    handle.result()
-    assert_checkpoint(tmp_path / "c", state)
-    assert not (tmp_path / "other").exists()
-
-
 @pytest.mark.parametrize("staging", STAGINGS)
 def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path, staging: str) -> None:
     state = everything() | {"large": large()}
     # The third chunk of the large tensor is written an eighth of a second after its staging.
     slow = Background(max_bytes_per_second=64 << 20)
-    handle = torch_ckpt.async_save(state, tmp_path / "c", staging=staging, background=slow)
+    handle = torch_ckpt.async_save(
+        state, tmp_path / "c", staging=staging, options=torch_ckpt.WriteOptions(background=slow)
+    )
     handle.wait_staged()
     spoil(state)
     handle.result()
@@ -305,8 +289,7 @@ def test_a_change_during_the_copy_is_detected(tmp_path: Path) -> None:
             {"first": first, "last": last},
             tmp_path / "c",
             staging="overlapped",
-            thread_count=1,
-            max_host_bytes=2 * CHUNK_BYTES,
+            options=torch_ckpt.WriteOptions(thread_count=1, max_host_bytes=2 * CHUNK_BYTES),
         )
         with pytest.raises(CheckpointException, match="last: changed"):
             handle.result()

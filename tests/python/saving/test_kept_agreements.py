@@ -16,17 +16,18 @@ import torch_ckpt
 from tests.fault_hooks import at_fault_points
 from tests.forked import answer_of, forked
 from tests.support import assert_equal, emptied
+from torch_ckpt import _core
 from torch_ckpt.ranks.group import RankGroup
-from torch_ckpt.saving.session import PlanCache
+from torch_ckpt.saving.save_plan import SavePlan
 
 StateDict = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def no_plan_yet() -> Iterator[None]:
-    PlanCache._of.pop(RankGroup.of(None, no_dist=True), None)
+    SavePlan._of.pop(RankGroup.of(None, no_dist=True), None)
     yield
-    PlanCache._of.pop(RankGroup.of(None, no_dist=True), None)
+    SavePlan._of.pop(RankGroup.of(None, no_dist=True), None)
 
 
 class Plans:
@@ -116,9 +117,11 @@ def test_a_changed_structure_is_planned_anew(tmp_path: Path, plans: Plans, chang
     assert_holds(tmp_path / "after", changed)
 
 
-def test_a_rank_that_missed_an_answer_gets_a_new_plan(tmp_path: Path, plans: Plans) -> None:
+def test_ranks_send_their_parts_again_if_the_coordinator_has_another_plan(
+    tmp_path: Path, plans: Plans
+) -> None:
     save(tmp_path / "before", state(1))
-    PlanCache.of(RankGroup.of(None, no_dist=True)).number += 1
+    SavePlan.of(RankGroup.of(None, no_dist=True)).coordinator = _core.SaveCoordinator()
     save(tmp_path / "after", state(2))
     assert plans.made == 2
     assert_holds(tmp_path / "after", state(2))

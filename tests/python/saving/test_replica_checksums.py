@@ -26,12 +26,14 @@ def differing(*values: Any, unknown: int | None = None) -> list[tuple[str, list[
         unknown: a rank that sends no fingerprints.
     """
     states = [SaveState({} if value is None else {"a": value}) for value in values]
-    for state in states:
+    coordinator = _core.SaveCoordinator()
+    messages = []
+    for rank, state in enumerate(states):
         state.plan()
-    contents = [state.contents() for state in states]
-    plan = _core.GlobalPlan([(one.template, one.shards) for one in contents])
-    sums = [None if n == unknown else s.fingerprints("warn") for n, s in enumerate(states)]
-    return plan.differing_replicas(sums)
+        fingerprints = None if rank == unknown else state.fingerprints("warn")
+        messages.append(_core.RankPlan().message(state.structure, fingerprints))
+    coordinator.assign(messages)
+    return coordinator.differing_replicas()
 
 
 @pytest.mark.parametrize("mode", ["warn", "error"])

@@ -22,8 +22,8 @@ from tests.forked import in_fork, run_script
 from tests.gates import LIMIT, Gate, eventually, in_thread
 from tests.support import random_tensor
 from torch_ckpt import _core
+from torch_ckpt.options import CHUNK_BYTES, Background, WriteOptions
 from torch_ckpt.saving import host_memory
-from torch_ckpt.saving.background import CHUNK_BYTES, Background
 from torch_ckpt.saving.host_memory import Reserve
 
 
@@ -88,7 +88,7 @@ _state = {"t": random_tensor((3, CHUNK_BYTES), torch.uint8, 1)}
 
 
 def saved(path: Path, **options: Any) -> None:
-    torch_ckpt.async_save(_state, path, **options).result()
+    torch_ckpt.async_save(_state, path, options=WriteOptions(**options)).result()
 
 
 def loaded(path: Path) -> None:
@@ -209,7 +209,7 @@ class Held(Reserve):
 def held_at_the_third() -> Held:
     """Makes a background reservation of many chunks that is held before the third."""
     held = Held(nth=3)
-    assert make(held, 50, wait=False) == 0
+    make(held, 50, wait=False)
     held.gate.wait()
     assert _core.pool_bytes() == 2 * CHUNK_BYTES
     return held
@@ -437,8 +437,9 @@ def test_nothing_is_reserved_for_a_snapshot_that_is_not_staged_in_time(
     assert _core.reserve_bytes() == 0
 
 
-def save_on_device(path: Path, **options: Any) -> None:
-    torch_ckpt.async_save({"t": _ON_DEVICE}, path, thread_count=1, **options).result()
+def save_on_device(path: Path, staging: str = "blocking", budget: int | None = None) -> None:
+    options = WriteOptions(thread_count=1, max_host_bytes=budget)
+    torch_ckpt.async_save({"t": _ON_DEVICE}, path, staging=staging, options=options).result()
 
 
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
@@ -458,7 +459,7 @@ def test_a_later_save_with_a_smaller_budget_frees_the_memory_for_a_state(
     tmp_path: Path, reserve: Reserve
 ) -> None:
     assert reserved_for(reserve, [_ON_DEVICE]) == 32
-    save_on_device(tmp_path / "c", max_host_bytes=16 * _MIB)
+    save_on_device(tmp_path / "c", budget=16 * _MIB)
     assert _core.reserve_bytes() <= 16 * _MIB
     assert _core.pool_bytes() <= 16 * _MIB
 

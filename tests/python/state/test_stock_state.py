@@ -205,7 +205,7 @@ def test_stock_torch_restores_a_program_saved_by_the_manager(tmp_path: Path, ste
 def test_the_names_of_an_optimizer_are_those_of_stock_and_one_more(tmp_path: Path) -> None:
     saved = program(1)
     state = {key: saved[key] for key in ("model", "optimizer")}
-    ours = torch_ckpt.save(AppState(state).state_dict, tmp_path / "a")
+    ours = torch_ckpt.save(AppState(state).state_dict, tmp_path / "a").metadata()
     stock = stock_save(
         {"optimizer": get_optimizer_state_dict(saved["model"], saved["optimizer"])}, tmp_path / "b"
     )

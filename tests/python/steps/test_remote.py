@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.fault_hooks import at_fault_points, before
 from tests.remote_steps import (
-    ATTEMPT,
     PATIENCE,
     fail_at,
     failing_at_the_end,
@@ -28,7 +27,8 @@ from tests.remote_steps import (
     state_of,
 )
 from tests.remote_stores import BUCKET, hooked, hooked_url, s3_server
-from tests.support import assert_equal, cause_of, random_tensor
+from tests.support import assert_equal, cause_of, random_tensor, save_step, start_step
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.steps import MARKER_NAME, open_steps
 from torch_ckpt.steps.busy import busy
 from torch_ckpt.steps.remote import RemoteSteps
@@ -40,11 +40,10 @@ from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 def test_a_step_makes_the_round_trip_and_leaves_no_staged_file(
     steps: RemoteSteps, staging: Path, is_in_background: bool
 ) -> None:
-    writer = steps.writer(7, attempt=ATTEMPT)
     if is_in_background:
-        torch_ckpt.async_save(state_of(4), storage_writer=writer, no_dist=True).result(PATIENCE)
+        start_step(steps, 7, state_of(4)).result(PATIENCE)
     else:
-        torch_ckpt.save(state_of(4), storage_writer=writer, no_dist=True)
+        save_step(steps, 7, state_of(4))
     metadata = steps.metadata(7)
     assert metadata.state_dict_metadata["model.large"].size == torch.Size([300, 1000])
     assert list(staging.iterdir()) == []
@@ -128,7 +127,7 @@ def test_verify_finds_a_flipped_bit(steps: RemoteSteps) -> None:
 
 
 def test_verify_names_a_missing_file_and_an_unknown_one(flaky: RemoteSteps) -> None:
-    save(flaky, 1, state_of(), thread_count=2)
+    save(flaky, 1, state_of(), write=WriteOptions(thread_count=2))
     [_first, second] = [n for n in names_of(flaky) if n.endswith(".distcp")]
     flaky._files.remove([second])
     flaky._files.write("0000000001/strange", b"x")
@@ -138,7 +137,7 @@ def test_verify_names_a_missing_file_and_an_unknown_one(flaky: RemoteSteps) -> N
 
 
 def test_verify_stages_no_more_than_its_limit(flaky: RemoteSteps, staging: Path) -> None:
-    save(flaky, 1, state_of(), thread_count=2)
+    save(flaky, 1, state_of(), write=WriteOptions(thread_count=2))
     steps = RemoteSteps(flaky.root, staging, verified_at_once=1)
     seen: set[str] = set()
 
@@ -279,7 +278,7 @@ def test_brackets_in_the_name_of_a_root_are_not_a_pattern(steps: RemoteSteps) ->
     plain, bracketed = RemoteSteps(f"{steps.root}/a1"), RemoteSteps(f"{steps.root}/a[1]")
     save(plain, 1, state_of(1))
     save(bracketed, 1, state_of(2))
-    save(bracketed, 1, state_of(3), overwrite=True)
+    save(bracketed, 1, state_of(3), may_replace=True)
     assert_equal(loaded(bracketed, 1), state_of(3))
     assert bracketed.delete(1)
     assert names_of(bracketed) == []
@@ -324,7 +323,9 @@ def test_a_save_waits_for_the_removal_of_its_step(flaky: RemoteSteps, way: str) 
     save(flaky, 1, state_of(1))
     if way == "sweep":
         flaky._files.write("0000000001/deleted", b"")
-    saver = threading.Thread(target=save, args=(flaky, 1, state_of(2)), kwargs={"overwrite": True})
+    saver = threading.Thread(
+        target=save, args=(flaky, 1, state_of(2)), kwargs={"may_replace": True}
+    )
     waits = threading.Event()
 
     def save_meanwhile(kind: str, _path: str) -> None:

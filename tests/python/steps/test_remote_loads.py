@@ -26,6 +26,7 @@ from tests.support import assert_equal, cause_of, random_tensor
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import _callback
@@ -147,7 +148,7 @@ def test_a_part_of_a_record_is_loaded_with_its_values_and_fetches_few_blocks(
 
 def test_a_damaged_part_is_refused_with_the_url(flaky: RemoteSteps) -> None:
     part = Part(random_of(2048, 1024), [1024, 0], [512, 1024])
-    save(flaky, 1, {"t": part.tensor}, thread_count=1)
+    save(flaky, 1, {"t": part.tensor}, write=WriteOptions(thread_count=1))
     name = only_file(flaky)
     data = bytearray(flaky._files.read(name))
     data[5 << 20] ^= 1
@@ -213,7 +214,7 @@ def lead_outside(steps: RemoteSteps, _name: str) -> None:
 def test_a_step_that_cannot_be_read_fails_the_load_with_the_url(
     flaky: RemoteSteps, staging: Path, spoil: Callable[..., Any], kind: type[Exception]
 ) -> None:
-    save(flaky, 1, state_of(), thread_count=1)
+    save(flaky, 1, state_of(), write=WriteOptions(thread_count=1))
     name = only_file(flaky)
     with spoil(flaky, name) or nullcontext(), pytest.raises(dcp.CheckpointException) as caught:
         loaded(flaky, 1)

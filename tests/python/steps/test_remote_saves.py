@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import torch_ckpt
 from tests.forked import run_script
 from tests.remote_steps import (
     ATTEMPT,
@@ -34,16 +33,21 @@ from tests.remote_steps import (
     which,
 )
 from tests.remote_stores import BUCKET, Hooked, hooked, hooked_url
-from tests.support import assert_equal, cause_of
+from tests.support import assert_equal, cause_of, start_step
 from torch_ckpt.errors import NotCommitted
+from torch_ckpt.options import WriteOptions
+from torch_ckpt.ranks.group import SINGLE_RANK
+from torch_ckpt.saving.handle import save as save_to
 from torch_ckpt.steps import MARKER_NAME, MOST_MARKER_BYTES
 from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
 from torch_ckpt.steps.remote_reader import RemoteReader
 
+TWO_FILES = WriteOptions(thread_count=2)
+
 
 def test_a_failed_upload_is_named_and_leaves_no_files(flaky: RemoteSteps, staging: Path) -> None:
     with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException) as caught:
-        save(flaky, 1, state_of(), thread_count=2)
+        save(flaky, 1, state_of(), TWO_FILES)
     cause = cause_of(caught.value)
     assert isinstance(cause, PermissionError)
     assert cause.filename.startswith(f"{flaky.root}/0000000001/__0_")
@@ -53,9 +57,8 @@ def test_a_failed_upload_is_named_and_leaves_no_files(flaky: RemoteSteps, stagin
 
 
 def test_a_failed_background_upload_is_raised_by_the_handle(flaky: RemoteSteps) -> None:
-    writer = flaky.writer(1, attempt=ATTEMPT)
     with fail_at("upload", ".distcp", ValueError("no such key")):
-        handle = torch_ckpt.async_save(state_of(), storage_writer=writer, no_dist=True)
+        handle = start_step(flaky, 1, state_of())
         with pytest.raises(dcp.CheckpointException, match="ValueError: no such key"):
             handle.result(PATIENCE)
     assert names_of(flaky) == []
@@ -93,14 +96,14 @@ def test_files_that_vanish_before_the_marker_fail_the_save(flaky: RemoteSteps) -
 
 
 def test_uploaded_bytes_are_heartbeats_of_a_save(flaky: RemoteSteps) -> None:
-    writer = flaky.writer(1, attempt=ATTEMPT, thread_count=2)
+    target = flaky.target(1, TWO_FILES, attempt=ATTEMPT)
     counts: list[int] = []
     with hooked(
-        lambda kind, _path: counts.append(writer.bytes_moved()) if kind == "upload" else None
+        lambda kind, _path: counts.append(target.bytes_moved) if kind == "upload" else None
     ):
-        torch_ckpt.save(state_of(), storage_writer=writer, no_dist=True)
+        save_to(state_of(), lambda: target, SINGLE_RANK)
     assert len(counts) == 2
-    assert counts[0] < counts[1] < writer.bytes_moved()
+    assert counts[0] < counts[1] < target.bytes_moved
 
 
 def test_training_continues_while_a_step_is_uploaded(flaky: RemoteSteps) -> None:
@@ -113,8 +116,7 @@ def test_training_continues_while_a_step_is_uploaded(flaky: RemoteSteps) -> None
 
     state = state_of(1)
     with hooked(wait):
-        writer = flaky.writer(1, attempt=ATTEMPT)
-        handle = torch_ckpt.async_save(state, storage_writer=writer, no_dist=True)
+        handle = start_step(flaky, 1, state)
         assert uploading.wait(PATIENCE)
         state["model"]["large"].zero_()
         assert not handle.done()
@@ -136,8 +138,9 @@ def test_a_staging_directory_without_space_is_named(small_disk: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-import torch, torch_ckpt
+import torch
 from fsspec.implementations.local import LocalFileSystem
+from tests.support import save_step
 from torch_ckpt.steps.remote import RemoteSteps
 
 def until_the_marker(self, path, data):
@@ -147,8 +150,7 @@ def until_the_marker(self, path, data):
         file.write(data)
 
 LocalFileSystem.pipe_file = until_the_marker
-writer = RemoteSteps(*sys.argv[1:]).writer(2, attempt="0123abcd")
-torch_ckpt.save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
+save_step(RemoteSteps(*sys.argv[1:]), 2, {"t": torch.arange(9)})
 """
 
 
@@ -190,11 +192,11 @@ def test_a_save_replaces_the_leftovers_of_a_killed_one(killed: RemoteSteps) -> N
 
 
 AT_EXIT = """
-import json, sys, fsspec, torch, torch_ckpt
+import json, sys, fsspec, torch
+from tests.support import start_step
 from torch_ckpt.steps.remote import RemoteSteps
 fsspec.config.conf["s3"] = json.loads(sys.argv[2])
-writer = RemoteSteps(sys.argv[1]).writer(1, attempt="0123abcd")
-handle = torch_ckpt.async_save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
+handle = start_step(RemoteSteps(sys.argv[1]), 1, {"t": torch.arange(9)})
 """
 
 
@@ -206,18 +208,11 @@ def test_the_interpreter_waits_for_the_upload_at_exit(s3: dict[str, str]) -> Non
     assert any(name.endswith(f"/0000000001/{MARKER_NAME}") for name in names)
 
 
-def test_a_save_by_dcp_save_releases_the_step(flaky: RemoteSteps, staging: Path) -> None:
-    writer = flaky.writer(1, attempt=ATTEMPT)
-    dcp.save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
-    assert list(staging.iterdir()) == []
-    assert flaky.delete(1)
-
-
-def test_a_dropped_writer_releases_its_step_and_files(flaky: RemoteSteps, staging: Path) -> None:
-    writer = flaky.writer(1, attempt=ATTEMPT)
-    writer.set_up_for_save(0)
+def test_a_dropped_target_releases_its_step_and_files(flaky: RemoteSteps, staging: Path) -> None:
+    target = flaky.target(1, TWO_FILES, attempt=ATTEMPT)
+    target.open(0, 1)
     assert list(staging.iterdir()) != []
-    del writer
+    del target
     gc.collect()
     assert list(staging.iterdir()) == []
     assert flaky.delete(1)
@@ -231,7 +226,7 @@ def test_a_complete_step_is_replaced_only_on_request_and_stays_pinned(steps: Rem
     assert_equal(loaded(steps, 1), state_of(1))
     steps.set_pinned(1, True)
     before = {name for name in names_of(steps) if name.endswith(".distcp")}
-    save(steps, 1, state_of(2), overwrite=True)
+    save(steps, 1, state_of(2), may_replace=True)
     assert_equal(loaded(steps, 1), state_of(2))
     assert not before & set(names_of(steps))
     assert [entry.pinned for entry in steps.entries()] == [True]
@@ -249,7 +244,7 @@ def test_during_each_request_of_a_replacing_save_a_load_gets_one_save(flaky: Rem
             looking.clear()
 
     with hooked(look):
-        save(flaky, 1, state_of(2), overwrite=True)
+        save(flaky, 1, state_of(2), may_replace=True)
     order = [now for now, last in zip(seen, [None, *seen], strict=False) if now != last]
     assert order == ["old", "none", "new"]
 
@@ -273,7 +268,7 @@ def replaced(
             raise ConnectionResetError(errno.ECONNRESET, "gone")
 
     with hooked(fail), contextlib.suppress(dcp.CheckpointException):
-        save(flaky, 1, state_of(2), overwrite=True)
+        save(flaky, 1, state_of(2), may_replace=True)
     return before, made
 
 
@@ -308,7 +303,7 @@ def test_a_new_marker_written_by_a_failed_request_is_replaced_by_the_old_step(
 ) -> None:
     save(flaky, 1, state_of(1))
     with pytest.raises(dcp.CheckpointException) as caught:
-        save(unanswered, 1, state_of(2), overwrite=True)
+        save(unanswered, 1, state_of(2), may_replace=True)
     assert isinstance(cause_of(caught.value), NotCommitted)
     assert which(flaky) == "old"
 

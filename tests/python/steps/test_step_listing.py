@@ -168,7 +168,7 @@ def test_a_deletion_never_renames_a_step_that_has_replaced_its_own(store: LocalS
             moments.pop()
         elif not moments and (operation, where) == ("flock", store.root):
             moments.append("begun")
-            saved(store, 2, 2.0, overwrite=True)
+            saved(store, 2, 2.0, may_replace=True)
             moments.append("replaced")
 
     with at_fault_points(replace_at_the_last_moment):

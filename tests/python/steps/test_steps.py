@@ -21,6 +21,8 @@ from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.marker import read_marker
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
+from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
+from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.steps import LARGEST_STEP, MARKER_NAME, LocalSteps, StepInfo
 
 
@@ -89,7 +91,7 @@ def test_a_step_that_is_being_saved_has_another_name_and_is_not_listed(store: Lo
 def test_without_syncing_nothing_is_fsynced(store: LocalSteps) -> None:
     calls: list[str] = []
     with at_fault_points(lambda operation, _path: calls.append(operation)):
-        assert value_of(saved(store, 5, 2.0, sync_files=False)) == 2.0
+        assert value_of(saved(store, 5, 2.0, WriteOptions(sync_files=False))) == 2.0
     assert "rename" in calls
     assert not {"fsync", "fsync_directory"} & set(calls)
 
@@ -108,7 +110,7 @@ def test_a_step_must_be_an_integer_of_ten_digits(
     store: LocalSteps, step: Any, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        store.writer(step, attempt=ATTEMPT)
+        store.target(step, DEFAULT_OPTIONS, attempt=ATTEMPT)
 
 
 @pytest.mark.parametrize("step", [0, LARGEST_STEP])
@@ -235,7 +237,7 @@ def test_a_complete_step_is_replaced_only_on_request(store: LocalSteps) -> None:
     assert error.filename == str(path)
     assert value_of(path) == 1.0
     assert names(store) == ["0000000003"]
-    assert value_of(saved(store, 3, 2.0, overwrite=True)) == 2.0
+    assert value_of(saved(store, 3, 2.0, may_replace=True)) == 2.0
     assert names(store) == ["0000000003"]
 
 
@@ -266,7 +268,7 @@ def test_a_file_with_the_name_of_a_step_is_refused_and_stays(store: LocalSteps, 
     else:
         path.symlink_to("nowhere")
     with pytest.raises(FileExistsError, match="a file has the name of this step"):
-        saved(store, 100, overwrite=True)
+        saved(store, 100, may_replace=True)
     assert [entry.name for entry in os.scandir(store.root)] == ["0000000100"]
     path.unlink()
     saved(store, 100)
@@ -276,7 +278,7 @@ def test_a_replaced_step_stays_while_it_is_being_loaded(store: LocalSteps) -> No
     path = saved(store, 3, 1.0)
     with closing(OpenDirectory(path)) as reader:
         assert reader.share()
-        saved(store, 3, 2.0, overwrite=True)
+        saved(store, 3, 2.0, may_replace=True)
         assert listed(store) == [(3, "complete"), (3, "deleted")]
         aside = Path(reader.path).with_name(names(store)[1])
         assert value_of(aside) == 1.0
@@ -297,7 +299,7 @@ def test_a_replacing_save_locks_the_root_while_it_renames(store: LocalSteps) -> 
         before("rename", look, f"{store.root}/*.deleted-*"),
         before("rename", look, store.path_of(2)),
     ):
-        saved(store, 2, 2.0, overwrite=True)
+        saved(store, 2, 2.0, may_replace=True)
     assert has_turn == [False, False]
 
 
@@ -330,9 +332,10 @@ def test_a_file_system_of_unknown_free_space_is_tried(ram_disk: Path) -> None:
 
 def test_files_that_rank_0_does_not_see_fail_the_save(tmp_path: Path) -> None:
     store = LocalSteps(tmp_path, patience=0.0)
-    writer = store.writer(3, attempt=ATTEMPT)
-    writer.set_up_for_save(0)
+    target = store.target(3, DEFAULT_OPTIONS, attempt=ATTEMPT)
+    assert isinstance(target, DirectoryTarget)
+    target.open(0, 1)
     with pytest.raises(NotCommitted, match="rank 0 does not see files"):
-        writer.commit(_core.EncodedMetadata(b""), {"__1_0.distcp"})
-    writer.abandon()
+        target.publish(_core.EncodedMetadata(b""), {"__1_0.distcp"})
+    target.discard()
     assert [info.complete for info in store.entries()] in ([], [False])

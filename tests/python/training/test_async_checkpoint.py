@@ -118,14 +118,16 @@ def test_values_must_be_passed_by_keyword(given: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["read", "restore"])
-def test_reading_waits_for_a_running_write(tmp_path: Path, name: str, gate: Gate) -> None:
+def test_reading_waits_for_a_running_write(
+    tmp_path: Path, name: str, held_before_commit: Gate
+) -> None:
     model = weights(3)
-    checkpoint = AsyncCheckpoint({"write_done": gate}, model=model)
+    checkpoint = AsyncCheckpoint(model=model)
     path = checkpoint.save(tmp_path / "ckpt")
-    gate.wait()
+    held_before_commit.wait()
     nn.init.constant_(model.weight, 9)
     # Without the wait, the read would find no checkpoint.
-    with before("wait for the save before", gate.open, path):
+    with before("wait for the save before", held_before_commit.open, path):
         getattr(checkpoint, name)(path)
     assert_equal(model.state_dict(), weights(3).state_dict())
 
@@ -142,12 +144,12 @@ def test_a_restore_works_after_a_failed_write(tmp_path: Path) -> None:
 # --- waiting and errors --------------------------------------------------------------------------
 
 
-def test_sync_waits_no_longer_than_its_timeout(tmp_path: Path, gate: Gate) -> None:
-    checkpoint = AsyncCheckpoint({"write_done": gate}, model=weights(1))
+def test_sync_waits_no_longer_than_its_timeout(tmp_path: Path, held_before_commit: Gate) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
     path = checkpoint.save(tmp_path / "ckpt")
     with pytest.raises(TimeoutError, match="ckpt-1 was not committed"):
         checkpoint.sync(timeout=0.01)
-    gate.open()
+    held_before_commit.open()
     checkpoint.sync()
     assert is_complete(path)
 

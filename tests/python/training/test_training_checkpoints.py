@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 
+import torch_ckpt
 from tests.remote_stores import hooked_url
 from tests.support import assert_equal, cause_of, data_files, random_tensor
 from torch_ckpt import CheckpointManager
@@ -294,7 +295,9 @@ def test_names_excluded_by_the_names_option_cause_no_warning(tmp_path: Path) -> 
 
 
 def test_options_reach_the_writer_and_the_reader(directory: str) -> None:
-    save_checkpoint(directory, 1, state_of(1), single_file_per_rank=False)
+    save_checkpoint(
+        directory, 1, state_of(1), options=torch_ckpt.WriteOptions(single_file_per_rank=False)
+    )
     files = {info.relative_path for info in open_steps(directory).metadata(1).storage_data.values()}
     assert len(files) == 2
     state = blank()
@@ -324,4 +327,10 @@ def test_max_io_threads_reaches_the_writer_and_the_reader(
 
 def test_max_io_threads_with_thread_count_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pass one of them"):
-        save_checkpoint(tmp_path, 1, state_of(1), max_io_threads=1, thread_count=2)
+        save_checkpoint(
+            tmp_path,
+            1,
+            state_of(1),
+            max_io_threads=1,
+            options=torch_ckpt.WriteOptions(thread_count=2),
+        )

@@ -19,16 +19,25 @@ from tests.fault_hooks import failing
 from tests.forked import forked
 from tests.safetensors_files import SAFE_DTYPES
 from tests.support import StateDict, assert_equal, cause_of, random_tensor
-from torch_ckpt import _C, SafetensorsWriter, _core
+from torch_ckpt import _C, Safetensors, WriteOptions, _core
 
 
-def save(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.save(state, path, format="safetensors", no_dist=True, **options)
+def save(state: StateDict, path: Path, write: WriteOptions | None = None, **options: Any) -> None:
+    """Saves a state. options: of :class:`Safetensors`."""
+    torch_ckpt.save(
+        state,
+        path,
+        format=Safetensors(**options),
+        options=write or WriteOptions(),
+        no_dist=True,
+    )
 
 
-def cause_of_refusal(state: StateDict, path: Path, **options: Any) -> BaseException:
+def cause_of_refusal(
+    state: StateDict, path: Path, write: WriteOptions | None = None, **options: Any
+) -> BaseException:
     with pytest.raises(dcp.CheckpointException) as caught:
-        save(state, path, **options)
+        save(state, path, write, **options)
     return cause_of(caught.value)
 
 
@@ -163,25 +172,25 @@ def test_files_of_the_same_name_are_refused(tmp_path: Path) -> None:
         (tmp_path / directory / "vocab.txt").write_text("")
     copied = [tmp_path / directory / "vocab.txt" for directory in ("a", "b")]
     with pytest.raises(torch_ckpt.CheckpointError, match=r"two files to copy are named vocab\.txt"):
-        SafetensorsWriter(tmp_path / "m", copied=copied)
+        save({"w": torch.ones(1)}, tmp_path / "m", copied=copied)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "torch_ckpt.checksums"])
 def test_a_file_that_the_save_writes_itself_is_not_copied(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(torch_ckpt.CheckpointError, match="the save writes a file named"):
-        SafetensorsWriter(tmp_path / "m", copied=[tmp_path / name])
+        save({"w": torch.ones(1)}, tmp_path / "m", copied=[tmp_path / name])
 
 
 @pytest.mark.parametrize("metadata", [{"a": "\udcff"}, {"a": 3}, {3: "a"}])
-def test_metadata_that_readers_refuse_is_refused(tmp_path: Path, metadata: Any) -> None:
+def test_metadata_that_readers_refuse_is_refused(metadata: Any) -> None:
     with pytest.raises(ValueError, match="metadata must map Unicode strings"):
-        SafetensorsWriter(tmp_path / "m", metadata=metadata)
+        Safetensors(metadata=metadata)
 
 
-def test_a_size_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+def test_a_size_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match="max_shard_size must be a number of bytes"):
-        SafetensorsWriter(tmp_path / "m", max_shard_size="5GB")  # type: ignore[arg-type]
+        Safetensors(max_shard_size="5GB")  # type: ignore[arg-type]
 
 
 def test_the_working_directory_is_not_replaced(
@@ -197,25 +206,24 @@ def test_saves_in_both_formats_find_unchanged_tensors(tmp_path: Path) -> None:
     state: StateDict = {"model": {"w": torch.ones(2)}}
 
     def save_in_both(step: int) -> None:
-        for values, options in ((state | {"step": step}, {}), (state, {"format": "safetensors"})):
+        for values, format in ((state | {"step": step}, "checkpoint"), (state, "safetensors")):
             path = tmp_path / str(len(values))
-            torch_ckpt.async_save(values, path, no_dist=True, **options).result()  # type: ignore[arg-type]
+            torch_ckpt.async_save(values, path, format=format, no_dist=True).result()
 
     save_in_both(0)
     with pytest.warns(UserWarning, match="model"):
         save_in_both(1)
 
 
-def test_a_failed_save_by_dcp_removes_its_files_at_once(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(tmp_path / "m")
+def test_a_failed_save_removes_its_files_at_once(tmp_path: Path) -> None:
     with failing("pwrite", errno.ENOSPC), pytest.raises(dcp.CheckpointException):
-        dcp.save({"w": torch.ones(5)}, storage_writer=writer, no_dist=True)
+        save({"w": torch.ones(5)}, tmp_path / "m")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_directory_is_replaced_only_if_it_may_be(tmp_path: Path) -> None:
     save({"w": torch.ones(2)}, tmp_path / "m")
-    cause = cause_of_refusal({"w": torch.zeros(2)}, tmp_path / "m", overwrite=False)
+    cause = cause_of_refusal({"w": torch.zeros(2)}, tmp_path / "m", WriteOptions(overwrite=False))
     assert isinstance(cause, FileExistsError)
     assert_equal(files_in(tmp_path / "m"), {"w": torch.ones(2)})
 
@@ -238,34 +246,24 @@ def test_a_background_save_stores_the_values_of_the_call(tmp_path: Path) -> None
     state = {"w": torch.ones(1000)}
     handle = torch_ckpt.async_save(state, tmp_path / "m", format="safetensors", no_dist=True)
     state["w"].zero_()
-    metadata = handle.result()
+    metadata = handle.result().metadata()
     assert_equal(files_in(tmp_path / "m"), {"w": torch.ones(1000)})
     assert metadata.state_dict_metadata["w"].size == torch.Size([1000])
 
 
-def test_an_unknown_format_and_a_format_beside_a_writer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format must be one of"):
-        torch_ckpt.save({}, tmp_path / "m", format="gguf", no_dist=True)
-    writer = SafetensorsWriter(tmp_path / "m")
-    with pytest.raises(ValueError, match="format cannot be combined"):
-        torch_ckpt.save({}, storage_writer=writer, format="safetensors", no_dist=True)
-
-
-@pytest.mark.parametrize("planner", [None, torch_ckpt.SavePlanner])
-def test_dcp_writes_the_format_with_the_writer(tmp_path: Path, planner: Any) -> None:
-    writer = SafetensorsWriter(tmp_path / "m", rename={"w*": "weight*"})
-    planner = None if planner is None else planner()
-    metadata = dcp.save(
+def test_the_metadata_of_the_save_has_the_names_in_the_files(tmp_path: Path) -> None:
+    saved = torch_ckpt.save(
         {"w1": torch.ones(3), "w2": torch.zeros(2, 2)},
-        storage_writer=writer, planner=planner, no_dist=True,
-    )  # fmt: skip
+        tmp_path / "m",
+        format=Safetensors(rename={"w*": "weight*"}),
+    )
     assert_equal(files_in(tmp_path / "m"), {"weight1": torch.ones(3), "weight2": torch.zeros(2, 2)})
-    assert sorted(metadata.state_dict_metadata) == ["weight1", "weight2"]
+    assert sorted(saved.metadata().state_dict_metadata) == ["weight1", "weight2"]
 
 
-def test_dcp_names_a_value_that_is_not_a_tensor(tmp_path: Path) -> None:
-    with pytest.raises(dcp.CheckpointException, match="step: safetensors files hold only tensors"):
-        dcp.save({"step": 3}, storage_writer=SafetensorsWriter(tmp_path / "m"), no_dist=True)
+def test_a_planner_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a planner can only save in the format"):
+        torch_ckpt.save({}, tmp_path / "m", format="safetensors", planner=dcp.DefaultSavePlanner())
     assert os.listdir(tmp_path) == []
 
 
@@ -299,17 +297,14 @@ def test_a_save_needs_as_many_parts_as_places(tmp_path: Path, parts: int) -> Non
     def save_parts() -> None:
         for _ in range(parts):
             sources.add_part("a", torch.ones(4), [4], [0], None)
-        _C.start_save(
+        _C.Save().start(
             _core.Directory(tmp_path),
             "",
             sources,
             buckets=1,
-            file_per_item=False,
-            separation_hint="",
             max_host_bytes=0,
             direct_io="auto",
             sync=False,
-            background=None,
         )
 
     with pytest.raises(RuntimeError, match=f"the coordinator has sent 2 places for {parts} parts"):

@@ -1,26 +1,22 @@
-"""The writer of one version. csrc/directory/version.h has the protocol."""
+"""The target of one version. csrc/directory/version.h has the protocol."""
 
 from __future__ import annotations
 
 import errno
 import os
 import time
-from collections.abc import Callable
 from contextlib import closing
-from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt._base.version import __version__
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.huggingface.safetensors_writer import (
-    NewDirectory,
-    SafetensorsWriter,
-    SavedModel,
-    StrPath,
-)
+from torch_ckpt.huggingface.model_target import ModelTarget, NewDirectory, Safetensors, StrPath
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.retention import Retention
+from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.write import Written
 from torch_ckpt.steps import (
     LARGEST_STEP,
     MARKER_NAME,
@@ -31,88 +27,80 @@ from torch_ckpt.steps import (
 )
 
 
-class VersionWriter(SafetensorsWriter):
-    """Writes a version beneath a root, and updates ``latest``.
+class VersionTarget(ModelTarget):
+    """A version beneath a root, and the link ``latest``.
 
     Args:
-        root, version, base, delta, keep, options: see :func:`torch_ckpt.publish`.
-        is_export: a manager reports the errors of the save.
+        root, version, base, delta, keep: see :func:`torch_ckpt.publish`.
+        format, options: see :class:`ModelTarget`.
         newest_valid: for exports: versions with larger numbers are stale. Those that are not older
             than the new version are deleted before it gets its name. None: no version is stale.
-        on_number: called on each rank with the number of the version, before it is published.
+
+    Attributes:
+        number: number of the version, on every rank when the save has written its files.
     """
 
     def __init__(
         self,
         root: StrPath,
+        format: Safetensors,
+        options: WriteOptions,
         *,
         version: int | None,
         base: int | str | None,
         delta: bool,
         keep: Retention | None,
-        is_export: bool = False,
         newest_valid: int | None = None,
-        on_number: Callable[[int], None] | None = None,
-        **options: Any,
     ) -> None:
         # The coordinator chooses the name once all ranks have planned.
         name = "new version" if version is None else step_name(version)
-        super().__init__(os.path.join(os.fspath(root), name), overwrite=False, **options)
-        self._placeholder = self.path
+        super().__init__(os.path.join(os.fspath(root), name), format, options)
+        if version is None:
+            self.path = str(self._parent)
         self._version = version
         self._base = base
         self._delta = delta
         self._keep = keep
-        self.reported_elsewhere = is_export
         self._newest_valid = newest_valid
-        self._on_number = on_number
-        # Set on the coordinator during a save.
+        self.number = 0
+        # Set on the coordinator.
         self._root: OpenDirectory | None = None
         self._base_step: int | None = None
-        self._number = 0
         self._stale: list[int] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_root": None}
-
-    @property
-    def identity(self) -> str | None:
-        return f"{super().identity}, base={self._base}, delta={self._delta}"
-
-    @property
-    def destination(self) -> str:
-        return os.fspath(self._parent if self._version is None else self.path)
+    def _describe(self) -> str:
+        return f"{super()._describe()}, base={self._base}, delta={self._delta}"
 
     @property
     def _steps(self) -> LocalSteps:
         return LocalSteps(self._parent)
 
     def new_directory(self) -> NewDirectory:
-        root = self._root = self.directory
+        assert self._directory is not None
+        root = self._root = self._directory
         versions = self._steps.entries(leftovers=False)
         _refuse_checkpoint(versions)
         # An interrupted publication may not have updated the link.
         self._update_latest(root)
         newest = versions[-1].step if versions else -1
-        self._number = newest + 1 if self._version is None else self._version
-        if self._number > LARGEST_STEP:
+        number = newest + 1 if self._version is None else self._version
+        if number > LARGEST_STEP:
             raise CheckpointError(f"{self._parent}: version {newest} has the largest number")
-        later = [info for info in versions if info.step >= self._number]
+        later = [info for info in versions if info.step >= number]
         if later:
-            self._require_stale(later)
+            self._require_stale(later, number)
         self._stale = [info.step for info in later]
         self._base_step = self._find_base([info.step for info in versions if info not in later])
-        self.path = self._parent / step_name(self._number)
-        return NewDirectory(root, self.path.name, self._number in self._stale, self._copied)
+        return NewDirectory(root, step_name(number), number in self._stale, self._copied)
 
-    def _require_stale(self, later: list[StepInfo]) -> None:
+    def _require_stale(self, later: list[StepInfo], number: int) -> None:
         """Raises if a version that is not older than the new one must not be deleted."""
         first, newest = later[0], later[-1].step
         if self._newest_valid is None or first.step <= self._newest_valid:
             raise FileExistsError(
                 errno.EEXIST,
                 f"version {newest} is the newest, so a new version must have a larger number than "
-                f"{self._number}. Pass a larger number, or delete the later versions",
+                f"{number}. Pass a larger number, or delete the later versions",
                 first.path,
             )
         for info in later:
@@ -129,7 +117,7 @@ class VersionWriter(SafetensorsWriter):
                 "version %d",
                 self._parent,
                 self._stale,
-                self._number,
+                self.number,
             )
         for step in self._stale:
             if not self._steps.delete(step):
@@ -140,7 +128,7 @@ class VersionWriter(SafetensorsWriter):
 
     def _update_latest(self, root: OpenDirectory) -> None:
         try:
-            _core.update_latest(root, self.sync_files)
+            _core.update_latest(root, self.options.sync_files)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
@@ -161,11 +149,11 @@ class VersionWriter(SafetensorsWriter):
             )
         return int(self._base)
 
-    def prefix_of_files(self, tag: str) -> str:
-        if self._on_number is not None:
-            # All ranks know the number from the temporary name.
-            self._on_number(int(tag.removeprefix(".").partition(".")[0]))
-        return super().prefix_of_files(tag)
+    def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
+        # All ranks know the number from the temporary name.
+        self.number = int(layout.removeprefix(b".").partition(b".")[0])
+        self.path = str(self._parent / step_name(self.number))
+        return super().files(layout)
 
     def complete(
         self,
@@ -173,10 +161,10 @@ class VersionWriter(SafetensorsWriter):
         layout: _core.SafetensorsLayout,
         tables: list[dict[str, bytes]],
     ) -> None:
-        base, sync = self._base_step, self.sync_files
+        base, sync = self._base_step, self.options.sync_files
         marker = encoded_marker(
             {
-                "step": self._number,
+                "step": self.number,
                 "saved_at": time.time(),
                 "bytes": sum(size for _, size in layout.files()),
                 "ranks": len(tables),
@@ -184,7 +172,7 @@ class VersionWriter(SafetensorsWriter):
                 "torch_ckpt": __version__,
             }
         )
-        with self.working():
+        with self.busy():
             save.complete(layout, self._copied | {MARKER_NAME: marker}, tables, sync)
             if base is not None:
                 self._compare(save, base)
@@ -194,25 +182,23 @@ class VersionWriter(SafetensorsWriter):
         """Shares files with the base, and writes the delta."""
         with closing(OpenDirectory(self._steps.path_of(base))) as opened:
             share_or_warn(opened)
-            save.link_unchanged(opened, self.sync_files)
+            save.link_unchanged(opened, self.options.sync_files)
             if self._delta:
-                save.write_delta(opened, step_name(base), self.sync_files)
+                save.write_delta(opened, step_name(base), self.options.sync_files)
 
-    def _publish(self, tables: list[dict[str, bytes]]) -> SavedModel:
-        root, path = self._root, self.path
+    def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
+        root = self._root
         assert root is not None
-        saved = super()._publish(tables)
+        seal = super().commit(plan, written)
         try:
-            with self.working():
+            with self.busy():
                 self._update_latest(root)
                 self._delete_others(root)
         except OSError as error:
             raise CheckpointError(
-                f"{path} is published, but {_core.LATEST_NAME} does not lead to it: {error}"
+                f"{self.path} is published, but {_core.LATEST_NAME} does not lead to it: {error}"
             ) from error
-        finally:
-            self._end()
-        return saved
+        return seal
 
     def _delete_others(self, root: OpenDirectory) -> None:
         """Finishes interrupted deletions, and deletes the versions that are not kept. Failures are
@@ -231,14 +217,9 @@ class VersionWriter(SafetensorsWriter):
         except Exception as error:
             LOGGER.error("%s: versions could not be deleted: %s", steps.root, error)
 
-    def abandon(self) -> None:
-        super().abandon()
-        self._end()
-
-    def _end(self) -> None:
-        """Ends a save, so that the writer can be used again."""
+    def discard(self) -> None:
+        super().discard()
         self._root = None
-        self.path = self._placeholder
 
 
 def _refuse_checkpoint(versions: list[StepInfo]) -> None:

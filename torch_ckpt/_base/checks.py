@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 
 def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str]) -> None:
@@ -29,6 +29,31 @@ def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str
             raise TypeError(
                 f"{caller.__name__}() got an unexpected keyword argument {option!r}{hint}"
             )
+
+
+def refuse_keyword(
+    caller: Callable[..., Any], given: Iterable[str], groups: Mapping[str, Collection[str]]
+) -> NoReturn:
+    """Raises TypeError for the first of the keywords that a function does not accept. The message
+    names the object that has the option, or suggests the nearest name.
+
+    Args:
+        caller: the function or class that the user called.
+        given: the keywords.
+        groups: the options of each typed argument, by a text such as "options=WriteOptions(...)".
+    """
+    keyword = next(iter(given))
+    name = caller.__name__
+    for argument, options in groups.items():
+        if keyword in options:
+            raise TypeError(
+                f"{name}() does not accept {keyword!r} as a keyword. Pass it in an object: "
+                f"{argument.replace('...', f'{keyword}=...')}"
+            )
+    known = names_of(caller).union(*groups.values())
+    raise TypeError(
+        f"{name}() got an unexpected keyword argument {keyword!r}{_hint(keyword, known)}"
+    )
 
 
 def check_options(title: str, options: Any, known: Collection[str]) -> dict[str, Any]:

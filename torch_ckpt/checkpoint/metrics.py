@@ -1,17 +1,10 @@
-"""Metrics of a save, and traces for Chrome or Perfetto."""
+"""Metrics of a save."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from torch_ckpt._base.log import LOGGER
-
-#: A time span of work: (lane, name, begin, end). Times are in seconds since the call.
-Span = tuple[str, str, float, float]
 
 
 @dataclass
@@ -79,28 +72,3 @@ class SaveMetrics:
             self.commit_s,
             extra={"metrics": asdict(self)},
         )
-
-
-def write_trace(path: str | os.PathLike[str], rank: int, spans: Iterable[Span]) -> None:
-    """Writes time spans in the format of Chrome's trace viewer. The rank is shown as a process.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    lanes: dict[str, int] = {}
-    events: list[dict[str, object]] = []
-    for lane, name, begin, end in spans:
-        if lane not in lanes:
-            lanes[lane] = len(lanes)
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": lanes[lane]}
-                | {"args": {"name": lane}}
-            )
-        events.append(
-            {"ph": "X", "name": name, "pid": rank, "tid": lanes[lane]}
-            | {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
-        )
-    events.append(
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    )
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

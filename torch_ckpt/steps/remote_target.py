@@ -17,18 +17,16 @@ which is not a step. A step that was to be replaced is then lost.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base import exit_threads
@@ -38,9 +36,11 @@ from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import encoded_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import CheckpointError, NotCommitted
-from torch_ckpt.saving.items import Written
-from torch_ckpt.saving.rank_write import RankWrite
-from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.options import WriteOptions
+from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.save_state import SaveState
+from torch_ckpt.saving.target import DirectoryTarget, Opened, Target, require_one_target
+from torch_ckpt.saving.write import Written
 from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps.step_store import refuse_complete_step
@@ -49,109 +49,75 @@ from torch_ckpt.steps.step_store import refuse_complete_step
 before_thread_pools_end(exit_threads.join)
 
 
-class RemoteWriter(FileSystemWriter):
-    """Writes one step, as the module docstring describes.
+class RemoteStepTarget(DirectoryTarget):
+    """One step beneath a URL, as the module docstring describes.
 
     Args:
         files: files of the step.
         step: step number.
         staging_dir: local directory for all files that this rank writes; None uses the system's
             temporary directory.
-        overwrite: True if a complete step may be replaced.
+        may_replace: True if a complete step may be replaced.
         marker: returns the content of the marker, a dict of JSON values. Called on the coordinator
             at the commit.
-        options: passed to :class:`FileSystemWriter`.
+        options: the options of the save.
     """
-
-    reported_elsewhere = True
 
     def __init__(
         self,
         files: RemoteFiles,
         step: int,
         staging_dir: str | None,
-        overwrite: bool,
+        *,
+        may_replace: bool,
         marker: Callable[[], dict[str, Any]],
-        options: dict[str, Any],
+        options: WriteOptions,
     ) -> None:
         # Staged files need not survive a power failure.
-        super().__init__(files.url, **{**options, "sync_files": False})
+        Target.__init__(self, files.url, dataclasses.replace(options, sync_files=False))
+        self._directory = self._lease = None
         self._files = files
         self._step = step
         self._staging_dir = staging_dir
-        self._may_replace = overwrite
+        self._may_replace = may_replace
         self._marker = marker
         self._upload: _Upload | None = None
-        self._uploaded_bytes = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_upload": None}
-
-    @property
-    def identity(self) -> str | None:
-        return self._files.url
-
-    @property
-    def destination(self) -> str:
-        return self._files.url
-
-    @property
-    def tag(self) -> str:
-        return self._upload.tag if self._upload is not None else ""
-
-    def _refuse_url(self) -> None:
-        """Accepts the URL: the base class writes the local staging directory."""
-
-    def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._files.url, save_id=self.save_id)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self.abandon()
-        if not self.use_collectives:
-            raise ValueError(
-                "saving a step beneath a URL requires a coordinator that commits it for all ranks. "
-                "Pass use_collectives=True."
-            )
-        if self._is_coordinator:
+    def open(self, rank: int, ranks: int) -> Opened:
+        self.discard()
+        if rank == 0:
             self._refuse_existing(self._files.list())
         staging = tempfile.mkdtemp(prefix="torch_ckpt-", dir=self._staging_dir)
-        # Progress bars and messages show this name.
-        self.path = Path(staging, os.path.basename(self._files.url))
+        # Messages show this name.
+        self.directory_path = os.path.join(staging, os.path.basename(self.path))
         try:
-            plan = super().prepare_local_plan(plan)
+            opened = super().open(rank, ranks)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        self._upload = _Upload(self._files, staging, self._is_coordinator)
-        return plan
+        self._upload = _Upload(self._files, staging, rank == 0)
+        return opened._replace(save=self.path)
 
-    def write_values(
-        self, prefix: str, sources: _C.SaveSources, write: RankWrite | None = None
-    ) -> Written:
-        """Writes this rank's files, as the base class does, and uploads them.
-
-        Raises:
-            OSError: a file could not be written or uploaded. The files of this call are removed.
-        """
+    def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
+        require_one_target(opened)
         assert self._upload is not None
-        require_staging_room(str(self.path), sources.nbytes, self._files.url)
-        written = super().write_values(prefix, sources, write)
+        return [self._upload.tag.encode()] * len(opened)
+
+    def sources(self, state: SaveState, items: bytes, layout: bytes) -> _C.SaveSources:
+        sources = super().sources(state, items, layout)
+        require_staging_room(self.directory_path, sources.nbytes, self.path)
+        return sources
+
+    def written(self, written: Written) -> None:
+        """Uploads the files that this rank has written."""
         files = set(written.files.names)
-        try:
-            self._files.for_each(self._upload_file, ((file,) for file in sorted(files)))
-        except BaseException:
-            self._upload.remove(files)
-            raise
-        return written
+        self._files.for_each(self._upload_file, ((file,) for file in sorted(files)))
 
     def undo(self, written: Written) -> None:
         if self._upload is not None:
             self._upload.remove(set(written.files.names))
 
-    def bytes_moved(self) -> int:
-        return super().bytes_moved() + self._uploaded_bytes
-
-    def commit(self, data: _core.EncodedMetadata, files: set[str]) -> None:
+    def publish(self, data: _core.EncodedMetadata, files: Collection[str]) -> None:
         """Completes the step.
 
         Raises:
@@ -161,14 +127,10 @@ class RemoteWriter(FileSystemWriter):
             CheckpointError: it is unknown whether the step is complete, because a request of the
                 commit failed, and so did the requests to undo the commit.
         """
-        try:
-            self._commit(data, files)
-        finally:
-            # dcp.save does not notify its writer when it ends.
-            self.abandon()
+        self._commit(data, set(files))
 
-    def abandon(self) -> None:
-        super().abandon()
+    def discard(self) -> None:
+        super().discard()
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.end()
@@ -197,7 +159,7 @@ class RemoteWriter(FileSystemWriter):
             # Remove this file after the marker, or an interrupted deletion would become a step.
             self._files.remove({DELETED_NAME} & listing.keys())
             self._files.write(METADATA_NAME, bytes(data))
-            self._uploaded_bytes += len(data)
+            self.bytes_moved += len(data)
             self._files.write(MARKER_NAME, document)
         except BaseException as error:
             self._undo_commit(files, former)
@@ -212,9 +174,9 @@ class RemoteWriter(FileSystemWriter):
 
     def _upload_file(self, file: str) -> None:
         def count(moved: int) -> None:
-            self._uploaded_bytes += moved
+            self.bytes_moved += moved
 
-        source = Path(self.path, file)
+        source = Path(self.directory_path, file)
         self._files.upload(str(source), file, count)
         # Count this as a heartbeat, because some file systems do not report progress.
         count(1)
@@ -248,8 +210,7 @@ class RemoteWriter(FileSystemWriter):
 class _Upload:
     """The staged files of a save on this rank, and the files that the save adds to the step.
 
-    If the object is garbage-collected, for example because dcp.save drops its writer, the staged
-    files are removed and the step is no longer busy.
+    If the object is garbage-collected, the staged files are removed and the step is no longer busy.
 
     Attributes:
         tag: part of the names of the save's data files.

@@ -1,0 +1,311 @@
+"""The target of saves in Hugging Face's layout.
+
+1. The coordinator lays out the files from the plan of all ranks. Names, dtypes and sizes determine
+   every offset (csrc/planning/safetensors_layout.h).
+2. Each rank receives the places of its tensors, and writes its parts there. No rank holds more than
+   its own shards, and nothing is consolidated afterwards. Ranges of which several ranks of a
+   machine write short runs are collected in shared memory (csrc/engine/collective_buffer.h).
+3. The coordinator completes and publishes the directory. csrc/directory/model_save.h has the
+   protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from torch_ckpt import _C, _core
+from torch_ckpt._base.checks import refuse_keyword, require_at_least, reusable
+from torch_ckpt._base.paths import absolute, refuse_url
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.huggingface.transformers_config import CONFIG_NAME, Config
+from torch_ckpt.loading.dtypes import parse_dtype
+from torch_ckpt.loading.renaming import Rename, new_names
+from torch_ckpt.options import WriteOptions
+from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.save_state import SaveState
+from torch_ckpt.saving.target import Opened, Target, require_one_target
+from torch_ckpt.saving.write import Written
+
+#: Default for max_shard_size, as in transformers.
+SHARD_BYTES = 5 * 10**9
+
+#: Names of the files that every save writes itself.
+_WRITTEN = re.compile(
+    r"(model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
+    r"|torch_ckpt\.checksums|torch_ckpt\.delta|write_completed)$"
+)
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Safetensors:
+    """The format of a directory of safetensors files in Hugging Face's layout.
+
+    Pass it as ``format`` to :func:`torch_ckpt.save`; ``format="safetensors"`` means the defaults.
+    Such a directory can hold only tensors. It appears under its name once it is complete and
+    durable. A directory that it replaces is kept until then, and must contain only files that such
+    a save writes.
+
+    Attributes:
+        max_shard_size: maximum number of bytes of tensors per file. A larger tensor gets a file of
+            its own.
+        dtype: dtype in which floating-point tensors are stored: a torch dtype, its name, "bf16",
+            "fp16" or "fp32". None keeps each tensor's dtype.
+        rename: maps the names in the state dict to names in the files; see
+            :func:`torch_ckpt.load`. The names must stay different.
+        config: the model's ``config.json``, or a directory that contains one, to copy to the
+            directory. If ``dtype`` is given, the copied file states that dtype. If ``transformers``
+            is installed, a weight that the model ties to another weight is left out if both have
+            the same memory; ``from_pretrained`` ties them again.
+        copied: more files to copy to the directory, such as the tokenizer's.
+        metadata: texts to store in the header of each file.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Example::
+
+        format = torch_ckpt.Safetensors(dtype="bf16", config="llama/")
+        torch_ckpt.save(get_model_state_dict(model), "exports/final", format=format)
+    """
+
+    max_shard_size: int = SHARD_BYTES
+    dtype: torch.dtype | str | None = None
+    rename: Rename = None
+    config: StrPath | None = None
+    copied: Iterable[StrPath] = ()
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_shard_size, int):
+            raise ValueError(
+                f"max_shard_size must be a number of bytes, got {self.max_shard_size!r}"
+            )
+        require_at_least("max_shard_size", self.max_shard_size, 1)
+        if not all(map(_is_unicode, (*self.metadata, *self.metadata.values()))):
+            raise ValueError(
+                f"metadata must map Unicode strings to such strings, got {self.metadata!r}"
+            )
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        object.__setattr__(self, "rename", reusable(self.rename))
+        object.__setattr__(self, "copied", tuple(self.copied))
+        object.__setattr__(self, "metadata", dict(self.metadata))
+
+
+def refuse_model_options(caller: Callable[..., Any], given: dict[str, Any]) -> NoReturn:
+    """Raises TypeError for keywords that belong into an object with options."""
+    groups = {
+        "format=torch_ckpt.Safetensors(...)": [one.name for one in fields(Safetensors)],
+        "options=torch_ckpt.WriteOptions(...)": [one.name for one in fields(WriteOptions)],
+    }
+    refuse_keyword(caller, given, groups)
+
+
+class NewDirectory:
+    """A directory that the coordinator has created under a temporary name.
+
+    If it is dropped before publish(), the directory is removed.
+    """
+
+    def __init__(
+        self, parent: OpenDirectory, name: str, replace: bool, copied: Collection[str]
+    ) -> None:
+        self._save = _core.ModelSave(parent, name, replace, list(copied))
+        self._discard = weakref.finalize(self, _discard, self._save, os.getpid())
+
+    @property
+    def temporary(self) -> str:
+        return self._save.temporary
+
+    def complete(
+        self,
+        layout: _core.SafetensorsLayout,
+        copied: Mapping[str, bytes],
+        tables: list[dict[str, bytes]],
+        sync: bool,
+    ) -> None:
+        self._save.complete(layout, [*copied.items()], tables, sync)
+
+    def link_unchanged(self, base: OpenDirectory, sync: bool) -> None:
+        self._save.link_unchanged(base, sync)
+
+    def write_delta(self, base: OpenDirectory, name: str, sync: bool) -> None:
+        self._save.write_delta(base, name, sync)
+
+    def publish(self, sync: bool) -> None:
+        self._discard.detach()
+        self._save.publish(sync)
+
+    def discard(self) -> None:
+        self._discard()
+
+
+def _discard(save: _core.ModelSave, pid: int) -> None:
+    # The parent of a forked child may continue the save.
+    if os.getpid() == pid:
+        save.discard()
+
+
+class ModelTarget(Target):
+    """A directory of safetensors files.
+
+    Args:
+        path: the directory.
+        format: the options of the files.
+        options: the options of the save.
+
+    Raises:
+        ValueError: ``path`` is a URL.
+        CheckpointError: the format's ``config`` is not a JSON object, or two files to copy have the
+            same name.
+        OSError: a file to copy cannot be read.
+    """
+
+    #: Checksums of parts and checksums of checkpoints cannot be compared.
+    finds_unchanged = False
+
+    def __init__(self, path: StrPath, format: Safetensors, options: WriteOptions) -> None:
+        refuse_url(path)
+        super().__init__(absolute(path), options)
+        self._given_path = os.fspath(path)
+        self._parent = Path(self.path).parent
+        self._format = format
+        dtype = format.dtype
+        assert dtype is None or isinstance(dtype, torch.dtype)
+        self._dtype = dtype
+        self._config = None if format.config is None else Config(os.fspath(format.config))
+        self._copied: dict[str, bytes] = {}
+        if self._config is not None:
+            self._copied[CONFIG_NAME] = self._config.text(dtype)
+        for file in map(Path, format.copied):
+            if file.name in self._copied:
+                raise CheckpointError(f"{file}: two files to copy are named {file.name}")
+            if _WRITTEN.match(file.name):
+                raise CheckpointError(f"{file}: the save writes a file named {file.name} itself")
+            self._copied[file.name] = file.read_bytes()
+        self._directory: OpenDirectory | None = None
+        self._save: NewDirectory | None = None
+        self._layout: _core.SafetensorsLayout | None = None
+        self._memory: _core.MemoryFile | None = None
+
+    def select(self, state: SaveState) -> None:
+        if self._config is None:
+            return
+        names = new_names(state.names(), self._format.rename)
+        of_model = set(self._config.tied_names([*names.values()]))
+        tied = [old for old, new in names.items() if new in of_model]
+        if tied:
+            state.remove(state.aliases(tied, names.keys() - tied))
+
+    def open(self, rank: int, ranks: int) -> Opened:
+        self.discard()
+        path = self._given_path
+        if Path(path).name in ("", "..") or (os.path.exists(path) and os.path.samefile(path, ".")):
+            raise CheckpointError(
+                f"{path}: a save would replace this directory, in which the program runs or which "
+                "has no name; save to a directory inside it"
+            )
+        _core.make_directories(os.fspath(self._parent))
+        self._directory = OpenDirectory(self._parent)
+        if ranks > 1:
+            self._memory = _core.offer_memory()
+        memory = b"" if self._memory is None else self._memory.address
+        return Opened(DirectoryIdentity.of(self._directory), self._describe(), memory)
+
+    def _describe(self) -> str:
+        """Returns a description of the save that must be equal on all ranks."""
+        form = self._format
+        # Two functions that rename cannot be compared.
+        rename = "a function" if callable(form.rename) else repr(form.rename)
+        copied = {name: _core.crc32(contents) for name, contents in self._copied.items()}
+        return (
+            f"safetensors files in {self.path} with max_shard_size={form.max_shard_size}, "
+            f"dtype={form.dtype}, rename={rename}, metadata={form.metadata}, copies={copied}"
+        )
+
+    def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
+        """Lays out the files, and creates the directory under a temporary name.
+
+        Raises:
+            CheckpointError: the files cannot hold a value.
+            FileExistsError: the directory exists and must not be replaced.
+        """
+        require_one_target(opened)
+        form, coordinator = self._format, plan.coordinator
+        renamed = None
+        if form.rename is not None:
+            renamed = [*new_names(coordinator.names(), form.rename).values()]
+        dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
+        try:
+            self._layout = _core.SafetensorsLayout(
+                coordinator, renamed, dtype, form.max_shard_size, [*form.metadata.items()]
+            )
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+        self._save = self.new_directory()
+        name = self._save.temporary.encode()
+        offers = [one.memory for one in opened]
+        return [
+            name + b"\0" + places for places in self._layout.places_of_plan(coordinator, offers)
+        ]
+
+    def new_directory(self) -> NewDirectory:
+        """Creates the directory under a temporary name, on the coordinator."""
+        assert self._directory is not None
+        name = Path(self.path).name
+        return NewDirectory(self._directory, name, self.options.overwrite, self._copied)
+
+    def sources(self, state: SaveState, items: bytes, layout: bytes) -> _C.SaveSources:
+        _name, _end, places = layout.partition(b"\0")
+        return state.parts(items, places, self._dtype)
+
+    def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
+        assert self._directory is not None
+        name, _end, _places = layout.partition(b"\0")
+        return self._directory.open_directory(name.decode()), ""
+
+    def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
+        save, layout = self._save, self._layout
+        assert save is not None
+        assert layout is not None
+        self.complete(save, layout, [of_rank.files.tables for of_rank in written])
+        self._save = None
+        save.publish(self.options.sync_files)
+        return b""
+
+    def complete(
+        self,
+        save: NewDirectory,
+        layout: _core.SafetensorsLayout,
+        tables: list[dict[str, bytes]],
+    ) -> None:
+        """Writes the files that the ranks have not written, before the directory gets its name.
+
+        Args:
+            tables: the encoded checksums that each rank has sent, by file.
+        """
+        save.complete(layout, self._copied, tables, self.options.sync_files)
+
+    def discard(self) -> None:
+        save = self._save
+        self._save = self._layout = self._directory = self._memory = None
+        if save is not None:
+            save.discard()
+
+
+def _is_unicode(text: object) -> bool:
+    try:
+        return isinstance(text, str) and text.encode() is not None
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,156 @@
+"""Options of saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
+
+from torch_ckpt import _core
+from torch_ckpt._base.checks import refuse_keyword, require_at_least, require_io_options
+from torch_ckpt._base.progress import ProgressOption
+
+#: Size in bytes of a staging chunk for sources on the host, and for sources on CUDA devices.
+CHUNK_BYTES = _core.host_chunk_bytes
+DEVICE_CHUNK_BYTES = _core.device_chunk_bytes
+
+#: By default a rank writes one file per this many bytes or fraction thereof, up to its number of
+#: files. For less data a second file would cost an fsync but not make the save faster: nearly all
+#: chunks of one file are in flight at once (three per file).
+BYTES_PER_FILE = 4 * CHUNK_BYTES
+
+#: By default a rank writes up to this many files concurrently. On the disks measured with
+#: benchmarks/files_per_rank.py, fewer files were slower and more files were not faster.
+DEFAULT_FILES = 4
+
+
+@dataclass(frozen=True)
+class Background:
+    """Threads and priorities of background saves. The lower the priority, the less a save slows
+    down training.
+
+    Attributes:
+        threads: number of engine threads; 0 starts as many as the files need. Most of these threads
+            wait for the disk.
+        nice: niceness of the threads, from 0 to 19 (the lowest priority). If the process has a
+            higher niceness, the threads use the niceness of the process instead.
+        idle_io: use the I/O scheduling class "idle", if the disk's I/O scheduler supports
+            scheduling classes. False keeps the I/O scheduling class of the process.
+        max_bytes_per_second: maximum rate at which this process writes to the disk; 0 sets no
+            limit.
+
+    Raises:
+        ValueError: an attribute is out of range.
+
+    Examples:
+        ```python
+        gentle = torch_ckpt.Background(nice=19, max_bytes_per_second=500_000_000)
+        torch_ckpt.async_save({"model": model}, "checkpoints/100", background=gentle)
+        ```
+    """
+
+    threads: int = 0
+    nice: int = 10
+    idle_io: bool = True
+    max_bytes_per_second: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.nice <= 19:
+            raise ValueError(f"nice must be between 0 and 19, got {self.nice}")
+        if self.threads < 0:
+            raise ValueError(f"threads must not be negative, got {self.threads}")
+        if self.max_bytes_per_second < 0:
+            raise ValueError(
+                f"max_bytes_per_second must not be negative, got {self.max_bytes_per_second}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """Options of a save.
+
+    Attributes:
+        thread_count: number of files that a rank writes concurrently, each with up to two writes in
+            flight. None chooses one file per 16 MiB of data (rounded up), but at most 4.
+        single_file_per_rank: True groups a rank's items into ``thread_count`` files of similar
+            size. False writes one file per item.
+        sync_files: fsync files and directories, so that a completed save survives a power cut.
+        overwrite: replace any existing checkpoint. The existing checkpoint can be loaded until the
+            new checkpoint is committed.
+        separation_hint: prefix of fully qualified names. Items with this prefix are written to
+            different files than all other items. Requires ``thread_count >= 2``.
+        max_host_bytes: maximum host memory for staging on a rank, in bytes; at least 4096. None
+            means this rank's share of half of the free memory for a background save, and three 4
+            MiB chunks per file for other saves.
+        direct_io: True, False, or "auto", which uses direct I/O if the file system supports it.
+        progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
+        background: threads and priorities of a background save.
+
+    Raises:
+        ValueError: an option is out of range or contradicts another one.
+
+    Example::
+
+        options = torch_ckpt.WriteOptions(thread_count=8, direct_io=True)
+        torch_ckpt.save({"model": model}, "checkpoints/100", options=options)
+    """
+
+    thread_count: int | None = None
+    single_file_per_rank: bool = True
+    sync_files: bool = True
+    overwrite: bool = True
+    separation_hint: str | None = None
+    max_host_bytes: int | None = None
+    direct_io: bool | str = "auto"
+    progress: ProgressOption = None
+    background: Background = field(default_factory=Background)
+
+    def __post_init__(self) -> None:
+        require_io_options(self.thread_count, self.direct_io)
+        hint = self.separation_hint or ""
+        if hint and self.files < 2:
+            raise ValueError(
+                "separation_hint requires thread_count >= 2, because matching and other items "
+                f"go to separate files; got {self.thread_count}"
+            )
+        # Readers refuse file names with backslashes.
+        if "/" in hint or "\\" in hint or hint.startswith("."):
+            raise ValueError(
+                "separation_hint is used as a prefix of file names, so it must not contain a slash "
+                f"or a backslash or begin with a dot, got {hint!r}"
+            )
+        if self.max_host_bytes is not None:
+            require_at_least("max_host_bytes", self.max_host_bytes, 4096)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Progress bars and callbacks belong to the caller's process.
+        return self.__dict__ | {"progress": None}
+
+    @property
+    def files(self) -> int:
+        """Number of files that a rank writes concurrently, at most."""
+        return DEFAULT_FILES if self.thread_count is None else self.thread_count
+
+    @property
+    def bytes_per_file(self) -> int:
+        """Bytes for which a rank starts another file; 0 if the number of files is fixed."""
+        # If the caller chose a number of files, use it even if little is written.
+        return BYTES_PER_FILE if self.thread_count is None else 0
+
+
+DEFAULT_OPTIONS = WriteOptions()
+
+
+def refuse_options(
+    caller: Callable[..., Any], given: Iterable[str], argument: str = "options"
+) -> NoReturn:
+    """Raises TypeError for keywords that belong into the :class:`WriteOptions` of a function.
+
+    Args:
+        caller: the function or class that the user called.
+        given: the keywords.
+        argument: name of the parameter that accepts the options.
+    """
+    names = [option.name for option in fields(WriteOptions)]
+    groups: Mapping[str, list[str]] = {f"{argument}=torch_ckpt.WriteOptions(...)": names}
+    refuse_keyword(caller, given, groups)

@@ -1,0 +1,301 @@
+"""One save by all ranks: describe, assign, write, commit.
+
+1. Every rank describes its state (saving/save_state.py) and opens the target (saving/target.py). It
+   sends a :class:`Message`. If the structure of its state has not changed since its last save, the
+   message contains only the number of the plan.
+2. The coordinator assigns each item to a rank that has it (csrc/planning/save_coordinator.h), lays
+   out the files, and replies to each rank. If no structure has changed, it uses the last plan
+   again.
+3. Every rank writes its items with the engine (saving/write.py).
+4. The coordinator encodes the metadata from the plan and the results, and commits the target.
+
+``save`` runs these steps in the calling thread. A background save runs them in a thread of its own
+(saving/handle.py), with a snapshot of the state that the call has taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_ckpt import _C
+from torch_ckpt._base.log import warn
+from torch_ckpt._base.progress import Progress
+from torch_ckpt.checkpoint.metrics import SaveMetrics
+from torch_ckpt.checkpoint.opened import Checkpoint
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.saving.replica_check import description_of
+from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.save_state import SaveState, StateDict
+from torch_ckpt.saving.target import Opened, Target
+from torch_ckpt.saving.write import Events, Written, progress_of, write_files
+from torch_ckpt.state.app_state import saved_values
+
+
+class Message(NamedTuple):
+    """The message of a rank to the coordinator.
+
+    Attributes:
+        template: the template of the rank's state, or a token for it; see :meth:`Exchange.share`.
+            None if the rank has the plan.
+        plan: the message of the rank's plan.
+        opened: the target that the rank has opened.
+    """
+
+    template: bytes | str | None
+    plan: bytes
+    opened: Opened
+
+
+class Reply(NamedTuple):
+    """The coordinator's reply to a rank.
+
+    Attributes:
+        plan: the reply to the rank's plan; None if all ranks must send their parts.
+        layout: the rank's part of the target's layout.
+        differing: description of the values that differ between ranks, if they were compared.
+    """
+
+    plan: bytes | None
+    layout: bytes = b""
+    differing: str = ""
+
+
+class SaveRun:
+    """One save on this rank. The methods follow the steps in the module's docstring.
+
+    Args:
+        target: the target of the save.
+        ranks: the ranks that save together.
+        plan: the plan of these ranks.
+        check_replicas: see :func:`torch_ckpt.save`.
+        begun: when the caller requested the save, by ``time.perf_counter()``.
+
+    Attributes:
+        metrics: durations and sizes of the save on this rank; final when the save has ended.
+        differing: description of the values that differ between ranks; empty if none differs.
+    """
+
+    def __init__(
+        self, target: Target, ranks: Exchange, plan: SavePlan, check_replicas: str, begun: float
+    ) -> None:
+        self.differing = ""
+        self._target = target
+        self._ranks = ranks
+        self._plan = plan
+        self._check_replicas = check_replicas
+        self._begun = begun
+        self.metrics = SaveMetrics(path=target.path, rank=ranks.rank)
+        self._state: SaveState | None = None
+        self._opened: Opened | None = None
+        self._write = _C.Save()
+        # The sources on CUDA devices are complete after these events.
+        self._ready: Events = ()
+
+    def run(self, state_dict: StateDict | Callable[[], StateDict] | None = None) -> Checkpoint:
+        """Saves a state dict.
+
+        Args:
+            state_dict: see :func:`torch_ckpt.save`; None if the run has a snapshot.
+
+        Raises:
+            CheckpointException: on every rank, with the cause of each rank that failed.
+        """
+        ranks = self._ranks
+        try:
+            reply, _ = ranks.exchange("plan", lambda: self._describe(state_dict), self._assign)
+            if reply.plan is None:
+                again = lambda: (self._message(with_parts=True), None)  # noqa: E731
+                reply, _ = ranks.exchange("plan", again, self._assign)
+            with ranks.alive(self.moved):
+                seal, _ = ranks.exchange(
+                    "write", lambda: self._write_items(reply), self._commit, self._target.undo
+                )
+        finally:
+            self._end()
+        return Checkpoint(self._target.path, self.metrics, seal)
+
+    def progress(self) -> Progress:
+        """Returns the progress of this rank's write, in bytes."""
+        return progress_of(self._write)
+
+    # --- what background saves do otherwise (saving/handle.py) -----------------------------------
+
+    def _begin(self) -> None:
+        """Called first. If it fails, the save fails on all ranks."""
+
+    def _write_options(self) -> dict[str, Any]:
+        """Returns further arguments of :func:`write_files`."""
+        return {}
+
+    def _staged(self) -> None:
+        """Called on each rank when the sources may change."""
+
+    def _committed(self, seal: bytes, written: list[Written]) -> None:
+        """Called on the coordinator after the commit. The other ranks wait."""
+
+    def moved(self) -> int:
+        """Returns a number that changes while the save makes progress."""
+        resolved = 0 if self._state is None else self._state.resolved
+        _planned, staged, done, *_files = self._write.progress()
+        moved = staged + done + resolved + self._target.bytes_moved
+        return moved + (time.monotonic_ns() if self._target.is_busy else 0)
+
+    # --- 1. the description ----------------------------------------------------------------------
+
+    def _describe(
+        self, state_dict: StateDict | Callable[[], StateDict] | None
+    ) -> tuple[Message, None]:
+        self._begin()
+        if state_dict is not None:
+            self._state = SaveState(saved_values(state_dict))
+        state = self._state
+        assert state is not None
+        self._target.select(state)
+        state.plan()
+        self._opened = self._target.open(self._ranks.rank, self._ranks.size)
+        return self._message(), None
+
+    def _message(self, with_parts: bool = False) -> Message:
+        """Returns this rank's message.
+
+        Args:
+            with_parts: the coordinator has asked for this rank's parts.
+        """
+        state, ranks = self._state, self._ranks
+        assert state is not None
+        assert self._opened is not None
+        fingerprints = None
+        if self._check_replicas != "off" and ranks.size > 1:
+            with self._device_streams():
+                fingerprints = state.fingerprints(self._check_replicas)
+        template, message = self._plan.own.message(state.structure, fingerprints, with_parts)
+        shared = None if template is None else ranks.share(template)
+        return Message(shared, message, self._opened)
+
+    # --- 2. the assignment, on the coordinator ---------------------------------------------------
+
+    def _assign(self, messages: list[Message]) -> Answers[Reply]:
+        """Returns the replies, indexed by rank. Equal replies are one object, which is sent only
+        once."""
+        shared = self._ranks.shared
+        replies = self._plan.assign(
+            [(None if one.template is None else shared(one.template), one.plan) for one in messages]
+        )
+        if not replies:
+            return Answers([Reply(None)] * len(messages))
+        differing = self._compare_replicas()
+        layouts = self._target.lay_out(self._plan, [one.opened for one in messages])
+        made: dict[Reply, Reply] = {}
+        return Answers(
+            made.setdefault(reply, reply)
+            for plan, layout in zip(replies, layouts, strict=True)
+            for reply in [Reply(plan, layout, differing)]
+        )
+
+    def _compare_replicas(self) -> str:
+        """Returns a description of the values that differ between ranks, or an empty string."""
+        if self._check_replicas == "off" or self._ranks.size == 1:
+            return ""
+        differing = self._plan.coordinator.differing_replicas()
+        if not differing:
+            return ""
+        text = description_of(differing)
+        if self._check_replicas == "error":
+            raise CheckpointError(text)
+        warn(f"{self._target.path}: {text}")
+        return text
+
+    # --- 3. the write ----------------------------------------------------------------------------
+
+    def _write_items(self, reply: Reply) -> tuple[Written, Written]:
+        """Writes the items of this rank."""
+        state, target, own, metrics = self._state, self._target, self._plan.own, self.metrics
+        assert state is not None
+        assert reply.plan is not None
+        own.accept(state.structure, reply.plan)
+        self.differing = reply.differing
+        with self._device_streams():
+            with target.busy():
+                checksums = state.checksums(own.copies)
+            sources = target.sources(state, own.items, reply.layout)
+        metrics.planning_s = time.perf_counter() - self._begun
+        written = write_files(
+            self._write,
+            *target.files(reply.layout),
+            sources,
+            target.options,
+            title=f"save {os.path.basename(target.path)}",
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
+            ready=self._ready,
+            on_staged=self._release,
+            **self._write_options(),
+        )
+        written.seconds = (*state.seconds, *written.seconds)
+        if checksums:
+            written.checksums = checksums
+        try:
+            target.written(written)
+        except BaseException:
+            target.undo(written)
+            raise
+        metrics.written_s = time.perf_counter() - self._begun
+        return written, written
+
+    def _release(self) -> None:
+        """Releases the values, which have been or will be copied, and encodes the metadata on the
+        coordinator. The engine writes meanwhile."""
+        assert self._state is not None
+        self._state.release()
+        self._staged()
+        if self._ranks.is_coordinator:
+            self._plan.coordinator.describe()
+
+    @contextlib.contextmanager
+    def _device_streams(self) -> Iterator[None]:
+        """Block whose device work runs in side streams, after all work submitted before the
+        call."""
+        with contextlib.ExitStack() as stack:
+            streams = []
+            for event, device in self._ready:
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+                streams.append((stream, device))
+            yield
+            self._ready = [(stream.record_event(), device) for stream, device in streams]
+
+    # --- 4. the commit, on the coordinator -------------------------------------------------------
+
+    def _commit(self, written: list[Written]) -> bytes:
+        """Returns the seal of the metadata."""
+        self._plan.require_equal_copies(written)
+        seal = self._target.commit(self._plan, written)
+        self._committed(seal, written)
+        return seal
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Releases what the save still holds, and completes the metrics."""
+        self._target.discard()
+        self._write.finish()
+        if self._state is not None:
+            self._state.release()
+        self._ready = ()
+        metrics = self.metrics
+        metrics.total_s = time.perf_counter() - self._begun
+        if metrics.written_s:
+            metrics.commit_s = metrics.total_s - metrics.written_s
+        metrics.messages, metrics.message_bytes = self._ranks.sent
+        metrics.bytes = self._write.progress()[0]
+        staged, _ended, _stage, checksum, write, fsync = self._write.timing()
+        metrics.staging_s, metrics.checksum_s = staged, checksum
+        metrics.write_s, metrics.fsync_s = write, fsync

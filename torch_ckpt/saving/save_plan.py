@@ -1,0 +1,95 @@
+"""The plans of the saves of one group of ranks, and the words for ranks that contradict each other.
+
+csrc/planning/save_coordinator.h describes the messages.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from torch_ckpt import _core
+from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt._base.life_cycle import Part, register
+from torch_ckpt.checkpoint.metadata import DCP_VERSION
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.saving.copies import text_of_copies
+from torch_ckpt.saving.write import Written
+
+
+class SavePlan:
+    """The plan on which the ranks of a group agreed last. Every rank has one for all saves.
+
+    Attributes:
+        own: this rank's part.
+        coordinator: the parts of all ranks; used on the coordinator only.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[RankGroup, SavePlan]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.own = _core.RankPlan()
+        self.coordinator = _core.SaveCoordinator()
+
+    @classmethod
+    def of(cls, group: RankGroup) -> SavePlan:
+        """Returns the plan of a group of ranks."""
+        found = cls._of.get(group)
+        return cls._of.setdefault(group, cls()) if found is None else found
+
+    @classmethod
+    def forget_in_child(cls) -> None:
+        """Forgets all plans in a forked child, which plans independently."""
+        cls._of.clear()
+
+    @no_gc()
+    def assign(self, messages: list[tuple[bytes | None, bytes]]) -> list[bytes]:
+        """Plans on the coordinator, and returns the reply to each rank.
+
+        Args:
+            messages: the template, if the rank has sent one, and the message of each rank.
+
+        Raises:
+            CheckpointError: the states of ranks contradict each other. The error gives names and
+                ranks.
+        """
+        try:
+            return self.coordinator.assign(messages)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
+    def require_equal_copies(self, written: list[Written]) -> None:
+        """Compares the copies of sharded tensors (saving/copies.py), before the commit.
+
+        Args:
+            written: the results of the writes, indexed by rank.
+
+        Raises:
+            CheckpointError: copies differ. The error gives names, ranks and meshes.
+        """
+        differing = self.coordinator.differing_copies([one.checksums for one in written])
+        if differing:
+            raise CheckpointError(text_of_copies(differing))
+
+    @no_gc()
+    def encode(
+        self, written: list[Written], storage_meta: StorageMeta | None
+    ) -> _core.EncodedMetadata:
+        """Returns the contents of ``.metadata``.
+
+        Args:
+            written: the results of the writes, indexed by rank.
+        """
+        meta = [] if storage_meta is None else [*vars(storage_meta).items()]
+        texts = [(name, text) for name, text in meta if text is None or isinstance(text, str)]
+        seconds = [[round(phase, 4) for phase in of_rank.seconds] for of_rank in written]
+        phases = json.dumps(seconds, separators=(",", ":"))
+        files = [of_rank.files for of_rank in written]
+        return self.coordinator.encode(files, texts, DCP_VERSION, phases)
+
+
+register(Part.PLANS, in_child=SavePlan.forget_in_child)

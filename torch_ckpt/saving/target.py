@@ -1,0 +1,229 @@
+"""Targets of saves: where the files of a save go, and what makes them visible.
+
+A save calls a target in this order (saving/run.py):
+
+1. :meth:`Target.open`, on all ranks. The results are compared on the coordinator.
+2. :meth:`Target.lay_out`, on the coordinator. Every rank gets its part of the layout.
+3. :meth:`Target.sources` and :meth:`Target.files`, on all ranks. The engine then writes the files.
+4. :meth:`Target.written`, on all ranks, when the files are durable. If another rank has failed,
+   :meth:`Target.undo`.
+5. :meth:`Target.commit`, on the coordinator, when the files of all ranks are durable.
+6. :meth:`Target.discard`, on all ranks, at the end of each save. Before the commit, it removes the
+   files.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from torch_ckpt import _C, _core
+from torch_ckpt._base.paths import absolute, refuse_url
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
+from torch_ckpt.checkpoint.lease import DirectoryLease, remove_own
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.options import WriteOptions
+from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.save_state import SaveState
+from torch_ckpt.saving.write import Written
+
+
+class Opened(NamedTuple):
+    """Description of a target that a rank has opened, for the coordinator.
+
+    Attributes:
+        directory: identity of the directory.
+        save: a description of the save that must be equal on all ranks; empty if there is nothing
+            to compare.
+        memory: address of memory that the ranks of this machine can use for the save; empty if this
+            rank offers none.
+    """
+
+    directory: DirectoryIdentity
+    save: str = ""
+    memory: bytes = b""
+
+
+class Target:
+    """The target of one save on this rank; see the module's docstring.
+
+    Args:
+        path: path or URL of the checkpoint, when it is committed.
+        options: the options of the save.
+    """
+
+    #: True if each save to such a target can be compared with the previous one.
+    finds_unchanged = True
+
+    def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
+        self.path = os.fspath(path)
+        self.options = options
+        #: True while the target does work that may take long but moves no bytes.
+        self.is_busy = False
+        #: Number of bytes that the target itself has moved.
+        self.bytes_moved = 0
+
+    def select(self, state: SaveState) -> None:
+        """Removes the values that the target does not store."""
+
+    def open(self, rank: int, ranks: int) -> Opened:
+        """Opens the target, on every rank. The coordinator creates it."""
+        raise NotImplementedError
+
+    def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
+        """Chooses the files of each rank, on the coordinator.
+
+        Args:
+            opened: the result of :meth:`open` on each rank.
+
+        Returns:
+            The layout for each rank.
+
+        Raises:
+            CheckpointError, NotCommitted: ranks have opened targets of different saves.
+        """
+        raise NotImplementedError
+
+    def sources(self, state: SaveState, items: bytes, layout: bytes) -> _C.SaveSources:
+        """Returns the values that this rank writes.
+
+        Args:
+            items: the items that the plan assigns to this rank.
+            layout: this rank's part of :meth:`lay_out`.
+        """
+        return state.sources(items, bool(self.options.separation_hint))
+
+    def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
+        """Returns the directory in which this rank writes, and the prefix of its file names."""
+        raise NotImplementedError
+
+    def written(self, written: Written) -> None:
+        """Receives the files that this rank has written."""
+
+    def undo(self, written: Written) -> None:
+        """Removes the files that this rank has written, after another rank has failed."""
+
+    def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
+        """Makes the save visible, on the coordinator.
+
+        Args:
+            written: the results of the writes, indexed by rank.
+
+        Returns:
+            The seal of the metadata; empty if there is no metadata.
+
+        Raises:
+            NotCommitted: nothing is visible, and the files have been removed.
+            DurabilityUncertain: the save may be visible, but a power cut could lose it.
+        """
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Ends the save. Unless it is committed, removes its files. May be called repeatedly."""
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Block with work that may take long but moves no bytes."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+
+
+class DirectoryTarget(Target):
+    """A checkpoint directory. csrc/directory/lease.h describes the commit.
+
+    A relative path is resolved against the current working directory when the target is created.
+    Each save opens the directory once, at its start, and writes only to the opened directory.
+
+    Raises:
+        ValueError: ``path`` is a URL.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
+        refuse_url(path)
+        super().__init__(absolute(path), options)
+        #: Directory that is written; it may get another name at the commit.
+        self.directory_path = self.path
+        self._rank = 0
+        self._directory: OpenDirectory | None = None
+        self._lease: DirectoryLease | None = None
+
+    @property
+    def directory(self) -> OpenDirectory:
+        """The directory that the save has opened."""
+        assert self._directory is not None
+        return self._directory
+
+    def open(self, rank: int, ranks: int) -> Opened:
+        self.discard()
+        self._rank = rank
+        _core.make_directories(self.directory_path)
+        self._directory = OpenDirectory(self.directory_path)
+        if not self.options.overwrite and _core.metadata_name(None) in self.directory.names():
+            raise RuntimeError(
+                f"Checkpoint already exists in {self.path}; pass WriteOptions(overwrite=True) to "
+                "replace it"
+            )
+        if rank == 0:
+            self._lease = DirectoryLease(self.directory, None)
+        return Opened(DirectoryIdentity.of(self.directory))
+
+    def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
+        require_one_target(opened)
+        assert self._lease is not None
+        return [self._lease.tag.encode()] * len(opened)
+
+    def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
+        prefix = f"__{self._rank}_{layout.decode()}"
+        return self.directory, _core.choose_prefix(self.directory, prefix)
+
+    def undo(self, written: Written) -> None:
+        remove_own(self.directory, set(written.files.names))
+
+    def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
+        data = plan.encode(written, self.storage_meta())
+        self.publish(data, names_of_files(written))
+        return data.seal
+
+    def storage_meta(self) -> StorageMeta:
+        """Returns the description of the storage that the metadata contains."""
+        return StorageMeta(checkpoint_id=self.path, save_id=str(uuid.uuid4()))
+
+    def publish(self, data: _core.EncodedMetadata, files: Collection[str]) -> None:
+        """Publishes the metadata, then removes the files that the metadata does not name.
+
+        Args:
+            data: the contents of ``.metadata``.
+            files: the data files that the metadata names.
+        """
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        lease.commit(data, files, sync=self.options.sync_files, replace=self.options.overwrite)
+
+    def discard(self) -> None:
+        # Dropping the lease removes the files of all ranks.
+        self._lease = None
+        self._directory = None
+
+
+def names_of_files(written: list[Written]) -> set[str]:
+    """Returns the names of all ranks' data files, relative to the checkpoint directory."""
+    return {name for of_rank in written for name in of_rank.files.names}
+
+
+def require_one_target(opened: Sequence[Opened]) -> None:
+    """Raises CheckpointError or NotCommitted if ranks have opened targets of different saves."""
+    if len({one.save for one in opened}) > 1:
+        of_ranks = ", ".join(f"rank {rank}: {one.save}" for rank, one in enumerate(opened))
+        raise CheckpointError(
+            f"ranks save different checkpoints ({of_ranks}): every rank must make the same saves, "
+            "in the same order"
+        )
+    require_one_directory([one.directory for one in opened])
